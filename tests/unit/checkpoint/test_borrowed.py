@@ -15,7 +15,6 @@ from mp_optim.checkpoint import save_load, writing
 from mp_optim.checkpoint.reading import compare, open_checkpoint
 from mp_optim.host import leases
 from mp_optim.host.host_share import HostShare
-from mp_optim.host.transfer import Transfer
 from support.accelerator.simulation import device_at
 from support.accelerator.stand_in import simulated_accelerator
 from support.models import build
@@ -125,16 +124,6 @@ def test_the_bits_are_those_of_the_call_and_training_is_the_same(tmp_path, reade
     assert differing(snapshot(*saving), snapshot(*alone)) == []
 
 
-@pytest.mark.parametrize("form", ["bf16", "bf16-8bit8"])
-def test_save_after_save_with_steps_in_between(tmp_path, reader, form):
-    model, optimizer = build_mode("speculative", form, 0.8)
-    run(model, optimizer, 2)
-    for step, share in enumerate((0.0, 0.3, 0.6, 0.9)):
-        both = begin_both(tmp_path, model, optimizer, reader, share)
-        run(model, optimizer, 2, start=2 + 2 * step)
-        assert_same_moment(*both, reader)
-
-
 def write_all(optimizer):
     with torch.no_grad():
         for state in optimizer.state_dict()["state"].values():
@@ -242,17 +231,6 @@ def test_a_torch_optimizer_is_borrowed_from_too(tmp_path, reader, then):
     assert_same_moment(*both, reader)
 
 
-def test_a_remainder_that_follows_its_parameter(tmp_path, reader):
-    model, optimizer = build("bf16-8bit8", 0.5)
-    run(model, optimizer, 2)
-    both = begin_both(tmp_path, model, optimizer, reader)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(float("inf"))  # beside which a remainder would make a nan
-    optimizer.make_current()
-    assert_same_moment(*both, reader)
-
-
 def test_a_write_that_nobody_announced_fails_the_save(tmp_path, reader):
     model, optimizer = build("bf16", 0.5)
     run(model, optimizer, 2)
@@ -293,29 +271,6 @@ def test_steps_in_speculative_mode_copy_nothing(tmp_path, reader, copied, form):
         run(model, optimizer, 3, start=start + 5)
         assert transfer.held == held  # the third half is gone
         start += 8
-
-
-def test_a_third_half_that_the_system_refuses_is_copied_instead(tmp_path, reader, copied):
-    class Refusing(Transfer):
-        refuses = False
-
-        def empty_host(self, num_bytes, pin):
-            if self.refuses:
-                raise MemoryError(num_bytes)
-            return super().empty_host(num_bytes, pin)
-
-    model, optimizer = build_mode("speculative", "bf16", 1.0, clip_grad=0.0)
-    transfer = Refusing()
-    for hybrid in hybrids(optimizer):
-        hybrid.stepper.use_transfer(transfer)
-    run(model, optimizer, 3)
-    transfer.refuses = True
-    both = begin_both(tmp_path, model, optimizer, reader)
-    run(model, optimizer, 1, start=3)
-    assert copied() == 0
-    run(model, optimizer, 2, start=4)
-    assert copied() > 0
-    assert_same_moment(*both, reader)
 
 
 def test_steps_in_place_of_what_left_the_memory_that_is_read(tmp_path, reader):
@@ -368,16 +323,6 @@ def test_several_files_hold_what_one_holds(tmp_path, monkeypatch):
     assert differing(snapshot(*other), snapshot(model, optimizer)) == []
 
 
-def test_a_save_takes_the_threads_that_training_leaves(tmp_path, monkeypatch):
-    """A thread writes a file."""
-    model, optimizer = build("bf16", 0.5)
-    run(model, optimizer, 1)
-    use_small_files(monkeypatch)
-    waited_for = checkpoint.save(tmp_path / "a", model, optimizer)
-    beside = checkpoint.save(tmp_path / "b", model, optimizer, asynchronous=True).wait()
-    assert [len(list(saved.glob("*.distcp"))) for saved in (waited_for, beside)] == [8, 4]
-
-
 def test_a_file_that_fails_stops_the_others(tmp_path, monkeypatch):
     model, optimizer = build("bf16", 0.5)
     run(model, optimizer, 1)
@@ -393,18 +338,3 @@ def test_a_file_that_fails_stops_the_others(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"__0_1\.distcp"):
         checkpoint.save(tmp_path, model, optimizer)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_save_that_is_refused_borrows_nothing(tmp_path, reader, monkeypatch):
-    model, optimizer = build("bf16", 0.5)
-    run(model, optimizer, 1)
-
-    def refuse(*_):
-        raise ValueError("ranks hold different values")
-
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match="different"):
-        patch.setattr(save_load, "check_replicas", refuse)
-        checkpoint.save(tmp_path, model, optimizer, asynchronous=True)
-    assert not leases.borrows
-    checkpoint.save(tmp_path, model, optimizer, asynchronous=True).wait()
-    assert not leases.borrows

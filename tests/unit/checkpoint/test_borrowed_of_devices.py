@@ -1,7 +1,6 @@
 """Saves in the background of what lies on a device, which is simulated: the bits are those of the
 call, the call does not wait for the device, and who writes waits for the copies."""
 
-import threading
 from contextlib import contextmanager
 from functools import cache
 
@@ -218,21 +217,6 @@ def test_a_parameter_that_is_written_without_a_trace_fails_the_save(tmp_path):
     assert not (tmp_path / "latest").exists()
 
 
-def test_state_that_is_written_by_others_fails_the_save(tmp_path):
-    schedule = Schedule(mode="sync", fraction=0.3)
-    with simulated_accelerator() as simulation, saves_of(simulation) as saves:
-        run = trained(schedule, simulation)
-        mains = [main for _, main in run.optimizer.named_main_params()]
-        held = [main for main in mains if simulation.memory.of(main).device == DEVICE]
-        handle = checkpoint.save(tmp_path, run.model, run.optimizer, asynchronous=True)
-        with torch.no_grad():
-            for main in held:
-                main.add_(1)
-        saves.let_go()
-        with pytest.raises(RuntimeError, match="not by the optimizer; take state by"):
-            handle.wait()
-
-
 def test_copies_that_fail_fail_the_save_and_not_the_training(tmp_path):
     schedule = Schedule(mode="sync", fraction=0.3)
     with on_device(schedule, tmp_path) as (run, handle, saves):
@@ -248,24 +232,6 @@ def test_copies_that_fail_fail_the_save_and_not_the_training(tmp_path):
         assert not leases.borrows
         again = checkpoint.save(tmp_path, run.model, run.optimizer, asynchronous=True)
         assert checkpoint.verify(again.wait())
-
-
-def test_buffers_are_written_in_forward(tmp_path):
-    for smallest in (5, 1 << 20):
-        with simulated_accelerator() as simulation, saves_of(simulation, smallest) as saves:
-            model = torch.nn.BatchNorm1d(64)
-            for tensor in model.state_dict().values():
-                simulation.to_device(tensor, DEVICE)
-            handle = checkpoint.save(tmp_path, model, None, asynchronous=True)
-            with torch.no_grad():
-                for buffer in model.buffers():
-                    buffer.add_(1)
-            simulation.synchronize()
-            saves.let_go()
-            saved = open_checkpoint(handle.wait())
-            assert saved.read("model.running_mean").equal(torch.zeros(64))
-            assert saved.read("model.num_batches_tracked") == 0
-        assert not simulation.reports
 
 
 def test_page_locked_memory_is_bounded_and_borrowed_memory_lives_as_long_as_needed(
@@ -296,22 +262,3 @@ def test_page_locked_memory_is_bounded_and_borrowed_memory_lives_as_long_as_need
             assert saved.eq(value).all() and region.is_let_go
     assert not simulation.reports
     assert len(sizes) <= 3 and set(sizes) == {640}
-
-
-def test_a_save_that_is_refused_brings_nothing_down(tmp_path, monkeypatch):
-    with simulated_accelerator() as simulation, saves_of(simulation) as saves:
-        run = trained(Schedule(mode="sync", fraction=0.3), simulation)
-        copies = []
-        monkeypatch.setattr(saves.windows.transfer, "download", lambda *some: copies.append(some))
-
-        def refuse(*_):
-            raise ValueError("ranks hold different values")
-
-        monkeypatch.setattr(save_load, "check_replicas", refuse)
-        with pytest.raises(ValueError, match="different"):
-            checkpoint.save(tmp_path, run.model, run.optimizer, asynchronous=True)
-        saves.let_go()
-        for thread in threading.enumerate():
-            if thread.name.startswith("copying what is saved"):
-                thread.join(60)
-        assert copies == []

@@ -56,11 +56,6 @@ def test_exported_main_params_are_the_live_ones(tmp_path, form, limit, count):
     }
 
 
-def test_a_limit_of_nothing_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="max_shard_size=0"):
-        checkpoint.export_safetensors(tmp_path, build("bf16")[1], max_shard_size=0)
-
-
 def unnamed(seed=0, **settings):
     model, _ = build("bf16", seed=seed)
     optimizer = mp_optim.AdamW(list(model.parameters()), lr=1e-2, **settings)

@@ -144,23 +144,6 @@ def test_every_block_of_a_tensor_is_checked(tmp_path, elements, place):
     assert torch.equal(model["a"], before)
 
 
-def test_damage_in_a_block_that_is_not_read_does_not_matter(tmp_path):
-    """A rank, and a reader of one entry, checks what it reads."""
-    model = torch.nn.ParameterDict(
-        {name: torch.nn.Parameter(torch.randn(3 * BLOCK_BYTES // 4)) for name in "ab"}
-    )
-    version = checkpoint.save(tmp_path, model, None)
-    with (version / "__0_0.distcp").open("r+b") as file:
-        file.seek(5 * BLOCK_BYTES)
-        file.write(b"?")
-    contents = open_checkpoint(version)
-    assert torch.equal(contents.read("model.a"), model["a"])
-    with pytest.raises(
-        ValueError, match=rf"__0_0.distcp is damaged: bytes from {5 * BLOCK_BYTES} on"
-    ):
-        contents.read("model.b")
-
-
 def test_stock_torch_reads_what_is_written(tmp_path):
     """Every entry, whole and in two halves; and with torch's tool that needs no model."""
     import torch.distributed.checkpoint as dcp

@@ -209,25 +209,6 @@ def test_layers_follow_each_other_chunk_by_chunk(counts, said):
         assert placed[stage][chunk]["layers", index] == wanted
 
 
-def test_lists_with_gaps_are_followed_by_what_comes_after():
-    """A stage may hold layers 0 and 2 of its list and something without parameters between."""
-    stages = [
-        [[Layer("layers", at, None) for at in (0, 2)]],
-        [[Layer("layers", at, None) for at in (1, 2)]],
-        [[Layer("layers", 0, None)]],
-    ]
-    assert layer_indices(stages) == [
-        [{("layers", 0): 0, ("layers", 2): 2}],
-        [{("layers", 1): 4, ("layers", 2): 5}],
-        [{("layers", 0): 6}],
-    ]
-
-
-def test_indices_that_differ_already_stay():
-    stages = [[[Layer("layers", 0)]], [[Layer("layers", 1)]], [[]]]
-    assert layer_indices(stages) == [[{("layers", 0): 0}], [{("layers", 1): 1}], [{}]]
-
-
 def test_chunks_lose_their_prefix_but_where_two_names_would_become_one():
     numbering = Numbering({("1.layers", 0): ("layers", 3)}, ("0.", "1."))
     known = ["0.norm", "1.norm", "0.first", "1.layers.0.layers.0.w"]

@@ -118,17 +118,6 @@ def test_64_ranks_of_10000_parameters_are_planned_in_seconds():
     assert size < 1.2 * len(pickle.dumps((planned(few)[0], [holding.shards for holding in few])))
 
 
-def test_a_rank_tells_of_whole_entries_only_if_no_other_of_its_kind_does():
-    shapes = {f"p{index}": (4, 4) for index in range(50)}
-    model = tuple(Held(f"model.{name}", torch.bfloat16, shape) for name, shape in shapes.items())
-    told, plan = planned([Holding(model, ()) for _ in range(64)])
-    assert len(told) == 1
-    assert sorted(name for share in plan for name in share.whole) == sorted(
-        f"model.{name}" for name in shapes
-    )
-    assert max(len(share.whole) for share in plan) == 1
-
-
 @st.composite
 def layouts_of(draw):
     """Some entries on some ranks: whole on several, or cut anyhow along one dimension, each part on

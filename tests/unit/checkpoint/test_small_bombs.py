@@ -23,7 +23,6 @@ from mp_optim.apps import convert as foreign
 from mp_optim.apps.convert import command as convert
 from mp_optim.apps.convert.torch_files import load_plain_file
 from mp_optim.checkpoint.common import as_json, from_json
-from mp_optim.checkpoint.reading import open_checkpoint
 from support.forged import archive, replaced
 from support.models import build
 from support.prints import differing, print_of
@@ -238,30 +237,3 @@ def test_a_link_out_of_the_folder_is_not_followed(version: Path, tmp_path: Path)
         path.unlink()
         path.write_bytes(content)
     checkpoint.load(version.parent, *build("bf16"))
-
-
-@pytest.mark.parametrize("number", [-1, 1.0, True, "0", None, 99])
-def test_the_number_of_a_file_is_one(version: Path, number: Any) -> None:
-    index = json.loads((version / "index.json").read_text())
-    index["entries"]["model.dense"][2] = number
-    replaced(version, "index.json", json.dumps(index).encode())
-    with pytest.raises(ValueError, match=r"index\.json is damaged or no plain data"):
-        open_checkpoint(version)
-
-
-def test_folders_that_name_each_other(version: Path) -> None:
-    """As many as anybody needs, and not so many that Python ends first."""
-    folder = version.parent
-    for _ in range(3):
-        folder.rename(folder.with_name("inner"))
-        folder.mkdir()
-        folder.with_name("inner").rename(folder / "inner")
-        (folder / "latest").write_text("inner")
-    checkpoint.verify(folder)
-    deep = folder.with_name("deep")
-    for _ in range(40):
-        deep.mkdir()
-        (deep / "latest").write_text("next")
-        deep = deep / "next"
-    with pytest.raises(ValueError, match="load a version by its own path"):
-        checkpoint.verify(folder.with_name("deep"))

@@ -17,14 +17,12 @@ from torch import nn
 
 from mp_optim import (
     FusedAdam,
-    FusedLAMB,
     HybridDeviceOptimizer,
     OptimizerConfig,
     StepResult,
     get_megatron_optimizer,
 )
 from mp_optim.core import Slot
-from mp_optim.kernels import choose_backend
 from mp_optim.mixed_precision import MegatronOptimizer
 from mp_optim.mixed_precision import clip_and_skip as verdicts
 from mp_optim.mixed_precision.clip_and_skip import DeviceVerdict, decide, decide_on_device
@@ -37,7 +35,7 @@ from mp_optim.mixed_precision.grad_norm import (
     count_zeros,
 )
 from support.kernel_launches import KernelLaunches
-from support.models import AdversarialTransfer, build, config_for, same_bits, tokens_of, train
+from support.models import build, config_for, same_bits, tokens_of, train
 from support.waiting import WaitedError, no_waiting
 
 pytestmark = [
@@ -97,23 +95,6 @@ def test_the_bits_are_those_of_the_host(sums, scale, clip, threshold, zeros):
         multiplier, skip = given_to_kernels.values.tolist()
         assert given_to_kernels.values.dtype == torch.float32 and bool(skip) == bool(host.cause)
         assert host.found_inf or bits(multiplier) == bits(host.multipliers[name])
-
-
-def test_settling_waits_for_the_copy_that_started_with_the_verdict(monkeypatch):
-    transfer = AdversarialTransfer()
-    monkeypatch.setattr(
-        transfer, "empty_host", lambda size, pin: torch.zeros(size, dtype=torch.uint8)
-    )
-    monkeypatch.setattr(verdicts, "_transfer", lambda device: transfer)
-    measurement = Measurement(
-        {name: torch.tensor(4.0, dtype=torch.float64) for name in (EXCLUDED, MAIN_NORM)}
-    )
-    verdict = DeviceVerdict(decide_on_device(measurement, (), OptimizerConfig(lr=1.0)))
-    assert len(transfer.pending) == 1 and transfer.pending[0] is not None
-    assert (
-        not verdict.result.is_known and verdict.result.grad_norm == 2.0 and verdict.result.is_known
-    )
-    assert transfer.pending == [None]
 
 
 # -- nobody waits ---------------------------------------------------------------------------------
@@ -303,80 +284,7 @@ def test_every_look_at_the_state_takes_a_skipped_step_back(look):
     assert optimizer.metrics()["skipped_steps"] == 1
 
 
-def test_a_group_added_after_a_step_that_is_not_settled():
-    model, optimizer = small()
-    give_grads(model, optimizer, 0, math.inf)
-    optimizer.step()
-    late = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
-    optimizer.add_param_group({"params": [("late", late)], "lr": 0.5})
-    late.grad = torch.ones_like(late)
-    give_grads(model, optimizer, 1)
-    assert optimizer.step().success
-    assert [float(state["step"]) for state in optimizer.state_dict()["state"].values()] == [1.0] * 6
-
-
-def test_parameters_without_a_gradient_are_neither_counted_nor_taken_back():
-    model, optimizer = small()
-    for bad in (None, math.inf, None):
-        give_grads(model, optimizer, 0, bad)
-        model["whole"].grad = None
-        optimizer.step()
-    steps = {name: float(optimizer.state[param]["step"]) for name, param in model.items()}
-    assert steps == {"whole": 0.0, "transposed": 2.0, "empty": 2.0, "shared": 2.0, "mtp": 2.0}
-
-
-def test_timers_and_closures_work_as_ever():
-    events: list[str] = []
-
-    class Timer:
-        def start(self, barrier=False):
-            events.append("start")
-
-        def stop(self):
-            events.append("stop")
-
-    model, optimizer = small(timers=lambda name, log_level: events.append(name) or Timer())
-    give_grads(model, optimizer, 0)
-    assert optimizer.step(lambda: 5.0) == 5.0
-    assert events == [
-        "optimizer-clip-main-grad",
-        "start",
-        "stop",
-        "optimizer-inner-step",
-        "start",
-        "stop",
-    ]
-
-
 # -- where the host has to know -------------------------------------------------------------------
-
-
-def test_who_takes_a_verdict_on_the_device():
-    _, optimizer = small()
-    assert optimizer.verdict_device() == torch.device("cpu")
-    assert build("bf16", fused_backend="triton")[1].verdict_device() == torch.device("cpu")
-    assert build("bf16", fused_backend="reference")[1].verdict_device() is None
-    assert choose_backend("triton", torch.device("cpu"))[0].takes_device_multipliers
-    assert not any(
-        choose_backend(name, torch.device("cpu"))[0].takes_device_multipliers
-        for name in ("reference", "torch", "native")
-    )
-    params = [nn.Parameter(torch.ones(4)) for _ in range(2)]
-    assert FusedLAMB(params, max_grad_norm=1.0, backend="triton").executor.verdict_device() is None
-    assert FusedLAMB(
-        params, max_grad_norm=0.0, backend="triton"
-    ).executor.verdict_device() == torch.device("cpu")
-    kwargs = {"lr": 0.1, "sub_optimizer_kwargs": {"backend": "triton"}}
-    assert HybridDeviceOptimizer(params, 0.0, **kwargs).executor.verdict_device() == torch.device(
-        "cpu"
-    )
-    assert HybridDeviceOptimizer(params, 0.5, **kwargs).executor.verdict_device() is None
-    assert (
-        HybridDeviceOptimizer(
-            params, 0.0, torch.optim.SGD, torch.optim.SGD, lr=0.1
-        ).executor.verdict_device()
-        is None
-    )
 
 
 def test_a_hybrid_whose_host_part_is_empty_steps_without_waiting(monkeypatch):

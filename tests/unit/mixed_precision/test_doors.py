@@ -2,7 +2,6 @@
 an error."""
 
 import copy
-import io
 import itertools
 
 import pytest
@@ -181,96 +180,9 @@ def test_what_leaves_is_the_model_as_it_is_now(
     assert (dense - 0.5).abs().max() <= bits_kept, dense
 
 
-@pytest.mark.parametrize("precision", FORMS)
-@pytest.mark.parametrize("place", PLACES)
-def test_a_main_param_is_the_parameter_where_none_is_separate(precision, place):
-    model, optimizer = make(precision, place)
-    train(model, optimizer, 1)
-    for slot, param in zip(optimizer.slots(), optimizer.get_parameters(), strict=True):
-        main, separate = optimizer.main_param(slot), optimizer.has_separate_main(slot)
-        assert main.dtype == torch.float32
-        if separate or param.dtype == torch.float32:
-            assert (main is param) == (not separate)
-
-
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-remainder"])
-@pytest.mark.parametrize("place", PLACES)
-def test_training_goes_on_from_what_was_written(write, precision, place):
-    model, optimizer = make(precision, place)
-    train(model, optimizer, 1)
-    write(model, optimizer)
-    train(model, optimizer, 2, start=1)
-    assert not model.dense.eq(0.5).all() and (model.dense - 0.5).abs().max() < 0.2
-    assert optimizer.state[model.dense]["step"] == 3
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    st.sampled_from(["fp32", "bf16", "bf16-remainder"]),
-    st.sampled_from(["adam", "lion", "sgd"]),
-    st.booleans(),
-    st.integers(1, 3000),
-    st.floats(0.0, 0.1),
-)
-def test_a_group_added_between_steps_is_stepped_alike_in_all_modes(precision, rule, both, size, lr):
-    def run(place):
-        fraction, mode = place
-        torch.manual_seed(0)
-        model = nn.Linear(16, 16, bias=False).to(
-            torch.float32 if precision == "fp32" else torch.bfloat16
-        )
-        config = config_for(
-            precision,
-            fraction,
-            lr=lr,
-            optimizer=rule,
-            clip_grad=0.0,
-            **({"offload_mode": mode} if fraction else {}),
-        )
-        optimizer = get_megatron_optimizer(config, model)
-        added = nn.Parameter(torch.ones(size, dtype=model.weight.dtype))
-        optimizer.add_param_group({"params": [("added", added)], "lr": 0.1, "weight_decay": 0.0})
-        seen = []
-        for _ in range(2):
-            optimizer.zero_grad()
-            (added.sum() + (model.weight.sum() if both else 0.0)).backward()
-            optimizer.step()
-            seen += [added.detach().clone(), model.weight.detach().clone()]
-        assert seen[0].lt(1.0).all()
-        return [*seen, dict(optimizer.named_main_params())["added"].detach()]
-
-    expected = run((0.0, "sync"))
-    for place in PLACES[2:]:
-        assert all(same_bits(a, b) for a, b in zip(expected, run(place), strict=True)), place
-
-
-@pytest.mark.parametrize("mode", ["sync", "overlap", "speculative"])
-@pytest.mark.parametrize("precision", FORMS)
-def test_state_dicts_can_be_saved_at_any_step_and_tensors_bring_no_neighbours(precision, mode):
-    model, optimizer = make(precision, (1.0, mode))
-    for step in range(4):
-        train(model, optimizer, 1, start=step)
-        file = io.BytesIO()
-        torch.save(optimizer.state_dict(), file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=True)["state"]
-        for index, state in optimizer.state_dict()["state"].items():
-            assert all(same_bits(value, loaded[index][key]) for key, value in state.items())
-        moments = {
-            key: value for key, value in optimizer.state[model.embed].items() if key != "step"
-        }
-        for value in moments.values():
-            assert value.untyped_storage().nbytes() == value.nbytes
-
-
 # -- what is refused has changed nothing ----------------------------------------------------------
 
 NAN = float("nan")
-
-
-def first(state):
-    return state["state"][0]
 
 
 def set_group(**settings):
@@ -396,22 +308,6 @@ def test_a_refused_load_names_the_cause_and_changes_nothing(fraction):
     )
 
 
-def test_a_checkpoint_with_an_impossible_setting_replaces_nothing(tmp_path):
-    model, source = build("bf16")
-    with pytest.MonkeyPatch.context() as patch:  # as an older version, which checked nothing
-        patch.setattr("mp_optim.config.rules.RuleSpec.check", lambda *_: None)
-        source.param_groups[0]["lr"] = NAN
-        mp_optim.checkpoint.save(tmp_path, model, source)
-    other_model, other = build("bf16", seed=1)
-    before = everything(other_model, other)
-    with pytest.raises(ValueError, match="lr=nan"):
-        mp_optim.checkpoint.load(tmp_path, other_model, other)
-    after = everything(other_model, other)
-    assert all(same_bits(x, y) for x, y in zip(before[0], after[0], strict=True)) and str(
-        before[1]
-    ) == str(after[1])
-
-
 def test_bits_are_lost_on_request_only():
     model, optimizer = build("fp16", initial_loss_scale=8.0)
     train(model, optimizer, 1)
@@ -427,25 +323,6 @@ def test_bits_are_lost_on_request_only():
     state["state"][1]["master_param"] = state["state"][1]["master_param"].to(torch.complex64)
     with pytest.raises(ValueError, match="complex64"):
         optimizer.load_state_dict(state, convert=True)
-
-
-def test_settings_are_copied_on_their_way_out_and_in():
-    def with_tensor_lr():
-        _, optimizer = build("bf16", experts=False)
-        for group in optimizer.param_groups:
-            group["lr"], group["custom"] = torch.tensor(1e-2), {"deep": [1]}
-        return optimizer
-
-    a, b, c = with_tensor_lr(), with_tensor_lr(), with_tensor_lr()
-    state = a.state_dict()
-    b.load_state_dict(state)
-    c.load_state_dict(state)
-    b.param_groups[0]["lr"].fill_(7.0)
-    b.param_groups[0]["custom"]["deep"].append(2)
-    a.param_groups[0]["lr"].fill_(3.0)
-    assert [o.param_groups[0]["lr"].item() for o in (a, b)] == [3.0, 7.0]
-    for group in (state["param_groups"][0], c.param_groups[0]):
-        assert group["lr"].item() == pytest.approx(1e-2) and group["custom"] == {"deep": [1]}
 
 
 def test_a_torch_optimizer_below_goes_back_to_having_no_state():

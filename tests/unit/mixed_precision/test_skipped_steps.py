@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -99,25 +98,6 @@ def test_a_norm_over_the_threshold_is_said_with_both_numbers(caplog):
     assert said(caplog) == [line]
 
 
-def test_without_a_loss_scale_none_is_named(caplog):
-    model, optimizer = small("bf16", **THRESHOLD)
-    reason = step(model, optimizer, norm=20.0).reason
-    assert said(caplog) == [f"step 1 was skipped: {reason}"]
-
-
-def test_what_a_warning_says_is_a_line_for_the_record_with_the_parameter(caplog):
-    model, optimizer = small("bf16")
-    caplog.set_level(logging.INFO, "mp_optim")
-    model["mtp"].grad[3] = math.nan
-    with pytest.warns(UserWarning, match="the gradient of mtp holds an inf or nan"):
-        result = optimizer.step()
-    (record,) = caplog.records
-    line = f"step 1 was skipped: {result.reason} (the gradient of mtp holds an inf or nan)"
-    assert record.levelno == logging.INFO and record.getMessage() == line
-    step(model, optimizer, mtp=math.nan)
-    assert caplog.records[1].levelno == logging.WARNING
-
-
 def test_later_ones_are_said_more_and_more_rarely_each_cause_on_its_own(caplog):
     model, optimizer = small("fp16", **THRESHOLD)
     for _ in range(17):
@@ -142,17 +122,6 @@ def test_metrics_count_each_cause():
     assert metrics["skipped_steps/over_threshold"] == 2
 
 
-def test_a_result_with_a_reason_is_still_a_tuple_of_three():
-    result = StepResult(False, None, 3, "because")
-    success, norm, zeros = result
-    assert (success, norm, zeros) == (False, None, 3) == result and len(result) == 3
-    assert result.reason == "because" and repr(result).endswith("reason='because')")
-    assert pickle.loads(pickle.dumps(result)).reason == "because"
-    assert StepResult.later(lambda: (False, None, 3, "late")).reason == "late"
-    with pytest.raises(AttributeError):
-        result.reason = ""
-
-
 # -- the loss scale -------------------------------------------------------------------------------
 
 
@@ -167,19 +136,6 @@ def test_the_scale_that_is_said_is_what_the_scaler_makes_of_it():
         assert told == float(scaler.scale)
         seen.add((told > before) - (told < before))
     assert seen == {-1, 0, 1}
-
-
-def test_of_a_scaler_that_counts_otherwise_only_the_scale_before_is_said(caplog):
-    class Cautious(DynamicGradScaler):
-        def update(self, found_inf: Any) -> None:
-            super().update(found_inf)
-            self._scale.mul_(0.5)
-
-    model, optimizer = small("fp16")
-    optimizer.grad_scaler = Cautious(64.0, 1.0, 2.0, 0.5, 1000, 1)
-    step(model, optimizer, main=math.inf)
-    (line,) = said(caplog)
-    assert line.endswith("; loss scale 64")
 
 
 # -- verdicts of the device -----------------------------------------------------------------------

@@ -76,14 +76,6 @@ def test_adapters_that_came_after_the_optimizer_are_named() -> None:
     assert warned(fresh.step) == [] and fresh.metrics()["grad_norm"] > 0
 
 
-def test_only_parameters_that_came_later_are_named() -> None:
-    model = regression(torch.float32)
-    stack = get_megatron_optimizer(OptimizerConfig(lr=1e-2), model)
-    model.add_module("late", nn.Linear(2, 2, bias=False))
-    (message,) = warned(stack.step)
-    assert "1 trainable parameters that the optimizer does not know: late.weight. " in message
-
-
 def test_an_expert_part_without_tokens_is_nothing_to_warn_of() -> None:
     model, stack = build("bf16")
     for name, param in model.named_parameters():
@@ -143,21 +135,6 @@ def test_a_good_step_ends_the_row_and_a_dynamic_scale_finds_its_place_in_silence
         stack.zero_grad()
         loss_of(model).backward()
         assert warned(stack.step) == []
-
-
-def test_a_threshold_that_skips_everything_is_said() -> None:
-    model = regression()
-    stack = get_megatron_optimizer(
-        OptimizerConfig(lr=1e-2, bf16=True, grad_norm_skip_threshold=1e-9), model
-    )
-
-    def work() -> None:
-        for _ in range(12):
-            loss_of(model).backward()
-            stack.step()
-
-    (message,) = warned(work)
-    assert "10 steps in a row" in message and "over grad_norm_skip_threshold=1e-09" in message
 
 
 # -- ranks ----------------------------------------------------------------------------------------

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -12,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import mp_optim
 from mp_optim import DistributedOptimizer, get_megatron_optimizer
 from mp_optim.zero import grad_reducer
 from support.models import config_for, is_expert, same_bits
@@ -130,44 +126,6 @@ def test_the_result_is_that_of_one_process(nccl: list[int]) -> None:
 
 
 # -- what it costs --------------------------------------------------------------------------------
-
-
-def instructions_of(work: Any) -> int:
-    """How many of Python's instructions this package executes in the calling thread."""
-    package, count = str(Path(mp_optim.__file__).parent), 0
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal count
-        if event == "call":
-            if not frame.f_code.co_filename.startswith(package):
-                return None
-            frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        count += event == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return count
-
-
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
-def test_telling_of_a_bucket_costs_what_is_in_it(nccl: list[int], mode: str) -> None:
-    """Three times as many buckets of one parameter are three times the work in the hooks."""
-    counts = []
-    for count in (100, 300):
-        model, optimizer = layers(count, offload_mode=mode, **OFFLOADED)
-        for _ in range(2):
-            optimizer.zero_grad()
-            backward(model)
-            optimizer.step()
-        optimizer.zero_grad()
-        loss = model(torch.ones(1, 2)).sum()
-        counts.append(instructions_of(loss.backward))
-    assert counts[0] > 100 * 50 and counts[1] < 3.2 * counts[0]
 
 
 # -- two threads ----------------------------------------------------------------------------------

@@ -22,8 +22,6 @@ from mp_optim import (
     checkpoint,
     get_megatron_optimizer,
 )
-from mp_optim.checkpoint import checked_load
-from mp_optim.mixed_precision import WrappedOptimizer
 from mp_optim.zero.buckets import SHARD_ALIGNMENT
 from support.models import config_for, same_bits
 from support.workers.modes import DTYPES, built
@@ -383,24 +381,6 @@ def test_a_second_optimizer_takes_over_and_models_can_be_pickled():
     assert torch.equal(model.bias.grad, torch.ones(3))
 
 
-def test_groups_cannot_be_added_and_hyperparameters_flow_down():
-    model = nn.Linear(3, 3)
-    optimizer = sharded(model)
-    with pytest.raises(ValueError, match="buckets are made once"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        group["weight_decay"] = 0.0
-    before = model.weight.detach().clone()
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    assert torch.equal(model.weight, before)
-    assert torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5).get_last_lr() == [
-        0.0,
-        0.0,
-    ]
-
-
 class _Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx, value):
@@ -455,53 +435,6 @@ def test_state_of_what_was_frozen_when_buckets_were_made_is_refused_or_dropped(s
     assert len(other.state_dict()["state"]) == 3
 
 
-def test_state_that_no_rank_keeps_is_not_read(tmp_path, monkeypatch):
-    """Of a parameter in no bucket, where its state is refused or dropped."""
-    wanted: list[str] = []
-    plan = checked_load.plan_reading
-
-    def noted(tensors, *rest):
-        wanted.extend(tensors)
-        return plan(tensors, *rest)
-
-    def built(model):
-        config = config_for("bf16", use_distributed_optimizer=True)
-        groups = [{"params": list(model.named_parameters())}]
-        return get_megatron_optimizer(config, model, param_groups=groups)
-
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16()
-    trained = built(model)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    trained.step()
-    checkpoint.save(tmp_path, model, trained)
-    model[0].weight.requires_grad_(False)
-    other = built(model)
-    monkeypatch.setattr(checked_load, "plan_reading", noted)
-    with pytest.raises(ValueError, match=r"state of 0\.weight: it was frozen when .*convert=True"):
-        checkpoint.load(tmp_path, model, other)
-    checkpoint.load(tmp_path, model, other, convert=True)
-    of_state = {name for name in wanted if not name.startswith("model.")}
-    assert any(name.endswith("1.weight") for name in of_state)
-    assert [name for name in of_state if name.endswith("0.weight")] == []
-    assert len(other.state_dict()["state"]) == 3
-
-
-@pytest.mark.parametrize("owner", [DistributedOptimizer, ChainedOptimizer])
-def test_a_composite_is_no_wrapper_and_lacks_nothing_that_a_stack_offers(owner):
-    """It has no main params of its own: whatever a precision wrapper does with them is passed
-    on."""
-    assert issubclass(owner, MegatronOptimizer) and not issubclass(owner, WrappedOptimizer)
-    missing = {
-        name for name in dir(owner) if getattr(getattr(owner, name), "__isabstractmethod__", False)
-    }
-    assert missing == set()
-    offered = {name for name in dir(WrappedOptimizer) if not name.startswith("_")}
-    of_wrappers = {"check_param", "reduces", "agreed_sums"}  # asked by the layer itself
-    of_wrappers |= {"engine", "executor", "table", "backward_link"}  # what it steps with
-    assert offered - of_wrappers - set(dir(owner)) == set()
-
-
 def without_the_module(model):
     """A loss that uses a parameter and calls nothing that would wait for its values."""
     return (model[0].weight * 2.0).sum()
@@ -527,16 +460,6 @@ def test_parameters_may_be_used_anyhow_once_they_were_waited_for(experts):
     assert optimizer.step().success
 
 
-def test_what_is_said_of_a_shard_has_the_parameters_name():
-    model = nn.Linear(3, 3)
-    optimizer = sharded(model)
-    model.bias.grad = torch.full((3,), torch.nan)
-    with pytest.warns(UserWarning, match="the gradient of bias holds an inf or nan"):
-        assert not optimizer.step().success
-    with pytest.raises(ValueError, match="bias"):
-        optimizer.state[model.bias] = {"step": 1.0}
-
-
 def test_one_process_has_to_say_so():
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="DistributedDataParallel, which reduces gradients"):
@@ -544,14 +467,6 @@ def test_one_process_has_to_say_so():
             config_for("fp32", use_distributed_optimizer=True),
             nn.parallel.DistributedDataParallel(model),
         )
-
-
-def test_what_is_shown():
-    optimizer = sharded(nn.Linear(3, 3), "fp32", overlap_grad_reduce=True)
-    assert {row.params for row in optimizer.describe().rows} == {9, 3}
-    assert {"bytes_reduced", "bytes_gathered", "grad_norm", "steps"} <= optimizer.metrics().keys()
-    state = optimizer.state_dict()["state"][0]
-    assert state["exp_avg"].shape == (3, 3) and state["exp_avg"].local.shape == (9,)
 
 
 # -- Megatron's DistributedDataParallel, as far as its buffers are concerned ----------------------
