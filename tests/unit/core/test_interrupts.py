@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mp_optim import FusedAdam, HybridDeviceOptimizer, checkpoint, get_megatron_optimizer
+from mp_optim import checkpoint, get_megatron_optimizer
 from mp_optim.core.interrupted_step import BrokenOffError
 from mp_optim.core.slot_state import SlotState
 from mp_optim.kernels.native import NativeBackend
@@ -186,34 +186,6 @@ def test_a_kernel_that_raises_in_place_is_not_gone_on_from(stack, call, monkeypa
     assert optimizer.step().success
 
 
-@pytest.mark.parametrize(
-    "make",
-    [FusedAdam, lambda params: HybridDeviceOptimizer(params, offload_fraction=0.5)],
-    ids=["FusedAdam", "Hybrid"],
-)
-def test_optimizers_by_themselves_are_not_gone_on_from(make, monkeypatch):
-    params = [nn.Parameter(torch.ones(5, 3)), nn.Parameter(torch.ones(7))]
-    optimizer = make([{"params": [param], "lr": 1e-3} for param in params])
-    for param in params:
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    state, values = (
-        copy.deepcopy(optimizer.state_dict()),
-        [param.detach().clone() for param in params],
-    )
-    with monkeypatch.context() as patch:
-        failing(patch, 1)
-        with pytest.raises(RuntimeError, match="the kernels failed"):
-            optimizer.step()
-    with pytest.raises(BrokenOffError):
-        optimizer.step()
-    with torch.no_grad():
-        for param, value in zip(params, values, strict=True):
-            param.copy_(value)
-    optimizer.load_state_dict(state)
-    optimizer.step()
-
-
 def test_step_raises_after_an_interrupted_load(monkeypatch):
     model, optimizer = built(STACKS["sync"])
     backward(model, optimizer, 0)
@@ -268,21 +240,6 @@ def test_a_wrong_setting_of_any_group_is_found_before_anything_is_stepped(stack)
             assert alike(everything(model, optimizer), was), (group, name, value)
     backward(model, optimizer, 2)
     assert optimizer.step().success
-
-
-def test_a_tensor_setting_that_was_written_in_place_is_looked_at_again():
-    model, optimizer = built(STACKS["in place"])
-    rate = torch.tensor(1e-3)
-    optimizer.param_groups[-1]["lr"] = rate
-    backward(model, optimizer, 0)
-    optimizer.step()
-    rate.fill_(-1.0)
-    backward(model, optimizer, 1)
-    with pytest.raises(
-        ValueError,
-        match=r"param_groups\[\d\]: lr=.*must be a finite number >= 0.*nothing was stepped",
-    ):
-        optimizer.step()
 
 
 @pytest.mark.parametrize("stack", ["in place", "fp32", "speculative", "remainders"])

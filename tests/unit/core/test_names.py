@@ -159,15 +159,6 @@ def test_a_wrapped_model_saves_and_loads_as_the_plain_one(wrap: str, tmp_path: P
         assert sorted(found.keys()) == sorted(NAMES)
 
 
-def by_model(model: nn.Module, stack: Any) -> list[Tensor]:
-    """Main params in the order of the model's parameters."""
-    main_of = {
-        id(param): main
-        for param, (_, main) in zip(stack.get_parameters(), stack.named_main_params(), strict=True)
-    }
-    return [main_of[id(param)] for param in model.parameters()]
-
-
 def test_model_chunks_have_their_number_before_canonical_names(tmp_path: Path) -> None:
     chunks = [WRAPS["compiled"](), WRAPS["a checkpointed layer"]()]
     stack = get_megatron_optimizer(CONFIG, chunks)
@@ -252,35 +243,3 @@ def test_an_override_that_matches_nothing_is_refused_with_the_nearest_names(capl
     frozen = plain()
     frozen.embed.requires_grad_(False)
     get_megatron_optimizer(CONFIG, frozen, {ParamKey(name="embed.*"): {"wd_mult": 0.0}})
-
-
-@pytest.mark.parametrize(
-    "groups, message",
-    [
-        (lambda params: params, r"param_groups\[0\] is a Parameter"),
-        (lambda params: iter(params), r"param_groups\[0\] is a Parameter"),
-        (
-            lambda params: [{"parameters": params}],
-            r"param_groups\[0\] is \['parameters'\]: give dicts",
-        ),
-        (lambda params: [{"params": params, "learning_rate": 1e-3}], "did you mean 'lr'"),
-        (lambda params: [{"params": params, "weight_decy": 0.1}], "did you mean 'weight_decay'"),
-        (lambda params: [{"params": params, "lr": "1e-3"}], "lr='1e-3' must be"),
-        (lambda params: [{"params": params, "lr": float("nan")}], "lr=nan must be"),
-        (lambda params: [{"params": params, "betas": (2, 3)}], r"betas=\(2, 3\) must be"),
-        (lambda params: [{"params": params, "eps": -1}], "eps=-1 must be"),
-    ],
-)
-def test_a_group_that_is_none_or_misspelt_is_refused(groups: Any, message: str) -> None:
-    model = plain()
-    with pytest.raises((TypeError, ValueError), match=message):
-        get_megatron_optimizer(CONFIG, model, param_groups=groups(list(model.parameters())))
-    fine = [
-        {
-            "params": list(model.parameters()),
-            "lr_scale": 0.5,
-            "name": "mine",
-            "lr": torch.tensor(1e-3),
-        }
-    ]
-    get_megatron_optimizer(CONFIG, model, param_groups=fine)

@@ -86,26 +86,6 @@ def test_any_bytes_from_any_memory_come_back(tmp_path, direct, writes):
     assert torch.equal(whole, expected)
 
 
-def test_several_windows_are_under_way_at_once(tmp_path):
-    """Neighbours that share a block, three at a time, written and read in turn."""
-    window = PIECE // 4 + 33
-    data = random_bytes(12 * window)
-    parts = data.split(window)
-    with closing(DirectFile(tmp_path, data.numel(), piece_bytes=PIECE)) as file:
-        for first in range(0, 12, 3):
-            tickets = [file.write_from(parts[i], i * window) for i in range(first, first + 3)]
-            if first:
-                back = torch.empty(window, dtype=torch.uint8)
-                file.read_into(back, (first - 1) * window).wait()
-                assert torch.equal(back, parts[first - 1])
-            for ticket in tickets:
-                ticket.wait()
-                assert ticket.done()
-        whole = torch.empty_like(data)
-        file.read_into(whole, 0).wait()
-    assert torch.equal(whole, data)
-
-
 def _a_block(move, file, views, offset):
     return move(file, [views[0][:DISK_BLOCK]], offset)
 
@@ -133,15 +113,6 @@ def test_a_file_that_was_cut_is_said_so(tmp_path, monkeypatch):
         ticket = file.read_into(torch.empty(10), 7)
         with pytest.raises(OSError, match=r"reading bytes 7 to 47 of .* ends early"):
             ticket.wait()
-
-
-def test_tensors_of_any_dtype_are_bytes(tmp_path):
-    values = torch.randn(5000)
-    with closing(DirectFile(tmp_path, 20_004)) as file:
-        file.write_from(values, 4).wait()
-        back = torch.empty(5000)
-        file.read_into(back, 4).wait()
-        assert torch.equal(back, values)
 
 
 def bytes_from_the_disk() -> int:
@@ -223,15 +194,6 @@ def test_a_place_that_cannot_be_written_is_refused(folder, said):
     with pytest.raises(OSError, match=said) as error:
         DirectFile(folder, 10)
     assert folder in str(error.value)
-
-
-def test_a_read_only_file_system_is_refused(tmp_path, monkeypatch):
-    def refuse(path: object, flags: int, *rest: object) -> int:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(OSError, match="is read-only; choose another folder"):
-        DirectFile(tmp_path, 10)
 
 
 def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path):

@@ -29,7 +29,6 @@ from support.cuda_runtime import (
     is_mapped,
     locked_bytes,
     locking_runtime,
-    missing_pages,
 )
 from support.launch import end_forked_program
 
@@ -59,23 +58,6 @@ def test_just_the_pages_of_it_are_locked(runtime: LockingRuntime, size: int) -> 
     assert memory.fill_(7).sum() == 7 * size
     del memory
     assert locked_bytes() == before
-
-
-@pytest.mark.parametrize("at_once", [1 << 20, 64 << 20])
-def test_pages_are_there_before_they_are_registered(
-    runtime: LockingRuntime, monkeypatch: pytest.MonkeyPatch, at_once: int
-) -> None:
-    """Else the runtime has the system give them, in the caller's thread."""
-    monkeypatch.setattr(host_memory, "_TOUCHED_AT_ONCE", at_once)
-    register, missing = runtime.cudaHostRegister, []
-
-    def looked_at(address: int, num_bytes: int, flags: int) -> int:
-        missing.append(missing_pages(address, num_bytes))
-        return register(address, num_bytes, flags)
-
-    monkeypatch.setattr(runtime, "cudaHostRegister", looked_at)
-    memory = page_locked(SIZE, CUDA)
-    assert missing == [0] and not memory.any()
 
 
 def test_it_is_unregistered_once_and_before_it_is_unmapped(runtime: LockingRuntime) -> None:
@@ -108,12 +90,6 @@ def test_what_is_dropped_in_a_capture_is_released_after_it(runtime: LockingRunti
     assert list(runtime.registered) == [other.data_ptr()]
 
 
-def test_allocations_start_at_different_places_of_their_huge_pages(runtime: LockingRuntime) -> None:
-    blocks = [page_locked(SIZE // 8, CUDA).fill_(value) for value in range(5)]
-    assert [block.unique().tolist() for block in blocks] == [[0], [1], [2], [3], [4]]
-    assert len({block.data_ptr() % (2 << 20) for block in blocks}) == 5
-
-
 def test_memory_that_cannot_be_unregistered_stays_mapped(runtime: LockingRuntime) -> None:
     memory = page_locked(SIZE, CUDA)
     address, runtime.status = memory.data_ptr(), 1
@@ -143,12 +119,6 @@ def test_a_runtime_that_refuses_leaves_nothing(runtime: LockingRuntime) -> None:
     gc.collect()
     ((what, address, _),) = runtime.calls
     assert what == "register" and not is_mapped(address)
-
-
-def test_a_system_without_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_SYSTEM_HAS_IT", False)
-    with pytest.raises(PageLockError, match="cannot map memory"):
-        page_locked(SIZE, CUDA)
 
 
 def test_a_forked_child_neither_has_nor_unregisters_it(runtime: LockingRuntime) -> None:
@@ -190,24 +160,6 @@ def run(then: str) -> str:
 
 def test_memory_that_is_alive_when_the_interpreter_ends_is_left_to_the_driver() -> None:
     assert run("pass") == "['register']"
-
-
-def test_what_a_child_maps_where_it_was_stays() -> None:
-    """The child does not have the memory, so other memory may come to lie there."""
-    then = "; ".join(
-        [
-            "child = os.fork()",
-            "libc = ctypes.CDLL(None)",
-            "libc.mmap.restype = ctypes.c_void_p",
-            "size, fixed = ctypes.c_size_t(4096), 0x10 | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS",
-            "child or libc.mmap(ctypes.c_void_p(address), size, 3, fixed, -1, 0)",
-            "child or vars().pop('memory')",
-            "child or gc.collect()",
-            "child or os._exit(not is_mapped(address))",
-            "assert os.waitpid(child, 0)[1] == 0",
-        ]
-    )
-    assert run(then) == "['register']"
 
 
 def test_what_allocators_take() -> None:

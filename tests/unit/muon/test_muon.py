@@ -121,15 +121,6 @@ def test_a_batched_product_does_what_the_loop_does(dtype):
     )
 
 
-@pytest.mark.parametrize("shape", [(37, 91), (64, 24)], ids=str)
-def test_a_stack_is_its_matrices(shape):
-    grads = [random(3, *shape, seed=step) for step in range(4)]
-    stack, _ = stepped(random(3, *shape, seed=9), grads)
-    for index in range(3):
-        one, _ = stepped(random(3, *shape, seed=9)[index], [grad[index] for grad in grads])
-        assert torch.equal(stack[index], one)
-
-
 def test_fused_parts_are_stepped_by_themselves():
     """Two query groups of 4 + 2 + 2 rows: queries are one matrix of 8 rows, keys and values of
     4."""
@@ -168,51 +159,10 @@ def test_scale_modes():
         torch.testing.assert_close(moved[1], moved[0] / 2)
 
 
-def test_weight_decay_is_decoupled():
-    value = random(8, 8)
-    found, _ = stepped(value, [torch.zeros(8, 8)], lr=0.5, weight_decay=0.1)
-    assert torch.equal(found, value - value * torch.tensor(0.5 * 0.1))
-    decayed, _ = stepped(value, [random(8, 8)])
-    plain, _ = stepped(value, [random(8, 8)], weight_decay=0.0)
-    torch.testing.assert_close(plain - decayed, value * 0.002, rtol=0, atol=1e-6)
-
-
 def test_zero_and_enormous_gradients_make_finite_steps():
     for size in (0.0, 1e-30, 1e30):
         found, _ = stepped(torch.ones(4, 6), [torch.full((4, 6), size)])
         assert found.isfinite().all()
-
-
-def test_state_dict_round_trips():
-    grads = [random(2, 6, 4, seed=step) for step in range(4)]
-    expected, _ = stepped(random(2, 6, 4), grads, nesterov=True)
-    half, optimizer = stepped(random(2, 6, 4), grads[:2], nesterov=True)
-    param = nn.Parameter(half.clone())
-    other = RuleOptimizer(MuonRule(), [param], lr=1.0)
-    other.load_state_dict(optimizer.state_dict())
-    assert other.param_groups[0]["nesterov"] is True
-    for grad in grads[2:]:
-        param.grad = grad
-        other.step()
-    assert torch.equal(param.detach(), expected)
-
-
-def test_groups_choose_adam_for_what_is_no_matrix():
-    matrix, vector = nn.Parameter(random(4, 4)), nn.Parameter(random(4))
-    optimizer = RuleOptimizer(
-        MuonRule(),
-        [{"params": [matrix]}, {"params": [vector], "optimizer": "adam"}],
-        lr=1e-2,
-        weight_decay=0.0,
-    )
-    twin = nn.Parameter(vector.detach().clone())
-    adam = torch.optim.Adam([twin], lr=1e-2)
-    matrix.grad, vector.grad = random(4, 4), random(4)
-    twin.grad = vector.grad.clone()
-    optimizer.step()
-    adam.step()
-    torch.testing.assert_close(vector, twin)
-    assert set(optimizer.state[vector]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
 @pytest.mark.parametrize(

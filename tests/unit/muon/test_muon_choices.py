@@ -62,15 +62,6 @@ def test_grams_are_as_near_the_iteration_in_fp64(name, kind):
             assert apart(rounded, "gram", polynomials) < 1.6 * standard + more
 
 
-def test_squares_are_stepped_as_ever():
-    stacks = [random(48, 48).bfloat16(), random(2, 48, 64).bfloat16()]
-    polynomials = coefficients("quintic", 5)
-    copies = [[each.clone() for each in stacks] for _ in range(2)]
-    orthogonalize_each(copies[0], polynomials, "gram")
-    orthogonalize_each(copies[1], polynomials)
-    assert all(map(torch.equal, *copies))
-
-
 def test_a_gram_does_not_depend_on_what_is_stepped_beside_it():
     polynomials = coefficients("polar_express", 6)
     stack = random(3, 32, 96).bfloat16()

@@ -64,18 +64,6 @@ def test_it_is_the_formula(shape, backend):
     np.testing.assert_allclose(state[MOMENT][..., 0].numpy(), v, rtol=1e-4)
 
 
-def test_a_step_keeps_its_norm_and_its_rows_come_to_one_size():
-    """At the first step the moment is the squares' mean, but for a factor that all rows have."""
-    value, grad = random(24, 40), random(24, 40, seed=1)
-    found, plain = (
-        stepped(value, [grad], moment2_method=method)[0] - value for method in ("normuon", None)
-    )
-    assert float(found.norm()) == pytest.approx(float(plain.norm()), rel=1e-5)
-    sizes = found.norm(dim=1)
-    assert float(sizes.max() / sizes.min()) == pytest.approx(1.0, rel=1e-3)
-    assert plain.norm(dim=1).max() > 1.01 * plain.norm(dim=1).min()
-
-
 @pytest.mark.parametrize(
     ("rows", "settings"),
     [
@@ -96,14 +84,6 @@ def test_what_is_a_matrix_of_its_own_keeps_a_norm_of_its_own(rows, settings, pre
     assert not torch.equal(whole, stepped(value, grads, fp32_matmul_prec=precision)[0])
 
 
-def test_a_stack_is_its_matrices():
-    grads = [random(3, 12, 8, seed=step) for step in range(3)]
-    stack, _ = stepped(random(3, 12, 8, seed=9), grads)
-    for index in range(3):
-        one, _ = stepped(random(3, 12, 8, seed=9)[index], [grad[index] for grad in grads])
-        assert torch.equal(stack[index], one)
-
-
 def test_edges():
     """No gradient at all, rows of zeros, no elements, an infinite gradient."""
     zeros = torch.zeros(4, 6)
@@ -117,15 +97,6 @@ def test_edges():
     bad = holes.clone()
     bad[0, 0] = torch.inf
     assert not stepped(random(4, 6), [bad])[0].isfinite().any()
-
-
-def test_cautious_updates_keep_of_it_what_goes_the_way_of_the_gradient():
-    value, grad = torch.zeros(12, 20), random(12, 20, seed=1)
-    plain, careful = (-stepped(value, [grad], caution=on)[0] for on in (False, True))
-    agrees = plain * grad > 0
-    assert 0 < agrees.sum() < agrees.numel()
-    share = float(agrees.sum()) / agrees.numel()
-    torch.testing.assert_close(careful, torch.where(agrees, plain / share, 0.0), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(

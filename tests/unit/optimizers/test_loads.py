@@ -62,26 +62,6 @@ def test_settings_go_by_name_and_are_copies(rule: str, steps: int) -> None:
     assert rates(others[1]) == pytest.approx({"a": 0.1, "b": 0.5})
 
 
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("rule", RULES)
-def test_settings_that_cannot_be_are_refused(rule: str, steps: int) -> None:
-    saved = two_groups(rule, "a", "b", (0.1, 0.2)).state_dict()
-    other = stepped(two_groups(rule, "a", "b", (0.3, 0.4)), steps)
-    shown = copy.deepcopy(other.state_dict())
-    for key, value in (("lr", -1.0), ("weight_decay", math.nan)):
-        wrong = copy.deepcopy(saved)
-        wrong["param_groups"][1][key] = value
-        with pytest.raises(ValueError, match=f"param group 1 of the saved state: {key}="):
-            other.load_state_dict(wrong)
-    with pytest.raises(ValueError, match="missing"):
-        other.load_state_dict(two_groups(rule, "a", "c", (0.1, 0.2)).state_dict())
-    assert rates(other) == pytest.approx({"a": 0.3, "b": 0.4})
-    now = other.state_dict()["state"]
-    assert now.keys() == shown["state"].keys()
-    for index, state in now.items():
-        assert all(same_bits(state[k], v) for k, v in shown["state"][index].items())
-
-
 @pytest.mark.parametrize("place", [{}, {"offload": 1.0, "offload_mode": "overlap"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rule", RULES)
@@ -117,22 +97,6 @@ def test_the_state_of_the_beginning_begins_anew(
         return [*tensors, *(param.detach().clone() for param in layer.parameters())]
 
     assert all(map(same_bits, run(True), run(False)))
-
-
-def test_what_begins_anew_leaves_no_hooks_of_what_was_stepped_before() -> None:
-    params = named("w", "v")
-    optimizer = mp_optim.AdamW(params, lr=0.1, offload=1.0, offload_mode="speculative")
-    beginning = optimizer.state_dict()
-
-    def hooks() -> list[int]:
-        return [len(param._post_accumulate_grad_hooks or ()) for _, param in params]
-
-    stepped(optimizer)
-    assert hooks() == [1, 1]
-    optimizer.load_state_dict(beginning)
-    assert hooks() == [0, 0]
-    stepped(optimizer)
-    assert hooks() == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -185,59 +149,6 @@ def test_a_rule_that_counts_wants_a_number_of_steps(rule: str) -> None:
 
 
 # -- state that is written into -------------------------------------------------------------------
-
-PLACES: dict[str, dict[str, Any]] = {
-    "device": {},
-    "host": {"offload": 1.0},
-    "speculative": {"offload": 1.0, "offload_mode": "speculative"},
-    "4bit": {"state": "4bit"},
-}
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_tensor_under_a_key_is_taken_or_refused(place: str) -> None:
-    pairs = named("w")
-    param = pairs[0][1]
-    optimizer = stepped(mp_optim.AdamW(pairs, lr=0.1, **PLACES[place]))
-    optimizer.state[param]["exp_avg"] = torch.zeros(3, 2)
-    assert not bool(optimizer.state[param]["exp_avg"].any())
-    optimizer.state[param].update(step=torch.tensor(5.0))
-    assert float(optimizer.state[param]["step"]) == 5.0
-    state = optimizer.state[param]
-    state |= {"exp_avg_sq": torch.zeros(3, 2)}
-    assert not bool(optimizer.state[param]["exp_avg_sq"].any())
-    with pytest.raises(ValueError, match="w has no 'mine'"):
-        optimizer.state[param]["mine"] = torch.zeros(3, 2)
-    with pytest.raises(ValueError, match="exp_avg"):
-        optimizer.state[param]["exp_avg"] = torch.zeros(5)
-    for take in (
-        lambda: optimizer.state[param].pop("exp_avg"),
-        lambda: optimizer.state[param].__delitem__("exp_avg"),
-    ):
-        with pytest.raises(TypeError, match="single keys cannot be deleted"):
-            take()
-    assert type(copy.deepcopy(optimizer.state[param])) is dict
-    stepped(optimizer)
-    assert float(optimizer.state[param]["step"]) == 6.0
-
-
-def test_state_that_is_assigned_is_checked_before_any_of_it_is_copied() -> None:
-    pairs = named("a", "b")
-    optimizer = stepped(mp_optim.AdamW(pairs, lr=0.1))
-    (_, a), (_, b) = pairs
-    zeros = {key: torch.zeros_like(value) for key, value in optimizer.state[a].items()}
-    with pytest.raises(ValueError, match="b: missing"):
-        optimizer.state = {a: zeros, b: {"step": torch.tensor(0.0)}}
-    assert bool(optimizer.state[a]["exp_avg"].any())
-    optimizer.state = {b: dict(optimizer.state[b])}
-    assert not bool(optimizer.state[a]["exp_avg"].any())
-    assert bool(optimizer.state[b]["exp_avg"].any())
-
-
-def test_no_state_before_the_first_step_may_be_assigned() -> None:
-    optimizer = mp_optim.AdamW(named("a"))
-    optimizer.state = {}
-    assert optimizer.state_dict()["state"] == {}
 
 
 # -- beside a step --------------------------------------------------------------------------------
@@ -332,33 +243,6 @@ def test_a_file_in_the_place_of_a_checkpoint(tmp_path: Path) -> None:
 def test_extra_that_cannot_be_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="extra or the scheduler's state holds what"):
         checkpoint.save(tmp_path, nn.Linear(2, 2), None, extra={"f": lambda: None})
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        torch.ones(2),
-        torch.ones(0),
-        torch.ones((), device="meta"),
-        torch.ones((), dtype=torch.complex64),
-        "1.0",
-        True,
-        [1.0],
-    ],
-    ids=["two", "none", "meta", "complex", "text", "bool", "list"],
-)
-def test_a_loss_that_is_none(loss: Any) -> None:
-    optimizer = stepped(mp_optim.AdamW(named("a"), skip_step_sigma_factor=3.0))
-    with pytest.raises(ValueError, match=r"report_loss: the loss is .* not one real"):
-        optimizer.health.report_loss(loss)
-    optimizer.health.report_loss(torch.ones(1, 1))
-    stepped(optimizer)
-
-
-@pytest.mark.parametrize("name", ["state", "main_params", "ema_dtype"])
-def test_a_choice_that_is_a_list(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"{name}=\['8bit'\]: must be one of"):
-        mp_optim.AdamW(named("a"), **{name: ["8bit"]})
 
 
 # -- a GradScaler at times ------------------------------------------------------------------------

@@ -190,18 +190,6 @@ def test_gradients_may_be_released(mode: str) -> None:
     assert found[0] == found[1]
 
 
-def test_an_average_of_the_model() -> None:
-    layers = model(torch.bfloat16)
-    optimizer = mp_optim.AdamW(layers.parameters(), lr=1e-2)
-    average = torch.optim.swa_utils.AveragedModel(layers, use_buffers=True)
-    scheduler = torch.optim.swa_utils.SWALR(optimizer, swa_lr=1e-3)
-    for step in range(4):
-        losses(layers, optimizer, 1, step)
-        average.update_parameters(layers)
-        scheduler.step()
-    assert average.n_averaged == 4 and optimizer.param_groups[0]["lr"] < 1e-2
-
-
 # -- fp16 ------------------------------------------------------------------------------------------
 
 
@@ -237,23 +225,6 @@ def test_fp16_under_torchs_grad_scaler() -> None:
     assert [found[step] for step in taken] == pytest.approx(expected, rel=0.02)
 
 
-def test_the_scale_changes_no_bit() -> None:
-    """Powers of two, gradients that stay normal: a loss scale leaves no trace, clipped or not."""
-    for limit in (None, 0.1):
-        results = []
-        for scale in (1.0, 1024.0):
-            param = nn.Parameter(torch.linspace(-2, 2, 64).half())
-            optimizer = mp_optim.AdamW([param], lr=1e-2, max_grad_norm=limit)
-            scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-            for _ in range(3):
-                optimizer.zero_grad()
-                scaler.scale((param.float() * 3).sum()).backward()
-                scaler.step(optimizer)
-                scaler.update()
-            results.append((param.detach().clone(), optimizer.last_step.grad_norm))
-        assert torch.equal(results[0][0], results[1][0]) and results[0][1] == results[1][1]
-
-
 def test_fp32_gradients_are_unscaled_by_torch_and_may_be_clipped_between() -> None:
     param = nn.Parameter(torch.zeros(4))
     optimizer = mp_optim.SGD([param], lr=1.0)
@@ -274,19 +245,6 @@ def test_fp16_without_a_loss_scale_is_said_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.step()
-
-
-def test_what_a_grad_scaler_found_on_another_rank_skips_the_step_here() -> None:
-    param = nn.Parameter(torch.ones(4).half())
-    optimizer = mp_optim.AdamW([param])
-    param.grad = torch.ones(4).half()
-    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(1.0)
-    optimizer.step()
-    assert not optimizer.last_step.success and param.eq(1.0).all()
-    optimizer.found_inf = torch.tensor(0.0)
-    optimizer.step()
-    assert set(optimizer.state_dict()) == {"state", "param_groups"}  # the scaler saves itself
-    assert optimizer.last_step.success and not param.eq(1.0).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -454,25 +412,6 @@ def test_names_of_others_are_answered_in_words_of_the_class(name: str) -> None:
     fields = {*CONFIG_FIELDS} - OF_THE_CLASSES - {"optimizer"}  # a plain word, too
     others = {*re.findall(r"\w+", said)} & fields
     assert not others or "of OptimizerConfig" in said
-
-
-def test_names_that_are_not() -> None:
-    with pytest.raises(TypeError, match="'learning_rate'; use lr"):
-        mp_optim.AdamW([nn.Parameter(torch.zeros(2))], learning_rate=1e-3)
-    with pytest.raises(TypeError, match="'gradient_clipping'; use max_grad_norm"):
-        mp_optim.AdamW([nn.Parameter(torch.zeros(2))], gradient_clipping=1.0)
-    with pytest.raises(TypeError, match="'max_grad_nrm'; did you mean 'max_grad_norm'"):
-        mp_optim.AdamW([nn.Parameter(torch.zeros(2))], max_grad_nrm=1.0)
-    for name in ("weigth_decay", "weight_deacy"):
-        with pytest.raises(TypeError, match=f"'{name}'; did you mean 'weight_decay'"):
-            mp_optim.AdamW([nn.Parameter(torch.zeros(2))], **{name: 1.0})
-    with pytest.raises(TypeError, match="'state_dtype'; use state"):
-        mp_optim.AdamW([nn.Parameter(torch.zeros(2))], state_dtype="bf16")
-
-
-def test_switches_of_torchs_that_say_how_to_step() -> None:
-    for settings in ({"foreach": True}, {"fused": True, "foreach": None}, {"amsgrad": False}):
-        mp_optim.AdamW([nn.Parameter(torch.zeros(2))], **settings)
 
 
 def test_a_parameter_that_cannot_be_trained() -> None:

@@ -4,7 +4,6 @@ refuses them, and that a whole parameter is counted however it is split."""
 from __future__ import annotations
 
 from itertools import chain, product
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import nn
 import mp_optim
 from mp_optim.config.rules import KERNEL_RULES, RULES
 from mp_optim.kernels import choose_backend
-from mp_optim.kernels.element_rules import RULE_SCALARS, LionScalars
+from mp_optim.kernels.element_rules import RULE_SCALARS
 from mp_optim.kernels.kernel_args import TensorLists
 from mp_optim.kernels.reference import ReferenceBackend, step_with
 from mp_optim.rules.rule_optimizer import RuleOptimizer
@@ -211,47 +210,3 @@ def test_decay_in_the_gradient_and_other_kernels_refuse_both(switch: str) -> Non
         mp_optim.FusedAdam(params, backend="torch", **{switch: True})
     with pytest.raises(TypeError, match=f"unexpected argument '{switch}'"):
         mp_optim.Adam(params, **{switch: True})
-
-
-def test_groups_have_cautious_decay_of_their_own() -> None:
-    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
-    groups = [{"params": params[:1], "cautious_wd": True}, {"params": params[1:]}]
-    optimizer = mp_optim.AdamW(groups, lr=0.1, weight_decay=0.5)
-    for param in params:
-        param.grad = -torch.ones(3)
-    optimizer.step()
-    assert torch.allclose(params[0].detach(), torch.full((3,), 1.1))
-    assert torch.allclose(params[1].detach(), torch.full((3,), 1.05))
-
-
-def test_a_state_dict_of_before_loads() -> None:
-    params, grads = params_and_gradients()
-    optimizer = mp_optim.AdamW(params, lr=0.01)
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = grad
-    optimizer.step()
-    saved = optimizer.state_dict()
-    for group in saved["param_groups"]:
-        del group["caution"], group["cautious_wd"]
-    cautious = mp_optim.AdamW(params, lr=0.01, cautious_wd=True)
-    cautious.load_state_dict(saved)
-    cautious.step()
-    assert cautious.param_groups[0]["cautious_wd"]
-
-
-def test_a_kernel_is_told_every_number_and_switch() -> None:
-    """Neither is left out without a word."""
-    pytest.importorskip("triton")
-    from mp_optim.kernels.triton import launches
-    from mp_optim.kernels.triton.kernels import tiles
-
-    numbers = (0.9, 0.1, 0.99, 0.01, 0.1, 0.0)
-    many = SimpleNamespace(__slots__=tuple("abcdefghijk"), **dict.fromkeys("abcdefghijk", 1.0))
-    assert len(launches.row_of(LionScalars(*numbers, cautious_wd=False, caution=True), 0)) == 14
-    with pytest.raises(ValueError, match="has 11 numbers, a row of kernels' numbers room for 10"):
-        launches.row_of(many, 0)
-    switched = SimpleNamespace(__slots__=("sideways",), sideways=True)
-    with pytest.raises(ValueError, match=r"no kernel is compiled for \['sideways'\]"):
-        tiles.Flags.of(switched)
-    cautious = tiles.Flags.of(LionScalars(*numbers, cautious_wd=True, caution=True))
-    assert cautious.caution and cautious.cautious_wd and not cautious.has_decay

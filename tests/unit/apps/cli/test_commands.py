@@ -47,29 +47,6 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"usage: mp-optim {name}" in help_of(capsys, name)
 
 
-def test_help_names_units_and_choices(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    plan = help_of(capsys, "plan")
-    assert "--gpu-memory GIB" in plan and "--sharding {no_shard,fsdp2}" in plan
-    assert "what dp shards" in plan and ":data:" not in plan
-    lines = [line.strip() for line in help_of(capsys, "convert").splitlines()]
-    assert sum(line.startswith("$ mp-optim convert") for line in lines) == 2
-
-
-def test_what_is_not_a_command_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["plam"])
-    assert left.value.code == 2 and "choose from" in capsys.readouterr().err
-
-
-def written(folder: Path, content: bytes) -> Path:
-    path = folder / "file"
-    path.write_bytes(content)
-    return path
-
-
 def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     """What a command says that cannot do its work: one sentence."""
     assert main([str(argument) for argument in arguments]) == 1
@@ -110,24 +87,6 @@ def test_a_source_that_is_no_state(
     assert words in sentence and str(source) in sentence and not target.exists()
 
 
-def test_a_file_of_another_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = ("--source", written(tmp_path, b"text"), "--target", tmp_path / "out")
-    for form in ("mp_optim", "torch"):
-        sentence = said(capsys, "convert", "--source-format", form, *files)
-        assert "is not a whole file of torch.save" in sentence
-    for form in ("checkpoint", "deepspeed"):
-        assert "there is no " in said(capsys, "convert", "--source-format", form, *files)
-
-
-def test_a_key_that_is_not_in_the_source(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    torch.save({"model": 1, "optim": 2}, tmp_path / "file")
-    files = ("--source", tmp_path / "file", "--target", tmp_path / "out")
-    arguments = ("--source-format", "torch", *files, "--key", "optimizer")
-    assert "it has ['model', 'optim']" in said(capsys, "convert", *arguments)
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -142,27 +101,6 @@ def test_settings_that_cannot_be_read(
     settings = config.with_name("optimizer.yaml")
     settings.write_text(text)
     assert words in said(capsys, "plan", "--model", config, "--optimizer", settings)
-
-
-def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    sentence = said(capsys, "plan", "--model", "nowhere")
-    assert "--model nowhere: no such file or folder" in sentence
-
-
-def test_a_model_that_transformers_does_not_know(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "config.json"
-    path.write_text('{"model_type": "nosuch"}')
-    assert "model type `nosuch`" in said(capsys, "plan", "--model", path)
-
-
-def test_settings_of_another_kind_of_file_are_named(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    binary = written(config.parent, b"\x7fELF\xd0\x00")
-    text = said(capsys, "plan", "--model", config, "--optimizer", binary)
-    assert f"--optimizer {binary} is not YAML" in text
 
 
 def test_a_failed_import_of_a_model_tells_its_cause(capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,16 +161,6 @@ def test_a_plan_in_words_of_the_classes(
     lines = [line for line in text.splitlines() if line.startswith("│")]
     assert [line.split("│")[1].strip() for line in lines] == [form] * 2
     assert f"{form}: optimizer_offload_fraction=0 " in text
-
-
-def test_a_file_and_words_beside_it_are_refused(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = config.with_name("optimizer.yaml")
-    settings.write_text("lr: 1.0e-4\nbf16: true\noffload_mode: overlap\n")
-    files = ("plan", "--model", config, "--optimizer", settings)
-    assert "leave away state" in said(capsys, *files, "--state", "8bit")
-    assert main(list(map(str, files))) == 0  # the lines of the table have their shares
 
 
 def test_names_are_whole_in_a_pipe_and_latest_may_lie_below(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import Any
 
 import pytest
 import torch
 
 from mp_optim import OptimizerConfig
-from mp_optim.apps.cli import doctor
 from mp_optim.config.rules import BACKENDS
 from mp_optim.kernels.native_library import native_library
 from support.launch import run_forked_program
@@ -69,30 +66,6 @@ def test_it_says_why_there_are_no_native_kernels() -> None:
         "MP_OPTIM_NATIVE=off",
     ]
     assert "none: MP_OPTIM_NATIVE=off" in text and "cpu  reference  auto:" in text
-
-
-def test_it_says_how_many_threads_the_host_kernels_run_and_why() -> None:
-    text = " ".join(run_without_triton(LOCAL_WORLD_SIZE="2", LOCAL_RANK="1").split())
-    cores = len(os.sched_getaffinity(0))
-    assert f"of {cores} cores, which 2 local ranks share" in text
-
-
-def test_it_prints_with_rich_on_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("rich")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert doctor.main([]) == 0
-    assert "OptimizerConfig" in capsys.readouterr().out
-
-
-def test_it_says_of_a_build_for_amd_that_nothing_was_run_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert "ROCm" not in str(doctor._software())
-    monkeypatch.setattr(torch.version, "hip", "6.4.1")
-    (row,) = (row for row in doctor._software() if row[0] == "ROCm of torch")
-    assert row[1].startswith("6.4.1; ") and "never run" in row[1]
 
 
 @pytest.mark.gpu

@@ -16,8 +16,8 @@ from torch import nn
 from mp_optim.apps.cli.command import main
 from mp_optim.apps.fit import command as fit
 from mp_optim.apps.fit.activations import Moment, Timeline, build_hf
-from mp_optim.apps.fit.fit import Blocks, Candidate, Estimate, Limits, search, step_seconds
-from mp_optim.apps.fit.model_plan import Layout, plan, specs_of
+from mp_optim.apps.fit.fit import Blocks, Candidate, Estimate, Limits, search
+from mp_optim.apps.fit.model_plan import plan, specs_of
 from mp_optim.factory.memory_plan import Memory, MemoryPlan
 
 GIB = 2**30
@@ -227,24 +227,6 @@ def test_a_config_that_cannot_be_is_named(
         assert f"--model {config}: transformers cannot build it: " in said and reason in said
 
 
-def test_a_tuned_model_has_the_shape_of_its_base() -> None:
-    assert fit.named("Qwen2.5-7B-Instruct") == ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B-Instruct")
-    assert fit.named("Mixtral-8x7B-Instruct-v0.1")[0] == "mistralai/Mixtral-8x7B-v0.1"
-    assert fit.named("mine/Llama-2-7b-chat-hf") == (
-        *("meta-llama/Llama-2-7b-hf", "mine/Llama-2-7b-chat-hf"),
-    )
-    assert fit.named("Qwen3-8B") == ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B")
-
-
-def test_sizes() -> None:
-    assert fit.bytes_of("gpu", "24GB") == fit.bytes_of("gpu", "24 gib") == 24 * GIB
-    assert fit.bytes_of("disk", "1.5TB", decimal=True) == 1_500_000_000_000
-    assert fit.bytes_of("disk", "1GiB", decimal=True) == GIB
-    for wrong in ("24 parrots", "-1GB", "1.2.3GB", ".", ""):
-        with pytest.raises(ValueError, match=f"--gpu {re.escape(wrong)}: write a size"):
-            fit.bytes_of("gpu", wrong)
-
-
 # -- the search -----------------------------------------------------------------------------------
 
 
@@ -293,20 +275,6 @@ def test_settings_are_tried_in_the_order_of_the_page(
     assert bool(words) == bool(found.candidate.words)
 
 
-def test_the_disk_is_tried_last_and_only_if_there_is_one() -> None:
-    words = [dict(each.words) for each in fit.candidates(fit.Options("", "", "", disk="1TB"))]
-    assert words[-1]["optimizer_state_path"] and words[-1]["release_gradients"]
-    without = [dict(each.words) for each in fit.candidates(fit.Options("", "", ""))]
-    assert words[:-1] == without and words[0] == {}
-
-
-def test_ranks_share_before_bits_are_saved() -> None:
-    tried = list(fit.candidates(fit.Options("", "", "", gpus=4)))
-    assert tried[1].config.is_distributed and not tried[1].words
-    assert tried[2].layout == Layout(dp=4, sharding="fsdp2") and not tried[2].words
-    assert tried[3].words["state"] == "bf16"
-
-
 def test_fit_tries_inexact_main_params_only_when_asked() -> None:
     for main_params in ("exact", "remainder8", "none"):
         options = fit.Options("", "", "", main_params=main_params)  # type: ignore[arg-type]
@@ -325,18 +293,6 @@ def test_checkpointing_comes_before_fewer_bits() -> None:
     assert found.checkpointing and found.candidate.words == {} and found.loss == "model"
 
 
-def test_nothing_is_traced_where_the_plan_alone_is_too_much() -> None:
-    seen = []
-
-    def traced(checkpointing: bool, loss: str) -> Timeline:
-        seen.append((checkpointing, loss))
-        return Timeline([Moment("forward", 100, 0, 0)], grads=2 * PARAMS)
-
-    found = searched(traced, device=1000)
-    assert found.missing(Limits(1000, GIB)) and found.candidate.words
-    assert seen == [(True, "fused")]
-
-
 def searched(traced: Any, device: int) -> Estimate:
     specs = specs_of(small())
     return search(
@@ -347,15 +303,3 @@ def searched(traced: Any, device: int) -> Estimate:
         limits=Limits(device, GIB, 0, 0, 0),
         blocks=Blocks(),
     )
-
-
-def test_a_step_takes_longer_the_more_of_it_is_elsewhere() -> None:
-    def seconds(words: dict[str, Any]) -> float:
-        candidate = Candidate(words, fit.config_of("adam", words))
-        of_rank = plan(specs_of(small()), candidate.config)
-        timed = step_seconds(Estimate(candidate, False, "model", of_rank, {}), fit.Rates())
-        assert timed.seconds is not None
-        return timed.seconds
-
-    on_device, half, all_of_it = ({}, {"offload": 0.5}, {"offload": 1.0})
-    assert 0 < seconds(on_device) < seconds(half) < seconds(all_of_it)

@@ -250,11 +250,6 @@ def _has_known_words(line: str) -> None:
     assert "--optimizer-cpu-offload --optimizer-offload-fraction 0.75" in line
 
 
-def test_megatron_has_no_words_for_gradients_that_leave(folder: Path) -> None:
-    text = recipes(estimate_of(words_of("exact")[-2], folder), RECIPE)["Megatron-LM"]
-    assert text.startswith("# none: ")
-
-
 def test_megatron_line_sets_fields_without_arguments(folder: Path) -> None:
     words = {"state": "8bit", "main_params": "remainder8", "offload": 1.0}
     words["offload_place"] = "streamed"

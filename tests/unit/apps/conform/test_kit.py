@@ -14,29 +14,13 @@ import pytest
 import torch
 
 from mp_optim.apps.cli.command import main
-from mp_optim.apps.conform import CHECKS, LEVELS, Subject, program_of, run
-from mp_optim.apps.conform.kit import parsed
+from mp_optim.apps.conform import CHECKS, Subject, program_of, run
 from mp_optim.apps.conform.runner import FAILS, PASSES, REFUSES, outcome_of
 from support.launch import ROOT
 from support.plain_adamw import built
 
 ALIASING = "a_loaded_state_is_a_copy"
 FAMILY = Subject("torch.optim.AdamW")
-
-
-def test_every_check_says_what_it_is_for() -> None:
-    assert len(CHECKS) >= 60
-    for check in CHECKS.values():
-        assert check.level in LEVELS and check.statement.endswith(".")
-        assert 30 < len(check.statement) < 180, check.name
-    assert {check.subject for check in CHECKS.values()} == {
-        "steps",
-        "resume",
-        "groups",
-        "tensors",
-        "precision",
-        "distributed",
-    }
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -117,33 +101,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert "AdamW(params, **{**{'lr': 0.01}, **settings})" in shown
     assert [path.name for path in (tmp_path / "programs").iterdir()] == [f"{ALIASING}.py"]
     assert main([*command, "--level", "should"]) == 1
-
-
-def test_the_list_of_checks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["conform", "--list"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(CHECKS)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["AdamW"], "'AdamW' is no dotted name"),
-        (["torch.optim.AdamV"], "torch.optim has no class or function 'AdamV'"),
-        (["torch.optim.AdamW", "--only", "hook_runs"], "no check is called 'hook_runs'"),
-        (["torch.optim.AdamW", "--args", "lr"], "--args 'lr': arguments are written name=value"),
-    ],
-)
-def test_what_cannot_be_is_said(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["conform", *words]) == 1
-    assert said in capsys.readouterr().err
-
-
-def test_values_of_arguments() -> None:
-    given = {"lr=1e-3": 1e-3, "betas=(0.9, 0.95)": (0.9, 0.95), "state=8bit": "8bit"}
-    assert {text: parsed(text)[1] for text in given} == given
-    assert parsed("dtype=torch.bfloat16") == ("dtype", torch.bfloat16)
 
 
 def test_the_pytest_plugin(tmp_path: Path) -> None:

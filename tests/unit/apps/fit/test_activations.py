@@ -17,7 +17,6 @@ from torch.profiler import ProfilerActivity, profile
 from mp_optim.apps.fit.activations import (
     Batch,
     Timeline,
-    allocated_bytes,
     as_fake,
     build_hf,
     checkpoint_blocks,
@@ -192,24 +191,3 @@ def test_only_blocks_that_are_alike_are_left_out(model: Blocks, depths: list[int
     known = trace_repeating(model, traces)
     assert traces.depths == depths
     assert known == traces() and traces.depths[-1] == len(model.layers)
-
-
-def test_a_model_may_be_traced_as_it_lies() -> None:
-    """A module and a loss of one's own."""
-    with torch.device("meta"):
-        model = nn.Linear(64, 32, bias=False, dtype=torch.float32)
-
-    def loss_of(model: nn.Module) -> Tensor:
-        return model(torch.ones(16, 64, dtype=torch.float32, device="cpu")).square().mean()
-
-    timeline = trace(model, as_fake(model), loss_of)
-    assert timeline.grads == 64 * 32 * 4
-    assert timeline.saved >= 16 * 64 * 4 + 16 * 32 * 4
-
-
-@pytest.mark.parametrize(
-    ("size", "taken"),
-    [(1, 512), (512, 512), (513, 1024), (10 << 20, 10 << 20), ((10 << 20) + 1, 12 << 20)],
-)
-def test_the_allocator_gives_whole_pieces(size: int, taken: int) -> None:
-    assert allocated_bytes(size) == taken

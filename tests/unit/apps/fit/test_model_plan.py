@@ -23,7 +23,6 @@ from mp_optim.apps.fit.model_plan import (
 )
 from mp_optim.factory.memory_plan import memory_of
 from mp_optim.factory.offload_fraction import with_fraction
-from mp_optim.kernels.native_library import describe_threads, set_host_threads
 from support.offload import CountingTransfer, hybrids
 
 GIB = 2**30
@@ -153,15 +152,6 @@ def test_layouts_divide_what_they_should() -> None:
     assert params(dp=4, ep=4, sharding="fsdp2") == 16 * 32 + 16 + 2 * 16 * 32
 
 
-def test_a_matrix_is_divided_unless_it_says_that_ranks_have_copies() -> None:
-    names = ("says nothing", "is cut", "is copied")
-    model = nn.ParameterDict({name: nn.Parameter(torch.ones(8, 8)) for name in names})
-    for name in names[1:]:
-        model[name].tensor_model_parallel = name == "is cut"
-    found = plan(model, OptimizerConfig(lr=1e-3), Layout(tp=2)).accelerator
-    assert found.model_params == 4 * (32 + 32 + 64)
-
-
 def test_experts_by_number_are_divided_too() -> None:
     config = OptimizerConfig(lr=1e-3, bf16=True)
     specs = [ParamSpec(f"mlp.experts.{index}.w", (4, 4), is_expert=True) for index in range(8)]
@@ -269,19 +259,6 @@ def test_lines_of_a_sweep_are_named_by_what_they_are(
         assert (sizes["FP32"], sizes["bf16 moments, remainders"]) == (2**23, 2**22)
 
 
-def test_a_sweep_is_in_order_and_falls_with_the_fraction() -> None:
-    specs = [ParamSpec(f"layer{index}.weight", (64, 64)) for index in range(8)]
-    rows = sweep(specs, OptimizerConfig(lr=1e-3, bf16=True), fractions=(0.0, 0.5, 1.0))
-    assert [row.plan.fraction for row in rows] == [0.0, 0.5, 1.0] * 3
-    sizes = [row.plan.accelerator.total for row in rows]
-    assert sizes[0] > sizes[1] > sizes[2] == sizes[5] == sizes[8] and sizes[0] > sizes[3] > sizes[6]
-
-
-def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(TypeError, match="source is a int"):
-        specs_of(3)
-
-
 @pytest.mark.parametrize("pins", [True, False])
 def test_back_buffers_of_main_params_are_pinned_as_they_are(pins: bool) -> None:
     config = OptimizerConfig(
@@ -346,23 +323,6 @@ def test_auto_heeds_overrides_attributes_and_chunks() -> None:
     assert optimizer.config.gpu_memory is None
 
 
-def test_auto_keeps_the_mode_where_it_offloads_and_drops_it_where_not() -> None:
-    less = get_megatron_optimizer(auto(gpu_memory=100_000, offload_mode="overlap"), linears())
-    assert less.config.offload_mode == "overlap" and less.config.optimizer_offload_fraction > 0
-    none = get_megatron_optimizer(auto(gpu_memory=10**9, offload_mode="overlap"), linears())
-    assert none.config.offload_mode == "sync" and not none.config.optimizer_cpu_offload
-
-
-def test_auto_says_what_it_chose(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="mp_optim"):
-        optimizer = get_megatron_optimizer(auto(gpu_memory=200_000), linears())
-    assert f"'auto': {optimizer.config.optimizer_offload_fraction:g}, the least" in caplog.text
-    caplog.clear()
-    with caplog.at_level("INFO", logger="mp_optim"):
-        assert not get_megatron_optimizer(auto(), linears()).config.optimizer_cpu_offload
-    assert "the model is on the host" in caplog.text
-
-
 def test_auto_refuses_what_it_cannot_do() -> None:
     with pytest.raises(
         ValueError, match=r"gpu_memory=1000 bytes: with the whole optimizer.*'1000GiB'"
@@ -380,11 +340,3 @@ def test_auto_refuses_what_it_cannot_do() -> None:
         ValueError, match="optimizer_offload_fraction='half': must be between 0 and 1, or 'auto'"
     ):
         OptimizerConfig(lr=1e-3, optimizer_cpu_offload=True, optimizer_offload_fraction="half")
-
-
-def test_a_plan_leaves_the_threads_of_the_process_alone() -> None:
-    """It may be of another machine, with cores that are not here."""
-    there = OptimizerConfig(lr=0.1, host_threads=3, host_cores=(100_000,))
-    set_host_threads(2)
-    plan([ParamSpec("w", (4, 4), torch.float32)], there)
-    assert "host_threads=2;" in describe_threads()

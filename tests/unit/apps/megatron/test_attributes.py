@@ -72,36 +72,3 @@ def test_what_is_listed_as_refused_of_a_group_is_refused(name: str) -> None:
     overrides = {ParamKey(name="*"): {name: True}}
     with pytest.raises(ValueError, match=rf"override {name}=True"):
         get_megatron_optimizer(OptimizerConfig(lr=1e-2), nn.Linear(2, 2), overrides)
-
-
-ASKED = {
-    "param.telepathy": "parameter.telepathy",
-    "getattr(param, 'telepathy', False)": "parameter.telepathy",
-    "hasattr(model_param, 'telepathy')": "parameter.telepathy",
-    "setattr(main_param, TELEPATHY, 1)": "parameter.telepathy",
-    "[getattr(p, each) for each in ('use_muon', 'telepathy')]": "parameter.telepathy",
-    "getattr(params[0], 'telepathy')": "parameter.telepathy",
-    "bucket.params_list[0].telepathy": "parameter.telepathy",
-    "param_group['telepathy']": "group.telepathy",
-    "group.get('telepathy', 1.0)": "group.telepathy",
-    "'telepathy' in param_group": "group.telepathy",
-    "opt.param_groups[0]['telepathy']": "group.telepathy",
-    "model_chunks[0].telepathy": "model.telepathy",
-    "getattr(model_cfg, 'telepathy', None)": "model.telepathy",
-}
-
-
-@pytest.mark.parametrize("asked", ASKED)
-def test_whatever_is_asked_anew_is_noticed(asked: str, tmp_path: Path) -> None:
-    core = tmp_path / "megatron" / "core"
-    for file in ("optimizer/new.py", "transformer/module.py"):
-        (core / file).parent.mkdir(parents=True, exist_ok=True)
-        (core / file).write_text("")
-    (core / "tensor_parallel").mkdir()
-    elsewhere = "def param_is_new(param):\n    return param.shared\n"
-    (core / "tensor_parallel" / "layers.py").write_text(elsewhere)
-    (core / "optimizer_param_scheduler.py").write_text("")
-    assert tool.unlisted(tool.read_in(tmp_path)) == []
-    (core / "optimizer" / "new.py").write_text(f"TELEPATHY = 'telepathy'\n{asked}\n")
-    assert tool.unlisted(tool.read_in(tmp_path)) == [ASKED[asked]]
-    assert "shared" in tool.read_in(tmp_path)["parameter"]

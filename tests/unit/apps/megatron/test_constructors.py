@@ -13,9 +13,7 @@ import mp_optim
 from support.models import TinyMoE, same_bits, tokens_of
 
 core = pytest.importorskip("megatron.core.optimizer")
-from megatron.core import optimizer_param_scheduler  # noqa: E402
 from megatron.core.optimizer import grad_scaler as scalers  # noqa: E402
-from megatron.core.optimizer import optimizer_config  # noqa: E402
 
 from mp_optim.apps import megatron  # noqa: E402
 
@@ -151,23 +149,3 @@ def test_the_hybrid_optimizer_shows_its_copies() -> None:
     hybrid.update_fp32_param_by_new_param()
     hybrid.dummy_step()
     assert len(hybrid.state) == 3
-
-
-@pytest.mark.parametrize(
-    ("name", "home"),
-    [
-        ("OptimizerConfig", optimizer_config),
-        ("ParamKey", optimizer_config),
-        ("ParamGroupOverride", optimizer_param_scheduler),
-        ("combine_param_group_overrides", optimizer_param_scheduler),
-        ("get_canonical_lr_for_logging", optimizer_param_scheduler),
-        ("get_standard_config_overrides", core),
-    ],
-)
-def test_what_only_says_how_is_megatrons_own(name: str, home: Any) -> None:
-    assert getattr(megatron, name) is getattr(home, name)
-
-
-def test_names_that_are_nowhere_are_refused() -> None:
-    with pytest.raises(AttributeError, match="'telepathy'"):
-        _ = megatron.telepathy

@@ -83,11 +83,6 @@ def test_a_megatron_whose_factory_takes_something_new_is_named(
     assert core.get_megatron_optimizer is newer
 
 
-def test_nothing_of_it_is_imported_without_being_asked_for() -> None:
-    program = "import sys, mp_optim; print(any('megatron.' in m for m in sys.modules))"
-    assert run_forked_program("-c", program).split() == ["False"]
-
-
 @pytest.mark.usefixtures("installed")
 def test_it_trains_as_the_same_settings_of_ours_do() -> None:
     from mp_optim import get_megatron_optimizer
@@ -268,19 +263,6 @@ def test_overrides_that_megatron_makes_for_every_model_need_not_match() -> None:
 # -- the config -----------------------------------------------------------------------------------
 
 
-def test_every_field_that_is_left_alone_is_accepted() -> None:
-    for optimizer in ("adam", "sgd"):
-        theirs = core.OptimizerConfig(optimizer=optimizer, lr=1e-3, fp16=True)
-        ours = megatron.config_from_megatron(theirs)
-        assert (ours.optimizer, ours.lr, ours.fp16) == (optimizer, 1e-3, True)
-
-
-def test_what_does_nothing_for_this_optimizer_is_left_out() -> None:
-    theirs = core.OptimizerConfig(optimizer="sgd", lr=1e-3, adam_beta2=0.5, muon_num_ns_steps=9)
-    ours = megatron.config_from_megatron(theirs)
-    assert ours == OptimizerConfig(optimizer="sgd", lr=1e-3)
-
-
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
@@ -292,12 +274,6 @@ def test_what_there_is_none_of_is_refused_by_name(field: str, value: Any, said: 
     theirs = core.OptimizerConfig(lr=1e-3, **{field: value})
     with pytest.raises(ValueError, match=rf"{field}=True of Megatron's.*{said}"):
         megatron.config_from_megatron(theirs)
-
-
-def test_a_constant_loss_scale_is_taken_with_bf16_as_megatron_takes_it() -> None:
-    theirs = core.OptimizerConfig(lr=1e-3, bf16=True, loss_scale=128.0)
-    ours = megatron.config_from_megatron(theirs)
-    assert ours.loss_scale == 128.0
 
 
 @pytest.mark.usefixtures("installed")
@@ -338,8 +314,3 @@ optimizer = get_megatron_optimizer(config, [model], {})
 ours = optimizer.stack.config
 print(ours.offload_mode, ours.offload_bucket_bytes, optimizer.describe().rows[0].place)
 """
-
-
-def test_a_setting_that_there_is_none_of_is_named() -> None:
-    with pytest.raises(TypeError, match=r"install\(offload_modus=...\)"):
-        megatron.install(offload_modus="overlap")

@@ -168,23 +168,7 @@ def test_a_step_that_nobody_clipped_is_refused() -> None:
     assert not same_bits(before, model.dense)
 
 
-def test_zeros_that_were_not_counted_are_refused() -> None:
-    model, optimizer = build()
-    backward(model, optimizer, 0)
-    optimizer.prepare_grads()
-    with pytest.raises(ValueError, match="log_num_zeros_in_grad=False"):
-        optimizer.count_zeros()
-
-
 # -- the rest of what they ask --------------------------------------------------------------------
-
-
-def test_parts_are_parts_and_stay_the_same_objects() -> None:
-    """Megatron walks down ``chained_optimizers`` for as long as there are some."""
-    _, optimizer = build()
-    parts = optimizer.chained_optimizers
-    assert len(parts) == 2 and parts[0] is optimizer.chained_optimizers[0]
-    assert not any(hasattr(part, "chained_optimizers") for part in parts)
 
 
 def test_main_params_are_reloaded_from_a_checkpoint_in_full_precision() -> None:
@@ -203,11 +187,6 @@ def test_main_params_are_reloaded_from_a_checkpoint_in_full_precision() -> None:
     assert same_bits(mains["dense"], model.dense.detach().float())
 
 
-def test_the_ranks_that_agree_on_the_norm() -> None:
-    _, optimizer = build()
-    assert optimizer.get_grad_stats_parallel_group() is None  # one process
-
-
 def test_the_logged_rate_is_found() -> None:
     model = TinyMoE(torch.bfloat16)
     model.embed.is_embedding_or_output_parameter = True
@@ -222,24 +201,6 @@ def test_a_mimo_model_is_refused() -> None:
     mimo = type("MimoModel", (nn.Linear,), {})(2, 2)
     with pytest.raises(ValueError, match="clipped by a norm from outside"):
         megatron.get_megatron_optimizer(core.OptimizerConfig(lr=1.0), [mimo])
-
-
-def test_main_params_are_one_line_away() -> None:
-    """``param_groups`` hold the model's parameters; Megatron's hold these."""
-    model, optimizer = build()
-    assert optimizer.get_parameters() == [
-        param for group in optimizer.param_groups for param in group["params"]
-    ]
-    assert {*optimizer.get_parameters()} <= {*model.parameters()}
-    mains = [getattr(param, "main_param", param) for param in optimizer.get_parameters()]
-    assert {main.dtype for main in mains} == {torch.float32}
-    inner = [
-        param
-        for part in optimizer.chained_optimizers
-        for group in part.optimizer.param_groups
-        for param in group["params"]
-    ]
-    assert [main.data_ptr() for main in mains] == [p.data_ptr() for p in inner]
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap", "speculative"])
