@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from mp_optim.host.accelerator import KINDS, Cuda
+from mp_optim.host.accelerator import KINDS, Accelerator
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -60,11 +60,11 @@ class LockingRuntime:
         self._call("synchronize", 0)
 
 
-class LockingCuda(Cuda):
+class LockingCuda(Accelerator):
     """The package's own calls of the runtime, of which this is the whole."""
 
     def __init__(self, kind: str, runtime: LockingRuntime) -> None:
-        super().__init__(kind, "CUDA")
+        super().__init__(kind)
         self.runtime = runtime
 
     def _runtime(self) -> LockingRuntime:

@@ -18,7 +18,7 @@ def door(device: torch.device) -> Section:
     accelerator = accelerator_of(device)
     if accelerator is None:
         raise RuntimeError(f"nothing here runs {device}")
-    section = Section(f"The door to {accelerator.name}: 1 is yes")
+    section = Section(f"The door to {accelerator.type}: 1 is yes")
     tries: dict[str, Callable[[], Any]] = {
         "the device is current within its block": lambda: _is_current(accelerator, device),
         "an event is reached": lambda: _is_reached(accelerator, device),

@@ -103,7 +103,7 @@ class SimulatedAccelerator(Accelerator):
     """Its devices are the simulation's."""
 
     def __init__(self, simulation: Simulation) -> None:
-        super().__init__(KIND, "a simulation")
+        super().__init__(KIND)
         self._simulation = simulation
 
     def is_available(self) -> bool:
@@ -143,6 +143,12 @@ class SimulatedAccelerator(Accelerator):
 
     def synchronize(self) -> None:
         self._simulation.synchronize()
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def register(self, address: int, num_bytes: int) -> str | None:
+        return "a simulation registers none"
 
 
 # -- tensors --------------------------------------------------------------------------------------

@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import MagicMock, call
 
-import pytest
 import torch
 
 import mp_optim
 from mp_optim.host import accelerator
-from mp_optim.host.accelerator import CUDA, KINDS, Accelerator
+from mp_optim.host.accelerator import CUDA
 
 PACKAGE = Path(mp_optim.__file__).parent
 
@@ -58,39 +57,3 @@ def test_cuda_is_called_by_its_own_names(monkeypatch) -> None:
         call.Event(blocking=True),
         call.is_current_stream_capturing(),
     ]
-
-
-class OneThread:
-    """``torch.accelerator`` of two devices."""
-
-    def __init__(self) -> None:
-        self.streams = [MagicMock(device=torch.device("xpu", index)) for index in range(2)]
-        self.device = 0
-
-    def current_accelerator(self) -> torch.device:
-        return torch.device("xpu")
-
-    def current_stream(self, device: torch.device | None = None) -> MagicMock:
-        return self.streams[self.device if device is None else device.index]
-
-    def set_stream(self, stream: MagicMock) -> None:
-        self.device = stream.device.index
-        self.streams[self.device] = stream
-
-
-def test_any_kind_that_torch_knows_has_devices_and_streams(monkeypatch) -> None:
-    one, module = OneThread(), MagicMock()
-    monkeypatch.setattr(torch, "accelerator", one)
-    monkeypatch.setattr(torch, "get_device_module", {"xpu": module}.get)
-    kind, before = Accelerator("xpu", "XPU"), list(one.streams)
-    assert kind.is_available() and not Accelerator("mps", "MPS").is_available()
-    side = MagicMock(device=torch.device("xpu", 1))
-    with pytest.raises(KeyError), kind.queue_on(side):
-        assert kind.current() == torch.device("xpu", 1) and kind.current_stream() is side
-        with kind.on(torch.device("xpu", 0)):
-            assert kind.current() == torch.device("xpu", 0)
-        assert kind.current_stream() is side
-        raise KeyError
-    assert one.streams == before and one.device == 0
-    monkeypatch.setitem(KINDS, "xpu", kind)
-    assert accelerator.accelerator_of(torch.device("xpu")) is kind and not kind.is_capturing()
