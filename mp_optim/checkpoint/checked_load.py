@@ -22,26 +22,17 @@ from torch import Tensor
 from mp_optim.checkpoint.entries import (
     MODEL,
     STATE,
-    Models,
     check_entries,
-    entries_of,
     entry_name,
     key_and_fqn,
-    load_model,
-    refused,
-    slots_by_name,
     state_by_index,
-    unallocated,
-    with_names_here,
-    without_checksums,
     without_surplus,
 )
 from mp_optim.checkpoint.file_format import Index, Saved
+from mp_optim.checkpoint.inventory import Inventory
 from mp_optim.checkpoint.reading import Reading, ValueCheck, plan_reading
-from mp_optim.core import Slot
 from mp_optim.core.flat_shard import FlatShard, PartitionShard, is_cut, scales_of_elements
 from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer, match_without_state
-from mp_optim.core.model_parallel import ModelParallel
 from mp_optim.core.slot_state import (
     AVERAGE,
     REMAINDER,
@@ -53,7 +44,7 @@ from mp_optim.core.slot_state import (
     is_scale,
     scale_key,
 )
-from mp_optim.core.state_dict import StateLoad, check_is_state_dict, match_by_name, with_params
+from mp_optim.core.state_dict import StateLoad, check_is_state_dict, with_params
 from mp_optim.host.torch_types import is_dtensor
 from mp_optim.process_groups.agreement import Ranks
 
@@ -70,7 +61,7 @@ class CheckedLoad:
     Attributes:
         version: names the checkpoint.
         index: its tensors. common: its plain data.
-        optimizer: None loads the model alone. scheduler: None loads none.
+        own: the model and the optimizer to load into. scheduler: None loads none.
         convert: also where that loses bits.
         entries: tensors of the model and the optimizer, by name. saved: of the checkpoint's, those
             that are wanted.
@@ -83,10 +74,8 @@ class CheckedLoad:
     version: Path
     index: Index
     common: dict[str, Any]
-    model: Models
-    optimizer: SlotKeyedOptimizer | None
+    own: Inventory
     scheduler: Any
-    parallel: ModelParallel
     convert: bool
     entries: dict[str, Tensor]
     saved: Mapping[str, Saved]
@@ -104,34 +93,42 @@ class CheckedLoad:
         version: Path,
         index: Index,
         common: dict[str, Any],
-        model: Models,
-        optimizer: SlotKeyedOptimizer | None,
+        own: Inventory,
         scheduler: Any,
-        parallel: ModelParallel,
         ranks: Ranks,
         convert: bool,
     ) -> CheckedLoad:
         """This rank's part, when all ranks have said what they read. Collective."""
-        if optimizer is not None:
-            index, common = with_names_here(model, optimizer, parallel, index, common)
+        index, common = own.renamed(index, common)
         saved = {
             name: entry
             for name, entry in index.entries.items()
-            if optimizer is not None or name.startswith(MODEL)
+            if own.optimizer is not None or name.startswith(MODEL)
         }
-        entries = entries_of(model, optimizer, parallel)
-        new = unallocated(model, optimizer, parallel, saved, entries)
-        tensors = entries | new
-        not_taken = refused(model, optimizer, parallel, saved)
+        entries = own.entries()
+        new = own.unallocated(saved, entries)
+        tensors, refused = entries | new, own.refused(saved)
         if convert:
             saved = without_surplus(saved, ranks.union(set(tensors)))
-            saved = {name: entry for name, entry in saved.items() if name not in not_taken}
-            not_taken = {}
-        copies = _copies_of(model, optimizer, parallel, tensors) | new.keys()
+            saved = {name: entry for name, entry in saved.items() if name not in refused}
+            refused = {}
+        copies = own.copies(tensors) | new.keys()
         staged, live = _targets_of(tensors, saved, copies, convert=convert)
         read_anywhere = ranks.union({*staged, *live})
-        taken = (version, index, common, model, optimizer, scheduler, parallel, convert)
-        return cls(*taken, entries, saved, staged, live, not_taken, read_anywhere)
+        return cls(
+            version=version,
+            index=index,
+            common=common,
+            own=own,
+            scheduler=scheduler,
+            convert=convert,
+            entries=entries,
+            saved=saved,
+            staged=staged,
+            live=live,
+            refused=refused,
+            read_anywhere=read_anywhere,
+        )
 
     # -- the files --------------------------------------------------------------------------------
 
@@ -154,47 +151,42 @@ class CheckedLoad:
             )
         if (check := getattr(self.scheduler, "check_state_dict", None)) is not None:
             check(self.common["scheduler"])
-        if self.optimizer is not None:
+        if (optimizer := self.own.optimizer) is not None:
             if self.common["optimizer"] is None:
                 raise ValueError(
                     f"{self.version} holds a model and no optimizer; load it with optimizer=None"
                 )
-            settings = self._settings(self.optimizer)
+            settings = self._settings()
             check_is_state_dict({**settings, "state": {}})
-            match_without_state(self.optimizer, settings, convert=self.convert)
+            match_without_state(optimizer, settings, convert=self.convert)
         self._reading = plan_reading(tensors, self.version, self.index)
         self._reading.check(self._value_checks())
 
-    def _settings(self, optimizer: SlotKeyedOptimizer) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         """Return the saved state dict without state, with this rank's parameters in the order of
         the optimizer's groups."""
-        saved, slots = self.common["optimizer"], self._slots(optimizer)
-        groups = []
+        saved, groups = self.common["optimizer"], []
         for group in saved["param_groups"]:
-            kept = [at for at, name in enumerate(group["param_names"]) if name in slots]
+            kept = [at for at, name in enumerate(group["param_names"]) if name in self.own.slots]
             if kept or not group["params"]:
                 groups.append(with_params(group, kept))
-        groups, live = without_checksums(groups, self.parallel), optimizer.param_groups
-        match = match_by_name(live, groups, {slot: name for name, slot in slots.items()})
-        return {**saved, "param_groups": match.as_groups(live)}
+        groups = self.own.matched_groups(self.own.without_checksums(groups))
+        return {**saved, "param_groups": groups}
 
     def _state_dict(
         self, optimizer: SlotKeyedOptimizer, tensors: dict[str, Tensor]
     ) -> dict[str, Any]:
         """Return the saved state dict, with the state among these tensors."""
-        settings, slots = self._settings(optimizer), self._slots(optimizer)
+        settings = self._settings()
         indices = [index for group in settings["param_groups"] for index in group["params"]]
         index_of = dict(zip(optimizer.slots(), indices, strict=True))
-        by_name = {name: index_of[slot] for name, slot in slots.items()}
+        by_name = {name: index_of[slot] for name, slot in self.own.slots.items()}
         return {**settings, "state": state_by_index(by_name, as_read(tensors))}
-
-    def _slots(self, optimizer: SlotKeyedOptimizer) -> dict[str, Slot]:
-        return slots_by_name(self.model, optimizer, self.parallel)
 
     def _value_checks(self) -> dict[str, ValueCheck]:
         if (optimizer := self._without_hooks()) is None:
             return {}
-        slots = self._slots(optimizer)
+        slots = self.own.slots
         checks: dict[str, ValueCheck] = {}
         for name, value in self.live.items():
             key, fqn = key_and_fqn(name)
@@ -205,7 +197,7 @@ class CheckedLoad:
 
     def _without_hooks(self) -> SlotKeyedOptimizer | None:
         """The optimizer, if nothing changes what is loaded into it on the way."""
-        optimizer = self.optimizer
+        optimizer = self.own.optimizer
         if optimizer is None or optimizer._optimizer_load_state_dict_pre_hooks:
             return None
         return optimizer
@@ -222,7 +214,7 @@ class CheckedLoad:
         if any(key_and_fqn(name)[0] not in ("", STEP) for name in self.staged):
             self._check_state(optimizer)
             return
-        slots = self._slots(optimizer)
+        slots = self.own.slots
         for name, value in self.staged.items():
             key, fqn = key_and_fqn(name)
             if key:
@@ -239,7 +231,7 @@ class CheckedLoad:
         # the weights that remainders belong to are yet to come
         yet_to_come = replace(match, checksums={})
         StateLoad(yet_to_come, state, optimizer.state_of, self.convert).check()
-        for fqn, slot in self._slots(optimizer).items():
+        for fqn, slot in self.own.slots.items():
             checksum = None if self.convert else match.checksums.get(slot)
             if checksum is not None:
                 saved = state[match.index_of[slot]]
@@ -265,10 +257,10 @@ class CheckedLoad:
         """
         self._reading.read(self.live)
         tensors = self.staged | self.live
-        load_model(self.model, tensors, deepcopy(self.common["model"]), self.parallel)
-        if self.optimizer is not None:
-            state_dict = self._state_dict(self.optimizer, tensors)
-            self.optimizer.load_state_dict(state_dict, convert=self.convert)
+        self.own.load_model(tensors, deepcopy(self.common["model"]))
+        if (optimizer := self.own.optimizer) is not None:
+            state_dict = self._state_dict(optimizer, tensors)
+            optimizer.load_state_dict(state_dict, convert=self.convert)
         if self.scheduler is not None:  # it may keep what it is given
             self.scheduler.load_state_dict(deepcopy(self.common["scheduler"]))
 
@@ -288,7 +280,7 @@ def _targets_of(
     modules), and those of the model and the optimizer.
 
     Args:
-        tensors: of :func:`mp_optim.checkpoint.entries.entries_of`.
+        tensors: of :meth:`~mp_optim.checkpoint.inventory.Inventory.entries`.
         saved: the checkpoint's entries.
         copies: entries that are none of the optimizer's tensors.
         convert: read tensors of the model of another dtype, too.
@@ -311,23 +303,6 @@ def _targets_of(
             where = staged if name in copies else live
             where[name] = value
     return staged, live
-
-
-def _copies_of(
-    models: Models,
-    optimizer: SlotKeyedOptimizer | None,
-    parallel: ModelParallel,
-    tensors: Collection[str],
-) -> set[str]:
-    """Entries among these that are FP32 copies of what is stored in blocks."""
-    if optimizer is None:
-        return set()
-    copies = set()
-    for name, slot in slots_by_name(models, optimizer, parallel).items():
-        for key in optimizer.state_of(slot).coded():
-            if entry_name(scale_key(key), name) not in tensors:
-                copies.add(entry_name(key, name))
-    return copies
 
 
 def as_read(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,31 +1,19 @@
-"""What a checkpoint consists of: tensors under their names, plain data, and which of them a model
-and an optimizer need."""
+"""Entries of a checkpoint: their names, those that do not fit, and the plain data next to them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import islice
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mp_optim.checkpoint.common import as_json
-from mp_optim.checkpoint.file_format import Index, Saved
-from mp_optim.config.rules import moment_of
-from mp_optim.core import Slot, param_at
-from mp_optim.core.flat_shard import PartitionShard, as_partition, part_like
-from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer, match_without_state
-from mp_optim.core.model_parallel import ModelParallel
-from mp_optim.core.names import ModelParams, canonical_names, matched_names, prefixed
-from mp_optim.core.partition import Partition
-from mp_optim.core.slot_state import AVERAGE, State, scale_key
-from mp_optim.core.state_dict import CHECKSUMS, match_by_name, names_in_words, with_params
-from mp_optim.host.torch_types import is_dtensor
+from mp_optim.checkpoint.file_format import Saved
+from mp_optim.core.flat_shard import PartitionShard
+from mp_optim.core.slot_state import AVERAGE, scale_key
+from mp_optim.core.state_dict import with_params
 from mp_optim.process_groups.agreement import Ranks
 
 MODEL = "model."
@@ -36,8 +24,6 @@ STATE = "optimizer.state."
 follow."""
 
 _SHOWN = 40
-
-Models = nn.Module | Sequence[nn.Module]
 
 
 def entry_name(key: str, name: str) -> str:
@@ -50,226 +36,6 @@ def key_and_fqn(entry: str) -> tuple[str, str]:
         return "", ""
     key, _, fqn = entry.removeprefix(STATE).partition(".")
     return key, fqn
-
-
-# -- the model ------------------------------------------------------------------------------------
-
-
-def chunks_of(models: Models) -> list[tuple[str, nn.Module]]:
-    """Each chunk, after what names in it begin with."""
-    return prefixed([models] if isinstance(models, nn.Module) else list(models))
-
-
-def _canonical(
-    models: Models, read: Callable[[nn.Module], Mapping[str, Any]] = nn.Module.state_dict
-) -> Iterator[tuple[str, Any]]:
-    """What is read from each chunk, by default its state dict, under canonical names."""
-    for prefix, chunk in chunks_of(models):
-        own = read(chunk)
-        for name, short in canonical_names(chunk, own).items():
-            yield prefix + short, own[name]
-
-
-def _named_params(models: Models, *, twice: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """The model's parameters under canonical names.
-
-    Args:
-        twice: a tied parameter under each of its names, instead of its first.
-    """
-    return _canonical(
-        models, lambda chunk: dict(chunk.named_parameters(remove_duplicate=not twice))
-    )
-
-
-def params_of(models: Models, parallel: ModelParallel) -> dict[str, Tensor]:
-    """What this rank has of the parameters, under the names they have in a checkpoint; of one that
-    is cut, which part this is comes after the name."""
-    params = {}
-    for name, param in _named_params(models):
-        label, part = MODEL + parallel.names[name], parallel.partitions.get(name)
-        if part is not None:
-            label += f" (part {part.rank} of {part.size})"
-        params[label] = param
-    return params
-
-
-def param_entries(models: Models, parallel: ModelParallel) -> set[str]:
-    """Entries that are parameters, and not buffers, which modules write in forward."""
-    return {MODEL + parallel.names[name] for name, _ in _named_params(models, twice=True)}
-
-
-def plain_of(models: Models, parallel: ModelParallel) -> dict[str, Any]:
-    """What a model's state dict holds besides tensors (``get_extra_state``), by name."""
-    return {
-        parallel.names[name]: value
-        for name, value in _canonical(models)
-        if not isinstance(value, Tensor)
-    }
-
-
-def load_model(
-    models: Models, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], parallel: ModelParallel
-) -> None:
-    """Give a model what :func:`entries_of` and :func:`plain_of` took from it."""
-    state: dict[str, Any] = dict(plain)
-    for name, value in tensors.items():
-        if name.startswith(MODEL):
-            own = value.local if isinstance(value, PartitionShard) else value
-            state[name.removeprefix(MODEL)] = own
-    for prefix, chunk in chunks_of(models):
-        given = {}
-        for name, short in canonical_names(chunk, chunk.state_dict()).items():
-            whole = parallel.names[prefix + short]
-            if whole in state:
-                given[name] = state[whole]
-        chunk.load_state_dict(given, strict=False)
-
-
-# -- all tensors ----------------------------------------------------------------------------------
-
-
-def entries_of(
-    models: Models,
-    optimizer: SlotKeyedOptimizer | None,
-    parallel: ModelParallel,
-    *,
-    full_precision: bool = False,
-    left_out: Collection[str] = (),
-) -> dict[str, Tensor]:
-    """Every tensor under its name. The tensors are the live ones where that is possible.
-
-    Args:
-        left_out: parameters, by their names here.
-    """
-    entries: dict[str, Tensor] = {}
-    for name, value in _canonical(models):
-        if isinstance(value, Tensor) and name not in left_out:
-            part = as_partition(value, parallel.partitions.get(name))
-            entries[MODEL + parallel.names[name]] = part
-    if optimizer is None:
-        return entries
-    for slot, name in names_here(models, optimizer).items():
-        if name not in left_out:
-            partition = parallel.partitions.get(name)
-            for key, value in _slot_state(optimizer, slot, partition, full_precision).items():
-                entries[entry_name(key, parallel.names[name])] = value
-    return entries
-
-
-def _slot_state(
-    optimizer: SlotKeyedOptimizer, slot: Slot, partition: Partition | None, full_precision: bool
-) -> State:
-    if partition is None:
-        read = optimizer.full_slot_state if full_precision else optimizer.slot_state
-        return read(slot)
-    optimizer.make_current(slot)
-    shape = param_at(optimizer.param_groups, slot).shape
-    live = optimizer.state_of(slot)
-    state = live.full_precision() if full_precision else live.exported(in_blocks=False)
-    whole = torch.Size(partition.whole_shape(shape))
-    return {
-        key: value if _is_of_whole(key, value, whole) else as_partition(value, partition, shape)
-        for key, value in state.items()
-    }
-
-
-def _is_of_whole(key: str, value: Any, whole: torch.Size) -> bool:
-    """Whether state of a part is that of the whole parameter."""
-    moment = moment_of(key)
-    return not moment.elementwise and value.shape == moment.local_shape(whole, whole)
-
-
-# -- names of slots -------------------------------------------------------------------------------
-
-
-def names_here(models: Models, optimizer: SlotKeyedOptimizer) -> dict[Slot, str]:
-    """Return the name of each slot's parameter on this rank: the one that the model has for it, or
-    the optimizer's own if the model does not have that parameter."""
-    slots, known = optimizer.slots(), optimizer.model_parallel.names
-    in_model: dict[int, str] = {}
-    for name, param in _named_params(models):
-        in_model.setdefault(id(param), name)
-    own = {slot: optimizer.slot_name(slot) for slot in slots}
-    params = {slot: param_at(optimizer.param_groups, slot) for slot in slots}
-    matched = matched_names(own.values(), [name for name, _ in _named_params(models, twice=True)])
-    return {
-        slot: name if name in known else in_model.get(id(params[slot]), matched[name])
-        for slot, name in own.items()
-    }
-
-
-def slots_by_name(
-    models: Models, optimizer: SlotKeyedOptimizer, parallel: ModelParallel
-) -> dict[str, Slot]:
-    """Return the slots by the names of their parameters in a checkpoint."""
-    return {parallel.names[name]: slot for slot, name in names_here(models, optimizer).items()}
-
-
-def check_names(models: Models, optimizer: SlotKeyedOptimizer) -> None:
-    """Raise ValueError if a checkpoint of this model and optimizer could not be loaded again,
-    naming the parameter: two have one name, or the model's has another shape. Warn, once, of
-    parameters of the model that the optimizer does not train."""
-    names, in_model = names_here(models, optimizer), dict(_named_params(models, twice=True))
-    counts = Counter(names.values())
-    if twice := [name for name, count in counts.items() if count > 1]:
-        raise ValueError(
-            f"{names_in_words(twice)}: more than one of the optimizer's parameters has this name; "
-            "pass a model that holds all of them (nn.ModuleList([actor, critic])), or give each "
-            "parameter a name of its own"
-        )
-    for slot, name in names.items():
-        param = param_at(optimizer.param_groups, slot)
-        if name in in_model and in_model[name].shape != param.shape:
-            raise ValueError(
-                f"{name} has the shape {tuple(in_model[name].shape)} in the model and "
-                f"{tuple(param.shape)} in the optimizer, which does not train the model's; build "
-                "the optimizer after the last change of the model (resize_token_embeddings)"
-            )
-    ModelParams([chunk for _, chunk in chunks_of(models)]).warn_of_untrained(optimizer)
-
-
-def unallocated(
-    models: Models,
-    optimizer: SlotKeyedOptimizer | None,
-    parallel: ModelParallel,
-    saved: Mapping[str, Saved],
-    present: Collection[str],
-) -> dict[str, Tensor]:
-    """New tensors for saved state of optimizers that allocate theirs when they step first, and of
-    parameters that are frozen here; split as the parameter is, if the state is of its shape."""
-    if optimizer is None:
-        return {}
-    slots, names = slots_by_name(models, optimizer, parallel), names_here(models, optimizer)
-    new: dict[str, Tensor] = {}
-    for name, entry in saved.items():
-        slot = slots.get(key_and_fqn(name)[1])
-        if slot is not None and name not in present and optimizer.state_of(slot).is_unallocated():
-            partition = parallel.partitions.get(names[slot])
-            param = param_at(optimizer.param_groups, slot)
-            if is_dtensor(param) and entry.shape == param.shape:
-                new[name] = torch.empty_like(param, dtype=entry.dtype, requires_grad=False)
-            elif partition is None:
-                new[name] = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-            else:
-                new[name] = part_like(entry.shape, entry.dtype, partition, param)
-    return new
-
-
-def refused(
-    models: Models,
-    optimizer: SlotKeyedOptimizer | None,
-    parallel: ModelParallel,
-    saved: Mapping[str, Saved],
-) -> dict[str, str]:
-    """Entries whose state is not taken here, whatever it is, and why."""
-    if optimizer is None:
-        return {}
-    why_of: dict[str, str] = {}
-    for name, slot in slots_by_name(models, optimizer, parallel).items():
-        if why := optimizer.state_of(slot).layout.refusal:
-            why_of[name] = why
-    found = {name: key_and_fqn(name)[1] for name in saved} if why_of else {}
-    return {name: why_of[fqn] for name, fqn in found.items() if fqn in why_of}
 
 
 def state_by_index(
@@ -368,103 +134,6 @@ def _is_unread(name: str, others: Collection[str]) -> bool:
         and entry_name("exp_avg", fqn) not in others
         and entry_name("exp_avg_sq", fqn) in others
     )
-
-
-# -- param groups, and what ranks have of the model -----------------------------------------------
-
-
-def parallel_of(
-    optimizer: SlotKeyedOptimizer | None, given: ModelParallel | None, ranks: Ranks
-) -> ModelParallel:
-    """What an optimizer knows, or without one what is given, as far as it is between these ranks.
-
-    Raises:
-        ValueError: both are there.
-    """
-    if optimizer is None:
-        return (given or ModelParallel()).among(ranks.members())
-    if given is not None:
-        raise ValueError(
-            "model_parallel= beside an optimizer: it knows (optimizer.model_parallel), from the "
-            "process_groups= and global_names= that get_megatron_optimizer was given"
-        )
-    return optimizer.model_parallel.among(ranks.members())
-
-
-def saved_settings(
-    models: Models, optimizer: SlotKeyedOptimizer, parallel: ModelParallel
-) -> dict[str, Any]:
-    """Return an optimizer's state dict without state, with the name that each parameter has in a
-    checkpoint, and without checksums of parameters of which this rank has parts."""
-    settings, names = optimizer.settings_dict(), iter(names_here(models, optimizer).values())
-    named = []
-    for group in settings["param_groups"]:
-        called = [parallel.names[name] for name in islice(names, len(group["params"]))]
-        named.append({**group, "param_names": called})
-    del settings["state"]
-    return {**settings, "param_groups": without_checksums(named, parallel)}
-
-
-def loadable_settings(
-    models: Models, optimizer: SlotKeyedOptimizer, parallel: ModelParallel
-) -> dict[str, Any]:
-    """Return :func:`saved_settings`, after a check that they load into this optimizer.
-
-    Raises:
-        ValueError: they do not, naming the parameter or the setting.
-    """
-    check_names(models, optimizer)
-    settings, live = saved_settings(models, optimizer, parallel), optimizer.param_groups
-    names = {slot: name for name, slot in slots_by_name(models, optimizer, parallel).items()}
-    groups = match_by_name(live, settings["param_groups"], names).as_groups(live)
-    match_without_state(optimizer, {**settings, "param_groups": groups})
-    return settings
-
-
-def with_names_here(
-    models: Models,
-    optimizer: SlotKeyedOptimizer,
-    parallel: ModelParallel,
-    index: Index,
-    common: dict[str, Any],
-) -> tuple[Index, dict[str, Any]]:
-    """Return a checkpoint's tensors and plain data with the names that parameters have here, where
-    they were saved under the optimizer's own names: those of another wrapper, or made-up ones."""
-    slots = slots_by_name(models, optimizer, parallel)
-    groups = (common["optimizer"] or {"param_groups": ()})["param_groups"]
-    saved = {name for group in groups for name in group["param_names"]}
-    left, free = saved - slots.keys(), slots.keys() - saved
-    own = [(parallel.names[optimizer.slot_name(slots[name])], name) for name in free]
-    counts = Counter(name for name, _ in own)
-    found = {name: here for name, here in own if name in left and counts[name] == 1}
-    matched = matched_names(left - found.keys(), free.difference(found.values()))
-    found |= {name: here for name, here in matched.items() if here in free}
-    if not found:
-        return index, common
-    entries = {}
-    for name, entry in index.entries.items():
-        key, fqn = key_and_fqn(name)
-        entries[entry_name(key, found[fqn]) if fqn in found else name] = entry
-    renamed = [
-        {**group, "param_names": [found.get(name, name) for name in group["param_names"]]}
-        for group in groups
-    ]
-    optimizer_part = {**common["optimizer"], "param_groups": renamed}
-    return replace(index, entries=entries), {**common, "optimizer": optimizer_part}
-
-
-def without_checksums(
-    groups: Iterable[Mapping[str, Any]], parallel: ModelParallel
-) -> list[dict[str, Any]]:
-    """Param groups without the checksums of parameters of which this rank has parts: a checksum is
-    of the whole."""
-    parts = {parallel.names[name] for name in parallel.partitions}
-    result = list(map(dict, groups))
-    for group in result:
-        if parts and CHECKSUMS in group:
-            pairs = zip(group["param_names"], group[CHECKSUMS], strict=True)
-            group[CHECKSUMS] = [None if name in parts else checksum for name, checksum in pairs]
-    return result
 
 
 # -- common.json: plain data ----------------------------------------------------------------------

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.checkpoint.commit import replace_durably, sync
-from mp_optim.checkpoint.entries import Models
+from mp_optim.checkpoint.inventory import Models, chunks_of
 from mp_optim.core import iter_slots
 from mp_optim.core.flat_shard import FlatShard, PartitionShard, held_places, piece
 from mp_optim.core.identity import has_names
@@ -108,8 +108,7 @@ def _names(optimizer: Any, model: Models | None) -> dict[str, str]:
                     "the optimizer of model.named_parameters()"
                 )
         return {name: whole[name] for name in map(optimizer.slot_name, optimizer.slots())}
-    chunks = [model] if isinstance(model, nn.Module) else list(model)
-    called = {id(param): name for name, param in named_params(chunks)}
+    called = {id(param): name for name, param in named_params(chunks_of(model))}
     found: dict[str, str] = {}
     for slot, param in iter_slots(groups):
         own = optimizer.slot_name(slot)

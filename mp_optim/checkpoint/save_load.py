@@ -35,18 +35,7 @@ from mp_optim.checkpoint.commit import (
     write_durably,
 )
 from mp_optim.checkpoint.common import COMMON, read_common
-from mp_optim.checkpoint.entries import (
-    Models,
-    check_names,
-    chunks_of,
-    entries_of,
-    loadable_settings,
-    packed,
-    parallel_of,
-    param_entries,
-    params_of,
-    plain_of,
-)
+from mp_optim.checkpoint.entries import packed
 from mp_optim.checkpoint.file_format import (
     Index,
     file_sum,
@@ -55,6 +44,7 @@ from mp_optim.checkpoint.file_format import (
     verify_files,
     write_manifest,
 )
+from mp_optim.checkpoint.inventory import Inventory, Models, chunks_of
 from mp_optim.checkpoint.replicas import check_replicas
 from mp_optim.checkpoint.writing import Writing, plan_writing
 from mp_optim.core.keyed_optimizer import OverStack, SlotKeyedOptimizer, stack_of
@@ -161,16 +151,15 @@ def save(
         },
     )
     _check_keep(keep)
-    parallel = parallel_of(stack, model_parallel, ranks)
-    settings: list[dict[str, Any]] = []
+    own = Inventory.among(model, stack, model_parallel, ranks)
+    settings = None
     if stack is not None:
-        checked = partial(loadable_settings, model, stack, parallel)
-        ranks.run_on_all("checking what is saved", lambda: settings.append(checked()))
+        settings = ranks.run_on_all("checking what is saved", own.settings)
     ranks.run_on_all("an earlier save", partial(finish_previous, concerned))
     common = {
-        "optimizer": settings[0] if settings else None,
+        "optimizer": settings,
         "extra": dict(extra or {}),
-        "model": plain_of(model, parallel),
+        "model": own.plain(),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
     }
     content = packed(common, ranks)
@@ -178,17 +167,17 @@ def save(
     # Copies of what another of these ranks saves: tied embeddings, which ZeRO may cut in other
     # places on another stage.
     members = ranks.members()
-    copies = {name for name, owner in parallel.copies.items() if owner in members}
+    copies = {name for name, owner in own.parallel.copies.items() if owner in members}
     writing: Writing | None = None
     try:
         writing = plan_writing(
-            entries_of(model, stack, parallel, full_precision=full_precision, left_out=copies),
+            own.entries(full_precision=full_precision, left_out=copies),
             staging_of(target),
             ranks,
             snapshot=asynchronous,
-            params=param_entries(model, parallel),
+            params=own.param_entries(),
         )
-        check_replicas(params_of(model, parallel), ranks)
+        check_replicas(own.params(), ranks)
     except BaseException:
         if writing is not None:
             writing.give_back()
@@ -336,15 +325,13 @@ def load(
         "checkpoint.load",
         {"the call": "load", "path": str(Path(path)), "convert": convert, "verify": verify},
     )
-    parallel = parallel_of(stack, model_parallel, ranks)
+    own = Inventory.among(model, stack, model_parallel, ranks)
     version = Path(ranks.broadcast_result(f"loading {path}", lambda: str(newest(Path(path)))))
     loading = f"loading {version}"
     if stack is not None:
-        ranks.run_on_all(loading, partial(_prepared, model, stack))
+        ranks.run_on_all(loading, partial(_prepared, own, stack))
     index, common = ranks.run_on_all(loading, lambda: _open(version, verify, ranks))
-    load = CheckedLoad.agreed(
-        version, index, common, model, stack, scheduler, parallel, ranks, convert
-    )
+    load = CheckedLoad.agreed(version, index, common, own, scheduler, ranks, convert)
     ranks.run_on_all(loading, load.check_files)
     ranks.run_on_all(loading, load.check_values)
     try:
@@ -357,8 +344,8 @@ def load(
     return extra
 
 
-def _prepared(model: Models, stack: SlotKeyedOptimizer) -> None:
-    check_names(model, stack)
+def _prepared(own: Inventory, stack: SlotKeyedOptimizer) -> None:
+    own.check_names()
     stack.share_settings()  # settings changed since the last step decide which state there is
 
 
@@ -458,7 +445,7 @@ def _concerned(
     """Return keys of everything for which two saves in the background would be in each other's way:
     the path, or the path of a version in it; the objects whose memory is borrowed; a group that the
     caller gave."""
-    objects: list[object] = [*(chunk for _, chunk in chunks_of(model)), stack, group]
+    objects: list[object] = [*chunks_of(model), stack, group]
     keys: set[Hashable] = {id(value) for value in objects if value is not None}
     whole = path.absolute()
     return keys | {str(whole.parent if whole.name.startswith("version-") else whole)}

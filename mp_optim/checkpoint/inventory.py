@@ -1,0 +1,342 @@
+"""What a model and an optimizer have of a checkpoint: their tensors by name, and the slots behind
+the names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mp_optim.checkpoint.entries import MODEL, entry_name, key_and_fqn
+from mp_optim.checkpoint.file_format import Index, Saved
+from mp_optim.config.rules import moment_of
+from mp_optim.core import Slot, param_at
+from mp_optim.core.flat_shard import PartitionShard, as_partition, part_like
+from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer, match_without_state
+from mp_optim.core.model_parallel import ModelParallel
+from mp_optim.core.names import ModelParams, canonical_names, matched_names, prefixed
+from mp_optim.core.partition import Partition
+from mp_optim.core.slot_state import State, scale_key
+from mp_optim.core.state_dict import CHECKSUMS, match_by_name, names_in_words
+from mp_optim.host.torch_types import is_dtensor
+from mp_optim.process_groups.agreement import Ranks
+
+Models = nn.Module | Sequence[nn.Module]
+
+
+def chunks_of(models: Models) -> list[nn.Module]:
+    """Return the chunks of a model."""
+    return [models] if isinstance(models, nn.Module) else list(models)
+
+
+@dataclass
+class Inventory:
+    """One rank's model and optimizer, for one save or load. Names are found once.
+
+    Attributes:
+        models: a module, or chunks.
+        optimizer: None for the model alone.
+        parallel: the part of the whole model that this rank has.
+    """
+
+    models: Models
+    optimizer: SlotKeyedOptimizer | None
+    parallel: ModelParallel
+
+    @classmethod
+    def among(
+        cls,
+        models: Models,
+        optimizer: SlotKeyedOptimizer | None,
+        given: ModelParallel | None,
+        ranks: Ranks,
+    ) -> Inventory:
+        """Return the inventory of a rank, as far as it is between these ranks.
+
+        Args:
+            given: the part of the model without an optimizer that knows.
+
+        Raises:
+            ValueError: both are there.
+        """
+        if optimizer is not None and given is not None:
+            raise ValueError(
+                "model_parallel= beside an optimizer: it knows (optimizer.model_parallel), from "
+                "the process_groups= and global_names= that get_megatron_optimizer was given"
+            )
+        parallel = given or ModelParallel() if optimizer is None else optimizer.model_parallel
+        return cls(models, optimizer, parallel.among(ranks.members()))
+
+    @cached_property
+    def chunks(self) -> list[tuple[str, nn.Module]]:
+        """Each chunk, after the beginning of names in it."""
+        return prefixed(chunks_of(self.models))
+
+    def _canonical(
+        self, read: Callable[[nn.Module], Mapping[str, Any]] = nn.Module.state_dict
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield the values read from each chunk, by default its state dict, by canonical name."""
+        for prefix, chunk in self.chunks:
+            own = read(chunk)
+            for name, short in canonical_names(chunk, own).items():
+                yield prefix + short, own[name]
+
+    def _named_params(self, *, twice: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield the model's parameters by canonical name.
+
+        Args:
+            twice: a tied parameter under each of its names, instead of its first.
+        """
+        return self._canonical(
+            lambda chunk: dict(chunk.named_parameters(remove_duplicate=not twice))
+        )
+
+    # -- the model --------------------------------------------------------------------------------
+
+    def params(self) -> dict[str, Tensor]:
+        """Return this rank's parameters by their names in a checkpoint; the number of a part comes
+        after the name."""
+        params = {}
+        for name, param in self._named_params():
+            label, part = MODEL + self.parallel.names[name], self.parallel.partitions.get(name)
+            if part is not None:
+                label += f" (part {part.rank} of {part.size})"
+            params[label] = param
+        return params
+
+    def param_entries(self) -> set[str]:
+        """Return entries that are parameters, and not buffers, which modules write in forward."""
+        return {MODEL + self.parallel.names[name] for name, _ in self._named_params(twice=True)}
+
+    def plain(self) -> dict[str, Any]:
+        """Return values of the model's state dict besides tensors (``get_extra_state``), by
+        name."""
+        return {
+            self.parallel.names[name]: value
+            for name, value in self._canonical()
+            if not isinstance(value, Tensor)
+        }
+
+    def load_model(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+        """Load values of :meth:`entries` and :meth:`plain` into the model."""
+        state: dict[str, Any] = dict(plain)
+        for name, value in tensors.items():
+            if name.startswith(MODEL):
+                own = value.local if isinstance(value, PartitionShard) else value
+                state[name.removeprefix(MODEL)] = own
+        for prefix, chunk in self.chunks:
+            given = {}
+            for name, short in canonical_names(chunk, chunk.state_dict()).items():
+                whole = self.parallel.names[prefix + short]
+                if whole in state:
+                    given[name] = state[whole]
+            chunk.load_state_dict(given, strict=False)
+
+    # -- slots ------------------------------------------------------------------------------------
+
+    @cached_property
+    def _stack(self) -> SlotKeyedOptimizer:
+        assert self.optimizer is not None
+        return self.optimizer
+
+    @cached_property
+    def names(self) -> dict[Slot, str]:
+        """The name of each slot's parameter on this rank: that of the model, or the optimizer's own
+        if the model does not have the parameter."""
+        if self.optimizer is None:
+            return {}
+        optimizer, known = self.optimizer, self.optimizer.model_parallel.names
+        in_model: dict[int, str] = {}
+        for name, param in self._named_params():
+            in_model.setdefault(id(param), name)
+        own = {slot: optimizer.slot_name(slot) for slot in optimizer.slots()}
+        params = {slot: param_at(optimizer.param_groups, slot) for slot in own}
+        every = [name for name, _ in self._named_params(twice=True)]
+        matched = matched_names(own.values(), every)
+        return {
+            slot: name if name in known else in_model.get(id(params[slot]), matched[name])
+            for slot, name in own.items()
+        }
+
+    @cached_property
+    def slots(self) -> dict[str, Slot]:
+        """Slots by the names of their parameters in a checkpoint."""
+        return {self.parallel.names[name]: slot for slot, name in self.names.items()}
+
+    def check_names(self) -> None:
+        """Raise ValueError if a checkpoint could not be loaded again, naming the parameter: two
+        have one name, or the model's has another shape. Warn, once, of parameters of the model that
+        the optimizer does not train."""
+        in_model, counts = dict(self._named_params(twice=True)), Counter(self.names.values())
+        if twice := [name for name, count in counts.items() if count > 1]:
+            raise ValueError(
+                f"{names_in_words(twice)}: more than one of the optimizer's parameters has this "
+                "name; pass a model that holds all of them (nn.ModuleList([actor, critic])), or "
+                "give each parameter a name of its own"
+            )
+        for slot, name in self.names.items():
+            param = param_at(self._stack.param_groups, slot)
+            if name in in_model and in_model[name].shape != param.shape:
+                raise ValueError(
+                    f"{name} has the shape {tuple(in_model[name].shape)} in the model and "
+                    f"{tuple(param.shape)} in the optimizer, which does not train the model's; "
+                    "build the optimizer after the last change of the model "
+                    "(resize_token_embeddings)"
+                )
+        ModelParams([chunk for _, chunk in self.chunks]).warn_of_untrained(self._stack)
+
+    # -- tensors ----------------------------------------------------------------------------------
+
+    def entries(
+        self, *, full_precision: bool = False, left_out: Collection[str] = ()
+    ) -> dict[str, Tensor]:
+        """Return every tensor under its name; the live one where that is possible.
+
+        Args:
+            left_out: parameters, by their names here.
+        """
+        parallel = self.parallel
+        entries: dict[str, Tensor] = {}
+        for name, value in self._canonical():
+            if isinstance(value, Tensor) and name not in left_out:
+                part = as_partition(value, parallel.partitions.get(name))
+                entries[MODEL + parallel.names[name]] = part
+        for slot, name in self.names.items():
+            if name not in left_out:
+                state = self._slot_state(slot, parallel.partitions.get(name), full_precision)
+                for key, value in state.items():
+                    entries[entry_name(key, parallel.names[name])] = value
+        return entries
+
+    def _slot_state(self, slot: Slot, partition: Partition | None, full_precision: bool) -> State:
+        optimizer = self._stack
+        if partition is None:
+            read = optimizer.full_slot_state if full_precision else optimizer.slot_state
+            return read(slot)
+        optimizer.make_current(slot)
+        shape = param_at(optimizer.param_groups, slot).shape
+        live = optimizer.state_of(slot)
+        state = live.full_precision() if full_precision else live.exported(in_blocks=False)
+        whole = torch.Size(partition.whole_shape(shape))
+        return {
+            key: value if _is_of_whole(key, value, whole) else as_partition(value, partition, shape)
+            for key, value in state.items()
+        }
+
+    def unallocated(
+        self, saved: Mapping[str, Saved], present: Collection[str]
+    ) -> dict[str, Tensor]:
+        """Return new tensors for saved state of optimizers that allocate theirs when they step
+        first, and of parameters that are frozen here; split as the parameter is, if the state is of
+        its shape."""
+        new: dict[str, Tensor] = {}
+        for name, entry in saved.items():
+            slot = self.slots.get(key_and_fqn(name)[1])
+            if slot is None or name in present or not self._stack.state_of(slot).is_unallocated():
+                continue
+            partition = self.parallel.partitions.get(self.names[slot])
+            param = param_at(self._stack.param_groups, slot)
+            if is_dtensor(param) and entry.shape == param.shape:
+                new[name] = torch.empty_like(param, dtype=entry.dtype, requires_grad=False)
+            elif partition is None:
+                new[name] = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+            else:
+                new[name] = part_like(entry.shape, entry.dtype, partition, param)
+        return new
+
+    def refused(self, saved: Iterable[str]) -> dict[str, str]:
+        """Return entries whose state is not taken here, whatever it is, and the reasons."""
+        why_of = {
+            name: why
+            for name, slot in self.slots.items()
+            if (why := self._stack.state_of(slot).layout.refusal)
+        }
+        fqns = ((name, key_and_fqn(name)[1]) for name in saved)
+        return {name: why_of[fqn] for name, fqn in fqns if fqn in why_of}
+
+    def copies(self, tensors: Collection[str]) -> set[str]:
+        """Return entries among these that are FP32 copies of state that is stored in blocks."""
+        return {
+            entry_name(key, name)
+            for name, slot in self.slots.items()
+            for key in self._stack.state_of(slot).coded()
+            if entry_name(scale_key(key), name) not in tensors
+        }
+
+    # -- param groups -----------------------------------------------------------------------------
+
+    def settings(self) -> dict[str, Any]:
+        """Return the optimizer's state dict without state, with the name that each parameter has in
+        a checkpoint, after a check that it loads into this optimizer.
+
+        Raises:
+            ValueError: it does not, naming the parameter or the setting.
+        """
+        self.check_names()
+        settings, names = self._stack.settings_dict(), iter(self.names.values())
+        named = []
+        for group in settings["param_groups"]:
+            called = [self.parallel.names[name] for name in islice(names, len(group["params"]))]
+            named.append({**group, "param_names": called})
+        del settings["state"]
+        settings = {**settings, "param_groups": self.without_checksums(named)}
+        groups = self.matched_groups(settings["param_groups"])
+        match_without_state(self._stack, {**settings, "param_groups": groups})
+        return settings
+
+    def matched_groups(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return saved groups with this rank's parameters in the order of the optimizer's."""
+        live, names = self._stack.param_groups, {slot: name for name, slot in self.slots.items()}
+        return match_by_name(live, saved, names).as_groups(live)
+
+    def without_checksums(self, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return param groups without the checksums of parameters of which this rank has parts: a
+        checksum is of the whole."""
+        parts = {self.parallel.names[name] for name in self.parallel.partitions}
+        result = list(map(dict, groups))
+        for group in result:
+            if parts and CHECKSUMS in group:
+                pairs = zip(group["param_names"], group[CHECKSUMS], strict=True)
+                group[CHECKSUMS] = [None if name in parts else checksum for name, checksum in pairs]
+        return result
+
+    def renamed(self, index: Index, common: dict[str, Any]) -> tuple[Index, dict[str, Any]]:
+        """Return a checkpoint's tensors and plain data with the names that parameters have here,
+        where they were saved under the optimizer's own names: those of another wrapper, or made-up
+        ones."""
+        if self.optimizer is None:
+            return index, common
+        groups = (common["optimizer"] or {"param_groups": ()})["param_groups"]
+        saved = {name for group in groups for name in group["param_names"]}
+        left, free = saved - self.slots.keys(), self.slots.keys() - saved
+        own = [
+            (self.parallel.names[self._stack.slot_name(self.slots[name])], name) for name in free
+        ]
+        counts = Counter(name for name, _ in own)
+        found = {name: here for name, here in own if name in left and counts[name] == 1}
+        matched = matched_names(left - found.keys(), free.difference(found.values()))
+        found |= {name: here for name, here in matched.items() if here in free}
+        if not found:
+            return index, common
+        entries = {}
+        for name, entry in index.entries.items():
+            key, fqn = key_and_fqn(name)
+            entries[entry_name(key, found[fqn]) if fqn in found else name] = entry
+        renamed = [
+            {**group, "param_names": [found.get(name, name) for name in group["param_names"]]}
+            for group in groups
+        ]
+        optimizer_part = {**common["optimizer"], "param_groups": renamed}
+        return replace(index, entries=entries), {**common, "optimizer": optimizer_part}
+
+
+def _is_of_whole(key: str, value: Any, whole: torch.Size) -> bool:
+    """Return whether state of a part is that of the whole parameter."""
+    moment = moment_of(key)
+    return not moment.elementwise and value.shape == moment.local_shape(whole, whole)
