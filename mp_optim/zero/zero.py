@@ -151,8 +151,9 @@ class DistributedOptimizer(CompositeOptimizer):
         with self.grad_reducer.no_sync():
             yield
 
+    @in_own_modes
     def finish_grad_sync(self) -> None:
-        self.make_current(follow_only=True)
+        self._follow_buckets()
         self.grad_reducer.finish()
 
     def finish_param_sync(self) -> None:
@@ -182,14 +183,18 @@ class DistributedOptimizer(CompositeOptimizer):
     @in_own_modes
     def make_current(self, slot: Slot | None = None, *, follow_only: bool = False) -> None:
         self.finish_param_sync()
-        if slot is not None and self._model.is_followed(slot):
-            self.shards.make_current(slot, follow_only=True)
-        elif self._model.follow():
+        if slot is None or not self._model.is_followed(slot):
+            self._follow_buckets()
+        # buckets do not see writes that change no version; the wrapper compares values
+        self.shards.make_current(slot, follow_only=follow_only)
+
+    def _follow_buckets(self) -> None:
+        """Take parameters that were replaced, moved or written into the buckets."""
+        self.finish_param_sync()
+        if self._model.follow():
             # copies on the host follow now: state may be read before the next step
             self.shards.make_current(follow_only=True)
             self._model.look()
-        if not follow_only:
-            super().make_current(slot)
 
     def sharers(self) -> Iterator[tuple[str, tuple[ProcessGroup, ...]]]:
         for name, groups in super().sharers():
