@@ -20,10 +20,16 @@ from mp_optim.core import Slot, param_at
 from mp_optim.core.flat_shard import PartitionShard, as_partition, part_like
 from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer, match_without_state
 from mp_optim.core.model_parallel import ModelParallel
-from mp_optim.core.names import ModelParams, canonical_names, matched_names, prefixed
+from mp_optim.core.names import (
+    ModelParams,
+    canonical_names,
+    matched_names,
+    names_in_words,
+    prefixed,
+)
 from mp_optim.core.partition import Partition
 from mp_optim.core.slot_state import State, scale_key
-from mp_optim.core.state_dict import CHECKSUMS, match_by_name, names_in_words
+from mp_optim.core.state_dict import CHECKSUMS, match_by_name
 from mp_optim.host.torch_types import is_dtensor
 from mp_optim.process_groups.agreement import Ranks
 

@@ -16,6 +16,7 @@ from mp_optim.core.executor import Executor, Mode
 from mp_optim.core.identity import SharedSettings, check_assigned, check_lists, make_plain, sizes_of
 from mp_optim.core.interrupted_step import StepMark
 from mp_optim.core.model_parallel import ModelParallel
+from mp_optim.core.names import names_in_words
 from mp_optim.core.slot_state import SlotState, State, scale_key
 from mp_optim.core.state_dict import (
     CHECKSUMS,
@@ -24,7 +25,6 @@ from mp_optim.core.state_dict import (
     carried,
     check_is_state_dict,
     checked_match,
-    names_in_words,
     plain_groups,
 )
 from mp_optim.core.state_view import Assignment, Lookups, SlotStateView

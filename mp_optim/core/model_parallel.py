@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from mp_optim.core.names import canonical_name, canonical_names, prefixed
+from mp_optim.core.names import canonical_name, canonical_names, names_in_words, prefixed
 from mp_optim.core.param_attributes import (
     is_expert_param,
     is_shared,
@@ -23,7 +23,6 @@ from mp_optim.core.param_attributes import (
     partition_stride,
 )
 from mp_optim.core.partition import Partition, partition
-from mp_optim.core.state_dict import names_in_words
 from mp_optim.host.torch_types import is_dtensor
 from mp_optim.process_groups.missing_ranks import all_gather
 from mp_optim.process_groups.process_groups import ProcessGroups

@@ -161,6 +161,14 @@ def _without(name: str, parts: Collection[str]) -> str:
 
 
 _SHOWN = 5
+
+
+def names_in_words(names: Sequence[str]) -> str:
+    """Return the first few names, and how many more there are."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
 _warned_of_untrained: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -210,10 +218,9 @@ class ModelParams:
         if not names or len(names) == trainable:
             return
         _warned_of_untrained.add(optimizer)
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         warn(
             f"the optimizer does not train {len(names)} of the model's {trainable} trainable "
-            f"parameters: {', '.join(names[:_SHOWN])}{more}. If they were added or replaced after "
+            f"parameters: {names_in_words(names)}. If they were added or replaced after "
             "the optimizer was built (a resized embedding, a new head), build it again; if they "
             "are not to be trained, call requires_grad_(False)"
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mp_optim.config.setting_checks import plain_setting
 from mp_optim.core.identity import ParamGroups, Slot, iter_slots, slot_name
-from mp_optim.core.names import matched_names, without_wrappers
+from mp_optim.core.names import matched_names, names_in_words, without_wrappers
 from mp_optim.core.slot_state import AVERAGE, SlotState, State
 from mp_optim.host.calls import warn
 
@@ -27,7 +27,6 @@ None."""
 _PARALLEL = ("params", "param_names", CHECKSUMS)
 _OWN = (*_PARALLEL, "fqns", "is_expert_parallel")
 """What a live group has from the model, and does not take from a saved one."""
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -61,12 +60,6 @@ class GroupMatch:
         """Give live groups the settings that they take."""
         for group, settings in zip(live, self.settings, strict=True):
             group.update(settings)
-
-
-def names_in_words(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def plain_groups(param_groups: ParamGroups) -> list[dict[str, Any]]:

@@ -13,9 +13,9 @@ from mp_optim.config.rules import is_elementwise
 from mp_optim.core import Slot, local_tensor, param_at
 from mp_optim.core.executor import Executor
 from mp_optim.core.flat_shard import is_cut
+from mp_optim.core.names import names_in_words
 from mp_optim.core.quantized import holds, is_quantized, quantize_
 from mp_optim.core.slot_state import MASTER, REMAINDER, SlotState, State, StateLayout, local_state
-from mp_optim.core.state_dict import names_in_words
 from mp_optim.host.host_memory import same_values
 from mp_optim.host.torch_types import is_dtensor
 from mp_optim.kernels.checksums import checksums_of

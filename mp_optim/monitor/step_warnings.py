@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mp_optim.core.names import ModelParams
-from mp_optim.core.state_dict import names_in_words
+from mp_optim.core.names import ModelParams, names_in_words
 from mp_optim.host.calls import warn, weak_method
 from mp_optim.kernels.kernel_args import fp32
 from mp_optim.mixed_precision import MegatronGradScaler, MegatronOptimizer
