@@ -18,10 +18,9 @@ class Observer:
 
     Args:
         stack: :class:`~mp_optim.MegatronOptimizer` whose steps are watched.
-        earlier: the stack's observers so far, by name.
     """
 
-    def __init__(self, stack: Any, earlier: Mapping[str, Any]) -> None:
+    def __init__(self, stack: Any) -> None:
         self._stack = weakref.ref(stack)  # which owns this object
 
     @property
@@ -107,9 +106,7 @@ class Observers(dict[str, Any]):
     """
 
     def __init__(self, kinds: Mapping[str, type[Observer]], stack: Any) -> None:
-        super().__init__()
-        for name, kind in kinds.items():
-            self[name] = kind(stack, self)
+        super().__init__({name: kind(stack) for name, kind in kinds.items()})
         self.before_step = self._overriding("before_step")
         self.after_step = self._overriding("after_step")
         self.judges: list[Observer] = [hook.__self__ for hook in self._overriding("judge")]

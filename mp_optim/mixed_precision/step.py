@@ -102,9 +102,12 @@ def take_step(
     with stack.step_mark.step(stack):
         if prepared is None:
             with _timed(config, "optimizer-clip-main-grad"):
+                # finish the work of backward, refresh, collect
                 grads = stack.collect_all_grads()
+                # measure, agree
                 device = stack.verdict_device()
                 measurement = grads.sums(on_host=device is None)
+                # decide
                 verdict, judge = _decide(stack, measurement, device)
         else:
             grads, verdict, judge = prepared
@@ -113,6 +116,7 @@ def take_step(
         if judge is not None and MAIN_NORM in verdict.norms:
             judge.take(torch.tensor(verdict.norms[MAIN_NORM], dtype=torch.float64, device=_HOST))
         stack.counts.record(verdict)
+        # run
         with _timed(config, "optimizer-inner-step"):
             if verdict.cause:
                 grads.skip()
@@ -120,7 +124,8 @@ def take_step(
                 norm, limit = verdict.norms.get(MAIN_NORM), config.clip_grad
                 clipped = min(norm, limit) if norm is not None and limit > 0 else norm
                 grads.step(verdict.multipliers, clipped)
-        if stack.grad_scaler is not None:  # the last write within the mark
+        # record; the loss scale is the last write within the mark
+        if stack.grad_scaler is not None:
             stack.step_mark.touch()
             stack.grad_scaler.update(verdict.found_inf)
             stack.remember_scale()

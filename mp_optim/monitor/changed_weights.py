@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -202,8 +201,8 @@ class ChangedWeights(Observer):
         tracked: main params of each wrapper, and the changes of its weights; empty if off.
     """
 
-    def __init__(self, stack: MegatronOptimizer, earlier: Mapping[str, Any]) -> None:
-        super().__init__(stack, earlier)
+    def __init__(self, stack: MegatronOptimizer) -> None:
+        super().__init__(stack)
         self.run, self.number = "", 0
         self.tracked: list[tuple[MainParams, WeightChanges]] = []
 

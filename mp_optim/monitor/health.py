@@ -8,17 +8,13 @@ the host together with the verdict. So they cost no read of gradients and no wai
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mp_optim.mixed_precision import MegatronOptimizer
 from mp_optim.mixed_precision.clip_and_skip import Verdict
 from mp_optim.mixed_precision.observer import Observer, largest
-from mp_optim.monitor.skip_rule import SkipRule
-from mp_optim.monitor.update_ratios import Update, UpdateRatios
 
 
 class GradientHealth(Observer):
@@ -27,11 +23,6 @@ class GradientHealth(Observer):
     Norms are of whole parameters where ranks share them by FSDP2, tensor parallelism or a
     distributed optimizer. Each stage of a pipeline knows the norms of its own parameters.
     """
-
-    def __init__(self, stack: MegatronOptimizer, earlier: Mapping[str, Any]) -> None:
-        super().__init__(stack, earlier)
-        self._skip_rule: SkipRule = earlier["skip_rule"]
-        self._update_ratios: UpdateRatios = earlier["update_ratios"]
 
     def report_loss(self, loss: Tensor | float | None, group: ProcessGroup | None = None) -> None:
         """Report the loss of the coming step, for ``skip_step_sigma_factor``; without that, nothing
@@ -48,7 +39,7 @@ class GradientHealth(Observer):
         Raises:
             ValueError: the loss is not one real number.
         """
-        self._skip_rule.report_loss(loss, group)
+        self.stack.observers["skip_rule"].report_loss(loss, group)
 
     def grad_norms(self, top: int | None = None) -> dict[str, float]:
         """Return the norm of each parameter's gradient in the last step, unscaled, before clipping,
@@ -79,20 +70,19 @@ class GradientHealth(Observer):
         in_order = largest(self.stack, values, top)
         return {name: math.sqrt(values[index]) * inverse for index, name in in_order}
 
-    def updates(self, top: int | None = None) -> dict[str, Update]:
-        """Return the change of each parameter by the last watched step
+    def updates(self, top: int | None = None) -> dict[str, Any]:
+        """Return the change of each parameter (``rms``, ``ratio``) by the last watched step
         (``log_update_ratios_interval``), by name, the largest ratio first; empty before the first.
         Waits for that step.
 
         Args:
             top: the number of changes to return; None for all.
         """
-        return self._update_ratios.updates(top)
+        updates: dict[str, Any] = self.stack.observers["update_ratios"].updates(top)
+        return updates
 
     def metrics(self) -> dict[str, float]:
-        """Return the limits of the rolling rule, and the largest norms."""
+        """Return the largest norms."""
         stack = self.stack
-        verdict: Verdict = stack.counts.settle()
-        norms = self.norms_in(verdict, stack.config.log_param_grad_norms)
-        shown = {f"param_grad_norm/{name}": norm for name, norm in norms.items()}
-        return {**verdict.limits, **shown}
+        norms = self.norms_in(stack.counts.settle(), stack.config.log_param_grad_norms)
+        return {f"param_grad_norm/{name}": norm for name, norm in norms.items()}

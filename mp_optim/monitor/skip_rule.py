@@ -48,8 +48,8 @@ class SkipRule(Observer):
     """
 
     @in_own_modes
-    def __init__(self, stack: MegatronOptimizer, earlier: Mapping[str, Any]) -> None:
-        super().__init__(stack, earlier)
+    def __init__(self, stack: MegatronOptimizer) -> None:
+        super().__init__(stack)
         self._config = stack.config
         self.length = self._config.skip_step_rolling_interval_length
         self._window = torch.full((2, self.length), math.nan, dtype=torch.float64, device="cpu")
@@ -136,6 +136,10 @@ class SkipRule(Observer):
                 )
                 return f"the {value_name} is {value:g}, over {limit:g}, {rule}", limits
         return "", limits
+
+    def metrics(self) -> dict[str, float]:
+        """Return the limits of the last step, and its loss if one was reported."""
+        return {**self.stack.counts.settle().limits}
 
     # -- state ------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,6 @@ from mp_optim.mixed_precision import MegatronGradScaler, MegatronOptimizer
 from mp_optim.mixed_precision.clip_and_skip import DeviceVerdict, Verdict
 from mp_optim.mixed_precision.observer import Observer
 from mp_optim.mixed_precision.step import StepGrads
-from mp_optim.monitor.health import GradientHealth
 
 _log = logging.getLogger(__name__)
 
@@ -29,9 +27,8 @@ class StepWarnings(Observer):
         skips: skipped steps in a row, as far as the host knows.
     """
 
-    def __init__(self, stack: MegatronOptimizer, earlier: Mapping[str, Any]) -> None:
-        super().__init__(stack, earlier)
-        self._health: GradientHealth = earlier["health"]
+    def __init__(self, stack: MegatronOptimizer) -> None:
+        super().__init__(stack)
         self.skips = 0
         self._warned_of_no_gradient = False
 
@@ -79,7 +76,8 @@ class StepWarnings(Observer):
             return
         scales = _scales(stack.grad_scaler, verdict)
         told = self._warn(stack, verdict, scales)
-        norms = self._health.norms_in(verdict, _SAID_FIRST)
+        health = stack.observers.get("health")
+        norms = {} if health is None else health.norms_in(verdict, _SAID_FIRST)
         _log_skip(stack, verdict, scales, told, norms)
 
     def _warn(self, stack: MegatronOptimizer, verdict: Verdict, scales: Sequence[float]) -> str:

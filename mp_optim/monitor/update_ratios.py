@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +36,8 @@ class UpdateRatios(Observer):
     steps. During that step it holds a copy of the main params: 4 bytes per parameter of this rank.
     """
 
-    def __init__(self, stack: MegatronOptimizer, earlier: Mapping[str, Any]) -> None:
-        super().__init__(stack, earlier)
+    def __init__(self, stack: MegatronOptimizer) -> None:
+        super().__init__(stack)
         self._config = stack.config
         self._before: list[list[Tensor]] = []
         self._read: Callable[[], Tensor] | None = None
