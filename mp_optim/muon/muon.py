@@ -70,24 +70,17 @@ class MuonRule(Rule):
     def kernels(self) -> str:
         return self._scalar.name
 
+    def of(self, group: Settings) -> Rule:
+        return self if group["optimizer"] == "muon" else self._scalar
+
     def moments(self, group: Settings) -> tuple[str, ...]:
-        if group["optimizer"] != "muon":
-            return self._scalar.moments(group)
         return (MOMENTUM, MOMENT2) if group.get("moment2_method") else (MOMENTUM,)
 
     def deciding_setting(self, group: Settings) -> str:
-        if group["optimizer"] != "muon":
-            return self._scalar.deciding_setting(group)
         return "moment2_method"
 
-    def unread_moments(self, group: Settings) -> tuple[str, ...]:
-        return () if group["optimizer"] == "muon" else self._scalar.unread_moments(group)
-
     def reads_steps(self, group: Settings) -> bool:
-        return group["optimizer"] != "muon" and self._scalar.reads_steps(group)
-
-    def is_elementwise(self, group: Settings) -> bool:
-        return group["optimizer"] != "muon" and self._scalar.is_elementwise(group)
+        return False
 
     def check_settings(self, group: Settings) -> None:
         if group["optimizer"] not in ("muon", self._scalar.name):
@@ -126,21 +119,15 @@ class MuonRule(Rule):
     def carried_out_by(
         self, backend: Backend, why: str, group: Settings, workspace: Workspace
     ) -> tuple[str, str]:
-        if group["optimizer"] != "muon":
-            return backend.name, why
         return backend.name, (
             f"{why}; muon: products of matrices are torch's, where the model's parameters lie; "
             f"their bits may differ between devices and numbers of threads{workspace}"
         )
 
     def apply(self, launch: Launch, backend: Backend) -> None:
-        lists, group, multiplier = launch.lists, launch.settings, launch.factor
-        if group["optimizer"] != "muon":
-            self._scalar.apply(launch, backend)
-            return
+        lists, group, multiplier = launch.lists, launch.settings, float(launch.factor)
         owners, updates = launch.workspace, launch.updates
         assert isinstance(owners, MatrixOwners)
-        multiplier = float(multiplier)
         if not lists.state.keys().isdisjoint((AVERAGE, MOMENT2)):  # which are read where they lie
             lists = lists.in_place()
         scalars, rule = MuonScalars.at(group), Orthogonalization.of(group)
@@ -169,17 +156,13 @@ class MuonRule(Rule):
 
 def _shares_matrices(group: Settings, update: SlotUpdate) -> bool:
     """Whether ranks make whole matrices of their parts."""
-    return bool(
-        group["optimizer"] == "muon"
-        and update.layout is not None
-        and update.layout.is_shared(group["tp_mode"] == "blockwise")
-    )
+    layout, blockwise = update.layout, group["tp_mode"] == "blockwise"
+    return layout is not None and layout.is_shared(blockwise)
 
 
 def _adds_up(group: Settings) -> bool:
     """Whether a step reads sums over whole parameters, beside matrices."""
-    is_normalized = group["optimizer"] == "muon" and group.get("moment2_method")
-    return bool(group.get("caution") or is_normalized)
+    return bool(group.get("caution") or group.get("moment2_method"))
 
 
 def _directions(

@@ -127,7 +127,7 @@ class WindowLane:
     # -- memory -----------------------------------------------------------------------------------
 
     def _may_cut(self, slot: Slot) -> bool:
-        return self._executor.rule.is_elementwise(self._executor.param_groups[slot.group])
+        return self._executor.is_elementwise(self._executor.param_groups[slot.group])
 
     def _along_bytes(self, slot: HostSlot, numel: int) -> int:
         """What comes along with some elements, at most: a gradient in FP32, and to the host an
@@ -198,7 +198,7 @@ class WindowLane:
             step_device: called when the first window is on its way.
         """
         launches = self._executor.plan(updates)
-        may_cut = [self._executor.rule.is_elementwise(each.settings) for each in launches]
+        may_cut = [self._executor.is_elementwise(each.settings) for each in launches]
         along = partial(self._along, on_host)
         staying = {slot.slot for slot in self._slots if slot.stays}
         windows = cut_windows(
@@ -293,7 +293,7 @@ class WindowLane:
         file into their spare there. From any thread, while nothing else is lent."""
         assert isinstance(self.source, FileSource) and self._is_host
         planned = [launch.planned for launch in launches]
-        may_cut = [self._executor.rule.is_elementwise(each.settings) for each in planned]
+        may_cut = [self._executor.is_elementwise(each.settings) for each in planned]
         windows = cut_windows(planned, self.source.form, self.sizes[0], may_cut, lambda *_: {})
         into = partial(held_by, [launch.target for launch in launches])
         lent = self.source.lend_ahead(windows, into)

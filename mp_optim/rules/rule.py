@@ -148,6 +148,10 @@ class Rule(ABC):
     def kernels(self) -> str:
         return self.name
 
+    def of(self, group: Settings) -> Rule:
+        """Return the rule that steps a group: this one, or another that a setting chooses."""
+        return self
+
     # -- what it keeps ----------------------------------------------------------------------------
 
     def moments(self, group: Settings) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ from mp_optim.kernels.kernel_args import TensorLists, contiguous, contiguous_out
 from mp_optim.kernels.state_format import StatePrecision
 from mp_optim.rules.audit import Audit, Audited, AuditError
 from mp_optim.rules.group_state import GroupState
-from mp_optim.rules.rule import Launch, Rule
+from mp_optim.rules.rule import Launch, Rule, Settings
 from mp_optim.rules.rule_state import RuleState
 
 _HOST = torch.device("cpu")
@@ -139,7 +139,12 @@ class RuleExecutor(Executor):
 
     def is_collective(self, update: SlotUpdate) -> bool:
         """Whether stepping a slot is a collective of the ranks that hold its parts."""
-        return self.rule.is_collective(self.param_groups[update.slot.group], update)
+        group = self.param_groups[update.slot.group]
+        return self.rule.of(group).is_collective(group, update)
+
+    def is_elementwise(self, group: Settings) -> bool:
+        """Whether the elements of a group's parameters are stepped by themselves."""
+        return self.rule.of(group).is_elementwise(group)
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -219,7 +224,8 @@ class RuleExecutor(Executor):
         # NOTE: a list of main params stays the same object only while they and their state keep
         # their memory (RuleState.follow_memory); a plan for another thread has settings of its own.
         sources = mains, settings, updates.outputs, updates.changed
-        of_rule = self.rule.moments(settings), self.rule.unread_moments(settings)
+        rule = self.rule.of(settings)
+        of_rule = rule.moments(settings), rule.unread_moments(settings)
         if is_common and kept is not None:
             last: Launch | None = kept.launch_from(sources, of_rule)
             if last is not None:
@@ -345,7 +351,7 @@ class RuleExecutor(Executor):
         if self.audit is not None:
             begin = partial(_begin_audit, self.audit, launch, backend.name)
             launch = launch._replace(begin_audit=begin)
-        self.rule.apply(launch, backend)
+        self.rule.of(launch.settings).apply(launch, backend)
         if launch.lists.main is not launch.mains or launch.lists.output is not launch.outputs:
             launch.copy_back()
 
@@ -377,7 +383,8 @@ class RuleExecutor(Executor):
 
     def carried_out_by(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
         found = self.backend_for(_HOST if place == "host" else device)
-        return self.rule.carried_out_by(*found, self.param_groups[group], self.workspace)
+        settings = self.param_groups[group]
+        return self.rule.of(settings).carried_out_by(*found, settings, self.workspace)
 
     def verdict_device(self) -> torch.device | None:
         first = next((group["params"][0] for group in self.param_groups if group["params"]), None)

@@ -175,9 +175,10 @@ class RuleState(StateStore):
     def _names(self, index: int, position: int) -> tuple[str, ...]:
         """Return the names of the moments that are kept for a slot."""
         group = self.param_groups[index]
-        names = self.rule.moments(group)
+        rule = self.rule.of(group)
+        names = rule.moments(group)
         state = self.groups[index].slots[position]
-        present = [name for name in self.rule.unread_moments(group) if name in state]
+        present = [name for name in rule.unread_moments(group) if name in state]
         return (*present, *names) if present else names
 
     def _home(self, slot: Slot, main: Tensor) -> torch.device:
@@ -206,7 +207,7 @@ class RuleState(StateStore):
 
     def deciding_setting(self, group: dict[str, Any]) -> str:
         """The setting that decides which moments are kept, for messages."""
-        name = self.rule.deciding_setting(group)
+        name = self.rule.of(group).deciding_setting(group)
         return f"{name}={group[name]!r}" if name in group else self.rule.name
 
     def _state_specs(
@@ -373,8 +374,9 @@ class RuleState(StateStore):
     ) -> list[tuple[str, ...]]:
         """Return the keys of the state tensors that are stepped with each main param of a group."""
         group, regions = self.param_groups[index], self.groups[index].regions
-        names = [self.rule.moments(group)] * len(positions)
-        if self.rule.unread_moments(group):  # some slots have one from before
+        rule = self.rule.of(group)
+        names = [rule.moments(group)] * len(positions)
+        if rule.unread_moments(group):  # some slots have one from before
             names = [self._names(index, position) for position in positions]
         of_each = [
             (moments, self.precision.is_small(regions[position].shape.numel()), main.dtype)
@@ -455,11 +457,12 @@ class RuleState(StateStore):
     def fit_state(self, slot: Slot, saved: State, convert: bool) -> State:
         stepped, live, name = self.stepped(slot), self.live_state(slot), self.name(slot)
         group = self.param_groups[slot.group]
-        if saved and STEP not in saved and not self.rule.reads_steps(group):
+        rule = self.rule.of(group)
+        if saved and STEP not in saved and not rule.reads_steps(group):
             # torch counts none; there is state, so it was stepped
             saved = {key: value for key, value in saved.items() if value is not None}
             saved[STEP] = 1.0
-        for moment in self.rule.unread_moments(group):
+        for moment in rule.unread_moments(group):
             decided = self.deciding_setting(group)
             saved = without_unread(name, moment, decided, live, stepped.shape, saved, convert)
         return fitted(name, live, stepped, saved, convert)
