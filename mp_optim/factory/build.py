@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,29 +48,59 @@ from mp_optim.zero.composite import ChainedOptimizer
 from mp_optim.zero.zero import DistributedOptimizer
 
 
-def build(
-    config: OptimizerConfig,
-    chunks: Sequence[nn.Module],
-    config_overrides: Mapping[ParamKey, Any] | None = None,
-    process_groups: ProcessGroups | None = None,
-    expert_predicate: Callable[..., bool] | None = None,
-    param_groups: Sequence[dict[str, Any]] | None = None,
-) -> MegatronOptimizer:
-    """Build the optimizer stack from a checked config whose offload fraction is a number.
+@dataclass(frozen=True)
+class StackRequest:
+    """The arguments of :func:`mp_optim.get_megatron_optimizer`, checked; chunks are a list."""
 
-    Arguments, result and errors are those of :func:`mp_optim.get_megatron_optimizer`.
+    config: OptimizerConfig
+    chunks: Sequence[nn.Module]
+    config_overrides: Mapping[ParamKey, Any] | None = None
+    process_groups: ProcessGroups = field(default_factory=ProcessGroups)
+    expert_predicate: Callable[..., bool] | None = None
+    param_groups: Sequence[dict[str, Any]] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter; the host if there is none."""
+        params = (param for chunk in self.chunks for param in chunk.parameters())
+        return next((local_tensor(param).device for param in params), torch.device("cpu"))
+
+    def modules(self) -> Sequence[nn.Module]:
+        """Return modules that hold the parameters to step: the chunks, or a container of the
+        parameters of ``param_groups``, in their order."""
+        if self.param_groups is None:
+            return self.chunks
+        return [container_of(self.param_groups)]
+
+
+def container_of(groups: Iterable[Mapping[str, Any]]) -> nn.Module:
+    """Return a module of the parameters of some groups, in their order, for the planner."""
+    container = nn.Module()
+    params = itertools.chain.from_iterable(group["params"] for group in groups)
+    for index, param in enumerate(params):
+        held = param if isinstance(param, nn.Parameter) else nn.Parameter(param.detach())
+        container.register_parameter(f"param{index}", held)
+    return container
+
+
+def build(request: StackRequest) -> MegatronOptimizer:
+    """Build the optimizer stack; the config's offload fraction is a number.
+
+    Result and errors are those of :func:`mp_optim.get_megatron_optimizer`.
     """
-    check_serves(config.fused_backend, device_of(chunks))
-    groups_of = process_groups or ProcessGroups()
+    config, chunks, device = request.config, request.chunks, request.device
+    check_serves(config.fused_backend, device)
+    groups_of, param_groups = request.process_groups, request.param_groups
     if param_groups is None:
-        if config_overrides is None:
-            config_overrides = get_standard_config_overrides(config)
-        param_groups = get_param_groups(chunks, config, config_overrides, expert_predicate)
+        overrides = request.config_overrides
+        if overrides is None:
+            overrides = get_standard_config_overrides(config)
+        param_groups = get_param_groups(chunks, config, overrides, request.expert_predicate)
     check_claims(chunks, param_groups)
     _check_partitions(config, param_groups, groups_of)
     experts = [group for group in param_groups if group.get("is_expert_parallel", False)]
     dense = [group for group in param_groups if not group.get("is_expert_parallel", False)]
-    scaler = _grad_scaler(config, device_of(chunks))
+    scaler = _grad_scaler(config, device)
     if config.is_distributed:
         for chunk in chunks:
             if isinstance(chunk, nn.parallel.DistributedDataParallel):
@@ -141,12 +173,6 @@ def set_up_host(config: OptimizerConfig) -> None:
         set_host_threads(config.host_threads)
     if config.host_cores is not None:
         set_host_cores(config.host_cores)
-
-
-def device_of(chunks: Sequence[nn.Module]) -> torch.device:
-    """Where the first parameter lies; the host if there is none."""
-    params = (param for chunk in chunks for param in chunk.parameters())
-    return next((local_tensor(param).device for param in params), torch.device("cpu"))
 
 
 def _grad_scaler(config: OptimizerConfig, device: torch.device) -> MegatronGradScaler | None:

@@ -16,7 +16,7 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.core.model_parallel import ModelParallel
 from mp_optim.core.names import ModelParams, canonical_names, named_params, prefixed
 from mp_optim.core.param_attributes import check_attributes
-from mp_optim.factory.build import build, set_up_host
+from mp_optim.factory.build import StackRequest, build, set_up_host
 from mp_optim.factory.host_memory_check import check_host_memory
 from mp_optim.factory.offload_fraction import with_chosen_fraction
 from mp_optim.host.calls import in_own_modes, warn
@@ -87,17 +87,19 @@ def get_megatron_optimizer(
     groups = process_groups or ProcessGroups()
     if groups.grad_stats is None or groups.grad_stats.size() == 1:
         _check_overrides_match(config, chunks, config_overrides)
+    request = StackRequest(config, chunks, config_overrides, groups, expert_predicate, param_groups)
     if config.optimizer_offload_fraction == "auto":
         if param_groups is not None:
             raise ValueError(
                 "optimizer_offload_fraction='auto' with param_groups=: the planner makes the "
                 "groups itself; give config_overrides instead, or a number (see mp_optim.plan)"
             )
-        config = with_chosen_fraction(config, chunks, config_overrides, groups, expert_predicate)
-    check_host_memory(config, chunks, config_overrides, groups, expert_predicate, param_groups)
+        config = with_chosen_fraction(request)
+        request = dataclasses.replace(request, config=config)
+    check_host_memory(request)
     parallel = ModelParallel.of(chunks, groups, global_names, expert_predicate)
     set_up_host(config)
-    optimizer = build(config, chunks, config_overrides, groups, expert_predicate, param_groups)
+    optimizer = build(request)
     params = ModelParams(chunks)
     for stack in (optimizer, *optimizer.chained_optimizers):
         stack.model_params = params

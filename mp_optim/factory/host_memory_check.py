@@ -14,25 +14,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from torch import nn
-
 from mp_optim.config import OptimizerConfig
 from mp_optim.core import local_tensor
 from mp_optim.core.names import named_params
-from mp_optim.factory.build import device_of
+from mp_optim.factory.build import StackRequest
 from mp_optim.factory.memory_plan import Memory, MemoryPlan
-from mp_optim.factory.offload_fraction import (
-    SHARE,
-    container_of,
-    in_words,
-    rank_planner,
-    with_fraction,
-)
+from mp_optim.factory.offload_fraction import SHARE, in_words, rank_planner, with_fraction
 from mp_optim.host.accelerator import accelerator_of
 from mp_optim.host.host_share import this_host
 from mp_optim.host.memory_limits import MemoryLimit, memory_limits
-from mp_optim.param_groups.overrides import ParamKey
-from mp_optim.process_groups.process_groups import ProcessGroups
 
 _log = logging.getLogger(__name__)
 
@@ -47,49 +37,38 @@ _MOST_WINDOWS = 11
 """Windows in host memory at a time, at most; staging has fewer buckets of fixed size."""
 
 
-def check_host_memory(
-    config: OptimizerConfig,
-    chunks: Sequence[nn.Module],
-    config_overrides: Mapping[ParamKey, Any] | None,
-    process_groups: ProcessGroups,
-    expert_predicate: Callable[..., bool] | None = None,
-    param_groups: Sequence[Mapping[str, Any]] | None = None,
-    *,
-    is_class: bool = False,
-) -> None:
+def check_host_memory(request: StackRequest, *, is_class: bool = False) -> None:
     """Raise unless the host memory that the stack will take is granted to this process.
 
     Args:
-        config: its offload fraction is a number.
+        request: the stack; its config's offload fraction is a number.
         is_class: errors use arguments of the torch-shaped classes, not fields of the config.
 
     Raises:
         ValueError: it is not, with both numbers and the settings that would fit.
     """
-    device = device_of(chunks)
+    config, device = request.config, request.device
     is_on_host = device.type == "cpu"
     if device.type == "meta" or not (is_on_host or config.may_offload):
         return
     if os.environ.get(SWITCH, "").lower() in ("off", "0"):
         return
     limits = [*memory_limits(this_host()), *_disk(config)]
-    params = [local_tensor(param) for _, param in named_params(chunks) if param.requires_grad]
+    named = named_params(request.chunks)
+    params = [local_tensor(param) for _, param in named if param.requires_grad]
     bound = MOST_PER_ELEMENT * sum(param.numel() for param in params)
     bound += _MOST_PER_TENSOR * len(params)
     if config.may_offload:
         bound += _MOST_WINDOWS * (config.stream_window_bytes + config.offload_bucket_bytes)
     if all(bound <= limit.free for limit in limits):
         return
-    if param_groups is not None:
-        chunks = [container_of(param_groups)]
-    grads = [param.grad for _, param in named_params(chunks) if param.grad is not None]
+    stepped = named_params(request.modules())
+    grads = [param.grad for _, param in stepped if param.grad is not None]
     allocated = sum(local_tensor(grad).nbytes for grad in grads) if is_on_host else 0
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the stack itself warns
-            plan_of, _ = rank_planner(
-                *(config, chunks, config_overrides, process_groups, expert_predicate, param_groups)
-            )
+            plan_of, _ = rank_planner(request)
             if is_on_host:
                 plan_of = in_host_memory(plan_of)
             planned = plan_of(config)

@@ -18,7 +18,7 @@ from mp_optim.core import param_at
 from mp_optim.core.param_attributes import ShardInfo, set_shard_info
 from mp_optim.core.slot_state import AVERAGE, REMAINDER
 from mp_optim.core.tensor_layout import region_of
-from mp_optim.factory.build import build
+from mp_optim.factory.build import StackRequest, build
 from mp_optim.host.host_memory import page_locked_bytes
 from mp_optim.mixed_precision import MegatronOptimizer, WrappedOptimizer
 from mp_optim.offload.hybrid_executor import PlacedExecutor, stepper_of
@@ -140,11 +140,13 @@ def plan_rank(
             for group in param_groups
         ]
     optimizer = build(
-        with_defaults(config, _SHARDING),
-        [model],
-        config_overrides,
-        expert_predicate=lambda _, name: name in experts,
-        param_groups=groups,
+        StackRequest(
+            with_defaults(config, _SHARDING),
+            [model],
+            config_overrides,
+            expert_predicate=lambda _, name: name in experts,
+            param_groups=groups,
+        )
     )
     memory = memory_of(optimizer, config)
     if config.release_gradients:

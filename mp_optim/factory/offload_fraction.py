@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,13 +15,11 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.core import local_tensor
 from mp_optim.core.names import named_params
 from mp_optim.core.param_attributes import is_expert_param
-from mp_optim.factory.build import device_of, with_data_parallel
+from mp_optim.factory.build import StackRequest, with_data_parallel
 from mp_optim.factory.memory_plan import MemoryPlan, plan_rank, with_defaults
 from mp_optim.host.accelerator import accelerator_of
 from mp_optim.host.torch_types import is_dtensor
-from mp_optim.param_groups.overrides import ParamKey
 from mp_optim.process_groups.agreement import agree_on_largest
-from mp_optim.process_groups.process_groups import ProcessGroups
 
 _log = logging.getLogger(__name__)
 
@@ -126,13 +123,7 @@ SHARE = 0.75
 given."""
 
 
-def with_chosen_fraction(
-    config: OptimizerConfig,
-    chunks: Sequence[nn.Module],
-    config_overrides: Mapping[ParamKey, Any] | None,
-    process_groups: ProcessGroups,
-    expert_predicate: Callable[..., bool] | None,
-) -> OptimizerConfig:
+def with_chosen_fraction(request: StackRequest) -> OptimizerConfig:
     """The config with the smallest fraction, in 64ths, that leaves the accelerator within its
     limit.
 
@@ -143,16 +134,15 @@ def with_chosen_fraction(
         ValueError: it does not fit with everything on the host, on this rank or one of those,
             saying what is missing.
     """
-    limit, device = config.gpu_memory, device_of(chunks)
+    config, device = request.config, request.device
+    limit = config.gpu_memory
     accelerator = accelerator_of(device)
     if limit is None and accelerator is not None:
         limit = int(SHARE * accelerator.memory_bytes(device))
     if limit is None:
         _log.info("optimizer_offload_fraction='auto': 0, the model is on the host")
         return with_fraction(config, 0.0)
-    plan_of, sharing = rank_planner(
-        config, chunks, config_overrides, process_groups, expert_predicate
-    )
+    plan_of, sharing = rank_planner(request)
     fraction = agree_on_largest(
         sharing,
         "agreeing on optimizer_offload_fraction",
@@ -171,51 +161,33 @@ def with_chosen_fraction(
 
 
 def rank_planner(
-    config: OptimizerConfig,
-    chunks: Sequence[nn.Module],
-    config_overrides: Mapping[ParamKey, Any] | None,
-    process_groups: ProcessGroups,
-    expert_predicate: Callable[..., bool] | None,
-    param_groups: Sequence[Mapping[str, Any]] | None = None,
+    request: StackRequest,
 ) -> tuple[Callable[[OptimizerConfig], MemoryPlan], list[ProcessGroup]]:
     """Return the plan of this rank's memory as a function of the config, and the process groups
-    that share out its parameters.
-
-    Args:
-        config: decides whether the optimizer is distributed.
-        param_groups: the groups of which ``chunks`` is the one :func:`container_of`, to be used
-            instead of those made from the overrides.
-    """
-    is_expert = expert_predicate or is_expert_param
-    held = list(named_params(chunks))  # frozen ones too
+    that share out its parameters. The request's config decides whether the optimizer is
+    distributed."""
+    is_expert = request.expert_predicate or is_expert_param
+    held = list(named_params(request.modules()))  # frozen ones too
     metas = {id(param): _on_meta(param) for _, param in held}
     named = [(name, metas[id(param)]) for name, param in held]
     experts = {name for name, param in held if is_expert(param, name)}
-    groups = None
-    if param_groups is not None:
-        own = iter(metas.values())  # of a module made by container_of, in the order of its groups
-        groups = [{**each, "params": [next(own) for _ in each["params"]]} for each in param_groups]
-    if config.is_distributed:
+    groups, process_groups = request.param_groups, request.process_groups
+    if groups is not None:
+        own = iter(metas.values())  # in the order of the groups
+        groups = [{**each, "params": [next(own) for _ in each["params"]]} for each in groups]
+    if request.config.is_distributed:
         process_groups = with_data_parallel(process_groups, bool(experts))
     dp, expert_dp = process_groups.dp, process_groups.expert_dp
     ranks, expert_ranks = (1 if group is None else group.size() for group in (dp, expert_dp))
 
     def plan_of(chosen: OptimizerConfig) -> MemoryPlan:
-        return plan_rank(named, experts, chosen, ranks, expert_ranks, config_overrides, groups)
+        overrides = request.config_overrides
+        return plan_rank(named, experts, chosen, ranks, expert_ranks, overrides, groups)
 
     mesh = next((param.device_mesh for _, param in held if is_dtensor(param)), None)
-    sharing = [dp] if config.is_distributed else [] if mesh is None else mesh.get_all_groups()
+    is_distributed = request.config.is_distributed
+    sharing = [dp] if is_distributed else [] if mesh is None else mesh.get_all_groups()
     return plan_of, [group for group in sharing if group is not None]
-
-
-def container_of(groups: Iterable[Mapping[str, Any]]) -> nn.Module:
-    """Return a module of the parameters of some groups, in their order, for the planner."""
-    container = nn.Module()
-    params = itertools.chain.from_iterable(group["params"] for group in groups)
-    for index, param in enumerate(params):
-        held = param if isinstance(param, nn.Parameter) else nn.Parameter(param.detach())
-        container.register_parameter(f"param{index}", held)
-    return container
 
 
 def _on_meta(param: Tensor) -> nn.Parameter:

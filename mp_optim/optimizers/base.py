@@ -23,9 +23,9 @@ from mp_optim.core.keyed_optimizer import Closure, SlotKeyedOptimizer
 from mp_optim.core.quantized import FLOAT8_DTYPES
 from mp_optim.core.slot_state import State
 from mp_optim.core.state_dict import checked_match, plain_groups
-from mp_optim.factory.build import inner_optimizer, set_up_host
+from mp_optim.factory.build import StackRequest, container_of, inner_optimizer, set_up_host
 from mp_optim.factory.host_memory_check import check_host_memory
-from mp_optim.factory.offload_fraction import container_of, with_chosen_fraction
+from mp_optim.factory.offload_fraction import with_chosen_fraction
 from mp_optim.factory.rule_registry import construction_of, rule_of, settings_of
 from mp_optim.host.calls import in_own_modes, warn
 from mp_optim.host.host_memory import same_values
@@ -106,17 +106,15 @@ class StackOptimizer(WrappedOptimizer):
 
     @in_own_modes
     def _build(self) -> None:
-        container, device = container_of(self.param_groups), self.device
-        check_serves(self.config.fused_backend, device)
+        check_serves(self.config.fused_backend, self.device)
         set_up_host(self.config)
+        container = container_of(self.param_groups)
+        request = StackRequest(self.config, [container], {}, self.process_groups)
         if self._given_settings.get("offload") == "auto":
             asked = replace(self.config, optimizer_offload_fraction="auto")
-            self.config = with_chosen_fraction(asked, [container], {}, self.process_groups, None)
-        check_host_memory(
-            *(self.config, [container], {}, self.process_groups),
-            param_groups=self.param_groups,
-            is_class=True,
-        )
+            self.config = with_chosen_fraction(replace(request, config=asked))
+        request = replace(request, config=self.config, param_groups=self.param_groups)
+        check_host_memory(request, is_class=True)
         groups = [with_names(group) for group in self.param_groups]
         settings = {**settings_of(self.config), **self._hyperparameters}
         super().lists_are_known()

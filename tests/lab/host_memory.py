@@ -26,9 +26,9 @@ import torch
 from torch import nn
 
 import mp_optim
+from mp_optim.factory.build import StackRequest
 from mp_optim.factory.host_memory_check import BESIDE, SWITCH, in_host_memory, needed_bytes
-from mp_optim.factory.offload_fraction import container_of, rank_planner
-from mp_optim.process_groups.process_groups import ProcessGroups
+from mp_optim.factory.offload_fraction import rank_planner
 
 _CGROUPS = (
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -173,7 +173,7 @@ def _planned(model: nn.Module, settings: dict[str, Any]) -> int:
     tiny = mp_optim.AdamW(_model(16).parameters(), lr=1e-3, **settings)
     config = tiny.config
     groups = [{"params": list(model.parameters())}]
-    plan_of, _ = rank_planner(config, [container_of(groups)], None, ProcessGroups(), None, groups)
+    plan_of, _ = rank_planner(StackRequest(config, [model], param_groups=groups))
     return needed_bytes(in_host_memory(plan_of)(config), is_on_host=True)
 
 
