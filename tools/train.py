@@ -19,7 +19,7 @@ from rich.console import Console
 
 from training import ranks
 from training.config import TrainConfig
-from training.display import LiveProgress, params_in_words, print_summary
+from training.display import Progress, params_in_words, print_summary
 from training.interruption import STATUS, Interruption
 from training.loading import parse_command_line
 from training.loop import Trainer, train
@@ -38,7 +38,7 @@ def main(config: TrainConfig, console: Console) -> TrainResult:
         observers = [
             lambda t: JsonLines(metrics, t.step),
             lambda t: TensorBoard(output / "tensorboard", t.step),
-            lambda t: LiveProgress(console, t.step, config.run.steps),
+            lambda t: Progress(console, config.run.steps),
         ]
     with Interruption() as interruption:
         result = train(config, observers, trainer, lambda: interruption.asked)

@@ -15,9 +15,14 @@ from matplotlib.axes import Axes
 
 from training.metrics import StepRecord
 
+_LIMIT = "skip_limit/grad_norm"
+_NORM = "param_grad_norm/"
+_MOST_NAMED = 6
+"""Parameters with a line of their own."""
+
 
 def smoothed(values: Sequence[float], weight: float = 0.85) -> list[float]:
-    """Exponential moving average with the start's bias taken out."""
+    """Return the exponential moving average without the start's bias."""
     result, average = [], 0.0
     for i, value in enumerate(values, start=1):
         average = weight * average + (1 - weight) * value
@@ -26,89 +31,63 @@ def smoothed(values: Sequence[float], weight: float = 0.85) -> list[float]:
 
 
 def plot_losses(records: Sequence[StepRecord], path: Path, title: str) -> None:
-    """Raw and smoothed training loss, evaluation loss, and the steps that were skipped, over
-    steps."""
+    """Draw training loss, raw and smoothed, evaluation loss and skipped steps."""
     steps, losses = [r.step + 1 for r in records], [r.loss for r in records]
     evaluated = [(r.step + 1, r.eval_loss) for r in records if r.eval_loss is not None]
-    skipped = [r.step + 1 for r in records if r.skipped]
-    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=150)
+    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes.plot(steps, losses, color="#9ecae1", linewidth=0.8, label="train, each step")
     axes.plot(steps, smoothed(losses), color="#08519c", linewidth=2, label="train, smoothed")
     if evaluated:
-        x, y = zip(*evaluated, strict=True)
-        axes.plot(
-            x,
-            y,
-            color="#e6550d",
-            marker="o",
-            markersize=4,
-            linewidth=1.2,
-            label=f"eval, last {y[-1]:.3f}",
-        )
-    for i, step in enumerate(skipped):
-        axes.axvline(
-            step, color="#969696", linewidth=0.6, linestyle=":", label="skipped" if i == 0 else None
-        )
+        label = f"eval, last {evaluated[-1][1]:.3f}"
+        axes.plot(*zip(*evaluated, strict=True), "o-", color="#e6550d", markersize=4, label=label)
+    for record in records:
+        if record.skipped:
+            axes.axvline(record.step + 1, color="#969696", linewidth=0.6, linestyle=":")
     axes.set(xlabel="step", ylabel="loss (nats per byte)", xlim=(0, steps[-1]))
     axes.set_title(title, loc="left", fontsize=11)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.tight_layout()
+    _finish(axes)
     figure.savefig(path)
     plt.close(figure)
-
-
-_LIMIT = "skip_limit/grad_norm"
-_NORM = "param_grad_norm/"
-_MOST_NAMED = 6
-"""Parameters with a line of their own."""
 
 
 def plot_health(records: Sequence[StepRecord], path: Path) -> None:
-    """Gradient norm, its limit and the steps that were skipped; the parameters that had the largest
-    norms; and how much of themselves steps added to the parameters."""
-    panels = [draw_norms]
+    """Draw the gradient norm with its limit, the largest norms of parameters, and updates."""
+    panels = [_draw_norms]
     if any(name.startswith(_NORM) for record in records for name in record.health):
-        panels.append(draw_param_norms)
+        panels.append(_draw_param_norms)
     if any("update_ratio" in record.health for record in records):
-        panels.append(draw_updates)
+        panels.append(_draw_updates)
+    size = (8, 2.6 * len(panels))
     figure, rows = plt.subplots(
-        len(panels), figsize=(8, 2.6 * len(panels)), dpi=150, sharex=True, squeeze=False
+        len(panels), figsize=size, dpi=150, sharex=True, squeeze=False, layout="constrained"
     )
     for draw, axes in zip(panels, rows[:, 0], strict=True):
         draw(axes, records)
-        style(axes)
+        _finish(axes)
     rows[-1, 0].set(xlabel="step", xlim=(0, records[-1].step + 1))
-    figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)
 
 
-def style(axes: Axes) -> None:
-    """As all pictures are."""
+def _finish(axes: Axes) -> None:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=7, loc="upper right", ncols=3)
 
 
-def draw_norms(axes: Axes, records: Sequence[StepRecord]) -> None:
-    """The norm of all gradients, and above what a step is skipped."""
-    known = [(r.step + 1, r.grad_norm) for r in records if r.grad_norm is not None]
-    limits = [(r.step + 1, r.health.get(_LIMIT, math.inf)) for r in records]
-    finite = [(step, limit) for step, limit in limits if math.isfinite(limit)]
-    skipped = [(r.step + 1, r.grad_norm) for r in records if r.skipped]
-    axes.semilogy(*zip(*known, strict=True), color="#08519c", linewidth=0.9, label="norm")
-    if finite:
-        axes.semilogy(*zip(*finite, strict=True), color="#e6550d", label="limit")
-    if skipped:
-        marks = zip(*skipped, strict=True)
-        axes.semilogy(*marks, "x", color="#a50f15", markersize=6, label="skipped")
+def _draw_norms(axes: Axes, records: Sequence[StepRecord]) -> None:
+    steps, missing = [r.step + 1 for r in records], math.nan
+    norms = [missing if r.grad_norm is None else r.grad_norm for r in records]
+    limits = [r.health.get(_LIMIT, missing) for r in records]
+    skipped = [norm if r.skipped else missing for r, norm in zip(records, norms, strict=True)]
+    axes.semilogy(steps, norms, color="#08519c", linewidth=0.9, label="norm")
+    axes.semilogy(steps, limits, color="#e6550d", label="limit")
+    axes.semilogy(steps, skipped, "x", color="#a50f15", markersize=6, label="skipped")
     axes.set(ylabel="gradient norm")
 
 
-def draw_param_norms(axes: Axes, records: Sequence[StepRecord]) -> None:
-    """The norms of those parameters that were among the largest most often."""
+def _draw_param_norms(axes: Axes, records: Sequence[StepRecord]) -> None:
+    """Draw the norms of the parameters that were among the largest most often."""
     counts = Counter(name for r in records for name in r.health if name.startswith(_NORM))
     for name, _ in counts.most_common(_MOST_NAMED):
         points = [(r.step + 1, r.health.get(name, math.nan)) for r in records]
@@ -118,20 +97,9 @@ def draw_param_norms(axes: Axes, records: Sequence[StepRecord]) -> None:
     axes.set(ylabel="norms of parameters", ylim=(low, 30 * high))  # room for names
 
 
-def draw_updates(axes: Axes, records: Sequence[StepRecord]) -> None:
-    """What the watched steps added to all parameters together, and to the one that changed most."""
-    watched = [
-        record
-        for record in records
-        if record.health.get("update_step") == record.step + 1 and not record.skipped
-    ]
-    steps = [r.step + 1 for r in watched]
-    whole = [r.health["update_ratio"] for r in watched]
-    axes.semilogy(steps, whole, color="#08519c", label="update / weight, all")
-    ratios = [
-        [value for name, value in r.health.items() if name.startswith("update_ratio/")]
-        for r in watched
-    ]
-    if all(ratios) and ratios:
-        axes.semilogy(steps, list(map(max, ratios)), color="#9ecae1", label="largest")
+def _draw_updates(axes: Axes, records: Sequence[StepRecord]) -> None:
+    """Draw the sizes of the watched steps next to the parameters'."""
+    watched = [r for r in records if r.health.get("update_step") == r.step + 1 and not r.skipped]
+    points = [(r.step + 1, r.health["update_ratio"]) for r in watched]
+    axes.semilogy(*zip(*points, strict=True), color="#08519c", label="update / weight")
     axes.set(ylabel="update / weight")
