@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mp_optim.core import StepPlan
+
 
 class Observer:
     """Watches the steps of one stack. The hooks of this class do nothing.
@@ -125,11 +127,12 @@ class Observers(dict[str, Any]):
 class WeightObserver:
     """Watches the weights of one precision wrapper. The hooks of this class do nothing."""
 
-    def before_launch(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
+    def before_launch(self, plan: StepPlan, indices: list[int]) -> Sequence[Tensor | None]:
         """Return bitmaps in which kernels mark the elements that they change; empty for none.
 
         Args:
-            indices: in the wrapper's slot table, of the slots that are going to be stepped.
+            plan: of the slots that are going to be stepped.
+            indices: of these slots in the wrapper's slot table.
         """
         return ()
 

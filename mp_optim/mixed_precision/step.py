@@ -362,7 +362,7 @@ class WrappedGrads(StepGrads):
             factors = [multipliers[some.group]] * len(some.keys)
         changed: Sequence[Tensor | None] = ()
         for observer in mains.observers:
-            changed = observer.before_launch(some.indices)
+            changed = observer.before_launch(some.slots, some.indices)
         updates = some.updates(self._grads, factors, changed)
         executor.step_slots(executor.clipped(updates, grad_norm))
         executor.finish_step()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mp_optim.core import CachedTensorList, Slot, local_tensor
+from mp_optim.core import CachedTensorList, Slot, StepPlan, local_tensor
 from mp_optim.core.executor import Executor
 from mp_optim.core.identity import has_names
 from mp_optim.core.model_parallel import ModelParallel
@@ -57,7 +58,6 @@ class WeightChanges(WeightObserver):
         self.is_lost = False
         self._had_main: list[bool] = []
         self._is_marked: list[bool] = []
-        self._column: tuple[Sequence[int], Sequence[Tensor | None]] = ((), ())
         alone = self._alone(frozen=True)
         self._sums.note(alone, list(map(self._weights, alone)))
         self.look()
@@ -97,14 +97,16 @@ class WeightChanges(WeightObserver):
         if index not in self._values:
             self._values[index] = self._flat(index).clone()
 
-    def before_launch(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
+    def before_launch(self, plan: StepPlan, indices: list[int]) -> Sequence[Tensor | None]:
         self.look(frozen=False)
-        if self._column[0] is not indices:
-            bits = [self._bits_of(index) for index in indices]
-            present = [each for each in bits if each is not None]
-            whole = len(present) == len(bits)
-            self._column = indices, CachedTensorList(present) if whole else bits if present else ()
-        return self._column[1]
+        return plan.part("changed", (self._bits,), partial(self._bitmaps, indices))
+
+    def _bitmaps(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
+        bits = [self._bits_of(index) for index in indices]
+        present = [each for each in bits if each is not None]
+        if len(present) == len(bits):
+            return CachedTensorList(present)
+        return bits if present else ()
 
     def _bits_of(self, index: int) -> Tensor | None:
         if not self._is_marked[index]:

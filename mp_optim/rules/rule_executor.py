@@ -358,13 +358,12 @@ class RuleExecutor(Executor):
     # -- audits -----------------------------------------------------------------------------------
 
     def finish_step(self) -> None:
-        self._report_audit(wait=False)
+        if self.audit is not None:
+            self._report_audit(self.audit, wait=False)
 
-    def _report_audit(self, wait: bool) -> None:
-        if self.audit is None:
-            return
+    def _report_audit(self, audit: Audit, wait: bool) -> None:
         try:
-            self.audit.report(wait)
+            audit.report(wait)
         except AuditError as error:  # where state is read, too: there is no step to break off
             self.step_mark.break_off(error)
             raise
@@ -408,7 +407,8 @@ class RuleExecutor(Executor):
     # -- state and main params --------------------------------------------------------------------
 
     def state_of(self, slot: Slot) -> SlotState:
-        self._report_audit(wait=True)
+        if self.audit is not None:
+            self._report_audit(self.audit, wait=True)
         self.rows.groups[slot.group].show(slot.position)
         return SlotState(self.rows, slot, self.slot_name(slot))
 
