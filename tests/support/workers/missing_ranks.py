@@ -60,8 +60,6 @@ SCENARIOS = [
     Scenario("optim", "stop"),
     Scenario("optim", "stop", gone=(0,)),
     Scenario("optim", "stop", gone=(0,), busy=1),  # the others have ended when it fails
-    Scenario("fsdp2", "stop"),
-    Scenario("optim", busy=1),
     Scenario("objects", busy=1),
 ]
 DISAGREE = Scenario("fsdp2", "disagree", gone=())

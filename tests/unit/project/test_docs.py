@@ -395,7 +395,7 @@ def test_every_installed_command_exists(document):
     ("tool", "document"),
     [
         ("tools/settings_table.py", "docs/settings.md"),
-        ("tools/offload_table.py", "docs/settings.md"),
+        pytest.param("tools/offload_table.py", "docs/settings.md", marks=pytest.mark.slow),
         pytest.param("tools/fit_published.py", "docs/fit.md", marks=pytest.mark.slow),
         pytest.param("tools/fit_table.py", "docs/fit.md", marks=pytest.mark.slow),
     ],
