@@ -10,8 +10,7 @@ from torch import nn
 
 import mp_optim
 from mp_optim import checkpoint
-from mp_optim.apps.convert import export_state, from_torch, import_state
-from mp_optim.checkpoint.export import export_safetensors
+from mp_optim.apps.convert import from_torch, import_state
 
 
 def model() -> nn.Module:
@@ -41,48 +40,6 @@ def test_a_checkpoint_under_other_settings(tmp_path: Path) -> None:
     step(first, optimizer, 3)
     step(second, other, 3)
     assert all(map(torch.equal, first.parameters(), second.parameters()))
-
-
-def test_main_params_and_state_leave_and_come_back(tmp_path: Path) -> None:
-    layers, other = model(), model()
-    optimizer = mp_optim.AdamW(layers.named_parameters(), lr=1e-2)
-    step(layers, optimizer, 2)
-    assert export_safetensors(tmp_path, optimizer) == [tmp_path / "model.safetensors"]
-    continued = mp_optim.AdamW(other.named_parameters(), lr=1e-2)
-    import_state(continued, export_state(optimizer))
-    step(layers, optimizer)
-    step(other, continued)
-    assert all(map(torch.equal, layers.parameters(), other.parameters()))
-
-
-def test_it_says_what_is_where() -> None:
-    layers = model()
-    optimizer = mp_optim.AdamW(layers.parameters(), offload=1.0, state="8bit")
-    assert optimizer.last_step is None
-    row, told = optimizer.describe().rows[0], str(optimizer.describe())
-    assert (row.place, row.params) == ("host", 291) and "native" in told
-    assert row.bytes < 291 * 8  # FP32 main params, and moments in 8 bits
-    step(layers, optimizer)
-    assert optimizer.metrics()["steps"] == 1 and optimizer.last_step.success
-
-
-def test_streamed_in_windows_of_a_size() -> None:
-    layers, other = model(), model()
-    streamed = mp_optim.AdamW(
-        layers.parameters(), offload=1.0, offload_place="streamed", stream_window_bytes="4KiB"
-    )
-    plain = mp_optim.AdamW(other.parameters())
-    step(layers, streamed, 3)
-    step(other, plain, 3)
-    assert "streamed" in str(streamed.describe()) and streamed.metrics()["bytes_up"] > 0
-    assert all(map(torch.equal, layers.parameters(), other.parameters()))
-
-
-def test_as_little_on_the_host_as_there_is_room_for() -> None:
-    layers = model()
-    optimizer = mp_optim.AdamW(layers.parameters(), offload="auto")
-    step(layers, optimizer)  # a model on the host has nothing to be moved out of
-    assert optimizer.stack.config.optimizer_offload_fraction == 0.0
 
 
 def test_state_of_torchs_adamw_goes_on_under_ours() -> None:

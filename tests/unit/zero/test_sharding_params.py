@@ -415,26 +415,6 @@ def test_a_round_that_a_failed_backward_has_begun_is_launched_whole(monkeypatch)
     assert len(launched) == 2 * len(reducer.buckets)
 
 
-@pytest.mark.parametrize("settings", [{}, {"ema_decay": 0.9}], ids=["", "averages"])
-def test_state_of_what_was_frozen_when_buckets_were_made_is_refused_or_dropped(settings):
-    def built(frozen):
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16()
-        model[0].weight.requires_grad_(not frozen)
-        named = list(model.named_parameters())
-        config = config_for("bf16", use_distributed_optimizer=True, **settings)
-        return get_megatron_optimizer(config, model, param_groups=[{"params": named}])
-
-    trained = built(False)
-    for param in trained.param_groups[0]["params"]:
-        param.grad = torch.ones_like(param)
-    trained.step()
-    saved, other = trained.state_dict(), built(True)
-    with pytest.raises(ValueError, match=r"0\.weight: it was frozen when the optimizer was built"):
-        other.load_state_dict(saved)
-    other.load_state_dict(saved, convert=True)
-    assert len(other.state_dict()["state"]) == 3
-
-
 def without_the_module(model):
     """A loss that uses a parameter and calls nothing that would wait for its values."""
     return (model[0].weight * 2.0).sum()
@@ -560,13 +540,6 @@ def test_megatrons_buffers_are_taken_as_they_are(precision):
     assert {name for name, _ in optimizer.named_main_params()} == {
         f"module.{n}" for n, _ in plain.named_parameters()
     }
-
-
-def test_megatrons_buffers_of_gradients_alone_are_refused():
-    model = MegatronDDP(nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 3)))
-    model.buffers[0].buckets[0].param_data = None
-    with pytest.raises(ValueError, match=r"module\.1\..*--use-layer-wise-param-layout"):
-        sharded(model)
 
 
 def test_what_megatrons_buffers_decide_cannot_be_set_here():

@@ -82,15 +82,6 @@ def of_kind(kind: Kind, table: dict[str, Any], config: type) -> list[str]:
     return [name for name in table if table[name].kind is kind and name in present]
 
 
-@pytest.mark.parametrize("name", of_kind(Kind.REFUSED, OPTIMIZER_FIELDS, OptimizerConfig))
-def test_a_refused_field_is_refused_with_what_the_table_says(name: str) -> None:
-    config = OptimizerConfig(lr=1e-3)
-    setattr(config, name, other_than(getattr(config, name)))
-    with pytest.raises(ValueError, match=rf"^{name}=.* of Megatron's") as refusal:
-        config_from_megatron(config)
-    assert OPTIMIZER_FIELDS[name].note in str(refusal.value)
-
-
 @pytest.mark.parametrize("name", of_kind(Kind.WITHOUT_EFFECT, OPTIMIZER_FIELDS, OptimizerConfig))
 def test_a_field_without_effect_changes_nothing(name: str) -> None:
     config = OptimizerConfig(lr=1e-3)
@@ -105,13 +96,6 @@ def in_ddp(**settings: Any) -> Any:
     for name, value in settings.items():
         setattr(ddp_config, name, value)
     return SimpleNamespace(ddp_config=ddp_config)
-
-
-@pytest.mark.parametrize("name", of_kind(Kind.REFUSED, DDP_FIELDS, DistributedDataParallelConfig))
-def test_a_refused_field_of_ddp_is_refused(name: str) -> None:
-    value = other_than(getattr(DistributedDataParallelConfig(), name))
-    with pytest.raises(ValueError, match=rf"^{name}=.*DistributedDataParallelConfig"):
-        config_from_megatron(OptimizerConfig(lr=1e-3), [in_ddp(**{name: value})])
 
 
 @pytest.mark.parametrize("name", of_kind(Kind.DDP, DDP_FIELDS, DistributedDataParallelConfig))
