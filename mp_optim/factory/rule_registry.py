@@ -3,10 +3,12 @@ said in CONTRIBUTING.md."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.config.rules import RULES
+from mp_optim.kernels.state_format import StatePrecision
 from mp_optim.muon.muon import MuonRule
 from mp_optim.rules.rule import Rule
 from mp_optim.rules.rule_optimizer import NAMED_RULES
@@ -38,17 +40,12 @@ def settings_of(config: OptimizerConfig) -> dict[str, Any]:
 
 def construction_of(config: OptimizerConfig) -> dict[str, Any]:
     """Return the other arguments of the rule's optimizer: the backend, and how state is stored."""
+    same = [spec.name for spec in fields(StatePrecision) if spec.name != "seed"]
     return {
-        "backend": config.fused_backend,
-        "exp_avg_dtype": config.exp_avg_dtype,
-        "exp_avg_sq_dtype": config.exp_avg_sq_dtype,
-        "fp32_state_below": config.fp32_state_below,
+        **{name: getattr(config, name) for name in same},
         "store_param_remainders": config.keeps_remainders,
-        "param_remainder_bits": config.param_remainder_bits,
-        "stochastic_rounding": config.stochastic_rounding,
         "seed": config.stochastic_rounding_seed,
-        "ema_decay": config.ema_decay,
-        "ema_dtype": config.ema_dtype,
+        "backend": config.fused_backend,
         "audit_rate": config.audit_rate,
         "audit_action": config.audit_action,
     }

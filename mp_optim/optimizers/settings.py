@@ -16,6 +16,7 @@ from mp_optim.config.other_names import ARGUMENTS, OF_CONFIG, hint
 from mp_optim.config.rules import FIRST_DTYPE, RULES, SECOND_DTYPE
 from mp_optim.config.setting_checks import NOT_HERE, Number, SettingError, nearest
 from mp_optim.config.state_forms import KAHAN_IS_GONE, NO_REMAINDER, UINT4
+from mp_optim.factory.offload_fraction import OFFLOADING
 
 T = TypeVar("T")
 
@@ -36,24 +37,6 @@ _FORMS = {
 }
 """Other words for forms of state."""
 _REMAINDER_BITS = {"fp32": None, "remainder16": 16, "remainder8": 8, "none": NO_REMAINDER.name}
-_SAME = (
-    "ema_decay",
-    "skip_step_sigma_factor",
-    "skip_step_rolling_interval_length",
-    "log_param_grad_norms",
-    "log_update_ratios_interval",
-    "audit_rate",
-    "audit_action",
-)
-"""Fields of the config that are settings of the same names."""
-_OF_OFFLOADING = (
-    "offload_mode",
-    "offload_place",
-    "stream_window_bytes",
-    "optimizer_state_path",
-    "release_gradients",
-)
-"""The same, with ``offload``."""
 
 
 class StackSettings(TypedDict, total=False):
@@ -138,16 +121,25 @@ class StackSettings(TypedDict, total=False):
 
 
 _DEFAULT_OF_FIELD = {field.name: field.default for field in fields(OptimizerConfig)}
+_OF_CONFIG = [name for name in StackSettings.__annotations__ if name in _DEFAULT_OF_FIELD]
+_OF_OFFLOADING = [name for name in _OF_CONFIG if name in OFFLOADING]
+_IN_WORDS = {"ema_dtype": "fp32"}
+"""Fields of the config that have words for values here, with their defaults."""
+_SAME = [
+    name
+    for name in _OF_CONFIG
+    if name not in (*_OF_OFFLOADING, *_IN_WORDS, "stochastic_rounding")  # main_params may set that
+]
+"""Settings that are fields of the config under the same names."""
 _DEFAULTS: dict[str, Any] = {
     "state": "fp32",
     "min_8bit_size": 0,
     "main_params": "fp32",
-    "stochastic_rounding": False,
-    "ema_dtype": "fp32",
     "offload": 0.0,
     "max_grad_norm": None,
     "backend": "auto",
-    **{name: _DEFAULT_OF_FIELD[name] for name in (*_SAME, *_OF_OFFLOADING)},
+    **{name: _DEFAULT_OF_FIELD[name] for name in _OF_CONFIG},
+    **_IN_WORDS,
 }
 _OF_TORCH: dict[str, Any] = {"foreach": None, "fused": None, **dict.fromkeys(NOT_HERE, False)}
 """Arguments of torch's optimizers that change nothing here, with their defaults."""
