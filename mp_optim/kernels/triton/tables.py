@@ -46,8 +46,11 @@ class Column:
 
     values: Tensor
     odd: frozenset[int]
-    nbytes: int = 0
-    """Device memory of its own: that of ``values`` is counted by itself."""
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory."""
+        return self.values.nbytes
 
 
 class Plan:
@@ -124,7 +127,7 @@ class Tables:
 
         def build() -> Column:
             odd = frozenset(place for place, address in enumerate(addresses) if address % 16)
-            return Column(self.values(addresses, device), odd)
+            return Column(self._uploaded(addresses, device), odd)
 
         return self._remembered(("column", addresses.tobytes(), device), build)
 
@@ -189,13 +192,14 @@ class Tables:
 
     def values(self, values: array[int], device: torch.device) -> Tensor:
         """A table of integers on the device."""
+        key = values.typecode, values.tobytes(), device
+        return self._remembered(key, lambda: self._uploaded(values, device))
+
+    def _uploaded(self, values: array[int], device: torch.device) -> Tensor:
         dtype = _DTYPES[values.typecode]
         if not values:
             return torch.empty(0, dtype=dtype, device=device)
-        return self._remembered(
-            (values.typecode, values.tobytes(), device),
-            lambda: self.upload(torch.frombuffer(values, dtype=dtype), device),
-        )
+        return self.upload(torch.frombuffer(values, dtype=dtype), device)
 
     def row(self, row: array[int], device: torch.device) -> Tensor:
         """The numbers of a call on the device: the same ones for all parts of what is stepped with

@@ -248,27 +248,6 @@ def check_two_steps(
     assert not torch.equal(ours.main[largest], start.main[largest])
 
 
-@pytest.mark.parametrize("output", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rule", KERNEL_RULES)
-def test_values_halfway_between_two_are_written_as_the_even_one(
-    candidate: Candidate, rule: str, output: torch.dtype
-) -> None:
-    """Random ones hardly ever are. Nothing is moved here."""
-    if not candidate.exact:
-        pytest.skip(f"{candidate.name} promises a tolerance, not the bits of reference")
-    lists = lists_of(rule, candidate.device, output=output, sizes=(600,))
-    below = lists.main[0].to(output)
-    above = torch.nextafter(below, torch.full_like(below, math.inf))
-    halfway = (below.float() + above.float()) / 2
-    lists.main[0].copy_(halfway)
-    for tensors in (lists.grad, *lists.state.values()):
-        tensors[0].zero_()
-    step_with(candidate.backend, rule, lists, BASE | {"weight_decay": 0.0}, 1, 1.0)
-    assert torch.equal(lists.main[0], halfway)
-    assert torch.equal(lists.output[0], halfway.to(output))
-    assert halfway.to(output).eq(below).any() and halfway.to(output).eq(above).any()
-
-
 @pytest.mark.parametrize("remainder", [False, True])
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 def test_state_in_fewer_bits(candidate: Candidate, moments: torch.dtype, remainder: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mp_optim.config.state_forms import BLOCK
+from mp_optim.core import CachedTensorList
 from mp_optim.core.slot_state import scale_key
 from mp_optim.kernels.kernel_args import LambScalars, TensorLists
 from mp_optim.kernels.native import NativeBackend
@@ -250,3 +252,31 @@ def test_sums_of_mixed_dtypes_and_strides_and_of_nothing(kernels: Kernels) -> No
     nothing = on_device(lists_of(1, [0, 0], KEYS["lamb"], Case()), kernels.device)
     found = kernels.backend.lamb_moments(nothing, LambScalars.at(GROUP, 1), 1.0)
     assert torch.equal(found.cpu(), torch.zeros(2, 2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("output", [torch.bfloat16, torch.float32])
+def test_a_repeated_launch_follows_gradients_and_written_weights(
+    kernels: Kernels, output: torch.dtype
+) -> None:
+    case = Case(output=output, aligned=True)
+    theirs = replace(lists_of(1, [700, 3], KEYS["adam"], case), follows=True)
+    for main, out in zip(theirs.main, theirs.output, strict=True):
+        out.copy_(main)
+    ours = on_device(deepcopy(theirs), kernels.device)
+    ours = replace(
+        ours,
+        main=CachedTensorList(ours.main),
+        state={key: CachedTensorList(tensors) for key, tensors in ours.state.items()},
+        output=CachedTensorList(ours.output),
+        prepared={},
+    )
+    grads = [lists_of(seed, [700, 3], (), case).grad for seed in (2, 3)]
+    moved = [[grad.to(kernels.device) for grad in some] for some in grads]
+    for step in range(1, 6):
+        if step > 3:  # the launches of both sets of gradients are known
+            theirs.output[0][5 + step], ours.output[0][5 + step] = 0.5, 0.5
+        ours = replace(ours, grad=CachedTensorList(moved[step % 2]))
+        step_with(kernels.backend, "adam", ours, GROUP, step, 0.5)
+        step_with(REFERENCE, "adam", replace(theirs, grad=grads[step % 2]), GROUP, step, 0.5)
+        assert_same_lists(ours, theirs)
+    assert list(ours.prepared or ()) == ["adam"]
