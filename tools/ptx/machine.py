@@ -280,6 +280,18 @@ class _Turns:
         place = self._read(one.operands[1], "u64")
         self._write(one.operands[0], place + np.uint64(_LOCAL), "u64")
 
+    def compare_halves(self, one: Instruction, form: list[str]) -> None:
+        """``setp`` of packed halves: a predicate of the lower ones and one of the upper ones."""
+        operation = TABLE.get(f"setp.{form[0]}.{form[-1].removesuffix('x2')}")
+        results = one.operands[0]
+        if operation is None or form[1:] != ["f16x2"] or not isinstance(results, Register):
+            raise PtxError(f"{self._program.name}: unknown instruction: {one.text}")
+        pairs = [self._each(source, "u32") for source in one.operands[1:]]
+        for place, name in enumerate(results.name.split("|%")):
+            halves = [(pair >> np.uint32(16 * place)).astype(np.uint16) for pair in pairs]
+            found = operation.function(*[half.view(np.float16) for half in halves])
+            self._write(Register(name), found, "pred")
+
     # -- memory -----------------------------------------------------------------------------------
 
     def load(self, one: Instruction, form: list[str]) -> None:
@@ -428,6 +440,7 @@ class _Turns:
 _TOGETHER: dict[str, Callable[[_Turns, Instruction, list[str]], None]] = {
     "mov": _Turns.move,
     "cvta": _Turns.convert_address,
+    "setp": _Turns.compare_halves,
     "ld": _Turns.load,
     "st": _Turns.store,
     "bar": _Turns.meet,

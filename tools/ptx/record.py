@@ -27,7 +27,7 @@ TARGETS = {
 KNOWN = {
     "compiled": "compiled",
     "executed": "executed from PTX, the bits of `reference`",
-    "proven": "self-test on PTX, all forms",
+    "proven": "self-test on PTX, a step of each rule",
     "read": "machine code read",
     "predicted": "time predicted",
     "ran": "run and timed",

@@ -115,6 +115,8 @@ def _settings(values: dict[str, str], rule: str, is_plain: bool) -> tuple[tuple[
     elif values["has_decay"] == "False":
         found["weight_decay"] = 0.0
     found |= {name: True for name in CAUTIONS if values.get(name) == "True"}
+    if values.get("follows") == "True":
+        found["follows"] = True
     if values["nesterov"] == "True":
         found["nesterov"] = True
     if rule == "muon_momentum":
@@ -198,7 +200,7 @@ def lists_for(trial: Trial, sizes: Sequence[int]) -> TensorLists:
     lists = lists_of(7, sizes, PASSES[trial.rule], trial.case)
     for grad in lists.grad:
         grad.nan_to_num_()
-    return lists
+    return replace(lists, follows="follows" in dict(trial.settings))
 
 
 def launches_of(backend: MachineBackend, trial: Trial) -> None:

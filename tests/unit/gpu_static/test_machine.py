@@ -133,6 +133,25 @@ def test_lanes_exchange_values() -> None:
     assert carried_out(body).tolist() == expected
 
 
+def test_packed_halves_are_compared_each_with_its_own() -> None:
+    """1 where the lower halves compare so, and 2 where the upper ones do."""
+    body = """
+	mov.b32 %r6, {};
+	setp.{}.f16x2 %p1|%p2, %r6, {};
+	selp.b32 %r5, 1, 0, %p1;
+	selp.b32 %r7, 2, 0, %p2;
+	add.s32 %r5, %r5, %r7;
+	st.global.b32 [%rd5], %r5;
+"""
+    nan_and_one, two_and_one = 0x7E003C00, 0x40003C00
+    for how, first, second, expected in (
+        ("nan", nan_and_one, two_and_one, 2),
+        ("eq", two_and_one, nan_and_one, 1),
+        ("gt", two_and_one, 0x3C003C00, 2),
+    ):
+        assert set(carried_out(body.format(first, how, second)).tolist()) == {expected}
+
+
 SHARED = """
 	shl.b32 %r5, %r2, 2;
 	mov.b32 %r6, global_smem;
