@@ -158,16 +158,12 @@ def test_checkpoint_saved_under_the_optimizers_own_names_loads(
 
     optimizer = optimizer_of(model)
     step_on(model, optimizer)
+    names = optimizer.param_groups[0].get("param_names")
+    if own is None:
+        names = [optimizer.slot_name(slot) for slot in optimizer.slots()]
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "mp_optim.checkpoint.entries.names_here",
-            lambda _, of: {
-                slot: (
-                    of.param_groups[0].get("param_names") or list(map(of.slot_name, of.slots()))
-                )[slot.position]
-                for slot in of.slots()
-            },
-        )
+        by_slot = dict(zip(optimizer.slots(), names, strict=True))
+        patch.setattr("mp_optim.checkpoint.inventory.Inventory.names", by_slot)
         version = checkpoint.save(tmp_path, model, optimizer)
     entries = json.loads((version / "index.json").read_text())
     assert own is None or called("0.head.weight") in str(entries)
