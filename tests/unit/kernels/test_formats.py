@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lab.any_program import arithmetic
 from mp_optim.config.state_forms import BLOCK, UINT4
 from mp_optim.core import Slot, SlotUpdate
 from mp_optim.kernels import chunking as batching
@@ -329,33 +330,29 @@ def test_adam_with_compact_state_equals_numpy(moments: str, bits: int) -> None:
         store_param_remainders=True,
         param_remainder_bits=bits,
     )
-    expected = [
-        (main.float().numpy(), np.zeros(main.shape, np.float32), np.zeros(main.shape, np.float32))
-        for main in mains
-    ]
+    form, expected = "float16" if moments == "half" else "uint8", []
+    for main in mains:
+        zeros = np.zeros(main.numel(), np.float32)
+        state = {
+            "exp_avg": arithmetic.stored(zeros, form, False),
+            "exp_avg_sq": arithmetic.stored(zeros, form, True),
+        }
+        expected.append((main.float().numpy(), state))
     for step in range(3):
         grads = updates(mains, step)
         optimizer.step_slots(grads)
-        stepped = [
-            oracle.adam(p, g.grad.numpy(), m, v, step + 1, optimizer.param_groups[0], 0.5)
-            for (p, m, v), g in zip(expected, grads, strict=True)
-        ]
-        expected = [
-            (
-                oracle.join(*oracle.split(p, bits)),
-                oracle.dequantised(m, moments, False),
-                oracle.dequantised(v, moments, True),
+        group = optimizer.param_groups[0]
+        for i, update in enumerate(grads):
+            p, state = expected[i]
+            p, state = arithmetic.stepped(
+                "adam", p, update.grad.numpy(), state, step + 1, group, 0.5
             )
-            for p, m, v in stepped
-        ]
-    for i, (p, m, v) in enumerate(expected):
+            expected[i] = arithmetic.join(*arithmetic.split(p, bits), bits), state
+    for i, (p, state) in enumerate(expected):
         full = optimizer.full_slot_state(Slot(0, i))
-        for found, value in (
-            (full["master_param"], p),
-            (full["exp_avg"], m),
-            (full["exp_avg_sq"], v),
-        ):
-            assert found.numpy().tobytes() == value.tobytes()
+        wanted = {"master_param": p} | {name: kept.values() for name, kept in state.items()}
+        for name, value in wanted.items():
+            assert full[name].numpy().tobytes() == value.tobytes()
 
 
 @pytest.mark.parametrize(

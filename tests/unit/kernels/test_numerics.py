@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from lab.any_program.arithmetic import MOMENTS, Array, State, stepped, stored
+from lab.any_program.arithmetic import sum_of_squares as summed
 from mp_optim.core import Slot, SlotUpdate
 from mp_optim.kernels import choose_backend, sums
 from mp_optim.kernels import chunking as batching
 from mp_optim.kernels.sums import sum_of_squares
 from mp_optim.rules.fused import FusedAdam, FusedLAMB
 from mp_optim.rules.rule_optimizer import RuleOptimizer
-from support import numpy_rules as oracle
 
 # Units of lr, at lr = 1e-2 where an ulp of |p| < 4 is 2.4e-5: a hundred steps round p a hundred
 # times (twice with decay), and roundings add up like a random walk. Measured: reference 3.2e-4
@@ -53,16 +54,6 @@ def bits(values: Any) -> bytes:
     return array.tobytes()
 
 
-def lion(p: Any, g: Any, m: Any, step: int, group: dict[str, Any], multiplier: float) -> Any:
-    return oracle.lion(p, g, m, group, multiplier)
-
-
-ORACLES = {
-    "adam": (oracle.adam, ("exp_avg", "exp_avg_sq")),
-    "lamb": (oracle.lamb, ("exp_avg", "exp_avg_sq")),
-    "sgd": (oracle.sgd, ("momentum_buffer",)),
-    "lion": (lion, ("exp_avg",)),
-}
 BF16 = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("adam", {"weight_decay": 0.1}),
@@ -86,27 +77,26 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 def test_rules_equal_numpy(rule: str, extra: dict[str, Any]) -> None:
     """A step uses the moments before they are rounded; the next one starts from the rounded
     ones."""
-    stepped, moments = ORACLES[rule]
-    mains, rounded = tensors(0), oracle.bf16 if extra == BF16 else np.array
+    form, mains = "bfloat16" if extra == BF16 else "float32", tensors(0)
     optimizer = RuleOptimizer(rule, mains, lr=3e-3, **extra)
-    expected = [
-        (p.numpy().copy(), *[np.zeros(p.shape, np.float32) for _ in moments]) for p in mains
-    ]
+    moments = MOMENTS[rule] if rule != "sgd" or "momentum" in extra else ()
+    expected: list[tuple[Array, State]] = []
+    for main in mains:
+        zeros = np.zeros(main.numel(), np.float32)
+        state = {name: stored(zeros, form, name == "exp_avg_sq") for name in moments}
+        expected.append((main.numpy().flatten(), state))
     run(optimizer, 3, torch.bfloat16)
     for step in range(3):
-        grads = [g.bfloat16().float().numpy() for g in tensors(100 + step, 0.1)]
-        found = [
-            stepped(e[0], g, *e[1:], step + 1, optimizer.param_groups[0], 0.3)
-            for e, g in zip(expected, grads, strict=True)
-        ]
-        expected = [(p, *map(rounded, state)) for p, *state in found]
-    for i, (p, *state) in enumerate(expected):
+        for i, grad in enumerate(tensors(100 + step, 0.1)):
+            g = grad.bfloat16().float().numpy().flatten()
+            expected[i] = stepped(
+                rule, expected[i][0], g, expected[i][1], step + 1, optimizer.param_groups[0], 0.3
+            )
+    for i, (param, state) in enumerate(expected):
         kept = optimizer.slot_state(Slot(0, i))
-        assert bits(mains[i]) == bits(p), SHAPES[i]
-        assert kept.pop("step") == 3
-        assert set(kept) == (set(moments) if rule != "sgd" or "momentum" in extra else set())
-        for name, value in zip(moments, state, strict=True):
-            assert name not in kept or bits(kept[name].float()) == bits(value)
+        assert bits(mains[i]) == bits(param), SHAPES[i]
+        assert kept.pop("step") == 3 and set(kept) == set(moments)
+        assert all(bits(kept[name].float()) == bits(state[name].values()) for name in moments)
 
 
 @pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB])
@@ -134,7 +124,7 @@ def test_output_is_rounded_to_nearest_even_through_any_strides() -> None:
 def test_sum_of_squares_order(dtype: torch.dtype) -> None:
     strided = [torch.randn(700, 500).t(), torch.randn(1, 300, 2, 900).transpose(1, 3)]
     values = [t.to(dtype) for t in (*tensors(5), *strided)]
-    expected = [oracle.naive_sum_of_squares(v.double().numpy()) for v in values]
+    expected = [summed(v.double().numpy().flatten()) for v in values]
     assert sum_of_squares(values).tolist() == expected
     loose = choose_backend("torch", torch.device("cpu"))[0].sum_of_squares(values).tolist()
     assert loose == pytest.approx(expected, rel=1e-12)

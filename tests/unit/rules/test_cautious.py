@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import mp_optim
+from lab.any_program.arithmetic import MOMENTS, Array, stepped, stored
 from mp_optim.config.rules import KERNEL_RULES, RULES
 from mp_optim.kernels import choose_backend
 from mp_optim.kernels.element_rules import RULE_SCALARS
@@ -19,7 +20,6 @@ from mp_optim.kernels.kernel_args import TensorLists
 from mp_optim.kernels.reference import ReferenceBackend, step_with
 from mp_optim.rules.rule_optimizer import RuleOptimizer
 from support.kernel_cases import GROUP, KEYS, Case, lists_of
-from support.numpy_rules import Array, F, adam, lion
 
 HOST = torch.device("cpu")
 SWITCHES = ({"caution": True}, {"cautious_wd": True}, {"caution": True, "cautious_wd": True})
@@ -39,23 +39,11 @@ def group_of(rule: str, **settings: Any) -> dict[str, Any]:
 
 
 def oracle(rule: str, p: Array, g: Array, state: list[Array], t: int, h: dict[str, Any]) -> Any:
-    """A step in numpy: what the plain rule does, taken apart into its step and its decay."""
-    still = {**h, "weight_decay": 0.0}
-    if rule == "adam":
-        moved, *new = adam(np.zeros_like(p), g, *state, t, still, 1.0)
-        way = new[0]
-    else:
-        moved, *new = lion(np.zeros_like(p), g, *state, still, 1.0)
-        way = -moved
-    u = -moved
-    if h.get("caution"):
-        agrees = np.sign(way) * np.sign(g) > 0
-        scale = 1.0 / max(np.count_nonzero(agrees) / agrees.size, 1e-3)
-        u = u * np.where(agrees, F(scale), F(0))
-    decay = p * F(h["lr"] * h["weight_decay"])
-    if h.get("cautious_wd"):
-        decay = np.where(np.sign(u) * np.sign(p) < 0, F(0), decay)
-    return (p - decay) - u, new
+    """Return a parameter and its moments after a step in numpy."""
+    pairs = zip(MOMENTS[rule], state, strict=True)
+    given = {name: stored(value, "float32", name == "exp_avg_sq") for name, value in pairs}
+    found, new = stepped(rule, p, g, given, t, h, 1.0)
+    return found, [new[name].values() for name in MOMENTS[rule]]
 
 
 @pytest.mark.parametrize("switches", SWITCHES, ids=lambda each: " ".join(each))
@@ -63,12 +51,12 @@ def oracle(rule: str, p: Array, g: Array, state: list[Array], t: int, h: dict[st
 def test_steps_are_those_of_the_formulas(rule: str, switches: dict[str, Any]) -> None:
     group = group_of(rule, **switches)
     draw = np.random.default_rng(7)
-    p = draw.standard_normal(1300).astype(F)
+    p = draw.standard_normal(1300).astype(np.float32)
     state = [np.zeros_like(p) for _ in RULES[rule].moments]
     main = torch.from_numpy(p.copy())
     kept = {m.name: [torch.zeros(1300)] for m in RULES[rule].moments}
     for t in (1, 2, 3):
-        g = draw.standard_normal(1300).astype(F)
+        g = draw.standard_normal(1300).astype(np.float32)
         g[::7] = 0.0
         ours = TensorLists([main], [torch.from_numpy(g)], kept, [None])
         step_with(ReferenceBackend(), rule, ours, group, t, 1.0)

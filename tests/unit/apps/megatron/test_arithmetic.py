@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lab.any_program.arithmetic import stepped, stored
 from mp_optim import FusedAdam
-from support import numpy_rules
 from support.models import TinyMoE, same_bits, tokens_of
 
 core = pytest.importorskip("megatron.core.optimizer")
@@ -95,9 +95,10 @@ def test_lion_takes_its_own_betas_for_every_parameter() -> None:
     with pytest.warns(UserWarning, match="lion_beta1"):
         optimizer = megatron.get_megatron_optimizer(config, [model])
     settings = {"lr": 1e-2, "betas": (0.95, 0.98), "weight_decay": 0.1}
-    p, m = weight.detach().numpy().copy(), torch.zeros(3, 4).numpy()
+    p = weight.detach().numpy().flatten()
+    state = {"exp_avg": stored(torch.zeros(12).numpy(), "float32", False)}
     for step in range(1, 6):
         weight.grad = torch.cos(torch.arange(12.0) * step).reshape(3, 4)
         optimizer.step()
-        p, m = numpy_rules.lion(p, weight.grad.numpy(), m, settings, 1.0)
-        assert same_bits(weight.detach(), torch.from_numpy(p))
+        p, state = stepped("lion", p, weight.grad.numpy().flatten(), state, step, settings, 1.0)
+        assert same_bits(weight.detach().flatten(), torch.from_numpy(p))
