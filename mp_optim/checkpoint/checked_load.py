@@ -379,11 +379,5 @@ def _blank(own: Tensor, zeros: dict[tuple[torch.dtype, torch.device], Tensor]) -
     return known[: own.numel()].view(own.shape)
 
 
-# -- the caller's own code ------------------------------------------------------------------------
-#
-# Hooks, extra state of modules and schedulers may refuse what was saved, which is known only by
-# doing. So what they hold is kept first, to be put back.
-
-
 def _is_extra_state(entry: str) -> bool:
     return entry.startswith(MODEL) and entry.rpartition(".")[2] == _EXTRA_STATE
