@@ -17,6 +17,8 @@ from mp_optim.core import (
     ParamGroups,
     Slot,
     SlotUpdates,
+    all_params,
+    all_same,
     are_plain,
     current_grad,
     iter_slots,
@@ -83,13 +85,30 @@ class BackwardGrads:
     ) -> None:
         self.source = source
         self._place_of, self._receive = place_of, weakref.WeakMethod(receive)
+        self._seen: list[Tensor] = []
+        self._trains: list[bool] = []
         self._watched: dict[Slot, Tensor] = {}
         self._slot_of: dict[int, Slot] = {}  # by the id of the watched parameter
         self._hooks: dict[Slot, RemovableHandle] = {}
         weakref.finalize(self, _remove, self._hooks)
 
+    def use_source(self, source: GradSource) -> None:
+        """Report the gradients of this optimizer's parameters from now on."""
+        self.source = source
+        self.places_changed()
+
+    def places_changed(self) -> None:
+        """Have hooks where slots are not stepped on the device now."""
+        self._seen = []
+        self.follow()
+
     def follow(self) -> None:
         """Have hooks on the trainable parameters that the source has now, and on no others."""
+        params = all_params(self.source.param_groups)
+        trains = [param.requires_grad for param in params]
+        if trains == self._trains and all_same(params, self._seen):
+            return
+        self._seen, self._trains = params, trains
         watched = {}
         for slot, param in iter_slots(self.source.param_groups):
             if self._place_of(slot) != "device":
@@ -108,6 +127,7 @@ class BackwardGrads:
 
     def stop(self) -> None:
         """Have no hooks."""
+        self._seen = []
         _remove(self._hooks)
 
     def ready(self, params: Sequence[Tensor] | None) -> None:

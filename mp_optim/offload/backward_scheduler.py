@@ -112,11 +112,6 @@ class BackwardScheduler:
         self._bucket_of: dict[Slot, EarlyBucket] = {}
         self._failure: WorkerError | None = None
 
-    def use_source(self, source: GradSource) -> None:
-        """Take gradients of a wrapper from now on, whose parameters are the model's."""
-        self.grads.source = source
-        self.grads.follow()
-
     def expect_multiplier(self, inverse_scale: Tensor) -> None:
         """Predict from now on that gradients are multiplied with this inverse loss scale, shape
         (1,) FP32, on the host in the next backward."""
@@ -141,7 +136,7 @@ class BackwardScheduler:
                 largest = max(largest, staging.capacity // (1 + buckets.has_outputs))
         self._bucket_of = {slot: bucket for bucket in self.buckets for slot in bucket.slots}
         if self.is_early:
-            self.grads.follow()
+            self.grads.places_changed()
         make = partial(Staging, settings.transfer, largest, settings.pin_staging)
         self.released.landings = [(make(), None), (make(), None)]
         self.released.previous = None

@@ -649,7 +649,7 @@ def work_in_backward(
                     "let go; set it to False"
                 )
         stepper.release_gradients()
-    stepper.schedule.use_source(source)
+    stepper.schedule.grads.use_source(source)
     return stepper.schedule
 
 
