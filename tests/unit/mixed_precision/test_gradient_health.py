@@ -237,22 +237,6 @@ def test_a_resumed_run_decides_as_one_that_went_on(tmp_path: Path):
     assert limits[0] == limits[1]
 
 
-def test_a_window_of_another_length_keeps_its_newest_steps():
-    param, optimizer = one()
-    for number in range(20):
-        step(param, optimizer, wave(number))
-    saved = optimizer.state_dict()
-    _, shorter = one(skip_step_rolling_interval_length=8)
-    shorter.load_state_dict(saved)
-    kept = shorter.state_dict()["skip_step"]["window"][0]
-    assert len(kept) == 8 and torch.equal(kept, saved["skip_step"]["window"][0, -8:])
-    del saved["skip_step"]
-    shorter.load_state_dict(saved)  # of a run without the rule
-    assert shorter.state_dict()["skip_step"]["window"].numel() == 0
-    with pytest.raises(ValueError, match="skip_step: it holds 3"):
-        shorter.load_state_dict({**saved, "skip_step": 3})
-
-
 def test_a_torch_shaped_class_has_the_same_rule():
     def steps(numbers: list[float], optimizer: Any, param: nn.Parameter) -> list[bool]:
         taken = []

@@ -190,37 +190,6 @@ def test_mixed_precision_of_a_model_without_any_is_said() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "work, message",
-    [
-        (
-            lambda: get_megatron_optimizer(OptimizerConfig(lr=1e-2), None),
-            "model is made of .'NoneType'",
-        ),
-        (
-            lambda: get_megatron_optimizer(OptimizerConfig(lr=1e-2), regression().parameters()),
-            "param_groups=",
-        ),
-        (lambda: get_megatron_optimizer(OptimizerConfig(lr=1e-2), []), "missing or empty"),
-        (
-            lambda: get_megatron_optimizer(regression().parameters(), lr=1e-3),
-            r"OptimizerConfig\(lr=0.001\)",
-        ),
-        (
-            lambda: get_megatron_optimizer(OptimizerConfig(lr=1e-2), regression(torch.float64)),
-            r"convert .*\.float\(\)",
-        ),
-        (
-            lambda: OptimizerConfig("adam", 1e-3),
-            r"by name, as in OptimizerConfig\(optimizer='adam', lr=0.001\)",
-        ),
-    ],
-)
-def test_a_likely_mistake_names_its_cure(work: Any, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        work()
-
-
 # -- work during backward that is for nothing ------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import mp_optim
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
 from support.launch import results_of_ranks
-from support.models import build, config_for, same_bits, train
+from support.models import build, same_bits, train
 from support.offload import differing, snapshot
 from support.workers.small_states import BELOW, LAYOUTS, SHAPES
 
@@ -113,28 +113,6 @@ def test_another_number_is_another_form(via: str, tmp_path: Path) -> None:
     assert differing(snapshot(*target), before) == []
     load(saved, target, convert=True)
     torch.testing.assert_close(first(saved), first(target), rtol=0.05, atol=1e-3)
-
-
-def test_the_torch_shaped_classes_call_it_min_8bit_size() -> None:
-    params = [nn.Parameter(torch.ones(4095)), nn.Parameter(torch.ones(4096))]
-    for state in ("8bit", "4bit"):
-        optimizer = mp_optim.AdamW(params, state=state, min_8bit_size=4096)
-        for param in params:
-            param.grad = torch.ones_like(param)
-        optimizer.step()
-        stack = optimizer.stack
-        coded = [set(stack.state_of(slot).coded()) for slot in stack.slots()]
-        assert coded == [set(), {"exp_avg", "exp_avg_sq"}]
-    with pytest.raises(TypeError, match="use min_8bit_size"):
-        mp_optim.AdamW(params, state="8bit", fp32_state_below=4096)
-    with pytest.raises(ValueError, match=r"min_8bit_size=4096: has no effect without.*8 or 4 bits"):
-        mp_optim.AdamW(params, min_8bit_size=4096)
-    with pytest.raises(TypeError, match="fp32_state_below"):
-        OptimizerConfig(lr=0.1, min_8bit_size=4096)  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match="fp32_state_below=256: has no effect"):
-        config_for("bf16-bf16", fp32_state_below=256)
-    with pytest.raises(ValueError, match="fp32_state_below=-1: must be a whole number"):
-        config_for("bf16-8bit", fp32_state_below=-1)
 
 
 @pytest.fixture(scope="module")

@@ -87,22 +87,6 @@ def test_a_source_that_is_no_state(
     assert words in sentence and str(source) in sentence and not target.exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("lr: [1", "is not YAML"),
-        ("- lr", "must hold fields of OptimizerConfig"),
-        ("weight_decy: 1.0", "weight_decay"),
-    ],
-)
-def test_settings_that_cannot_be_read(
-    config: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
-) -> None:
-    settings = config.with_name("optimizer.yaml")
-    settings.write_text(text)
-    assert words in said(capsys, "plan", "--model", config, "--optimizer", settings)
-
-
 def test_a_failed_import_of_a_model_tells_its_cause(capsys: pytest.CaptureFixture[str]) -> None:
     """transformers raises ModuleNotFoundError without a name, whatever the cause is."""
 

@@ -11,16 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mp_optim import OptimizerConfig, ParamKey, get_megatron_optimizer
-from mp_optim.apps.fit.model_plan import (
-    FORMS,
-    Layout,
-    ParamSpec,
-    form_of,
-    plan,
-    smallest_fraction,
-    specs_of,
-    sweep,
-)
+from mp_optim.apps.fit.model_plan import Layout, ParamSpec, plan, smallest_fraction
 from mp_optim.factory.memory_plan import memory_of
 from mp_optim.factory.offload_fraction import with_fraction
 from support.offload import CountingTransfer, hybrids
@@ -119,21 +110,6 @@ def test_planned_bytes_are_those_of_the_real_tensors(
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_plan_of_a_module_of_its_specs_and_of_the_module_on_meta_is_one(
-    dtype: torch.dtype,
-) -> None:
-    halves = dtype == torch.bfloat16
-    config = OptimizerConfig(lr=1e-3, bf16=halves)
-    model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4)).to(dtype)
-    expected = plan(model, config)
-    assert plan(specs_of(model), config) == expected
-    assert plan(model.to("meta"), config) == expected
-    assert expected.accelerator.main_params == 4 * halves * sum(
-        param.numel() for param in model.parameters()
-    )
-
-
 def test_layouts_divide_what_they_should() -> None:
     config = OptimizerConfig(lr=1e-3, bf16=True)
     specs = [
@@ -150,27 +126,6 @@ def test_layouts_divide_what_they_should() -> None:
     assert params(dp=4, ep=4) == 64 * 32 + 64 + 2 * 16 * 32
     assert params(dp=4, sharding="fsdp2") == 16 * 32 + 16 + 2 * 16 * 32
     assert params(dp=4, ep=4, sharding="fsdp2") == 16 * 32 + 16 + 2 * 16 * 32
-
-
-def test_experts_by_number_are_divided_too() -> None:
-    config = OptimizerConfig(lr=1e-3, bf16=True)
-    specs = [ParamSpec(f"mlp.experts.{index}.w", (4, 4), is_expert=True) for index in range(8)]
-    assert plan(specs, config, Layout(dp=4, ep=4)).accelerator.model_params == 2 * 2 * 16
-    with pytest.raises(ValueError, match="ep=3: does not divide the 8 experts"):
-        plan(specs, config, Layout(dp=3, ep=3))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"dp": 0}, "dp=0"),
-        ({"dp": 4, "ep": 3}, "ep=3: must divide dp=4"),
-        ({"sharding": "zero"}, "sharding='zero'"),
-    ],
-)
-def test_a_layout_that_cannot_be_is_refused(sizes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Layout(**sizes)  # type: ignore[arg-type]
 
 
 def test_the_smallest_fraction_fits_and_the_next_smaller_does_not() -> None:
@@ -228,35 +183,6 @@ def test_what_does_not_fit_is_told_in_gib_with_what_would(limit: int) -> None:
     assert verdict in said and "LoRA" in said and "quantize_weights" in said
     if needs <= limit:
         assert smallest_fraction(SEVEN_BILLION, released, gpu_memory=limit * GIB)
-
-
-@pytest.mark.parametrize(
-    ("settings", "forms"),
-    [
-        ({}, [*FORMS]),
-        (FORMS["8-bit moments, remainders"], [*FORMS]),
-        (
-            {
-                **FORMS["8-bit moments, remainders"],
-                "exp_avg_dtype": "uint4",
-                "param_remainder_bits": 8,
-            },
-            ["4-bit and 8-bit moments, 8-bit remainders", *FORMS],
-        ),
-    ],
-)
-def test_lines_of_a_sweep_are_named_by_what_they_are(
-    settings: dict[str, object], forms: list[str]
-) -> None:
-    specs = [ParamSpec("weight", (1024, 1024))]
-    config = OptimizerConfig.from_dict({"lr": 1e-3, "bf16": True, **settings})
-    rows = sweep(specs, config, fractions=(0.0,))
-    assert [row.form for row in rows] == forms
-    (own,) = [row.plan for row in rows if row.form == form_of(config)]
-    assert own == plan(specs, config)
-    sizes = {row.form: row.plan.accelerator.moments for row in rows}
-    if len(rows) > 1:
-        assert (sizes["FP32"], sizes["bf16 moments, remainders"]) == (2**23, 2**22)
 
 
 @pytest.mark.parametrize("pins", [True, False])

@@ -263,19 +263,6 @@ def test_overrides_that_megatron_makes_for_every_model_need_not_match() -> None:
 # -- the config -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "said"),
-    [
-        ("overlap_param_gather_with_optimizer_step", True, "overlap_param_gather=True"),
-        ("reuse_grad_buf_for_mxfp8_param_ag", True, "not sharded"),
-    ],
-)
-def test_what_there_is_none_of_is_refused_by_name(field: str, value: Any, said: str) -> None:
-    theirs = core.OptimizerConfig(lr=1e-3, **{field: value})
-    with pytest.raises(ValueError, match=rf"{field}=True of Megatron's.*{said}"):
-        megatron.config_from_megatron(theirs)
-
-
 @pytest.mark.usefixtures("installed")
 def test_a_constant_loss_scale_changes_no_step_of_bf16() -> None:
     """A power of two: exact where nothing overflows."""
