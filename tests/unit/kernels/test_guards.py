@@ -35,7 +35,7 @@ from mp_optim.kernels.multi_tensor import (
 )
 from mp_optim.kernels.reference import ReferenceBackend, step_with
 from mp_optim.kernels.self_test import Deviation
-from mp_optim.rules.fused import FusedLAMB
+from mp_optim.rules.fused import FusedAdam, FusedLAMB
 from support.standins import amp_c, te
 from support.standins.gpu import GPU, Gpu, SegmentationFaultError
 
@@ -442,3 +442,90 @@ def test_kernels_launch_on_the_device_of_their_tensors(monkeypatch: pytest.Monke
     accelerator.current_device(torch.device("cuda", 3))
     accelerator.current_device(CPU)
     assert entered == [torch.device("cuda", 3)]
+
+
+@each_library
+def test_groups_added_after_construction_are_stepped(standins: Gpu, name: str) -> None:
+    first, second = torch.ones(5), torch.ones(6)
+    optimizer = FusedAdam([first], lr=0.1, backend=name)
+    optimizer.add_param_group({"params": [second]})
+    first.grad, second.grad = torch.ones(5), torch.ones(6)
+    optimizer.step()
+    assert first.max() < 0.95 and second.max() < 0.95
+
+
+@each_library
+def test_loaded_state_keeps_its_dtype(standins: Gpu, name: str) -> None:
+    """torch's load casts state to the parameter's dtype, which the kernels go on reading as
+    FP32."""
+    model = nn.Linear(4, 4).bfloat16()
+    config = OptimizerConfig(lr=0.01, bf16=True, fused_backend=name)
+    optimizer = get_megatron_optimizer(config, model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    again = get_megatron_optimizer(config, model)
+    again.load_state_dict(optimizer.state_dict())
+    state = again.optimizer.slot_state(Slot(0, 0))
+    assert state["exp_avg"].dtype == torch.float32 and state["step"] == 1
+    assert torch.equal(state["exp_avg"], optimizer.optimizer.slot_state(Slot(0, 0))["exp_avg"])
+    again.step()
+    assert standins.damage == []
+
+
+def test_finite_gradients_that_overflow_fp32_norms_are_no_overflow(standins: Gpu) -> None:
+    """|g| > 1.8e19 makes apex's norm infinite, and the step would be skipped."""
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.01, fused_backend="apex"), model)
+    model.weight.grad = torch.full((4, 4), 1e25)
+    success, norm, _ = optimizer.step()
+    assert success and norm == pytest.approx(4e25, rel=1e-5)
+
+
+@pytest.mark.parametrize("scale", [2.0**16, 2.0**20, 2.0**32])
+def test_lamb_in_fp16_moves_on_its_first_step(standins: Gpu, scale: float) -> None:
+    """With the default scale of 2^32 the first steps overflow, which hides a step that cannot
+    work."""
+    results = []
+    for name in ("apex", "reference"):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8, bias=False).half()
+        before = model.weight.detach().clone()
+        config = OptimizerConfig(
+            optimizer="lamb", lr=0.01, fp16=True, initial_loss_scale=scale, fused_backend=name
+        )
+        optimizer = get_megatron_optimizer(config, model)
+        model.weight.grad = (torch.full((8, 8), 1e-2) * optimizer.get_loss_scale()).half()
+        success, _, _ = optimizer.step()
+        moved = not torch.equal(model.weight.detach(), before)
+        state = optimizer.optimizer.slot_state(Slot(0, 0))
+        assert success == moved == bool(state["exp_avg"].any()) == (scale < 2.0**22)
+        assert state["step"] == int(moved)
+        results.append(dict(optimizer.named_main_params())["weight"].detach())
+    found = Deviation()
+    found.params(*results, 0.01)
+    assert found.tolerable
+
+
+@each_library
+def test_empty_shards_count_their_steps(standins: Gpu, name: str) -> None:
+    """Ranks that hold nothing of a parameter must agree with the others on the step."""
+    optimizer = FusedAdam([{"params": [torch.zeros(0)]}, {"params": [torch.ones(3)]}], backend=name)
+    optimizer.step_slots(
+        [SlotUpdate(Slot(0, 0), torch.zeros(0)), SlotUpdate(Slot(1, 0), torch.ones(3))]
+    )
+    assert [int(optimizer.slot_state(Slot(g, 0))["step"]) for g in (0, 1)] == [1, 1]
+
+
+def test_parameters_on_a_host_are_stepped_there(
+    standins: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ColossalAI #6401 and #6418: nothing is copied to the GPU and updated there in a copy."""
+    monkeypatch.setattr(multi_tensor, "KERNEL_DEVICE", "meta")  # any device that is not the host
+    backend, why = choose_backend("reference", CPU)
+    made = lists(50)
+    before = made.main[0].clone()
+    backend.lamb(made, LambScalars.at(GROUP, 1), 1.0)
+    assert not torch.equal(made.main[0], before), why
+    with pytest.raises(ValueError, match=r"on meta, .*given .*cpu"):
+        ApexBackend(amp_c.module()).lamb(made, LambScalars.at(GROUP, 1), 1.0)

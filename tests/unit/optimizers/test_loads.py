@@ -241,7 +241,7 @@ def test_a_file_in_the_place_of_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_extra_that_cannot_be_saved(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="extra or the scheduler's state holds what"):
+    with pytest.raises(ValueError, match="the scheduler's state and what the model's state"):
         checkpoint.save(tmp_path, nn.Linear(2, 2), None, extra={"f": lambda: None})
 
 
