@@ -20,7 +20,7 @@ def test_benchmark_disk_compares_steps_with_dd(tmp_path, capsys):
 def test_benchmark_disk_keeps_parameters_under_a_limit_smaller_than_the_state(
     tmp_path, capsys, mode
 ):
-    options = Options("limit", tmp_path, state=150, window=4, memory=120, steps=3, mode=mode)
+    options = Options("limit", tmp_path, state=150, window=4, memory=140, steps=3, mode=mode)
     benchmark_disk.main(options)
     limited, free, same = capsys.readouterr().out.splitlines()
     assert "limit none" in free and same == "the same parameters"
