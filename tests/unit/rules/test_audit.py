@@ -16,7 +16,7 @@ import mp_optim
 from mp_optim.config.state_forms import BLOCK, blocks_of
 from mp_optim.core.interrupted_step import BrokenOffError
 from mp_optim.kernels.kernel_args import MAIN
-from mp_optim.rules.audit import draw
+from mp_optim.rules.audit_sample import draw
 from support.faults import faulty, flip, read_wrong, upper_bit, written_wrong
 
 PLACES = {
