@@ -24,6 +24,7 @@ from mp_optim.kernels.native_library import native_library
 from mp_optim.kernels.reference import ReferenceBackend, step_with
 from mp_optim.kernels.self_test import Deviation
 from mp_optim.rules.rule_optimizer import RuleOptimizer
+from support import kernel_cases
 from support.kernels import require_usable
 from support.standins.gpu import GPU
 
@@ -38,22 +39,7 @@ OUTPUTS = (None, torch.bfloat16, torch.float16, torch.float32)
 GRADS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SIZES = (0, 1, 7, 257, 3000, 0)
 INTERPRETED_SIZES = (0, 3000, 257, 0)
-BASE: dict[str, Any] = {
-    "lr": 0.01,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 0.1,
-    "bias_correction": True,
-    "adam_w_mode": True,
-    "grad_averaging": True,
-    "use_nvlamb": False,
-    "momentum": 0.9,
-    "dampening": 0.0,
-    "nesterov": False,
-    "alpha": 5.0,
-    "alpha_warmup": 10,
-    "beta3_warmup": 10,
-}
+BASE: dict[str, Any] = {**kernel_cases.GROUP, "lr": 0.01}
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "adam": [
         {},
@@ -248,12 +234,12 @@ def check_two_steps(
     assert not torch.equal(ours.main[largest], start.main[largest])
 
 
+@pytest.mark.parametrize("candidate", ["transformer_engine"], indirect=True)
 @pytest.mark.parametrize("remainder", [False, True])
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 def test_state_in_fewer_bits(candidate: Candidate, moments: torch.dtype, remainder: bool) -> None:
-    """One step from the same state; what is left are single roundings of bfloat16."""
-    if candidate.name != "transformer_engine":
-        pytest.skip("no such kernels, or those of test_kernel_bits.py")
+    """One step from the same state differs by single roundings of bfloat16. test_kernel_bits.py
+    compares native and Triton kernels; apex has none."""
     results = []
     for backend in (candidate.backend, ReferenceBackend()):
         lists = lists_of("adam", candidate.device, torch.bfloat16, torch.bfloat16)

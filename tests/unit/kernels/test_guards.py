@@ -36,23 +36,12 @@ from mp_optim.kernels.multi_tensor import (
 from mp_optim.kernels.reference import ReferenceBackend, step_with
 from mp_optim.kernels.self_test import Deviation
 from mp_optim.rules.fused import FusedAdam, FusedLAMB
+from support import kernel_cases
 from support.standins import amp_c, te
 from support.standins.gpu import GPU, Gpu, SegmentationFaultError
 
 CPU = torch.device("cpu")
-GROUP: dict[str, Any] = {
-    "lr": 0.01,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 0.1,
-    "bias_correction": True,
-    "adam_w_mode": True,
-    "grad_averaging": True,
-    "use_nvlamb": False,
-    "momentum": 0.9,
-    "dampening": 0.0,
-    "nesterov": False,
-}
+GROUP: dict[str, Any] = {**kernel_cases.GROUP, "lr": 0.01}
 each_library = pytest.mark.parametrize("name", ["apex", "transformer_engine"])
 
 
