@@ -570,7 +570,7 @@ class _SummedFile:
             rest = rest[end - begin :]
 
     def write_from(self, content: Lease | StagedBytes) -> None:
-        """Write all of what is lent."""
+        """Write all bytes of leased or staged memory."""
         left = content.nbytes
         while left:
             begin, end = self._room(left)

@@ -364,7 +364,7 @@ def _numbering(
     return Numbering(layers, tuple(prefix for prefix, _ in chunks if prefix), experts)
 
 
-# -- what a model says of itself ------------------------------------------------------------------
+# -- names and numbers in a model -----------------------------------------------------------------
 
 
 def _params(chunks: _NamedChunks) -> Iterator[tuple[str, Tensor]]:

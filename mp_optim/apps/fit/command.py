@@ -395,7 +395,7 @@ def choose(options: Options, made: Program, tried: Iterable[Candidate]) -> Estim
     return step_seconds(found, rates_of(options))
 
 
-# -- what is said ---------------------------------------------------------------------------------
+# -- the answer -----------------------------------------------------------------------------------
 
 
 def as_data(found: Estimate, options: Options, made: Program) -> dict[str, Any]:
