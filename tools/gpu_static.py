@@ -6,7 +6,6 @@ python tools/gpu_static.py                                  # everything: hours 
 python tools/gpu_static.py --arches 90 --elements 20000     # a look
 python tools/gpu_static.py --only "lamb: bfloat16" --arches 100
 python tools/gpu_static.py --proof --arches 90              # the library's own self-test
-python tools/gpu_static.py --sass --only "^adam"            # registers, widths, predictions
 """
 
 from __future__ import annotations

@@ -25,8 +25,6 @@ class Options:
     """Show the names of trials."""
     proof: bool = False
     """The library's own self-test instead: a step of each rule."""
-    sass: bool = False
-    """Tables of their machine code instead, and what follows from it for some cards."""
     record: bool = False
     """Note in docs/gpu.json what was found."""
     page: bool = False

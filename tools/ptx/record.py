@@ -1,7 +1,6 @@
 """The status of every GPU target, card and feature, in one file: ``docs/gpu.json``.
 
 Pages state hardware status in generated parts alone, so that no page contradicts another.
-Its predictions are shown next to times that a GPU has measured.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ KNOWN = {
     "compiled": "compiled",
     "executed": "executed from PTX, the bits of `reference`",
     "proven": "self-test on PTX, a step of each rule",
-    "read": "machine code read",
-    "predicted": "time predicted",
     "ran": "run and timed",
 }
 """Row headings of the table of targets."""
@@ -42,7 +39,7 @@ def load() -> dict[str, Any]:
 
     Returns:
         ``targets``: by target, the text of each key of ``KNOWN``; ``features``: by name, their
-        subject and the cards that ran and timed them; ``tables``: heads and rows by name.
+        subject and the cards that ran and timed them.
     """
     found: dict[str, Any] = json.loads(FILE.read_text())
     return found
@@ -56,31 +53,14 @@ def note(target: str, what: str, said: str) -> None:
     _write(found)
 
 
-def note_table(name: str, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Record a table."""
-    found = load()
-    found["tables"][name] = {"heads": list(heads), "rows": [list(map(str, row)) for row in rows]}
-    _write(found)
-
-
 def _write(found: dict[str, Any]) -> None:
     targets = {target: found["targets"][target] for target in TARGETS if target in found["targets"]}
-    tables = [
-        f'  {json.dumps(name)}: {{"heads": {json.dumps(one["heads"])}, "rows": [\n'
-        + ",\n".join(f"   {json.dumps(row)}" for row in one["rows"])
-        + "\n  ]}"
-        for name, one in found["tables"].items()
-    ]
     features = [
         f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in found["features"].items()
     ]
     text = json.dumps(targets, indent=2).replace("\n", "\n ")
     FILE.write_text(
-        f'{{\n "targets": {text},\n "features": {{\n'
-        + ",\n".join(features)
-        + '\n },\n "tables": {\n'
-        + ",\n".join(tables)
-        + "\n }\n}\n"
+        f'{{\n "targets": {text},\n "features": {{\n' + ",\n".join(features) + "\n }\n}\n"
     )
 
 
@@ -99,12 +79,7 @@ def page(text: str) -> str:
     }
 
     def made(match: re.Match[str]) -> str:
-        name = match[2]
-        if name in tables:
-            lines = tables[name]()
-        else:
-            lines = table(found["tables"][name]["heads"], found["tables"][name]["rows"])
-        return match[1] + "\n".join(lines) + "\n" + match[3]
+        return match[1] + "\n".join(tables[match[2]]()) + "\n" + match[3]
 
     def said(match: re.Match[str]) -> str:
         return match[1] + " ".join(sentence(name) for name in match[2].split()) + match[3]
@@ -171,7 +146,7 @@ def _hardware(targets: dict[str, dict[str, str]]) -> Iterator[list[str]]:
     for target, card in TARGETS.items():
         known = targets.get(target, {})
         ran = known.get("ran", "not run")
-        time = "measured" if "ran" in known else "predicted" if "predicted" in known else "-"
+        time = "measured" if "ran" in known else "-"
         same = "same bits as the CPU" if "executed" in known else "no"
         yield [f"{target}: {card}", "yes" if "compiled" in known else "no", same, ran, time]
     yield ["AMD", "yes", "no", "never run", "-"]

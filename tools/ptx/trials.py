@@ -224,8 +224,3 @@ def _apart(one: Tensor, other: Tensor) -> int:
     if one.is_floating_point():
         same |= one.isnan() & other.isnan()
     return int((~same).sum())
-
-
-def tried(backend: MachineBackend, trial: Trial, sizes: Sequence[int], theirs: Found) -> Any:
-    """Differences of a trial on the machine from ``reference``."""
-    return differences(Found(backend, trial, sizes), theirs)
