@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +39,7 @@ def with_fraction(config: OptimizerConfig, fraction: float) -> OptimizerConfig:
     as by default."""
     if fraction == 0.0:
         return with_defaults(config, OFFLOADING)
-    return dataclasses.replace(
+    return replace(
         config, optimizer_cpu_offload=True, optimizer_offload_fraction=fraction, gpu_memory=None
     )
 
@@ -94,33 +93,40 @@ def in_words(size: int) -> str:
 def _way_out(
     plan_of: Callable[[OptimizerConfig], MemoryPlan], config: OptimizerConfig, gpu_memory: int
 ) -> str:
-    """What to do where parameters and gradients alone do not fit."""
+    """Return the cure where parameters and gradients alone do not fit."""
     if gpu_memory < 1 << 20:
         return f"it is a number of bytes: write '{gpu_memory}GiB' if you meant GiB"
-    released: dict[str, Any] = {"offload_mode": "overlap", "release_gradients": True}
-    ways = [
-        "train adapters (LoRA), whose frozen weights have no gradients",
-        "keep weights in 8 bits (mp_optim.core.quantized.quantize_weights)",
-        "shard the model over more ranks",
-    ]
+    ways = (
+        "train adapters (LoRA), whose frozen weights have no gradients; or keep weights in 8 bits "
+        "(mp_optim.core.quantized.quantize_weights); or shard the model over more ranks"
+    )
+    if config.release_gradients:
+        return ways
+    config = with_fraction(config, 1.0)
     try:
-        offloaded = with_fraction(config, 1.0)
-        held = plan_of(dataclasses.replace(offloaded, **released)).accelerator.total
-    except ValueError:  # not with a distributed optimizer, or with what is streamed
-        return "; or ".join(ways)
-    if not config.release_gradients:
-        fits = "fits" if held <= gpu_memory else "is still too much"
-        ways.insert(
-            0,
-            "let gradients leave during backward (release_gradients=True with "
-            f"offload_mode='overlap'): {in_words(held)}, which {fits}",
-        )
-    return "; or ".join(ways)
+        config = replace(config, offload_mode="overlap", release_gradients=True)
+        held = plan_of(config).accelerator.total
+    except ValueError:  # not with a distributed optimizer, or with streamed state
+        return ways
+    fits = "fits" if held <= gpu_memory else "is still too much"
+    return (
+        "let gradients leave during backward (release_gradients=True with "
+        f"offload_mode='overlap'): {in_words(held)}, which {fits}; or {ways}"
+    )
 
 
-SHARE = 0.75
-"""What parameters, gradients and optimizer may take of an accelerator whose ``gpu_memory`` is not
-given."""
+_SHARE = 0.75
+"""Share of an accelerator that parameters, gradients and optimizer may take, without
+``gpu_memory``."""
+
+
+def gpu_limit(config: OptimizerConfig, device: torch.device) -> int | None:
+    """Return the bytes of the accelerator that parameters, gradients and optimizer may take; None
+    for a model on the host without ``gpu_memory``."""
+    accelerator = accelerator_of(device)
+    if config.gpu_memory is not None or accelerator is None:
+        return config.gpu_memory
+    return int(_SHARE * accelerator.memory_bytes(device))
 
 
 def with_chosen_fraction(request: StackRequest) -> OptimizerConfig:
@@ -134,11 +140,8 @@ def with_chosen_fraction(request: StackRequest) -> OptimizerConfig:
         ValueError: it does not fit with everything on the host, on this rank or one of those,
             saying what is missing.
     """
-    config, device = request.config, request.device
-    limit = config.gpu_memory
-    accelerator = accelerator_of(device)
-    if limit is None and accelerator is not None:
-        limit = int(SHARE * accelerator.memory_bytes(device))
+    config = request.config
+    limit = gpu_limit(config, request.device)
     if limit is None:
         _log.info("optimizer_offload_fraction='auto': 0, the model is on the host")
         return with_fraction(config, 0.0)

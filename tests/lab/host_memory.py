@@ -27,7 +27,7 @@ from torch import nn
 
 import mp_optim
 from mp_optim.factory.build import StackRequest
-from mp_optim.factory.host_memory_check import BESIDE, SWITCH, in_host_memory, needed_bytes
+from mp_optim.factory.host_memory_check import BESIDE, SWITCH, in_host_memory
 from mp_optim.factory.offload_fraction import rank_planner
 
 _CGROUPS = (
@@ -174,7 +174,7 @@ def _planned(model: nn.Module, settings: dict[str, Any]) -> int:
     config = tiny.config
     groups = [{"params": list(model.parameters())}]
     plan_of, _ = rank_planner(StackRequest(config, [model], param_groups=groups))
-    return needed_bytes(in_host_memory(plan_of)(config), is_on_host=True)
+    return in_host_memory(plan_of(config), config).host_total
 
 
 def _resident(name: str) -> int:
