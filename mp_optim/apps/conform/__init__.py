@@ -13,7 +13,7 @@ from mp_optim.apps.conform.kit import (
     Refused,
     Subject,
 )
-from mp_optim.apps.conform.runner import Outcome, program_of, run
+from mp_optim.apps.conform.runner import Outcome, command_of, run
 
 SUBJECTS = (steps, resume, groups, tensors, precision, distributed)
 """The modules that checks are in; importing them fills :data:`CHECKS`."""
@@ -28,6 +28,6 @@ __all__ = [
     "Outcome",
     "Refused",
     "Subject",
-    "program_of",
+    "command_of",
     "run",
 ]

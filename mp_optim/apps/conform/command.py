@@ -11,12 +11,11 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from mp_optim.apps.conform import CHECKS, LEVELS, Outcome, Subject, program_of, run
+from mp_optim.apps.conform import CHECKS, LEVELS, Outcome, Subject, command_of, run
 from mp_optim.apps.conform.kit import parsed
 
 
@@ -31,11 +30,9 @@ class Options:
     rule: Annotated[str, tyro.conf.arg(metavar="{adam,adamw,sgd,lion,none}")] = ""
     """Whose formula it follows; by default its own name in lower case, if it is one of these."""
     only: tuple[str, ...] = ()
-    """Names of checks; the program of each that fails is printed."""
+    """Names of checks; all if empty."""
     level: Literal["must", "should", "nice"] = "must"
     """Down to which level a failure makes exit status 1."""
-    programs: Path | None = None
-    """A folder for the program of each failure."""
     list: bool = False
     """Show all checks, and carry out none."""
 
@@ -71,15 +68,8 @@ def main(arguments: Sequence[str]) -> int:
         counts[outcome.status] += 1
         if outcome.failed:
             failed.append(outcome.check)
-            program = program_of(outcome.check, subject)
-            if options.only:
-                print(f"\n{program}")
-            if options.programs:
-                options.programs.mkdir(parents=True, exist_ok=True)
-                (options.programs / f"{outcome.name}.py").write_text(program)
+            print(f"{'':21} {command_of(outcome.check, subject)}")
     print(f"{options.optimizer}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
-    if failed and not options.only:
-        print(f"a program for each: mp-optim conform {' '.join(arguments)} --only CHECK")
     counting = LEVELS[: LEVELS.index(options.level) + 1]
     sys.stdout.flush()
     return int(any(check.level in counting for check in failed))

@@ -1,8 +1,6 @@
 """What checks are made of: who is checked, what a finding is, and the few words that all use.
 
-A check is a plain function of a :data:`Make`. Its own text, with what it uses of this module, is
-the program that is printed for whoever is to see the failure: nothing here may need more than
-torch.
+A check is a plain function of a :data:`Make`. Nothing here needs more than torch.
 """
 
 from __future__ import annotations

@@ -1,26 +1,23 @@
 """Carrying out checks in processes of their own: a crash or a hang is a finding like any other.
 
 What a process finds goes to a file, line by line, so that a check that ends the process is known by
-the line that is missing. Of a finding :func:`program_of` makes the smallest program that shows it.
+the line that is missing. :func:`command_of` returns the command that shows a finding alone.
 """
 
 from __future__ import annotations
 
-import ast
 import datetime
-import inspect
 import json
 import multiprocessing
 import os
+import shlex
 import tempfile
 import time
 import warnings
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
@@ -34,8 +31,6 @@ from mp_optim.apps.conform.kit import (
     NotApplicable,
     Refused,
     Subject,
-    has_modes,
-    located,
 )
 
 LIMIT_SECONDS = 90.0
@@ -231,98 +226,14 @@ def carry_out(work: Work, rank: int) -> None:
     os._exit(0)  # what the optimizer left running is not waited for
 
 
-# the same as Subject.maker, for a program that stands alone
-_ALONE = """\
-def make(params, **settings):
-    optimizer = {factory}(params, **{settings})
-{train}    return optimizer
-"""
-
-
-def program_of(check: Check, subject: Subject) -> str:
-    """A file that needs torch and the optimizer's package, and ends with an error where the
+def command_of(check: Check, subject: Subject) -> str:
+    """Return the shell command that carries out one check and ends with an error where the
     optimizer does not conform."""
-    module = inspect.getmodule(check.function)
-    assert module is not None
-    texts = _needed(check.name, module)
-    imports = _imports("\n".join(texts.values()), module)
-    package, _, factory = subject.path.rpartition(".")
-    train = "    optimizer.train()\n" if has_modes(located(subject.path)) else ""
-    given = dict(subject.settings)
-    settings = f"{{**{given!r}, **settings}}" if given else "settings"
-    make = _ALONE.format(factory=factory, settings=settings, train=train)
-    start = "python" if check.ranks == 1 else f"torchrun --nproc-per-node {check.ranks}"
-    title = f"{subject.path}, {check.name} ({check.level}): {check.statement}"
-    head = f'"""{title}\n\n$ {start} THIS_FILE\n"""'
-    begin = "" if check.ranks == 1 else 'torch.distributed.init_process_group("gloo")\n'
-    own = [f"from {package} import {factory}", "", ""]
-    call = f"{begin}{check.name}(make)\nprint('conforms')\n"
-    return "\n".join([head, "", *imports, *own, *texts.values(), make, "", call])
-
-
-def _needed(name: str, module: ModuleType) -> dict[str, str]:
-    """Texts of a function and of all that it calls of its module and of the kit, callees first."""
-    texts: dict[str, str] = {}
-
-    def add(name: str) -> None:
-        owner = next((each for each in (module, kit) if _defined(name, each)), None)
-        if owner is None or name in texts:
-            return
-        text = _definitions(owner)[name]
-        texts[name] = ""  # it may name itself
-        for used in _names(text):
-            add(used)
-        texts[name] = texts.pop(name) or f"{text}\n\n"
-
-    add(name)
-    return texts
-
-
-def _defined(name: str, module: ModuleType) -> bool:
-    return name in _definitions(module)
-
-
-@lru_cache
-def _definitions(module: ModuleType) -> dict[str, str]:
-    """Texts of a module's functions, classes and constants, without decorators."""
-    source = inspect.getsource(module)
-    lines, found = source.splitlines(), {}
-    for node in ast.parse(source).body:
-        text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            found[node.name] = text
-        elif isinstance(node, ast.Assign):
-            targets = [each.id for each in node.targets if isinstance(each, ast.Name)]
-            found.update(dict.fromkeys(targets, text))
-    return found
-
-
-def _names(text: str) -> list[str]:
-    """Names that a text uses, in order."""
-    named = [node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)]
-    return list(dict.fromkeys(named))
-
-
-def _imports(text: str, module: ModuleType) -> list[str]:
-    """The imports that a text needs, of those that its module and the kit have."""
-    used, plain, named = set(_names(text)), set[str](), dict[str, set[str]]()
-    for each in (kit, module):
-        for node in ast.parse(inspect.getsource(each)).body:
-            if not isinstance(node, (ast.Import, ast.ImportFrom)):
-                continue
-            for alias in node.names:
-                if (alias.asname or alias.name.partition(".")[0]) not in used:
-                    continue
-                if isinstance(node, ast.Import):
-                    plain.add(ast.unparse(ast.Import([alias])))
-                elif node.module != kit.__name__:
-                    named.setdefault(node.module or "", set()).add(ast.unparse(alias))
-    lines = [*plain]
-    for source, names in named.items():
-        lines.append(f"from {source} import {', '.join(sorted(names))}")
-    return ["from __future__ import annotations", "", *sorted(lines, key=_order)]
-
-
-def _order(line: str) -> tuple[bool, bool, str]:
-    """Standard library first, ``import`` before ``from``."""
-    return "torch" in line, line.startswith("from"), line
+    start = "python -c"
+    lines = [f"import torch, {check.function.__module__} as checks, {kit.__name__} as kit"]
+    if check.ranks > 1:
+        start = f"torchrun --standalone --nproc-per-node {check.ranks} --no-python {start}"
+        lines.append("torch.distributed.init_process_group('gloo')")
+    made = f"kit.Subject({subject.path!r}, {dict(subject.settings)!r}).maker()"
+    lines += [f"checks.{check.name}({made})", "print('conforms')"]
+    return f"{start} {shlex.quote('; '.join(lines))}"
