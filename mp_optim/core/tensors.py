@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import itertools
 import operator
-import weakref
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,18 +30,6 @@ _PIECE = 1 << 16
 """Elements of a main param that are compared with the model's at a time."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of as many bytes."""
-T = TypeVar("T")
-
-
-class lazy(Generic[T]):  # as functools.cached_property, without its lock
-    """An attribute that is worked out when it is first asked for, and may be assigned."""
-
-    def __init__(self, work_out: Callable[[Any], T]) -> None:
-        self._work_out, self._name = work_out, work_out.__name__
-
-    def __get__(self, owner: Any, kind: type | None = None) -> T:
-        value = owner.__dict__[self._name] = self._work_out(owner)
-        return value
 
 
 class CachedTensorList(list[Tensor]):
@@ -89,23 +77,23 @@ class CachedTensorList(list[Tensor]):
         """The same tensors in this form."""
         return tensors if isinstance(tensors, CachedTensorList) else cls(tensors)
 
-    @lazy
+    @cached_property
     def addresses(self) -> array[int]:
         return array("Q", list(map(Tensor.data_ptr, self)))  # of a list it is made at once
 
-    @lazy
+    @cached_property
     def sizes(self) -> array[int]:
         return array("q", list(map(Tensor.numel, self)))
 
-    @lazy
+    @cached_property
     def block_ends(self) -> list[int]:
         return list(itertools.accumulate(map(blocks_of, self.sizes)))
 
-    @lazy
+    @cached_property
     def own_sizes(self) -> array[int]:
         return array("q", list(map(Tensor.numel, self)))
 
-    @lazy
+    @cached_property
     def stored(self) -> bool:
         # Without memory a tensor's address is how far it begins in its storage.
         if min(self.addresses, default=_LEAST_ADDRESS) >= _LEAST_ADDRESS:
@@ -113,15 +101,15 @@ class CachedTensorList(list[Tensor]):
         held = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, self))
         return all(map(operator.ge, held, map(_NBYTES, self)))
 
-    @lazy
+    @cached_property
     def dtypes(self) -> set[torch.dtype]:
         return set(map(_DTYPE, self))
 
-    @lazy
+    @cached_property
     def devices(self) -> set[torch.device]:
         return {tensor.device for tensor in self}
 
-    @lazy
+    @cached_property
     def contiguous(self) -> bool:
         return all(map(Tensor.is_contiguous, self))
 
@@ -347,11 +335,11 @@ class Marks(NamedTuple):
 
 
 class SeenParams:
-    """Some parameters, and the memory and layout of each. To replace, move or reshape one changes
-    that, ``param.data = ...`` included.
+    """Parameters as they were last seen: the memory and layout of each. To replace, move or reshape
+    one changes that, ``param.data = ...`` included.
 
-    An address alone may be that of other memory by now: torch tells when the memory of a parameter
-    is freed, so that asking costs nothing and nothing is kept alive.
+    New memory at the address of freed memory counts as the same: an alias of the old memory would
+    have kept that address from being used again.
 
     Attributes:
         params: the tensors.
@@ -363,46 +351,35 @@ class SeenParams:
         self.params: list[Tensor] = []
         self.plain = True
         self.marks = Marks([], [], [], [])
-        self._gone: set[int] = set()  # indices whose memory was freed
-        self._watched: dict[int, weakref.ref[Any]] = {}
         self.extend(list(params))
 
     def extend(self, params: Sequence[Tensor]) -> None:
         """Take more parameters as seen."""
-        start, plain = len(self.params), are_plain(params)
+        plain = are_plain(params)
         self.params += params
         columns: Iterable[tuple[list[Any], list[Any]]]
         columns = zip(self.marks, Marks.of(params, plain), strict=True)
         for column, more in columns:
             column += more
         self.plain = self.plain and plain
-        self._watch(range(start, len(self.params)))
 
     def look(self, params: Sequence[Tensor]) -> None:
         """Take what is there now as seen."""
         self.plain = are_plain(params)
-        before, self.marks = self.marks, Marks.of(params, self.plain)
-        moved = [
-            index
-            for index, param in enumerate(params)
-            if self.marks.addresses[index] != before.addresses[index]
-            or param is not self.params[index]
-        ]
-        self.params = list(params)
-        self._watch([*moved, *self._gone])
+        self.marks, self.params = Marks.of(params, self.plain), list(params)
 
     def changed(self, params: Sequence[Tensor]) -> list[int]:
         """Return the indices of parameters that are other tensors than were last seen, or were
         moved or reshaped since."""
         same = all_same(params, self.params)
         marks = Marks.of(params, self.plain if same else are_plain(params))
-        if same and marks == self.marks and not self._gone:
+        if same and marks == self.marks:
             return []
         rows = zip(params, self.params, marks.rows(), self.marks.rows(), strict=True)
         return [
             index
             for index, (param, seen, now, before) in enumerate(rows)
-            if param is not seen or index in self._gone or now != before
+            if param is not seen or now != before
         ]
 
     def moved(self, params: Sequence[Tensor]) -> bool:
@@ -412,7 +389,7 @@ class SeenParams:
     def is_same(self, index: int, param: Tensor) -> bool:
         """Whether a parameter is the one that was last seen at an index, and was neither moved nor
         reshaped since."""
-        if param is not self.params[index] or index in self._gone:
+        if param is not self.params[index]:
             return False
         now: Iterable[list[Any]] = Marks.of([param], self.plain)
         before: Iterable[list[Any]] = self.marks
@@ -421,19 +398,6 @@ class SeenParams:
     def has_shape(self, index: int, param: Tensor) -> bool:
         """Whether a parameter has the shape of the one that was last seen at an index."""
         return held_tensor(param).shape == self.marks.shapes[index]
-
-    def _watch(self, indices: Iterable[int]) -> None:
-        """Notice when the memory of these parameters is freed: others' may get its address."""
-        for index in list(indices):
-            self._gone.discard(index)
-            self._watched.pop(index, None)
-            local = held_tensor(self.params[index])
-            if are_plain([local]):
-                self._watched[index] = _when_freed(local, index, self._gone)
-
-
-def _when_freed(tensor: Tensor, index: int, gone: set[int]) -> weakref.ref[Any]:
-    return weakref.ref(tensor.untyped_storage(), lambda _: gone.add(index))
 
 
 def check_memory(named: Iterable[tuple[str, Tensor]]) -> None:

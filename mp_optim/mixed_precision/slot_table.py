@@ -6,6 +6,7 @@ import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -28,7 +29,7 @@ from mp_optim.core import (
 )
 from mp_optim.core.quantized import FLOAT8_DTYPES, is_quantized
 from mp_optim.core.tensor_layout import ParamLayout
-from mp_optim.core.tensors import GRADIENT_DTYPES, SeenParams, has_memory, lazy
+from mp_optim.core.tensors import GRADIENT_DTYPES, SeenParams, has_memory
 from mp_optim.mixed_precision.grad_norm import NormKey
 from mp_optim.mixed_precision.settings_agreement import SettingsAlike
 
@@ -116,7 +117,7 @@ class SlotTable:
         """The model tensor of each slot."""
         return self.seen.params
 
-    @lazy
+    @cached_property
     def common(self) -> SettingsAlike:
         """What is said of all slots; put together once for as long as nothing changes."""
         return SettingsAlike(self.slots, self.params, self.keys)

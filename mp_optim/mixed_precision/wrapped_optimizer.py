@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from mp_optim.core.executor import Executor, Mode
 from mp_optim.core.identity import SharedSettings
 from mp_optim.core.interrupted_step import StepMark
 from mp_optim.core.quantized import FLOAT8_DTYPES
-from mp_optim.core.tensors import lazy
 from mp_optim.host.calls import weak_method
 from mp_optim.mixed_precision.description import Description, describe
 from mp_optim.mixed_precision.grad_norm import EXCLUDED, MAIN_NORM
@@ -87,7 +86,7 @@ class WrappedOptimizer(MegatronOptimizer):
             return SlotUpdates.of([])
         return self.engine.table.updates(grads, multiplier, self.param_groups)
 
-    @lazy
+    @cached_property
     def engine(self) -> Engine:
         """What this wrapper steps with, built when it is first asked for.
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any
 
@@ -248,10 +248,9 @@ class ChainedOptimizer(CompositeOptimizer):
         composites = [member for member in self.members if isinstance(member, CompositeOptimizer)]
         reducers = [member.grad_reducer for member in composites]
         ours = [reducer for reducer in reducers if isinstance(reducer, GradReducer)]
-        self._between_passes: Callable[[], AbstractContextManager[None]] = nullcontext
         if len(ours) > 1:  # the same order on all ranks
             again = self.config.data_parallel_sharding_strategy == "optim_grads"
-            self._between_passes = reduce_in_one_order(ours, again=again).between_passes
+            reduce_in_one_order(ours, again=again)
 
     @property
     def chained_optimizers(self) -> list[MegatronOptimizer]:
@@ -305,14 +304,6 @@ class ChainedOptimizer(CompositeOptimizer):
         groups = iter(self.param_groups)
         for member in self.members:
             member.param_groups[:] = islice(groups, len(member.param_groups))
-
-    def collect_grads(self) -> StepGrads:
-        with self._between_passes():
-            return super().collect_grads()
-
-    def finish_grad_sync(self) -> None:
-        with self._between_passes():
-            super().finish_grad_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for member in self.members:

@@ -334,7 +334,6 @@ class LaunchOrder:
         self.under_way: deque[tuple[GradReducer, int, Reduction]] = deque()
         self._next = 0
         self._in_backward = False
-        self._is_between_passes = self._is_finished = False
         for member in members:
             member.order = self
 
@@ -378,20 +377,8 @@ class LaunchOrder:
         if self._again:  # another backward may follow, and add to what is owned
             self._next = 0
 
-    @contextmanager
-    def between_passes(self) -> Iterator[None]:
-        """No rank begins a backward pass inside: :meth:`finish` asks the others once, for all
-        members."""
-        self._is_between_passes = True
-        try:
-            yield
-        finally:
-            self._is_between_passes = self._is_finished = False
-
     def finish(self) -> None:
-        """Reduce what has not been reduced, and wait. Collective."""
-        if self._is_finished:
-            return
+        """Reduce the gradients that were not reduced, and wait. Collective."""
         while self._is_anything_left():
             for number, index in self.sequence[self._next :]:
                 self._members[number].launch(index)
@@ -399,7 +386,6 @@ class LaunchOrder:
             self._end_of_round()
         self.wait()
         self._heard()
-        self._is_finished = self._is_between_passes
 
     def _heard(self) -> None:
         """Let go of this rank's own announcements, which all others have answered by now."""
@@ -438,8 +424,8 @@ class LaunchOrder:
             member.complete(index, work)
 
 
-def reduce_in_one_order(members: Sequence[GradReducer], again: bool) -> LaunchOrder:
-    """Let reducers share an order, which is returned. Collective, of all their ranks.
+def reduce_in_one_order(members: Sequence[GradReducer], again: bool) -> None:
+    """Give reducers one order. Collective over all their ranks.
 
     Raises:
         ValueError: ranks would take turns differently, naming them.
@@ -455,7 +441,6 @@ def reduce_in_one_order(members: Sequence[GradReducer], again: bool) -> LaunchOr
         if group.size() > 1 and (inside or not any(all(a <= b for b in ranks) for a in ranks)):
             host, what = torch.device("cpu"), "the order in which gradients are reduced"
             check_agreement((group,), turns, host, f"comparing {what}", what)
-    return order
 
 
 _gather_into: Callable[..., Any] = (
