@@ -253,9 +253,8 @@ class ConfigFields:
     the host), reference, torch, triton, apex or transformer_engine (their own bits; see
     docs/numerics.md)."""
     audit_rate: float = 0.0
-    """Share of the elements, 0 to 1, that each step repeats by other kernels, in host memory, to
-    compare bits; and whose state has to be the same still at the step after that (adam, sgd,
-    lion). 1e-4 costs less than a hundredth of a step; 0.0 nothing."""
+    """Share of the elements, 0 to 1, that each step repeats by ``reference``, in host memory, to
+    compare bits (adam, sgd, lion). 1e-4 costs about a hundredth of a step; 0.0 nothing."""
     audit_action: str = "warn"
     """What comes of other bits: warn, or raise (``mp_optim.AuditError``; then the last checkpoint
     has to be loaded)."""

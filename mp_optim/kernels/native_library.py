@@ -9,8 +9,7 @@ import ctypes
 import operator
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
@@ -249,21 +248,6 @@ def set_thread_share(threads: int | None) -> None:
         ValueError: as :func:`set_host_threads`.
     """
     _here.threads = None if threads is None else _checked(threads)
-
-
-@contextmanager
-def other_level(library: NativeLibrary) -> Iterator[None]:
-    """The calling thread's kernels run in it alone, with the instructions of another level than the
-    one in use. Calls of other threads may begin with these meanwhile, too: the bits are the
-    same."""
-    level, levels, threads = library.level, library.levels, _here.threads
-    try:
-        library.set_level(levels[(levels.index(level) + 1) % len(levels)])
-        _here.threads = 1
-        yield
-    finally:
-        _here.threads = threads
-        library.set_level(level)
 
 
 def _checked(threads: Any) -> int:

@@ -80,7 +80,7 @@ class StackSettings(TypedDict, total=False):
             ``metrics()`` shows.
         log_update_ratios_interval: steps between two comparisons of each parameter's update with
             its size; 0 never compares.
-        audit_rate: share of the elements that each step repeats by other kernels to compare bits
+        audit_rate: share of the elements that each step repeats by ``reference`` to compare bits
             (``docs/audit.md``).
         audit_action: answer to different bits in an audit: ``"warn"`` or ``"raise"``.
         backend: kernels of the step, as ``OptimizerConfig.fused_backend``.

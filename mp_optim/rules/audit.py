@@ -1,70 +1,57 @@
-"""Audited steps: a random sample of what a launch steps is stepped a second time by other kernels,
-in host memory, and has to have the same bits; what was sampled has to have them still when it is
-stepped next. So a flip in a gradient, a moment, a main param or a parameter, in arithmetic or in
-memory, is noticed with the probability of being sampled, and a lasting one in the end.
+"""Audited steps: a random sample of a launch is stepped a second time by ``reference``, in host
+memory, and must have the same bits. A flip in arithmetic, in a gradient that a kernel reads, or in
+a tensor that it writes is found with the probability of being sampled.
 
-A sample is made of whole blocks of 256 elements, on which every form of state is defined. Which
-ones is a function of rank, step and launch. docs/audit.md says what is found, and how soon.
+A sample is made of whole blocks of 256 elements, on which every form of state is defined. It is a
+function of rank, step and launch. docs/audit.md has the rates.
 """
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
-from itertools import accumulate, chain
+from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mp_optim.config.state_forms import BLOCK, PACKED
 from mp_optim.core import CachedTensorList, Slot
+from mp_optim.core.slot_state import is_scale
 from mp_optim.core.tensors import continue_from
 from mp_optim.host.calls import in_own_modes, torch_threads_flush, warn
-from mp_optim.host.transfer import Transfer, transfer_for
-from mp_optim.kernels import Backend, choose_backend, proof_of
+from mp_optim.host.transfer import Transfer, fetch, transfer_for
 from mp_optim.kernels.chunking import part_of_state
-from mp_optim.kernels.codecs import Noise, mix
+from mp_optim.kernels.codecs import is_packed, mix
 from mp_optim.kernels.kernel_args import MAIN, TensorLists
-from mp_optim.kernels.native_library import native_library, other_level
-from mp_optim.rules.audit_sample import (
-    BITS_OF_SIZE,
-    GOLDEN,
-    MASK,
-    Fetched,
-    Run,
-    Tensors,
-    brought,
-    differing,
-    draw,
-    element_index,
-    gather,
-)
+from mp_optim.kernels.reference import ReferenceBackend
 from mp_optim.rules.rule import Launch
 
+CELL = 32
+"""Blocks that are sampled together."""
 MOST_NAMED = 8
 """Elements that a message names."""
-
 GRAD, OUTPUT, MULTIPLIER, SCALES = "grad", "output", "multiplier", "scales"
-_HOST = torch.device("cpu")
-_TORCH_OPERATIONS = {"reference", "torch"}
-"""Backends whose steps on the host run in torch's own threads."""
+_REFERENCE = ReferenceBackend()
+_BITS_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FLUSHED = (
     "a step cannot be compared: threads of torch take denormal numbers for zero, as they were "
     "started after torch.set_flush_denormal(True); call torch.set_flush_denormal(False) before the "
-    "first torch operation of the process, or step by the native kernels"
+    "first torch operation of the process"
 )
 
+Pieces = dict[str, list[Any]]
+"""One copy for each run, by key; None where a run has no such tensor."""
 
-class AuditError(RuntimeError):
-    """A step, or memory, gave other bits than it should have.
 
-    Attributes:
-        mismatches: the elements.
+class _Alarm(Exception):
+    """Attributes:
+    mismatches: the elements with other bits.
     """
 
     def __init__(self, message: str, mismatches: Sequence[Mismatch]) -> None:
@@ -72,30 +59,29 @@ class AuditError(RuntimeError):
         self.mismatches = list(mismatches)
 
 
-class AuditWarning(UserWarning):
-    """The same, where training is to go on.
+class AuditError(_Alarm, RuntimeError):
+    """A step gave other bits than its repetition, and ``audit_action`` is ``"raise"``."""
 
-    Attributes:
-        mismatches: the elements.
-    """
 
-    def __init__(self, message: str, mismatches: Sequence[Mismatch]) -> None:
-        super().__init__(message)
-        self.mismatches = list(mismatches)
+class AuditWarning(_Alarm, UserWarning):
+    """A step gave other bits than its repetition, and training continues."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """An element that does not have the bits that it should.
+    """An element with other bits than its repetition.
 
     Attributes:
-        rank: where. param: of which parameter, by name.
-        element: row-major, of what the rank has of it; the first of those that a scale or a byte of
-            codes is of.
+        rank: rank that stepped the element.
+        param: name of the parameter.
+        element: row-major index in the rank's part of the parameter. For a scale or a byte of
+            codes: the first element that it belongs to.
         tensor: a key of the state, ``main_param``, or ``param``.
-        found, expected: values as they are stored. found_bits, expected_bits: and their bits.
-        step: of the parameter, from 1 on: the one that wrote it.
-        is_resting: whether it had the right bits after that step, and was changed before the next.
+        found: stored value.
+        expected: value of the repetition.
+        found_bits: bits of ``found``.
+        expected_bits: bits of ``expected``.
+        step: step of the parameter that wrote the value, from 1 on.
     """
 
     rank: int
@@ -107,328 +93,181 @@ class Mismatch:
     found_bits: int
     expected_bits: int
     step: int
-    is_resting: bool
 
     def __str__(self) -> str:
-        how = "left by step" if self.is_resting else "by repeating step"
-        now = "when it was used next" if self.is_resting else "as it was stepped"
         return (
             f"rank {self.rank}, {self.param}, element {self.element}, {self.tensor}: "
-            f"{self.found!r} (bits {self.found_bits:#x}) {now}, {self.expected!r} (bits "
-            f"{self.expected_bits:#x}) {how} {self.step}"
+            f"{self.found!r} (bits {self.found_bits:#x}) as it was stepped, {self.expected!r} "
+            f"(bits {self.expected_bits:#x}) by repeating step {self.step}"
         )
 
 
-# -- what is compared -----------------------------------------------------------------------------
+class Run(NamedTuple):
+    """Neighboring elements of one tensor of a launch.
+
+    Attributes:
+        owner: index of the tensor.
+        start: first element, a multiple of 256.
+        numel: number of elements: whole blocks, or all that are left.
+    """
+
+    owner: int
+    start: int
+    numel: int
+
+
+def draw(sizes: Sequence[int], ends: Sequence[int], rate: float, seed: int) -> Iterator[Run]:
+    """Yield a sample of tensors, which has each element with the probability ``rate``.
+
+    Args:
+        sizes: elements of each tensor.
+        ends: for each tensor, the number of blocks up to its end, counted from the first tensor.
+        rate: above 0, at most 1.
+        seed: 32 bits.
+    """
+    total, number, offset = ends[-1] if ends else 0, 0, mix(seed) / 2.0**32
+    while (block := int((number + offset) / rate) * CELL) < total:
+        stop, number = min(total, block + CELL), number + 1
+        while block < stop:  # a cell may span several tensors
+            owner = bisect_right(ends, block)
+            start = (block - (ends[owner - 1] if owner else 0)) * BLOCK
+            end = min(stop, ends[owner])
+            yield Run(owner, start, min((end - block) * BLOCK, sizes[owner] - start))
+            block = end
 
 
 @dataclass(frozen=True)
 class Check:
-    """Runs whose bits are going to be compared.
+    """A sample of one launch, copied before and after it.
+
+    NOTE: this object outlives the launch, so it must not hold the launch, which holds gradients.
 
     Attributes:
-        slots: of each run. firsts: where it begins in what the rank has of its parameter.
-        step: of these parameters, from 1 on: the one that should have left these bits.
-        is_resting: they were right after it.
-        by_torch: torch operations on the host stepped or repeated them.
-        main: what to call the main param.
-        found: what there is. expected: what there should be, under some of its keys.
+        repeat: steps copies of the sample, and returns the tensors that the step writes.
+        given: waits for the copies from before the launch, and returns them.
+        found: waits for the copies from after the launch, and returns them.
+        places: for each run, its slot, and its first element in the rank's part of the parameter.
+        sizes: elements of each run.
+        main: name of the main param in messages.
+        step: step of the parameters, from 1 on.
+        is_on_host: whether the copies are available without waiting for an accelerator.
     """
 
-    runs: Sequence[Run]
-    slots: Sequence[Slot]
-    firsts: Sequence[int]
-    step: int
-    is_resting: bool
-    by_torch: bool
+    repeat: Callable[[Pieces], Pieces]
+    given: Callable[[], Pieces]
+    found: Callable[[], Pieces]
+    places: Sequence[tuple[Slot, int]]
+    sizes: Sequence[int]
     main: str
-    found: Fetched
-    expected: Fetched
-
-    @property
-    def begins(self) -> list[int]:
-        """Where each run is in what is compared."""
-        return list(accumulate((run.room for run in self.runs[:-1]), initial=0))
+    step: int
+    is_on_host: bool
 
     def mismatches(self, name_of: Callable[[Slot], str]) -> Iterator[Mismatch]:
-        """The elements that have other bits."""
-        found, expected = self.found(), self.expected()
-        begins = self.begins
-        for key, there in found.items():
-            if key not in expected:
-                continue
-            for index in differing(there, expected[key]):
-                element = element_index(key, there.dtype, index)
-                number = bisect_right(begins, element) - 1
-                within = element - begins[number]
-                if within < self.runs[number].numel:  # else it fills up a block
-                    yield self._mismatch(
-                        number, within, key, there[index], expected[key][index], name_of
-                    )
-
-    def _mismatch(
-        self,
-        number: int,
-        within: int,
-        key: str,
-        found: Tensor,
-        expected: Tensor,
-        name_of: Callable[[Slot], str],
-    ) -> Mismatch:
-        width = 8 * found.itemsize
-        bits = [
-            int(each.view(BITS_OF_SIZE[each.itemsize])) % 2**width for each in (found, expected)
-        ]
-        return Mismatch(
-            rank=_rank(),
-            param=name_of(self.slots[number]),
-            element=self.firsts[number] + within,
-            tensor={MAIN: self.main, OUTPUT: "param"}.get(key, key),
-            found=found.item(),
-            expected=expected.item(),
-            found_bits=bits[0],
-            expected_bits=bits[1],
-            step=self.step,
-            is_resting=self.is_resting,
-        )
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-class Rested(NamedTuple):
-    """A run as a step left it.
-
-    Attributes:
-        run: within what the rank has of its parameter. begin: where it is in what was found then.
-    """
-
-    run: Run
-    begin: int
-    check: Check
-
-    def part(self, key: str) -> Tensor:
-        """What it was."""
-        return part_of_state(key, self.check.found()[key], self.begin, self.run.room)
-
-
-@dataclass(frozen=True)
-class Audited:
-    """A launch that is about to be carried out.
-
-    Attributes:
-        launch: as the executor formed it.
-        backend: name of the backend that steps it.
-        rule, lists, scalars, multiplier, scales: arguments of ``backend.step``; those after
-            ``lists`` only if it is called now.
-    """
-
-    launch: Launch
-    backend: str
-    rule: str
-    lists: TensorLists
-    scalars: Any = None
-    multiplier: float | Tensor = 1.0
-    scales: Sequence[float] | Tensor | None = None
-
-    @property
-    def slots(self) -> Sequence[Slot]:
-        """The slot of each tensor."""
-        return self.launch.updates.slots
-
-    @cached_property
-    def firsts(self) -> Sequence[int]:
-        """Places where the tensors begin in the local part of their parameters."""
-        return self.launch.firsts or [0] * len(self.slots)
-
-    def kind(self, run: Run) -> tuple[torch.dtype | None, ...]:
-        """Dtypes of what a run is in."""
-        output = self.lists.output[run.owner]
-        kept = [tensors[run.owner].dtype for tensors in self.lists.state.values()]
-        grad, main = self.lists.grad[run.owner], self.lists.main[run.owner]
-        return grad.dtype, main.dtype, None if output is None else output.dtype, *kept
-
-    def present(self) -> dict[str, Sequence[Tensor]]:
-        """Main params and state before the launch."""
-        return {MAIN: self.lists.main, **self.lists.state, **(self.lists.source or {})}
-
-    def begin(self, runs: Sequence[Run], transfer: Transfer | None) -> Callable[[], Check]:
-        """Copy runs of one kind; what is returned does so again, after the launch.
-
-        NOTE: of the launch, nothing is held that outlives it: it has the step's gradients.
-        """
-        output = self.lists.output[runs[0].owner]
-        given = gather({GRAD: self.lists.grad, **self.present()}, runs)
-        if self.lists.follows and output is not None:
-            given |= gather({OUTPUT: self.lists.output}, runs)
-        for key, numbers in ((MULTIPLIER, self.multiplier), (SCALES, self.scales)):
-            if isinstance(numbers, Tensor):
-                some = [run.owner for run in runs] if key == SCALES else slice(None)
-                given[key] = numbers.view(-1)[some].float()
-        noise = self.lists.noise
-        scales = None
-        if self.scales is not None and not isinstance(self.scales, Tensor):
-            scales = [float(self.scales[run.owner]) for run in runs]
-        again = Repetition(
-            self.rule,
-            self.scalars,
-            1.0 if isinstance(self.multiplier, Tensor) else self.multiplier,
-            scales,
-            noise and [_moved(noise[run.owner], run.start) for run in runs],
-            self.lists.average_weight,
-            None if output is None else output.dtype,
-            self.backend,
-            [run.room for run in runs],
-        )
-        expected = partial(again.of, brought(given, transfer))
-        names = {_repeats(self.backend)[0].name}
-        if self.launch.device.type == "cpu":
-            names.add(self.backend)
-
-        def written() -> Check:
-            into = {MAIN: self.lists.main, **self.lists.state, OUTPUT: self.lists.output}
-            return Check(
-                runs,
-                [self.slots[run.owner] for run in runs],
-                [self.firsts[run.owner] + run.start for run in runs],
-                self.launch.step,
-                False,
-                bool(names & _TORCH_OPERATIONS),
-                "param" if output is None else "main_param",
-                brought(gather(into, runs), transfer),
-                expected,
-            )
-
-        return written
-
-
-@dataclass(frozen=True)
-class Repetition:
-    """A step of copies of some runs, in host memory.
-
-    Attributes:
-        scales, noise: of each run. output: dtype of what is written beside main params.
-        stepped_by: name of the backend that is repeated. rooms: elements of each run's blocks.
-    """
-
-    rule: str
-    scalars: Any
-    multiplier: float
-    scales: Sequence[float] | None
-    noise: list[Noise] | None
-    average_weight: float
-    output: torch.dtype | None
-    stepped_by: str
-    rooms: Sequence[int]
-
-    def of(self, come: Fetched) -> Tensors:
-        """What a step makes of them; themselves, if the device skipped it."""
-        given = {**come()}  # these are copies, of nobody else
-        multiplier, scales = self.multiplier, self.scales
-        if MULTIPLIER in given:
-            multiplier, *skips = given.pop(MULTIPLIER).tolist()
-            if skips and skips[0] != 0.0:
-                return given
-        if SCALES in given:
-            scales = given.pop(SCALES).tolist()
-        if OUTPUT in given:
-            continue_from([given[MAIN]], [given[OUTPUT]])
-        elif self.output is not None:
-            given[OUTPUT] = torch.empty(given[GRAD].shape, dtype=self.output, device="cpu")
-        parts = [(0, sum(self.rooms))]
-        if self.noise is not None or scales is not None:  # each run has its own
-            parts = list(zip(accumulate(self.rooms, initial=0), self.rooms, strict=False))
-        cut = {
-            key: CachedTensorList(part_of_state(key, each, *part) for part in parts)
-            for key, each in given.items()
-        }
-        outputs = cut.pop(OUTPUT, [None] * len(parts))
-        main, grad = cut.pop(MAIN), cut.pop(GRAD)
-        lists = TensorLists(
-            main, grad, {**cut}, outputs, noise=self.noise, average_weight=self.average_weight
-        )
-        backend, in_other_level = _repeats(self.stepped_by)
-        with in_other_level():
-            backend.step(self.rule, lists, self.scalars, multiplier, scales)
-        return given
-
-
-def _moved(noise: Noise, start: int) -> Noise:
-    return replace(noise, start=noise.start + start)
-
-
-@cache
-def _repeats(stepped_by: str) -> tuple[Backend, Callable[[], AbstractContextManager[None]]]:
-    """What repeats on the host what a backend has stepped, and in which context: the native
-    kernels, with other instructions where it was them; ``reference`` where there is no such
-    choice."""
-    library = native_library()
-    has_kernels = proof_of("native", _HOST).usable
-    if stepped_by != "native" and has_kernels:
-        return choose_backend("native", _HOST)[0], nullcontext
-    if has_kernels and len(library.levels) > 1:
-        return choose_backend("native", _HOST)[0], partial(other_level, library)
-    return choose_backend("reference", _HOST)[0], nullcontext
-
-
-# -- of an executor -------------------------------------------------------------------------------
+        """Yield the elements with other bits than their repetition."""
+        expected = self.repeat(self.given())
+        for key, tensors in self.found().items():
+            for number, (mine, other) in enumerate(
+                zip(tensors, expected.get(key, tensors), strict=True)
+            ):
+                for index in [] if mine is None else _differing(mine, other):
+                    element = _element_of(key, mine.dtype, index)
+                    if element < self.sizes[number]:  # the last byte of codes may be partly unused
+                        slot, first = self.places[number]
+                        yield Mismatch(
+                            rank=_rank(),
+                            param=name_of(slot),
+                            element=first + element,
+                            tensor={MAIN: self.main, OUTPUT: "param"}.get(key, key),
+                            found=mine[index].item(),
+                            expected=other[index].item(),
+                            found_bits=_bits_of(mine[index]),
+                            expected_bits=_bits_of(other[index]),
+                            step=self.step,
+                        )
 
 
 class Audit:
-    """Audits the launches of an executor.
+    """The audits of an executor's launches, from the first step on.
 
     Args:
         rate: share of the elements that a step repeats.
-        action: what comes of a mismatch: ``warn`` or ``raise``.
-        name_of: names a slot. marks_of: of a slot's tensors, what is another when something else
-            than a launch wrote them, or gave them other memory.
+        action: ``warn`` or ``raise``, after a mismatch.
+        name_of: returns a slot's name.
 
     Attributes:
-        elements: compared with a repetition so far. mismatches: found so far.
+        elements: elements compared so far.
+        mismatches: elements found with other bits so far.
     """
 
-    def __init__(
-        self,
-        rate: float,
-        action: str,
-        name_of: Callable[[Slot], str],
-        marks_of: Callable[[Slot], object],
-    ) -> None:
-        self.rate, self.action, self._name_of, self._marks_of = rate, action, name_of, marks_of
+    def __init__(self, rate: float, action: str, name_of: Callable[[Slot], str]) -> None:
+        self.rate, self.action, self._name_of = rate, action, name_of
         self.elements = self.mismatches = 0
-        self._lock = threading.Lock()  # a worker thread has checks, too
-        self._pending: list[tuple[int, bool, Check]] = []
-        self._resting: dict[Slot, list[Rested]] = {}
-        self._marks: dict[Slot, object] = {}
-        self._round = 0
+        self._pending: deque[Check] = deque()  # worker threads append, too
+        self._on_the_way: list[Check] = []  # of the step before, by an accelerator
         self._transfers: dict[torch.device, Transfer] = {}
 
     @in_own_modes
-    def begin(self, audited: Audited) -> Callable[[], None] | None:
-        """Sample a launch before it is carried out; what is returned is called after it. None if
-        nothing is sampled."""
-        main = CachedTensorList.of(audited.lists.main)
-        sizes, ends = main.sizes, main.block_ends
-        by_kind: dict[object, list[Run]] = {}
-        for run in draw(sizes, ends, self.rate, _seed(audited)):
-            by_kind.setdefault(audited.kind(run), []).append(run)
-        if not by_kind:
-            return None
-        transfer = self._transfer(audited.launch.device)
-        begun = [audited.begin(runs, transfer) for runs in by_kind.values()]
-        return partial(self._written, audited.launch.device, begun)
+    def begin(
+        self,
+        launch: Launch,
+        rule: str,
+        lists: TensorLists,
+        scalars: Any,
+        multiplier: float | Tensor,
+        scales: Sequence[float] | Tensor | None,
+    ) -> Callable[[], None] | None:
+        """Copy a sample of a launch that a backend is about to step.
 
-    @in_own_modes
-    def _written(self, device: torch.device, begun: Sequence[Callable[[], Check]]) -> None:
-        for check in [each() for each in begun]:
-            self._add(check, device.type == "cpu", self._round)
-            for run, slot, first, begin in zip(
-                check.runs, check.slots, check.firsts, check.begins, strict=True
-            ):
-                rested = Rested(run._replace(start=first), begin, check)
-                self._resting.setdefault(slot, []).append(rested)
-                self._marks.pop(slot, None)
+        Args:
+            launch: the launch.
+            rule, lists, scalars, multiplier, scales: arguments of ``Backend.step``.
+
+        Returns:
+            A function to call after the launch, or None if the sample is empty.
+        """
+        mains, slots = CachedTensorList.of(lists.main), launch.updates.slots
+        firsts = launch.firsts or [0] * len(slots)
+        seed = _seed(launch.step, slots[:1], firsts[:1])
+        runs = list(draw(mains.sizes, mains.block_ends, self.rate, seed))
+        if not runs:
+            return None
+        owners = [run.owner for run in runs]
+        columns = {GRAD: lists.grad, MAIN: lists.main, **lists.state, **(lists.source or {})}
+        given = _copies(columns | ({OUTPUT: lists.output} if lists.follows else {}), runs)
+        if isinstance(multiplier, Tensor):
+            given[MULTIPLIER] = [multiplier.view(-1).float()]
+        if isinstance(scales, Tensor):
+            given[SCALES] = [scales.view(-1)[owners]]
+        elif scales is not None:
+            scales = [float(scales[owner]) for owner in owners]
+        outputs: list[Any] = [
+            None if output is None else torch.empty(run.numel, dtype=output.dtype, device="cpu")
+            for run, output in zip(runs, map(lists.output.__getitem__, owners), strict=True)
+        ]
+        noise = lists.noise and [
+            replace(lists.noise[run.owner], start=lists.noise[run.owner].start + run.start)
+            for run in runs
+        ]
+        weight = lists.average_weight
+        sample = TensorLists([], [], {}, outputs, noise, average_weight=weight)
+        bring = partial(_brought, transfer=self._transfer(launch.device))
+        check = partial(
+            Check,
+            partial(_repeated, rule, sample, scalars, multiplier, scales),
+            bring(given),
+            places=[(slots[run.owner], firsts[run.owner] + run.start) for run in runs],
+            sizes=[run.numel for run in runs],
+            main="param" if all(output is None for output in outputs) else "main_param",
+            step=launch.step,
+            is_on_host=launch.device.type == "cpu",
+        )
+
+        @in_own_modes
+        def written() -> None:
+            written_to = {MAIN: lists.main, **lists.state, OUTPUT: lists.output}
+            self._pending.append(check(found=bring(_copies(written_to, runs))))
+
+        return written
 
     def _transfer(self, device: torch.device) -> Transfer | None:
         if device.type == "cpu":
@@ -437,123 +276,138 @@ class Audit:
             self._transfers[device] = transfer_for(device)
         return self._transfers[device]
 
-    def _add(self, check: Check, is_host: bool, begun: int) -> None:
-        with self._lock:
-            self._pending.append((begun, is_host, check))
-
-    @in_own_modes
-    def compare_rested(self, audited: Audited) -> None:
-        """Compare the state that earlier steps left with the state that a launch is about to read.
-
-        NOTE: call this before main params follow the model: a staged copy's marks do not show it.
-        """
-        if not self._resting:
-            return
-        by_kind: dict[object, list[tuple[Run, Rested]]] = {}
-        for owner, slot in enumerate(audited.slots):
-            if slot not in self._resting:
-                continue
-            first, numel = audited.firsts[owner], audited.lists.main[owner].numel()
-            left, marks = [], self._marks.get(slot)
-            is_untouched = marks is not None and marks == self._marks_of(slot)
-            for rested in self._resting.pop(slot):
-                run = rested.run._replace(owner=owner, start=rested.run.start - first)
-                if not 0 <= run.start < numel:  # in another window
-                    left.append(rested)
-                elif is_untouched and rested.check.step + 1 == audited.launch.step:
-                    kind = rested.check.main, audited.kind(run)
-                    by_kind.setdefault(kind, []).append((run, rested))
-            if left:
-                self._resting[slot] = left
-        for pairs in by_kind.values():
-            self._compare_rested(audited, pairs)
-
-    def _compare_rested(self, audited: Audited, pairs: Sequence[tuple[Run, Rested]]) -> None:
-        columns, was = audited.present(), pairs[0][1].check
-        if was.main == "param":  # others write it, too
-            del columns[MAIN]
-        runs, rested = [run for run, _ in pairs], [each for _, each in pairs]
-
-        def expected() -> Tensors:
-            if [each.begin for each in rested] == was.begins and len(
-                {id(e.check) for e in rested}
-            ) == 1:
-                return was.found()
-            return {key: torch.cat([each.part(key) for each in rested]) for key in columns}
-
-        check = Check(
-            runs,
-            [audited.slots[run.owner] for run in runs],
-            [each.run.start for each in rested],
-            was.step,
-            True,
-            False,
-            was.main,
-            brought(gather(columns, runs), self._transfer(audited.launch.device)),
-            expected,
-        )
-        self._add(check, audited.launch.device.type == "cpu", self._round)
-
-    # -- what comes of it -------------------------------------------------------------------------
-
     @in_own_modes
     def report(self, wait: bool = False) -> None:
-        """A step is over: compare what has come to the host, which is what was stepped there, and
-        of a device what was stepped before this.
+        """Compare the samples of a finished step. Samples of an accelerator are compared after the
+        next step, so that nothing waits for their copies.
 
         Args:
-            wait: compare all of it.
+            wait: compare all samples now.
 
         Raises:
             AuditError: there are mismatches, and the action is to raise.
         """
-        for slot in list(self._resting):
-            if slot not in self._marks:
-                self._marks[slot] = self._marks_of(slot)
+        due, self._on_the_way = self._on_the_way, []
+        while self._pending:
+            check = self._pending.popleft()
+            (due if wait or check.is_on_host else self._on_the_way).append(check)
         found: list[Mismatch] = []
-        with self._lock:
-            pending, self._pending = self._pending, []
-        for begun, is_host, check in pending:
-            if not (wait or is_host or begun < self._round):
-                self._add(check, is_host, begun)
-                continue
+        for check in due:
             wrong = list(check.mismatches(self._name_of))
-            if wrong and check.by_torch and torch_threads_flush():
+            if wrong and torch_threads_flush():
                 warn(AuditWarning(f"audit_rate={self.rate!r}: {_FLUSHED}", []))
                 continue
             found += wrong
-            if not check.is_resting:
-                self.elements += sum(run.numel for run in check.runs)
-        self._round += 1
-        if found:
-            self.mismatches += len(found)
-            self._tell(found)
-
-    def _tell(self, found: Sequence[Mismatch]) -> None:
+            self.elements += sum(check.sizes)
+        if not found:
+            return
+        self.mismatches += len(found)
         shown = "; ".join(map(str, found[:MOST_NAMED]))
         more = f"; and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
         message = (
             f"audit_rate={self.rate!r}: {len(found)} numbers have other bits than they should: "
-            f"{shown}{more}. A core, memory or the accelerator is faulty, or state was written "
-            "without a trace (docs/audit.md). Load the last checkpoint from before this step"
+            f"{shown}{more}. A core, memory or the accelerator is faulty (docs/audit.md). Load the "
+            "last checkpoint from before this step"
         )
         if self.action == "raise":
             raise AuditError(message, found)
         warn(AuditWarning(message, found))
 
     def forget(self) -> None:
-        """Something else is going to be there: compare nothing with what was."""
+        """Drop samples that were not compared: the step that they are of was broken off."""
         self._pending.clear()
-        self._resting.clear()
-        self._marks.clear()
+        self._on_the_way.clear()
 
     def metrics(self) -> dict[str, float]:
+        """Return the counts so far."""
         return {"audited_elements": self.elements, "audit_mismatches": self.mismatches}
 
 
-def _seed(audited: Audited) -> int:
-    """What is sampled of a launch: of other steps, ranks, parameters and parts something else."""
-    seed, where = 0, (*chain.from_iterable(audited.slots[:1]), *audited.firsts[:1])
-    for number in (audited.launch.step, _rank(), *where):
-        seed = mix((seed + number * GOLDEN + 1) & MASK)
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _seed(step: int, slots: Sequence[Slot], firsts: Sequence[int]) -> int:
+    """Return the seed of a launch's sample, which differs by step, rank, parameter and window."""
+    seed = 0
+    for number in (step, _rank(), *chain.from_iterable(slots), *firsts):
+        seed = mix((seed + number * 0x9E3779B9 + 1) & 0xFFFFFFFF)
     return seed
+
+
+def _copies(columns: Mapping[str, Sequence[Tensor | None]], runs: Sequence[Run]) -> Pieces:
+    """Return copies of some runs of tensors, on their device."""
+    copies: Pieces = {}
+    for key, tensors in columns.items():
+        of_runs = [(tensors[run.owner], run) for run in runs]
+        copies[key] = [
+            None if each is None else part_of_state(key, each, run.start, run.numel).clone()
+            for each, run in of_runs
+        ]
+    return copies
+
+
+def _brought(pieces: Pieces, transfer: Transfer | None) -> Callable[[], Pieces]:
+    """Start to copy pieces to the host, all at once. No transfer: they are in host memory."""
+    if transfer is None:
+        return lambda: pieces
+    every = [
+        (each.itemsize, key, at)
+        for key, some in pieces.items()
+        for at, each in enumerate(some)
+        if each is not None
+    ]
+    every.sort(reverse=True)  # by size, so that each is aligned
+    forms = [(pieces[key][at].nbytes, pieces[key][at].dtype) for _, key, at in every]
+    empty: Pieces = {key: [None] * len(some) for key, some in pieces.items()}
+    come = fetch(transfer, torch.cat([pieces[key][at].view(torch.uint8) for _, key, at in every]))
+
+    def value() -> Pieces:
+        parts = torch.split(come(), [nbytes for nbytes, _ in forms])
+        for (_, key, at), part, (_, dtype) in zip(every, parts, forms, strict=True):
+            empty[key][at] = part.view(dtype)
+        return empty
+
+    return value
+
+
+def _repeated(
+    rule: str, sample: TensorLists, scalars: Any, multiplier: Any, scales: Any, given: Pieces
+) -> Pieces:
+    """Step copies of a sample and return them. Return them unchanged if the device skipped the
+    step."""
+    if MULTIPLIER in given:
+        multiplier, *skips = given.pop(MULTIPLIER)[0].tolist()
+        if skips and skips[0] != 0.0:
+            return given
+    if SCALES in given:
+        scales = given.pop(SCALES)[0].tolist()
+    grads, mains = given.pop(GRAD), given.pop(MAIN)
+    continue_from(mains, given.pop(OUTPUT, [None] * len(mains)))
+    lists = replace(sample, main=mains, grad=grads, state=given)
+    _REFERENCE.step(rule, lists, scalars, multiplier, scales)
+    return {MAIN: mains, OUTPUT: list(sample.output), **given}
+
+
+def _differing(found: Tensor, expected: Tensor) -> list[int]:
+    """Return where bits differ. Two NaNs count as the same bits (docs/numerics.md)."""
+    bits = _BITS_OF_SIZE[found.itemsize]
+    differ = found.view(bits) != expected.view(bits)
+    if found.is_floating_point():
+        differ &= ~(found.isnan() & expected.isnan())
+    indices: list[int] = differ.nonzero().view(-1).tolist()
+    return indices
+
+
+def _bits_of(number: Tensor) -> int:
+    bits = int(number.view(_BITS_OF_SIZE[number.itemsize]))
+    return bits % (1 << 8 * number.itemsize)
+
+
+def _element_of(key: str, dtype: torch.dtype, index: int) -> int:
+    """Return the first element of a run that a number of a stored tensor belongs to."""
+    if is_scale(key):
+        return index * BLOCK
+    if is_packed(key, dtype):
+        return index // (PACKED // 2) * PACKED + index % (PACKED // 2)
+    return index

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,15 +29,15 @@ from mp_optim.core import (
 )
 from mp_optim.core.executor import Executor, Place
 from mp_optim.core.interrupted_step import StepMark
-from mp_optim.core.slot_state import STEP, SlotState
+from mp_optim.core.slot_state import SlotState
 from mp_optim.core.tensors import continue_from
-from mp_optim.host.calls import in_own_modes, writes_counted
+from mp_optim.host.calls import in_own_modes
 from mp_optim.host.leases import before_writing, borrows
 from mp_optim.kernels import Backend, check_forms, choose_backend, rule_note
 from mp_optim.kernels.codecs import Noise, mix
 from mp_optim.kernels.kernel_args import TensorLists, contiguous, contiguous_outputs
 from mp_optim.kernels.state_format import StatePrecision
-from mp_optim.rules.audit import Audit, Audited, AuditError
+from mp_optim.rules.audit import Audit, AuditError
 from mp_optim.rules.group_state import GroupState
 from mp_optim.rules.rule import Launch, Rule, Settings
 from mp_optim.rules.rule_state import RuleState
@@ -91,8 +91,7 @@ class RuleExecutor(Executor):
         if check_field("audit_rate", audit_rate):
             check_audited(audit_rate, rule.name, backend)
             action = check_field("audit_action", audit_action)
-            name_of = partial(slot_name, param_groups)
-            self.audit = Audit(audit_rate, action, name_of, partial(_marks, self.rows))
+            self.audit = Audit(audit_rate, action, partial(slot_name, param_groups))
         self._plan_key = object()  # another one makes the parts of a StepPlan stale
         self._plain: Backend | None = None  # one that has kernels for the rule
         self._checked: dict[int, list[Any]] = {}  # values of each group, as they were checked
@@ -335,9 +334,6 @@ class RuleExecutor(Executor):
             lists = launch.lists
             before_writing(launch.mains, lists.main, *lists.state.values())
         backend, _ = self.backend_for(launch.device)
-        if self.audit is not None:  # before main params continue from written weights
-            audited = Audited(launch, backend.name, self.rule.name, launch.lists)
-            self.audit.compare_rested(audited)
         if launch.lists.source is not None and not backend.reads_source:
             launch = launch._replace(lists=launch.lists.in_place())
         if launch.lists.follows and not (self.rule.hands_weights and backend.follows_weights):
@@ -349,8 +345,7 @@ class RuleExecutor(Executor):
             )
             launch = launch._replace(lists=replace(launch.lists, follows=False))
         if self.audit is not None:
-            begin = partial(_begin_audit, self.audit, launch, backend.name)
-            launch = launch._replace(begin_audit=begin)
+            launch = launch._replace(begin_audit=partial(self.audit.begin, launch))
         self.rule.of(launch.settings).apply(launch, backend)
         if launch.lists.main is not launch.mains or launch.lists.output is not launch.outputs:
             launch.copy_back()
@@ -441,13 +436,6 @@ def _without_grads(launch: Launch) -> Launch:
     return launch._replace(updates=updates, lists=replace(launch.lists, grad=[]))
 
 
-def _begin_audit(
-    audit: Audit, launch: Launch, backend: str, *given: Any
-) -> Callable[[], None] | None:
-    """Begin the audit of a launch that ``Backend.step`` is about to step with these arguments."""
-    return audit.begin(Audited(launch, backend, *given))
-
-
 def check_backend(backend: str, kernels: str, how: StatePrecision) -> None:
     """Raise ValueError, naming the field, if a backend has no kernels for a rule, or does not store
     state so."""
@@ -490,11 +478,3 @@ def _by_group(slots: Sequence[Slot]) -> list[GroupSlots]:
         selection = UpdateSelection(indices, own, len(slots))
         shares.append(GroupSlots(group, selection, [slot.position for slot in own]))
     return shares
-
-
-def _marks(rows: RuleState, slot: Slot) -> list[tuple[int, int | None]]:
-    """Return values that differ after main param or state were written outside of a launch, or
-    moved."""
-    state = rows.groups[slot.group].slots[slot.position]
-    tensors = [rows.stepped(slot), *(state[key] for key in state if key != STEP)]
-    return [(tensor.data_ptr(), writes_counted(tensor)) for tensor in tensors]
