@@ -536,12 +536,6 @@ def _before_torchs_step(*_: Any) -> None:
     wait_for_devices()
 
 
-def is_borrowed(memory: Tensor) -> bool:
-    """Whether a save still has to read of a plain tensor's memory on the host, so that a writer
-    pays for a copy."""
-    return any(lease.is_unread for lent in tuple(borrows) for lease in lent.leases_of(memory))
-
-
 def give_memory(tensor: Tensor, memory: Tensor) -> None:
     """Have a tensor be in other memory, of any device. Saves go on reading the memory it had."""
     for lent in tuple(borrows):

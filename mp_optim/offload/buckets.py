@@ -21,9 +21,6 @@ A bucket holds gradients and parameters in the model's dtype, each tensor rounde
 With ``sync`` a model in host memory has no staging: its gradients and parameters are read and
 written in place. A plan on the meta device is for an accelerator and counts the staging.
 
-A background save adds, for as long as it lasts, at most one more back buffer
-(:mod:`~mp_optim.offload.double_buffer`).
-
 What is stepped in windows has no staging with ``sync``. In the other modes it has staging of all
 buckets, for gradients alone: on the host with ``optimizer_state_path`` (with ``speculative``, for
 parameters, too), and streamed with ``release_gradients``. Windows of a file take host memory,

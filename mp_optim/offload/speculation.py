@@ -19,7 +19,7 @@ from mp_optim.host.transfer import Transfer
 from mp_optim.kernels.kernel_args import MAIN
 from mp_optim.offload.backward_jobs import EarlyBucket
 from mp_optim.offload.bucket_buffers import BucketStep
-from mp_optim.offload.double_buffer import BackLaunch, DoubleBuffer, Key, MemoryMaker
+from mp_optim.offload.double_buffer import BackLaunch, DoubleBuffer, Key
 from mp_optim.offload.state_file import StateFile
 from mp_optim.offload.timeline import StepTimeline
 from mp_optim.rules.rule import Launch
@@ -79,8 +79,7 @@ class Ahead:
         if self._in_file is not None:
             self._spares = [self._in_file] * len(buckets)
             return
-        maker = MemoryMaker(transfer)
-        self._spares = [DoubleBuffer(maker, pin) for _ in buckets]
+        self._spares = [DoubleBuffer(transfer, pin) for _ in buckets]
 
     def lost_memory(self) -> None:
         """The worker may write for ever to a spare that it was given. Those in memory are cut
@@ -102,15 +101,6 @@ class Ahead:
             for key in tensors.keys() - {"step"}:
                 live[slot.group, slot.position, key] = tensors[key]
         return self._spares[index].reserve(live)
-
-    def restore(self) -> None:
-        """Have all slots be in the memory that they had before the first step, unless they rest in
-        a file, which keeps its spare. Nothing may be begun."""
-        if self._in_file is None:
-            self._executor.step_mark.open_state()
-            for spare in self._spares:
-                spare.restore()
-            self._executor.memory_moved()
 
     # -- launches ---------------------------------------------------------------------------------
 

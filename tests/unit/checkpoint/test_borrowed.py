@@ -18,7 +18,7 @@ from mp_optim.host.host_share import HostShare
 from support.accelerator.simulation import device_at
 from support.accelerator.stand_in import simulated_accelerator
 from support.models import build
-from support.offload import CountingTransfer, build_mode, differing, hybrids, run, snapshot
+from support.offload import build_mode, differing, run, snapshot
 
 ADAM_FORMS = ("bf16", "fp16", "fp32", "bf16-8bit8", "bf16-bf16")
 
@@ -242,35 +242,6 @@ def test_a_write_that_nobody_announced_fails_the_save(tmp_path, reader):
     with pytest.raises(RuntimeError, match="not by the optimizer; take state by"):
         handle.wait()
     assert not (tmp_path / "later" / "latest").exists()
-
-
-@pytest.fixture
-def copied(monkeypatch):
-    """How many bytes were copied for the save that was begun last."""
-    lent, lend = [], writing.lend
-    monkeypatch.setattr(writing, "lend", lambda *some: lent.append(lend(*some)) or lent[-1])
-    return lambda: sum(lease.copied for lease in lent[-1].leases)
-
-
-@pytest.mark.parametrize("form", ["bf16", "bf16-8bit8"])
-def test_steps_in_speculative_mode_copy_nothing(tmp_path, reader, copied, form):
-    model, optimizer = build_mode("speculative", form, 1.0, clip_grad=0.0)
-    transfer = CountingTransfer()
-    for hybrid in hybrids(optimizer):
-        hybrid.stepper.use_transfer(transfer)
-    run(model, optimizer, 3)
-    held, start = transfer.held, 3
-    for share in (0.0, 0.4):
-        both = begin_both(tmp_path, model, optimizer, reader, share)
-        for number in range(5):
-            run(model, optimizer, 1, start=start + number)
-            assert copied() == 0
-            assert held <= transfer.held <= 2 * held
-        assert transfer.held > held
-        assert_same_moment(*both, reader)
-        run(model, optimizer, 3, start=start + 5)
-        assert transfer.held == held  # the third half is gone
-        start += 8
 
 
 def test_steps_in_place_of_what_left_the_memory_that_is_read(tmp_path, reader):
