@@ -52,7 +52,7 @@ from mp_optim.apps.fit.fit import (
 )
 from mp_optim.apps.fit.model_plan import Layout, plan, specs_of
 from mp_optim.apps.fit.recipes import Recipe, recipes
-from mp_optim.apps.fit.step_time import GB, MACHINES
+from mp_optim.apps.fit.step_time import GB, Machine
 from mp_optim.optimizers.settings import config_of
 
 GIB = 2**30
@@ -353,9 +353,8 @@ def rates_of(options: Options) -> Rates:
     """What is assumed of a rank's bus, memory and disk."""
     if options.rates is None:
         return Rates()
-    up, down, host, device, disk = (rate * GB for rate in options.rates)
-    given = replace(MACHINES[0], name="as given", up=up, down=down, host=host, device=device)
-    return Rates(given, disk)
+    *memory, disk = (rate * GB for rate in options.rates)
+    return Rates(Machine("as given", *memory), disk)
 
 
 def fitted(options: Options) -> tuple[Estimate, Program]:

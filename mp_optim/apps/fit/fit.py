@@ -13,7 +13,7 @@ from torch import nn
 
 from mp_optim.apps.fit.activations import Moment, Timeline
 from mp_optim.apps.fit.model_plan import Layout
-from mp_optim.apps.fit.step_time import GB, MACHINES, Form, Machine, on_host, streamed
+from mp_optim.apps.fit.step_time import DESKTOP, GB, GRAD, Form, Machine, on_host, streamed
 from mp_optim.config import OptimizerConfig
 from mp_optim.factory.memory_plan import MemoryPlan
 
@@ -257,7 +257,7 @@ class Rates:
         disk: reading or writing.
     """
 
-    machine: Machine = MACHINES[0]
+    machine: Machine = DESKTOP
     disk: float = 3 * GB
 
 
@@ -283,13 +283,13 @@ def _seconds(found: Estimate, rates: Rates, place: str) -> float:
     places = (plan.accelerator, plan.pinned_host, plan.pageable_host, plan.disk)
     state = sum(each.main_params + each.moments for each in places) / max(params, 1)
     form = Form("as planned", state, reads_param=False)
-    seconds = (params - away) * (form.measure + form.update) / rates.machine.device
+    seconds = (params - away) * (GRAD + form.update) / rates.machine.device
     if away and place == "streamed":
         comes_too = 2 if config.release_gradients else 0  # the gradient, which waits on the host
         carried = replace(form, state=form.state + comes_too)
-        seconds += streamed(rates.machine, carried, away).seconds
+        seconds += streamed(rates.machine, carried, away)
     elif away:
-        seconds += on_host(rates.machine, form, away).seconds
+        seconds += on_host(rates.machine, form, away)
     if plan.disk.total:
         seconds = max(seconds, 2 * plan.disk.total / rates.disk)
     return seconds
