@@ -259,14 +259,6 @@ def form_of(config: OptimizerConfig) -> str:
     return "FP32" if moments == "FP32" else f"{moments} moments"
 
 
-@dataclass(frozen=True)
-class SweepRow:
-    """One plan of a sweep."""
-
-    form: str
-    plan: MemoryPlan
-
-
 def sweep(
     source: Any,
     config: OptimizerConfig,
@@ -274,9 +266,11 @@ def sweep(
     *,
     fractions: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
     forms: Mapping[str, Mapping[str, Any]] = FORMS,
-) -> list[SweepRow]:
-    """A plan for every form of state and every fraction, in this order: first the config's own
-    form, if it is none of these, and without those that the config's rule does not have."""
+) -> list[tuple[str, MemoryPlan]]:
+    """Return the name and the plan of every form of state and every fraction, in this order.
+
+    The config's own form is first if it is none of these. Forms that the config's rule does not
+    have are left out."""
     specs = specs_of(source)
     own = form_of(config)
     configs = {} if own in forms else {own: config}
@@ -286,7 +280,7 @@ def sweep(
         except ValueError:  # the rule has no such moments
             continue
     return [
-        SweepRow(name, plan(specs, with_fraction(in_form, fraction), layout))
+        (name, plan(specs, with_fraction(in_form, fraction), layout))
         for name, in_form in configs.items()
         for fraction in fractions
     ]

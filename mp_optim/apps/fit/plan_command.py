@@ -6,7 +6,6 @@ $ mp-optim plan --model path/to/config.json --gpu-memory 24 --state 8bit --relea
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,16 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from mp_optim import OptimizerConfig
-from mp_optim.apps.cli.command import WIDE, console, hf_config, model_errors
-from mp_optim.apps.fit.model_plan import (
-    FORMS,
-    Layout,
-    SweepRow,
-    form_of,
-    smallest_fraction,
-    specs_of,
-    sweep,
-)
+from mp_optim.apps.cli.command import console, hf_config, model_errors
+from mp_optim.apps.fit.model_plan import FORMS, Layout, form_of, smallest_fraction, specs_of, sweep
 from mp_optim.factory.memory_plan import MemoryPlan
 from mp_optim.factory.offload_fraction import OFFLOADING
 from mp_optim.optimizers.settings import config_of
@@ -59,8 +50,6 @@ class Options:
     """GiB that the host has for this rank."""
     fractions: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     """Shares of the optimizer on the host, one line of the table each."""
-    output: Path | None = None
-    """Folder for plan.md and plan.png."""
 
 
 def load(options: Options) -> tuple[Any, OptimizerConfig]:
@@ -119,24 +108,23 @@ def _settings(optimizer: Path) -> dict[str, Any]:
     return dict(settings)
 
 
-def table(rows: list[SweepRow], options: Options) -> Table:
+def table(rows: list[tuple[str, MemoryPlan]], options: Options) -> Table:
     """One line a plan; what does not fit is red."""
     from rich.table import Table
 
     shown = Table(title=f"GiB per rank: {options.model.stem}, {_words(options.layout)}")
     shown.add_column("state")
-    has_disk = any(row.plan.disk.total for row in rows)
+    has_disk = any(plan.disk.total for _, plan in rows)
     places = ["accelerator", "pinned host", "pageable host", *(["disk"] if has_disk else [])]
     for head in ("fraction", *(f"{place}, GiB" for place in (*places, "host", "saving"))):
         shown.add_column(head, justify="right")
-    for row in rows:
-        plan = row.plan
+    for form, plan in rows:
         sizes = [plan.accelerator.total, plan.pinned_host.total, plan.pageable_host.total]
         sizes += [plan.disk.total] if has_disk else []
         cells = [f"{size / GIB:.2f}" for size in (*sizes, plan.host_total, plan.background_save)]
         if options.gpu_memory is not None and sizes[0] > options.gpu_memory * GIB:
             cells[0] = f"[red]{cells[0]}[/red]"
-        shown.add_row(row.form, f"{plan.fraction:g}", *cells)
+        shown.add_row(form, f"{plan.fraction:g}", *cells)
     return shown
 
 
@@ -145,65 +133,8 @@ def _words(layout: Layout) -> str:
     return f"{sizes}, {layout.sharding}"
 
 
-def markdown(shown: Table) -> str:
-    """A table for documents."""
-    from rich.box import MARKDOWN
-    from rich.console import Console
-
-    shown.box, shown.title = MARKDOWN, None
-    out = Console(width=WIDE, file=io.StringIO())
-    out.print(shown)
-    return f"{out.file.getvalue().strip()}\n"  # type: ignore[attr-defined]
-
-
-def draw(path: Path, rows: list[SweepRow], options: Options) -> None:
-    """Accelerator and host bytes over the fraction, a line for each form of state."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, places = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=False)
-    for form in dict.fromkeys(row.form for row in rows):
-        plans = [row.plan for row in rows if row.form == form]
-        fractions = [plan.fraction for plan in plans]
-        accelerator = [plan.accelerator.total / GIB for plan in plans]
-        host = [plan.host_total / GIB for plan in plans]
-        for axes, sizes in zip(places, (accelerator, host), strict=True):
-            axes.plot(fractions, sizes, marker="o", label=form)
-    for axes, title, limit in zip(
-        places, ("accelerator", "host"), (options.gpu_memory, options.host_memory), strict=True
-    ):
-        axes.set(
-            title=title,
-            xlabel="share of the optimizer on the host",
-            ylabel="GiB per rank",
-            ylim=(0, None),
-        )
-        if limit is not None:
-            axes.axhline(limit, color="red", linewidth=0.8, linestyle="--")
-        axes.grid(alpha=0.25)
-    places[0].legend(frameon=False)
-    figure.suptitle(f"{options.model.stem}, {_words(options.layout)}")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def fitting(options: Options, source: Any, config: OptimizerConfig) -> MemoryPlan:
-    """The plan with the smallest fraction that fits."""
-    host = None if options.host_memory is None else int(options.host_memory * GIB)
-    return smallest_fraction(
-        source,
-        config,
-        options.layout,
-        gpu_memory=int((options.gpu_memory or 0) * GIB),
-        host_memory=host,
-    )
-
-
 def report(source: Any, config: OptimizerConfig, options: Options) -> int:
-    """Print what a model takes, and write it where ``options.output`` says; returns the exit
-    status.
+    """Print the memory that a model takes; returns the exit status.
 
     Args:
         source: the model's config, as Hugging Face has it.
@@ -216,23 +147,24 @@ def report(source: Any, config: OptimizerConfig, options: Options) -> int:
     rows = sweep(specs, config, options.layout, fractions=options.fractions, forms=forms)
     billions = sum(spec.numel for spec in specs) / 1e9
     out.print(f"{billions:.2f} B params in {len(specs)} tensors", highlight=False)
-    shown = table(rows, options)
-    out.print(shown)
+    out.print(table(rows, options))
     out.print(
         "pinned host: page-locked memory; saving: what a save in the background takes more of "
         "the host while it lasts"
     )
     if options.gpu_memory is not None:
-        smallest = fitting(options, specs, config)
+        smallest = smallest_fraction(
+            specs,
+            config,
+            options.layout,
+            gpu_memory=int(options.gpu_memory * GIB),
+            host_memory=None if options.host_memory is None else int(options.host_memory * GIB),
+        )
         print(
             f"{form_of(config)}: optimizer_offload_fraction={smallest.fraction:g} (offload="
             f"{smallest.fraction:g}) is the smallest that fits {options.gpu_memory:g} GiB:\n"
             f"{smallest}"
         )
-    if options.output is not None:
-        options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "plan.md").write_text(markdown(shown), encoding="utf-8")
-        draw(options.output / "plan.png", rows, options)
     return 0
 
 

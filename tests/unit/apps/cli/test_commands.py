@@ -115,15 +115,14 @@ def test_a_closed_pipe_ends_a_command_silently() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 141
 
 
-def test_a_plan_is_printed_and_written(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = config.with_name("plan")
+def test_plan_prints_table_and_smallest_fraction(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     memory = ("--gpu-memory", "1", "--host-memory", "2")
-    assert main(["plan", "--model", str(config), *memory, "--output", str(output)]) == 0
+    assert main(["plan", "--model", str(config), *memory]) == 0
     text = capsys.readouterr().out
-    assert "GiB per rank" in text and "is the smallest that fits 1 GiB" in text
+    assert "accelerator, GiB" in text and "is the smallest that fits 1 GiB" in text
     assert "FP32: optimizer_offload_fraction=0 (offload=0) is" in text
-    assert "accelerator, GiB" in (output / "plan.md").read_text()
-    assert (output / "plan.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
