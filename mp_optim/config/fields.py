@@ -14,8 +14,10 @@ import torch
 
 from mp_optim.config.rules import BACKENDS, OPTIMIZERS, RULE_FIELDS, rules_in_words
 from mp_optim.config.setting_checks import (
+    BETA,
     OPTIONAL_RATE,
     RATE,
+    UP_TO_1,
     Check,
     Choice,
     Number,
@@ -313,12 +315,10 @@ class ConfigFields:
 
 
 _INT32 = 2**31 - 1
-_MOST_THREADS = 1024
-_SCALE = Number(  # loss scales and their reciprocals are normal FP32 numbers
-    2.0**-126, 2.0**126, said="must be positive and at most 2**126, at least 2**-126"
-)
-_STEPS = whole(1, _INT32, "must be a whole number of steps >= 1, below 2**31")
-_THRESHOLD = Number(0.0, open_low=True, may_be_infinite=True, said="must be > 0 (inf: never skip)")
+_SCALE = Number(2.0**-126, 2.0**126)
+"""Loss scales and their reciprocals are normal FP32 numbers."""
+_STEPS = whole(1, _INT32)
+_THRESHOLD = Number(0.0, open_low=True, may_be_infinite=True)
 _NO_RULE = f"optimizer is {rules_in_words()}"
 _MOMENTS_IN_8_BITS = (
     "8-bit moments are use_precision_aware_optimizer=True with exp_avg_dtype='uint8' and "
@@ -335,14 +335,13 @@ _OTHER_RULES = {
     **dict.fromkeys(("adamw8bit", "adam8bit", "adamw_8bit"), _MOMENTS_IN_8_BITS),
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "'adam' is AdamW"),
 }
-_BITS = whole(0, 16, REMAINDER_CHOICES)
-EMA_DECAY = Number(0.0, 1.0, open_high=True, optional=True, said="must be in [0, 1), or None")
+EMA_DECAY = replace(BETA, optional=True)
 
 
 def _as_remainder_form(value: Any) -> Any:
     if value == "kahan":
         raise ValueError(f"{REMAINDER_CHOICES}; {KAHAN_IS_GONE}: use 16")
-    form = _BITS(value)
+    form = whole(0, 16)(value)
     if form not in REMAINDERS:
         raise ValueError(REMAINDER_CHOICES)
     return form
@@ -355,9 +354,9 @@ CHECKS: dict[str, Check] = {
     "weight_decay": RATE,
     **dict.fromkeys(("params_dtype", "main_grads_dtype", "main_params_dtype"), as_dtype),
     **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "ema_dtype"), as_dtype),
-    "fp32_state_below": whole(0, 2**62, "must be a whole number of elements >= 0"),
+    "fp32_state_below": whole(0, 2**62),
     "param_remainder_bits": _as_remainder_form,
-    "stochastic_rounding_seed": whole(0, 2**32 - 1, "must be a whole number in [0, 2**32)"),
+    "stochastic_rounding_seed": whole(0, 2**32 - 1),
     "ema_decay": EMA_DECAY,
     "loss_scale": replace(_SCALE, optional=True),
     "initial_loss_scale": _SCALE,
@@ -367,42 +366,23 @@ CHECKS: dict[str, Check] = {
     "clip_grad": Number(),
     "grad_norm_skip_threshold": _THRESHOLD,
     "skip_step_sigma_factor": _THRESHOLD,
-    "skip_step_rolling_interval_length": whole(
-        4, 2**20, "must be a whole number of steps >= 4, at most 2**20"
-    ),
-    "log_param_grad_norms": whole(0, _INT32, "must be a whole number of parameters >= 0"),
-    "log_update_ratios_interval": whole(
-        0, _INT32, "must be a whole number of steps >= 0 (0: never)"
-    ),
+    "skip_step_rolling_interval_length": whole(4, 2**20),
+    "log_param_grad_norms": whole(0, _INT32),
+    "log_update_ratios_interval": whole(0, _INT32),
     "optimizer_offload_fraction": as_fraction,
-    "gpu_memory": whole(
-        1,
-        2**62,
-        "must be a whole number of bytes >= 1, or text with a unit such as '60GiB'",
-        optional=True,
-        in_bytes=True,
-    ),
+    "gpu_memory": whole(1, 2**62, optional=True, in_bytes=True),
     "offload_mode": Choice(("sync", "overlap", "speculative")),
     "offload_place": Choice(("host", "streamed")),
-    "stream_window_bytes": whole(
-        4096,
-        2**62,
-        "must be a whole number of bytes >= 4096, or text such as '256MiB'",
-        in_bytes=True,
-    ),
+    "stream_window_bytes": whole(4096, 2**62, in_bytes=True),
     "optimizer_state_path": as_folder,
-    "offload_bucket_bytes": whole(
-        1, 2**62, "must be a whole number of bytes >= 1, or text such as '64MiB'", in_bytes=True
-    ),
+    "offload_bucket_bytes": whole(1, 2**62, in_bytes=True),
     "data_parallel_sharding_strategy": Choice(("no_shard", "optim", "optim_grads")),
     "grad_reduce_op": Choice(("avg", "sum")),
-    "bucket_size": whole(1, 2**62, "must be a whole number of elements >= 1", optional=True),
+    "bucket_size": whole(1, 2**62, optional=True),
     "fused_backend": Choice(BACKENDS),
-    "audit_rate": Number(0.0, 1.0, said="must be between 0 and 1"),
+    "audit_rate": UP_TO_1,
     "audit_action": Choice(("warn", "raise")),
-    "host_threads": whole(
-        1, _MOST_THREADS, f"must be a whole number >= 1, at most {_MOST_THREADS}", optional=True
-    ),
+    "host_threads": whole(1, 1024, optional=True),
     "host_cores": as_cores,
     "timers": as_timers,
 }

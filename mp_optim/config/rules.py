@@ -21,6 +21,7 @@ from mp_optim.config.setting_checks import (
     NOT_NEGATIVE,
     POSITIVE,
     RATE,
+    UP_TO_1,
     WHOLE,
     Check,
     Choice,
@@ -285,10 +286,7 @@ _BIAS_CORRECTION = Hyperparameter("bias_correction", as_flag, True)
 _ADAM_W_MODE = Hyperparameter("adam_w_mode", as_flag, True, {"decoupled_weight_decay": as_bool})
 _CAUTION = Hyperparameter("caution", as_flag, False, {"caution": as_bool})
 _CAUTIOUS_WD = _tuned("cautious_wd", as_flag, False, cautious_wd=as_bool)
-_UP_TO_1 = Number(0.0, 1.0, said="must be a finite number >= 0, at most 1")
-_FACTOR = Number(
-    0.0, LARGEST, open_low=True, said=f"must be a finite number > 0, at most {LARGEST:g}"
-)
+_FACTOR = Number(0.0, LARGEST, open_low=True)
 
 _ADAM = RuleSpec(
     "adam",
@@ -317,7 +315,7 @@ _SGD = RuleSpec(
     "sgd",
     (_MOMENTUM,),
     (
-        _tuned("momentum", NOT_NEGATIVE, 0.0, sgd_momentum=_UP_TO_1),
+        _tuned("momentum", NOT_NEGATIVE, 0.0, sgd_momentum=UP_TO_1),
         Hyperparameter("dampening", FINITE, 0.0),
         Hyperparameter("nesterov", as_flag, False),
     ),
@@ -354,12 +352,7 @@ _MUON = RuleSpec(
             "medium",
             high="TF32 is not to be had on the host",
         ),
-        _tuned(
-            "num_ns_steps",
-            WHOLE,
-            5,
-            muon_num_ns_steps=whole(1, 100, "must be a whole number >= 1, at most 100"),
-        ),
+        _tuned("num_ns_steps", WHOLE, 5, muon_num_ns_steps=whole(1, 100)),
         _chosen("coefficient_type", "muon_coefficient_type", COEFFICIENT_TYPES, "quintic"),
         _chosen("ns_method", "muon_ns_method", NS_METHODS, "standard"),
         _chosen(

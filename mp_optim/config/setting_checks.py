@@ -67,20 +67,32 @@ class Number:
     """A number between two limits, which belong to it unless they are ``open``.
 
     Attributes:
-        said: the end of an error.
         whole: only whole numbers; one that is written as a float counts.
         in_bytes: text with a unit counts too: ``"60GB"``, ``"1.5GiB"``.
     """
 
     low: float = 0.0
     high: float = math.inf
-    said: str = "must be a finite number >= 0"
     open_low: bool = False
     open_high: bool = False
     may_be_infinite: bool = False
     optional: bool = False
     whole: bool = False
     in_bytes: bool = False
+
+    @property
+    def said(self) -> str:
+        """The end of an error."""
+        kind = "a number" if self.may_be_infinite else "a finite number"
+        kind = "a whole number" if self.whole else kind
+        low = f" {'>' if self.open_low else '>='} {self.low:g}"
+        if self.low == -_LARGEST_FP32:
+            low = ""
+        elif self.high < (2**53 if self.whole else _LARGEST_FP32):
+            ends = "(" if self.open_low else "[", ")" if self.open_high else "]"
+            low = f" in {ends[0]}{self.low:g}, {self.high:.12g}{ends[1]}"
+        unit = ", or text with a unit such as '64MiB'" if self.in_bytes else ""
+        return f"must be {kind}{low}{unit}{', or None' if self.optional else ''}"
 
     def __call__(self, value: Any) -> Any:
         if value is None and self.optional:
@@ -200,15 +212,15 @@ def as_dtype(value: Any) -> torch.dtype:
 def as_fraction(value: Any) -> Any:
     if isinstance(value, str) and value == "auto":
         return "auto"
-    text = "must be between 0 and 1, or 'auto'"
     value = _from_text(value)
-    if isinstance(value, str):
-        raise ValueError(text)
+    if UP_TO_1.holds(value):
+        return UP_TO_1(value)
+    hint = ""
     if isinstance(value, bool):
-        raise ValueError(f"{text}, not a bool; give {float(value)}")
-    if isinstance(value, int | float) and 2 <= value <= 100:
-        text += f"; give {value / 100:g} for {value:g} %"
-    return Number(0.0, 1.0, said=text)(value)
+        hint = f", not a bool; give {float(value)}"
+    elif _is_real(value) and 2 <= value <= 100:
+        hint = f"; give {value / 100:g} for {value:g} %"
+    raise ValueError(f"must be between 0 and 1, or 'auto'{hint}")
 
 
 def as_cores(value: Any) -> tuple[int, ...] | None:
@@ -217,7 +229,7 @@ def as_cores(value: Any) -> tuple[int, ...] | None:
     said = "must name at least one core, each once, as whole numbers >= 0 in a tuple or list"
     if not isinstance(value, (tuple, list, range)) or not value:
         raise ValueError(said)
-    cores = tuple(map(whole(0, 2**20, said), value))
+    cores = tuple(map(whole(0, 2**20), value))
     if len(set(cores)) != len(cores):
         raise ValueError(said)
     return cores
@@ -244,17 +256,18 @@ def as_timers(value: Any) -> Any:
     return value
 
 
-RATE = Number(0.0, LARGEST, said=f"must be a finite number >= 0, at most {LARGEST:g}")
-OPTIONAL_RATE = Number(0.0, LARGEST, optional=True, said=RATE.said)
-BETA = Number(0.0, 1.0, open_high=True, said="must be in [0, 1)")
+RATE = Number(0.0, LARGEST)
+OPTIONAL_RATE = Number(0.0, LARGEST, optional=True)
+UP_TO_1 = Number(0.0, 1.0)
+BETA = Number(0.0, 1.0, open_high=True)
 
 
 # -- hyperparameters ------------------------------------------------------------------------------
 
-FINITE = Number(-_LARGEST_FP32, _LARGEST_FP32, "must be a finite number")
+FINITE = Number(-_LARGEST_FP32, _LARGEST_FP32)
 NOT_NEGATIVE = Number(0.0, _LARGEST_FP32)
-POSITIVE = Number(0.0, _LARGEST_FP32, "must be a finite number > 0", open_low=True)
-WHOLE = whole(0, 2**53, "must be a whole number >= 0")
+POSITIVE = Number(0.0, _LARGEST_FP32, open_low=True)
+WHOLE = whole(0, 2**53)
 
 
 def as_flag(value: Any) -> bool:

@@ -280,7 +280,7 @@ class SlotState:
 
 # -- checks ---------------------------------------------------------------------------------------
 
-_STEPS = whole(0, 2**24, "must be a whole number in [0, 2**24]")
+_STEPS = whole(0, 2**24)
 """What an FP32 counter counts to."""
 
 

@@ -20,14 +20,14 @@ _LARGEST = 2.0**126
 
 
 _SCALER_STATE = {
-    "scale": Number(0.0, _LARGEST, "must be positive and at most 2**126", open_low=True),
+    "scale": Number(0.0, _LARGEST, open_low=True),
     "growth_tracker": WHOLE,
     "hysteresis_tracker": WHOLE,
 }
 """What the state of a dynamic scale consists of, and may be."""
-_GROWTH = Number(1.0, said="must be greater than 1", open_low=True)
-_BACKOFF = Number(0.0, 1.0, "must be between 0 and 1", open_low=True, open_high=True)
-_STEPS = whole(1, 2**53, "must be a whole number >= 1")
+_GROWTH = Number(1.0, open_low=True)
+_BACKOFF = Number(0.0, 1.0, open_low=True, open_high=True)
+_STEPS = whole(1, 2**53)
 
 
 class MegatronGradScaler(ABC):
@@ -130,7 +130,7 @@ class DynamicGradScaler(MegatronGradScaler):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(initial_scale, device)
-        floor = Number(0.0, initial_scale, "must be in (0, initial_scale]", open_low=True)
+        floor = Number(0.0, initial_scale, open_low=True)
         check_setting("min_scale", min_scale, floor)
         check_setting("growth_factor", growth_factor, _GROWTH)
         check_setting("backoff_factor", backoff_factor, _BACKOFF)

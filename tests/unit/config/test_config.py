@@ -96,7 +96,10 @@ from mp_optim import OptimizerConfig
         ),
         ({"grad_norm_skip_threshold": 0}, "grad_norm_skip_threshold=0"),
         ({"muon_momentum": 0.9}, "muon_momentum=0.9: has no effect with optimizer='adam'"),
-        ({"optimizer": "muon", "muon_momentum": 1.0}, "muon_momentum=1.0: must be in"),
+        (
+            {"optimizer": "muon", "muon_momentum": 1.0},
+            "muon_momentum=1.0: must be a finite number in",
+        ),
         (
             {"optimizer": "muon", "muon_num_ns_steps": 6},
             "muon_num_ns_steps=6: coefficient_type='quintic'",

@@ -168,7 +168,7 @@ def test_zero_and_enormous_gradients_make_finite_steps():
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"momentum": 1.0}, r"momentum=1\.0: must be in \[0, 1\)"),
+        ({"momentum": 1.0}, r"momentum=1\.0: must be a finite number in \[0, 1\)"),
         ({"scale_mode": "big"}, "scale_mode='big': must be one of"),
         ({"coefficient_type": "cubic"}, "coefficient_type='cubic'"),
         (

@@ -336,7 +336,7 @@ def test_defaults_are_torchs(name: str) -> None:
         ({"main_params": "fp16"}, "main_params='fp16': must be one of"),
         ({"offload": 2.0}, "offload=2.0: must be between 0 and 1"),
         ({"offload_mode": "overlap"}, "='overlap': has no effect without offload > 0; set that"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm=0.0: must be > 0"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm=0.0: must be a number > 0"),
         ({"max_grad_norm": "1,0"}, "max_grad_norm='1,0': must be a float | None, not a str"),
         ({"stochastic_rounding": "False", "state": "bf16"}, "stochastic_rounding='False': must be"),
         ({"release_gradients": "True", "offload": 1.0}, "release_gradients='True': must be a bool"),
