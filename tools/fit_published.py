@@ -19,7 +19,6 @@ from mp_optim.apps.fit.activations import (
     checkpoint_blocks,
     hf_loss,
     trace,
-    trace_repeating,
 )
 from mp_optim.apps.fit.command import shipped
 from mp_optim.apps.fit.fit import ERROR
@@ -158,8 +157,7 @@ def traced(setting: Setting) -> tuple[int, Timeline]:
     if setting.checkpointing:
         checkpoint_blocks(model)
     params = sum(param.numel() for param in model.parameters())
-    fake, loss_of = as_fake(model), hf_loss(setting.batch)
-    return params, trace_repeating(model, lambda: trace(model, fake, loss_of))
+    return params, trace(model, as_fake(model), hf_loss(setting.batch))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ from mp_optim.apps.fit.activations import (
     checkpoint_blocks,
     hf_loss,
     trace,
-    trace_repeating,
 )
 from mp_optim.apps.fit.chunked_loss import can_chunk, chunk_loss
 from mp_optim.apps.fit.fit import (
@@ -377,10 +376,7 @@ def choose(options: Options, made: Program, tried: Iterable[Candidate]) -> Estim
         if made.is_hf:
             checkpoint_blocks(made.model, checkpointing)
         with made.losing(loss):
-            return trace_repeating(
-                made.model,
-                lambda: trace(made.model, fake, made.loss_of, vocabulary=made.vocabulary),
-            )
+            return trace(made.model, fake, made.loss_of, vocabulary=made.vocabulary)
 
     found = search(
         tried,

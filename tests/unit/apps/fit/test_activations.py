@@ -4,14 +4,11 @@ torch's own profiler counts it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from mp_optim.apps.fit.activations import (
@@ -22,7 +19,6 @@ from mp_optim.apps.fit.activations import (
     checkpoint_blocks,
     hf_loss,
     trace,
-    trace_repeating,
     track,
 )
 
@@ -122,72 +118,3 @@ def test_gradients_that_leave_are_not_held() -> None:
     assert timeline.peak(lambda made: 0).activations == max(m.activations for m in timeline.moments)
     held = timeline.peak(lambda made: timeline.grads)
     assert held.grads == timeline.grads
-
-
-@dataclass
-class Traces:
-    """Traces a model, and keeps how many blocks it had then."""
-
-    model: Any
-    loss_of: Callable[[nn.Module], Tensor]
-    vocabulary: int | None = None
-    depths: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.fake = as_fake(self.model)
-
-    def __call__(self) -> Timeline:
-        lists = [each for each in self.model.modules() if isinstance(each, nn.ModuleList)]
-        self.depths.append(max(map(len, lists)))
-        return trace(self.model, self.fake, self.loss_of, vocabulary=self.vocabulary)
-
-
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("name", list(MODELS))
-def test_a_deep_model_is_known_from_shallow_ones(name: str, checkpointing: bool) -> None:
-    """To the byte, at every moment."""
-    traces = Traces(built(name, checkpointing, depth=6), hf_loss(BATCH), DECODER["vocab_size"])
-    assert trace_repeating(traces.model, traces) == traces()
-    assert traces.depths == [2, 3, 6]
-
-
-class Blocks(nn.Module):
-    """Layers of these widths, and a loss of the last output or of all of them together."""
-
-    def __init__(self, *widths: int, over_all: bool = False) -> None:
-        super().__init__()
-        self.over_all = over_all
-        with torch.device("meta"):
-            layers = [
-                nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, 32))
-                for width in widths
-            ]
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, value: Tensor) -> Tensor:
-        outputs = [value]
-        for layer in self.layers:
-            outputs.append(outputs[-1] + layer(outputs[-1]))
-        return torch.stack(outputs).std() if self.over_all else outputs[-1].std()
-
-
-@pytest.mark.parametrize(
-    ("model", "depths"),
-    [
-        (Blocks(*[64] * 9), [2, 3]),
-        (Blocks(48, 16, *[64] * 8), [4, 5]),  # the first two are others
-        (Blocks(*[64, 16] * 7, 64), [5, 7]),  # two kinds by turns, and half a turn
-        (Blocks(*range(16, 26)), [10]),  # none is like another
-        (Blocks(*[64] * 9, over_all=True), [2, 3, 9]),  # one more is not more of the same
-        (Blocks(*[64] * 4), [4]),  # nothing to spare
-    ],
-    ids=["alike", "head", "turns", "unlike", "over all", "shallow"],
-)
-def test_only_blocks_that_are_alike_are_left_out(model: Blocks, depths: list[int]) -> None:
-    def loss_of(model: nn.Module) -> Tensor:
-        return model(torch.ones(16, 32, dtype=torch.float32, device="cpu"))  # type: ignore[no-any-return]
-
-    traces = Traces(model, loss_of)
-    known = trace_repeating(model, traces)
-    assert traces.depths == depths
-    assert known == traces() and traces.depths[-1] == len(model.layers)
