@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -149,8 +148,7 @@ def packed(common: Mapping[str, Any], ranks: Ranks) -> bytes:
     optimizer = common["optimizer"]
     groups = [] if optimizer is None else optimizer["param_groups"]
     names = json.dumps([group["param_names"] for group in groups])
-    digest = hashlib.sha256(names.encode()).digest()
-    others = ranks.gather(None if digest == ranks.broadcast(digest) else groups)
+    others = ranks.gather_differing(groups, names)
 
     def pack() -> bytes:
         if optimizer is None:

@@ -3,93 +3,65 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from mp_optim.checkpoint.file_format import byte_view
 from mp_optim.process_groups.agreement import Ranks
 
 SAMPLES = 64
 """Elements of a parameter that are compared, evenly spaced: enough to distinguish parts of a whole
 and experts from copies."""
 
-# -- parameters that several ranks hold under one name --------------------------------------------
-#
-# They are written once, so they must be the same. While they are, a rank sends one digest of all of
-# them; single parameters are compared only to name what differs.
-
 
 def check_replicas(params: Mapping[str, Tensor], ranks: Ranks) -> None:
     """Raise, on every rank, if ranks hold different values under one name. Collective.
 
+    Such parameters are written once, so they must be equal. A rank whose digests equal those of the
+    first rank does not send them.
+
     Args:
-        params: parameters by name, of which only plain tensors are compared: a DTensor says itself
-            what it is.
+        params: parameters by name. Only plain tensors are compared: a DTensor has its own layout.
 
     Raises:
         ValueError: naming the parameter and the ranks.
     """
     if ranks.size == 1:
         return
-    plain = {
-        name: param
-        for name, param in params.items()
-        if type(param) in (Tensor, torch.nn.Parameter) and param.device.type != "meta"
-    }
-    names = hashlib.sha256("\n".join(plain).encode()).digest()
-    reports = ranks.gather((names, _digest(list(plain.values()))))
-    backwards = reversed(list(enumerate(reports)))
-    kinds = {kind: rank for rank, (kind, _) in backwards}  # the first rank of each
-    if ranks.broadcast(len(set(reports)) < 2):
-        return
-    speakers = ranks.broadcast(set(kinds.values()))
-    spoken = ranks.gather(tuple(plain) if ranks.rank in speakers else ())
-    names_of = {kind: spoken[rank] for kind, rank in kinds.items()}
-    compared = ranks.broadcast(to_compare(reports, names_of))
-    own = {name: _digest([param]) for name, param in plain.items() if name in compared}
-    digests = ranks.gather(own)
-    ranks.run_on_first("comparing the ranks' parameters", lambda: _compare(digests))
+    own = _digests(
+        {
+            name: param
+            for name, param in params.items()
+            if type(param) in (Tensor, torch.nn.Parameter) and param.device.type != "meta"
+        }
+    )
+    others = ranks.gather_differing(own, repr(own))
+    ranks.run_on_first("comparing the ranks' parameters", lambda: _compare([own, *others[1:]]))
 
 
-def to_compare(
-    reports: Sequence[tuple[bytes, bytes]], names: Mapping[bytes, Sequence[str]]
-) -> set[str]:
-    """Names of parameters that ranks may hold different values of.
-
-    Args:
-        reports: of every rank, digests of the names of what it holds whole, and of the values.
-        names: the parameters behind each digest of names.
-    """
-    values: dict[bytes, set[bytes]] = {}
-    for kind, value in reports:
-        values.setdefault(kind, set()).add(value)
-    seen: set[str] = set()
-    compared: set[str] = set()
-    for kind, held in names.items():
-        compared |= set(held) if len(values[kind]) > 1 else seen.intersection(held)
-        seen |= set(held)
-    return compared
-
-
-def _digest(params: Collection[Tensor]) -> bytes:
-    """Of samples of the values, one after the other; one copy for each device and dtype."""
-    samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for param in params:
+def _digests(params: Mapping[str, Tensor]) -> dict[str, bytes]:
+    """Return a digest of samples of each parameter; one copy for each device and dtype."""
+    samples: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+    for name, param in params.items():
         flat = param.detach().reshape(-1)
         step = max(1, flat.numel() // SAMPLES)
-        samples.setdefault((param.device, param.dtype), []).append(flat[::step][:SAMPLES])
-    digest = hashlib.sha256()
+        samples.setdefault((param.device, param.dtype), {})[name] = flat[::step][:SAMPLES]
+    digests: dict[str, bytes] = {}
     for (_, dtype), pieces in samples.items():
-        content = torch.cat(pieces).view(torch.uint8).cpu()
-        digest.update(str(dtype).encode() + bytes(content.tolist()))
-    return digest.digest()[:16]
+        content = torch.cat([*pieces.values()]).view(torch.uint8).cpu()
+        of_each = torch.split(content, [piece.nbytes for piece in pieces.values()])
+        for name, part in zip(pieces, of_each, strict=True):
+            text = str(dtype).encode() + bytes(byte_view(part))
+            digests[name] = hashlib.sha256(text).digest()[:8]
+    return digests
 
 
-def _compare(digests_of_ranks: Sequence[Mapping[str, bytes]]) -> None:
+def _compare(digests_of_ranks: Sequence[Mapping[str, bytes] | None]) -> None:
     first: dict[str, tuple[int, bytes]] = {}
     for rank, digests in enumerate(digests_of_ranks):
-        for name, digest in digests.items():
+        for name, digest in (digests or {}).items():
             other, expected = first.setdefault(name, (rank, digest))
             if digest != expected:
                 raise ValueError(

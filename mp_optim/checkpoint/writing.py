@@ -1,12 +1,13 @@
-"""Writing tensors, in two parts.
+"""Write the tensors of a checkpoint, in two parts.
 
-Planning decides which rank writes what, by pure functions of what the ranks hold; it is where they
-talk. Entries that a rank holds whole are the same on many ranks: each rank sends a digest of each
-sheet of them (the model's, the optimizer's), and only one rank for each digest sends the entries.
-Entries of which it holds parts are its own.
+Planning decides which rank writes which boxes, by pure functions of the entries that the ranks
+hold. Ranks communicate only here. Entries that a rank holds whole are the same on many ranks, so
+they are put into sheets (the model's, the optimizer's), and a rank sends only the sheets that the
+first rank does not have. Each rank sends the boxes of the entries of which it holds parts.
 
-Writing then needs no other rank, so it can happen in the background, from a snapshot of just what
-this rank writes. Each thread that writes has a file of its own, so that none waits for another.
+Writing then needs no other rank, so it can happen in the background, from a snapshot of the boxes
+that this rank writes. Each thread that writes has a file of its own, so that no thread waits for
+another.
 """
 
 from __future__ import annotations
@@ -14,16 +15,15 @@ from __future__ import annotations
 import hashlib
 import heapq
 import itertools
-import math
 import os
-import threading
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent import futures
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from operator import attrgetter, itemgetter
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -83,140 +83,77 @@ class Held(NamedTuple):
     shape: tuple[int, ...]
     places: tuple[Box, ...] | None = None
 
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
 
 Sheets = Mapping[bytes, Sequence[Held]]
 """Entries that are the same on many ranks, by digest: those held whole, and, without boxes, those
 that are split."""
 
-
-@dataclass(frozen=True)
-class Holding:
-    """The entries of one rank.
-
-    Attributes:
-        whole: entries held whole.
-        shards: entries that are split, also those of which this rank holds nothing.
-    """
-
-    whole: tuple[Held, ...]
-    shards: tuple[Held, ...]
-
-    @cached_property
-    def sheets(self) -> Sheets:
-        """Entries held whole, in one sheet for each beginning of names, and one sheet of the
-        entries that are split; by digest."""
-        sheets_by_key: dict[str, list[Held]] = {}
-        for entry in self.whole:
-            sheets_by_key.setdefault(entry.name.partition(".")[0], []).append(entry)
-        if self.shards:
-            sheets_by_key[""] = [entry._replace(places=()) for entry in self.shards]
-        return {
-            hashlib.sha256(repr(sheet).encode()).digest(): tuple(sheet)
-            for sheet in sheets_by_key.values()
-        }
+Share = Mapping[str, Collection[Box]]
+"""The boxes that a rank writes, by the names of their entries."""
 
 
-@dataclass(frozen=True)
-class WriteShare:
-    """What a rank writes of what it holds.
-
-    Attributes:
-        whole: names of entries it holds whole.
-        left_out: boxes that other ranks write, by name.
-    """
-
-    whole: frozenset[str]
-    left_out: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
+def held_of(tensors: Mapping[str, Tensor]) -> tuple[Held, ...]:
+    """Return the entries of this rank, also split ones of which it holds no element."""
+    return tuple(
+        Held(name, tensor.dtype, tuple(tensor.shape), places_of(tensor))
+        for name, tensor in tensors.items()
+    )
 
 
-def holding_of(tensors: Mapping[str, Tensor]) -> Holding:
-    whole, shards = [], []
-    for name, tensor in tensors.items():
-        places = places_of(tensor)
-        if places is None:
-            whole.append(Held(name, tensor.dtype, tuple(tensor.shape)))
-        else:
-            shards.append(Held(name, tensor.dtype, tuple(tensor.shape), places))
-    return Holding(tuple(whole), tuple(shards))
+def sheets_of(held: Sequence[Held]) -> Sheets:
+    """Return entries held whole, in one sheet for each beginning of names, and one sheet of the
+    entries that are split."""
+    by_key: dict[str, list[Held]] = {}
+    for entry in held:
+        is_whole = entry.places is None
+        key = entry.name.partition(".")[0] if is_whole else ""
+        by_key.setdefault(key, []).append(entry if is_whole else entry._replace(places=()))
+    return {
+        hashlib.sha256(repr(sheet).encode()).digest(): tuple(sheet) for sheet in by_key.values()
+    }
 
 
 def shares(
-    sheets: Sheets, held: Sequence[Collection[bytes]], shards_of_ranks: Sequence[Sequence[Held]]
-) -> list[WriteShare]:
-    """What each rank writes: every element once, spread evenly.
+    sheets_of_ranks: Sequence[Sheets], shards_of_ranks: Sequence[Sequence[Held]]
+) -> list[Share]:
+    """Return the boxes that each rank writes: every element once, spread evenly.
 
     Args:
-        sheets: of all ranks.
-        held: digests of each rank's sheets.
-        shards_of_ranks: what each rank holds of entries that are split.
+        sheets_of_ranks: sheets of each rank.
+        shards_of_ranks: entries with boxes of which each rank holds parts.
 
     Raises:
         ValueError: ranks disagree about an entry, or hold parts that do not make a whole, naming
             it.
     """
+    sheets = {digest: sheet for own in sheets_of_ranks for digest, sheet in own.items()}
     ranks_of: dict[bytes, list[int]] = {}
-    for rank, digests in enumerate(held):
-        for digest in digests:
+    for rank, own in enumerate(sheets_of_ranks):
+        for digest in own:
             ranks_of.setdefault(digest, []).append(rank)
     _check_agreement(sheets, ranks_of, shards_of_ranks)
-    loads = [0] * len(held)
-    left_out = _shared_shards(shards_of_ranks, loads)
-    written = _shared_wholes(sheets, ranks_of, loads)
-    return list(map(WriteShare, map(frozenset, written), left_out))
-
-
-def _shared_wholes(
-    sheets: Sheets, ranks_of: Mapping[bytes, Sequence[int]], loads: list[int]
-) -> list[list[str]]:
-    """Each entry to the rank that has least to write of those that hold it; ``loads`` grow."""
-    holders: dict[Held, tuple[bytes, ...]] = {}
+    width = {entry.name: entry.dtype.itemsize for sheet in sheets.values() for entry in sheet}
+    holders: dict[tuple[str, Box], list[int]] = {}
     for digest, sheet in sheets.items():
-        for entry in (entry for entry in sheet if entry.places is None):
-            holders[entry] = (*holders.get(entry, ()), digest)
-    alike: dict[tuple[bytes, ...], list[Held]] = {}
-    for entry, held_by in holders.items():
-        alike.setdefault(held_by, []).append(entry)
-    written: list[list[str]] = [[] for _ in loads]
-    for held_by, wholes in sorted(alike.items(), key=lambda item: len(item[0])):
-        queue = [(loads[rank], rank) for digest in held_by for rank in ranks_of[digest]]
-        heapq.heapify(queue)
-        for entry in sorted(wholes, key=attrgetter("bytes"), reverse=True):
-            load, rank = queue[0]
-            written[rank].append(entry.name)
-            loads[rank] = load + entry.bytes
-            heapq.heapreplace(queue, (loads[rank], rank))
-    return written
-
-
-def _shared_shards(
-    shards_of_ranks: Sequence[Sequence[Held]], loads: list[int]
-) -> list[dict[str, tuple[Box, ...]]]:
-    """The boxes that each rank leaves to another that holds them, too; ``loads`` grow."""
-    first: dict[tuple[str, Box], int] = {}
-    several: dict[tuple[str, Box], list[int]] = {}
-    width: dict[str, int] = {}
+        for entry in sheet:
+            if entry.places is None:
+                key = entry.name, whole_box(entry.shape)
+                holders[key] = holders.get(key, []) + ranks_of[digest]
     for rank, held in enumerate(shards_of_ranks):
         for entry in held:
-            width[entry.name] = entry.dtype.itemsize
             for place in entry.places or ():
-                other = first.setdefault((entry.name, place), rank)
-                if other != rank:
-                    several.setdefault((entry.name, place), [other]).append(rank)
-    for (name, place), rank in first.items():
-        if (name, place) not in several:
-            loads[rank] += place.numel * width[name]
-    left: list[dict[str, tuple[Box, ...]]] = [{} for _ in shards_of_ranks]
-    for (name, place), ranks in several.items():
-        writer = min(ranks, key=lambda rank: (loads[rank], rank))
-        loads[writer] += place.numel * width[name]
-        for rank in ranks:
-            if rank != writer:
-                left[rank][name] = (*left[rank].get(name, ()), place)
-    return left
+                holders.setdefault((entry.name, place), []).append(rank)
+    order = [
+        (len(ranks), -place.numel * width[name], name, place, ranks)
+        for (name, place), ranks in holders.items()
+    ]
+    loads = [0] * len(sheets_of_ranks)
+    written: list[dict[str, list[Box]]] = [{} for _ in loads]
+    for _, size, name, place, ranks in sorted(order, key=itemgetter(0, 1)):
+        writer = min(ranks, key=loads.__getitem__)
+        loads[writer] -= size
+        written[writer].setdefault(name, []).append(place)
+    return [*written]
 
 
 def _check_agreement(
@@ -384,9 +321,9 @@ def _copied(item: Item, lent: SaveBorrow) -> Tensor:
 # -- planning -------------------------------------------------------------------------------------
 
 
-_plans: WeakKeyDictionary[dist.ProcessGroup, tuple[Holding, WriteShare]] = WeakKeyDictionary()
-"""What this rank held at its last save with a group, and its share; good as long as no rank of it
-holds anything else."""
+_plans: WeakKeyDictionary[dist.ProcessGroup, tuple[tuple[Held, ...], Share]] = WeakKeyDictionary()
+"""The entries of this rank at its last save with a group, and its share; valid as long as no rank
+of the group holds other entries."""
 
 
 def plan_writing(
@@ -397,39 +334,29 @@ def plan_writing(
     snapshot: bool,
     params: Collection[str] = (),
 ) -> Writing:
-    """Decide what each rank writes; equal entries of several ranks are written once.
+    """Decide which boxes each rank writes; equal entries of several ranks are written once.
 
     Args:
         tensors: this rank's entries; the same names may be on several ranks.
         folder: an empty directory that all ranks see.
-        snapshot: let what this rank writes change meanwhile; see :meth:`Writing.take_snapshot`.
+        snapshot: allow changes of the tensors after this call; see :meth:`Writing.take_snapshot`.
         params: entries that are parameters of the model.
 
     Raises:
         ValueError: ranks disagree about an entry, naming it.
     """
-    held: list[Holding] = []
-    known = _plans.get(ranks.group) if ranks.group is not None else None
-
-    def describe() -> tuple[bool, list[bytes]]:
-        new = holding_of(tensors)
-        is_known = known is not None and known[0] == new
-        held.append(known[0] if known and is_known else new)  # whose sheets are known, too
-        return is_known, [*held[0].sheets] if ranks.size > 1 else []
-
-    described = ranks.gather_results("planning a checkpoint", describe)
-    (holding,) = held
-    share = WriteShare(frozenset(entry.name for entry in holding.whole))
+    doing = "planning a checkpoint"
+    held = ranks.run_on_all(doing, lambda: held_of(tensors))
+    share: Share | None = None
     if ranks.group is None:
-        _check_agreement({}, {}, [holding.shards])
+        _check_agreement({}, {}, [held])
     else:
-        unchanged = ranks.broadcast(all(is_known for is_known, _ in described))
-        if unchanged and known is not None:
-            share = known[1]
-        else:
-            share = _shared(holding, [digests for _, digests in described], ranks)
-        _plans[ranks.group] = holding, share
-    writing = Writing(folder, ranks.rank, list(_items(tensors, holding, share)), params)
+        known, share = _plans.get(ranks.group, (None, None))
+        is_unchanged = ranks.broadcast(all(ranks.gather(known == held)))
+        if share is None or not is_unchanged:
+            share = _plan_together(held, ranks, doing)
+        _plans[ranks.group] = held, share
+    writing = Writing(folder, ranks.rank, list(_items(tensors, held, share)), params)
     if snapshot:
         try:
             ranks.run_on_all("copying what is saved", writing.take_snapshot)
@@ -439,37 +366,33 @@ def plan_writing(
     return writing
 
 
-def _shared(holding: Holding, held: list[list[bytes]], ranks: Ranks) -> WriteShare:
-    """This rank's share; ``held`` is all ranks' digests on the first, which decides."""
-    sheets = holding.sheets
-    first: dict[bytes, int] = {}
-    for rank, digests in enumerate(held):
-        for digest in digests:
-            first.setdefault(digest, rank)
-    speakers = ranks.broadcast(first)
-    mine = [digest for digest in sheets if speakers[digest] == ranks.rank]
-    held_shards = [entry for entry in holding.shards if entry.places]
-    gathered = ranks.gather(({digest: sheets[digest] for digest in mine}, held_shards))
+def _plan_together(held: Sequence[Held], ranks: Ranks, doing: str) -> Share:
+    """Return this rank's share, which the first rank decides."""
+    sheets = sheets_of(held)
+    known = ranks.broadcast(set(sheets))
+    mine = {digest: None if digest in known else sheet for digest, sheet in sheets.items()}
+    gathered = ranks.gather((mine, [entry for entry in held if entry.places]))
 
-    def decide() -> list[WriteShare]:
-        everything: dict[bytes, Sequence[Held]] = {}
-        for spoken, _ in gathered:
-            everything |= spoken
-        return shares(everything, held, [shards for _, shards in gathered])
+    def decide() -> list[Share]:
+        of_ranks = [
+            {digest: sheets[digest] if sheet is None else sheet for digest, sheet in own.items()}
+            for own, _ in gathered
+        ]
+        return shares(of_ranks, [shards for _, shards in gathered])
 
-    return ranks.scatter(ranks.run_on_first("planning a checkpoint", decide) or [])
+    return ranks.scatter(ranks.run_on_first(doing, decide) or [])
 
 
-def _items(tensors: Mapping[str, Tensor], holding: Holding, share: WriteShare) -> Iterator[Item]:
-    for entry in holding.whole:
-        if entry.name in share.whole:
-            place = whole_box(entry.shape)
-            yield Item(entry, place, piece(tensors[entry.name], place))
-    for shard in holding.shards:
-        entry, left_out = shard._replace(places=None), share.left_out.get(shard.name, ())
-        for place in shard.places or ():
-            if place not in left_out:
-                yield Item(entry, place, piece(tensors[shard.name], place))
+def _items(
+    tensors: Mapping[str, Tensor], held: Sequence[Held], share: Share | None
+) -> Iterator[Item]:
+    """Yield the boxes of a share; all boxes without one."""
+    for entry in held:
+        places = (whole_box(entry.shape),) if entry.places is None else entry.places
+        for place in places:
+            if share is None or place in share.get(entry.name, ()):
+                tensor = tensors[entry.name]
+                yield Item(entry._replace(places=None), place, piece(tensor, place))
 
 
 # -- data files -----------------------------------------------------------------------------------
@@ -491,38 +414,24 @@ def _by_file(items: Sequence[Item], threads: int) -> list[list[Item]]:
     return [file for file in files if file]
 
 
+def _write_file(items: Sequence[Item], path: Path) -> WrittenFile:
+    with closing(_SummedFile(path)) as file:
+        boxes = list(_written(file, items, path.name))
+        return WrittenFile(path.name, file.finish(), file.blocks, boxes)
+
+
 def _write_files(files: Sequence[tuple[Sequence[Item], Path]]) -> list[WrittenFile]:
-    """Write each in a thread; the first failure stops all.
+    """Write each file in a thread of its own.
 
-    NOTE: these are no threads of an executor: that takes no work any more when the process has come
-    to its end, and then waits for its save.
+    NOTE: an executor's threads would not do: an executor takes no work when the process has come to
+    its end, where the save is waited for.
     """
-    stop = threading.Event()
-    written: dict[Path, WrittenFile] = {}
-    errors: list[BaseException] = []
-
-    def write(items: Sequence[Item], path: Path) -> None:
-        try:
-            with closing(_SummedFile(path, stop)) as file:
-                boxes = list(_written(file, items, path.name))
-                written[path] = WrittenFile(path.name, file.finish(), file.blocks, boxes)
-        except BaseException as error:
-            errors.append(error)  # NOTE: before others notice, which fail because of it
-            stop.set()
-
-    others = []
-    for items, path in files[1:]:
-        name = f"saving {path.name}"
-        others.append(threading.Thread(target=write, args=(items, path), name=name, daemon=False))
-        others[-1].start()
-    for items, path in files[:1]:
-        write(items, path)
-    for thread in others:
-        thread.join()
-    if errors:
-        del errors[1:]
-        raise errors.pop()  # a frame that kept its own error would be a cycle
-    return [written[path] for _, path in files]
+    writing = [in_background(partial(_write_file, items, path)) for items, path in files]
+    try:
+        return list(map(Future.result, writing))
+    finally:
+        futures.wait(writing)  # also after an error: the memory may be given back next
+        writing.clear()  # a frame that kept the future of its own error would be a cycle
 
 
 def _written(
@@ -553,12 +462,12 @@ class _SummedFile:
     """A new file, summed up before it is written, so that what was meant is on record, not what
     arrived. One buffer is filled while the other is written in the background."""
 
-    def __init__(self, path: Path, stop: threading.Event) -> None:
-        self._path, self._stop = path, stop
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = path.open("wb", buffering=0)
         memory = torch.empty((2, _BUFFER), dtype=torch.uint8, device="cpu")
         self._filled, self._written = memory.unbind()
-        self._writing: futures.Future[None] | None = None
+        self._writing: Future[None] | None = None
         self._used = self.size = self._begun = 0
         self.blocks: list[int] = []
 
@@ -588,8 +497,6 @@ class _SummedFile:
 
     def _put(self) -> None:
         """Sum up the buffer that is filled, and begin to write it."""
-        if self._stop.is_set():
-            raise RuntimeError("another file failed")
         data = byte_view(self._filled)[: self._used]
         for begin in range(0, len(data), BLOCK_BYTES):
             self.blocks.append(zlib.crc32(data[begin : begin + BLOCK_BYTES]))

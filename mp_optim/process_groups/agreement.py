@@ -150,9 +150,18 @@ class Ranks:
         """The names that any rank has."""
         if self.group is None:
             return names
-        digest = hashlib.sha256("\n".join(sorted(names)).encode()).digest()
-        others = self.gather(None if digest == self.broadcast(digest) else names)
+        others = self.gather_differing(names, "\n".join(sorted(names)))
         return self.broadcast(names.union(*(other for other in others if other)))
+
+    def gather_differing(self, value: T, text: str) -> list[T | None]:
+        """Return the values of all ranks, in order, on the first rank; an empty list on the others.
+
+        Args:
+            text: equal on two ranks if their values are. A value that equals the first rank's is
+                not sent; None stands for it.
+        """
+        digest = hashlib.sha256(text.encode()).digest()
+        return self.gather(None if digest == self.broadcast(digest) else value)
 
     def check_arguments(self, what: str, arguments: Mapping[str, object]) -> None:
         """Compare the arguments with which the ranks call something.

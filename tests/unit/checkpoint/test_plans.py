@@ -5,7 +5,7 @@ import math
 import pickle
 import random
 import time
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mp_optim.checkpoint.file_format import Index, Saved, SavedBox, as_json, as_metadata, from_json
-from mp_optim.checkpoint.replicas import to_compare
-from mp_optim.checkpoint.writing import Held, Holding, shares
+from mp_optim.checkpoint.writing import Held, shares, sheets_of
 from mp_optim.core.partition import Box, boxes, whole_box
 
 STATE = ("master_param", "exp_avg", "exp_avg_sq")
@@ -45,15 +44,18 @@ def zero_1(ranks, shapes):
                 ]
                 steps[rank].append(Held(f"optimizer.state.step.{name}", torch.float32, ()))
             rank += 1
-    return [Holding((*whole, *mine), tuple(held)) for mine, held in zip(steps, parts, strict=True)]
+    return [(*whole, *mine, *held) for mine, held in zip(steps, parts, strict=True)]
 
 
-def planned(holdings):
-    sheets = [holding.sheets for holding in holdings]
+def split(held):
+    return [entry for entry in held if entry.places]
+
+
+def planned(held_of_ranks):
+    """The sheets of all ranks, each once, and the shares."""
+    sheets = [sheets_of(held) for held in held_of_ranks]
     told = {digest: sheet for own in sheets for digest, sheet in own.items()}
-    return told, shares(
-        told, [list(own) for own in sheets], [holding.shards for holding in holdings]
-    )
+    return told, shares(sheets, [split(held) for held in held_of_ranks])
 
 
 @pytest.mark.parametrize(
@@ -70,25 +72,15 @@ def planned(holdings):
 def test_one_name_for_two_things_is_refused(other, said):
     own = Held("w", torch.float32, (4, 2))
     with pytest.raises(ValueError, match=said):
-        planned(
-            [
-                Holding(*(((held,), ()) if held.places is None else ((), (held,))))
-                for held in (own, other)
-            ]
-        )
+        planned([(own,), (other,)])
 
 
-def written(holdings, plan):
+def written(plan):
     """Every box that is written, by name, with the rank."""
     found = {}
-    for rank, (holding, share) in enumerate(zip(holdings, plan, strict=True)):
-        for entry in holding.whole:
-            if entry.name in share.whole:
-                found.setdefault(entry.name, []).append((whole_box(entry.shape), rank))
-        for part in holding.shards:
-            for place in part.places:
-                if place not in share.left_out.get(part.name, ()):
-                    found.setdefault(part.name, []).append((place, rank))
+    for rank, share in enumerate(plan):
+        for name, places in share.items():
+            found.setdefault(name, []).extend((place, rank) for place in places)
     return found
 
 
@@ -100,9 +92,8 @@ def test_64_ranks_of_10000_parameters_are_planned_in_seconds():
     begun = time.process_time()
     told, plan = planned(many)
     seconds = time.process_time() - begun
-    found = written(many, plan)
-    entries = chain.from_iterable((*holding.whole, *holding.shards) for holding in many)
-    entry_of = {entry.name: entry for entry in entries}
+    found = written(plan)
+    entry_of = {entry.name: entry for held in many for entry in held}
     assert found.keys() == entry_of.keys()
     for name, places in found.items():
         assert sum(math.prod(place.sizes) for place, _ in places) == math.prod(
@@ -114,8 +105,8 @@ def test_64_ranks_of_10000_parameters_are_planned_in_seconds():
             loads[rank] += math.prod(place.sizes) * entry_of[name].dtype.itemsize
     assert max(loads) < 1.1 * sum(loads) / 64
     assert seconds < 10
-    size = len(pickle.dumps((told, [holding.shards for holding in many])))
-    assert size < 1.2 * len(pickle.dumps((planned(few)[0], [holding.shards for holding in few])))
+    size = len(pickle.dumps((told, [*map(split, many)])))
+    assert size < 1.2 * len(pickle.dumps((planned(few)[0], [*map(split, few)])))
 
 
 @st.composite
@@ -123,13 +114,13 @@ def layouts_of(draw):
     """Some entries on some ranks: whole on several, or cut anyhow along one dimension, each part on
     several."""
     ranks = draw(st.integers(1, 6))
-    whole, parts = [[] for _ in range(ranks)], [[] for _ in range(ranks)]
+    held = [[] for _ in range(ranks)]
     some_ranks = st.lists(st.integers(0, ranks - 1), min_size=1, unique=True)
     for number in range(draw(st.integers(1, 8))):
         shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
         if not shape or draw(st.booleans()):
             for rank in draw(some_ranks):
-                whole[rank].append(Held(f"e{number}", torch.float32, shape))
+                held[rank].append(Held(f"e{number}", torch.float32, shape))
             continue
         dim = draw(st.integers(0, len(shape) - 1))
         cuts = sorted({0, shape[dim], *draw(st.lists(st.integers(0, shape[dim])))})
@@ -139,18 +130,16 @@ def layouts_of(draw):
                 tuple(end - begin if at == dim else size for at, size in enumerate(shape)),
             )
             for rank in draw(some_ranks):
-                parts[rank].append(Held(f"e{number}", torch.float32, shape, (place,)))
-    return [Holding(tuple(mine), tuple(held)) for mine, held in zip(whole, parts, strict=True)]
+                held[rank].append(Held(f"e{number}", torch.float32, shape, (place,)))
+    return held
 
 
 @given(layouts_of())
 @settings(max_examples=200, deadline=None)
-def test_every_element_is_written_once(holdings):
-    _, plan = planned(holdings)
-    entry_of = {
-        entry.name: entry for holding in holdings for entry in (*holding.whole, *holding.shards)
-    }
-    found = written(holdings, plan)
+def test_every_element_is_written_once(held_of_ranks):
+    _, plan = planned(held_of_ranks)
+    entry_of = {entry.name: entry for held in held_of_ranks for entry in held}
+    found = written(plan)
     assert found.keys() == entry_of.keys()
     for name, places in found.items():
         covered = torch.zeros(entry_of[name].shape, dtype=torch.int64)
@@ -161,42 +150,27 @@ def test_every_element_is_written_once(holdings):
 
 @given(layouts_of(), st.randoms())
 @settings(max_examples=100, deadline=None)
-def test_parts_that_are_missing_or_overlap_are_refused(holdings, chance):
-    rank = chance.randrange(len(holdings))
-    if not holdings[rank].shards:
+def test_parts_that_are_missing_or_overlap_are_refused(held_of_ranks, chance):
+    parts = [part for held in held_of_ranks for part in split(held)]
+    if not parts:
         return
-    at = chance.randrange(len(holdings[rank].shards))
-    parts = list(holdings[rank].shards)
-    part = parts[at]
+    part = chance.choice(parts)
     (place,) = part.places
     if place.sizes == part.shape:
         return
-    if chance.random() < 0.5:
-        parts[at] = part._replace(places=(whole_box(part.shape),))
-    else:  # gone, wherever it was held
-        gone = part.places
-        holdings = [
-            Holding(
-                held.whole, tuple(p for p in held.shards if (p.name, p.places) != (part.name, gone))
-            )
-            for held in holdings
+    overlaps = chance.random() < 0.5
+    larger = part._replace(places=(whole_box(part.shape),))
+    broken = [
+        [
+            larger if overlaps and entry == part else entry
+            for entry in held
+            if overlaps or entry != part
         ]
-        parts = list(holdings[rank].shards)
-    broken = [*holdings[:rank], Holding(holdings[rank].whole, tuple(parts)), *holdings[rank + 1 :]]
-    if any(p.name == part.name for held in broken for p in held.shards):
+        for held in held_of_ranks
+    ]
+    if any(entry.name == part.name for held in broken for entry in held):
         with pytest.raises(ValueError, match=part.name):
             planned(broken)
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1)), min_size=2, max_size=8))
-def test_parameters_are_compared_one_by_one_only_where_they_may_differ(ranks):
-    """Ranks that hold one of four sets of names, with one of two values."""
-    names = {0: ("a", "b"), 1: ("b", "c"), 2: ("d",), 3: ()}
-    reports = [(bytes([kind]), bytes([value])) for kind, value in ranks]
-    compared = to_compare(reports, {bytes([kind]): names[kind] for kind, _ in ranks})
-    for name in "abcd":
-        holders = {(kind, value) for kind, value in ranks if name in names[kind]}
-        assert (len(holders) > 1) == (name in compared)
 
 
 def test_what_is_where_for_many_ranks_is_made_and_read_in_seconds():
