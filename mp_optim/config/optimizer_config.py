@@ -13,7 +13,7 @@ from typing import Any
 
 from mp_optim.config.combinations import check_config
 from mp_optim.config.fields import ConfigFields, check_field
-from mp_optim.config.other_names import FIELDS, hint
+from mp_optim.config.other_names import hint
 from mp_optim.config.rules import RULES
 
 
@@ -33,7 +33,7 @@ def _checked_arguments(cls: type[OptimizerConfig]) -> type[OptimizerConfig]:
         settings = _in_fields(settings)
         for name in settings:
             if name not in known:
-                raise TypeError(f"OptimizerConfig has no field {name!r}{hint(name, FIELDS, known)}")
+                raise TypeError(f"OptimizerConfig has no field {name!r}{hint(name, known)}")
         offloads = settings.get("optimizer_cpu_offload", False)
         if "optimizer_offload_fraction" not in settings and check_field(
             "optimizer_cpu_offload", offloads

@@ -12,7 +12,7 @@ from typing import Any, TypedDict, TypeVar, get_type_hints
 import torch
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.config.other_names import ARGUMENTS, OF_CONFIG, hint
+from mp_optim.config.other_names import ARGUMENTS, hint
 from mp_optim.config.rules import FIRST_DTYPE, RULES, SECOND_DTYPE
 from mp_optim.config.setting_checks import NOT_HERE, Number, SettingError, nearest
 from mp_optim.config.state_forms import KAHAN_IS_GONE, NO_REMAINDER, UINT4
@@ -234,14 +234,10 @@ def _without_torchs(settings: Mapping[str, Any], arguments: Sequence[str]) -> di
         if name in _DEFAULTS:
             kept[name] = value
         elif name not in _OF_TORCH:
-            raise TypeError(f"unexpected argument {name!r}{_hint(name, arguments)}")
+            known = [*arguments, *_DEFAULTS]
+            said = hint(name, known, fields=[*_DEFAULT_OF_FIELD])
+            raise TypeError(f"unexpected argument {name!r}{said}")
     return kept
-
-
-def _hint(name: str, arguments: Sequence[str]) -> str:
-    if name in _DEFAULT_OF_FIELD and name not in ARGUMENTS:
-        return f"; use {name} {OF_CONFIG}"
-    return hint(name, ARGUMENTS, [*arguments, *_DEFAULTS])
 
 
 def _form(rule: str, chosen: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,10 +4,8 @@ from it. Needs nothing but torch."""
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import platform
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -120,21 +118,6 @@ def _config(has_accelerator: bool) -> str:
     return "\n".join([*lines, ")"])
 
 
-def _show_rich(facts: Table, backends: Table, auto: Table, config: str) -> None:
-    """The report with colours, on a terminal."""
-    from rich.console import Console
-    from rich.syntax import Syntax
-    from rich.table import Table as RichTable
-
-    console = Console()
-    for rows, titled in ((facts, False), (backends, True), (auto, False)):
-        table = RichTable(*(rows[0] if titled else []), show_header=titled, title=None)
-        for row in rows[1:] if titled else rows:
-            table.add_row(*row)
-        console.print(table)
-    console.print(Syntax(config, "python"))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what there is on this process's machine, with every backend loaded and stepped;
     returns the exit status."""
@@ -150,9 +133,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts, backends = [*_software(), *_host(), *_accelerators()], _backends(devices)
     auto = [[str(device), backend.name, why] for device, (backend, why) in chosen]
     config = _config(has_accelerator=len(devices) > 1)
-    if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
-        _show_rich(facts, backends, auto, config)
-        return 0
     tables = columns(facts), columns(backends), "fused_backend='auto' takes", columns(auto)
     print("\n\n".join([*tables, "A config for this machine:", config]))
     return 0
