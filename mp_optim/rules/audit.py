@@ -126,7 +126,7 @@ def draw(sizes: Sequence[int], ends: Sequence[int], rate: float, seed: int) -> I
         seed: 32 bits.
     """
     total, number, offset = ends[-1] if ends else 0, 0, mix(seed) / 2.0**32
-    while (block := int((number + offset) / rate) * CELL) < total:
+    while (block := int(min((number + offset) / rate, total)) * CELL) < total:
         stop, number = min(total, block + CELL), number + 1
         while block < stop:  # a cell may span several tensors
             owner = bisect_right(ends, block)
