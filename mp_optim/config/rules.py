@@ -196,7 +196,6 @@ class RuleSpec:
         has_kernels: backends carry it out, but for those whose :class:`Capability` says otherwise;
             else torch operations do, and kernels for parts of it where that says so.
         trial: hyperparameters of the self-test of backends that are not the defaults.
-        checksum: of what a step with these leaves behind (``kernels/self_test.py``).
     """
 
     name: str
@@ -207,7 +206,6 @@ class RuleSpec:
     reads: Literal["elements", "sums", "matrices"] = "elements"
     has_kernels: bool = True
     trial: Mapping[str, Any] = field(default_factory=dict)
-    checksum: int = 0
 
     @cached_property
     def moment_names(self) -> tuple[str, ...]:
@@ -292,7 +290,6 @@ _ADAM = RuleSpec(
     "adam",
     (_EXP_AVG, _EXP_AVG_SQ),
     (_BETAS, _EPS, _BIAS_CORRECTION, _ADAM_W_MODE, _CAUTION, _CAUTIOUS_WD),
-    checksum=0x1772E17B,
 )
 _LAMB = RuleSpec(
     "lamb",
@@ -309,7 +306,6 @@ _LAMB = RuleSpec(
     fixed={"max_grad_norm": 0.0},  # clip_grad is the stack's one clip
     reads="sums",
     trial={"eps": 1e-8},
-    checksum=0x7D82B101,
 )
 _SGD = RuleSpec(
     "sgd",
@@ -320,7 +316,6 @@ _SGD = RuleSpec(
         Hyperparameter("nesterov", as_flag, False),
     ),
     trial={"momentum": 0.9},
-    checksum=0xDD9A7FF0,
 )
 _LION = RuleSpec(
     "lion",
@@ -331,7 +326,6 @@ _LION = RuleSpec(
         _CAUTIOUS_WD,
     ),
     trial={"betas": (0.9, 0.999)},
-    checksum=0xCFDC3744,
 )
 _MUON = RuleSpec(
     "muon",

@@ -1,20 +1,12 @@
 """What carries a rule out on a device, behind one interface."""
 
 from mp_optim.kernels.reference import Backend
-from mp_optim.kernels.selection import (
-    check_forms,
-    check_serves,
-    choose_backend,
-    forget,
-    proof_of,
-    rule_note,
-)
+from mp_optim.kernels.selection import check_serves, choose_backend, forget, proof_of, rule_note
 from mp_optim.kernels.self_test import SelfTest
 
 __all__ = [
     "Backend",
     "SelfTest",
-    "check_forms",
     "check_serves",
     "choose_backend",
     "forget",

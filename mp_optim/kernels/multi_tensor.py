@@ -259,7 +259,10 @@ def load_transformer_engine() -> TransformerEngineBackend:
         Exception: whatever a missing or broken installation raises (not only ImportError).
     """
     importlib.import_module("transformer_engine.pytorch")
-    return TransformerEngineBackend(importlib.import_module("transformer_engine_torch"))
+    library = importlib.import_module("transformer_engine_torch")
+    if not hasattr(library, "multi_tensor_adam_param_remainder"):
+        raise ImportError("it has no Adam for 16-bit remainders; install a newer version")
+    return TransformerEngineBackend(library)
 
 
 class TransformerEngineBackend(MultiTensorBackend):

@@ -20,7 +20,7 @@ from mp_optim.kernels.multi_tensor import TorchBackend
 from mp_optim.kernels.native import NativeBackend
 from mp_optim.kernels.native_library import ENVIRONMENT, native_library
 from mp_optim.kernels.reference import Backend, ReferenceBackend
-from mp_optim.kernels.self_test import BFLOAT16_MOMENTS, REMAINDERS, SelfTest, prove
+from mp_optim.kernels.self_test import SelfTest, prove
 
 _SAME_BITS = "auto: the bits are the same in every place"
 _BY_FORM = "each form of a kernel is compared with reference at its first use"
@@ -117,10 +117,10 @@ def _proven(name: str, device: torch.device, by_form: bool) -> tuple[Backend, Se
     """A backend and its proof; ``reference`` stands in for one that cannot be had."""
     source, backend = _SOURCES[name], _loaded(name, device)
     if isinstance(backend, str):
-        return ReferenceBackend(), SelfTest.unusable(name, device, backend)
+        return ReferenceBackend(), SelfTest(name, str(device), False, False, backend)
     if source.by_form and by_form:
         backend.prove_at_first_use()
-        return backend, SelfTest(name, str(device), True, True, 0.0, 0.0, _BY_FORM)
+        return backend, SelfTest(name, str(device), True, True, _BY_FORM)
     return backend, prove(backend, device)
 
 
@@ -220,24 +220,6 @@ def check_serves(name: str, device: torch.device) -> None:
             raise ValueError(
                 f"fused_backend={name!r}: the model's parameters are on {device.type}, its kernels "
                 f"run on {' and '.join(devices())}; move the model there, or choose 'auto'"
-            )
-
-
-def check_forms(name: str, device: torch.device, bfloat16_moments: bool, remainders: bool) -> None:
-    """Refuse forms of state that this installation of a named backend has no kernels for.
-
-    Raises:
-        ValueError: naming the field.
-    """
-    lacks = {} if name not in _SOURCES else proof_of(name, _serving_device(name, device)).lacks
-    for field, form, wanted in (
-        ("exp_avg_dtype=torch.bfloat16", BFLOAT16_MOMENTS, bfloat16_moments),
-        ("store_param_remainders=True", REMAINDERS, remainders),
-    ):
-        if wanted and form in lacks:
-            raise ValueError(
-                f"{field}: this installation of fused_backend={name!r} has no kernels for it "
-                f"({lacks[form]}); install a newer one, or choose another backend"
             )
 
 

@@ -33,7 +33,7 @@ from mp_optim.core.slot_state import SlotState
 from mp_optim.core.tensors import continue_from
 from mp_optim.host.calls import in_own_modes
 from mp_optim.host.leases import before_writing, borrows
-from mp_optim.kernels import Backend, check_forms, choose_backend, rule_note
+from mp_optim.kernels import Backend, choose_backend, rule_note
 from mp_optim.kernels.codecs import Noise, mix
 from mp_optim.kernels.kernel_args import TensorLists, contiguous, contiguous_outputs
 from mp_optim.kernels.state_format import StatePrecision
@@ -450,7 +450,6 @@ def check_backend(backend: str, kernels: str, how: StatePrecision) -> None:
         field, reason = refused
         value = backend if field == "fused_backend" else getattr(how, field)
         raise ValueError(f"{field}={value!r}: {reason}")
-    check_forms(backend, _HOST, how.exp_avg_dtype == torch.bfloat16, how.store_param_remainders)
 
 
 def check_audited(rate: float, rule: str, backend: str) -> None:

@@ -188,7 +188,7 @@ def _hooked(simulation: Simulation, original: Callable[..., Any]) -> Callable[..
 def _taken_for_right(backend: Backend, device: torch.device) -> SelfTest:
     if device.type != KIND:
         return prove(backend, device)
-    return SelfTest(backend.name, str(device), True, True, 0.0, 0.0, "")
+    return SelfTest(backend.name, str(device), True, True, "")
 
 
 _KEPT_BY_DEVICE = (leases.windows_of, verdict._transfer, index_on)

@@ -22,9 +22,9 @@ from mp_optim.kernels.codecs import join
 from mp_optim.kernels.kernel_args import TensorLists
 from mp_optim.kernels.native_library import native_library
 from mp_optim.kernels.reference import ReferenceBackend, step_with
-from mp_optim.kernels.self_test import Deviation
 from mp_optim.rules.rule_optimizer import RuleOptimizer
 from support import kernel_cases
+from support.differences import Deviation
 from support.kernels import require_usable
 from support.standins.gpu import GPU
 

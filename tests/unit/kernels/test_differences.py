@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mp_optim.kernels.self_test import MOST_LR, MOST_RELATIVE, MOST_ULPS, Deviation
+from support.differences import MOST_LR, MOST_RELATIVE, MOST_ULPS, Deviation
 
 
 def test_parameters_are_compared_in_units_of_the_largest_and_of_the_rate():

@@ -34,9 +34,9 @@ from mp_optim.kernels.multi_tensor import (
     check_launch,
 )
 from mp_optim.kernels.reference import ReferenceBackend, step_with
-from mp_optim.kernels.self_test import Deviation
 from mp_optim.rules.fused import FusedAdam, FusedLAMB
 from support import kernel_cases
+from support.differences import Deviation
 from support.standins import amp_c, te
 from support.standins.gpu import GPU, Gpu, SegmentationFaultError
 

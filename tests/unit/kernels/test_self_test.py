@@ -15,7 +15,7 @@ from mp_optim.kernels import choose_backend, selection
 from mp_optim.kernels.kernel_args import TensorLists
 from mp_optim.kernels.native import NativeBackend
 from mp_optim.kernels.reference import ReferenceBackend
-from mp_optim.kernels.self_test import RECORDED, SelfTest, _steps, digests, prove
+from mp_optim.kernels.self_test import SelfTest, prove
 from support.kernels import needs_kernels
 
 CPU = torch.device("cpu")
@@ -56,9 +56,8 @@ def test_one_that_is_right_is_exact() -> None:
     assert proof.usable and proof.exact and proof.reason == "same bits as reference"
 
 
-def test_recorded_bits_are_those_of_reference_and_of_what_auto_takes() -> None:
-    for backend in (ReferenceBackend(), choose_backend("auto", CPU)[0]):
-        assert digests(_steps(backend, CPU, 2)) == RECORDED
+def test_backend_that_auto_takes_is_exact() -> None:
+    assert prove(choose_backend("auto", CPU)[0], CPU).exact
 
 
 @pytest.mark.parametrize("rule", KERNEL_RULES)
@@ -70,7 +69,7 @@ def test_self_test_finds_a_wrong_bit_of_any_rule(first: int, rule: str) -> None:
                 one_bit_off(main[first:])
 
     proof = prove(StandIn(rule, spoil), CPU)
-    assert proof.usable and not proof.exact and "ulp" in proof.reason
+    assert proof.usable and not proof.exact and "differs" in proof.reason
 
 
 @pytest.mark.parametrize(
