@@ -162,6 +162,11 @@ class Block:
         self._used = 0
 
     @property
+    def allocated(self) -> int:
+        """Bytes that are allocated: all, or none before the first tensor is cut."""
+        return 0 if self._memory is None else self.capacity
+
+    @property
     def left(self) -> int:
         """Bytes not handed out yet."""
         return self.capacity - self._used

@@ -105,6 +105,11 @@ class Staging:
         """Bytes that it holds as soon as it is used."""
         return self._memory.capacity
 
+    @property
+    def allocated(self) -> int:
+        """Bytes of staging memory that are allocated now."""
+        return self._memory.allocated
+
     def tensors_for(self, bucket: int, updates: SlotUpdates) -> StagedTensors:
         """Tensors for a bucket's updates, the same ones in every step; nothing is copied."""
         staged = self.staged.get(bucket)
@@ -207,6 +212,7 @@ class Buckets:
 
     Attributes:
         members: the slots of each bucket, in the order in which their gradients are expected.
+        planned: bytes of staging memory for gradients of the model's dtypes.
     """
 
     def __init__(
@@ -222,6 +228,7 @@ class Buckets:
         self.members, pieces = plan_staging(mode, slots, most, pipelined, has_outputs)
         numbered = enumerate(self.members)
         self._bucket_of = {slot: bucket for bucket, slots in numbered for slot in slots}
+        self.planned = sum(pieces)
         self.staging = [new_staging(size) for size in pieces]
         self.has_outputs = has_outputs
         self.label = label

@@ -97,6 +97,11 @@ class DoubleBuffer:
             self._blocks[is_main] = Block(back_buffer_bytes(tensors), allocate)
         return self._blocks[True].capacity, self._blocks[False].capacity
 
+    @property
+    def allocated(self) -> int:
+        """Bytes of host memory that the spare takes now."""
+        return sum(block.allocated for block in self._blocks.values())
+
     def launches(self, launches: Sequence[Launch]) -> list[BackLaunch]:
         """Launches into the spare; none if a tensor does not rest in the file of which this is a
         part, or is not contiguous and would be stepped as a copy."""

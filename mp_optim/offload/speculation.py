@@ -87,6 +87,11 @@ class Ahead:
         if self._in_file is not None:
             self._in_file.forget()
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of host memory that spares take now; 0 if they are in a file."""
+        return sum(spare.allocated for spare in self._spares if self._in_file is None)
+
     def reserved(self) -> list[tuple[int, int]]:
         """Bytes of the back buffer of each bucket, for main params and for the rest, with room for
         all of its slots; nothing if the spare is in a file."""

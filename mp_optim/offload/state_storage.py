@@ -48,7 +48,7 @@ class MemorySource:
     anyway."""
 
     form = WindowForm()
-    read = written = 0
+    read = written = allocated = 0
     _windows: Sequence[Window] = ()
 
     def window_sizes(self, sizes: Sequence[int], smallest: int, most: int, lag: int) -> list[int]:
@@ -284,6 +284,11 @@ class FileSource:
     def host_bytes(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """All windows, and what it takes to begin them with a block."""
         return (sum(sizes) + DISK_BLOCK,)
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of host memory that windows take now."""
+        return 0 if self._memory is None else self._memory.nbytes
 
     def resize(self, sizes: Sequence[int]) -> None:
         if list(sizes) != self._sizes:

@@ -28,6 +28,7 @@ from mp_optim.offload.bucket_buffers import BucketStep
 from mp_optim.offload.buckets import HostSlot
 from mp_optim.offload.double_buffer import BackLaunch
 from mp_optim.offload.host_part import HostPart
+from mp_optim.offload.memory_use import MemoryUse
 from mp_optim.offload.settings import HostStepSettings, OffloadedStep
 from mp_optim.offload.timeline import WAIT_DISK, TransferBytes
 
@@ -63,6 +64,7 @@ class Stepper:
         self.host_part = HostPart(how, executor, bind_tensors, settings)
         self.schedule = BackwardScheduler(self.host_part, bind_tensors, source)
         self.transfer_bytes = TransferBytes()
+        self._memory = MemoryUse(self.host_part)
         self.cut_buckets(slots)
 
     @property
@@ -278,8 +280,8 @@ class Stepper:
         return tuple(dict.fromkeys((*of_slots, *of_file, *self.transfer.notes())))
 
     def metrics(self) -> dict[str, float]:
-        """Milliseconds of the last step's stages, and how speculation did so far."""
-        found = self.timeline.metrics()
+        """Return host memory, milliseconds of the last step's stages, and counts of speculation."""
+        found = self.timeline.metrics() | self._memory.metrics()
         if self.schedule.is_early:
             found |= self.schedule.counts
         if self.host_part.settings.state_file is not None:

@@ -170,6 +170,11 @@ class WindowLane:
         """Return the bytes of each piece of host memory that windows take."""
         return self.source.host_bytes(self.sizes) if self._slots else ()
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of host memory that windows take now."""
+        return self.source.allocated
+
     def note(self) -> str:
         """How the slots are stepped, in words."""
         count, sizes = len(self._slots), self.sizes

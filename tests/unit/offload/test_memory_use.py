@@ -1,0 +1,70 @@
+"""``metrics()`` has the planned and the allocated bytes of host memory, and growth is reported."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mp_optim
+
+SETTINGS: list[dict[str, Any]] = [
+    {"offload": 1.0},
+    {"offload": 0.5, "offload_mode": "overlap"},
+    {"offload": 1.0, "offload_mode": "speculative"},
+    {"offload_mode": "speculative", "offload": 1.0, "state": "8bit", "main_params": "remainder16"},
+    {"offload": 1.0, "offload_place": "streamed", "ema_decay": 0.9},
+]
+
+
+def stepped(settings: dict[str, Any], steps: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
+    layers = (nn.Linear(120, 120, bias=False) for _ in range(8))
+    model = nn.Sequential(*layers).bfloat16()
+    optimizer = mp_optim.AdamW(model.parameters(), lr=1e-3, **settings)
+    for _ in range(steps):
+        torch.stack([param.float().square().sum() for param in model.parameters()]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_metrics_show_planned_host_bytes_as_allocated_after_steps(settings: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        _, optimizer = stepped(settings)
+        metrics = optimizer.metrics()
+    assert metrics["planned_host_bytes"] == metrics["resident_host_bytes"] > 0
+
+
+def test_metrics_allocate_no_state_before_a_step() -> None:
+    _, optimizer = stepped({"offload": 1.0, "offload_mode": "speculative"}, steps=0)
+    metrics = optimizer.metrics()
+    assert metrics["planned_host_bytes"] > 2 * metrics["resident_host_bytes"]
+
+
+def test_metrics_warn_once_of_staging_when_gradients_are_wider_than_planned() -> None:
+    layers = (nn.Linear(1000, 1000, bias=False) for _ in range(4))
+    model = nn.Sequential(*layers).bfloat16()
+    config = mp_optim.OptimizerConfig(
+        lr=1e-3,
+        bf16=True,
+        optimizer_cpu_offload=True,
+        optimizer_offload_fraction=1.0,
+        offload_mode="overlap",
+    )
+    optimizer = mp_optim.get_megatron_optimizer(config, model)
+    for param in model.parameters():
+        param.main_grad = torch.ones_like(param, dtype=torch.float32)
+    optimizer.step()
+    with pytest.warns(
+        UserWarning, match="host memory of staging: .* planned .*gradients are wider"
+    ):
+        metrics = optimizer.metrics()
+    assert metrics["resident_host_bytes"] > metrics["planned_host_bytes"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        optimizer.metrics()
