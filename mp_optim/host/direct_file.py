@@ -59,10 +59,6 @@ class Ticket:
     def __init__(self, pieces: list[Future[None]]) -> None:
         self._pieces = pieces
 
-    def done(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
-        return all(piece.done() for piece in self._pieces)
-
     def wait(self) -> None:
         """Wait until nothing uses the memory any more.
 
@@ -164,13 +160,21 @@ class DirectFile:
             os.posix_fadvise(self._buffered, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def read_into(self, memory: Tensor, offset: int) -> Ticket:
-        """Begin to fill a contiguous tensor on the host with the bytes from ``offset`` on. Windows
-        and memory that begin and end with a :data:`DISK_BLOCK` are not copied."""
+        """Start to fill a contiguous host tensor with the bytes from ``offset`` on.
+
+        Raises:
+            ValueError: the bytes are not in the file, or file offset, size or memory address is no
+                multiple of :data:`DISK_BLOCK`.
+        """
         return self._begin("reading", os.preadv, memory, offset)
 
     def write_from(self, memory: Tensor, offset: int) -> Ticket:
-        """Begin to write a contiguous tensor on the host to the bytes from ``offset`` on.
-        Transfers that are under way together must not overlap."""
+        """Start to write a contiguous host tensor to the bytes from ``offset`` on. Transfers that
+        are under way together must not overlap.
+
+        Raises:
+            ValueError: as for :meth:`read_into`.
+        """
         return self._begin("writing", os.pwritev, memory, offset)
 
     def close(self) -> None:
@@ -220,54 +224,33 @@ class DirectFile:
             raise ValueError(
                 f"{what} {self.path}: bytes {offset} to {offset + size} of {self.num_bytes}"
             )
-        # Each piece holds the tensor, so that its memory outlives a ticket that is not waited for.
+        if any(number % DISK_BLOCK for number in (offset, size, memory.data_ptr())):
+            raise ValueError(
+                f"{what} {self.path}: bytes {offset} to {offset + size} at address "
+                f"{memory.data_ptr()}: needs whole blocks of {DISK_BLOCK} bytes"
+            )
+        # Each piece holds its memory, so that it outlives a ticket that is not waited for.
+        pieces = torch.split(memory.view(-1).view(torch.uint8), self._piece) if size else ()
+        starts = range(offset, offset + size, self._piece)
         return Ticket(
             [
-                self._pool.submit(self._carry, what, move, memory, offset, piece)
-                for piece in _cut(offset, offset + size, self._piece)
+                self._pool.submit(self._carry, what, move, piece, start)
+                for piece, start in zip(pieces, starts, strict=True)
             ]
         )
 
-    def _carry(
-        self,
-        what: str,
-        move: Callable[..., int],
-        memory: Tensor,
-        offset: int,
-        piece: tuple[int, int],
-    ) -> None:
-        """One piece of a tensor that is stored at ``offset``, in a thread of the pool."""
-        begin, end = piece
-        address = memory.data_ptr() + begin - offset
-        with self.explained(f"{what} bytes {begin} to {end} of"):
-            if (
-                self.direct
-                and address % DISK_BLOCK
-                and not (begin % DISK_BLOCK or end % DISK_BLOCK)
-            ):
-                self._carry_by_copy(move, address, begin, end - begin)
-            else:
-                self._move(move, address, begin, end - begin)
-
-    def _carry_by_copy(self, move: Callable[..., int], address: int, begin: int, size: int) -> None:
-        aligned = torch.empty(size + DISK_BLOCK, dtype=torch.uint8, device="cpu")
-        there = -(-aligned.data_ptr() // DISK_BLOCK) * DISK_BLOCK
-        if move is os.pwritev:
-            ctypes.memmove(there, address, size)
-        self._move(move, there, begin, size)
-        if move is os.preadv:
-            ctypes.memmove(address, there, size)
-
-    def _move(self, move: Callable[..., int], address: int, offset: int, size: int) -> None:
-        """Move until nothing is left: the system may do less than it is asked for. What is not
-        whole blocks goes through the page cache."""
-        view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
-        while view:
-            blocks = (offset | len(view)) % DISK_BLOCK == 0
-            moved = move(self._direct if blocks else self._buffered, [view], offset)
-            if not moved:
-                raise OSError(errno.EIO, "the file ends early")
-            view, offset = view[moved:], offset + moved
+    def _carry(self, what: str, move: Callable[..., int], piece: Tensor, offset: int) -> None:
+        """Move a piece, in a thread of the pool, until nothing is left: the system may do less than
+        it is asked for. A rest that is not whole blocks goes through the page cache."""
+        size = piece.numel()
+        view = memoryview((ctypes.c_char * size).from_address(piece.data_ptr())).cast("B")
+        with self.explained(f"{what} bytes {offset} to {offset + size} of"):
+            while view:
+                blocks = (offset | len(view)) % DISK_BLOCK == 0
+                moved = move(self._direct if blocks else self._buffered, [view], offset)
+                if not moved:
+                    raise OSError(errno.EIO, "the file ends early")
+                view, offset = view[moved:], offset + moved
 
     @contextlib.contextmanager
     def explained(self, what: str) -> Iterator[None]:
@@ -289,26 +272,6 @@ def _end(owner: int, pool: ThreadPoolExecutor, descriptors: contextlib.ExitStack
     if os.getpid() == owner:
         pool.shutdown(wait=not in_pool)
     descriptors.close()
-
-
-def _cut(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
-    """Pieces of a range of bytes, of at most ``size``: what comes before the first whole block,
-    whole blocks, what comes after the last.
-
-    NOTE: the first and the last go through the page cache, since their blocks may belong to two
-    transfers at once; the system keeps cache and disk coherent.
-    """
-    first, last = -(-begin // DISK_BLOCK) * DISK_BLOCK, end // DISK_BLOCK * DISK_BLOCK
-    if first >= last:
-        if begin < end:
-            yield begin, end
-        return
-    if begin < first:
-        yield begin, first
-    for start in range(first, last, size):
-        yield start, min(start + size, last)
-    if last < end:
-        yield last, end
 
 
 # -- forks ----------------------------------------------------------------------------------------
@@ -340,41 +303,3 @@ def _keep_from_parent() -> None:
 
 if sys.platform == "linux":  # elsewhere tensors that a child holds are its parent's
     os.register_at_fork(after_in_child=_keep_from_parent)
-
-
-# -- mounts ---------------------------------------------------------------------------------------
-
-_MOUNTS = Path("/proc/self/mountinfo")
-_REMOTE = {
-    *("nfs", "nfs4", "cifs", "smb3", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs"),
-    *("glusterfs", "orangefs", "pvfs2", "wekafs", "virtiofs"),
-}
-_MEMORY = {"tmpfs", "ramfs"}
-
-
-def not_a_local_disk(folder: Path) -> str:
-    """``memory (tmpfs)``, or ``a network's file system (nfs4)``; empty for a disk, and where the
-    system has no list."""
-    kind = _file_system(folder.absolute())
-    if kind in _MEMORY:
-        return f"memory ({kind})"
-    if kind in _REMOTE or kind.startswith("fuse."):
-        return f"a network's file system ({kind})"
-    return ""
-
-
-def _file_system(folder: Path) -> str:
-    """Of the mount nearest above a folder; of several there, the last."""
-    nearest = (-1, "")
-    try:
-        lines = _MOUNTS.read_text().splitlines()
-    except OSError:
-        return ""
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        # Fields: id, parent, device, root, where; spaces are written as \040.
-        where = before.split(" ")[4].encode().decode("unicode_escape")
-        kind = after.partition(" ")[0]
-        if folder.is_relative_to(where) and len(where) >= nearest[0]:
-            nearest = (len(where), kind)
-    return nearest[1]

@@ -243,10 +243,10 @@ class BackwardScheduler:
         self.phase = Phase.BACKWARD
         is_on = self._ahead is not None and self._ahead.is_on
         self.speculates = is_on and self.arrivals.is_order_known
-        if self._host_part.settings.state_file is None:
+        if not self.speculates:
             return
         try:
-            self._host_part.begin_early(self.speculates)
+            self._host_part.prepare_file()
         except Exception as error:
             self._failure = _not_begun("work on the disk", error)
 
@@ -355,7 +355,6 @@ class BackwardScheduler:
         """The caller gets live tensors of a slot, and may write to them without a trace."""
         if (file := self._host_part.settings.state_file) is not None:
             file.exposed()
-            self._host_part.drop_early()
         if (bucket := self._bucket_of.get(slot)) is not None:
             bucket.is_trusted = False
 
@@ -413,7 +412,6 @@ class BackwardScheduler:
             bucket.waiting, bucket.job = {}, None
         self.arrivals.forget_comparisons()
         self.phase, self.speculates = Phase.IDLE, False
-        self._host_part.drop_early()
 
     # -- in step ----------------------------------------------------------------------------------
 

@@ -149,7 +149,6 @@ class HostPart:
         """Cut the slots into buckets or windows, with other memory."""
         on_host, settings = self.how.place == "host", self.settings
         if self.lane is not None:
-            self.lane.source.drop_early()
             self.lane.cut(self.slots, self.releases)
         self.buckets = self._new_buckets()
         # In windows of memory that the host reads, gradients are read where they are.
@@ -200,21 +199,11 @@ class HostPart:
             self.executor.allocate_state([slot.slot for slot in self.slots])
             self._is_allocated = True
 
-    def begin_early(self, speculates: bool) -> None:
-        """With the first gradient of a backward: read the windows that the step will begin with,
-        but where the worker reads them to step them ahead."""
-        if self.settings.state_file is None or self.lane is None:
-            return
-        self.settings.state_file.settle()
-        if speculates:
+    def prepare_file(self) -> None:
+        """Prepare the state file for windows that the worker steps ahead."""
+        if self.settings.state_file is not None and self.lane is not None:
+            self.settings.state_file.settle()
             self.lane.resize()
-        else:
-            self.lane.source.begin_early()
-
-    def drop_early(self) -> None:
-        """Windows that were read during backward are of no use any more."""
-        if self.lane is not None:
-            self.lane.source.drop_early()
 
     # -- what it takes ----------------------------------------------------------------------------
 

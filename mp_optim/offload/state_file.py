@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.host.calls import in_own_modes
-from mp_optim.host.direct_file import DISK_BLOCK, DirectFile, Ticket, not_a_local_disk
+from mp_optim.host.direct_file import DISK_BLOCK, DirectFile, Ticket
 from mp_optim.host.host_memory import TensorSpec, cut
 
 SETTLED_EVERY = 256 << 20
@@ -177,16 +177,6 @@ class StateFile:
 
     def notes(self) -> tuple[str, ...]:
         """What a user should know of the place."""
-        if self._file is None:
+        if self._file is None or self._file.direct:
             return ()
-        notes = []
-        if kind := not_a_local_disk(self.folder):
-            notes.append(
-                f"optimizer_state_path: {self.folder} is {kind}, no local disk: every step reads "
-                "and writes all of the state there"
-            )
-        if not self._file.direct:
-            notes.append(
-                f"optimizer_state_path: {self._file.why}; state goes through the page cache"
-            )
-        return tuple(notes)
+        return (f"optimizer_state_path: {self._file.why}; state goes through the page cache",)

@@ -6,13 +6,11 @@ nothing writes to its memory; ``finish`` waits until all are taken back. ``windo
 many bytes of each window are in memory at a time, for slots that take so many, of which the largest
 part that cannot be cut takes ``smallest``, and a site that needs ``lag`` windows.
 
-Windows of a file are read ahead and written behind. The first ones can be read during backward:
-they are used if the step's are the same, and nothing has written to their tensors since.
+Windows of a file are read ahead and written behind.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -64,8 +62,6 @@ class MemorySource:
 
     def resize(self, sizes: Sequence[int]) -> None: ...
 
-    def forget(self) -> None: ...
-
     def lend(self, windows: Sequence[Window]) -> MemorySource:
         self._windows = windows
         return self
@@ -80,10 +76,6 @@ class MemorySource:
 
     def finish(self) -> None:
         self._windows = ()
-
-    def begin_early(self) -> None: ...
-
-    def drop_early(self) -> None: ...
 
 
 @dataclass
@@ -106,7 +98,6 @@ class FileWindows:
         rooms: memory for one window each, at least :func:`windows_held` of them.
         stages: see :class:`FileSource`.
         into: where windows are written, if not to where they were read.
-        early: windows that were read during backward, into the same memory.
 
     Attributes:
         read, written: bytes of the file.
@@ -120,13 +111,10 @@ class FileWindows:
         timeline: StepTimeline,
         stages: bool,
         into: Into | None = None,
-        early: FileWindows | None = None,
     ) -> None:
         self._file, self._windows, self._rooms = file, windows, rooms
         self._timeline, self._stages, self._into = timeline, stages, into
-        self._early = early
         self._begun: list[tuple[Window, list[_Extent]]] = []
-        self._versions: list[list[int]] = []  # how often tensors of early windows had been written
         self._reads: dict[int, list[Ticket]] = {}
         self._writes: dict[int, list[Ticket]] = {}
         self.read = self.written = 0
@@ -137,12 +125,6 @@ class FileWindows:
             self._begin(len(self._begun))
         self._wait(self._reads.pop(number, ()))
         return self._begun[number][0]
-
-    def read_early(self) -> None:
-        """Start to read as many windows as there is memory for."""
-        for number in range(min(len(self._rooms), len(self._windows))):
-            self._begin(number)
-            self._versions.append(_versions(self._windows[number]))
 
     def store(self, number: int) -> None:
         memory, (_, extents) = self._room(number), self._begun[number]
@@ -159,9 +141,7 @@ class FileWindows:
             self.written += extent.size
 
     def finish(self) -> None:
-        early, self._early = self._early, None
         under_way = [*self._reads.values(), *self._writes.values()]
-        under_way += () if early is None else early._reads.values()
         self._reads, self._writes = {}, {}
         self._wait(itertools.chain.from_iterable(under_way))
 
@@ -174,12 +154,6 @@ class FileWindows:
             window = _with_room(window, memory, used)
         self._begun.append((window, extents))
         self.read += sum(extent.size for extent in extents)
-        if (early := self._early) is not None and number in early._reads:
-            was_read, before = early._reads.pop(number), early._versions[number]
-            if early._begun[number][1] == extents and before == _versions(self._windows[number]):
-                self._reads[number] = was_read
-                return
-            self._wait(was_read)
         tickets = self._reads.setdefault(number, [])
         for extent in extents:
             part = memory[extent.memory_from :][: extent.size]
@@ -200,10 +174,6 @@ class FileWindows:
         if failed:
             del failed[1:]
             raise failed.pop()  # a frame that kept its own error would be a cycle
-
-
-def _versions(window: Window) -> list[int]:
-    return [tensor._version for piece in window for tensor in piece.held.values()]
 
 
 def windows_held(lag: int) -> int:
@@ -271,8 +241,6 @@ class FileSource:
         self._stages = stages
         self._sizes: list[int] = []
         self._memory: Tensor | None = None
-        self._last: list[Window] = []
-        self._early: FileWindows | None = None
 
     def window_sizes(self, sizes: Sequence[int], smallest: int, most: int, lag: int) -> list[int]:
         """As allowed, and together about as much as there is, if that is less."""
@@ -293,11 +261,7 @@ class FileSource:
     def resize(self, sizes: Sequence[int]) -> None:
         if list(sizes) != self._sizes:
             self._memory = None
-            self.forget()
             self._sizes = list(sizes)  # last: a signal in between leaves what is done again
-
-    def forget(self) -> None:
-        self._last = []
 
     def _rooms(self) -> list[Tensor]:
         """Memory for each window; kept from one step to the next."""
@@ -310,35 +274,13 @@ class FileSource:
     def lend(self, windows: Sequence[Window]) -> FileWindows:
         self.file.check_owner()
         self.file.settle()
-        self._last = []
-        for window in windows[: len(self._sizes)]:
-            self._last.append([replace(piece, along={}) for piece in window])
-        early, self._early = self._early, None
-        return self.lend_ahead(windows, early=early)
+        return self.lend_ahead(windows)
 
-    def lend_ahead(
-        self, windows: Sequence[Window], into: Into | None = None, early: FileWindows | None = None
-    ) -> FileWindows:
-        """Windows that are read before the step, or written to a spare; from any thread, while
-        nothing else is lent."""
+    def lend_ahead(self, windows: Sequence[Window], into: Into | None = None) -> FileWindows:
+        """Return windows that are written to a spare; from any thread, while nothing else is
+        lent. :meth:`StateFile.settle` was called since the state was exposed."""
         rooms = self._rooms()
-        return FileWindows(self.file, windows, rooms, self._timeline, self._stages, into, early)
-
-    def begin_early(self) -> None:
-        """During backward, from the caller's thread: start to read what the step will probably
-        begin with."""
-        if self._early is None and self._last:
-            self.file.settle()
-            self._early = self.lend_ahead(self._last)
-            self._early.read_early()
-
-    def drop_early(self) -> None:
-        early, self._early = self._early, None
-        if early is not None:
-            # The step reads again, and reports what fails. A forked child has no such reads.
-            with contextlib.suppress(OSError, RuntimeError):
-                self.file.check_owner()
-                early.finish()
+        return FileWindows(self.file, windows, rooms, self._timeline, self._stages, into)
 
 
 Source = MemorySource | FileSource

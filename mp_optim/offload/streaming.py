@@ -101,7 +101,6 @@ class WindowLane:
             ValueError: a part that cannot be cut is larger than a window.
         """
         self._slots, self._carries_grads, self._sizes = slots, carries_grads, []
-        self.source.forget()
         if self._most < SMALLEST_WINDOW:
             raise ValueError(
                 f"stream_window_bytes={self._most}: must be at least {SMALLEST_WINDOW}"
