@@ -19,7 +19,6 @@ from mp_optim.core import (
     SlotUpdates,
     all_params,
     all_same,
-    are_plain,
     current_grad,
     iter_slots,
     local_tensor,
@@ -70,8 +69,8 @@ class BackwardGrads:
 
     Args:
         place_of: returns the place where a slot is stepped.
-        receive: bound method that takes the slot, its local gradient, the releasable gradient or
-            None, and whether torch counts all writes to the gradient.
+        receive: bound method that takes the slot, its local gradient, and the releasable gradient
+            or None.
 
     Attributes:
         source: the outermost optimizer; a wrapper takes the place of the optimizer it wraps.
@@ -81,7 +80,7 @@ class BackwardGrads:
         self,
         source: GradSource,
         place_of: Callable[[Slot], Place],
-        receive: Callable[[Slot, Tensor, ReleasableGrad | None, bool], object],
+        receive: Callable[[Slot, Tensor, ReleasableGrad | None], object],
     ) -> None:
         self.source = source
         self._place_of, self._receive = place_of, weakref.WeakMethod(receive)
@@ -159,7 +158,7 @@ class BackwardGrads:
         if not any(param is each for each in live[slot.position :][:1]):
             return  # the parameter was replaced
         releasable = ReleasableGrad(param, grad) if _can_be_released(param, grad) else None
-        receive(slot, local_tensor(grad), releasable, are_plain([grad]))
+        receive(slot, local_tensor(grad), releasable)
 
 
 def _hook(report: weakref.WeakMethod[Callable[[Slot], None]], slot: Slot) -> Callable[..., None]:

@@ -6,13 +6,10 @@ settings, step numbers, main params and moments. So whatever happens between bac
 ``step()``, the worst is work done twice. Whether a gradient is still the one that work was begun
 with, its :class:`GradVersion` tells; :class:`Arrivals` has those of this backward, and their order.
 
-``clip_grad_norm_`` multiplies every gradient by ``min(1, limit / norm)``, by 1 as well, which
-counts as a write and changes no bit; and torch does not count what its foreach operations write to
-a DTensor. So where nothing but that count stands against a step that was taken ahead, the gradients
-are compared with what came down, bit by bit; for that they come down a second time from the
-accelerator, next to the first copy, one bucket ahead of the comparison. What came down and was not
-stepped simply comes down again. Gradients in host memory are compared where they are, at every
-step.
+A gradient on an accelerator is the same if its memory, its version and the sums of its bits are the
+same. The version alone does not show all writes: ``grad.data``, kernels of others and torch's
+foreach operations on a DTensor leave it. Gradients in host memory are compared with the copies that
+the worker used, bit by bit, at every step.
 
 With ``release_gradients`` gradients leave the device so, and their copy on the host is all there is
 of them. The first one of a slot comes down into its bucket's staging memory, where the step wants
@@ -36,7 +33,7 @@ from mp_optim.core import Slot, SlotUpdates
 from mp_optim.host.calls import writes_counted
 from mp_optim.host.leases import sums_of_bits
 from mp_optim.offload.backward_grads import ReleasableGrad
-from mp_optim.offload.bucket_buffers import Buckets, BucketStep, Staging
+from mp_optim.offload.bucket_buffers import Buckets, Staging
 from mp_optim.offload.double_buffer import BackLaunch
 from mp_optim.offload.timeline import WAIT_COPIES, StepTimeline
 from mp_optim.offload.worker import Job, Worker, WorkerError
@@ -50,9 +47,7 @@ class GradVersion:
         storage: its memory, as long as that exists; another gradient at the same address has
             another storage.
         address: where it begins.
-        version: how often it was written; None if that is not counted, as of tensors made in
-            inference mode, and of local tensors of DTensors (torch's foreach operations write to
-            them without a trace).
+        version: number of writes that torch counted; None for tensors made in inference mode.
         count: how often a gradient of the slot had got ready.
         bits: sums of its bits (:func:`sums_of_bits`) as they were; None if they are not asked for.
     """
@@ -64,23 +59,17 @@ class GradVersion:
     bits: Tensor | None = None
 
     @classmethod
-    def of(
-        cls, grad: Tensor, count: int, is_counted: bool = True, with_bits: bool = False
-    ) -> GradVersion:
-        """The version of a plain tensor; ``is_counted`` is whether all writes to it are said to
-        be, ``with_bits`` whether those that leave no trace are to be noticed, too."""
+    def of(cls, grad: Tensor, count: int, with_bits: bool = False) -> GradVersion:
+        """Return the version of a plain tensor; ``with_bits`` also detects writes that torch does
+        not count."""
         storage = StorageWeakRef(grad.untyped_storage())  # type: ignore[no-untyped-call]
-        version = writes_counted(grad) if is_counted else None
-        bits = _bits_of(grad) if with_bits and version is not None else None
-        return cls(storage, grad.data_ptr(), version, count, bits)
+        bits = _bits_of(grad) if with_bits else None
+        return cls(storage, grad.data_ptr(), writes_counted(grad), count, bits)
 
     def matches(self, grad: Tensor, count: int) -> bool:
-        """Whether this is the same gradient, not written to since. By the version alone that is
-        not known: ``grad.data``, kernels of others and torch's own ``GradScaler.unscale_`` leave
-        none of these traces."""
+        """True if this is the same gradient, not written to since."""
         return (
             self.count == count
-            and self.version is not None
             and self.version == writes_counted(grad)
             and self.is_memory_of(grad)
             and (self.bits is None or torch.equal(self.bits, _bits_of(grad)))
@@ -406,7 +395,6 @@ class Arrivals:
     """Counts gradients by slot, and remembers their order in the first backward.
 
     Attributes:
-        uncounted: slots whose last gradient torch does not count all writes to.
         order: slots whose complete gradient got ready, the first one first.
         is_order_known: a backward was seen, and a step after it.
     """
@@ -415,13 +403,10 @@ class Arrivals:
         self.order: dict[Slot, None] = {}
         self.is_order_known = False
         self._counts: Counter[Slot] = Counter()
-        self.uncounted: set[Slot] = set()
         self._compared: dict[Slot, bool] = {}
 
-    def note(self, slot: Slot, writes_are_counted: bool) -> None:
-        """A gradient got ready; ``writes_are_counted`` by torch, so that its version tells."""
-        count = self.uncounted.discard if writes_are_counted else self.uncounted.add
-        count(slot)
+    def note(self, slot: Slot) -> None:
+        """Count a gradient that got ready."""
         self._counts[slot] += 1
 
     # -- versions ---------------------------------------------------------------------------------
@@ -429,7 +414,7 @@ class Arrivals:
     def versions(self, updates: SlotUpdates, with_bits: bool = False) -> dict[Slot, GradVersion]:
         """The gradients of some updates as they are now; see :meth:`GradVersion.of`."""
         return {
-            slot: GradVersion.of(grad, self._counts[slot], slot not in self.uncounted, with_bits)
+            slot: GradVersion.of(grad, self._counts[slot], with_bits)
             for slot, grad in zip(updates.slots, updates.grads, strict=True)
         }
 
@@ -513,32 +498,6 @@ def _are_split(updates: SlotUpdates) -> bool:
     parameter."""
     layouts = (layout for layout in updates.layouts if layout is not None)
     return any(updates.shard_groups) or any(layout.splits_matrices for layout in layouts)
-
-
-def compare_again(
-    steps: Sequence[BucketStep], landings: Sequence[Staging], mark: Any
-) -> list[bool]:
-    """Whether the gradients of each bucket are, in every bit, what its staging memory has. Where
-    they are not, they are put there. The staging memory is the caller's.
-
-    Args:
-        landings: memory that two buckets' gradients come down to, turn by turn.
-        mark: at which the gradients are complete.
-    """
-    results: list[bool] = []
-    coming: list[tuple[Sequence[Tensor], Any]] = []
-    for index, step in enumerate(steps):
-        for ahead in steps[len(coming) : index + 2]:
-            landing, grads = landings[len(coming) % 2], ahead.updates.grads
-            to = landing.landing_for(grads)
-            coming.append((to, landing.download(grads, to, mark)))
-        present, ticket = coming[index]
-        step.staging.transfer.wait(ticket)
-        results.append(all(map(same_bits, present, step.staged.grads)))
-        if not results[-1]:
-            torch._foreach_copy_(list(step.staged.grads), list(present))
-        step.is_downloaded = True
-    return results
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -9,12 +9,11 @@ clipped or skipped.
 from __future__ import annotations
 
 import enum
-import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,13 +25,7 @@ from mp_optim.host.transfer import fetch
 from mp_optim.kernels import choose_backend
 from mp_optim.kernels.kernel_args import fp32
 from mp_optim.offload.backward_grads import BackwardGrads, GradSource, ReleasableGrad
-from mp_optim.offload.backward_jobs import (
-    Arrivals,
-    BackwardJob,
-    EarlyBucket,
-    ReleasedGrads,
-    compare_again,
-)
+from mp_optim.offload.backward_jobs import Arrivals, BackwardJob, EarlyBucket, ReleasedGrads
 from mp_optim.offload.bucket_buffers import BucketStep, Staging
 from mp_optim.offload.double_buffer import BackLaunch
 from mp_optim.offload.host_part import HostPart
@@ -143,29 +136,19 @@ class BackwardScheduler:
 
     # -- during backward --------------------------------------------------------------------------
 
-    @property
-    def _may_compare(self) -> bool:
-        """Whether ``step()`` compares gradients whose writes are not counted with what came
-        down."""
-        return self._transfer.is_same_place or self.mode == "speculative"
-
     @in_own_modes
-    def on_grad_ready(
-        self, slot: Slot, grad: Tensor, claim: ReleasableGrad | None, writes_are_counted: bool
-    ) -> None:
+    def on_grad_ready(self, slot: Slot, grad: Tensor, claim: ReleasableGrad | None) -> None:
         """A gradient is complete; the step will be given the same one, or its copy on the host if
         it is released. Never raises: :meth:`collect` reports errors.
 
         Args:
             grad: the local gradient. claim: the gradient, if it may be released.
-            writes_are_counted: torch counts every write to it, which it does not for the local
-                tensor of a DTensor.
         """
         if not self.is_early:
             return
         # NOTE: backward has a thread for each device that has parameters, and one for the CPU.
         with self._reporting:
-            self.arrivals.note(slot, writes_are_counted)
+            self.arrivals.note(slot)
             self._take(slot, grad, claim)
 
     def _take(self, slot: Slot, grad: Tensor, claim: ReleasableGrad | None) -> None:
@@ -187,8 +170,6 @@ class BackwardScheduler:
         if not (self._host_part.releases or bucket.comes_down):
             self._try((slot,), lambda: None)
             return
-        if slot in self.arrivals.uncounted and not (self._host_part.releases or self._may_compare):
-            return  # what came down now would come down again
         released = self.released
         if slot in released.held and slot in released.claims and slot in bucket.waiting:
             # one waits to be added to what is held; further ones are added in their turn
@@ -431,13 +412,11 @@ class BackwardScheduler:
             if job is None or job.staged.grads is not step.staged.grads:
                 continue
             arrived, updates = self.arrivals, step.updates
-            if self._transfer.is_same_place and not job.releases:
-                step.is_downloaded = arrived.is_as_staged(job, updates)
-                stale += not step.is_downloaded and arrived.is_complete(job, updates)
-                continue
-            step.is_downloaded = arrived.is_fresh(job, updates)
-            may_be = not step.is_downloaded and not job.releases
-            step.was_written = may_be and arrived.is_complete(job, updates)
+            compares = self._transfer.is_same_place and not job.releases
+            is_same = arrived.is_as_staged if compares else arrived.is_fresh
+            step.is_downloaded = is_same(job, updates)
+            if not (step.is_downloaded or job.releases):
+                stale += arrived.is_complete(job, updates)
         if stale:
             self._count_changed(stale)
 
@@ -467,38 +446,22 @@ class BackwardScheduler:
         job = bucket.job
         return None if job is None or not job.is_done else job
 
-    def _look_again(self, steps: Sequence[BucketStep], mark: Any) -> list[BucketStep]:
-        """Those of some buckets whose gradients were written and are what they were; see
-        :func:`compare_again`. The others are counted."""
-        written = [step for step in steps if step.was_written]
-        if not written:
-            return []
-        landings = [memory for memory, _ in self.released.landings]  # nothing is released then
-        with self._timeline.stage("compare"):
-            same = compare_again(written, landings, mark)
-        if changed := same.count(False):
-            self._count_changed(changed)
-        return list(itertools.compress(written, same))
-
     def hits(
-        self, steps: Sequence[BucketStep], planned: Mapping[int, Sequence[Launch]], mark: Any
+        self, steps: Sequence[BucketStep], planned: Mapping[int, Sequence[Launch]]
     ) -> set[int]:
-        """The buckets whose spares hold this step; they are counted, and those that were stepped
-        from the same gradients to something else."""
-        hoped = []
+        """Return the buckets whose spares hold this step. Count them, and the buckets that were
+        stepped from the same gradients to another result."""
+        found = set()
         for step in steps:
             bucket = self.buckets[step.bucket]
-            if (job := bucket.job) is None or not job.stepped:
+            if (job := bucket.job) is None or not (job.stepped and step.is_downloaded):
                 continue
             now = planned[step.bucket]
             is_same = len(job.back) == len(now) and all(map(BackLaunch.gives, job.back, now))
-            if bucket.is_trusted and is_same:
-                hoped.append(step)
-            else:
-                self.counts["speculation_redone"] += step.is_downloaded
-        found = {step.bucket for step in hoped if step.is_downloaded}
-        found |= {step.bucket for step in self._look_again(hoped, mark)}
-        self.counts["speculation_hits"] += len(found)
+            is_hit = bucket.is_trusted and is_same
+            self.counts["speculation_hits" if is_hit else "speculation_redone"] += 1
+            if is_hit:
+                found.add(step.bucket)
         return found
 
     def _count_changed(self, changed: int) -> None:
@@ -511,18 +474,6 @@ class BackwardScheduler:
                 "begun on them is done again in step(). If torch's clip_grad_norm_ did it, leave "
                 "clipping to OptimizerConfig.clip_grad (HF Trainer: max_grad_norm=0; Lightning: "
                 "gradient_clip_val=None). metrics()['speculation_stale'] counts the buckets"
-            )
-
-    def notes_on_dtensors(self) -> Iterator[str]:
-        """What a user should know of gradients of DTensors."""
-        if self.arrivals.uncounted and not (
-            self._host_part.releases or self._transfer.is_same_place
-        ):
-            when = "in step(), too," if self._may_compare else "in step()"
-            yield (
-                f"host: gradients of DTensors (FSDP2) come down {when} because torch does not "
-                "count all writes to them; release_gradients=True brings them down in backward "
-                "alone"
             )
 
 

@@ -158,7 +158,6 @@ class BucketStep:
         updates: gradients and outputs where they are on the device.
         staged: the same on the host.
         is_downloaded: the gradients have been downloaded.
-        was_written: they were, but may have been written to since.
         downloaded: indices of single ones that have been.
     """
 
@@ -168,7 +167,6 @@ class BucketStep:
     updates: SlotUpdates
     staged: SlotUpdates
     is_downloaded: bool = False
-    was_written: bool = False
     downloaded: frozenset[int] = frozenset()
     ticket: Any = None
 

@@ -252,7 +252,7 @@ class Stepper:
         ahead, buckets = self.host_part.ahead, self.schedule.buckets
         assert ahead is not None
         planned = ahead.planned(steps)
-        hits = self.schedule.hits(steps, planned, mark)
+        hits = self.schedule.hits(steps, planned)
         try:
             return ahead.fill(steps, buckets, planned, hits, mark)
         except Exception:
@@ -275,9 +275,9 @@ class Stepper:
     def notes(self) -> tuple[str, ...]:
         """How the slots are stepped, in words."""
         file = self.host_part.settings.state_file
-        of_slots = (*self.host_part.notes(), *self.schedule.notes_on_dtensors())
-        of_file = () if file is None else tuple(file.notes())
-        return tuple(dict.fromkeys((*of_slots, *of_file, *self.transfer.notes())))
+        of_file = () if file is None else file.notes()
+        notes = (*self.host_part.notes(), *of_file, *self.transfer.notes())
+        return tuple(dict.fromkeys(notes))
 
     def metrics(self) -> dict[str, float]:
         """Return host memory, milliseconds of the last step's stages, and counts of speculation."""

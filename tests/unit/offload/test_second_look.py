@@ -88,7 +88,7 @@ def trained(
     "after", [clip_to(math.inf), clip_to(1e6), replaced], ids=["inf", "large", "clone"]
 )
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_writes_that_change_nothing_cost_nothing(
+def test_writes_that_change_no_bit_keep_early_work_of_the_host(
     precision: str, after: AfterBackward, adversarial: bool
 ) -> None:
     for mode in MODES:
@@ -97,8 +97,9 @@ def test_writes_that_change_nothing_cost_nothing(
             expected, expected_results = bits, results
             continue
         assert differing(bits, expected) == [] and results == expected_results, mode
-        assert said == [] and metrics["speculation_stale"] == 0, mode
-    assert metrics["speculation_hits"] == 3 * (STEPS - 1), metrics
+        if not adversarial:  # an accelerator does the work again, by the version or the memory
+            assert said == [] and metrics["speculation_stale"] == 0, mode
+    assert adversarial or metrics["speculation_hits"] == 3 * (STEPS - 1), metrics
 
 
 @pytest.mark.parametrize("adversarial", [True, False], ids=["accelerator", "host"])
@@ -114,9 +115,8 @@ def test_whatever_changes_is_stepped_again(
             expected, expected_results = bits, results
             continue
         assert differing(bits, expected) == [] and results == expected_results, mode
-        if mode == "speculative" or not adversarial:
-            assert metrics["speculation_stale"] == STEPS // 3, mode
-            assert len(said) == 1 and "clip_grad_norm_" in said[0], mode
+        assert metrics["speculation_stale"] == STEPS // 3, mode
+        assert len(said) == 1 and "clip_grad_norm_" in said[0], mode
     hits = 3 * (STEPS - 1) - STEPS // 3  # the bucket that was changed, and no other
     assert metrics["speculation_hits"] == hits
 
@@ -168,26 +168,6 @@ def test_every_element_counts(count: int, start: int, dtype: torch.dtype) -> Non
         assert not same_bits(one, other)
 
 
-def test_memory_for_the_comparison_is_taken_when_it_is_needed() -> None:
-    held = {}
-    for after in (None, clip_to(math.inf)):
-        model, optimizer = build_mode("speculative", fraction=1.0, experts=False, clip_grad=0.0)
-        (hybrid,) = hybrids(optimizer)
-        transfer = AdversarialTransfer()
-        empty_host, sizes = transfer.empty_host, []
-
-        def counted(num_bytes: int, pin: bool, sizes=sizes, empty_host=empty_host) -> Tensor:
-            sizes.append(num_bytes)
-            return empty_host(num_bytes, pin)
-
-        transfer.empty_host = counted
-        hybrid.stepper.use_transfer(transfer, 1 << 20)
-        run(model, optimizer, 3, after_backward=after)
-        held[after is None] = sum(sizes)
-        staging = max(hybrid.stepper.host_part.host_bytes().staging)
-    assert held[False] - held[True] == staging // 2  # the gradients of one bucket, once
-
-
 # -- FSDP2 -----------------------------------------------------------------------------------------
 
 
@@ -202,9 +182,9 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 
 def sharded_run(
     mode: str, limit: float, adversarial: bool
-) -> tuple[list[Tensor], dict[str, float], str]:
-    """FSDP2, whose gradients torch's clip_grad_norm_ writes to without a trace: parameters,
-    metrics, description."""
+) -> tuple[list[Tensor], dict[str, float]]:
+    """FSDP2, whose gradients torch's clip_grad_norm_ writes to without a trace: parameters and
+    metrics."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(3)]).bfloat16()
     fully_shard(model)
@@ -228,7 +208,7 @@ def sharded_run(
         torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
         optimizer.step()
     params = [param.to_local().detach() for param in model.parameters()]
-    return params, optimizer.metrics(), str(optimizer.describe())
+    return params, optimizer.metrics()
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -236,13 +216,11 @@ def sharded_run(
 @pytest.mark.parametrize("adversarial", [True, False], ids=["accelerator", "host"])
 @pytest.mark.parametrize("limit", [math.inf, 1e-3])
 def test_gradients_of_fsdp_that_are_clipped_outside(limit: float, adversarial: bool) -> None:
-    expected, _, _ = sharded_run("sync", limit, adversarial)
+    expected, _ = sharded_run("sync", limit, adversarial)
     for mode in MODES[1:]:
-        params, metrics, described = sharded_run(mode, limit, adversarial)
+        params, metrics = sharded_run(mode, limit, adversarial)
         assert all(map(same_bits, params, expected)), mode
-        assert ("gradients of DTensors (FSDP2) come down" in described) == adversarial
-        if mode == "speculative" or not adversarial:
-            assert (metrics["speculation_stale"] == 0) == (limit == math.inf), mode
+        assert (metrics["speculation_stale"] == 0) == (limit == math.inf), mode
     if limit == math.inf:
         assert metrics["speculation_hits"] >= 5
 
