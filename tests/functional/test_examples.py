@@ -16,13 +16,7 @@ from support.launch import TOOLS, run_forked_program, run_program_of_ranks
 from support.programs import PROGRAMS, program
 
 EXAMPLES = TOOLS / "examples"
-ALONE = {
-    "plain_loop": 0.2,
-    "fabric": 0.2,
-    "hf_trainer": 0.6,
-    "peft_lora": 0.95,
-    "float8_weights": 0.3,
-}
+ALONE = {"plain_loop": 0.2, "fabric": 0.2, "peft_lora": 0.95, "float8_weights": 0.3}
 """Examples that return losses, and what fraction of the first one the last may be."""
 LAUNCHED = {"accelerate_fsdp2": (2, 0.2), "megatron_gpt": (0, 0.8), "muon_moe": (4, 0.2)}
 """Examples with processes of their own: how many, or 0 for no launcher; and the same."""
