@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,42 +54,20 @@ _EXTRA_STATE = "_extra_state"
 """What torch calls, in a module's state dict, the value of its ``get_extra_state``."""
 
 
-@dataclass
 class CheckedLoad:
-    """A load of a version, of one rank.
+    """A load of a version on one rank. Constructing it is collective.
 
-    Attributes:
-        version: names the checkpoint.
-        index: its tensors. common: its plain data.
-        own: the model and the optimizer to load into. scheduler: None loads none.
-        convert: also where that loses bits.
-        entries: tensors of the model and the optimizer, by name. saved: of the checkpoint's, those
-            that are wanted.
-        staged: tensors that are read to be checked, or loaded in another form. live: those that
-            are read into where they belong.
-        refused: why state is not taken that is saved, of some entries.
-        read_anywhere: names that some rank reads.
+    Args:
+        version: folder of the checkpoint.
+        index: entries of the checkpoint. common: its plain data.
+        own: the model and the optimizer to load into.
+        scheduler: object with ``load_state_dict``; None loads none.
+        ranks: ranks that load together.
+        convert: load also where that loses bits.
     """
 
-    version: Path
-    index: Index
-    common: dict[str, Any]
-    own: Inventory
-    scheduler: Any
-    convert: bool
-    entries: dict[str, Tensor]
-    saved: Mapping[str, Saved]
-    staged: dict[str, Tensor]
-    live: dict[str, Tensor]
-    refused: Mapping[str, str]
-    read_anywhere: set[str]
-
-    def __post_init__(self) -> None:
-        self._reading = Reading(self.version, self.index, {})
-
-    @classmethod
-    def agreed(
-        cls,
+    def __init__(
+        self,
         version: Path,
         index: Index,
         common: dict[str, Any],
@@ -97,80 +75,70 @@ class CheckedLoad:
         scheduler: Any,
         ranks: Ranks,
         convert: bool,
-    ) -> CheckedLoad:
-        """This rank's part, when all ranks have said what they read. Collective."""
-        index, common = own.renamed(index, common)
+    ) -> None:
+        self._version, self._own, self._scheduler = version, own, scheduler
+        self._convert = convert
+        self._index, self._common = own.renamed(index, common)
+        self._reading = Reading(version, self._index, {})
         saved = {
             name: entry
-            for name, entry in index.entries.items()
+            for name, entry in self._index.entries.items()
             if own.optimizer is not None or name.startswith(MODEL)
         }
-        entries = own.entries()
-        new = own.unallocated(saved, entries)
-        tensors, refused = entries | new, own.refused(saved)
+        self._entries = own.entries()
+        new = own.unallocated(saved, self._entries)
+        tensors, refused = self._entries | new, own.refused(saved)
         if convert:
             saved = without_surplus(saved, ranks.union(set(tensors)))
             saved = {name: entry for name, entry in saved.items() if name not in refused}
             refused = {}
+        self._saved, self._refused = saved, refused
         copies = own.copies(tensors) | new.keys()
-        staged, live = _targets_of(tensors, saved, copies, convert=convert)
-        read_anywhere = ranks.union({*staged, *live})
-        return cls(
-            version=version,
-            index=index,
-            common=common,
-            own=own,
-            scheduler=scheduler,
-            convert=convert,
-            entries=entries,
-            saved=saved,
-            staged=staged,
-            live=live,
-            refused=refused,
-            read_anywhere=read_anywhere,
-        )
+        # staged: read into new tensors, and checked or converted; live: read into their place
+        self._staged, self._live = _targets_of(tensors, saved, copies, convert=convert)
+        self._read_anywhere = ranks.union({*self._staged, *self._live})
 
     # -- the files --------------------------------------------------------------------------------
 
     def check_files(self) -> None:
         """Raise ValueError if names, shapes, dtypes or settings do not fit, or files are damaged
         or hold second moments that the optimizer refuses."""
-        for why in self.refused.values():
+        for why in self._refused.values():
             raise ValueError(why)
-        tensors = self.staged | self.live
-        check_entries(self.version, self.saved, tensors, self.read_anywhere)
-        for name, value in self.common["model"].items():
-            if MODEL + name in self.entries:
+        tensors = self._staged | self._live
+        check_entries(self._version, self._saved, tensors, self._read_anywhere)
+        for name, value in self._common["model"].items():
+            if MODEL + name in self._entries:
                 raise ValueError(
-                    f"{self.version} does not fit this model: {name} is a {type(value).__name__} "
+                    f"{self._version} does not fit this model: {name} is a {type(value).__name__} "
                     "beside the tensors, and a tensor here"
                 )
-        if self.scheduler is not None and self.common["scheduler"] is None:
+        if self._scheduler is not None and self._common["scheduler"] is None:
             raise ValueError(
-                f"{self.version} holds no scheduler state; load it with scheduler=None"
+                f"{self._version} holds no scheduler state; load it with scheduler=None"
             )
-        if (check := getattr(self.scheduler, "check_state_dict", None)) is not None:
-            check(self.common["scheduler"])
-        if (optimizer := self.own.optimizer) is not None:
-            if self.common["optimizer"] is None:
+        if (check := getattr(self._scheduler, "check_state_dict", None)) is not None:
+            check(self._common["scheduler"])
+        if (optimizer := self._own.optimizer) is not None:
+            if self._common["optimizer"] is None:
                 raise ValueError(
-                    f"{self.version} holds a model and no optimizer; load it with optimizer=None"
+                    f"{self._version} holds a model and no optimizer; load it with optimizer=None"
                 )
             settings = self._settings()
             check_is_state_dict({**settings, "state": {}})
-            match_without_state(optimizer, settings, convert=self.convert)
-        self._reading = plan_reading(tensors, self.version, self.index)
+            match_without_state(optimizer, settings, convert=self._convert)
+        self._reading = plan_reading(tensors, self._version, self._index)
         self._reading.check(self._value_checks())
 
     def _settings(self) -> dict[str, Any]:
         """Return the saved state dict without state, with this rank's parameters in the order of
         the optimizer's groups."""
-        saved, groups = self.common["optimizer"], []
+        saved, groups = self._common["optimizer"], []
         for group in saved["param_groups"]:
-            kept = [at for at, name in enumerate(group["param_names"]) if name in self.own.slots]
+            kept = [at for at, name in enumerate(group["param_names"]) if name in self._own.slots]
             if kept or not group["params"]:
                 groups.append(with_params(group, kept))
-        groups = self.own.matched_groups(self.own.without_checksums(groups))
+        groups = self._own.matched_groups(self._own.without_checksums(groups))
         return {**saved, "param_groups": groups}
 
     def _state_dict(
@@ -180,15 +148,15 @@ class CheckedLoad:
         settings = self._settings()
         indices = [index for group in settings["param_groups"] for index in group["params"]]
         index_of = dict(zip(optimizer.slots(), indices, strict=True))
-        by_name = {name: index_of[slot] for name, slot in self.own.slots.items()}
+        by_name = {name: index_of[slot] for name, slot in self._own.slots.items()}
         return {**settings, "state": state_by_index(by_name, as_read(tensors))}
 
     def _value_checks(self) -> dict[str, ValueCheck]:
         if (optimizer := self._without_hooks()) is None:
             return {}
-        slots = self.own.slots
+        slots = self._own.slots
         checks: dict[str, ValueCheck] = {}
-        for name, value in self.live.items():
+        for name, value in self._live.items():
             key, fqn = key_and_fqn(name)
             if key == SECOND and value.is_floating_point():
                 state = optimizer.state_of(slots[fqn])
@@ -197,7 +165,7 @@ class CheckedLoad:
 
     def _without_hooks(self) -> SlotKeyedOptimizer | None:
         """The optimizer, if nothing changes what is loaded into it on the way."""
-        optimizer = self.own.optimizer
+        optimizer = self._own.optimizer
         if optimizer is None or optimizer._optimizer_load_state_dict_pre_hooks:
             return None
         return optimizer
@@ -208,14 +176,14 @@ class CheckedLoad:
         """Read what may be refused for its values into memory of its own, and raise ValueError if
         the optimizer does not take it. Hooks for loading may change what is loaded, so an optimizer
         that has some checks it when they have been called."""
-        self._reading.read(self.staged)
+        self._reading.read(self._staged)
         if (optimizer := self._without_hooks()) is None:
             return
-        if any(key_and_fqn(name)[0] not in ("", STEP) for name in self.staged):
+        if any(key_and_fqn(name)[0] not in ("", STEP) for name in self._staged):
             self._check_state(optimizer)
             return
-        slots = self.own.slots
-        for name, value in self.staged.items():
+        slots = self._own.slots
+        for name, value in self._staged.items():
             key, fqn = key_and_fqn(name)
             if key:
                 optimizer.state_of(slots[fqn]).check_values(key, value)
@@ -223,16 +191,16 @@ class CheckedLoad:
     def _check_state(self, optimizer: SlotKeyedOptimizer) -> None:
         # of what is live, which has the form of the tensors that are there, values are yet to come
         zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        live = {name: value for name, value in self.live.items() if name.startswith(STATE)}
+        live = {name: value for name, value in self._live.items() if name.startswith(STATE)}
         blanks = {name: _blank(value, zeros) for name, value in live.items()}
-        state_dict = self._state_dict(optimizer, self.staged | blanks)
+        state_dict = self._state_dict(optimizer, self._staged | blanks)
         state = state_dict["state"]
-        match = match_without_state(optimizer, state_dict, convert=self.convert)
+        match = match_without_state(optimizer, state_dict, convert=self._convert)
         # the weights that remainders belong to are yet to come
         yet_to_come = replace(match, checksums={})
-        StateLoad(yet_to_come, state, optimizer.state_of, self.convert).check()
-        for fqn, slot in self.own.slots.items():
-            checksum = None if self.convert else match.checksums.get(slot)
+        StateLoad(yet_to_come, state, optimizer.state_of, self._convert).check()
+        for fqn, slot in self._own.slots.items():
+            checksum = None if self._convert else match.checksums.get(slot)
             if checksum is not None:
                 saved = state[match.index_of[slot]]
                 self._check_weights(optimizer.state_of(slot), fqn, saved, checksum)
@@ -241,11 +209,11 @@ class CheckedLoad:
         """Raise ValueError if the saved weights are not those that the saved remainder of a slot
         belongs to, where it becomes a main param."""
         entry, name = entry_name(REMAINDER, fqn), MODEL + fqn
-        if entry not in self.staged or name not in self.live:
+        if entry not in self._staged or name not in self._live:
             return
-        weights = torch.empty_like(self.live[name], device="cpu")
-        plan_reading({name: weights}, self.version, self.index).read({name})
-        own.fit(saved, self.convert, checksum, weights)
+        weights = torch.empty_like(self._live[name], device="cpu")
+        plan_reading({name: weights}, self._version, self._index).read({name})
+        own.fit(saved, self._convert, checksum, weights)
 
     # -- writing ----------------------------------------------------------------------------------
 
@@ -255,14 +223,14 @@ class CheckedLoad:
         Raises:
             Exception: raised by that code. The optimizer refuses to step until something is loaded.
         """
-        self._reading.read(self.live)
-        tensors = self.staged | self.live
-        self.own.load_model(tensors, deepcopy(self.common["model"]))
-        if (optimizer := self.own.optimizer) is not None:
+        self._reading.read(self._live)
+        tensors = self._staged | self._live
+        self._own.load_model(tensors, deepcopy(self._common["model"]))
+        if (optimizer := self._own.optimizer) is not None:
             state_dict = self._state_dict(optimizer, tensors)
-            optimizer.load_state_dict(state_dict, convert=self.convert)
-        if self.scheduler is not None:  # it may keep what it is given
-            self.scheduler.load_state_dict(deepcopy(self.common["scheduler"]))
+            optimizer.load_state_dict(state_dict, convert=self._convert)
+        if self._scheduler is not None:  # it may keep what it is given
+            self._scheduler.load_state_dict(deepcopy(self._common["scheduler"]))
 
 
 # -- what a checkpoint is read into ---------------------------------------------------------------

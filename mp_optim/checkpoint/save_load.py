@@ -331,7 +331,7 @@ def load(
     if stack is not None:
         ranks.run_on_all(loading, partial(_prepared, own, stack))
     index, common = ranks.run_on_all(loading, lambda: _open(version, verify, ranks))
-    load = CheckedLoad.agreed(version, index, common, own, scheduler, ranks, convert)
+    load = CheckedLoad(version, index, common, own, scheduler, ranks, convert)
     ranks.run_on_all(loading, load.check_files)
     ranks.run_on_all(loading, load.check_values)
     try:
