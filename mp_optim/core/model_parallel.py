@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -50,70 +50,10 @@ _EXPERTS = (
 """Experts as Megatron names them: a list of modules, or one module with a weight for each."""
 
 
-class Layer(NamedTuple):
-    """A layer of a pipeline stage.
-
-    Attributes:
-        path: of the list that it is in. position: there.
-        number: its index in the whole model, if it says so itself.
-    """
-
-    path: str
-    position: int
-    number: int | None = None
-
-
-Chunks = Sequence[Sequence[Layer]]
-"""The layers of a stage, chunk by chunk."""
-
-
 def layer_of(name: str) -> tuple[str, int] | None:
     """The list of layers that a name leads through first, and the index in it."""
     found = _LAYER.match(name)
     return None if found is None else (found[1], int(found[2]))
-
-
-def layer_indices(stages: Sequence[Chunks]) -> list[list[dict[tuple[str, int], int]]]:
-    """Where each layer is in the whole model: for each stage and chunk, by path and position.
-
-    As the layers say themselves, if all of a list do and no two say the same. Where the positions
-    already differ they stay. Otherwise layers follow each other: the first chunks of all stages,
-    then the second ones.
-    """
-    placed: list[list[dict[tuple[str, int], int]]] = [[{} for _ in chunks] for chunks in stages]
-    order = list(_in_order(stages))
-    everything = [layer for stage, chunk in order for layer in stages[stage][chunk]]
-    for path in dict.fromkeys(layer.path for layer in everything):
-        index = _index([layer for layer in everything if layer.path == path])
-        first = 0
-        for stage, chunk in order:
-            here = [layer for layer in stages[stage][chunk] if layer.path == path]
-            for layer in here:
-                placed[stage][chunk][path, layer.position] = index(layer, first)
-            first += max((layer.position + 1 for layer in here), default=0)
-    return placed
-
-
-def _in_order(stages: Sequence[Chunks]) -> Iterator[tuple[int, int]]:
-    """Stage and chunk, in the order in which forward goes through them."""
-    for chunk in range(max(map(len, stages), default=0)):
-        for stage, chunks in enumerate(stages):
-            if chunk < len(chunks):
-                yield stage, chunk
-
-
-def _index(layers: Sequence[Layer]) -> Callable[[Layer, int], int]:
-    """A layer's index in the whole model, given how many come before its chunk.
-
-    Args:
-        layers: of all stages, of one list.
-    """
-    numbers = [layer.number for layer in layers]
-    if None not in numbers and len(set(numbers)) == len(numbers):
-        return lambda layer, _: layer.position if layer.number is None else layer.number
-    if len({layer.position for layer in layers}) == len(layers):
-        return lambda layer, _: layer.position
-    return lambda layer, first: first + layer.position
 
 
 def expert_counts(names: Iterable[str]) -> dict[str, int]:
@@ -268,8 +208,10 @@ class ModelParallel:
             model: a module or a list of chunks.
             process_groups: ``tp``, ``expert_tp``, ``ep`` and ``pp`` are read.
             global_names: what a parameter or buffer is called in the whole model, from its name
-                here. By default layers and experts are counted through where they are named as
-                Megatron does: ``layers.N``, ``local_experts.N``, ``experts.linear_fc1.weightN``.
+                here. By default layers of pipeline stages have the index that their
+                ``layer_number`` gives (without one the index here), and experts are counted
+                through where they are named as in Megatron: ``local_experts.N``,
+                ``experts.linear_fc1.weightN``.
             expert_predicate: ``(param, name) -> bool``, which parameters are experts.
 
         Raises:
@@ -283,10 +225,13 @@ class ModelParallel:
         params = dict(_params(chunks))
         is_expert = expert_predicate or is_expert_param
         partitions = dict(_partitions(params, chunks, groups, is_expert))
-        own = Stage(_layers(chunks), *_original(params, chunks, global_names))
-        stages, place = _told(own, groups.pp)
-        tied = _tied(params, stages, place)
-        numbered = _numbering(params, chunks, groups.ep, stages, place)
+        tied: dict[str, tuple[str, int]] = {}
+        if groups.pp is not None and groups.pp.size() > 1:
+            own = _original(params, chunks, global_names)
+            originals = all_gather(groups.pp, "finding the pipeline's tied embedding", own)
+            del originals[groups.pp.rank()]
+            tied = _tied(params, originals)
+        numbered = _numbering(params, chunks, groups)
         name_of = global_names or (lambda name: tied[name][0] if name in tied else numbered(name))
         names = GlobalNames(name_of, [*params, *_buffers(chunks)])
         if global_names is not None:
@@ -307,60 +252,41 @@ def _members(*groups: ProcessGroup | None) -> frozenset[int]:
     return frozenset().union(*map(dist.get_process_group_ranks, several))
 
 
-class Stage(NamedTuple):
-    """What a stage of a pipeline tells the others.
-
-    Attributes:
-        layers: by chunk. original: of tied embeddings, the whole model's name of the one that
-            counts, if it is here. rank: global.
-    """
-
-    layers: Chunks
-    original: str | None = None
-    rank: int = 0
-
-
-def _told(own: Stage, pp: ProcessGroup | None) -> tuple[list[Stage], int]:
-    """What all stages tell, and which of them this is."""
-    if pp is None or pp.size() == 1:
-        return [own], 0
-    return all_gather(pp, "counting the layers of the pipeline's stages", own), pp.rank()
+_Original = tuple[str | None, int]
+"""The whole model's name of the tied embedding that counts, None where it is on another stage; and
+the stage's global rank."""
 
 
 def _tied(
-    params: Mapping[str, Tensor], stages: Sequence[Stage], place: int
+    params: Mapping[str, Tensor], originals: Sequence[_Original]
 ) -> dict[str, tuple[str, int]]:
-    """Copies of another stage's embedding: by name, that one's name and rank."""
-    for stage in stages:
-        if stage.original is not None and stage is not stages[place]:
-            original = stage.original, stage.rank
-            copies = (
-                name
+    """Return the copies of a tied embedding by name, with the original on another stage.
+
+    Args:
+        originals: of the other stages.
+    """
+    for whole, rank in originals:
+        if whole is not None:
+            return {
+                name: (whole, rank)
                 for name, param in params.items()
                 if is_tied_embedding(param) and is_shared(param)
-            )
-            return dict.fromkeys(copies, original)
+            }
     return {}
 
 
-def _numbering(
-    params: Iterable[str],
-    chunks: _NamedChunks,
-    ep: ProcessGroup | None,
-    stages: Sequence[Stage],
-    place: int,
-) -> Numbering:
+def _numbering(params: Iterable[str], chunks: _NamedChunks, groups: ProcessGroups) -> Numbering:
     experts: dict[str, int] = {}
-    if ep is not None and ep.size() > 1:
+    if (ep := groups.ep) is not None and ep.size() > 1:
         counts = expert_counts(params)
         experts = {path: ep.rank() * counts[path] for path in counts}
-    if len(stages) == 1:
+    if groups.pp is None or groups.pp.size() == 1:
         return Numbering(first_experts=experts)
-    indices = layer_indices([stage.layers for stage in stages])[place]
     layers: dict[tuple[str, int], tuple[str, int]] = {}
-    for (prefix, _), of_chunk in zip(chunks, indices, strict=True):
-        for (path, index), there in of_chunk.items():
-            layers[prefix + path, index] = path, there
+    for prefix, name, module in _modules(chunks):
+        layer, number = layer_of(name), layer_number(module)
+        if number is not None and layer is not None and name == f"{layer[0]}.{layer[1]}":
+            layers[layer] = layer[0].removeprefix(prefix), number - 1
     return Numbering(layers, tuple(prefix for prefix, _ in chunks if prefix), experts)
 
 
@@ -381,28 +307,17 @@ def _buffers(chunks: _NamedChunks) -> Iterator[str]:
         yield from (prefix + name for name in canonical_names(chunk, named).values())
 
 
-def _modules(chunks: _NamedChunks) -> Iterator[tuple[int, str, nn.Module]]:
-    """Every module with its chunk's index and its canonical name."""
-    for index, (prefix, chunk) in enumerate(chunks):
+def _modules(chunks: _NamedChunks) -> Iterator[tuple[str, str, nn.Module]]:
+    """Yield every module with its chunk's prefix and its canonical name."""
+    for prefix, chunk in chunks:
         for name, module in chunk.named_modules(remove_duplicate=False):
-            yield index, prefix + canonical_name(chunk, name), module
-
-
-def _layers(chunks: _NamedChunks) -> Chunks:
-    layers: list[dict[tuple[str, int], Layer]] = [{} for _ in chunks]
-    for chunk, name, module in _modules(chunks):
-        path, index = layer_of(name.removeprefix(chunks[chunk][0])) or ("", 0)
-        if name == f"{chunks[chunk][0]}{path}.{index}":
-            number = layer_number(module)
-            said = None if number is None else number - 1
-            layers[chunk][path, index] = Layer(path, index, said)
-    return [list(of_chunk.values()) for of_chunk in layers]
+            yield prefix, prefix + canonical_name(chunk, name), module
 
 
 def _original(
     params: Mapping[str, Tensor], chunks: _NamedChunks, global_names: NameOf | None
-) -> tuple[str | None, int]:
-    """The name of the tied embedding that counts, if it is here, and this rank's number."""
+) -> _Original:
+    """Return the whole model's name of the tied embedding that counts, and this rank's number."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     for name, param in params.items():
         if is_tied_embedding(param) and not is_shared(param):

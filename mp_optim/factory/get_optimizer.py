@@ -56,8 +56,8 @@ def get_megatron_optimizer(
         param_groups: groups to use instead of those made from the overrides.
         global_names: what a parameter or buffer is called in the whole model, from its name here:
             for state dicts and checkpoints, where ranks count layers or experts from 0. By default
-            ``process_groups.ep`` and ``pp`` say so, for names like Megatron's; see
-            :meth:`mp_optim.ModelParallel.of`.
+            experts are counted over ``process_groups.ep``, and layers of stages (``pp``) have a
+            ``layer_number``; see :meth:`mp_optim.ModelParallel.of`.
         settings: none; whatever comes here is named as a field of the config.
 
     Returns:

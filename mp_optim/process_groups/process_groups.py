@@ -24,7 +24,7 @@ class ProcessGroups:
             With ``use_distributed_optimizer`` by default all ranks.
         expert_dp: the same for expert parameters; by default as dp.
         ep: ranks that hold different experts of one layer, which each counts from 0.
-        pp: the stages of a pipeline, which each count their layers from 0. With several, building
+        pp: the stages of a pipeline, whose layers have a ``layer_number``. With several, building
             an optimizer is a collective of theirs.
     """
 

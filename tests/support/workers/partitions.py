@@ -329,6 +329,7 @@ class Stage(nn.Module):
 class Layer(nn.Module):
     def __init__(self, number: int, experts: range) -> None:
         super().__init__()
+        self.layer_number = number + 1
         self.local_experts = nn.ModuleList(numbered(10 * number + expert) for expert in experts)
 
 
@@ -483,6 +484,8 @@ class Tied(nn.Module):
         if first:
             self.embedding = nn.ParameterDict({"weight": weight})
         self.layers = nn.ModuleList(numbered(7) for _ in range(2 if first and last else 1))
+        for number, layer in enumerate(self.layers, 1 if first else 2):
+            layer.layer_number = number
         if last and not first:
             self.tail = nn.Parameter(torch.full((20, 100), fill))
             self.output_layer = nn.ParameterDict({"weight": weight})

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mp_optim.core.model_parallel import GlobalNames, Layer, Numbering, layer_indices
+from mp_optim.core.model_parallel import GlobalNames, Numbering
 from mp_optim.core.partition import Box, partition
 from support.launch import run_ranks
 from support.workers.partitions import SETTINGS, part_of
@@ -79,7 +79,7 @@ def test_what_cannot_be_told_apart_is_refused_with_the_ways_out(ranks, what, tex
         assert rank["refused"][what].startswith("ValueError: ")
         assert text in rank["refused"][what]
         if what.startswith("no "):
-            for way in ("partition_dim", "process_groups.ep or pp", "global_names="):
+            for way in ("partition_dim", "process_groups.ep", "global_names="):
                 assert way in rank["refused"][what]
 
 
@@ -186,27 +186,6 @@ def test_a_stride_is_a_number_of_equal_blocks(blocks, length, size):
         cut = partition("p", part.shape, 0, stride=blocks, rank=rank, size=size)
         index = torch.arange(part.numel()).view(part.shape)
         assert torch.equal(cut.whole_index(index, part.shape), part)
-
-
-@given(
-    counts=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=2), min_size=1),
-    said=st.booleans(),
-)
-def test_layers_follow_each_other_chunk_by_chunk(counts, said):
-    """All stages' first chunks, then their second ones; or as the layers say."""
-    number, stages, expected = 0, [[[], []] for _ in counts], {}
-    for chunk in range(2):
-        for stage, of_stage in enumerate(counts):
-            for index in range(of_stage[chunk]):
-                layer = Layer("layers", index, 2 * number if said else None)
-                stages[stage][chunk].append(layer)
-                expected[stage, chunk, index] = 2 * number if said else number
-                number += 1
-    placed = layer_indices(stages)
-    differ = len({index for _, _, index in expected}) == len(expected)
-    for (stage, chunk, index), there in expected.items():
-        wanted = index if differ and not said else there
-        assert placed[stage][chunk]["layers", index] == wanted
 
 
 def test_chunks_lose_their_prefix_but_where_two_names_would_become_one():
