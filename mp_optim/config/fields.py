@@ -23,7 +23,6 @@ from mp_optim.config.setting_checks import (
     Number,
     SettingError,
     as_bool,
-    as_cores,
     as_dtype,
     as_folder,
     as_fraction,
@@ -265,9 +264,6 @@ class ConfigFields:
     of this rank's share of the host (``describe()`` says which and why), whatever
     ``OMP_NUM_THREADS`` says, and during backward (``offload_mode``) two and at least a quarter
     fewer."""
-    host_cores: tuple[int, ...] | None = None
-    """Cores that the native kernels' threads are pinned to, in turn, for the whole process;
-    by default they are not pinned."""
     timers: Callable[..., Any] | None = None
     """Megatron's timers: ``timers(name, log_level=1)`` has ``start(barrier=)`` and ``stop()``;
     called around the measuring (``optimizer-clip-main-grad``) and the stepping
@@ -383,7 +379,6 @@ CHECKS: dict[str, Check] = {
     "audit_rate": UP_TO_1,
     "audit_action": Choice(("warn", "raise")),
     "host_threads": whole(1, 1024, optional=True),
-    "host_cores": as_cores,
     "timers": as_timers,
 }
 """Fields that are not switches, and what they may be."""

@@ -223,18 +223,6 @@ def as_fraction(value: Any) -> Any:
     raise ValueError(f"must be between 0 and 1, or 'auto'{hint}")
 
 
-def as_cores(value: Any) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    said = "must name at least one core, each once, as whole numbers >= 0 in a tuple or list"
-    if not isinstance(value, (tuple, list, range)) or not value:
-        raise ValueError(said)
-    cores = tuple(map(whole(0, 2**20), value))
-    if len(set(cores)) != len(cores):
-        raise ValueError(said)
-    return cores
-
-
 def as_folder(value: Any) -> str | None:
     if value is None:
         return None

@@ -25,7 +25,7 @@ from mp_optim.core.partition import partition
 from mp_optim.factory.rule_registry import construction_of, rule_of, settings_of
 from mp_optim.host.calls import warn
 from mp_optim.kernels import check_serves
-from mp_optim.kernels.native_library import set_host_cores, set_host_threads
+from mp_optim.kernels.native_library import set_host_threads
 from mp_optim.mixed_precision import (
     ConstantGradScaler,
     DynamicGradScaler,
@@ -164,15 +164,13 @@ def _check_partition(config: OptimizerConfig, name: str, param: Tensor, ranks: i
 
 
 def set_up_host(config: OptimizerConfig) -> None:
-    """Give the process the threads and cores of a config.
+    """Set the threads of the process's kernels.
 
-    NOTE: these are one number and one list for the process, whichever stack asked last. So a plan,
-    which builds a stack to add it up, does not come here.
+    NOTE: this is one number for the process, that of the last stack. A plan, which builds a stack
+    to add up its memory, must not set it.
     """
     if config.host_threads is not None:
         set_host_threads(config.host_threads)
-    if config.host_cores is not None:
-        set_host_cores(config.host_cores)
 
 
 def _grad_scaler(config: OptimizerConfig, device: torch.device) -> MegatronGradScaler | None:
@@ -285,7 +283,6 @@ def inner_optimizer(
         optimizer_state_path=config.optimizer_state_path,
         bucket_bytes=config.offload_bucket_bytes,
         host_threads=config.host_threads,
-        host_cores=config.host_cores,
         sub_optimizer_kwargs=construction,
         **settings,
     )

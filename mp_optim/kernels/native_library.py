@@ -9,7 +9,6 @@ import ctypes
 import operator
 import os
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
@@ -82,7 +81,6 @@ _SIGNATURES = {
     "mp_measure": [_T, _P, _P, _I],
     "mp_weighted_sum": [_P, _N, _P, _I],
     "mp_set_level": [ctypes.c_char_p],
-    "mp_set_cores": [_P, _I],
     "mp_set_access": [_P],
     "mp_access": [_P],
 }
@@ -195,7 +193,7 @@ def limit_openmp(threads: int) -> None:
         set_threads(ctypes.c_int(threads))
 
 
-# -- threads of the kernels, and their cores ------------------------------------------------------
+# -- threads of the kernels -----------------------------------------------------------------------
 
 
 MOST_HOST_THREADS = 4096
@@ -224,23 +222,6 @@ def set_host_threads(threads: int | None) -> None:
     _host_threads = None if threads is None else _checked(threads)
 
 
-def set_host_cores(cores: Sequence[int]) -> None:
-    """Pin the kernels' threads in this process to these cores, in turn; an empty list unpins them.
-
-    Raises:
-        ValueError: there are no native kernels to pin, or this process may not run on one of the
-            cores.
-    """
-    library = native_library()
-    if library.handle is None:
-        raise ValueError(
-            f"host_cores={tuple(cores)!r}: there are no native kernels to pin: {library.why}"
-        )
-    if cores:
-        _check_cores(cores)
-    library.call("mp_set_cores", (ctypes.c_int32 * len(cores))(*cores), len(cores))
-
-
 def set_thread_share(threads: int | None) -> None:
     """Threads of the kernels that the calling thread runs; None as everywhere.
 
@@ -263,20 +244,6 @@ def _checked(threads: Any) -> int:
             "None for this rank's share of the host's cores"
         )
     return number
-
-
-def _check_cores(cores: Sequence[int]) -> None:
-    given = f"host_cores={tuple(cores)!r}"
-    if not hasattr(os, "sched_getaffinity"):
-        raise ValueError(
-            f"{given}: threads cannot be pinned on this system; leave host_cores unset"
-        )
-    available = sorted(os.sched_getaffinity(0))
-    missing = [core for core in cores if core not in available]
-    if missing:
-        raise ValueError(
-            f"{given}: this process may not run on core {missing[0]}; it has {available}"
-        )
 
 
 def thread_count() -> int:

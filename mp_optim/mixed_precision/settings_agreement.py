@@ -26,7 +26,7 @@ from mp_optim.kernels.checksums import checksums_of
 from mp_optim.mixed_precision.grad_norm import NormKey
 from mp_optim.process_groups.agreement import check_agreement, difference_told, number_of
 
-_OF_ONE_RANK = ("timers", "host_threads", "host_cores")
+_OF_ONE_RANK = ("timers", "host_threads")
 _OF_ONE_MACHINE = ("optimizer_state_path",)
 """Paths, of which only the use is compared."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -47,7 +47,6 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
             lie there in a file between steps, and in host memory are windows of them. The file has
             no name, goes with the process, and is no checkpoint.
         host_threads: threads of the kernels during backward; by default some are left to others.
-        host_cores: cores that those threads are pinned to.
         transfer: how tensors travel; by default what the parameters' device needs.
         bucket_bytes: staging memory per bucket, at most.
         sub_optimizer_kwargs: constructor arguments of both classes that are not hyperparameters.
@@ -75,7 +74,6 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
         stream_window_bytes: int = 256 << 20,
         optimizer_state_path: str | None = None,
         host_threads: int | None = None,
-        host_cores: Sequence[int] | None = None,
         transfer: Transfer | None = None,
         bucket_bytes: int = 64 << 20,
         sub_optimizer_kwargs: dict[str, Any] | None = None,
@@ -96,7 +94,7 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
         settings = HostStepSettings(
             transfer=transfer if transfer is not None else transfer_for(device),
             timeline=StepTimeline(),
-            set_up=partial(occupy, worker_threads(host_threads), host_cores),
+            set_up=partial(occupy, worker_threads(host_threads)),
             bucket_bytes=bucket_bytes,
             window_bytes=stream_window_bytes,
             pipelined=overlap_cpu_optimizer_d2h_h2d,

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -314,12 +314,10 @@ def worker_threads(host_threads: int | None) -> int:
     return host_threads or threads_beside_backward(host_share().threads)
 
 
-def occupy(threads: int, cores: Sequence[int] | None) -> None:
-    """Make the calling thread use that many threads, and these cores if they are named.
+def occupy(threads: int) -> None:
+    """Make the calling thread use that many threads.
 
     ``torch.set_num_threads`` would do it for the whole process.
     """
     set_thread_share(threads)
     limit_openmp(threads)
-    if cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)  # on Linux 0 is the calling thread, not the process

@@ -345,11 +345,6 @@ int32_t mp_set_level(const char* name) {
 
 void mp_set_parallel(void* gomp_parallel) { set_parallel(reinterpret_cast<Parallel>(gomp_parallel)); }
 
-int32_t mp_set_cores(const int32_t* cores, int32_t count) {
-    if (count < 0 || (count > 0 && !cores)) return MP_BAD_ARGUMENT;
-    return guarded([&] { set_cores(std::vector<int>(cores, cores + count)); });
-}
-
 int32_t mp_set_access(const MpAccess* given) {
     if (!given || given->prefetch < 0 || given->measure_prefetch < 0) return MP_BAD_ARGUMENT;
     access.prefetch = given->prefetch;

@@ -120,8 +120,6 @@ MP_EXPORT const char* mp_levels();  // all that can be chosen here, comma separa
 MP_EXPORT int32_t mp_set_level(const char* name);
 // GOMP_parallel of the OpenMP library that torch uses, or null for threads of our own.
 MP_EXPORT void mp_set_parallel(void* gomp_parallel);
-// Use our own threads, pinned to these cores; count 0 unpins them.
-MP_EXPORT int32_t mp_set_cores(const int32_t* cores, int32_t count);
 MP_EXPORT int32_t mp_set_access(const MpAccess* access);
 MP_EXPORT int32_t mp_access(MpAccess* access);  // the one in use
 MP_EXPORT int32_t mp_abi();  // changes whenever a struct or a signature does

@@ -6,13 +6,11 @@
 #include <mutex>
 #include <new>
 #include <thread>
+#include <vector>
 
 #include "float_mode.h"
 
-#if defined(__linux__)
-#include <pthread.h>
-#include <sched.h>
-#elif defined(__APPLE__)
+#if defined(__linux__) || defined(__APPLE__)
 #include <pthread.h>
 #endif
 
@@ -60,32 +58,11 @@ public:
         done_.wait(lock, [this] { return busy_ == 0; });
     }
 
-    void pin(const std::vector<int>& cores) {
-        std::lock_guard<std::mutex> one_call(call_);
-        cores_ = cores;
-        for (size_t i = 0; i < workers_.size(); ++i) place(i);
-    }
-
 private:
     void start_worker() {
         int index = int(workers_.size());
         uint64_t seen = round_;
         workers_.emplace_back([this, index, seen] { loop(index, seen); });
-        if (!cores_.empty()) place(workers_.size() - 1);
-    }
-
-    void place(size_t worker) {
-#if defined(__linux__)
-        cpu_set_t set;
-        CPU_ZERO(&set);
-        if (cores_.empty())
-            sched_getaffinity(0, sizeof(set), &set);
-        else
-            CPU_SET(cores_[worker % cores_.size()], &set);
-        pthread_setaffinity_np(workers_[worker].native_handle(), sizeof(set), &set);
-#else
-        (void)worker;
-#endif
     }
 
     void loop(int index, uint64_t seen) {
@@ -107,14 +84,12 @@ private:
     std::mutex call_, mutex_;
     std::condition_variable start_, done_;
     std::vector<std::thread> workers_;
-    std::vector<int> cores_;
     Work* work_ = nullptr;
     uint64_t round_ = 0;
     int helpers_ = 0, busy_ = 0;
 };
 
 std::atomic<Parallel> parallel{nullptr};
-std::atomic<bool> pinned{false};
 
 // Never destroyed: a process that ends does not wait for threads.
 Pool* the_pool = nullptr;
@@ -152,7 +127,7 @@ void run_parts(int parts, int threads, const std::function<void(int)>& body) {
     } else {
         watch_for_forks();
         Parallel region = parallel.load();
-        if (region && !pinned.load())
+        if (region)
             region(take_in_region, &work, unsigned(threads), 0);
         else
             pool().run(work, threads);
@@ -161,10 +136,5 @@ void run_parts(int parts, int threads, const std::function<void(int)>& body) {
 }
 
 void set_parallel(Parallel function) { parallel.store(function); }
-
-void set_cores(const std::vector<int>& cores) {
-    pinned.store(!cores.empty());
-    pool().pin(cores);
-}
 
 }  // namespace mp

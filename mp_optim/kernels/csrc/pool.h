@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <functional>
-#include <vector>
 
 namespace mp {
 
@@ -15,8 +14,5 @@ void run_parts(int parts, int threads, const std::function<void(int)>& body);
 // would compete with them for the cores, most of all right after a backward pass.
 using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 void set_parallel(Parallel parallel);
-
-// Cores for the threads of our own pool, which is then used in any case; empty: wherever the system puts them.
-void set_cores(const std::vector<int>& cores);
 
 }  // namespace mp

@@ -219,8 +219,6 @@ def step(config: OptimizerConfig, field: str) -> None:
         ("host_threads", 2.0, 2),
         ("host_threads", np.int64(2), 2),
         ("bf16", np.bool_(True), True),
-        ("host_cores", [0], (0,)),
-        ("host_cores", range(1), (0,)),
         ("optimizer", "AdamW", "adam"),
         ("lr", "1e-3", 1e-3),
         ("lr", ".5", 0.5),

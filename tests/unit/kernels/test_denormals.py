@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 import mp_optim
 from mp_optim.host.calls import torch_threads_flush
-from mp_optim.kernels.native_library import native_library, set_host_cores, set_host_threads
+from mp_optim.kernels.native_library import set_host_threads
 from support.kernels import needs_kernels
 
 T = TypeVar("T")
@@ -81,17 +80,6 @@ def test_steps_have_the_same_bits_when_threads_flush_denormals(name: str) -> Non
         for pool_first in (False, True):
             found[threads, pool_first] = trained(name, True, pool_first)
     assert set(found.values()) == {expected}, found
-
-
-@pytest.mark.skipif(native_library().handle is None, reason="no native kernels")
-def test_pinned_threads_keep_denormals_when_their_creator_flushes() -> None:
-    set_host_threads(2)
-    expected = trained("adamw", False, False)
-    try:
-        set_host_cores(sorted(os.sched_getaffinity(0))[:2])
-        assert trained("adamw", True, False) == expected
-    finally:
-        set_host_cores([])
 
 
 def test_reference_has_the_same_bits_when_the_calling_thread_flushes_denormals() -> None:

@@ -25,7 +25,6 @@ from mp_optim.kernels.native_library import (
     MpTensors,
     NativeLibrary,
     native_library,
-    set_host_cores,
     set_host_threads,
 )
 from mp_optim.kernels.reference import ReferenceBackend
@@ -166,27 +165,6 @@ def test_library_has_no_kernels_when_the_cpu_has_no_level(monkeypatch: pytest.Mo
     monkeypatch.setattr(native_library_file.ctypes, "CDLL", lambda path: empty)
     found = native_library_file._load(Path("_native.so"))
     assert found.handle is None and "none of AVX2, AVX-512 and NEON" in found.why
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
-def test_threads_are_pinned_to_cores_that_there_are() -> None:
-    available = sorted(os.sched_getaffinity(0))
-    grads = [torch.full((300_000,), 2.0)]
-    set_host_threads(3)
-    set_host_cores(available[-1:])
-    try:
-        assert float(NativeBackend(LIBRARY).sum_of_squares(grads)[0]) == 1.2e6
-        pinned = [
-            os.sched_getaffinity(int(task.name)) for task in Path("/proc/self/task").iterdir()
-        ]
-        assert len(available) == 1 or pinned.count({available[-1]}) >= 2
-    finally:
-        set_host_cores([])
-    message = rf"host_cores=.*: this process may not run on core 99999; it has \[{available[0]}"
-    with pytest.raises(ValueError, match=message):
-        set_host_cores([available[0], 99999])
-    with pytest.raises(ValueError, match=message):
-        get_megatron_optimizer(OptimizerConfig(lr=1e-3, host_cores=(99999,)), torch.nn.Linear(2, 2))
 
 
 @pytest.mark.skipif(not STATUS.exists(), reason="needs /proc")
