@@ -1,6 +1,5 @@
 """Four gloo processes: parameters split by tensor parallelism and by FSDP2, on nested meshes."""
 
-import math
 import os
 import sys
 import warnings
@@ -19,25 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from mp_optim import MegatronOptimizer, OptimizerConfig, checkpoint, get_megatron_optimizer
-from mp_optim.rules.fused import FusedLAMB
-
-STEPS = 4
-NAN_AT = 2
-RULES: dict[str, dict[str, Any]] = {
-    "sgd": {"clip_grad": 0.01},
-    "adam": {"clip_grad": 0.5},
-    "lamb": {"clip_grad": 0.5},
-    "muon": {"clip_grad": 0.5, "muon_fp32_matmul_prec": "highest"},
-    "adam on the host": {
-        "clip_grad": 0.5,
-        "optimizer_cpu_offload": True,
-        "optimizer_offload_fraction": 0.5,
-    },
-}
-MESHES = {"tp, fsdp": (2, 2), "tp, hsdp": (1, 2, 2), "tp, copies": (2, 1, 2)}
-HIDDEN = (16, 13, 3)
-"""Rows that four ranks share evenly; that they do not; of which one rank has none."""
+from mp_optim import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
 
 class Net(nn.Module):
@@ -66,7 +47,7 @@ def built(model: nn.Module, rule: str, **more: Any) -> MegatronOptimizer:
         "lr": 1e-2,
         "weight_decay": 0.1,
         "optimizer": rule.split()[0],
-        **RULES.get(rule, {}),
+        "clip_grad": 0.5,
         **more,
     }
     return get_megatron_optimizer(OptimizerConfig(**settings), model)
@@ -89,36 +70,6 @@ def part_of(value: Tensor, like: Tensor) -> Tensor:
 
 def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value.detach().clone()
-
-
-def steps(model: Net, rule: str) -> dict[str, Any]:
-    """StepInputs gradients, one of which holds a nan on the first rank alone."""
-    optimizer = built(model, rule)
-    norms: list[float | None] = []
-    for step in range(STEPS):
-        for index, param in enumerate(model.parameters()):
-            param.grad = part_of(gradient(step, index, param), param)
-        grad = model.up.weight.grad
-        if step == NAN_AT and not isinstance(grad, DTensor):
-            grad[0, 0] = math.nan
-        elif step == NAN_AT and list(grad.device_mesh.get_coordinate())[-2:] == [
-            0,
-            0,
-        ]:  # and in its copies
-            grad.to_local()[0, 0] = math.nan
-        result = optimizer.step()
-        norms.append(result.grad_norm)
-    return {"norms": norms, "params": {name: whole(p) for name, p in model.named_parameters()}}
-
-
-def bare_lamb(model: Net) -> dict[str, Tensor]:
-    """The rule alone, which clips by itself."""
-    optimizer = FusedLAMB(model.parameters(), lr=1e-2, max_grad_norm=0.5)
-    for step in range(2):
-        for index, param in enumerate(model.parameters()):
-            param.grad = part_of(gradient(step, index, param), param)
-        optimizer.step()
-    return {name: whole(p) for name, p in model.named_parameters()}
 
 
 # -- gradients that backward leaves ----------------------------------------------------------------
@@ -232,50 +183,10 @@ def released(mode: str, shape: tuple[int, ...], releases: bool) -> dict[str, Any
     return {"gone": gone, "norms": norms, "params": params}
 
 
-def checkpoints(directory: str) -> bool:
-    """8-bit state of a model that both have split goes through a checkpoint unchanged."""
-    mains = []
-    for turn in range(2):
-        model = Net(13).bfloat16()
-        spread(model, (2, 2))
-        optimizer = built(
-            model,
-            "adam",
-            bf16=True,
-            use_precision_aware_optimizer=True,
-            exp_avg_dtype="uint8",
-            exp_avg_sq_dtype="uint8",
-        )
-        for step in range(2 if turn == 0 else 0):
-            for index, param in enumerate(model.parameters()):
-                param.grad = part_of(gradient(step, index, param).bfloat16(), param)
-            optimizer.step()
-        if turn == 0:
-            checkpoint.save(directory, model, optimizer)
-        else:
-            checkpoint.load(directory, model, optimizer)
-        state = [
-            value
-            for slot in optimizer.slots()
-            for value in optimizer.full_slot_state(slot).values()
-        ]
-        mains.append([value.to_local() if isinstance(value, DTensor) else value for value in state])
-    return all(torch.equal(a, b) for a, b in zip(*mains, strict=True))
-
-
 def main(directory: str) -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}
-    for name, shape in MESHES.items():
-        for hidden in HIDDEN if name == "tp, fsdp" else (13,):
-            for rule in RULES:
-                model = Net(hidden)
-                spread(model, shape)
-                found[f"{name}, {hidden}, {rule}"] = steps(model, rule)
-    model = Net(13)
-    spread(model, (2, 2))
-    found["bare lamb"] = bare_lamb(model)
     found["sequence"] = {str(mode): sequence_parallel(mode) for mode in (None, "overlap")}
     found["early"] = {
         (mode, shape): early(mode, shape)
@@ -288,7 +199,6 @@ def main(directory: str) -> None:
         for mode in ("overlap", "speculative")
         for releases in (False, True)
     }
-    found["checkpoint"] = checkpoints(f"{directory}/eight_bit")
     torch.save(found, f"{directory}/rank{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()

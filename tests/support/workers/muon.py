@@ -51,7 +51,7 @@ LATE = ("wide1", "wide2")
 """Of these, there is no gradient at the second step."""
 STEPS = 3
 NORMUON = {"muon_moment2_method": "normuon", "muon_beta2": 0.8, "caution": True}
-FRACTIONS = (0.0, 0.5, 1.0)
+FRACTIONS = (0.0, 0.5)
 
 
 def values(step: int, shapes: Shapes = SHAPES) -> dict[str, Tensor]:
@@ -127,18 +127,11 @@ def _grid(name: str) -> Sequence[object]:
     return [Shard(0), Shard(1)] if len(SHAPES[name]) > 1 else [Replicate(), Shard(0)]
 
 
-def _hybrid(name: str) -> Sequence[object]:
-    return [Replicate(), Shard(0)]
-
-
 CASES: dict[str, tuple[tuple[int, ...], Callable[[str], Sequence[object]]]] = {
-    "1 rank": ((1,), _rows),
-    "2 ranks, rows": ((2,), _rows),
     "4 ranks, rows": ((4,), _rows),
     "4 ranks, columns": ((4,), _columns),
     "2 ranks, middle": ((2,), _middle),
     "2 x 2, both": ((2, 2), _grid),
-    "2 x 2, copies": ((2, 2), _hybrid),
 }
 
 
@@ -198,7 +191,6 @@ def _both(name: str) -> Sequence[object]:
 
 
 OWNERS: dict[str, tuple[tuple[int, ...], Callable[[str], Sequence[object]]]] = {
-    "2 ranks, rows": ((2,), lambda name: [Shard(-2)]),
     "4 ranks, rows": ((4,), lambda name: [Shard(-2)]),
     "4 ranks, columns": ((4,), lambda name: [Shard(-1)]),
     "2 x 2, both": ((2, 2), _both),

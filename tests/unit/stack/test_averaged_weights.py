@@ -8,29 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-import mp_optim
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
 from mp_optim.core.interrupted_step import BrokenOffError
 from mp_optim.core.quantized import dequantized, quantize_weights
 from mp_optim.monitor import averaged_weights
-from support.models import build, same_bits, tokens_of, train
+from support.models import build, same_bits, train
 
 AVERAGE = "averaged_param"
-PLACES = {
-    "device": {},
-    "half": {"fraction": 0.5},
-    "overlap": {"fraction": 1.0, "offload_mode": "overlap"},
-    "speculative": {"fraction": 1.0, "offload_mode": "speculative"},
-    "streamed": {"fraction": 1.0, "offload_place": "streamed", "stream_window_bytes": 4096},
-    "reference": {"fused_backend": "reference"},
-}
-FORMS = {
-    "bf16": {},
-    "fp16": {},
-    "fp32": {},
-    "bf16-remainder": {},
-    "bf16-stochastic": {"ema_dtype": "bfloat16"},
-}
 
 
 def everything(model, optimizer):
@@ -97,72 +81,10 @@ def test_200_steps_follow_a_float64_oracle(dtype):
     assert min(moved) > 1e-3  # an average that only copies would be noticed
 
 
-def test_rounded_to_nearest_an_average_in_bfloat16_would_not_move():
-    with pytest.raises(ValueError, match=r"ema_dtype=.*stochastic_rounding=True"):
-        OptimizerConfig(lr=0.1, ema_decay=0.9, ema_dtype="bfloat16")
-    with pytest.raises(ValueError, match=r"ema_dtype=.*stochastic_rounding=True"):
-        mp_optim.AdamW([nn.Parameter(torch.ones(2))], ema_decay=0.9, ema_dtype="bf16")
-    for odd in (1.0, -0.1, math.nan):
-        with pytest.raises(ValueError, match="ema_decay"):
-            OptimizerConfig(lr=0.1, ema_decay=odd)
-
-
 # -- bits -----------------------------------------------------------------------------------------
 
 
-def train_past_a_skipped_step(model, optimizer):
-    """Seven steps, of which the fourth is skipped: nothing is averaged then."""
-    train(model, optimizer, 3)
-    optimizer.zero_grad()
-    optimizer.scale_loss(model(tokens_of(3)) * math.inf).backward()
-    before = everything(model, optimizer)
-    assert not optimizer.step().success
-    assert differing(everything(model, optimizer), before) == []
-    train(model, optimizer, 3, start=4)
-
-
-@pytest.mark.parametrize("precision", FORMS)
-def test_places_backends_and_resuming_have_the_same_bits(precision, tmp_path):
-    expected = None
-    for name, settings in PLACES.items():
-        settings = {**settings, **FORMS[precision], "ema_decay": 0.9}
-        model, optimizer = build(precision, **settings)
-        if expected is None:
-            train_past_a_skipped_step(model, optimizer)
-            checkpoint.save(tmp_path, model, optimizer)
-            train(model, optimizer, 2, start=7)
-            expected = everything(model, optimizer)
-            continue
-        if name in ("speculative", "reference"):
-            train_past_a_skipped_step(model, optimizer)
-        else:
-            checkpoint.load(tmp_path, model, optimizer)
-        train(model, optimizer, 2, start=7)
-        if name == "speculative":
-            assert optimizer.metrics()["speculation_hits"] > 0
-        assert differing(everything(model, optimizer), expected) == [], name
-
-
 # -- evaluation -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("place", ["device", "speculative", "streamed"])
-@pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16-stochastic"])
-def test_the_model_has_its_averages_in_the_block_and_its_own_bits_after_it(precision, place):
-    settings = {**PLACES[place], **FORMS[precision], "ema_decay": 0.9}
-    model, optimizer = build(precision, **settings)
-    train(model, optimizer, 5)
-    before = everything(model, optimizer)
-    with pytest.raises(KeyError), optimizer.averaged_weights():
-        for name, param in model.named_parameters():
-            assert same_bits(param.detach(), before[f"{name}.{AVERAGE}"].to(param.dtype))
-            assert name == "scale" or not same_bits(param.detach(), before[f"model.{name}"])
-        raise KeyError
-    assert differing(everything(model, optimizer), before) == []
-    other, uninterrupted = build(precision, **settings)
-    train(other, uninterrupted, 5)
-    assert train(model, optimizer, 2, start=5) == train(other, uninterrupted, 2, start=5)
-    assert optimizer.metrics()["reloaded_params"] == 0
 
 
 def test_nothing_steps_saves_or_loads_in_the_block(tmp_path):
@@ -272,21 +194,3 @@ def test_averages_that_nobody_keeps_are_dropped_if_asked_for(tmp_path):
     other.load_state_dict(model.state_dict())
     without.load_state_dict(optimizer.state_dict(), convert=True)
     taken_over(without)
-
-
-@pytest.mark.parametrize("form", ["bf16-remainder", "bf16-stochastic"])
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_averages_are_exported(tmp_path, form, steps):
-    """Before the first step there are none: the main params are."""
-    load_file = pytest.importorskip("safetensors.torch").load_file
-    model, optimizer = build(form, ema_decay=0.9, fraction=0.5, **FORMS.get(form, {}))
-    train(model, optimizer, steps)
-    (path,) = checkpoint.export_safetensors(tmp_path, optimizer, averaged=True)
-    exported = load_file(path)
-    assert exported.keys() == dict(model.named_parameters()).keys()
-    expected = averages(optimizer) if steps else dict(optimizer.named_main_params())
-    for name, average in expected.items():
-        assert same_bits(exported[name], average.detach().float())
-    _, without = build("bf16")
-    with pytest.raises(ValueError, match="set ema_decay"):
-        checkpoint.export_safetensors(tmp_path, without, averaged=True)

@@ -5,21 +5,9 @@ import torch
 from torch import nn
 
 import mp_optim
-from mp_optim import WeightDelta, apply_delta, checkpoint
+from mp_optim import WeightDelta, apply_delta
 from support.deltas import Receiver
-from support.models import build, tokens_of, train
-
-PLACES = {
-    "device": {},
-    "half": {"fraction": 0.5},
-    "host": {"fraction": 1.0},
-    "overlap": {"fraction": 1.0, "offload_mode": "overlap"},
-    "released": {"fraction": 1.0, "offload_mode": "overlap", "release_gradients": True},
-    "speculative": {"fraction": 1.0, "offload_mode": "speculative"},
-    "streamed": {"fraction": 1.0, "offload_place": "streamed", "stream_window_bytes": 4096},
-    "reference": {"fused_backend": "reference"},
-}
-FORMS = ["bf16", "fp16", "fp32", "bf16-remainder", "bf16-8bit8", "bf16-stochastic"]
+from support.models import build, train
 
 
 def named(model):
@@ -28,73 +16,6 @@ def named(model):
 
 def published(model, optimizer, receiver, **how):
     return receiver.take([optimizer.changed_weights()], named(model), **how)[0]
-
-
-def follows(model, optimizer, lr):
-    """Train and publish, now and then; a learning rate at which few bf16 values change."""
-    optimizer.track_changes()
-    receiver = Receiver(named(model))
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    for step, count in enumerate((1, 1, 3, 0, 2)):
-        train(model, optimizer, count, start=10 * step)
-        published(model, optimizer, receiver, exact=count == 1)
-    assert receiver.changed > 0
-    assert receiver.precision >= 0.99, receiver.precision
-    return receiver
-
-
-@pytest.mark.parametrize(
-    ("form", "place"),
-    [*(("bf16", place) for place in PLACES), *((form, "host") for form in FORMS[1:])],
-)
-def test_nothing_is_missed_in_any_place(form, place):
-    model, optimizer = build(form, **PLACES[place])
-    follows(model, optimizer, 1e-4)
-
-
-def test_what_is_written_from_outside_is_published():
-    model, optimizer = build("bf16", 0.5)
-    optimizer.track_changes()
-    receiver = Receiver(named(model))
-    with torch.no_grad():
-        model.dense.mul_(0.5)
-    assert {p.name for p in published(model, optimizer, receiver, exact=False).patches} == {"dense"}
-    assert published(model, optimizer, receiver).changed == 0  # it is told once
-    train(model, optimizer, 1)
-    with torch.no_grad():
-        model.bias.data = torch.randn(8).bfloat16()
-        torch.utils.swap_tensors(model.embed, nn.Parameter(torch.randn(11, 8).bfloat16()))
-    published(model, optimizer, receiver, exact=False)
-    train(model, optimizer, 1)
-    optimizer.scale_rows_({"dense": torch.full((8,), 0.5)})
-    published(model, optimizer, receiver, exact=False)
-    train(model, optimizer, 2)
-    published(model, optimizer, receiver)
-
-
-def test_loads_skips_and_averages_between_publications(tmp_path):
-    model, optimizer = build("fp16", 0.5, ema_decay=0.5)
-    train(model, optimizer, 1)
-    checkpoint.save(tmp_path, model, optimizer)
-    optimizer.track_changes()
-    receiver = Receiver(named(model))
-    train(model, optimizer, 1)
-    skipped = optimizer.scale_loss(model(tokens_of(3))) * float("inf")
-    skipped.backward()
-    assert not optimizer.step().success
-    optimizer.zero_grad()
-    published(model, optimizer, receiver)
-    assert published(model, optimizer, receiver).changed == 0
-    checkpoint.load(tmp_path, model, optimizer)
-    published(model, optimizer, receiver, exact=False)
-    train(model, optimizer, 1)
-    with optimizer.averaged_weights(), pytest.raises(RuntimeError, match="averaged_weights"):
-        optimizer.changed_weights()
-    published(model, optimizer, receiver, exact=False)
-    optimizer.load_state_dict(optimizer.state_dict())
-    train(model, optimizer, 1)
-    published(model, optimizer, receiver, exact=False)
 
 
 def test_parameters_that_come_and_go():

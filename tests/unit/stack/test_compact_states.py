@@ -75,18 +75,6 @@ def test_every_fraction_gives_the_same_bits_and_resumes(tmp_path, form, rule):
         assert_same(state, runs[0][2])
 
 
-def test_remainders_give_the_main_params_that_float32_ones_have():
-    wide_model, wide = build("bf16")
-    model, optimizer = build("bf16-remainder", 0.5)
-    assert train(model, optimizer, 8) == train(wide_model, wide, 8)
-    assert_same(mains(optimizer), mains(wide))
-    state = optimizer.state[model.dense]
-    assert state["remainder"].dtype == torch.int16 and "master_param" not in state
-    assert sum(row.bytes for row in optimizer.describe().rows if row.place == "device") < sum(
-        row.bytes for row in wide.describe().rows
-    )
-
-
 def test_dtypes_and_shapes_of_what_is_kept():
     model, optimizer = build("bf16-8bit8", 0.5)
     train(model, optimizer, 1)
@@ -117,31 +105,6 @@ def test_dtypes_and_shapes_of_what_is_kept():
         "exp_avg_sq",
         "exp_avg_sq_scale",
     }
-
-
-@pytest.mark.parametrize(
-    "form", ["bf16-8bit8", "bf16-fp16", "bf16-bf16", "fp16-8bit", "bf16-stochastic"]
-)
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_the_full_precision_form_loses_nothing(tmp_path, form, on_disk):
-    """FP32 on request; read back it is the same bits."""
-    model, optimizer = build(form)
-    train(model, optimizer, 3)
-    full = optimizer.state_dict(full_precision=True)
-    assert all(
-        value.dtype == torch.float32 for state in full["state"].values() for value in state.values()
-    )
-    assert ["master_param" in full["state"][i] for i in (0, 3)] == [True, True]
-    before = state_of(optimizer)
-    other_model, other = build(form, 0.5, seed=5)
-    if on_disk:
-        checkpoint.save(tmp_path, model, optimizer, full_precision=True)
-        checkpoint.load(tmp_path, other_model, other)
-    else:
-        other_model.load_state_dict(model.state_dict())
-        other.load_state_dict(copy.deepcopy(full))
-    assert_same(state_of(other), before)
-    assert train(other_model, other, 2, start=3) == train(model, optimizer, 2, start=3)
 
 
 def test_full_precision_state_loads_into_stochastic_codes_without_convert():
@@ -277,12 +240,3 @@ def test_saved_kahan_compensations_become_main_params_when_loaded(main_params):
     target.load_state_dict(saved)
     (found,) = (main for _, main in target.named_main_params())
     assert torch.equal(found, param.detach().float() + kept.float()) and kept.any()
-
-
-def test_kahan_is_refused_by_name():
-    param = nn.Parameter(torch.ones(4).bfloat16())
-    with pytest.raises(ValueError, match=r"main_params='kahan': .* use 'remainder16'"):
-        mp_optim.AdamW([("p", param)], main_params="kahan")
-    settings = {"use_precision_aware_optimizer": True, "bf16": True, "lr": 1e-3}
-    with pytest.raises(ValueError, match=r"param_remainder_bits='kahan': .* use 16"):
-        mp_optim.OptimizerConfig(param_remainder_bits="kahan", **settings)

@@ -9,52 +9,13 @@ import torch
 
 from mp_optim import HybridDeviceOptimizer, OptimizerConfig
 from mp_optim.config.state_forms import UINT4
-from mp_optim.core import Slot
 from mp_optim.rules.fused import FusedAdam
-from support.models import build, same_bits, train
-
-FORM = "bf16-4bit"
-
-
-def state_of(optimizer: Any) -> dict[str, Any]:
-    return {
-        f"{slot}.{key}": value.clone()
-        for slot in optimizer.slots()
-        for key, value in optimizer.slot_state(slot).items()
-    }
+from support.models import same_bits
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found.keys() == expected.keys()
     assert all(same_bits(found[key], value) for key, value in expected.items())
-
-
-def test_it_takes_half_a_byte_and_is_shown_in_float32() -> None:
-    model, optimizer = build(FORM)
-    train(model, optimizer, 2)
-    param = model.experts["up"]
-    state = optimizer.state[param]
-    assert set(state) == {"step", "exp_avg", "exp_avg_sq", "exp_avg_sq_scale", "remainder"}
-    assert state["exp_avg"].shape == param.shape and state["exp_avg"].any()
-    wide_model, wide = build("bf16-8bit")
-    train(wide_model, wide, 2)
-    sizes = [sum(row.bytes for row in each.describe().rows) for each in (optimizer, wide)]
-    params = [p.numel() for p in model.parameters()]
-    saved = sum(size - -(-size // 64) * 32 for size in params)
-    assert sizes[1] - sizes[0] == saved
-
-
-def test_a_state_that_was_read_can_be_written_back() -> None:
-    model, optimizer = build(FORM, 1.0)
-    train(model, optimizer, 2)
-    before = state_of(optimizer)
-    read = {key: value.clone() for key, value in optimizer.slot_state(Slot(0, 0)).items()}
-    optimizer.load_slot_state(Slot(0, 0), read)
-    assert_same(state_of(optimizer), before)
-    read["exp_avg"] = torch.randn_like(read["exp_avg"])
-    with pytest.raises(ValueError, match=r"exp_avg: .* 4-bit codes cannot hold"):
-        optimizer.load_slot_state(Slot(0, 0), read)
-    assert_same(state_of(optimizer), before)
 
 
 def alone() -> list[torch.optim.Optimizer]:

@@ -24,11 +24,6 @@ PLACES: dict[str, dict[str, Any]] = {
     "streamed": {"offload": 1.0, "offload_place": "streamed"},
     "disk": {"offload": 1.0, "optimizer_state_path": "here"},
 }
-FORMS: dict[str, dict[str, Any]] = {
-    "8bit": {"state": "8bit"},
-    "remainder": {"main_params": "remainder16", "state": "bf16"},
-    "average": {"ema_decay": 0.9},
-}
 
 
 class Run:
@@ -80,51 +75,6 @@ class Run:
 
 def alike(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(map(same_bits, a, b))
-
-
-def frozen_and_thawed(run: Run, resumes: int, via: str, path: Path) -> list[Tensor]:
-    run.step()
-    run.step()
-    run.freeze("a")
-    run.step()
-    for _ in range(resumes):
-        run.resume(via, path)
-        shown = run.everything()
-        run.step()
-        assert len(run.everything()) == len(shown)
-    for _ in range(2 - resumes):
-        run.step()
-    run.freeze()
-    run.step()
-    return run.everything()
-
-
-@pytest.mark.parametrize("via", ["state_dict", "checkpoint"])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_state_of_a_frozen_parameter_survives_any_number_of_resumes(
-    dtype: str, place: str, via: str, tmp_path: Path
-) -> None:
-    ends = [
-        frozen_and_thawed(Run(tmp_path, dtype, **PLACES[place]), resumes, via, tmp_path / "saved")
-        for resumes in (0, 1, 2)
-    ]
-    assert alike(ends[0], ends[1]) and alike(ends[0], ends[2])
-
-
-@pytest.mark.parametrize("via", ["state_dict", "checkpoint"])
-@pytest.mark.parametrize(
-    ("rule", "form"), [("AdamW", "8bit"), ("SGD", "remainder"), ("Muon", "average")]
-)
-def test_in_every_form(rule: str, form: str, via: str, tmp_path: Path) -> None:
-    settings = FORMS[form]
-    if rule == "SGD":
-        settings = {"momentum": 0.9, **settings}
-    ends = [
-        frozen_and_thawed(Run(tmp_path, "bf16", rule, **settings), resumes, via, tmp_path / "saved")
-        for resumes in (0, 2)
-    ]
-    assert alike(*ends)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

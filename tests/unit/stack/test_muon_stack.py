@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import mp_optim
-from mp_optim import ParamKey, checkpoint, get_megatron_optimizer, get_standard_config_overrides
+from mp_optim import ParamKey, get_megatron_optimizer, get_standard_config_overrides
 from support.launch import results_of_ranks
 from support.models import TinyMoE, config_for, is_expert, same_bits, train
 from support.workers import muon as muon_worker
@@ -83,29 +83,6 @@ def test_matrices_are_muons_and_the_rest_is_adams():
     assert keys["embed"] == {"step", "exp_avg", "exp_avg_sq", "master_param"}
     text = str(optimizer.describe())
     assert "products of matrices are torch's" in text and "native" in text
-
-
-@pytest.mark.parametrize(
-    "precision",
-    ["bf16", "fp16", "fp32", "bf16-remainder", "bf16-bf16", "bf16-8bit8", "bf16-stochastic"],
-)
-def test_every_fraction_gives_the_same_bits(precision):
-    runs = [outcome(*build(precision, fraction)) for fraction in (0.0, 0.5, 1.0)]
-    assert runs[0][0][-1] < runs[0][0][0]
-    for run in runs[1:]:
-        assert_same(run, runs[0])
-
-
-@pytest.mark.parametrize("precision", ["bf16", "bf16-8bit8"])
-def test_a_checkpoint_loads_at_any_fraction(tmp_path, precision):
-    model, optimizer = build(precision)
-    train(model, optimizer, 3)
-    checkpoint.save(tmp_path, model, optimizer)
-    expected = outcome(model, optimizer, 3, start=3)
-    for fraction in (0.0, 0.4, 1.0):
-        model, optimizer = build(precision, fraction, seed=9)
-        checkpoint.load(tmp_path, model, optimizer)
-        assert_same(outcome(model, optimizer, 3, start=3), expected)
 
 
 def test_overrides_choose_the_rule_and_the_scale():

@@ -1,14 +1,8 @@
 """Adam with ``betas[0]`` = 0 keeps no first moment: the bits are those of one that does."""
 
-import copy
-
 import pytest
-import torch
-from torch import nn
 
-from mp_optim import AdamW, OptimizerConfig, checkpoint, get_megatron_optimizer
-from mp_optim.apps import convert as foreign
-from mp_optim.apps.fit.model_plan import plan
+from mp_optim import checkpoint
 from support.models import build, same_bits, train
 from support.offload import snapshot
 
@@ -126,79 +120,6 @@ def test_checkpoints_with_and_without(tmp_path):
     train(model, optimizer, 2, start=2)
     train(*without, 2, start=2)
     assert_same_params(model, without[0])
-
-
-BY = {
-    "checkpoint": lambda saved, folder, *pair: checkpoint.load(folder, *pair),
-    "state dict": lambda saved, folder, *pair: pair[1].load_state_dict(saved.state_dict()),
-    "foreign": lambda saved, folder, *pair: foreign.import_state(
-        pair[1], foreign.export_state(saved), convert=True
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    """Runs with and without a first moment, by betas[0], and where they were saved."""
-    runs = {}
-    for beta1 in (0.9, 0.0):
-        folder = tmp_path_factory.mktemp("saved")
-        run = build("bf16", adam_beta1=beta1, adam_beta2=0.95)
-        train(*run, 2)
-        checkpoint.save(folder, *run)
-        ahead = build("bf16", adam_beta1=beta1, adam_beta2=0.95)
-        checkpoint.load(folder, *ahead)
-        train(*ahead, 2, start=2)
-        runs[beta1] = (*run, folder, ahead[0])
-    return runs
-
-
-@pytest.mark.parametrize("by", BY)
-@pytest.mark.parametrize("place", ["device", "disk"])
-@pytest.mark.parametrize("beta1", [0.9, 0.0])
-def test_betas_that_are_set_before_a_load(place, by, beta1, both, tmp_path):
-    """They say what state there is to load."""
-    model, optimizer = built(place, tmp_path, 0.9 - beta1)
-    use(optimizer, beta1)
-    saved_model, saved, folder, ahead = both[beta1]
-    if by != "foreign":  # which always has a first moment
-        before = copy.deepcopy(model)
-        with pytest.raises(ValueError, match=r"missing.*exp_avg|not kept|unexpected.*exp_avg"):
-            BY[by](*both[0.9 - beta1][1:3], model, optimizer)
-        assert optimizer.param_groups[0]["betas"] == (beta1, 0.95)
-        assert_same_params(model, before)
-    model.load_state_dict(saved_model.state_dict())
-    BY[by](saved, folder, model, optimizer)
-    train(model, optimizer, 2, start=2)
-    assert_same_params(model, ahead)
-
-
-def test_state_dicts_of_torch_and_back():
-    """torch keeps a first moment at betas[0] = 0; it is the last gradient, and nothing reads it."""
-    param, other = (nn.Parameter(torch.linspace(-1, 1, 700)) for _ in range(2))
-    theirs = torch.optim.AdamW([param], lr=0.01, betas=(0.0, 0.95))
-    ours = AdamW([other], lr=0.01, betas=(0.0, 0.95))
-    for step in range(6):
-        param.grad = torch.linspace(1, -2, 700).mul_(1 + step).sin_()
-        other.grad = param.grad.clone()
-        theirs.step()
-        ours.step()
-    torch.testing.assert_close(other, param, rtol=1e-6, atol=1e-7)
-    assert list(ours.state_dict()["state"][0]) == ["step", "exp_avg_sq"]
-    with pytest.raises(ValueError, match="convert=True, which drops it"):
-        ours.load_state_dict(theirs.state_dict())
-
-
-def test_the_planner_and_describe_count_it():
-    model = nn.Linear(64, 64, bias=False).bfloat16()
-    fields = {"lr": 0.1, "bf16": True}
-    sizes = []
-    for beta1 in (0.9, 0.0):
-        config = OptimizerConfig(**fields, adam_beta1=beta1)
-        optimizer = get_megatron_optimizer(config, model)
-        described = sum(row.bytes for row in optimizer.describe().rows)
-        sizes.append((plan(model, config).accelerator.moments, described))
-    assert sizes[0][0] - sizes[1][0] == sizes[0][1] - sizes[1][1] == 4 * 64 * 64
 
 
 @pytest.mark.parametrize("precision", ["bf16", EIGHT_BITS])

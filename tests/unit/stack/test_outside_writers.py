@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import mp_optim
-from mp_optim import HybridDeviceOptimizer, OptimizerConfig, get_megatron_optimizer
+from mp_optim import OptimizerConfig, get_megatron_optimizer
 from support.models import AdversarialTransfer
 from support.offload import MODES, build_mode, differing, finish_early_work, hybrids, run, snapshot
 
@@ -249,49 +249,3 @@ def test_every_write_to_a_gradient_of_fsdp_counts(
         params = [local(param).detach().clone() for param in model.parameters()]
         expected = expected or params
         assert all(map(torch.equal, params, expected)), mode
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("unscales", [True, False])
-@pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize(("rule", "dtype"), [("SGD", torch.float32), ("AdamW", torch.bfloat16)])
-def test_grad_scaler_means_the_same_in_every_mode(
-    rule: str, dtype: torch.dtype, clip: float | None, unscales: bool, mode: str
-) -> None:
-    def trained(**settings: object) -> tuple[Tensor, list[float]]:
-        torch.manual_seed(0)
-        model, norms = nn.Linear(7, 5).to(dtype), []
-        cls = getattr(mp_optim, rule)
-        optimizer = cls(model.parameters(), lr=0.1, max_grad_norm=clip, **settings)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        for step in range(4):
-            inputs = torch.randn(6, 7, generator=torch.Generator().manual_seed(step))
-            scaler.scale(model(inputs.to(dtype)).float().square().mean()).backward()
-            if "offload_mode" in settings:
-                finish_early_work(optimizer.stack)  # at its worst
-            if unscales:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            norms.append(optimizer.last_step.grad_norm)
-        return model.weight.detach().clone(), norms
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        expected, expected_norms = trained()
-        weight, norms = trained(offload=1.0, offload_mode=mode)
-    assert torch.equal(weight, expected) and norms == expected_norms
-
-
-@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-def test_a_hybrid_optimizer_alone_follows_its_parameters(fraction: float) -> None:
-    params = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
-    optimizer = HybridDeviceOptimizer(params, fraction, lr=0.5, weight_decay=0.0)
-    for value in (1.0, 3.0, 5.0):
-        with torch.no_grad():
-            for param in params:
-                param.fill_(value)
-                param.grad = torch.zeros(4)
-        optimizer.step()
-        assert [param.tolist() for param in params] == [[value] * 4] * 2

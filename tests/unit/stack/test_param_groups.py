@@ -225,18 +225,6 @@ def test_settings_of_numpy_and_omegaconf_become_plain(face: str, tmp_path: Path)
     assert alike(results[0], results[1]) and alike(results[0], results[2])
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "Adam", "AdamW", "LAMB", "Lion", "Muon", "SGD"])
-def test_class_builds_another_optimizer_from_its_defaults(name: str) -> None:
-    """As torch's do: ``type(optimizer)(params, **optimizer.defaults)``."""
-    changed = {"lr": 0.5, **({"ns_steps": 3} if name == "Muon" else {"weight_decay": 0.25})}
-    pair, other = Pair(torch.float32), Pair(torch.float32)
-    optimizer = getattr(mp_optim, name)(pair.named_parameters(), **changed)
-    again = type(optimizer)(other.named_parameters(), **optimizer.defaults)
-    assert again.defaults == optimizer.defaults
-    stepped(optimizer), stepped(again)
-    assert alike([p.detach() for p in pair.parameters()], [p.detach() for p in other.parameters()])
-
-
 # -- lists ----------------------------------------------------------------------------------------
 
 EDITS: dict[str, Callable[[Any], Any]] = {

@@ -3,6 +3,7 @@ it is moved, or refused aloud, and no bit of the training is another."""
 
 import copy
 import gc
+import itertools
 import tempfile
 import warnings
 import weakref
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mp_optim
-from mp_optim import FusedAdam, HybridDeviceOptimizer, get_megatron_optimizer
+from mp_optim import get_megatron_optimizer
 from mp_optim.host.transfer import transfer_for
 from support.accelerator.disk import simulated_disk
 from support.accelerator.simulation import COLLECTIVES, device_at
@@ -33,7 +34,6 @@ PLACES = {
     "streamed": (0.7, {"offload_place": "streamed", "stream_window_bytes": 4096}),
     "disk": (0.7, _SPILLED),
 }
-FORMS = ["fp32", "bf16", "fp16", "bf16-bf16", "bf16-8bit", "bf16-8bit8", "bf16-4bit", "bf16-master"]
 
 pytestmark = [pytest.mark.native, pytest.mark.filterwarnings("ignore:a step was skipped")]
 
@@ -99,15 +99,16 @@ def expected(form, steps=4):
 # -- the helpers of others ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("helper", list(HELPERS))
-@pytest.mark.parametrize("place", list(PLACES))
+BY_DAY = {("device", "verl"), ("streamed", "areal"), ("disk", "skyrl")}
+PAIRS = [
+    pytest.param(*pair, marks=() if pair in BY_DAY else pytest.mark.slow)
+    for pair in itertools.product(PLACES, HELPERS)
+]
+
+
+@pytest.mark.parametrize(("place", "helper"), PAIRS)
 def test_helpers_of_rl_programs_move_state_and_no_bit(simulation, place, helper):
     check("bf16", place, HELPERS[helper])
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_helpers_of_rl_programs_move_every_form(simulation, form):
-    check(form, "device", all_to)
 
 
 def check(form, place, helper):
@@ -133,7 +134,7 @@ def check(form, place, helper):
     assert not differing(found(model, optimizer), expected(form))
 
 
-@pytest.mark.parametrize("form", ["fp32", "bf16-8bit8", "bf16-4bit"])
+@pytest.mark.parametrize("form", ["fp32", pytest.param("bf16-8bit8", marks=pytest.mark.slow)])
 def test_what_was_moved_by_hand_is_read_saved_and_loaded_where_it_is(simulation, form):
     """Nothing brings it back but who asks for it."""
     model, optimizer = build(form)
@@ -153,75 +154,6 @@ def test_what_was_moved_by_hand_is_read_saved_and_loaded_where_it_is(simulation,
     assert len(on_accelerator(optimizer)) == len(list(kept(optimizer)))
     train(model, optimizer, 2, 2)
     assert not differing(found(model, optimizer), expected(form))
-
-
-def faces():
-    def params(dtype=torch.float32):
-        layer = nn.Linear(6, 5).to(dtype)
-        with torch.no_grad():
-            for index, param in enumerate(layer.parameters()):
-                param.copy_(torch.arange(param.numel()).view_as(param) / 7 + index)
-        return list(layer.to(DEVICE).parameters())
-
-    yield "AdamW", lambda: mp_optim.AdamW(params(torch.bfloat16), lr=1e-2)
-    yield "AdamW offloaded", lambda: mp_optim.AdamW(params(torch.bfloat16), lr=1e-2, offload=0.5)
-    yield "Muon", lambda: mp_optim.Muon(params(torch.bfloat16), lr=1e-2)
-    yield "SGD", lambda: mp_optim.SGD(params(torch.bfloat16), lr=1e-2, momentum=0.9)
-    yield "FusedAdam", lambda: FusedAdam(params(), lr=1e-2)
-    yield "Hybrid", lambda: HybridDeviceOptimizer(params(torch.bfloat16), 0.5, lr=1e-2)
-
-
-@pytest.mark.parametrize("name", [name for name, _ in faces()])
-@pytest.mark.parametrize("way", ["calls", "by hand"])
-def test_every_class_leaves_the_accelerator_and_comes_back(simulation, name, way):
-    make = dict(faces())[name]
-
-    def run(moves):
-        optimizer = make()
-        params = optimizer.param_groups[0]["params"]
-        for step in range(3):
-            for param in params:
-                param.grad = torch.full_like(param, 0.5 + step)
-            optimizer.step()
-            if not moves:
-                continue
-            there = on_accelerator(optimizer)
-            assert there
-            optimizer.offload_to_cpu() if way == "calls" else all_to(optimizer, HOST)
-            assert on_accelerator(optimizer) == []
-            with pytest.raises(RuntimeError, match="restore_from_cpu"):
-                optimizer.step()
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", f".*{STAYS}")
-                optimizer.restore_from_cpu() if way == "calls" else all_to(optimizer, DEVICE)
-            assert on_accelerator(optimizer) == there
-        return [param.detach().cpu() for param in params] + [
-            value.cpu().clone() for _, value in kept(optimizer)
-        ]
-
-    assert all(map(same_bits, run(True), run(False)))
-
-
-def test_copies_that_are_under_way_are_waited_for(simulation):
-    """Into page-locked memory of the program's own, which it fills without waiting."""
-    transfer = transfer_for(DEVICE)
-
-    def slab(value):
-        memory = transfer.empty_host(value.nbytes, True).view(value.dtype).view(value.shape)
-        return memory.copy_(value, non_blocking=True)
-
-    model, optimizer = build("bf16")
-    train(model, optimizer, 2)
-    for param, state in optimizer.state.items():
-        for key, value in state.items():
-            if key != "step":
-                optimizer.state[param][key] = slab(value)
-                there = optimizer.state[param][key]
-                assert there.device == HOST
-                assert torch.from_numpy(there.numpy().copy()).isfinite().all()
-    optimizer.restore_from_cpu()
-    train(model, optimizer, 2, 2)
-    assert not differing(found(model, optimizer), expected("bf16"))
 
 
 @pytest.mark.parametrize("offload", [0.0, 0.5, 1.0])
@@ -306,7 +238,7 @@ def test_no_look_keeps_parameters_or_memory_alive(simulation):
 
 
 @pytest.mark.parametrize("place", ["device", "host", "streamed"])
-@pytest.mark.parametrize("form", ["fp32", "bf16", "bf16-8bit8"])
+@pytest.mark.parametrize("form", ["fp32", pytest.param("bf16-8bit8", marks=pytest.mark.slow)])
 def test_step_brings_home_memory_that_was_moved_by_data(simulation, form, place):
     """Of state and of main params, also where nothing is shown otherwise than it is kept."""
     model, optimizer = build(form, place)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,6 @@ from mp_optim import (
 from mp_optim.offload.worker import WorkerError
 from support.models import same_bits
 
-Writer = Callable[[Tensor], object]
-
 PLACES: dict[str, dict[str, Any]] = {
     "device": {},
     "host": {"offload": 1.0},
@@ -38,7 +35,6 @@ PLACES: dict[str, dict[str, Any]] = {
     "disk": {"offload": 1.0},
     "disk-speculative": {"offload": 1.0, "offload_mode": "speculative"},
 }
-STATES = ("fp32", "bf16", "fp16", "8bit", "4bit")
 SHAPES = ((9, 130), (300,))
 
 
@@ -49,37 +45,6 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     )
     yield
     torch.distributed.destroy_process_group()
-
-
-def give_data(tensor: Tensor) -> None:
-    tensor.data = tensor.data * 0.5
-
-
-def put(tensor: Tensor) -> None:
-    tensor[1] = 0.25
-
-
-WRITERS: dict[str, tuple[Writer, Writer]] = {
-    "mul_": (lambda t: t.mul_(0.5), lambda t: t.mul_(0.5)),
-    "zero_": (Tensor.zero_, Tensor.zero_),
-    "fill_": (lambda t: t.fill_(0.5), lambda t: t.fill_(0.5)),
-    "copy_": (
-        lambda t: t.copy_(torch.linspace(0, 1, t.numel()).view_as(t)),
-        lambda t: t.copy_(torch.linspace(0, 1, t.numel()).view_as(t)),
-    ),
-    "[i] =": (put, put),
-    ".data =": (give_data, lambda t: t.mul_(0.5)),
-    ".data.mul_": (lambda t: t.data.mul_(0.5), lambda t: t.mul_(0.5)),
-    "numpy": (lambda t: view_of(t).numpy().__imul__(2), lambda t: view_of(t).mul_(2)),
-    "set_": (lambda t: t.set_(t * 0.5), lambda t: t.mul_(0.5)),
-    "swap_tensors": (lambda t: torch.utils.swap_tensors(t, t * 0.5), lambda t: t.mul_(0.5)),
-}
-"""By name, and what each does to the values."""
-
-
-def view_of(tensor: Tensor) -> Tensor:
-    """The elements as something that numpy doubles as torch does."""
-    return tensor if tensor.dtype == torch.float32 else tensor[:0].float()
 
 
 def build(place: str, state: str, folder: Path, **fields: Any) -> tuple[nn.ParameterList, Any]:
@@ -119,69 +84,6 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     return [key for key in one if not same_bits(one[key].detach(), other[key].detach())]
 
 
-WHEN = ("between steps", "after backward", "held")
-
-
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("place", list(PLACES))
-def test_writes_to_state_count_in_every_place_and_form(
-    place: str, state: str, tmp_path: Path
-) -> None:
-    """The other optimizer loads the values."""
-    model, optimizer = build(place, state, tmp_path)
-    other, loading = build("device", state, tmp_path)
-    train(model, optimizer, range(2))
-    train(other, loading, range(2))
-    held = {key: optimizer.state[model[0]][key] for key in ("exp_avg", "exp_avg_sq")}
-    for index, (name, (write, change)) in enumerate(WRITERS.items()):
-        for number, key in enumerate(held):
-            step, when = 2 * index + number + 2, WHEN[(index + number) % len(WHEN)]
-            if when == "after backward":
-                backward(model, optimizer, step)
-            with torch.no_grad():
-                write(held[key] if when == "held" else optimizer.state[model[0]][key])
-            load_changed(loading, key, change)
-            if when == "after backward":
-                optimizer.step()
-            else:
-                train(model, optimizer, range(step, step + 1))
-            train(other, loading, range(step, step + 1))
-            wrong = differing(found(model, optimizer), found(other, loading))
-            assert wrong == [], f"{name} to {key}, {when}: {wrong}"
-
-
-def load_changed(optimizer: Any, key: str, change: Writer) -> None:
-    """Change values as a writer does, and load them."""
-    saved = copy.deepcopy(optimizer.state_dict(full_precision=True))
-    stored = optimizer.state_dict()["state"][0][key].dtype
-    value = saved["state"][0][key].to(stored if stored == torch.bfloat16 else torch.float32)
-    change(value)
-    saved["state"][0][key] = value.float()
-    optimizer.load_state_dict(saved, convert=True)
-
-
-@pytest.mark.parametrize("place", list(PLACES))
-def test_step_follows_tensors_in_other_memory(place: str, tmp_path: Path) -> None:
-    """As programs move everything that they find: state, counts of steps and main params."""
-    model, optimizer = build(place, "fp32", tmp_path)
-    other, undisturbed = build("device", "fp32", tmp_path)
-    train(other, undisturbed, range(4))
-    train(model, optimizer, range(2))
-    tensors = [main for _, main in optimizer.named_main_params()]
-    tensors += [value for state in optimizer.state.values() for value in state.values()]
-    for step in (2, 3):
-        for tensor in tensors:
-            tensor.data = tensor.data.clone()
-        train(model, optimizer, range(step, step + 1))
-    assert differing(found(model, optimizer), found(other, undisturbed)) == []
-    shown = [main for _, main in optimizer.named_main_params()]
-    shown += [value for state in optimizer.state.values() for value in state.values()]
-    assert all(one is other for one, other in zip(tensors, shown, strict=True))
-    optimizer.state[model[0]]["step"].data = torch.tensor(7.0)
-    train(model, optimizer, range(4, 5))
-    assert [float(state["step"]) for state in optimizer.state.values()] == [8.0, 5.0]
-
-
 @pytest.mark.parametrize("place", list(PLACES))
 @pytest.mark.parametrize("wrong", ["shape", "dtype"])
 def test_step_refuses_state_in_memory_of_another_form(
@@ -199,77 +101,6 @@ def test_step_refuses_state_in_memory_of_another_form(
     other, undisturbed = build("device", "fp32", tmp_path)
     train(other, undisturbed, range(4))
     assert differing(found(model, optimizer), found(other, undisturbed)) == []
-
-
-def pop_each(optimizer: Any) -> None:
-    for param in list(optimizer.state):
-        popped = optimizer.state.pop(param)
-        assert popped["exp_avg"].float().any() and float(popped["step"])
-
-
-def clear_each(optimizer: Any) -> None:
-    for state in optimizer.state.values():
-        state.clear()
-
-
-def put_empty(optimizer: Any) -> None:
-    for param in list(optimizer.state):
-        optimizer.state[param] = {}
-
-
-def delete_each(optimizer: Any) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            del optimizer.state[param]
-
-
-RESETS: dict[str, Callable[[Any], object]] = {
-    "clear": lambda optimizer: optimizer.state.clear(),
-    "= {}": lambda optimizer: setattr(optimizer, "state", {}),
-    "= defaultdict": lambda optimizer: setattr(optimizer, "state", defaultdict(dict)),
-    "del": delete_each,
-    "pop": pop_each,
-    "[p] = {}": put_empty,
-    "[p].clear": clear_each,
-}
-
-
-@pytest.mark.parametrize("state", ["fp32", "8bit", "4bit"])
-@pytest.mark.parametrize("place", list(PLACES))
-def test_reset_of_state_begins_again_from_the_main_params(
-    place: str, state: str, tmp_path: Path
-) -> None:
-    """The other optimizer is new, and loads the main params."""
-    how: dict[str, Any] = {"main_params": "remainder16"} if state == "8bit" else {}
-    if place.startswith("disk"):
-        how["stream_window_bytes"] = 10 << 12  # EMA weights are in the windows, too
-    model, optimizer = build(place, state, tmp_path, ema_decay=0.5, **how)
-    for index, (name, reset) in enumerate(RESETS.items()):
-        steps = range(4 * index, 4 * index + 2)
-        train(model, optimizer, steps)
-        held, before = optimizer.state[model[0]], copy.deepcopy(optimizer.state[model[0]])
-        other, new = build("device", state, tmp_path, ema_decay=0.5, **how)
-        other.load_state_dict(model.state_dict())
-        saved = copy.deepcopy(optimizer.state_dict())
-        for each in saved["state"].values():
-            for key, value in each.items():
-                if key not in ("master_param", "remainder"):
-                    value.zero_()
-        new.load_state_dict(saved)
-        is_early = index % 2 == 1
-        if is_early:
-            backward(model, optimizer, steps.stop)
-        reset(optimizer)
-        assert differing(found(model, optimizer), found(other, new)) == [], name
-        if name not in ("[p].clear", "pop"):
-            assert all(same_bits(held[key], value) for key, value in before.items()), name
-        if is_early:
-            optimizer.step()
-        else:
-            train(model, optimizer, range(steps.stop, steps.stop + 1))
-        train(model, optimizer, range(steps.stop + 1, steps.stop + 2))
-        train(other, new, range(steps.stop, steps.stop + 2))
-        assert differing(found(model, optimizer), found(other, new)) == [], name
 
 
 def stacks() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]]]]:

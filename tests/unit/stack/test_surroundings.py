@@ -3,7 +3,6 @@ nothing."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mp_optim import FusedAdam, HybridDeviceOptimizer, checkpoint, get_megatron_optimizer
+from mp_optim import checkpoint, get_megatron_optimizer
 from support.models import DTYPES, TinyMoE, config_for, same_bits
 
 Surroundings = Callable[[], AbstractContextManager[Any]]
@@ -132,29 +131,6 @@ def test_the_bits_are_those_of_ordinary_surroundings(stack, around, undisturbed,
     seen = program(STACKS[stack], tmp_path, SURROUNDINGS[around])
     assert len(seen) == len(undisturbed[stack])
     assert all(map(same_bits, seen, undisturbed[stack]))
-
-
-@pytest.mark.parametrize("around", SURROUNDINGS)
-@pytest.mark.parametrize(
-    "make",
-    [FusedAdam, lambda params: HybridDeviceOptimizer(params, offload_fraction=0.5)],
-    ids=["FusedAdam", "Hybrid"],
-)
-def test_optimizers_by_themselves(make, around):
-    results = []
-    for surroundings in (nullcontext, SURROUNDINGS[around]):
-        params = [nn.Parameter(torch.ones(5, 3)), nn.Parameter(torch.ones(7))]
-        for param in params:
-            param.grad = torch.full_like(param, 0.25)
-        with surroundings():
-            optimizer = make(params)
-            optimizer.state_dict()
-            optimizer.step()
-        optimizer.step()
-        results.append(
-            [*params, *itertools.chain(*(optimizer.state[param].values() for param in params))]
-        )
-    assert all(map(same_bits, *results))
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap", "speculative"])
