@@ -33,7 +33,7 @@ _QUICK = (
     *("config/", "param_groups/", "core/", "host/", "mixed_precision/test_step.py"),
     "zero/test_sharding_plan.py",
     *("checkpoint/test_commit.py", "checkpoint/test_plans.py", "checkpoint/test_versions.py"),
-    *("offload/test_step_plans.py", "offload/test_stages.py", "optimizers/test_same_bits.py"),
+    *("offload/test_step_plans.py", "optimizers/test_same_bits.py"),
     *("stack/test_contract.py", "stack/test_placement_invariance.py"),
     "stack/test_upstream_defects.py",
     *("kernels/test_conformance.py", "kernels/test_formats.py", "rules/test_rules.py"),

@@ -85,7 +85,7 @@ def everything(case: str, output: Path) -> dict[str, torch.Tensor]:
     "case, how",
     [
         ("moe_bf16_offload_03", signal.SIGKILL),
-        ("dense_fp16", signal.SIGINT),  # Ctrl-C
+        pytest.param("dense_fp16", signal.SIGINT, marks=pytest.mark.slow),  # Ctrl-C
         pytest.param("moe_fp32", signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )

@@ -41,7 +41,7 @@ CHOOSE_THEMSELVES = (
 )
 """Tests of kernels and rules that a level of the process changes nothing for."""
 NAME_BACKENDS = (
-    *("averages", "cautious", "differences", "exact_sums", "kernel_fit", "large_gradients"),
+    *("averages", "cautious", "exact_sums", "kernel_fit", "large_gradients"),
     *("missing_kernels", "normuon", "self_test"),
 )
 """Those that a missing level changes nothing for: what is not native's in them names another

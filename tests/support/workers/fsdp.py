@@ -71,53 +71,6 @@ def beside_fsdps_offloading() -> list[bool]:
     return list(map(torch.equal, *found))
 
 
-def averages_in_place() -> dict[str, object]:
-    """A forward pass without backward leaves parameters gathered: they are gathered anew with
-    averages, and again with the weights."""
-    model, optimizer = build_sharded("bf16", 0.5, ema_decay=0.9)
-    train(model, optimizer, 3)
-
-    def loss_of(model: TinyMoE) -> float:
-        with torch.no_grad():
-            return model(tokens_of(9)).item()
-
-    found = {"before": loss_of(model)}
-    alone = TinyMoE(model.dense.dtype)
-    with torch.no_grad():
-        for slot in optimizer.slots():
-            average = optimizer.slot_state(slot)["averaged_param"]
-            whole = average.full_tensor() if isinstance(average, DTensor) else average
-            alone.get_parameter(optimizer.slot_name(slot)).copy_(whole)
-    with optimizer.averaged_weights():
-        found["averaged"] = loss_of(model)
-    return {**found, "expected": loss_of(alone), "after": loss_of(model)}
-
-
-def scaled_rows() -> list[bool]:
-    """Whether rows of whole parameters are scaled, and the model follows."""
-    model, optimizer = build_sharded("bf16", 0.5)
-    train(model, optimizer, 2)
-    factors = {
-        name: torch.linspace(0.5, 1.0, param.shape[0])
-        for name, param in model.named_parameters()
-        if param.dim()
-    }
-
-    def mains() -> dict[str, Tensor]:
-        found = optimizer.named_main_params()
-        return {name: whole(main).clone() for name, main in found if name in factors}
-
-    before = mains()
-    optimizer.scale_rows_(factors)
-    right = []
-    for name, main in mains().items():
-        rows = factors[name].view(-1, *[1] * (main.dim() - 1))
-        right.append(torch.equal(main, before[name] * rows))
-        param = whole(model.get_parameter(name))
-        right.append(torch.equal(param, main.to(param.dtype)))
-    return right
-
-
 HANDS = ["fp32", "bf16", "bf16-remainder", "bf16-8bit", "bf16-4bit"]
 
 
@@ -236,8 +189,6 @@ def main(directory: str) -> None:
     result["agreement"] = agree_between_ranks()
     result["experts"] = experts_on_one_rank()
     result["beside_fsdps"] = beside_fsdps_offloading()
-    result["averages"] = averages_in_place()
-    result["scaled"] = scaled_rows()
     result["hands"] = {form: moved_by_hand(form) for form in HANDS}
     result["stays"] = stays_where_it_is()
     result["eight_bit"] = eight_bit_resumes(f"{directory}/eight_bit")

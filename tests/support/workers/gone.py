@@ -30,7 +30,7 @@ from mp_optim.process_groups.agreement import job_timeout
 
 warnings.filterwarnings("ignore")
 TIMEOUT, GONE, BUSY = timedelta(seconds=77), 3, 1
-missing_ranks._PATIENCE = 7.0  # more than the busy rank takes
+PATIENCE = missing_ranks._PATIENCE = 5.0  # more than the busy rank takes
 
 
 def heard(work: Any) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def run(folder: Path, rank: int) -> None:
         if rank == GONE:
             time.sleep(1)
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(5 if rank == BUSY else 0)  # longer than the others take to hear of it
+        time.sleep(3 if rank == BUSY else 0)  # longer than the others take to hear of it
         return write(self)
 
     writing.Writing.write = slow

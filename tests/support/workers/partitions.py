@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from mp_optim import (
-    Float16OptimizerWithFloat16Params,
     ModelParallel,
     OptimizerConfig,
     ProcessGroups,
@@ -215,43 +214,6 @@ def compact(root: Path, tp: dist.ProcessGroup) -> dict[str, Any]:
     return found
 
 
-def wrapped(
-    cls: type[torch.optim.Optimizer], tp: dist.ProcessGroup | None, seed: int = 0, **settings: Any
-) -> tuple[nn.Module, Any]:
-    """The rank's parts, and torch's optimizer for them below a wrapper."""
-    model, ours = build(settings, tp, seed=seed)
-    inner = cls(list(model.named_parameters()), lr=1e-2)  # type: ignore[call-arg]
-    config = OptimizerConfig(lr=1e-2, bf16=True, clip_grad=0.0)
-    optimizer = Float16OptimizerWithFloat16Params(inner, config)
-    optimizer.model_parallel = ours.model_parallel
-    return model, optimizer
-
-
-def factored(root: Path, tp: dist.ProcessGroup) -> list[Any]:
-    """Adafactor's means over the rows of a part belong to that part's rank."""
-    cls = torch.optim.Adafactor
-    parts = wrapped(cls, tp)
-    train(*parts)
-    checkpoint.save(root, *parts)
-    again, whole = wrapped(cls, tp, seed=1), wrapped(cls, None)
-    train(*whole)  # state that a foreign optimizer has not allocated yet fits anything
-    checkpoint.load(root, *again)
-    resumed = same(snapshot(*again), snapshot(*parts))
-    train(*again)
-    train(*parts)
-    resumed &= same(snapshot(*again), snapshot(*parts))
-    return [resumed, message(lambda: checkpoint.load(root, *whole))]
-
-
-def foreign(root: Path, tp: dist.ProcessGroup) -> bool:
-    """Whether torch's AdamW resumes, which has no state before its first step."""
-    parts, again = (wrapped(torch.optim.AdamW, tp, seed, bf16=True) for seed in (0, 1))
-    train(*parts)
-    checkpoint.save(root, *parts)
-    checkpoint.load(root, *again)
-    return same(snapshot(*again), snapshot(*parts))
-
-
 def without_optimizer(root: Path, tp: dist.ProcessGroup) -> list[Any]:
     parts, _ = build({}, tp)
     whole, _ = build({}, None)
@@ -263,29 +225,6 @@ def without_optimizer(root: Path, tp: dist.ProcessGroup) -> list[Any]:
     joined = all(map(torch.equal, other.parameters(), whole.parameters()))
     twice = message(lambda: checkpoint.load(root, other, optimizer, model_parallel=parallel))
     return [joined, twice]
-
-
-def apart(root: Path, rank: int, world: dist.ProcessGroup) -> list[Any]:
-    """Each rank saves for itself, under a path of its own: what it has, under the names it has."""
-    alone = dist.new_subgroups(1)[0]
-    own, found = root / str(rank), []
-    parts, again = build({"bf16": True}, world), build({"bf16": True}, world, seed=1)
-    train(*parts)
-    checkpoint.save(own / "parts", *parts, process_group=alone)
-    checkpoint.load(own / "parts", *again, process_group=alone)
-    found.append(same(snapshot(*again), snapshot(*parts)))
-    groups = ProcessGroups(ep=world)
-    config = OptimizerConfig(lr=1e-2, clip_grad=0.0)
-    pairs = [
-        (model, get_megatron_optimizer(config, model, process_groups=groups))
-        for model in (Experts(rank, 2), blank(Experts(rank, 2)))
-    ]
-    train(*pairs[0])
-    checkpoint.save(own / "experts", *pairs[0], process_group=alone)
-    checkpoint.load(own / "experts", *pairs[1], process_group=alone)
-    found.append(same(snapshot(*pairs[1]), snapshot(*pairs[0])))
-    saved = open_checkpoint(own / "experts").entries
-    return [*found, sorted(name for name in saved if name.endswith("s.0.weight"))]
 
 
 def refused(root: Path, rank: int, world: dist.ProcessGroup) -> dict[str, str]:
@@ -561,10 +500,7 @@ def main(folder: str) -> None:
         result = {
             "sizes": sizes(root / "sizes", rank, world),
             "compact": compact(root / "compact", world),
-            "factored": factored(root / "factored", world),
-            "foreign": foreign(root / "foreign", world),
             "model": without_optimizer(root / "model", world),
-            "apart": apart(root / "apart", rank, world),
             "refused": refused(root / "refused", rank, world),
             "other weights": other_weights(root / "other weights", rank, world),
             "names": names(root / "names", rank, world),

@@ -31,7 +31,7 @@ from mp_optim.zero.grad_reducer import start_reduction
 
 FOLDER = ""
 RANKS = 3
-PROGRAMS = 12
+PROGRAMS = 6
 STEPS = 3
 OTHERWISE = [
     ("zero_grad", "optim_grads"),
@@ -161,7 +161,7 @@ WHOLE = {
     "adam": {"optimizer": "adam"},
     "lamb": {"optimizer": "lamb"},
 }
-KEPT_WHOLE = [*((1, rule) for rule in WHOLE), (0, "muon")]
+KEPT_WHOLE = [(1, rule) for rule in WHOLE]
 SHARED = {
     "plain": {"data_parallel_sharding_strategy": "no_shard"},
     "whole": {"use_layer_wise_distributed_optimizer": True},

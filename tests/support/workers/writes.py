@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -17,17 +16,11 @@ from mp_optim import MegatronOptimizer, OptimizerConfig, ProcessGroups, get_mega
 from mp_optim.process_groups.missing_ranks import MissingRanksError
 
 RANKS, ODD = 3, 1
-LAYOUTS = ["no_shard", "optim", "fsdp2", "hsdp", "tp"]
 OTHERWISE = ["nothing", "factors", "one factor", "name", "unknown", "values"]
-CASES = [
-    (layout, what)
-    for layout in LAYOUTS
-    for what in OTHERWISE
-    if what != "values" or layout not in ("fsdp2", "hsdp")  # a DTensor's are parts
-]
+CASES = [("optim", what) for what in OTHERWISE]
+CASES += [(layout, what) for layout in ("fsdp2", "tp") for what in ("nothing", "one factor")]
 ALONE = {
     "scale_rows_": "comparing what scale_rows_ is given",
-    "reload_model_params": "comparing what reload_model_params is given",
     "averaged_weights": "gathering parameters",
 }
 """What one rank calls, and what it does there for which the others would be needed."""
@@ -46,10 +39,7 @@ def built(layout: str, group: Any = None) -> tuple[nn.Module, MegatronOptimizer]
     elif layout == "tp":
         groups = ProcessGroups(tp=dist.group.WORLD, grad_stats=dist.group.WORLD)
     else:
-        sizes = (RANKS,) if layout == "fsdp2" else (RANKS, 1)
-        names = ("shard",) if layout == "fsdp2" else ("copies", "shard")
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-        fully_shard(model, mesh=mesh)
+        fully_shard(model)
     optimizer = get_megatron_optimizer(config, model, process_groups=groups)
     step(model, optimizer)
     return model, optimizer
@@ -117,8 +107,6 @@ def alone(what: str) -> str:
     def go() -> None:
         if dist.get_rank() == ODD and what == "scale_rows_":
             optimizer.scale_rows_({"weight": torch.full((12,), 0.5)})
-        if dist.get_rank() == ODD and what == "reload_model_params":
-            optimizer.reload_model_params()
         if dist.get_rank() == ODD and what == "averaged_weights":
             with optimizer.averaged_weights():
                 pass

@@ -6,7 +6,7 @@ import pytest
 
 from mp_optim import checkpoint
 from support.launch import run_forked_program
-from support.workers.gone import GONE, TIMEOUT
+from support.workers.gone import GONE, PATIENCE, TIMEOUT
 
 OTHERS = [rank for rank in range(4) if rank != GONE]
 
@@ -23,7 +23,8 @@ def test_the_rank_that_is_gone_is_named_and_nobody_else(ranks, what):
     for found in ranks[1]:
         assert found[what]["said"].startswith("MissingRanksError: ")
         assert (
-            f"failed: rank {GONE} of [0, 1, 2, 3] did not report within 7 s" in found[what]["said"]
+            f"failed: rank {GONE} of [0, 1, 2, 3] did not report within {PATIENCE:g} s"
+            in found[what]["said"]
         )
         assert found[what]["seconds"] < 20
 

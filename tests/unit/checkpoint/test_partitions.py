@@ -8,10 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mp_optim.core.model_parallel import GlobalNames, Numbering
 from mp_optim.core.partition import Box, partition
 from support.launch import run_ranks
-from support.workers.partitions import SETTINGS, part_of
+from support.workers.partitions import SETTINGS
 
 
 @pytest.fixture(scope="module")
@@ -37,30 +36,10 @@ def test_moments_in_blocks_are_cut_where_blocks_end(ranks):
         assert resumed and "fused.exp_avg" in text and "convert=True" in text
 
 
-def test_means_over_the_rows_of_a_part_are_its_own(ranks):
-    for rank in ranks:
-        resumed, text = rank["factored"]
-        assert resumed
-        assert "state.col_var.fused: saved (2, 1, 6), expected (1, 6) (one for" in text
-        assert "row_var.fused" not in text and "col_var.second" not in text
-        assert "tensor-parallel rank: load it with as many" in text
-
-
-def test_a_foreign_optimizers_state_is_cut_before_its_first_step(ranks):
-    assert [rank["foreign"] for rank in ranks] == [True, True]
-
-
 def test_a_model_without_an_optimizer(ranks):
     for rank in ranks:
         joined, text = rank["model"]
         assert joined and "model_parallel= beside an optimizer" in text
-
-
-def test_a_rank_that_saves_for_itself_has_parts_and_names_as_they_are(ranks):
-    for rank in ranks:
-        parts, experts, names = rank["apart"]
-        assert parts and experts
-        assert names[0] == "model.local_experts.0.weight"
 
 
 @pytest.mark.parametrize(
@@ -176,34 +155,3 @@ def test_parts_make_up_the_whole_once(before, blocks, after, size, data):
             assert (there == -1).all()
             there.copy_(expected.narrow(dim, begin, piece.sizes[dim]))
     assert torch.equal(rebuilt, whole)
-
-
-@given(blocks=st.integers(1, 4), length=st.integers(1, 4), size=st.sampled_from([1, 2, 4]))
-def test_a_stride_is_a_number_of_equal_blocks(blocks, length, size):
-    whole = torch.arange(blocks * length * size * 3).view(-1, 3)
-    for rank in range(size):
-        part = part_of(whole, 0, blocks, rank, size)
-        cut = partition("p", part.shape, 0, stride=blocks, rank=rank, size=size)
-        index = torch.arange(part.numel()).view(part.shape)
-        assert torch.equal(cut.whole_index(index, part.shape), part)
-
-
-def test_chunks_lose_their_prefix_but_where_two_names_would_become_one():
-    numbering = Numbering({("1.layers", 0): ("layers", 3)}, ("0.", "1."))
-    known = ["0.norm", "1.norm", "0.first", "1.layers.0.layers.0.w"]
-    names = GlobalNames(numbering, known)
-    assert [names[name] for name in known] == ["0.norm", "1.norm", "first", "layers.3.layers.0.w"]
-    assert names["1.layers.0.extra"] == "layers.3.extra"
-
-
-def test_saved_names_are_found_under_those_here():
-    names = GlobalNames(lambda name: f"{int(name) + 1}", ["0", "1"])
-    live = [{"params": [0, 1], "param_names": ["0", "1"]}]
-    (out,) = names.groups_out(live)
-    assert out["param_names"] == ["1", "2"]
-    assert names.groups_in([out], live) == live
-    assert names.groups_in(live, live) == live
-    frozen = [{"params": [0], "param_names": ["1"]}]
-    assert names.groups_in(frozen, frozen) == frozen
-    others = [{"params": [0, 1], "param_names": ["7", "8"]}]
-    assert names.groups_in(others, live) == others

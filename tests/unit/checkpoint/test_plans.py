@@ -3,17 +3,14 @@ it takes. And what many tensors cost one process."""
 
 import math
 import pickle
-import random
 import time
 from itertools import accumulate, pairwise
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mp_optim.checkpoint.file_format import Index, Saved, SavedBox, as_json, as_metadata, from_json
 from mp_optim.checkpoint.writing import Held, shares, sheets_of
 from mp_optim.core.partition import Box, boxes, whole_box
 
@@ -171,32 +168,3 @@ def test_parts_that_are_missing_or_overlap_are_refused(held_of_ranks, chance):
     if any(entry.name == part.name for held in broken for entry in held):
         with pytest.raises(ValueError, match=part.name):
             planned(broken)
-
-
-def test_what_is_where_for_many_ranks_is_made_and_read_in_seconds():
-    """60,000 boxes, as 1,024 ranks of ZeRO-1 with 10,000 parameters write."""
-    chance = random.Random(0)
-    entries = {
-        f"optimizer.state.{key}.layers.{index}.weight": Saved(
-            torch.float32,
-            (16, 16),
-            [
-                SavedBox(
-                    Box((0, 0), (16, 16)),
-                    f"__{chance.randrange(1024)}_0.distcp",
-                    1024 * index,
-                    1024,
-                )
-            ],
-        )
-        for index in range(10_000)
-        for key in ("step", "master_param", "exp_avg", "exp_avg_sq", "x", "y")
-    }
-    sizes = {f"__{rank}_0.distcp": 1 << 25 for rank in range(1024)}
-    index = Index(entries, {name: [0] * 32 for name in sizes})
-    begun = time.process_time()
-    content = as_json(index)
-    assert from_json(content, sizes) == index
-    metadata = as_metadata(index, Path("x"))
-    assert time.process_time() - begun < 10
-    assert len(content) / len(entries) < 120 and len(metadata) / len(entries) < 250

@@ -331,34 +331,6 @@ def test_remainders_beside_other_weights_than_theirs(tmp_path: Path) -> None:
             assert torch.equal(saved["master_param"], full[index]["master_param"])
 
 
-def test_remainders_of_8_bits_fit_into_16(tmp_path: Path) -> None:
-    source = build("bf16-8bit8", seed=1)
-    train(*source, 2)
-    checkpoint.save(tmp_path, *source)
-    model, optimizer = build("bf16-8bit", seed=7)
-    checkpoint.load(tmp_path, model, optimizer)
-    wanted = dict(source[1].named_main_params())
-    for name, main in optimizer.named_main_params():
-        assert torch.equal(main, wanted[name])
-
-
-@pytest.mark.parametrize("zero", [False, True])
-def test_remainders_of_16_bits_do_not_fit_into_8(tmp_path: Path, zero: bool) -> None:
-    """Whatever weights are there before."""
-    model, optimizer = build("bf16-8bit", seed=1)
-    train(model, optimizer, 2)
-    checkpoint.save(tmp_path, model, optimizer)
-    model, optimizer = build("bf16-8bit8", seed=7)
-    if zero:
-        with torch.no_grad():
-            for param in model.parameters():
-                param.zero_()
-    before = print_of(model, optimizer)
-    with pytest.raises(ValueError, match="more bits than"):
-        checkpoint.load(tmp_path, model, optimizer)
-    assert differing(before, print_of(model, optimizer)) == []
-
-
 # -- ranks ----------------------------------------------------------------------------------------
 
 

@@ -180,18 +180,6 @@ def test_state_of_others_is_copied_once(tmp_path: Path) -> None:
     refused(tmp_path / "state.pt", f"read {16 << 20}", load, most_mib=160)
 
 
-@pytest.mark.parametrize("name", ["index.json", "manifest.json", "latest"])
-def test_sparse_files(version: Path, name: str) -> None:
-    path = (version.parent if name == "latest" else version) / name
-    with path.open("wb") as file:
-        file.truncate(LARGE)
-    if name == "index.json":
-        manifest = json.loads((version / "manifest.json").read_text())
-        manifest["files"][name]["bytes"] = LARGE
-        (version / "manifest.json").write_text(json.dumps(manifest))
-    refused(version.parent, f"{name} is damaged")
-
-
 @pytest.mark.parametrize("dtype", ["float32", "uint8"])
 def test_tensors_larger_than_their_boxes(version: Path, dtype: str) -> None:
     index = json.loads((version / "index.json").read_text())

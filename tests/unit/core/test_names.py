@@ -198,30 +198,6 @@ def test_a_group_that_is_added_without_names_gets_the_models() -> None:
         stack.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.5])
-def test_an_optimizer_that_begins_with_nothing_takes_groups_with_and_without_names(
-    fraction: float,
-) -> None:
-    settings = (
-        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction} if fraction else {}
-    )
-    for named in (True, False):
-        model = plain().requires_grad_(False)
-        stack = get_megatron_optimizer(
-            OptimizerConfig(lr=1e-2, bf16=True, **settings), model, param_groups=[]
-        )
-        assert stack.is_stub_optimizer
-        model.requires_grad_(True)
-        stack.add_param_group(
-            {"params": list(model.named_parameters() if named else model.parameters())}
-        )
-        before = model.embed.weight.detach().clone()
-        step_on(model, stack)
-        assert not torch.equal(model.embed.weight, before)
-        stack.load_state_dict(stack.state_dict())
-        assert names_of(stack) == sorted(NAMES)
-
-
 def test_an_override_that_matches_nothing_is_refused_with_the_nearest_names(caplog: Any) -> None:
     for key, message in (
         (

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from mp_optim import FP32Optimizer, FusedAdam, HybridDeviceOptimizer, get_megatron_optimizer
+from mp_optim import get_megatron_optimizer
 from support.models import build, config_for, same_bits, train
 
 
@@ -97,39 +97,3 @@ def test_state_given_by_tensor_is_copied_into_the_slot():
         }
     }
     assert all(not state["exp_avg"].any() for state in optimizer.state.values())
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda params, **kwargs: FP32Optimizer(
-            FusedAdam(params, **kwargs), config_for("fp32", clip_grad=0.0)
-        ),
-        lambda params, **kwargs: HybridDeviceOptimizer(
-            params, 1.0, lr=1e-3, sub_optimizer_kwargs=kwargs
-        ),
-        lambda params, **kwargs: HybridDeviceOptimizer(
-            params, 0.0, lr=1e-3, sub_optimizer_kwargs=kwargs
-        ),
-    ],
-)
-def test_noise_depends_on_seed_step_name_and_element_alone(wrap):
-    """Not on what is wrapped around the rule, nor on where it steps."""
-
-    def moments(make, names="ab", seed=7, first=0):
-        params = [(name, nn.Parameter(torch.ones(700))) for name in names]
-        optimizer = make(params, exp_avg_dtype=torch.bfloat16, stochastic_rounding=True, seed=seed)
-        for step in range(first, 2):
-            generator = torch.Generator().manual_seed(step)
-            grad = torch.randn(700, generator=generator)
-            for _, param in params:
-                param.grad = grad.clone()
-            optimizer.step()
-        return [optimizer.state[param]["exp_avg"].clone() for _, param in params]
-
-    bare = moments(FusedAdam)
-    assert all(map(same_bits, moments(wrap), bare))
-    assert not same_bits(*bare)  # another name
-    assert not any(map(same_bits, moments(wrap, seed=8), bare))
-    swapped = moments(wrap, names="ba")
-    assert same_bits(swapped[0], bare[1]) and same_bits(swapped[1], bare[0])

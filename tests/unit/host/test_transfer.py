@@ -14,14 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mp_optim import FusedAdam, HybridDeviceOptimizer, get_megatron_optimizer
+from mp_optim import FusedAdam, HybridDeviceOptimizer
 from mp_optim.host.host_memory import HUGE_FROM, REGISTERED_FROM, page_locked
 from mp_optim.host.transfer import CudaTransfer, Transfer, transfer_for
 from support.accelerator.simulation import KIND, device_at
 from support.accelerator.stand_in import simulated_accelerator
 from support.cuda_runtime import LockingRuntime, can_lock, locking_runtime
-from support.models import config_for
-from support.offload import MODES, hybrids
+from support.offload import MODES
 
 DEVICE = 1
 SIMULATED = device_at(DEVICE)
@@ -143,22 +142,6 @@ def test_what_cannot_be_had_is_replaced_and_said_once(
     assert [str(warning.message) for warning in caught] == expected
     assert transfer.notes() == tuple(expected) and len(allocator.sizes) == 2
     assert works or "hg" in flags_of(memory.data_ptr())
-
-
-@pytest.mark.native
-@pytest.mark.parametrize("mode", MODES)
-def test_the_description_says_what_memory_was_not_to_be_had(
-    mode: str, transfer: CudaTransfer, runtime: LockingRuntime
-) -> None:
-    runtime.status = 2
-    model = nn.Linear(8, 8).bfloat16()
-    optimizer = get_megatron_optimizer(config_for("bf16", 1.0, offload_mode=mode), model)
-    for hybrid in hybrids(optimizer):
-        hybrid.stepper.use_transfer(transfer)
-    assert "page-locked" not in str(optimizer.describe())
-    with pytest.warns(UserWarning, match="could not be registered"):
-        transfer.empty_host(HUGE_FROM, True)
-    assert str(optimizer.describe()).count(REFUSED) == 1
 
 
 class Registering(Transfer):

@@ -7,7 +7,7 @@ from torch import nn
 from mp_optim.core.slot_state import AVERAGE
 from mp_optim.muon.muon import MuonRule
 from mp_optim.rules.rule_optimizer import NAMED_RULES, RuleOptimizer
-from support.kernels import NEED_KERNELS, needs_kernels
+from support.kernels import NEED_KERNELS
 from support.models import same_bits
 
 BACKENDS = {
@@ -48,30 +48,3 @@ def test_every_rule_and_backend_keeps_to_the_formula_to_the_bit(backend, standin
                 ]
                 found = [optimizer.state[param][AVERAGE] for param in params]
                 assert all(map(same_bits, found, expected)), (rule, form)
-
-
-@needs_kernels
-@pytest.mark.parametrize("form", [{}, {"store_param_remainders": True}], ids=str)
-def test_averages_in_bfloat16_have_the_same_bits_by_native_kernels(form):
-    """Of tensors that are larger than what a thread works on, or end in the middle of it."""
-    found = {}
-    for backend in ("reference", "native"):
-        torch.manual_seed(0)
-        dtype = torch.bfloat16 if form else torch.float32
-        params = [nn.Parameter(torch.randn(n).to(dtype)) for n in (100_003, 7, 8192)]
-        optimizer = RuleOptimizer(
-            "adam",
-            params,
-            lr=1e-2,
-            backend=backend,
-            ema_decay=0.9,
-            ema_dtype=torch.bfloat16,
-            stochastic_rounding=True,
-            **form,
-        )
-        for _ in range(3):
-            for param in params:
-                param.grad = torch.randn_like(param)
-            optimizer.step()
-        found[backend] = [optimizer.state[param][AVERAGE] for param in params]
-    assert all(map(same_bits, found["native"], found["reference"]))

@@ -4,7 +4,6 @@ trap."""
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import numpy as np
 import pytest
@@ -16,11 +15,9 @@ from torch import Tensor
 from lab.any_program import arithmetic
 from mp_optim.config.state_forms import BLOCK, UINT4
 from mp_optim.core import Slot, SlotUpdate
-from mp_optim.kernels import chunking as batching
 from mp_optim.kernels.codecs import SECOND, Noise, decode, encode_, join, split_
-from mp_optim.kernels.state_format import StatePrecision, moment_specs
+from mp_optim.kernels.state_format import moment_specs
 from mp_optim.rules.fused import FusedAdam
-from mp_optim.rules.rule_optimizer import RuleOptimizer
 from support import numpy_rules as oracle
 
 BLOCKED = [
@@ -140,18 +137,6 @@ def test_what_was_decoded_is_stored_as_the_same_bits(
         assert torch.equal(again, codes) and same(scale_again, scale)
 
 
-@pytest.mark.parametrize("second", [False, True])
-def test_a_block_whose_largest_value_rounds_up_to_a_power_of_two(second: bool) -> None:
-    """Its codes stay below that power, so that what they stand for is stored with the same scale,
-    and no small value beside it loses a bit."""
-    root = torch.full((256,), 1.2345e-7 * 2.0**16)
-    root[7] = 2.0**16 - 2.0**-6
-    codes, scale = stored(root.square() if second else root, torch.float16, second)
-    again, scale_again = stored(decode(codes, scale, second), torch.float16, second)
-    assert scale.item() == 4.0 and codes[7] == 2.0**14
-    assert torch.equal(again, codes) and torch.equal(scale_again, scale)
-
-
 @pytest.mark.parametrize(("dtype", "second"), BLOCKED)
 @given(seed=seeds, n=st.integers(1, 1500))
 @settings(max_examples=30, deadline=None)
@@ -195,26 +180,6 @@ def test_what_is_finite_is_stored_as_something_finite(
     encode_(found, again, encoded[1] if scales else None, False)
     if noise is None:
         assert all(map(torch.equal, encoded, (codes, *scales)))
-
-
-@pytest.mark.parametrize(("dtype", "second"), BLOCKED)
-def test_blocks_that_are_not_ordinary(dtype: torch.dtype, second: bool) -> None:
-    value = torch.full((5 * BLOCK + 3,), 1.0)
-    value[5], value[BLOCK + 5] = math.inf, math.nan
-    value[2 * BLOCK : 3 * BLOCK] = 0.0
-    value[3 * BLOCK : 4 * BLOCK] = 0.0 if second else 1e-33
-    value[4 * BLOCK + 1 :] = 1e-25 if second else 1e-12
-    codes, scale = stored(value, dtype, second)
-    decoded = decode(codes, scale, second, value.numel())
-    if second:  # of a large gradient: of its element alone
-        assert decoded[5] == math.inf and decoded[:BLOCK].isinf().sum() == 1
-    assert bool(decoded[BLOCK if second else 0 : 2 * BLOCK].isnan().all())
-    assert not decoded[2 * BLOCK : 4 * BLOCK].any()
-    per_byte = 2 if dtype == torch.uint8 and not second else 1
-    assert not codes[(BLOCK if second else 0) // per_byte : 4 * BLOCK // per_byte].any()
-    assert float(decoded[4 * BLOCK]) == pytest.approx(1.0, rel=2.0**-13)
-    if second:  # a root far below its block's largest is small, but not zero
-        assert bool((decoded[4 * BLOCK + 1 :] > 0.0).all())
 
 
 @settings(max_examples=50, deadline=None)
@@ -282,38 +247,6 @@ def updates(mains: list[Tensor], step: int) -> list[SlotUpdate]:
         )
         for i, main in enumerate(mains)
     ]
-
-
-RULES = {name: partial(RuleOptimizer, name) for name in ("adam", "lamb", "lion", "sgd")}
-PRECISIONS = [
-    StatePrecision(torch.float16, torch.uint8, True),
-    StatePrecision(torch.uint8, torch.bfloat16, True, 8),
-    StatePrecision(torch.uint8, torch.uint8, True, 8, stochastic_rounding=True, seed=3),
-    StatePrecision(torch.bfloat16, torch.float16, False, stochastic_rounding=True),
-    StatePrecision(UINT4, torch.uint8, True, stochastic_rounding=True),
-]
-
-
-@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
-@pytest.mark.parametrize("rule", list(RULES))
-def test_batch_size_does_not_change_compact_state(
-    rule: str, precision: StatePrecision, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = []
-    for piece in (1 << 10, 1 << 17):
-        monkeypatch.setattr(batching, "piece_elements", lambda device, piece=piece: piece)
-        dtype = torch.bfloat16 if precision.store_param_remainders else torch.float32
-        mains = [values(i, n, 0.3).to(dtype) for i, n in enumerate((5000, 3, 0, 1024))]
-        fields = {name: getattr(precision, name) for name in precision.__dataclass_fields__}
-        extra = {"momentum": 0.9} if rule == "sgd" else {}
-        optimizer = RULES[rule](mains, lr=1e-2, backend="reference", **fields, **extra)
-        for step in range(3):
-            optimizer.step_slots(updates(mains, step))
-        found.append(
-            [value.clone() for i in range(4) for value in optimizer.slot_state(Slot(0, i)).values()]
-            + mains
-        )
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("moments", ["half", "codes"])

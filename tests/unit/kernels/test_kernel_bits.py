@@ -91,7 +91,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     set_host_threads(None)
 
 
-of_kernels = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+of_kernels = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @of_kernels

@@ -14,7 +14,6 @@ from mp_optim.kernels.checksums import global_grad_norm
 from mp_optim.kernels.native import MemoryAccess, get_access, set_access
 from mp_optim.kernels.native_library import NativeLibrary, native_library
 from mp_optim.rules.rule_optimizer import RuleOptimizer
-from support.launch import run
 
 RULES = {name: partial(RuleOptimizer, name) for name in ("adam", "lamb", "lion", "sgd")}
 ACCESSES = st.builds(
@@ -86,9 +85,3 @@ def test_backend_uses_the_row_of_the_table_when_the_make_is_known(
     monkeypatch.setitem(native.KNOWN, ("Maker", library.level), known)
     native.NativeBackend(library)
     assert native.describe_access() == f"{known} (known for Maker with {library.level})"
-
-
-def test_tool_prints_a_row_of_the_table(library: NativeLibrary) -> None:
-    printed = run("tools/memory_access.py", "--threads", "1", "--elements", "65536")
-    key, access = next(iter(eval(f"{{{printed}}}", {"MemoryAccess": MemoryAccess}).items()))
-    assert key == (native.cpu_maker(), library.level) and isinstance(access, MemoryAccess)

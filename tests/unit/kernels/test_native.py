@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from mp_optim import OptimizerConfig, get_megatron_optimizer
-from mp_optim.host.host_share import host_share
 from mp_optim.kernels import native_library as native_library_file
 from mp_optim.kernels.codecs import Noise
 from mp_optim.kernels.native import NativeBackend
@@ -32,7 +30,6 @@ from support.kernel_bits import FIRST, FLOATS, MAINS, REFERENCE, assert_same_lis
 from support.kernel_cases import GROUP, KEYS, Case, lists_of, step_with
 
 LIBRARY = native_library()
-STATUS = Path("/proc/self/status")
 
 pytestmark = [
     pytest.mark.native,
@@ -64,13 +61,6 @@ def test_native_bits_do_not_depend_on_threads(threads: int) -> None:
         for rest in MAINS:
             case = Case(output=None, rest=rest, moments=(first, second), noisy=True)
             check(backend, "adam", [150_000, 1], case)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_native_writes_the_same_outputs_past_the_caches(dtype: torch.dtype) -> None:
-    """A launch of more than four million elements writes its output so."""
-    case = Case(dtype, dtype, odd=True)
-    check(NativeBackend(LIBRARY), "plain sgd", [(4 << 20) + 17], case, momentum=0.0)
 
 
 def test_native_leaves_lists_that_it_does_not_read_to_reference(
@@ -165,24 +155,3 @@ def test_library_has_no_kernels_when_the_cpu_has_no_level(monkeypatch: pytest.Mo
     monkeypatch.setattr(native_library_file.ctypes, "CDLL", lambda path: empty)
     found = native_library_file._load(Path("_native.so"))
     assert found.handle is None and "none of AVX2, AVX-512 and NEON" in found.why
-
-
-@pytest.mark.skipif(not STATUS.exists(), reason="needs /proc")
-def test_a_step_needs_next_to_no_memory_of_its_own() -> None:
-    def kibibytes(field: str) -> int:
-        return int(
-            next(
-                line for line in STATUS.read_text().splitlines() if line.startswith(field)
-            ).split()[1]
-        )
-
-    model = torch.nn.ParameterList(
-        [torch.nn.Parameter(torch.full((20_000_000,), 0.5, dtype=torch.bfloat16))]
-    )
-    optimizer = get_megatron_optimizer(OptimizerConfig(bf16=True, lr=1e-3), model)
-    model[0].grad = torch.full_like(model[0], 0.1)
-    optimizer.step()
-    Path("/proc/self/clear_refs").write_text("5")  # starts the peak anew
-    before = kibibytes("VmRSS")
-    optimizer.step()
-    assert kibibytes("VmHWM") - before < 1024 * (host_share().threads + 1)

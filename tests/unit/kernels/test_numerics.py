@@ -189,12 +189,3 @@ def test_close_to_torch_fused(backend: str, w_mode: bool, decay: float) -> None:
         if a.numel()
     )
     assert error < TORCH_TOLERANCE
-
-
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_l2_moments_advance_at_lr_zero(backend: str) -> None:
-    main = torch.ones(5)
-    optimizer = FusedAdam([main], lr=0.0, weight_decay=0.5, adam_w_mode=False, backend=backend)
-    optimizer.step_slots([SlotUpdate(Slot(0, 0), torch.zeros(5))])
-    assert optimizer.slot_state(Slot(0, 0))["exp_avg"].tolist() == pytest.approx([0.05] * 5)
-    assert main.tolist() == [1.0] * 5

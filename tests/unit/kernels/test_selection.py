@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
 import sys
-from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,16 +11,9 @@ import torch
 from torch import nn
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
-from mp_optim.config.rules import CAPABILITIES, RULES, Capability
 from mp_optim.kernels import choose_backend, forget, multi_tensor, proof_of, selection
-from mp_optim.kernels import triton as triton_package
-from mp_optim.kernels.element_rules import TEXTS
-from mp_optim.kernels.native import NativeBackend
 from mp_optim.kernels.reference import ReferenceBackend
-from mp_optim.kernels.self_test import SelfTest
-from mp_optim.kernels.triton.backend import TritonBackend
-from mp_optim.kernels.triton.kernels import rules as triton_rules
-from mp_optim.rules.fused import FusedAdam, FusedLAMB
+from mp_optim.rules.fused import FusedAdam
 from mp_optim.rules.rule_optimizer import RuleOptimizer
 from support.standins.gpu import Gpu
 
@@ -47,25 +36,6 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, module: Any) -> None:
     forget()
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_a_proof_is_made_once_and_says_what_was_found(standins: Gpu, name: str) -> None:
-    proof = proof_of(name, CPU)
-    calls = len(standins.calls)
-    assert proof_of(name, CPU) is proof and len(standins.calls) == calls > 0
-    assert (proof.backend, proof.device, proof.usable, proof.exact) == (name, "cpu", True, False)
-    assert proof.reason.startswith("differs from reference by ")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        proof.usable = False  # type: ignore[misc]
-
-
-def test_a_proof_does_not_touch_the_random_generator(standins: Gpu) -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    proof_of("apex", CPU)
-    assert torch.equal(torch.rand(3), expected)
-
-
 def test_auto_passes_over_what_has_other_bits(accelerator: Gpu) -> None:
     backend, why = choose_backend("auto", CPU)
     assert backend.name == "reference"
@@ -77,20 +47,6 @@ def test_auto_passes_over_what_has_other_bits(accelerator: Gpu) -> None:
     model = nn.Linear(4, 4).bfloat16()
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, bf16=True), model)
     assert "choose fused_backend='apex' to use it" in str(optimizer.describe())
-
-
-def test_an_accelerator_without_kernels_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, proof = (
-        torch.device("cuda", 0),
-        SelfTest("triton", "cpu", False, False, "fails a first step"),
-    )
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    forget()
-    monkeypatch.setattr(selection, "_proven", lambda *_: (ReferenceBackend(), proof))
-    with pytest.warns(UserWarning, match="no kernels of cuda:0 have the bits.*fails a first step"):
-        assert choose_backend("auto", device)[0].name == "reference"
-    monkeypatch.undo()
-    forget()
 
 
 def test_auto_takes_the_first_with_the_bits_of_reference(
@@ -111,29 +67,6 @@ def test_auto_takes_the_first_with_the_bits_of_reference(
     found.triton_backend = lambda: (None, "ImportError: no triton")  # type: ignore[attr-defined]
     forget()
     assert proof_of("triton", CPU).reason == "ImportError: no triton"
-
-
-def test_a_triton_that_is_too_old_is_said_where_auto_is_described(
-    accelerator: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else a step on a GPU would be ten times slower without a word."""
-    triton = pytest.importorskip("triton")
-    install(monkeypatch, "mp_optim.kernels.triton", triton_package)
-    triton_package.triton_backend.cache_clear()
-    with monkeypatch.context() as old:
-        old.setenv("TRITON_INTERPRET", "0")
-        old.setattr(triton, "__version__", "3.5.1")
-        old.setattr(triton.runtime, "JITFunction", object)  # as where none is interpreted
-        old.setattr(torch.cuda, "is_available", lambda: True)
-        chosen, _ = choose_backend("auto", CPU)
-    triton_package.triton_backend.cache_clear()
-    model = nn.Linear(4, 4).bfloat16()
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, bf16=True), model)
-    assert chosen.name == "reference"
-    assert (
-        "not triton: RuntimeError: Triton 3.5.1 takes denormals for 0 in divisions and square "
-        "roots; 3.6 and later do not" in str(optimizer.describe())
-    )
 
 
 def test_on_the_host_native_comes_first() -> None:
@@ -243,16 +176,6 @@ def test_without_a_gpu_a_named_backend_says_so(
             choose_backend("apex", CPU)
 
 
-def test_a_model_that_no_kernel_reaches_is_refused(
-    standins: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A working apex, and a model on the host: nothing would use what was asked for."""
-    monkeypatch.setattr(multi_tensor, "KERNEL_DEVICE", "cuda")
-    monkeypatch.setattr(selection, "choose_backend", cache(lambda name, device: None))
-    with pytest.raises(ValueError, match="fused_backend='apex': the model's parameters are on cpu"):
-        get_megatron_optimizer(OptimizerConfig(lr=0.1, fused_backend="apex"), nn.Linear(2, 2))
-
-
 def test_the_host_part_of_a_named_backend_is_native_and_says_that_bits_differ(
     standins: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,30 +268,3 @@ def test_library_without_kernels_for_remainders_is_refused(
     forget()
     with pytest.raises(ValueError, match="16-bit remainders; install a newer version"):
         FusedAdam([torch.zeros(3)], backend="transformer_engine")
-
-
-def test_rules_that_torch_has_no_kernels_for_are_shown_as_reference() -> None:
-    optimizer = FusedLAMB([torch.zeros(3)], backend="torch")
-    backend, why = optimizer.executor.backend_for(CPU)
-    assert backend.name == "reference" and "torch has no kernels for lamb" in why
-
-
-@pytest.mark.parametrize("backend", [NativeBackend, TritonBackend])
-@pytest.mark.parametrize("rule", [name for name, spec in RULES.items() if spec.has_kernels])
-def test_who_claims_a_rule_has_kernels_for_it(backend: type, rule: str) -> None:
-    """A rule that gets kernels is claimed by every backend that names none: it has to say so, or
-    have them."""
-    claimed = rule in CAPABILITIES.get(backend.name, Capability()).rules
-    named = [name for name in dir(backend) if name.startswith(rule)]
-    own = [name for name in named if getattr(backend, name) is not getattr(ReferenceBackend, name)]
-    if rule in TEXTS:
-        own = [name for name in kernels_of(backend) if name == rule]
-    assert own or not claimed
-
-
-def kernels_of(backend: type) -> list[str]:
-    """The rules of single elements that a backend has kernels for."""
-    if backend is TritonBackend:
-        return dir(triton_rules)
-    text = (Path(selection.__file__).parent / "csrc" / "rules.inl").read_text()
-    return re.findall(r'row_of<[^>]*>\("(\w+)"\)', text)

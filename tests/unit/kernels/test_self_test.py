@@ -72,36 +72,6 @@ def test_self_test_finds_a_wrong_bit_of_any_rule(first: int, rule: str) -> None:
     assert proof.usable and not proof.exact and "differs" in proof.reason
 
 
-@pytest.mark.parametrize(
-    "key", ["exp_avg", "exp_avg_sq", "exp_avg_scale", "remainder", "averaged_param"]
-)
-def test_self_test_finds_wrong_state_in_few_bits(key: str) -> None:
-    def spoil(lists: TensorLists) -> None:
-        if "remainder" in lists.state:
-            for tensor in lists.state[key]:
-                tensor[:1] += 1
-
-    assert not prove(StandIn("adam", spoil), CPU).exact
-
-
-def test_self_test_finds_wrong_sums_and_a_wrong_pass_of_muon() -> None:
-    class AWhole(ReferenceBackend):
-        name = "triton"
-
-        def sum_of_squares(self, tensors: Any) -> Tensor:
-            return super().sum_of_squares(
-                [tensor[: len(tensor) // 256 * 256] for tensor in tensors]
-            )
-
-    class Still(ReferenceBackend):
-        name = "triton"
-
-        def muon_apply(self, *arguments: Any) -> None: ...
-
-    assert not prove(AWhole(), CPU).usable
-    assert not prove(Still(), CPU).usable
-
-
 @needs_kernels
 @pytest.mark.parametrize(("factor", "usable"), [(1.0 + 2.0**-22, True), (1.01, False)])
 def test_wrong_kernel_is_found_before_it_writes_a_parameter(

@@ -7,8 +7,6 @@ import math
 import os
 import re
 import sys
-import weakref
-from array import array
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -16,17 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from mp_optim.config.state_forms import BLOCK
-from mp_optim.core import CachedTensorList
-from mp_optim.kernels import choose_backend, proof_of
 from mp_optim.kernels.kernel_args import LambScalars, TensorLists
 from mp_optim.kernels.triton import triton_backend
 from mp_optim.kernels.triton.backend import TritonBackend
-from mp_optim.kernels.triton.launches import CHUNK, ROWS, SUM_CHUNK, WIDTH
-from mp_optim.kernels.triton.proofs import SIZES as PROOF_SIZES
-from mp_optim.kernels.triton.tables import Tables
 from support import kernel_bits, tritons
 from support.kernel_bits import REFERENCE, SIZES, assert_same, assert_same_lists
 from support.kernel_cases import GROUP, KEYS, Case, lists_of, step_with
@@ -196,49 +187,6 @@ def test_ratios_are_formed_on_the_device_as_on_the_host(decay: float) -> None:
 
 
 @pytest.fixture
-def uploads(monkeypatch: pytest.MonkeyPatch, no_tables_yet: None) -> list[int]:
-    """How many values were copied to the device, in order; not the numbers of each call, which
-    always are."""
-    counted: list[int] = []
-    upload = Tables.upload
-
-    def counting(tables: Tables, table: Tensor, device: torch.device) -> Tensor:
-        if table.numel() != WIDTH:
-            counted.append(table.numel())
-        return upload(tables, table, device)
-
-    monkeypatch.setattr(Tables, "upload", counting)
-    return counted
-
-
-@pytest.mark.parametrize("steady", [True, False])
-def test_tables_are_copied_once(uploads: list[int], steady: bool) -> None:
-    lists = on_device(lists_of(1, [300] * 20, KEYS["adam"], Case(aligned=True)))
-    if steady:
-        lists = TensorLists(
-            CachedTensorList(lists.main),
-            CachedTensorList(lists.grad),
-            {key: CachedTensorList(found) for key, found in lists.state.items()},
-            CachedTensorList(lists.output),
-        )
-    step_with(kernels(), "adam", lists, GROUP, 1, 1.0)
-    assert (
-        uploads == [20] * 8
-    )  # owners, firsts, sizes, gradients, main params, two moments, outputs
-    step_with(kernels(), "adam", lists, GROUP, 2, 0.5)
-    assert len(uploads) == 8
-    lists.grad[:] = [grad.clone() for grad in lists.grad]
-    moved = TensorLists(
-        lists.main,
-        CachedTensorList(lists.grad) if steady else lists.grad,
-        lists.state,
-        lists.output,
-    )
-    step_with(kernels(), "adam", moved, GROUP, 3, 0.5)
-    assert len(uploads) == 9
-
-
-@pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """Programs of each launch, and whether it took all addresses for multiples of 16."""
     from mp_optim.kernels.triton.kernels import sums, tiles
@@ -292,29 +240,6 @@ def test_one_odd_address_makes_a_launch_of_its_own(
     assert launched == each
 
 
-def test_one_odd_address_does_not_make_a_sum_slow(launched: list[tuple[int, bool]]) -> None:
-    lists = lists_of(1, [300, 20_000, 0, 5], (), Case(aligned=True))
-    expected = REFERENCE.sum_of_squares(lists.grad)
-    lists = on_device(with_one_odd(lists, "grad", 1))
-    assert_same(kernels().sum_of_squares(lists.grad), expected, "sums")
-    assert launched == [(2, True), (-(-20_000 // SUM_CHUNK), False)]
-
-
-def test_tables_that_nobody_asks_for_are_given_up(uploads) -> None:
-    tables, device, kept = Tables(remembered_bytes=1000), torch.device(DEVICE), {}
-    for first in range(60):  # 20 tables of 100 bytes, each asked for again two tables later
-        for value in (first // 3, max(0, first // 3 - 2)):
-            table = tables.values(array("i", [value] * 25), device)
-            kept[value] = weakref.ref(table)
-            del table
-            assert sum(100 for found in kept.values() if found() is not None) <= 1000
-    assert uploads == [25] * 20  # what is asked for again stays
-    tables.values(array("i", [0] * 25), device)
-    assert uploads == [25] * 21
-    for _ in range(5):
-        check("adam", [30] * 20, Case())
-
-
 # -- on a GPU -------------------------------------------------------------------------------------
 
 
@@ -355,22 +280,6 @@ def test_step_is_refused_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPat
 
 
 # -- choosing it ----------------------------------------------------------------------------------
-
-
-def test_it_proves_itself() -> None:
-    backend, why = choose_backend("triton", torch.device(DEVICE))
-    assert backend.name == "triton" and "triton" in why
-    assert proof_of("triton", torch.device(DEVICE)).exact
-
-
-def test_sizes_of_proofs_have_each_part_of_a_launch() -> None:
-    """Whole tiles, several chunks of a step and of a sum, and what is left over of each."""
-    tile = ROWS * BLOCK
-    assert tile < max(PROOF_SIZES) % CHUNK and max(PROOF_SIZES) > 2 * CHUNK
-    assert any(size > SUM_CHUNK and size % SUM_CHUNK == 0 for size in PROOF_SIZES)
-    assert max(PROOF_SIZES) > SUM_CHUNK and max(PROOF_SIZES) % SUM_CHUNK
-    assert any(tile < size < 2 * tile and size % 16 == 0 for size in PROOF_SIZES)
-    assert any(size % CHUNK > tile and size % 16 for size in PROOF_SIZES)
 
 
 @pytest.mark.parametrize(

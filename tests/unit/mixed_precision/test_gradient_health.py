@@ -136,14 +136,6 @@ def test_nothing_is_skipped_before_half_of_the_window_and_spikes_are_afterwards(
     assert metrics["skipped_steps/over_threshold"] == 0
 
 
-def test_a_lasting_change_is_taken_after_half_a_window():
-    param, optimizer = one()
-    for number in range(16):
-        step(param, optimizer, wave(number))
-    taken = [step(param, optimizer, 50.0).success for _ in range(20)]
-    assert taken == [False] * 8 + [True] * 12
-
-
 def test_a_spike_of_the_loss_alone_is_skipped_and_says_so():
     param, optimizer = one()
     for number in range(12):
@@ -211,15 +203,6 @@ def test_device_decides_as_the_host_without_waiting(monkeypatch):
     assert_same(told(monkeypatch, fused_backend="triton"), host)
 
 
-@pytest.mark.parametrize(
-    "mode", [{}, {"offload_mode": "speculative"}, {"offload_place": "streamed"}]
-)
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_placement_does_not_show_in_decisions(mode):
-    offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
-    assert_same(told(**offload, **mode), told())
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_resumed_run_decides_as_one_that_went_on(tmp_path: Path):
     param, optimizer = one()
@@ -235,33 +218,6 @@ def test_a_resumed_run_decides_as_one_that_went_on(tmp_path: Path):
     assert resumed.metrics()["skipped_steps/spike"] > 0
     limits = [o.metrics()["skip_limit/grad_norm"] for o in (optimizer, resumed)]
     assert limits[0] == limits[1]
-
-
-def test_a_torch_shaped_class_has_the_same_rule():
-    def steps(numbers: list[float], optimizer: Any, param: nn.Parameter) -> list[bool]:
-        taken = []
-        for number in numbers:
-            param.grad = torch.full((4,), number)
-            optimizer.health.report_loss(torch.tensor(1.0))
-            optimizer.step()
-            taken.append(optimizer.last_step.success)
-        return taken
-
-    def built() -> tuple[nn.Parameter, Any]:
-        param, window = nn.Parameter(torch.ones(4)), 16
-        rule = {"skip_step_sigma_factor": 6.0, "log_param_grad_norms": 1}
-        return param, mp_optim.AdamW(
-            [param], 1e-2, skip_step_rolling_interval_length=window, **rule
-        )
-
-    param, optimizer = built()
-    assert all(steps([*map(wave, range(12))], optimizer, param))
-    again, resumed = built()
-    resumed.load_state_dict(optimizer.state_dict())
-    assert steps([9.0, 1.0], resumed, again) == [False, True]
-    assert list(resumed.health.grad_norms().values()) == [2.0]
-    with pytest.raises(ValueError, match="skip_step_sigma_factor=0"):
-        mp_optim.AdamW([param], skip_step_sigma_factor=0)
 
 
 # -- norms and updates ----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from mp_optim import DynamicGradScaler, StepResult, get_megatron_optimizer
+from mp_optim import StepResult, get_megatron_optimizer
 from mp_optim.mixed_precision import MegatronOptimizer
 from support.launch import run_ranks
 from support.models import config_for
@@ -98,19 +98,6 @@ def test_a_norm_over_the_threshold_is_said_with_both_numbers(caplog):
     assert said(caplog) == [line]
 
 
-def test_later_ones_are_said_more_and_more_rarely_each_cause_on_its_own(caplog):
-    model, optimizer = small("fp16", **THRESHOLD)
-    for _ in range(17):
-        step(model, optimizer, main=math.inf)
-    step(model, optimizer, norm=20.0)
-    *lines, other = said(caplog)
-    assert [int(line.split()[1]) for line in lines] == [1, 2, 3, 4, 8, 16]
-    assert "not said" not in "".join(lines[:4])
-    assert lines[4].endswith("; 3 skipped before it for the same cause were not said")
-    assert lines[5].endswith("; 7 skipped before it for the same cause were not said")
-    assert "step 18" in other and "not said" not in other
-
-
 def test_metrics_count_each_cause():
     model, optimizer = small("fp16", **THRESHOLD)
     steps = [{}, {"norm": 20.0}, {"mtp": math.nan}, {"norm": 30.0}, {}]
@@ -123,19 +110,6 @@ def test_metrics_count_each_cause():
 
 
 # -- the loss scale -------------------------------------------------------------------------------
-
-
-def test_the_scale_that_is_said_is_what_the_scaler_makes_of_it():
-    scaler = DynamicGradScaler(2.0**4, 0.3, 3.0, 0.7, growth_interval=3, hysteresis=2)
-    generator = torch.Generator().manual_seed(0)
-    seen = set()
-    for bad in (torch.rand(200, generator=generator) < 0.4).tolist():
-        before, trackers = float(scaler.scale), list(map(float, scaler.trackers))
-        told = scaler.scale_after(before, trackers, bad)
-        scaler.update(bad)
-        assert told == float(scaler.scale)
-        seen.add((told > before) - (told < before))
-    assert seen == {-1, 0, 1}
 
 
 # -- verdicts of the device -----------------------------------------------------------------------

@@ -151,45 +151,6 @@ def test_skipped_step_names_the_gradient_on_its_own_stage(tmp_path: Path) -> Non
 # -- what is said before the first step -----------------------------------------------------------
 
 
-def step_without_values() -> None:
-    """The optimizer of a model on the meta device can be described, and not stepped."""
-    model = regression().to("meta")
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=True), model)
-    assert sum(row.bytes for row in optimizer.describe().rows) > 0
-    model(torch.ones(2, 8, dtype=torch.bfloat16, device="meta")).sum().backward()
-    optimizer.step()
-
-
-def step_of_a_model_that_got_its_values_later() -> None:
-    """``to_empty`` makes new parameters, which the optimizer does not have."""
-    model = regression().to("meta")
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=True), model)
-    model.to_empty(device="cpu")
-    model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-
-
-@pytest.mark.filterwarnings("ignore:none of the optimizer's")
-@pytest.mark.parametrize("work", [step_without_values, step_of_a_model_that_got_its_values_later])
-def test_parameters_without_values_are_named(work: Any) -> None:
-    with pytest.raises(ValueError, match=r"0.weight is on the meta device.*to_empty"):
-        work()
-
-
-def test_mixed_precision_of_a_model_without_any_is_said() -> None:
-    (message,) = warned(
-        lambda: get_megatron_optimizer(
-            OptimizerConfig(lr=1e-2, bf16=True), regression(torch.float32)
-        )
-    )
-    assert "all parameters are float32" in message
-    adapters = regression().requires_grad_(False)
-    adapters.append(nn.Linear(4, 4))
-    assert (
-        warned(lambda: get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=True), adapters)) == []
-    )
-
-
 # -- work during backward that is for nothing ------------------------------------------------------
 
 

@@ -9,20 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils.flop_counter import FlopCounterMode
 
-from mp_optim.core.param_attributes import FlatRanges
-from mp_optim.core.tensor_layout import parts_of_ranges, parts_on_mesh
+from mp_optim.core.tensor_layout import parts_on_mesh
 from mp_optim.muon.matrix_exchange import (
-    MatrixOwners,
     assembled,
     assign,
     cut_matrix,
     exchange_batches,
-    newton_schulz_flops,
     plan_exchange,
 )
-from mp_optim.muon.newton_schulz import orthogonalize_each
 
 few = settings(max_examples=25, deadline=None)
 
@@ -42,11 +37,6 @@ def test_no_rank_does_more_than_another_by_more_than_one_matrix(costs, ranks):
     loads = loads_of(owners, costs, ranks)
     assert len(owners) == len(costs) and sum(loads) == sum(costs)
     assert max(loads) - min(loads) <= max(costs, default=0)
-
-
-def test_what_ranks_have_to_do_already_counts():
-    assert assign([3, 3], [[1, 1]] * 2, [0, 4]) == [0, 0]
-    assert assign([3, 3], [[0, 1], [1, 0]], [0, 0]) == [1, 0]  # where most of it is
 
 
 @few
@@ -93,62 +83,6 @@ def test_only_the_experts_that_a_rank_has_are_planned_for():
     mesh, cuts = (2, 2), (Shard(0), Shard(1))
     counts = [len(parts_on_mesh((3, 4, 6), cuts, (1,), mesh, at).parts) for at in coordinates(mesh)]
     assert counts == [2, 2, 1, 1]
-
-
-@few
-@given(
-    st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5)),
-    st.lists(st.integers(0, 90), min_size=1, max_size=4),
-    st.sampled_from([(0, 1), (0, 2), (1, 2)]),
-)
-def test_flat_ranges_are_what_ranks_have_of_flattened_parts(shape, inner, cutting):
-    (dim, size), numel = cutting, math.prod(shape)
-    bounds = (0, *sorted(inner), 100)  # the parameter lies at 5 in a buffer of 100
-    owned = FlatRanges(bounds, 5, numel)
-    parts = parts_of_ranges(shape, owned, dim, size)
-    whole = torch.randn(shape[0], parts.rows, parts.columns)
-    flats = [cut_matrix(matrix, each) for matrix, each in zip(whole, parts.parts, strict=True)]
-    for place, (first, last) in enumerate(itertools.pairwise(bounds)):
-        for rank, local in enumerate(whole.chunk(size, dim + 1)):
-            buffer = torch.cat([torch.zeros(5), local.flatten(), torch.zeros(100)])
-            there = buffer[max(first, 5) : max(min(last, 5 + numel), 5)]
-            held = torch.cat([pieces[place * size + rank] for pieces in flats])
-            assert torch.equal(held, there)
-    for matrix, each, pieces in zip(whole, parts.parts, flats, strict=True):
-        assert torch.equal(assembled(matrix.shape, each, pieces), matrix)
-
-
-@pytest.mark.parametrize("steps", [1, 4, 5])
-@pytest.mark.parametrize("method", ["standard", "gram"])
-@pytest.mark.parametrize("shape", [(6, 10), (4, 12), (20, 6), (8, 8)], ids=str)
-def test_products_cost_what_torch_counts(shape, method, steps):
-    stack = torch.randn(1, *shape)
-    with FlopCounterMode(display=False) as counter:
-        orthogonalize_each([stack], [(3.0, -4.0, 2.0)] * steps, method)
-    assert counter.get_total_flops() == newton_schulz_flops(*shape, steps, method)
-
-
-class Group:
-    """Two ranks, of which this is the first."""
-
-    group_name = "pair"
-
-    def size(self):
-        return 2
-
-    def rank(self):
-        return 0
-
-
-def test_a_later_launch_of_a_step_goes_on_where_an_earlier_one_stopped():
-    parts = parts_on_mesh((8, 8), (Shard(0),), (0,), (2,), (0,))
-    owners, launched = MatrixOwners(), []
-    for key in ("first", "second", "first", "second"):
-        owners.begin([key])
-        launched += owners.plan([parts], [Group()], [newton_schulz_flops(8, 8, 5)], 2).owners
-    assert launched == [0, 1, 0, 1]
-    assert owners.metrics()["muon_flops"] == newton_schulz_flops(8, 8, 5)
-    assert "of 2 matrices split over ranks this one orthogonalises 1" in str(owners)
 
 
 def test_every_rank_comes_to_the_same_plan():

@@ -6,22 +6,17 @@ from __future__ import annotations
 import errno
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
-from mp_optim.apps.fit.model_plan import plan
-from mp_optim.host.host_memory import page_locked_bytes
+from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.offload.state_file import StateFile
 from mp_optim.offload.worker import WorkerError
 from support.models import AdversarialTransfer
@@ -220,40 +215,6 @@ def test_the_disk_is_read_during_backward(
         assert early == size if place != "streamed" else 0 < early < size
 
 
-@pytest.mark.parametrize("releases", [False, True])
-def test_a_step_ahead_is_published_on_the_disk(tmp_path: Path, releases: bool) -> None:
-    """Nothing of it is read or written in step()."""
-    model, optimizer = on_disk(tmp_path, "host", "speculative", release_gradients=releases)
-    for step in range(4):
-        optimizer.zero_grad()
-        accumulate(model, step)
-        finish_early_work(optimizer)
-        transfers: list[object] = []
-        with patched_transfers(transfers):
-            optimizer.step()
-        assert (transfers == []) == (step > 0)
-    metrics = optimizer.metrics()
-    assert metrics["speculation_hits"] > 0 and metrics["speculation_redone"] == 0
-    assert metrics["bytes_written"] == metrics["bytes_read"] > 0
-    assert differing(snapshot(model, optimizer), on_device(4)) == []
-
-
-@contextmanager
-def patched_transfers(noted: list[object]) -> Iterator[None]:
-    """Reads and writes of state files are noted."""
-    both = {"read_into": StateFile.read_into, "write_from": StateFile.write_from}
-
-    def noting(move: Any) -> Any:
-        def moved(*arguments: Any) -> Any:
-            noted.append(arguments)
-            return move(*arguments)
-
-        return moved
-
-    with patch.multiple(StateFile, **{name: noting(move) for name, move in both.items()}):
-        yield
-
-
 @pytest.mark.parametrize("folder", [False, True], ids=["memory", "disk"])
 def test_a_released_gradient_comes_up_with_its_window(tmp_path: Path, folder: bool) -> None:
     how = {"offload_place": "streamed", "offload_mode": "overlap", "release_gradients": True}
@@ -299,46 +260,6 @@ def test_a_parameter_that_is_cut_while_its_gradient_waits_is_refused_by_name() -
     assert optimizer.step().success
 
 
-class CountingTransfer(AdversarialTransfer):
-    """Knows which host buffers are alive, and their bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._buffers: list[tuple[StorageWeakRef, int]] = []
-
-    def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
-        buffer = super().empty_host(num_bytes, pin)
-        if num_bytes > 4:  # no number that was fetched
-            self._buffers.append((StorageWeakRef(buffer.untyped_storage()), num_bytes))
-        return buffer
-
-    @property
-    def held(self) -> int:
-        return sum(size for storage, size in self._buffers if not storage.expired())
-
-
-@pytest.mark.parametrize(("place", "mode"), EVERY)
-@pytest.mark.parametrize("releases", [False, True])
-def test_memory_and_disk_are_what_was_planned(
-    tmp_path: Path, place: str, mode: str, releases: bool
-) -> None:
-    model, optimizer = on_disk(tmp_path, place, mode, release_gradients=releases, transfer=None)
-    (hybrid,), transfer = hybrids(optimizer), CountingTransfer()
-    hybrid.stepper.use_transfer(transfer)
-    planned, held = plan(model, optimizer.config), hybrid.stepper.host_part.host_bytes()
-    train(model, optimizer, 4)
-    pieces = [*held.staging, *held.windows]
-    assert transfer.held == sum(pieces) == sum(map(sum, hybrid.stepper.host_part.host_bytes()))
-    assert planned.pinned_host.staging == sum(map(page_locked_bytes, pieces))
-    on_the_disk = (
-        os.fstat(hybrid.stepper.host_part.settings.state_file.file._buffered).st_blocks * 512
-    )
-    assert planned.disk.total == on_the_disk == sum(hybrid.stepper.host_part.disk_bytes())
-    once = build(tmp_path, **ON_DISK)[1]
-    times = 2 if mode == "speculative" else 1
-    assert planned.disk.total == times * sum(hybrids(once)[0].stepper.host_part.disk_bytes())
-
-
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 def test_a_disk_that_fails_ahead_of_the_step_breaks_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
@@ -382,19 +303,3 @@ def test_a_disk_that_fails_during_backward_is_an_error_of_the_step(
             optimizer.step()
     assert optimizer.step().success  # nothing was stepped before the first window
     assert differing(train(model, optimizer, 2, 3), on_device(5)) == []
-
-
-def test_a_save_in_the_background_has_the_state_of_its_call(tmp_path: Path) -> None:
-    """While steps go on, into the spare and out of it."""
-    folder = tmp_path / "state"
-    folder.mkdir()
-    model, optimizer = on_disk(folder, "host", "speculative")
-    train(model, optimizer, 3)
-    for number in range(3):
-        saved = tmp_path / str(number)
-        handle = checkpoint.save(saved, model, optimizer, asynchronous=True)
-        train(model, optimizer, 2, 3 + 2 * number)
-        handle.wait()
-        other = build(offloads=False, clip_grad=0.0)
-        checkpoint.load(saved, *other)
-        assert differing(snapshot(*other), on_device(3 + 2 * number)) == []

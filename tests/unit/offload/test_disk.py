@@ -11,15 +11,12 @@ import pytest
 import torch
 
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
-from mp_optim.apps.fit.model_plan import plan
 from mp_optim.core.interrupted_step import BrokenOffError
-from mp_optim.host.host_memory import page_locked_bytes
 from mp_optim.offload.worker import WorkerError
 from support.launch import environment, run_forked_program
 from support.models import AdversarialTransfer
 from support.offload import differing, hybrids, snapshot
-from support.slow_disk import slow_disk
-from support.streamed import FORMS, HALVES, Model, give_gradients, go_backward, train
+from support.streamed import HALVES, Model, give_gradients, go_backward, train
 
 SHAPES = {"big": (3, 2801), "left": (40, 20), "bias": (7,), "one": (1,), "right": (2300,)}
 
@@ -54,55 +51,10 @@ def build(
     return model, optimizer
 
 
-WIDE = {"wide": (300_000,), "bias": (9,)}
-
-
-@pytest.mark.parametrize("place", ["host", "streamed"])
-def test_state_in_blocks_of_256_is_cut_at_blocks_of_the_disk(tmp_path, place):
-    """4096 bytes of scales are those of 262,144 elements."""
-    form = {"use_precision_aware_optimizer": True, **FORMS["8-bit"], "shapes": WIDE}
-    expected = train(*build(**form), 2)
-    with slow_disk():
-        model, optimizer = build(tmp_path, place=place, window=4 << 20, **form)
-        assert differing(train(model, optimizer, 2), expected) == []
-    with pytest.raises(ValueError, match=r"smallest part of wide takes \d+ bytes; set"):
-        build(tmp_path, place=place, window=1 << 20, **form)
-
-
 # -- between steps it is state as any other -------------------------------------------------------
 
 
-def test_resumed_in_other_places_and_saved_in_the_background(tmp_path):
-    compact = {"use_precision_aware_optimizer": True, **FORMS["8-bit"], "window": 1 << 20}
-    expected = train(*build(**compact), 7)
-    places = [(None, "device"), (tmp_path / "a", "streamed"), (tmp_path / "b", "host")]
-    model, optimizer = build(**compact)
-    train(model, optimizer, 1)
-    for start, (folder, place) in enumerate([*places[1:], places[0]]):
-        saved = tmp_path / f"saved {place}"
-        handle = checkpoint.save(saved, model, optimizer, asynchronous=True)
-        train(model, optimizer, 1, 1 + 2 * start)  # while it is written
-        handle.wait()
-        if folder is not None:
-            folder.mkdir()
-        model, optimizer = build(folder, place=place, **compact)
-        checkpoint.load(saved, model, optimizer)
-        found = train(model, optimizer, 2, 1 + 2 * start)
-    assert differing(found, expected) == []
-
-
 # -- memory, and what it says of itself -----------------------------------------------------------
-
-
-class CountingTransfer(AdversarialTransfer):
-    def __init__(self):
-        super().__init__()
-        self.sizes = []
-
-    def empty_host(self, num_bytes, pin):
-        assert pin
-        self.sizes.append(num_bytes)
-        return super().empty_host(num_bytes, pin)
 
 
 def cached_bytes(hybrid):
@@ -116,30 +68,6 @@ def cached_bytes(hybrid):
         assert libc.mincore(address, size, resident) == 0
         found += mmap.PAGESIZE * sum(page & 1 for page in resident)
     return found
-
-
-@pytest.mark.parametrize("window", [65_536, 1 << 20])
-@pytest.mark.parametrize("place", ["host", "streamed"])
-@pytest.mark.parametrize("form", ["fp32", "bf16"])
-def test_a_run_holds_the_bytes_that_were_planned(tmp_path, form, place, window):
-    compact = {"use_precision_aware_optimizer": True} if form != "fp32" else {}
-    how = {"place": place, "window": window, **compact, **FORMS[form]}
-    model, optimizer = build(tmp_path, **how)
-    (hybrid,) = hybrids(optimizer)
-    transfer = CountingTransfer()
-    hybrid.stepper.use_transfer(transfer)
-    planned = plan(model, optimizer.config)
-    train(model, optimizer, 2)
-    on_disk = os.fstat(hybrid.stepper.host_part.settings.state_file.file._buffered).st_blocks * 512
-    assert planned.disk.total == on_disk == sum(hybrid.stepper.host_part.disk_bytes())
-    elements = sum(param.numel() for param in model.parameters())
-    least = elements * (12 if form == "fp32" else 8)
-    assert least <= planned.disk.total < least + 20 * 4096
-    assert planned.pinned_host.total == sum(map(page_locked_bytes, transfer.sizes))
-    assert sum(transfer.sizes) <= 6 * window + 4096
-    counters = sum(param.numel() > 0 for param in model.parameters()) * 4
-    assert planned.pageable_host.total == counters
-    assert planned.accelerator.main_params == planned.accelerator.moments == 0
 
 
 @pytest.mark.parametrize("place", ["host", "streamed"])

@@ -11,17 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mp_optim import (
-    FusedAdam,
-    FusedLAMB,
-    HybridDeviceOptimizer,
-    OptimizerConfig,
-    checkpoint,
-    get_megatron_optimizer,
-)
+from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
 from mp_optim.host.host_share import host_share
 from mp_optim.host.transfer import Transfer
-from mp_optim.offload.speculation import WINDOW
 from support.models import COMPACT, build, config_for, tokens_of
 from support.offload import (
     MODES,
@@ -387,39 +379,6 @@ def test_only_the_last_micro_batch_starts_work(mode):
     assert spans_of_worker(optimizer, "wait_copies") == []
 
 
-@pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_a_micro_batch_is_the_last_unless_somebody_says_otherwise(fraction):
-    """Of a chain every member has to say so."""
-    _, optimizer = build("bf16", fraction, **({"offload_mode": "overlap"} if fraction else {}))
-    members = optimizer.chained_optimizers
-    assert len(members) == 2 and optimizer.is_last_microbatch
-    for member in members:
-        with member.no_sync():
-            assert optimizer.is_last_microbatch == (fraction == 0.0)
-        assert optimizer.is_last_microbatch
-
-
-def test_main_grads_are_seen_too():
-    results = []
-    for mode in MODES:
-        model, optimizer = build_mode(mode, clip_grad=0.0)
-        for param in model.parameters():
-            param.main_grad = torch.zeros_like(param, dtype=torch.float32)
-            param.register_post_accumulate_grad_hook(_into_main_grad)
-        for step in range(5):
-            for param in model.parameters():
-                param.main_grad.zero_()
-            model(tokens_of(step)).backward()
-            optimizer.step()
-        results.append(snapshot(model, optimizer))
-    assert differing(results[1], results[0]) == [] and differing(results[2], results[0]) == []
-
-
-def _into_main_grad(param):
-    param.main_grad.add_(param.grad)
-    param.grad = None
-
-
 def test_hooks_follow_parameters_and_go_with_the_optimizer():
     model, optimizer = build_mode("speculative", experts=False, fraction=1.0)
     old = model.dense
@@ -544,18 +503,6 @@ def test_every_hyperparameter_of_every_group_reaches_the_worker():
     assert counts(optimizer, "hits") > 0 and counts(optimizer, "redone") == 0
 
 
-def test_steps_without_gradients_on_the_host_are_no_wrong_predictions():
-    model, optimizer = build_mode("speculative", fraction=0.6, clip_grad=0.0)
-    run(model, optimizer, 4)
-    hits = counts(optimizer, "hits")
-    for _ in range(2 * WINDOW):
-        optimizer.zero_grad()
-        model.scale.square().sum().backward()
-        assert optimizer.step().success
-    run(model, optimizer, 1, start=4)
-    assert counts(optimizer, "hits") > hits > 0 and counts(optimizer, "paused") == 0
-
-
 # -- checkpoints, memory, what is reported --------------------------------------------------------
 
 
@@ -654,60 +601,6 @@ def test_speculation_pauses_and_resumes():
 
 
 # -- alone, and what cannot be --------------------------------------------------------------------
-
-
-@each_early
-@pytest.mark.parametrize("rule", [FusedAdam, FusedLAMB])
-def test_without_a_wrapper(mode, rule):
-    results = []
-    for which in ("sync", mode):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-        limit = {"max_grad_norm": 1e4} if rule is FusedLAMB else {}
-        optimizer = HybridDeviceOptimizer(
-            model.parameters(), 0.8, rule, rule, offload_mode=which, lr=1e-2, **limit
-        )
-        for step in range(6):
-            optimizer.zero_grad()
-            model(
-                torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-            ).square().sum().backward()
-            optimizer.step()
-        results.append(params_of(model))
-    assert differing(*results) == []
-    assert mode == "overlap" or optimizer.stepper.schedule.counts["speculation_hits"] > 0
-
-
-def test_foreign_optimizers_overlap_and_do_not_speculate():
-    results = []
-    for mode in ("sync", "overlap"):
-        torch.manual_seed(0)
-        model = nn.Linear(8, 8)
-        optimizer = HybridDeviceOptimizer(
-            model.parameters(),
-            1.0,
-            torch.optim.AdamW,
-            torch.optim.AdamW,
-            lr=1e-2,
-            offload_mode=mode,
-        )
-        for _ in range(4):
-            optimizer.zero_grad()
-            model(torch.ones(2, 8)).square().sum().backward()
-            optimizer.step()
-        results.append(params_of(model))
-    assert differing(*results) == []
-    with pytest.raises(
-        ValueError, match="offload_mode='speculative': AdamW cannot step into other memory"
-    ):
-        HybridDeviceOptimizer(
-            nn.Linear(2, 2).parameters(),
-            1.0,
-            torch.optim.AdamW,
-            torch.optim.AdamW,
-            lr=1e-2,
-            offload_mode="speculative",
-        )
 
 
 def test_the_worker_leaves_cores_to_others(monkeypatch):

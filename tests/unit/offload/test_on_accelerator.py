@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from support.launch import ROOT, environment
 
 SUITES = (
@@ -22,6 +24,7 @@ def test_without_a_wait():
 """
 
 
+@pytest.mark.slow
 def test_suites_pass_there_and_a_missing_wait_fails(tmp_path: Path) -> None:
     program, report = tmp_path / "test_program.py", tmp_path / "report"
     program.write_text(WITHOUT_A_WAIT)

@@ -2,7 +2,6 @@
 them at a time, and nothing that takes a released gradient for a missing one."""
 
 import math
-from itertools import cycle
 
 import pytest
 import torch
@@ -17,11 +16,10 @@ from mp_optim import (
     HybridDeviceOptimizer,
     OptimizerConfig,
     get_megatron_optimizer,
-    plan,
 )
 from mp_optim.offload.backward_jobs import BackwardJob
 from mp_optim.offload.worker import WorkerError
-from support.models import COMPACT, DTYPES, TinyMoE, config_for, tokens_of
+from support.models import DTYPES, TinyMoE, config_for, tokens_of
 from support.offload import (
     build_mode,
     delays,
@@ -35,7 +33,6 @@ from support.offload import (
 
 EARLY = ("overlap", "speculative")
 each_early = pytest.mark.parametrize("mode", EARLY)
-FORMS = ("bf16", "fp16", "fp32", *(f"bf16-{form}" for form in COMPACT))
 
 
 def build(mode, precision="bf16", fraction=0.7, **settings):
@@ -54,51 +51,6 @@ def same_as_sync(mode, run_it, precision="bf16", fraction=0.7, **settings):
 
 
 # -- the same bits --------------------------------------------------------------------------------
-
-
-@each_early
-@pytest.mark.parametrize(
-    ("precision", "use_no_sync"), [*zip(FORMS, cycle((True, False)), strict=False)]
-)
-def test_every_form_of_state_with_two_micro_batches(mode, precision, use_no_sync):
-    def run_it(model, optimizer):
-        return run(
-            model,
-            optimizer,
-            8,
-            micro=2,
-            use_no_sync=use_no_sync,
-            scale=lambda step: 10.0 if step % 4 == 3 else 0.5,
-        )
-
-    optimizer = same_as_sync(mode, run_it, precision, clip_grad=0.16)
-    if mode == "speculative":
-        hits = [schedule.counts["speculation_hits"] for schedule in schedules(optimizer)]
-        redone = [s.counts["speculation_redone"] for s in schedules(optimizer)]
-        assert sum(hits) > 0 and sum(redone) > 0
-
-
-@each_early
-def test_parameters_that_are_not_used_in_every_micro_batch(mode):
-    """Some get their first gradient when others of their bucket were released, or their second when
-    others got none."""
-
-    def run_it(model, optimizer):
-        for step in range(8):
-            optimizer.zero_grad()
-            for part in range(3):
-                hidden = model.embed[tokens_of(3 * step + part)]
-                if (step + part) % 3 == 0:
-                    hidden = torch.tanh(hidden @ model.dense + model.bias)
-                if (step + part) % 4 < 2:
-                    hidden = (hidden * model.scale).bfloat16()
-                (hidden @ model.embed.t()).float().square().mean().backward()
-            optimizer.step()
-        return optimizer.metrics()["grad_norm"]
-
-    for size in (64, 300, 1 << 20):
-        how = {"experts": False, "clip_grad": 0.1, "bucket_bytes": size}
-        same_as_sync(mode, run_it, fraction=1.0, **how)
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -170,18 +122,6 @@ def test_at_most_two_buckets_of_gradients_are_there(mode, micro, use_no_sync, wa
     size = model[0].weight.nbytes
     assert peaks[False] == 12 * size
     assert peaks[True] <= 4 * size
-
-
-@pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_the_planner_knows(fraction):
-    model = Deep()
-    how = {"offload_mode": "overlap", "offload_bucket_bytes": 4 * 2048}
-    without = plan(model, config_for("bf16", fraction, **how))
-    released = plan(model, config_for("bf16", fraction, release_gradients=True, **how))
-    layers = round(12 * fraction)
-    saved = without.accelerator.grads - released.accelerator.grads
-    assert saved == (layers - 4) * 2048  # but two buckets of two layers
-    assert released.host_total == without.host_total
 
 
 # -- what may happen between backward and step ----------------------------------------------------
@@ -284,15 +224,6 @@ def run_events(events, waits=()):
         return outcomes
 
     return run_it
-
-
-@each_early
-@pytest.mark.parametrize("event", EVENTS)
-@pytest.mark.filterwarnings("ignore:none of the optimizer:UserWarning")
-def test_between_backward_and_step(mode, event):
-    events = ["nothing", "nothing", event, "nothing", event, event]
-    for fraction in (0.7, 1.0):
-        same_as_sync(mode, run_events(events, [0.001, 0.0]), fraction=fraction)
 
 
 @given(

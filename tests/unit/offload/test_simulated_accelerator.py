@@ -400,8 +400,14 @@ def with_every_wait(alone):
     return seen
 
 
+BY_DAY = [
+    pytest.param(site, id=str(site), marks=pytest.mark.slow if index % 4 else ())
+    for index, site in enumerate(SITES)
+]
+
+
 @pytest.mark.repeats
-@pytest.mark.parametrize("site", SITES, ids=str)
+@pytest.mark.parametrize("site", BY_DAY)
 def test_every_missing_wait_is_noticed(site, with_every_wait):
     """Most likely by a scenario that comes to it, so those are the first."""
     is_reported = False

@@ -1,16 +1,12 @@
 """Plans by their words: who goes to the host, how buckets are cut, how memory is handed out; and
 what describes it."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
 
 from mp_optim import get_megatron_optimizer
-from mp_optim.host.host_memory import ALIGNMENT, Block, aligned_bytes
 from mp_optim.host.host_share import HostShare
-from mp_optim.host.transfer import Transfer
 from mp_optim.offload import worker as cores
 from mp_optim.offload.buckets import (
     PER_ROUND,
@@ -84,36 +80,6 @@ def test_backward_keeps_two_threads_and_a_quarter(threads, share, monkeypatch):
     assert worker_threads(None) == share and worker_threads(5) == 5
 
 
-def test_a_block_hands_out_aligned_tensors_until_it_is_full():
-    asked = []
-
-    class OwnTransfer(Transfer):
-        def empty_host(self, num_bytes, pin):
-            asked.append((num_bytes, pin))
-            return super().empty_host(num_bytes, pin)
-
-    block = Block(4 * ALIGNMENT, partial(OwnTransfer().empty_host, pin=True))
-    assert asked == []  # nothing is allocated before it is used
-    first = block.take(torch.Size([3]), torch.bfloat16)
-    second = block.take(torch.Size([2, 16]), torch.float32)
-    last = block.take(torch.Size([16]), torch.float32)
-    assert asked == [(4 * ALIGNMENT, True)]
-    assert [t.data_ptr() - first.data_ptr() for t in (second, last)] == [ALIGNMENT, 3 * ALIGNMENT]
-    assert second.shape == (2, 16) and second.is_contiguous() and first.dtype == torch.bfloat16
-    block.with_room(ALIGNMENT).take(torch.Size([1]), torch.int8)  # it is full: another one
-    assert asked[1:] == [(ALIGNMENT, True)] and block.left == 0
-    block.reset()
-    assert block.with_room(4 * ALIGNMENT) is block
-    again = block.take(torch.Size([64]), torch.float32)  # all of it at once
-    assert again.data_ptr() == first.data_ptr() and len(asked) == 2
-    assert [aligned_bytes(n, torch.float32) for n in (0, 1, 16, 17)] == [
-        0,
-        ALIGNMENT,
-        ALIGNMENT,
-        2 * ALIGNMENT,
-    ]
-
-
 def test_a_description_counts_elements_and_bytes_by_group_place_and_dtype():
     model = nn.ParameterDict(
         {
@@ -156,21 +122,3 @@ def test_a_description_counts_elements_and_bytes_by_group_place_and_dtype():
         len({line.index("reference") for line in lines[1:4]} | {lines[0].index("backend")}) == 1
     )  # in columns
     assert lines[4].startswith("device: reference (") and len(lines) == 5
-
-
-def test_a_description_of_parts_numbers_groups_through():
-    model = nn.ParameterDict(
-        {name: nn.Parameter(torch.ones(4)) for name in ("dense", "experts_up", "experts_down")}
-    )
-    optimizer = get_megatron_optimizer(
-        config_for("fp32", 1.0),
-        model,
-        expert_predicate=lambda param, name: name.startswith("experts"),
-    )
-    first, second = optimizer.chained_optimizers
-    assert [row.group for row in optimizer.describe().rows] == [
-        *(row.group for row in first.describe().rows),
-        *(row.group + len(first.param_groups) for row in second.describe().rows),
-    ]
-    assert {row.place for row in optimizer.describe().rows} == {"host"}
-    assert {row.backend for row in optimizer.describe().rows} <= {"native", "reference", "torch"}

@@ -10,15 +10,13 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mp_optim import checkpoint
 from mp_optim.apps.fit.model_plan import plan
 from mp_optim.core.interrupted_step import BrokenOffError
 from mp_optim.host.host_memory import page_locked_bytes
-from mp_optim.kernels.triton import triton_backend
 from mp_optim.rules.rule_executor import RuleExecutor
 from support.models import AdversarialTransfer
 from support.offload import differing, hybrids
-from support.streamed import FORMS, LARGEST, SHAPES, build, give_gradients, programs, train
+from support.streamed import FORMS, LARGEST, build, give_gradients, programs, train
 
 # -- the bits of every other place ----------------------------------------------------------------
 
@@ -28,20 +26,6 @@ from support.streamed import FORMS, LARGEST, SHAPES, build, give_gradients, prog
 def test_the_bits_of_the_device(program):
     expected = train(*build(place="device", **program), 3)
     assert differing(train(*build(**program), 3), expected) == []
-
-
-def test_resumed_in_other_places(tmp_path):
-    compact = {"use_precision_aware_optimizer": True, **FORMS["8-bit"]}
-    expected = train(*build(place="device", **compact), 6)
-    model, optimizer = build(place="device", **compact)
-    train(model, optimizer, 2)
-    for start, place in ((2, "streamed"), (4, "host")):
-        saved = tmp_path / place
-        checkpoint.save(saved, model, optimizer)
-        model, optimizer = build(place=place, **compact)
-        checkpoint.load(saved, model, optimizer)
-        found = train(model, optimizer, 2, start)
-    assert differing(found, expected) == []
 
 
 def test_offload_to_cpu_moves_nothing_and_changes_nothing():
@@ -145,30 +129,6 @@ def test_the_next_window_comes_up_before_one_is_stepped(monkeypatch):
     assert order == ["up", *["up", "step", "down"] * (count - 1), "step", "down"]
 
 
-@pytest.mark.skipif(triton_backend()[0] is None, reason="no Triton kernels")
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's
-def test_numbers_go_up_before_windows_and_once(monkeypatch):
-    """A copy that is queued behind a window's waits for all of it, and the kernel with it."""
-    from mp_optim.kernels.triton.launches import WIDTH
-    from mp_optim.kernels.triton.tables import Tables
-
-    # Rows are remembered by what they say: no other test's says this.
-    model, optimizer = build(fused_backend="triton", adam_eps=1.25e-7)
-    calls, upload = [], Tables.upload
-
-    def recorded(self, table, device):
-        calls.extend(["numbers"] * (table.numel() == WIDTH))
-        return upload(self, table, device)
-
-    monkeypatch.setattr(Tables, "upload", recorded)
-    (hybrid,) = hybrids(optimizer)
-    hybrid.stepper.use_transfer(Recorded(calls))
-    train(model, optimizer, 1)
-    assert calls.count("up") > 3
-    assert calls[:3] == ["numbers", "numbers", "up"]
-    assert calls.count("numbers") == 2  # one group decays, the other does not
-
-
 class CountingTransfer(AdversarialTransfer):
     def __init__(self):
         super().__init__()
@@ -198,32 +158,6 @@ def test_the_device_holds_windows_in_a_step_and_nothing_after_it(form, window):
     pieces = [*transfer.sizes, hybrid.executor.main_memory.capacity]
     pinned = planned.pinned_host.moments + planned.pinned_host.main_params
     assert pinned == sum(map(page_locked_bytes, pieces))
-
-
-COMPACT = {"use_precision_aware_optimizer": True, **FORMS["bf16"]}
-
-
-@pytest.mark.parametrize(
-    ("dtype", "fields", "travels", "rests"),
-    [
-        (torch.bfloat16, {}, 12, 4),
-        (torch.bfloat16, COMPACT, 6, 2),  # the remainder and both moments
-        (torch.bfloat16, {**COMPACT, "store_param_remainders": False}, 8, 4),
-        (torch.float16, {}, 12, 4),
-        (torch.float32, {}, 8, 0),  # the parameter is the main param
-    ],
-    ids=["fp32", "remainders", "no remainders", "fp16", "fp32 model"],
-)
-def test_what_the_device_has_neither_travels_nor_rests_on_the_host(dtype, fields, travels, rests):
-    model, optimizer = build(dtype=dtype, **fields)
-    train(model, optimizer, 1)
-    elements = sum(param.numel() for param in model.parameters())
-    metrics, (hybrid,) = optimizer.metrics(), hybrids(optimizer)
-    assert metrics["bytes_up"] == metrics["bytes_down"] == travels * elements
-    remainders = sum(hybrid.stepper.host_part.host_bytes().remainders)
-    mains = hybrid.executor.main_memory.capacity
-    most = 64 * len(SHAPES)  # each begins at a cache line
-    assert rests * elements <= mains + remainders <= rests * (elements + most)
 
 
 # -- what is refused ------------------------------------------------------------------------------

@@ -40,9 +40,15 @@ def valley(x: Tensor) -> Tensor:
     return (5 * (right - left.square()).square() + (1 - left).square()).sum()
 
 
-@pytest.mark.parametrize("function", [bowl, valley])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rule", RULES)
+CASES = [
+    pytest.param(rule, form, function, marks=pytest.mark.slow if (row + column + at) % 2 else ())
+    for row, rule in enumerate(RULES)
+    for column, form in enumerate(FORMS)
+    for at, function in enumerate((bowl, valley))
+]
+
+
+@pytest.mark.parametrize(("rule", "form", "function"), CASES)
 def test_rule_converges_in_every_form_of_its_state(
     rule: str, form: str, function: Callable[[Tensor], Tensor]
 ) -> None:

@@ -4,7 +4,6 @@ change, and what they say."""
 from __future__ import annotations
 
 import copy
-import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -194,42 +193,6 @@ def test_what_is_asked_in_the_middle_of_a_step_says_so(
 
 
 # -- refused, and nothing changed -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "window",
-    [
-        torch.zeros(2, 4, device="meta"),
-        torch.zeros(2, 4).to_sparse(),
-        torch.zeros(2, 4, dtype=torch.int64),
-        torch.full((2, 4), math.inf),
-        torch.zeros(3, 4),
-        [[1.0], [1.0]],
-    ],
-    ids=["meta", "sparse", "whole", "infinite", "rows", "list"],
-)
-def test_a_window_that_cannot_be_loaded_is_refused_first(window: Any) -> None:
-    pairs = named("a")
-    optimizer = stepped(mp_optim.AdamW(pairs, lr=0.1, skip_step_sigma_factor=3.0), 2)
-    before = copy.deepcopy(optimizer.state_dict())
-    wrong = copy.deepcopy(before)
-    wrong["state"][0]["exp_avg"].zero_()
-    wrong["skip_step"]["window"] = window
-    with pytest.raises(ValueError, match="skip_step: it holds"):
-        optimizer.load_state_dict(wrong)
-    now = optimizer.state_dict()
-    assert same_bits(now["state"][0]["exp_avg"], before["state"][0]["exp_avg"])
-    stepped(optimizer)
-
-
-@pytest.mark.parametrize("keep", [1.5, "2", True, 0, -1])
-def test_a_number_of_versions_that_is_none_is_refused_first(keep: Any, tmp_path: Path) -> None:
-    layer = nn.Linear(2, 2)
-    for _ in range(2):
-        checkpoint.save(tmp_path, layer, None, keep=None)
-    with pytest.raises(ValueError, match=r"keep=.*whole number"):
-        checkpoint.save(tmp_path, layer, None, keep=keep)
-    assert len(checkpoint.versions(tmp_path)) == 2
 
 
 def test_a_file_in_the_place_of_a_checkpoint(tmp_path: Path) -> None:

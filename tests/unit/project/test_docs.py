@@ -395,11 +395,12 @@ def test_every_installed_command_exists(document):
     ("tool", "document"),
     [
         ("tools/settings_table.py", "docs/settings.md"),
-        pytest.param("tools/offload_table.py", "docs/settings.md", marks=pytest.mark.slow),
-        pytest.param("tools/fit_published.py", "docs/fit.md", marks=pytest.mark.slow),
-        pytest.param("tools/fit_table.py", "docs/fit.md", marks=pytest.mark.slow),
+        ("tools/offload_table.py", "docs/settings.md"),
+        ("tools/fit_published.py", "docs/fit.md"),
+        ("tools/fit_table.py", "docs/fit.md"),
     ],
 )
+@pytest.mark.slow
 def test_generated_parts_are_up_to_date(tool, document):
     written = run_forked_program(*tool.split(), timeout=1800)
     assert written.strip() in (ROOT / document).read_text(), f"paste the output of python {tool}"

@@ -3,7 +3,6 @@ rounds to."""
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer, plan
+from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
 from mp_optim.core.quantized import (
     FLOAT8_DTYPES,
     dequantized,
@@ -20,7 +19,6 @@ from mp_optim.core.quantized import (
     quantize_weights,
     scaled_codes,
 )
-from mp_optim.factory.memory_plan import memory_of
 from mp_optim.zero.buckets import check_shardable
 from support.models import DTYPES, TinyMoE, config_for, is_expert, same_bits, tokens_of, train
 from support.offload import MODES, hybrids
@@ -272,20 +270,6 @@ def test_a_checkpoint_continues_with_the_same_bits(
     assert differing(everything(model, stack), expected[1]) == []
 
 
-def test_the_planner_counts_it() -> None:
-    model, stack = build("bf16", 0.5)
-    train(model, stack, 1)
-    real, planned = memory_of(stack, stack.config), plan(model, stack.config)
-    params = list(model.parameters())
-    assert planned.accelerator.model_params == sum(param.nbytes for param in params)
-    assert planned.accelerator.grads == sum(param.grad.nbytes for param in params)
-    assert (planned.accelerator.main_params, planned.accelerator.moments) == (
-        real.accelerator.main_params,
-        real.accelerator.moments,
-    )
-    assert planned.pageable_host.moments == real.pageable_host.moments
-
-
 # -- tensors that quantise themselves, as Transformer Engine's do ---------------------------------
 
 
@@ -466,22 +450,6 @@ def test_a_float8_gradient_is_refused() -> None:
     param.grad = torch.zeros(8, 4, dtype=E4M3)
     with pytest.raises(TypeError, match=r"set grad_dtype=torch\.bfloat16"):
         stack.step()
-
-
-def test_a_copied_model_trains_like_the_first() -> None:
-    model, _ = build()
-    copied = copy.deepcopy(model)
-    copied(tokens_of(0))  # a parameter's own attributes are not copied; its module knows them
-    both = (model, copied)
-    stacks = [
-        get_megatron_optimizer(config_for("bf16"), which, expert_predicate=is_expert)
-        for which in both
-    ]
-    losses = [train(which, stack, 3) for which, stack in zip(both, stacks, strict=True)]
-    assert (
-        losses[0] == losses[1]
-        and differing(everything(model, stacks[0]), everything(copied, stacks[1])) == []
-    )
 
 
 def test_what_cannot_be_quantised_is_named() -> None:

@@ -15,7 +15,6 @@ import mp_optim
 from lab.any_program.arithmetic import MOMENTS, Array, stepped, stored
 from mp_optim.config.rules import KERNEL_RULES, RULES
 from mp_optim.kernels import choose_backend
-from mp_optim.kernels.element_rules import RULE_SCALARS
 from mp_optim.kernels.kernel_args import TensorLists
 from mp_optim.kernels.reference import ReferenceBackend, step_with
 from mp_optim.rules.rule_optimizer import RuleOptimizer
@@ -96,23 +95,6 @@ def test_native_kernels_have_the_bits_of_reference(
     assert all(map(same_bits, *found))
 
 
-@pytest.mark.parametrize("rule", CAUTIOUS)
-def test_counts_are_of_elements_that_go_the_way_of_their_gradient(rule: str) -> None:
-    native, _ = choose_backend("native", HOST)
-    scalars = RULE_SCALARS[rule].at(group_of(rule, caution=True), 3)
-    lists = lists_of(3, [0, 5000, 12], KEYS[rule], Case(grad=torch.float32))
-    before = [tensor.clone() for tensor in all_of(lists)]
-    counts = native.agreements(rule, lists, scalars, 0.5)
-    assert torch.equal(counts, ReferenceBackend().agreements(rule, lists, scalars, 0.5))
-    assert counts[0] == 0 and 2000 < counts[1] < 5000
-    assert all(map(same_bits, before, all_of(lists)))
-    assert ReferenceBackend().caution_scales(torch.tensor([[0], [1], [4]]), [9, 4, 4]) == [
-        1000.0,
-        4.0,
-        1.0,
-    ]
-
-
 def params_and_gradients() -> tuple[list[nn.Parameter], list[torch.Tensor]]:
     draw = torch.Generator().manual_seed(3)
     shapes = ((40, 30), (64, 16), (77,))
@@ -155,22 +137,6 @@ def test_cautious_decay_leaves_what_the_step_takes_away_from_zero() -> None:
     optimizer = mp_optim.AdamW([param], lr=0.1, weight_decay=0.5, eps=0.0, cautious_wd=True)
     optimizer.step()
     assert torch.allclose(param.detach(), torch.tensor([0.85, 1.1, -1.1, -0.85]))
-
-
-def test_cautious_steps_are_longer_by_the_share_that_is_left() -> None:
-    param = nn.Parameter(torch.zeros(4))
-    optimizer = mp_optim.Lion([param], lr=0.1, betas=(0.9, 0.99), caution=True)
-    param.grad = torch.tensor([1.0, 1.0, 1.0, 1.0])
-    optimizer.step()
-    assert torch.equal(param.detach(), torch.full((4,), -0.1))
-    param.grad = torch.tensor([1.0, 1.0, 1.0, -0.01])
-    optimizer.step()
-    assert torch.allclose(
-        param.detach(),
-        torch.tensor([-0.1, -0.1, -0.1, 0.0])
-        - 0.4 / 3 * 1.0
-        + torch.tensor([0.0, 0.0, 0.0, 0.4 / 3 - 0.1]),
-    )
 
 
 @pytest.mark.parametrize("rule", [name for name in RULES if "caution" not in RULES[name].defaults])

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mp_optim.core import Slot, SlotUpdate, SlotUpdates
-from mp_optim.host import host_memory
 from mp_optim.rules.fused import FusedAdam, FusedLAMB
 from mp_optim.rules.rule_optimizer import ForeignExecutor, RuleOptimizer, executor_of
 
@@ -142,32 +141,6 @@ def test_state_of_many_tensors_lies_side_by_side_and_has_the_same_bits(
         torch.equal(value, fresh.slot_state(Slot(0, 0))[key])
         for key, value in found["state"][0].items()
     )
-
-
-def test_codes_may_lie_beside_each_other_and_their_scales_apart(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Codes are enough to be laid together, a 64th of that, their scales, is not: neither may be
-    forgotten."""
-    monkeypatch.setattr(host_memory, "HUGE_FROM", 1 << 16)
-    params = [nn.Parameter(torch.ones(1 << 15)) for _ in range(4)]
-    optimizer = FusedAdam(params, lr=0.1, exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.uint8)
-    optimizer.allocate_state(optimizer.slots())
-    for slot in optimizer.slots():
-        state = optimizer.slot_state(slot)
-        assert state.keys() == {
-            "step",
-            "exp_avg",
-            "exp_avg_scale",
-            "exp_avg_sq",
-            "exp_avg_sq_scale",
-        }
-    first, second = (optimizer.slot_state(slot)["exp_avg"] for slot in optimizer.slots()[:2])
-    assert second.data_ptr() - first.data_ptr() == 1 << 15
-    for param in params:
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    assert all(torch.allclose(param, torch.full_like(param, 0.9), atol=1e-3) for param in params)
 
 
 def stepped_thrice(main: Tensor, settings: dict[str, Any] | None = None) -> FusedAdam:

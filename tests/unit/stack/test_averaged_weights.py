@@ -6,11 +6,9 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
-from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
+from mp_optim import checkpoint
 from mp_optim.core.interrupted_step import BrokenOffError
-from mp_optim.core.quantized import dequantized, quantize_weights
 from mp_optim.monitor import averaged_weights
 from support.models import build, same_bits, train
 
@@ -130,27 +128,6 @@ def test_an_interrupt_while_weights_come_back_is_remembered(monkeypatch):
     model.load_state_dict(saved)
     optimizer.load_state_dict(state)
     train(model, optimizer, 1, start=2)
-
-
-def test_float8_weights_are_averaged_and_come_back_to_the_bit():
-    torch.manual_seed(0)
-    model = nn.Linear(32, 16, bias=False).bfloat16()
-    quantize_weights(model)
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, bf16=True, ema_decay=0.9), model)
-    for _ in range(3):
-        model(torch.randn(4, 32).bfloat16()).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    (param,) = optimizer.get_parameters()
-    codes, scale = param.detach().clone(), param.fp8_scale.clone()
-    (average,) = averages(optimizer).values()
-    with optimizer.averaged_weights():
-        assert not torch.equal(codes.view(torch.uint8), param.detach().view(torch.uint8))
-        values = dequantized(param)
-        step = float(average.abs().max()) / 16  # e4m3 has 3 bits after the first
-        torch.testing.assert_close(values, average, rtol=0, atol=step)
-    assert torch.equal(codes.view(torch.uint8), param.detach().view(torch.uint8))
-    assert torch.equal(scale, param.fp8_scale)
 
 
 # -- what was saved -------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -19,7 +19,7 @@ from mp_optim import (
 )
 from mp_optim.checkpoint.common import from_json
 from mp_optim.offload.buckets import plan_offload
-from support.models import DTYPES, build, config_for, same_bits, train
+from support.models import build, config_for, train
 
 
 def test_outer_groups_are_live_and_hold_the_models_parameters():
@@ -184,38 +184,3 @@ def test_a_plan_holds_at_least_the_fraction_and_needs_its_last_choice(sizes, fra
     assert held >= fraction * sum(sizes) - 1e-9 * sum(sizes)
     for index in chosen:
         assert held - sizes[index] < fraction * sum(sizes) + 1e-9 * sum(sizes)
-
-
-shapes = st.lists(
-    st.one_of(st.just(()), st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple)),
-    min_size=1,
-    max_size=6,
-)
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    shapes,
-    st.floats(0, 1),
-    st.sampled_from(sorted(DTYPES)),
-    st.sampled_from(["adam", "lamb", "sgd", "lion"]),
-    st.integers(0, 2**16),
-)
-def test_any_shapes_give_the_same_bits_at_any_fraction(shapes, fraction, precision, rule, seed):
-    def run(fraction):
-        generator = torch.Generator().manual_seed(seed)
-        model = nn.ParameterDict(
-            {
-                str(i): nn.Parameter(torch.randn(shape, generator=generator).to(DTYPES[precision]))
-                for i, shape in enumerate(shapes)
-            }
-        )
-        optimizer = get_megatron_optimizer(config_for(precision, fraction, optimizer=rule), model)
-        for _ in range(2):
-            for param in model.values():
-                param.grad = torch.randn(param.shape, generator=generator).to(param.dtype) * 100
-            optimizer.get_loss_scale()  # says that they are scaled
-            assert optimizer.step().success
-        return [p.detach() for p in model.values()]
-
-    assert all(same_bits(a, b) for a, b in zip(run(0.0), run(fraction), strict=True))

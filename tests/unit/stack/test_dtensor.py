@@ -50,17 +50,6 @@ def test_fsdps_own_offloading_of_parameters_changes_no_bit(ranks):
         assert len(rank["beside_fsdps"]) > 4 and all(rank["beside_fsdps"])
 
 
-def test_evaluation_with_averages_uses_them_and_training_does_not(ranks):
-    for found in (rank["averages"] for rank in ranks):
-        assert found["averaged"] == found["expected"] != found["before"]
-        assert found["after"] == found["before"]
-
-
-def test_rows_are_scaled_wherever_they_are(ranks):
-    for rank in ranks:
-        assert len(rank["scaled"]) > 4 and all(rank["scaled"])
-
-
 def test_ranks_agree_on_norm_and_skipping(ranks):
     for rank in ranks:
         # 2, 3 and the duplicate's 6 once

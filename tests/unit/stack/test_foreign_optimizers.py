@@ -1,18 +1,14 @@
 """Any torch optimizer below the wrappers: its state belongs to the slot, as ours does."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
-import mp_optim
 from mp_optim import (
     ChainedOptimizer,
     Float16OptimizerWithFloat16Params,
     FP32Optimizer,
     HybridDeviceOptimizer,
-    checkpoint,
 )
 from mp_optim.core.interrupted_step import BrokenOffError
 from support.models import config_for, same_bits
@@ -171,52 +167,3 @@ def test_parameters_that_change_places_leave_their_state_where_it_was(make, orde
     ]
     for found, wanted in zip(moments(), expected, strict=True):
         torch.testing.assert_close(found, wanted)
-
-
-class Lookahead:
-    """Keeps its settings and its count in the groups of another optimizer, as timm's does."""
-
-    def __init__(self, base):
-        self.base, self.param_groups = base, base.param_groups
-        base.defaults.update(ahead_every=2, ahead_count=0)
-        for group in base.param_groups:
-            group.setdefault("ahead_every", 2)
-            group.setdefault("ahead_count", 0)
-
-    def step(self):
-        self.base.step()
-        for group in self.base.param_groups:
-            group["ahead_count"] += 1
-
-
-def bf16_stack(params):
-    inner = adamw(params)
-    return Float16OptimizerWithFloat16Params(inner, config_for("bf16"), None)
-
-
-def torch_shaped(params):
-    return mp_optim.AdamW(params, lr=0.1)
-
-
-@pytest.mark.parametrize("make", [torch_shaped, wrapped, bf16_stack, hybrid])
-def test_keys_that_others_keep_in_groups_stay_there(make, tmp_path):
-    def built():
-        dtype = torch.bfloat16 if make is bf16_stack else torch.float32
-        model = nn.Linear(3, 3, bias=False).to(dtype)
-        return model, Lookahead(make(list(model.parameters())))
-
-    model, optimizer = built()
-    for _ in range(3):
-        model.weight.grad = torch.ones_like(model.weight)
-        optimizer.step()
-    kept = {"ahead_every": 2, "ahead_count": 3}
-    saved = copy.deepcopy(optimizer.base.state_dict())
-    assert kept.items() <= optimizer.base.param_groups[0].items()
-    assert kept.items() <= saved["param_groups"][0].items()
-    checkpoint.save(tmp_path, model, optimizer.base)
-    model, optimizer = built()
-    optimizer.base.load_state_dict(saved)
-    assert kept.items() <= optimizer.base.param_groups[0].items()
-    model, optimizer = built()
-    checkpoint.load(tmp_path, model, optimizer.base)
-    assert kept.items() <= optimizer.base.param_groups[0].items()

@@ -13,13 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import mp_optim
-from mp_optim import OptimizerConfig, get_megatron_optimizer
-from support.models import AdversarialTransfer
-from support.offload import MODES, build_mode, differing, finish_early_work, hybrids, run, snapshot
+from support.offload import MODES, build_mode, differing, finish_early_work, run, snapshot
 
 PAGE = Path(__file__).parents[3] / "docs" / "outside_writes.md"
 Writer = Callable[[Tensor], object]
@@ -214,38 +211,3 @@ def test_every_write_to_a_gradient_counts(name: str, adversarial: bool) -> None:
         if expected is None:
             expected, expected_results = bits, results
         assert differing(bits, expected) == [] and results == expected_results, mode
-
-
-@pytest.mark.parametrize("adversarial", [True, False], ids=["accelerator", "host"])
-@pytest.mark.parametrize("name", [n for n in OF_GRADIENTS if n not in NEW_MEMORY])
-def test_every_write_to_a_gradient_of_fsdp_counts(
-    name: str, adversarial: bool, one_rank: None
-) -> None:
-    expected = None
-    for mode in MODES:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        fully_shard(model)
-        config = OptimizerConfig(
-            lr=1e-2,
-            clip_grad=0.5,
-            optimizer_cpu_offload=True,
-            optimizer_offload_fraction=1.0,
-            offload_mode=mode,
-        )
-        optimizer = get_megatron_optimizer(config, model)
-        for hybrid in hybrids(optimizer):
-            if adversarial:
-                hybrid.stepper.use_transfer(AdversarialTransfer())
-        for seed in range(5):
-            inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
-            model(inputs).square().mean().backward()
-            finish_early_work(optimizer)
-            with warnings.catch_warnings(), torch.no_grad():
-                warnings.simplefilter("ignore")
-                WRITERS[name](model[0].weight.grad)
-                optimizer.step()
-            optimizer.zero_grad()
-        params = [local(param).detach().clone() for param in model.parameters()]
-        expected = expected or params
-        assert all(map(torch.equal, params, expected)), mode

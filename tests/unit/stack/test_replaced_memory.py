@@ -3,7 +3,6 @@ optimizer's back: followed as torch does, or refused by name before anything is 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -297,38 +296,3 @@ def test_shards_are_looked_at_too(
 
 
 # -- values --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("leaves", ["state_dict", "checkpoint", "same values"])
-def test_one_nan_leaves_the_other_elements_their_bits(
-    leaves: str, place: dict[str, Any], tmp_path: Path
-) -> None:
-    def build(seed: int) -> tuple[nn.Module, Any]:
-        model = nn.Module()
-        values = torch.randn(64, generator=torch.Generator().manual_seed(seed))
-        model.p = nn.Parameter(values.bfloat16())
-        return model, mp_optim.AdamW(model.named_parameters(), lr=1e-3, **place)
-
-    model, optimizer = build(0)
-    with torch.no_grad():
-        model.p[0] = float("nan")
-    for seed in range(3):
-        grad = torch.randn(64, generator=torch.Generator().manual_seed(seed))
-        model.p.grad = grad.bfloat16()
-        optimizer.step()
-    before = dict(optimizer.stack.named_main_params())["p"].detach().clone()
-    if leaves == "same values":
-        with torch.no_grad():
-            model.p.copy_(model.p.clone())
-        after = dict(optimizer.stack.named_main_params())["p"]
-    else:
-        again, other = build(1)
-        if leaves == "checkpoint":
-            mp_optim.checkpoint.save(tmp_path / "saved", model, optimizer)
-            mp_optim.checkpoint.load(tmp_path / "saved", again, other)
-        else:
-            again.load_state_dict(model.state_dict())
-            other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        after = dict(other.stack.named_main_params())["p"]
-    assert before[0].isnan() and after[0].isnan()
-    assert torch.equal(before[1:], after.detach()[1:])

@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mp_optim import checkpoint
 from mp_optim.apps.cli.command import COMMANDS, main, status_of
 from support.launch import run_forked_program
-from support.models import build, train
 
 LLAMA = {
     "model_type": "llama",
@@ -144,26 +142,6 @@ def test_a_plan_in_words_of_the_classes(
     lines = [line for line in text.splitlines() if line.startswith("│")]
     assert [line.split("│")[1].strip() for line in lines] == [form] * 2
     assert f"{form}: optimizer_offload_fraction=0 " in text
-
-
-def test_names_are_whole_in_a_pipe_and_latest_may_lie_below(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, optimizer = build("bf16", 0.5)
-    for step in ("step-1", "step-2"):
-        train(model, optimizer, 1)
-        checkpoint.save(tmp_path / step, model, optimizer)
-    (tmp_path / "latest").write_text("step-2")
-    assert main(["inspect", "list", str(tmp_path)]) == 0
-    listed = capsys.readouterr().out
-    assert "step-2" in listed and "…" not in listed
-    names = [line.split()[1] for line in listed.splitlines() if ".exp_avg." in line]
-    assert len(names) == len(set(names)) == len(list(model.parameters()))
-    assert main(["inspect", "diff", str(tmp_path / "step-1"), str(tmp_path)]) == 1
-    assert set(names) <= set(capsys.readouterr().out.split())
-    arguments = ("--source-format", "checkpoint", "--source", str(tmp_path))
-    assert main(["convert", *arguments, "--target", str(tmp_path / "out")]) == 0
-    checkpoint.load(tmp_path, model, optimizer)
 
 
 HELP = """

@@ -9,18 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
-from torch import nn
 
 from mp_optim.apps.cli.command import main
 from mp_optim.apps.fit import command as fit
-from mp_optim.apps.fit.activations import Moment, Timeline, build_hf
-from mp_optim.apps.fit.fit import Blocks, Candidate, Estimate, Limits, search
-from mp_optim.apps.fit.model_plan import plan, specs_of
-from mp_optim.factory.memory_plan import Memory, MemoryPlan
+from mp_optim.apps.fit.activations import build_hf
+from mp_optim.apps.fit.model_plan import specs_of
 
-GIB = 2**30
 LLAMA = {
     **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64},
     **{"intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2},
@@ -95,27 +90,6 @@ def test_what_does_not_fit_says_what_is_missing(
     assert status == 3 and not said["fits"] and list(said["missing"]) == ["accelerator"]
     main(["fit", "--seq", "128", *map(str, arguments)])
     assert re.match(r"does not fit: .* lacks 0\.\d\d GiB of accelerator", capsys.readouterr().out)
-
-
-@pytest.mark.parametrize(
-    ("limit", "words"),
-    [
-        (1060, "fits: .* enough for an estimate that is 5% too low"),
-        (1020, r"fits if the estimate is at most 2\.0% too low \(it may be 5%\): "),
-        (980, "does not fit: the closest of all settings lacks .* of accelerator"),
-    ],
-)
-def test_verdict_names_the_error_that_it_bears(limit: int, words: str) -> None:
-    candidate = Candidate({}, fit.config_of("adam", {}))
-    found = Estimate(candidate, False, "model", MemoryPlan(Memory()), {"step": {"all": 1000}})
-    assert re.match(words, fit.verdict(found, Limits(limit, 0, 0, 0, 0)))
-
-
-def test_settings_that_bear_the_error_come_before_tight_ones() -> None:
-    """FP32 state takes 16 bytes a parameter: with 16.5 of them it fits, and 5 % more does not."""
-    assert found_with(17, 64).candidate.words == {}
-    tight = searched(lambda *_: NO_ACTIVATIONS, device=16 * PARAMS + PARAMS // 2)
-    assert tight.candidate.words == {"state": "bf16", "main_params": "remainder16"}
 
 
 def test_adapters_alone_have_gradients(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,78 +202,3 @@ def test_a_config_that_cannot_be_is_named(
 
 
 # -- the search -----------------------------------------------------------------------------------
-
-
-def small() -> nn.Module:
-    """Sixteen matrices, since whole parameters are offloaded."""
-    with torch.device("meta"):
-        layers = [nn.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(16)]
-    return nn.Sequential(*layers)
-
-
-PARAMS = 1024 * 1024
-NO_ACTIVATIONS = Timeline([Moment("backward", 0, 0, 2 * PARAMS)], grads=2 * PARAMS)
-
-
-def found_with(device: int, host: int, disk: int = 0, **options: Any) -> Estimate:
-    """What the command would choose for a model, with so many bytes a parameter."""
-    chosen = fit.Options(model="", gpu="", ram="", **({"disk": "1GB"} if disk else {}), **options)
-    limits = Limits(device * PARAMS, host * PARAMS, disk * PARAMS, 0, 0)
-    specs = specs_of(small())
-    return search(
-        fit.candidates(chosen),
-        lambda candidate: plan(specs, candidate.config, candidate.layout),
-        lambda checkpointing, loss: NO_ACTIVATIONS,
-        ways=[(False, "model")],
-        limits=limits,
-        blocks=Blocks(),
-    )
-
-
-@pytest.mark.parametrize(
-    ("device", "host", "disk", "words"),
-    [
-        (17, 64, 0, {}),
-        (11, 64, 0, {"state": "bf16", "main_params": "remainder16"}),
-        (9, 64, 0, {"state": "8bit", "main_params": "remainder16"}),
-        (6, 64, 0, {"offload": 0.75}),
-        (4, 64, 0, {"offload": 1.0}),
-    ],
-)
-def test_settings_are_tried_in_the_order_of_the_page(
-    device: int, host: int, disk: int, words: dict[str, Any]
-) -> None:
-    found = found_with(device, host, disk)
-    assert found.missing(Limits(device * PARAMS, host * PARAMS, 0, 0, 0)) == {}
-    assert words.items() <= dict(found.candidate.words).items()
-    assert bool(words) == bool(found.candidate.words)
-
-
-def test_fit_tries_inexact_main_params_only_when_asked() -> None:
-    for main_params in ("exact", "remainder8", "none"):
-        options = fit.Options("", "", "", main_params=main_params)  # type: ignore[arg-type]
-        kept = {each.words.get("main_params", "exact") for each in fit.candidates(options)}
-        assert kept == {main_params} | ({"remainder16"} if main_params == "exact" else set())
-
-
-def test_checkpointing_comes_before_fewer_bits() -> None:
-    """Within a candidate the first of the ways that fits is the answer."""
-
-    def traced(checkpointing: bool, loss: str) -> Timeline:
-        size = 100 if checkpointing else 10 * PARAMS
-        return Timeline([Moment("forward", size, 0, 0)], grads=2 * PARAMS)
-
-    found = searched(traced, device=17 * PARAMS)
-    assert found.checkpointing and found.candidate.words == {} and found.loss == "model"
-
-
-def searched(traced: Any, device: int) -> Estimate:
-    specs = specs_of(small())
-    return search(
-        fit.candidates(fit.Options("", "", "")),
-        lambda candidate: plan(specs, candidate.config, candidate.layout),
-        traced,
-        ways=[(False, "model"), (True, "model"), (True, "fused")],
-        limits=Limits(device, GIB, 0, 0, 0),
-        blocks=Blocks(),
-    )

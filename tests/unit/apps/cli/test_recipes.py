@@ -141,8 +141,15 @@ def peak_of(call: Callable[[], Any]) -> int:
 WIDE = {**LLAMA, "hidden_size": 128, "num_hidden_layers": 4, "vocab_size": 1024}
 
 
-@pytest.mark.parametrize("loss", ["model", "chunked"])
-@pytest.mark.parametrize("checkpointing", ["off", "on"])
+@pytest.mark.parametrize(
+    ("checkpointing", "loss"),
+    [
+        ("off", "model"),
+        pytest.param("off", "chunked", marks=pytest.mark.slow),
+        pytest.param("on", "model", marks=pytest.mark.slow),
+        pytest.param("on", "chunked", marks=pytest.mark.slow),
+    ],
+)
 def test_programs_hold_the_memory_of_the_answer(
     checkpointing: str, loss: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,7 +81,7 @@ def allocated(model: Any) -> tuple[int, int]:
     return peak, held
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_the_peak_is_that_of_real_allocations(name: str, checkpointing: bool) -> None:
     timeline = traced(built(name, checkpointing))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mp_optim import OptimizerConfig, ParamKey, get_megatron_optimizer
+from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.apps.fit.model_plan import Layout, ParamSpec, plan, smallest_fraction
 from mp_optim.factory.memory_plan import memory_of
 from mp_optim.factory.offload_fraction import with_fraction
@@ -185,21 +185,6 @@ def test_what_does_not_fit_is_told_in_gib_with_what_would(limit: int) -> None:
         assert smallest_fraction(SEVEN_BILLION, released, gpu_memory=limit * GIB)
 
 
-@pytest.mark.parametrize("pins", [True, False])
-def test_back_buffers_of_main_params_are_pinned_as_they_are(pins: bool) -> None:
-    config = OptimizerConfig(
-        lr=1e-3,
-        bf16=True,
-        optimizer_cpu_offload=True,
-        optimizer_offload_fraction=1.0,
-        offload_mode="speculative",
-        pin_cpu_params=pins,
-    )
-    found = plan(nn.Linear(32, 32, bias=False).bfloat16(), config)
-    pinned, pageable = (found.pinned_host.double_buffers, found.pageable_host.double_buffers)
-    assert (pinned, pageable) == ((4096, 8192) if pins else (0, 12288))
-
-
 # -- optimizer_offload_fraction="auto" ------------------------------------------------------------
 
 
@@ -237,16 +222,6 @@ def test_auto_keeps_as_much_on_the_accelerator_as_fits(share: float) -> None:
         assert plan(linears(), less).accelerator.total > limit
     real = memory_of(optimizer, chosen)
     assert dataclasses.replace(used.accelerator, model_params=0, grads=0) == real.accelerator
-
-
-def test_auto_heeds_overrides_attributes_and_chunks() -> None:
-    chunks = [linears(3), linears(2)]
-    for chunk in chunks:
-        chunk[1].weight.allreduce = False
-    overrides = {ParamKey(name="0.1.weight"): {"wd_mult": 0.5}}
-    optimizer = get_megatron_optimizer(auto(gpu_memory=20_000), chunks, overrides)
-    assert 0 < optimizer.config.optimizer_offload_fraction < 1
-    assert optimizer.config.gpu_memory is None
 
 
 def test_auto_refuses_what_it_cannot_do() -> None:
