@@ -414,18 +414,16 @@ class Capability:
         rules: rules there are kernels for.
         others_by_reference: other rules are carried out by ``reference``, and it is shown; else
             they are refused.
-        compact: every form of compact state, with stochastic rounding.
-        cautious: ``caution`` and ``cautious_wd``, where a rule has them.
-        bfloat16_moments: rules that may keep all their moments in bfloat16.
-        remainders: rules that may keep 16-bit remainders.
+        compact: every form of compact state, with stochastic rounding; and ``caution`` and
+            ``cautious_wd``, where a rule has them.
+        bf16_state: without ``compact``, rules that may keep all their moments in bfloat16, and
+            16-bit remainders.
     """
 
     rules: tuple[str, ...] = KERNEL_RULES
     others_by_reference: bool = False
     compact: bool = True
-    cautious: bool = True
-    bfloat16_moments: tuple[str, ...] = ()
-    remainders: tuple[str, ...] = ()
+    bf16_state: tuple[str, ...] = ()
 
 
 OWN_BITS = ("torch", "apex", "transformer_engine")
@@ -434,23 +432,15 @@ CAPABILITIES = {
     "auto": Capability(others_by_reference=True),
     "native": Capability(),
     "reference": Capability(others_by_reference=True),
-    "torch": Capability(
-        rules=("adam", "sgd"), others_by_reference=True, compact=False, cautious=False
-    ),
-    "apex": Capability(rules=("adam", "lamb", "sgd"), compact=False, cautious=False),
-    "transformer_engine": Capability(
-        rules=("adam", "sgd"),
-        compact=False,
-        cautious=False,
-        bfloat16_moments=("adam",),
-        remainders=("adam",),
-    ),
+    "torch": Capability(("adam", "sgd"), others_by_reference=True, compact=False),
+    "apex": Capability(("adam", "lamb", "sgd"), compact=False),
+    "transformer_engine": Capability(("adam", "sgd"), compact=False, bf16_state=("adam",)),
 }
 
 
 def caution_refusal(backend: str) -> str:
     """Why a backend cannot be asked for :data:`CAUTIONS`; empty if it can."""
-    if CAPABILITIES.get(backend, Capability()).cautious:
+    if CAPABILITIES.get(backend, Capability()).compact:
         return ""
     return f"fused_backend={backend!r} has no kernels for it; choose another"
 
@@ -477,11 +467,26 @@ def refusal(
         )
     if can.compact:
         return None
-    dtypes = zip((FIRST_DTYPE, SECOND_DTYPE), moments, strict=True)
     used = {moment.dtype_field for moment in RULES[rule].moments}
+    dtypes = zip((FIRST_DTYPE, SECOND_DTYPE), moments, strict=True)
     kept = {name: dtype for name, dtype in dtypes if name in used}
-    field, why = _beyond(can, rule, kept, remainder_bits, stochastic)
-    return (field, f"fused_backend={backend!r} {why}choose another backend") if field else None
+    has_bf16 = rule in can.bf16_state
+    if {*kept.values()} - {torch.float32} and not (
+        has_bf16 and {*kept.values()} == {torch.bfloat16}
+    ):
+        field = next(name for name, dtype in kept.items() if dtype != torch.float32)
+        why = "keeps moments in torch.float32"
+        why += ", or both of them in torch.bfloat16; " if has_bf16 else "; "
+    elif remainder_bits is not None and not has_bf16:
+        field = "store_param_remainders"
+        why = "keeps main params in float32; set store_param_remainders=False, or "
+    elif remainder_bits not in (None, 16):
+        field, why = "param_remainder_bits", "keeps remainders of 16 bits; "
+    elif stochastic:
+        field, why = "stochastic_rounding", "rounds to nearest; "
+    else:
+        return None
+    return field, f"fused_backend={backend!r} {why}choose another backend"
 
 
 def audit_refusal(rule: str, backend: str) -> str | None:
@@ -500,28 +505,3 @@ def audit_refusal(rule: str, backend: str) -> str | None:
             "own; choose 'auto', or set it to 0.0"
         )
     return None
-
-
-def _beyond(
-    can: Capability,
-    rule: str,
-    moments: Mapping[str, torch.dtype],
-    remainder_bits: int | str | None,
-    stochastic: bool,
-) -> tuple[str, str]:
-    """The first field that asks for a form of state which the kernels do not have, and what they
-    have; empty if there is none."""
-    forms = set(moments.values())
-    both = rule in can.bfloat16_moments
-    if forms - {torch.float32} and not (both and forms == {torch.bfloat16}):
-        field = next(name for name, dtype in moments.items() if dtype != torch.float32)
-        also = ", or both of them in torch.bfloat16" if both else ""
-        return field, f"keeps moments in torch.float32{also}; "
-    if remainder_bits is not None and rule not in can.remainders:
-        return (
-            "store_param_remainders",
-            "keeps main params in float32; set store_param_remainders=False, or ",
-        )
-    if remainder_bits not in (None, 16):
-        return "param_remainder_bits", "keeps remainders of 16 bits; "
-    return ("stochastic_rounding", "rounds to nearest; ") if stochastic else ("", "")
