@@ -3,21 +3,16 @@ all host threads.
 
 Bit for bit what ``reference`` computes. What the kernels do not read, such as FP64 gradients, goes
 to it.
-
-A :class:`MemoryAccess` sets how far ahead they fetch, and whether output goes past the caches.
-No result depends on it. The table :data:`KNOWN` has it for makes of CPU that were measured.
 """
 
 from __future__ import annotations
 
 import ctypes
-import platform
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -131,7 +126,6 @@ class NativeBackend(ReferenceBackend):
 
     def __init__(self, library: lib.NativeLibrary) -> None:
         self.library = library
-        set_access(library, KNOWN.get((cpu_maker(), library.level), MemoryAccess()))
 
     def step(
         self,
@@ -276,66 +270,3 @@ def _table(lists: TensorLists, kind: LaunchDtypes, moments: tuple[str, ...]) -> 
         columns[f"from_{names[key]}"] = tensors
     follows = lists.follows and kind.compares_weights  # not in a pass that writes no weights
     return NativeTable(kind, columns, lists.noise, lists.average_weight, follows)
-
-
-@dataclass(frozen=True)
-class MemoryAccess:
-    """How the kernels read and write memory.
-
-    Attributes:
-        prefetch: elements from what an update uses to what it fetches; 0 leaves it to the CPU.
-        streaming: whether 16-bit params of large launches are written past the caches.
-        measure_prefetch: bytes from what a measurement reads to what it fetches; 0 as above.
-    """
-
-    prefetch: int = 512
-    streaming: bool = True
-    measure_prefetch: int = 8192
-
-    def __str__(self) -> str:
-        return (
-            f"prefetch={self.prefetch},streaming={int(self.streaming)},"
-            f"measure_prefetch={self.measure_prefetch}"
-        )
-
-
-KNOWN = {("GenuineIntel", "avx512"): MemoryAccess()}
-"""By maker of the CPU and level of instructions. ``tools/memory_access.py`` prints such a row,
-measured on the CPU that runs it; CPUs without a row use the default."""
-_Access = lib.scalars("", "prefetch streaming measure_prefetch")
-"""``MpAccess``."""
-
-
-def set_access(library: lib.NativeLibrary, access: MemoryAccess) -> None:
-    """Use these settings from now on, in this process."""
-    values = _Access(access.prefetch, access.streaming, access.measure_prefetch)
-    library.call("mp_set_access", ctypes.byref(values))
-
-
-def get_access(library: lib.NativeLibrary) -> MemoryAccess:
-    """Return the settings in use."""
-    values = _Access()
-    library.call("mp_access", ctypes.byref(values))
-    return MemoryAccess(values.prefetch, bool(values.streaming), values.measure_prefetch)
-
-
-def describe_access() -> str:
-    """Return the settings in use and where they are from."""
-    library = lib.native_library()
-    if library.handle is None:
-        return "no native kernels"
-    key = cpu_maker(), library.level
-    origin = "known" if key in KNOWN else "default"
-    return f"{get_access(library)} ({origin} for {' with '.join(key)})"
-
-
-def cpu_maker() -> str:
-    """Return ``GenuineIntel``, ``AuthenticAMD``, ``ARM 0x41``, or the system's own name."""
-    path = Path("/proc/cpuinfo")
-    for line in path.read_text().splitlines() if path.exists() else ():
-        name, _, value = line.partition(":")
-        if name.strip() == "vendor_id":
-            return value.strip()
-        if name.strip() == "CPU implementer":
-            return f"ARM {value.strip()}"
-    return platform.processor() or platform.machine()

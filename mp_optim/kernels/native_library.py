@@ -81,8 +81,6 @@ _SIGNATURES = {
     "mp_measure": [_T, _P, _P, _I],
     "mp_weighted_sum": [_P, _N, _P, _I],
     "mp_set_level": [ctypes.c_char_p],
-    "mp_set_access": [_P],
-    "mp_access": [_P],
 }
 
 

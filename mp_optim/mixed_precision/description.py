@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields, replace
 
 from mp_optim.core import ParamGroups, iter_slots, param_at
 from mp_optim.core.executor import Executor
-from mp_optim.kernels.native import describe_access
 from mp_optim.kernels.native_library import describe_threads
 from mp_optim.mixed_precision.slot_table import SlotTable
 from mp_optim.offload.hybrid_executor import stepper_of
@@ -88,6 +87,5 @@ def describe(groups: ParamGroups, executor: Executor, table: SlotTable) -> Descr
     stepper = stepper_of(executor)
     notes = () if stepper is None else stepper.notes()
     if any(row.backend == "native" for row in rows):
-        access = f"access to memory: {describe_access()}"
-        notes = (*notes, describe_threads(), access)
+        notes = (*notes, describe_threads())
     return Description(tuple(rows), notes)

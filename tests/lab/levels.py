@@ -36,7 +36,7 @@ BRANCHES = (
 """Tests of code that branches where there is no native library. In all others ``reference``, which
 the suite compares with the native kernels bit for bit, takes the same steps."""
 CHOOSE_THEMSELVES = (
-    *("native", "sanitizers", "triton", "conformance", "guards", "memory_access"),
+    *("native", "sanitizers", "triton", "conformance", "guards"),
     *("muon_passes", "muon_batches"),
 )
 """Tests of kernels and rules that a level of the process changes nothing for."""

@@ -39,7 +39,7 @@ _DEVICE = torch.device(KIND, 1)
 _OF_THE_HOST = (
     *("test_simulated_accelerator", "test_borrowed_of_devices"),  # have it themselves
     *("test_fork", "test_conformance"),  # its locks do not outlive a fork; each names its devices
-    *("test_native", "test_guards", "test_memory_access", "test_kernel_fit"),
+    *("test_native", "test_guards", "test_kernel_fit"),
     *("test_sanitizers", "test_self_test", "test_host_threads"),
     *("test_selection", "test_triton"),
     # call kernels of the host, or the interpreter's, by their name

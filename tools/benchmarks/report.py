@@ -24,7 +24,6 @@ from rich.table import Table
 import mp_optim
 from benchmarks.ours import OURS
 from benchmarks.section import Section
-from mp_optim.kernels.native import describe_access
 from mp_optim.kernels.native_library import native_library
 
 _FORMATS = {
@@ -81,7 +80,6 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "mp_optim": mp_optim.__version__,
         "level": native_library().level,
-        "memory_access": describe_access(),
         "opponents": _installed(),
         "date": date.today().isoformat(),
     }
@@ -121,7 +119,7 @@ def markdown(sections: list[Section], limit: float, regime: str) -> str:
     others = "".join(f"{name} {version}, " for name, version in where["opponents"].items())
     return (
         f"{where['cpu']}, {where['threads']} threads, {where['level']}, "
-        f"{where['memory_access']}, torch {where['torch']}, "
+        f"torch {where['torch']}, "
         f"{others}"
         f"{where['date']}. Memory limit {limit / 1e9:.1f} GB/s ({regime}).\n\n{tables(sections)}"
     )

@@ -13,7 +13,6 @@ import torch
 from mp_optim.config.rules import BACKENDS, CAPABILITIES, Capability
 from mp_optim.host.accelerator import CUDA
 from mp_optim.kernels import choose_backend, proof_of
-from mp_optim.kernels.native import describe_access
 from mp_optim.kernels.native_library import ENVIRONMENT, describe_threads, native_library
 from mp_optim.mixed_precision.description import columns
 
@@ -65,7 +64,6 @@ def _host() -> Table:
         [ENVIRONMENT, os.environ.get(ENVIRONMENT) or "not set"],
         ["cores for this process", f"{cores} of {os.cpu_count()}"],
         ["threads", describe_threads()],
-        ["access to memory", describe_access()],
         ["threads of torch", str(torch.get_num_threads())],
         ["memory", memory],
     ]

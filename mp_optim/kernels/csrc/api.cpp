@@ -40,11 +40,8 @@ const Level* best_level() {
 
 std::atomic<const Level*> chosen{nullptr};
 
-// How kernels access memory, read with relaxed atomics. A concurrent mp_set_access may apply to the second half of a running
-// call: results do not depend on it.
-struct {
-    std::atomic<int32_t> prefetch{512}, streaming{1}, measure_prefetch{8192};
-} access;
+// Distances that kernels prefetch: elements of an update, bytes of a measurement. Results do not depend on them.
+constexpr int32_t kPrefetch = 512, kMeasurePrefetch = 8192;
 
 // A part of a tensor. Present values are where new ones go, or if `apart` where the call says.
 Run run_at(const MpTensors& t, int64_t index, int64_t start, int64_t count, bool stream, bool apart) {
@@ -76,9 +73,9 @@ Run run_at(const MpTensors& t, int64_t index, int64_t start, int64_t count, bool
     run.start = uint32_t(start);
     run.noisy = t.stream != nullptr;
     run.key = run.noisy ? mix(t.seed ^ t.stream[index]) : 0;
-    run.stream = stream && access.streaming.load(std::memory_order_relaxed);
-    run.prefetch = access.prefetch.load(std::memory_order_relaxed);
-    run.measure_prefetch = access.measure_prefetch.load(std::memory_order_relaxed);
+    run.stream = stream;
+    run.prefetch = kPrefetch;
+    run.measure_prefetch = kMeasurePrefetch;
     return run;
 }
 
@@ -344,19 +341,5 @@ int32_t mp_set_level(const char* name) {
 }
 
 void mp_set_parallel(void* gomp_parallel) { set_parallel(reinterpret_cast<Parallel>(gomp_parallel)); }
-
-int32_t mp_set_access(const MpAccess* given) {
-    if (!given || given->prefetch < 0 || given->measure_prefetch < 0) return MP_BAD_ARGUMENT;
-    access.prefetch = given->prefetch;
-    access.streaming = given->streaming;
-    access.measure_prefetch = given->measure_prefetch;
-    return MP_OK;
-}
-
-int32_t mp_access(MpAccess* given) {
-    if (!given) return MP_BAD_ARGUMENT;
-    *given = MpAccess{access.prefetch, access.streaming, access.measure_prefetch};
-    return MP_OK;
-}
 
 int32_t mp_abi() { return 21; }

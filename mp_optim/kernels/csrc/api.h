@@ -78,13 +78,6 @@ struct MpMuon {
     int32_t average_from_end, ahead_from_end, nesterov;
 };
 
-// How the kernels go through memory. No result depends on it, only the time.
-struct MpAccess {
-    int32_t prefetch;          // elements from what an update uses to what it fetches; 0: the processor alone prefetches
-    int32_t streaming;         // whether the output of a large launch goes past the caches
-    int32_t measure_prefetch;  // bytes from what a measurement reads to what it fetches; 0 as above
-};
-
 // All functions return an MpStatus. `threads` >= 1 is an upper bound; results do not depend on it.
 // A rule that steps each element by itself: a row of kRules in rules.inl, which knows the order of its `count` scalars; the
 // first is what gradients are multiplied with. Moments that a rule does without under its scalars may be left out. Where the
@@ -120,6 +113,4 @@ MP_EXPORT const char* mp_levels();  // all that can be chosen here, comma separa
 MP_EXPORT int32_t mp_set_level(const char* name);
 // GOMP_parallel of the OpenMP library that torch uses, or null for threads of our own.
 MP_EXPORT void mp_set_parallel(void* gomp_parallel);
-MP_EXPORT int32_t mp_set_access(const MpAccess* access);
-MP_EXPORT int32_t mp_access(MpAccess* access);  // the one in use
 MP_EXPORT int32_t mp_abi();  // changes whenever a struct or a signature does

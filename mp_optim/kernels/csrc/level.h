@@ -53,7 +53,7 @@ struct Run {
     bool follows;    // continue from the output where it is not the rounded main param
     bool stream;     // write the output past the caches: the launch is much larger than they are
     bool past;       // so FP32 main params and moments, which are not read there either
-    int32_t prefetch, measure_prefetch;  // as in MpAccess
+    int32_t prefetch, measure_prefetch;  // in elements of an update, in bytes of a measurement
 };
 
 // A rule that steps each element by itself.
