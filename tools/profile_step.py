@@ -48,11 +48,11 @@ def rows_of(root: Path) -> dict[str, str]:
     return rows
 
 
-def main(roots: Annotated[tuple[Path, ...], tyro.conf.Positional]) -> None:
+def main(roots: Annotated[tuple[Path, ...], tyro.conf.Positional] = (Path(),)) -> None:
     """Walk through checkouts.
 
     Args:
-        roots: the checkouts, the newest first.
+        roots: the checkouts, the newest first; by default the present folder.
     """
     columns = [rows_of(root) for root in roots]
     table = Table("files / functions / calls / deepest", *map(str, roots))
