@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mp_optim.core.shown_copies import ShownCopies
 from mp_optim.host.accelerator import accelerator_of
-from mp_optim.host.leases import before_writing_all, give_memory, wait_for_devices
+from mp_optim.host.leases import before_writing_all, borrows, give_memory, wait_for_devices
 
 
 class BrokenOffError(RuntimeError):
@@ -58,7 +58,8 @@ class StepMark:
         """Announce writes that are complete only when the step is. Waits until background saves
         have copied what they borrow of accelerators; launches announce the host's memory."""
         self.is_set = True
-        wait_for_devices()
+        if borrows:
+            wait_for_devices()
 
     def open_state(self) -> None:
         """Announce that any state may be written, here or by the caller who is given it: the one
@@ -67,9 +68,8 @@ class StepMark:
         before_writing_all()
 
     def _take_edits(self) -> None:
-        if self.copies.are_held():
-            self.open_state()
-            self.copies.take_edits()
+        self.open_state()
+        self.copies.take_edits()
 
     def break_off(self, why: Exception) -> None:
         """Refuse further steps: an earlier one is found to be wrong."""
@@ -102,7 +102,8 @@ class StepMark:
                 "are not those that are trained; do it after the block"
             )
         if self._writer is None:
-            self._take_edits()
+            if self.copies.shown:
+                self._take_edits()
         elif self._writer[1] != get_ident():
             raise _under_way(doing, "another thread")
 
@@ -122,7 +123,8 @@ class StepMark:
 
     @contextmanager
     def _writing(self, layer: object) -> Iterator[None]:
-        self._take_edits()
+        if self.copies.shown:
+            self._take_edits()
         self._writer = layer, get_ident()
         try:
             yield
@@ -131,7 +133,8 @@ class StepMark:
             raise
         finally:
             self._writer = None
-            self.copies.refresh()
+            if self.copies.shown:
+                self.copies.refresh()
 
     @contextmanager
     def step(self, layer: object) -> Iterator[None]:

@@ -61,7 +61,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         self._state_lookups = Lookups()
         self._told_of_host = False
         self.step_mark = StepMark()
-        self._settings = SharedSettings()
+        self.shared_settings = SharedSettings()
         make_plain(defaults)
         super().__init__(params, defaults)
 
@@ -152,7 +152,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         """Take back groups that were added after the first ``count``, however far adding them had
         come."""
         del self.param_groups[count:]
-        self._settings.forget_groups(count)
+        self.shared_settings.forget_groups(count)
         self.lists_are_known()
 
     @property
@@ -180,7 +180,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: two optimizers below wrote different values for one group, naming them.
         """
-        self._settings.exchange(self._live_groups, self.groups_below)
+        self.shared_settings.exchange(self._live_groups, self.groups_below)
 
     @property
     def has_modes(self) -> bool:

@@ -137,10 +137,14 @@ class _Copy:
 
 
 class ShownCopies:
-    """The copies that callers hold, and those of the last look."""
+    """The copies that callers hold, and those of the last look.
+
+    Attributes:
+        shown: copies that callers may have written, by owner and stored tensor.
+    """
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[int, int], _Copy] = {}
+        self.shown: dict[tuple[int, int], _Copy] = {}
         self._latest: list[tuple[int, int]] = []
 
     def show(
@@ -163,14 +167,14 @@ class ShownCopies:
         self._latest = []
         for key, each in coded.items():
             where = id(owner), id(each.stored)
-            copy = self._copies.get(where)
+            copy = self.shown.get(where)
             if copy is not None:
                 copy.take_edits()
                 if copy.leaf.device != each.stored.device:
                     copy.refresh()
             else:
                 copy = _Copy(f"{name}.{key}", each, partial(lay_out, key))
-                self._copies[where] = copy
+                self.shown[where] = copy
             shown |= {key: copy.shown, scale_of(key): copy.scale}
             self._latest.append(where)
         return shown
@@ -181,29 +185,25 @@ class ShownCopies:
         Raises:
             ValueError: values cannot be stored, naming parameter and key. Such a copy is forgotten.
         """
-        self._take(list(self._copies))
-
-    def are_held(self) -> bool:
-        """Return whether there are copies that callers may have written."""
-        return bool(self._copies)
+        self._take(list(self.shown))
 
     def refresh(self) -> None:
         """Give all copies the values that are stored now."""
-        for copy in self._copies.values():
+        for copy in self.shown.values():
             copy.refresh()
 
     def clear(self) -> None:
         """Forget all copies."""
-        self._copies, self._latest = {}, []
+        self.shown, self._latest = {}, []
 
     def _take(self, some: Iterable[tuple[int, int]]) -> None:
         for where in some:
-            if (copy := self._copies.get(where)) is None:
+            if (copy := self.shown.get(where)) is None:
                 continue
             try:
                 copy.take_edits()
             except ValueError:
-                del self._copies[where]
+                del self.shown[where]
                 raise
             if not copy.is_held():
-                del self._copies[where]
+                del self.shown[where]

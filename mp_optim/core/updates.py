@@ -6,6 +6,7 @@ import operator
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -180,7 +181,6 @@ class UpdateSelection:
         self.slots = StepPlan(slots)
         self._is_whole = list(indices) == list(range(count))
         self.indices = indices
-        self._kept: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {}
 
     def take(self, updates: SlotUpdates) -> SlotUpdates:
         """These of the updates."""
@@ -209,15 +209,13 @@ class UpdateSelection:
 
     def _keep(self, name: str, column: Sequence[Any]) -> Sequence[Any]:
         """Part of a column that is mostly the same list in every step."""
-        source, part = self._kept.get(name, (None, ()))
-        if source is not column:
-            part = self._pick(column) if column else ()
-            if isinstance(column, CachedTensorList):
-                part = CachedTensorList(part)
-            elif isinstance(column, array):
-                part = array(column.typecode, part)
-            self._kept[name] = column, part
-        return part
+        return self.slots.part(f"selected {name}", (column,), partial(self._picked, column))
+
+    def _picked(self, column: Sequence[Any]) -> Sequence[Any]:
+        part = self._pick(column) if column else ()
+        if isinstance(column, CachedTensorList):
+            return CachedTensorList(part)
+        return array(column.typecode, part) if isinstance(column, array) else part
 
 
 def update_of(slot: Slot, name: str, param: Tensor, grad: Tensor) -> SlotUpdate:

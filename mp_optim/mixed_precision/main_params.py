@@ -374,47 +374,51 @@ class MainParams:
             ValueError: its shape changed, or its memory is gone or another parameter's.
         """
         self.executor.step_mark.open_state()
-        self.follow_tensors()
-        table = self.table
+        table, params = self.table, all_params(self._param_groups)
+        if changed := table.seen.changed(params):
+            self._follow_changed(changed, params)
         indices = range(len(table.slots)) if slot is None else (table.index(slot),)
-        staged = self._compared_by_sums()
-        self._take_values([index for index in indices if table.has_own_main[index]], staged)
+        self._take_values([index for index in indices if table.has_own_main[index]])
 
     def follow_for_step(self) -> None:
         """Rebind replaced tensors; take the model's value where the step itself does not compare
         it with the main param."""
-        self.follow_tensors()
-        if staged := self._compared_by_sums():
-            self._take_values(sorted(staged), staged)
+        params = all_params(self._param_groups)
+        if changed := self.table.seen.changed(params):
+            self._follow_changed(changed, params)
+        if self.table.by_sums is None:
+            self._find_by_sums()
+        if self.table.by_sums:
+            self._take_values(sorted(self.table.by_sums))
         if self.agreement.expected:
             self.follow()  # weights that were loaded after their remainders
             self.check_remainders(None)
 
-    def _compared_by_sums(self) -> set[int]:
-        """Return the indices of weights that are not on the device of their main params, or that
-        are quantized."""
-        table, of_host = self.table, self.executor.host_slots()
-        if not of_host and not any(table.quantized):
-            return set()
-        coded = {index for index, is_coded in enumerate(table.quantized) if is_coded}
-        found = coded.union(map(table.index, of_host))
-        return {index for index in found if table.has_own_main[index]}
+    def _find_by_sums(self) -> set[int]:
+        """Find the weights that are not on the device of their main params, or that are
+        quantized, for ``table.by_sums``."""
+        table = self.table
+        found = {index for index, is_coded in enumerate(table.quantized) if is_coded}
+        found.update(map(table.index, self.executor.host_slots()))
+        table.by_sums = {index for index in found if table.has_own_main[index]}
+        return table.by_sums
 
-    def stepped(self, indices: Sequence[int]) -> None:
-        """Remember the weights of slots as a step left them."""
-        if chosen := self._compared_by_sums().intersection(indices):
-            self.written.note([*chosen], [self._bits(index) for index in chosen])
+    def note_written(self, indices: Sequence[int]) -> None:
+        """Remember the weights of slots as a step left them, of those in ``table.by_sums``."""
+        chosen = [index for index in indices if index in (self.table.by_sums or ())]
+        self.written.note(chosen, [self._bits(index) for index in chosen])
 
     def _bits(self, index: int) -> Tensor:
         param = self.table.params[index]
         return bits_of(param) if self.table.quantized[index] else local_tensor(param)
 
-    def follow_tensors(self) -> None:
-        """Rebind model tensors that were replaced, moved or laid out anew since the last look."""
-        table, params = self.table, all_params(self._param_groups)
-        changed = table.seen.changed(params)
-        if not changed:
-            return
+    def _follow_changed(self, changed: list[int], params: list[Tensor]) -> None:
+        """Rebind model tensors that were replaced, moved or laid out again since the last look.
+
+        Args:
+            changed: their indices. params: all tensors of the model, in slot order.
+        """
+        table = self.table
         self._check_places(changed, params)
         self._check_memory()
         for index in changed:
@@ -425,12 +429,12 @@ class MainParams:
             table.layouts[index] = self._layout(slot, param)
         table.look(params)
 
-    def _take_values(self, indices: Sequence[int], by_sums: set[int]) -> None:
-        """Let main params take the model's value where they do not round to it.
-
-        Args:
-            by_sums: of these indices compare the values only if the weight's checksum changed.
-        """
+    def _take_values(self, indices: Sequence[int]) -> None:
+        """Let main params take the model's value where they do not round to it. Compare the values
+        of slots in ``table.by_sums`` only if the weight's checksum changed."""
+        by_sums = self.table.by_sums
+        if by_sums is None:
+            by_sums = self._find_by_sums()
         present = [index for index in indices if not self.table.params[index].is_meta]
         summed = [index for index in present if index in by_sums]
         changed = self.written.changed(summed, [self._bits(index) for index in summed])

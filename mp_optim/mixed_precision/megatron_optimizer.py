@@ -35,7 +35,6 @@ from mp_optim.mixed_precision.scaled_rows import scale_rows_
 from mp_optim.mixed_precision.settings_agreement import check_write, disagreement
 from mp_optim.mixed_precision.step import StepGrads, take_step
 from mp_optim.offload.backward_scheduler import BackwardScheduler
-from mp_optim.offload.worker import WorkerError
 from mp_optim.param_groups.tables import Tables, choice_notes
 
 
@@ -104,20 +103,9 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         """Find this step's gradients; nothing here asks the device.
 
         Raises:
+            WorkerError: work during backward failed; the caller discards the work of all workers.
             TypeError, ValueError: a gradient or a hyperparameter cannot be stepped with, naming it.
         """
-
-    def collect_all_grads(self) -> StepGrads:
-        """Call :meth:`collect_grads`; if a worker failed, discard the work of all of them.
-
-        Raises:
-            WorkerError: work during backward failed; nothing was stepped.
-        """
-        try:
-            return self.collect_grads()
-        except WorkerError:
-            self.discard_early_work()
-            raise
 
     @abstractmethod
     def verdict_device(self) -> torch.device | None:

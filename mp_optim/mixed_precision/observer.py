@@ -47,6 +47,11 @@ class Observer:
             verdict: :class:`~mp_optim.mixed_precision.clip_and_skip.Verdict` or ``DeviceVerdict``.
         """
 
+    @property
+    def is_on(self) -> bool:
+        """True if the hooks have work to do under the config with which the stack is built."""
+        return True
+
     # -- steps to skip
 
     def begin_judging(self, device: torch.device) -> bool:
@@ -116,7 +121,9 @@ class Observers(dict[str, Any]):
     def _overriding(self, name: str) -> list[Any]:
         plain = getattr(Observer, name)
         return [
-            getattr(each, name) for each in self.values() if getattr(type(each), name) is not plain
+            getattr(each, name)
+            for each in self.values()
+            if getattr(type(each), name) is not plain and each.is_on
         ]
 
     def judge_on(self, device: torch.device) -> Observer | None:

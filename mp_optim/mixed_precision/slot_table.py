@@ -15,7 +15,6 @@ from torch.distributed import ProcessGroup
 
 from mp_optim.core import (
     CachedTensorList,
-    Multiplier,
     ParamGroups,
     Slot,
     SlotUpdates,
@@ -55,16 +54,6 @@ class SlotColumns:
     streams: list[int]
     layouts: list[ParamLayout]
 
-    def updates(
-        self,
-        grads: Sequence[Tensor],
-        multipliers: Sequence[Multiplier],
-        changed: Sequence[Tensor | None] = (),
-    ) -> SlotUpdates:
-        """The updates of these slots."""
-        outputs, stays = self.outputs, (self.shard_groups, self.streams, self.layouts)
-        return SlotUpdates(self.slots, grads, multipliers, outputs, *stays, changed)
-
 
 @dataclass
 class SlotTable:
@@ -91,6 +80,8 @@ class SlotTable:
         layouts: device of the model's tensor, and how it is split.
         first: index of each group's first slot.
         split_over: result of :meth:`MainParams.split_over`; None until it is asked for.
+        by_sums: indices of weights that a step compares with their main params only if their
+            checksum changed; None until :class:`MainParams` finds them.
 
     NOTE: a method that writes a column calls :meth:`invalidate`, which drops all facts that were
     put together from the columns.
@@ -107,6 +98,7 @@ class SlotTable:
     first: list[int] = field(default_factory=list)
     _last: SlotColumns | None = None
     split_over: list[tuple[ProcessGroup, ...]] | None = None
+    by_sums: set[int] | None = None
 
     def index(self, slot: Slot) -> int:
         """Where a slot is in the lists."""
@@ -147,7 +139,7 @@ class SlotTable:
 
     def invalidate(self) -> None:
         """Drop the facts that were put together from the columns."""
-        self._last = self.split_over = None
+        self._last = self.split_over = self.by_sums = None
         vars(self).pop("common", None)
 
     def look(self, params: Sequence[Tensor]) -> None:
@@ -159,8 +151,7 @@ class SlotTable:
     def grads(
         self, name_of: Callable[[Slot], str], released: Mapping[Slot, Tensor]
     ) -> tuple[SlotColumns, CachedTensorList]:
-        """Return the slots that have a gradient now, and their local gradients, for
-        :meth:`check_grads` to check.
+        """Return the slots that have a gradient now, and their local gradients.
 
         Args:
             released: gradients that left their parameters.
@@ -168,7 +159,7 @@ class SlotTable:
         Raises:
             TypeError: a gradient is sparse or not floating point, naming the parameter.
             ValueError: a parameter is on the meta device, or has another gradient next to one that
-                was released.
+                was released; or a gradient has no memory, or another shape than its parameter.
         """
         params = self.seen.params
         simple = self.seen.plain and not released and have_grad_only(params)
@@ -198,34 +189,32 @@ class SlotTable:
             self._refuse_kinds(columns.indices, grads, name_of)
             with_grad = [params[index] for index in columns.indices]
             grads = CachedTensorList(map(local_grad, with_grad, grads))
-        return columns, grads
-
-    def check_grads(
-        self, columns: SlotColumns, grads: CachedTensorList, name_of: Callable[[Slot], str]
-    ) -> None:
-        """Raise unless gradients can be read, and have the shapes of their parameters: torch checks
-        the shape of a gradient when it is put there, and not when the parameter's or the gradient's
-        memory is exchanged after that.
-
-        Raises:
-            TypeError: a gradient is sparse or not floating point, naming the parameter.
-            ValueError: it has no values, because its parameter is on the meta device or its memory
-                was freed, or another shape than its parameter.
-        """
         indices, shapes = columns.indices, self.seen.marks.shapes
         if len(indices) < len(shapes):
             shapes = [shapes[index] for index in indices]
-        try:  # what has no strides has no answer to whether it is contiguous
+        try:  # is_contiguous() raises for layouts without strides
             strided = grads.contiguous or all(grad.layout == torch.strided for grad in grads)
         except RuntimeError:
             strided = False
         if not (strided and grads.dtypes <= GRADIENT_DTYPES) or _META in grads.devices:
             self._refuse_kinds(indices, grads, name_of)
-        present = list(map(Tensor.size, grads))
-        if present == shapes and grads.stored:
-            if "sizes" in vars(grads):  # those of the parameters, of which this is found true
-                vars(grads)["own_sizes"] = grads.sizes
-            return
+        # torch checks the shape of a gradient when it is assigned, but not when the memory of the
+        # parameter or of the gradient is replaced after that.
+        if list(map(Tensor.size, grads)) != shapes or not grads.stored:
+            self._refuse_memory(indices, shapes, grads, name_of)
+        if "sizes" in vars(grads):  # the parameters' sizes, which are now known to be right
+            vars(grads)["own_sizes"] = grads.sizes
+        return columns, grads
+
+    def _refuse_memory(
+        self,
+        indices: Sequence[int],
+        shapes: Sequence[torch.Size],
+        grads: Sequence[Tensor],
+        name_of: Callable[[Slot], str],
+    ) -> None:
+        """Raise ValueError if some gradients have other shapes than their parameters, or no
+        memory."""
         for index, shape, grad in zip(indices, shapes, grads, strict=True):
             if grad.shape != shape:
                 raise ValueError(
@@ -286,7 +275,8 @@ class SlotTable:
                 indices.append(index)
         chosen = self._select(indices)
         present = [grads[slot] for slot in chosen.slots]
-        return chosen.updates(present, [multiplier] * len(present))
+        stays = chosen.outputs, chosen.shard_groups, chosen.streams, chosen.layouts
+        return SlotUpdates(chosen.slots, present, [multiplier] * len(present), *stays)
 
     def select(self, indices: list[int]) -> SlotColumns:
         """Some slots as they are now; the same object as in the last step, where they are the same

@@ -18,7 +18,7 @@ import functools
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.core import Multiplier, ParamGroups
+from mp_optim.core import Multiplier, ParamGroups, SlotUpdates
 from mp_optim.core.executor import Executor
 from mp_optim.core.interrupted_step import StepMark
 from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer
@@ -61,9 +61,11 @@ from mp_optim.mixed_precision.main_params import MainParams
 from mp_optim.mixed_precision.observer import Observer, Observers
 from mp_optim.mixed_precision.slot_table import SlotTable
 from mp_optim.offload.backward_scheduler import BackwardScheduler, CollectedGrads
+from mp_optim.offload.worker import WorkerError
 from mp_optim.process_groups.process_groups import ProcessGroups
 
 _HOST = torch.device("cpu")
+_UNTIMED = nullcontext()
 
 
 class SteppedStack(Protocol):
@@ -75,7 +77,8 @@ class SteppedStack(Protocol):
     observers: Observers
     counts: StepCounts
 
-    def collect_all_grads(self) -> StepGrads: ...
+    def collect_grads(self) -> StepGrads: ...
+    def discard_early_work(self) -> None: ...
     def remember_scale(self) -> None: ...
     def verdict_device(self) -> torch.device | None: ...
     def refuse_disagreement(self) -> NoReturn: ...
@@ -101,9 +104,9 @@ def take_step(
     config, observers = stack.config, stack.observers
     with stack.step_mark.step(stack):
         if prepared is None:
-            with _timed(config, "optimizer-clip-main-grad"):
+            with _UNTIMED if config.timers is None else _timed(config, "optimizer-clip-main-grad"):
                 # finish the work of backward, refresh, collect
-                grads = stack.collect_all_grads()
+                grads = collected(stack)
                 # measure, agree
                 device = stack.verdict_device()
                 measurement = grads.sums(on_host=device is None)
@@ -117,7 +120,7 @@ def take_step(
             judge.take(torch.tensor(verdict.norms[MAIN_NORM], dtype=torch.float64, device=_HOST))
         stack.counts.record(verdict)
         # run
-        with _timed(config, "optimizer-inner-step"):
+        with _UNTIMED if config.timers is None else _timed(config, "optimizer-inner-step"):
             if verdict.cause:
                 grads.skip()
             else:
@@ -136,6 +139,19 @@ def take_step(
     return verdict.result
 
 
+def collected(stack: SteppedStack) -> StepGrads:
+    """Collect the gradients of a stack; if a worker failed, discard the work of all workers.
+
+    Raises:
+        WorkerError: work during backward failed; nothing was stepped.
+    """
+    try:
+        return stack.collect_grads()
+    except WorkerError:
+        stack.discard_early_work()
+        raise
+
+
 def _decide(
     stack: SteppedStack, measurement: Measurement, device: torch.device | None
 ) -> tuple[Verdict | DeviceVerdict, Observer | None]:
@@ -150,9 +166,9 @@ def _decide(
     if device is not None:
         scalars = [*measurement.sums.values(), *scaling]
         if all(value.device == device for value in scalars):
-            judge = stack.observers.judge_on(device)
+            judge = stack.observers.judge_on(device) if stack.observers.judges else None
             return DeviceVerdict(decide_on_device(measurement, scaling, config, judge)), None
-    judge = stack.observers.judge_on(_HOST)
+    judge = stack.observers.judge_on(_HOST) if stack.observers.judges else None
     verdict = decide(measurement, scaling, config, judge)
     if verdict.cause == DISAGREEMENT:
         stack.refuse_disagreement()
@@ -161,10 +177,8 @@ def _decide(
 
 @contextmanager
 def _timed(config: OptimizerConfig, name: str) -> Iterator[None]:
-    """Time a phase of a step with Megatron's timers, if the config has any."""
-    if config.timers is None:
-        yield
-        return
+    """Time a phase of a step with Megatron's timers."""
+    assert config.timers is not None
     timer = config.timers(name, log_level=1)
     timer.start(barrier=config.barrier_with_L1_time)
     try:
@@ -177,11 +191,13 @@ def _timed(config: OptimizerConfig, name: str) -> Iterator[None]:
 
 
 class StepGrads(ABC):
-    """Gradients that were collected for one step, and are freed with this object."""
+    """Gradients that were collected for one step, and are freed with this object.
 
-    @abstractmethod
-    def has_any(self) -> bool:
-        """True if any parameter has a gradient."""
+    Attributes:
+        has_any: True if any parameter has a gradient.
+    """
+
+    has_any: bool
 
     @abstractmethod
     def sums(self, on_host: bool = False) -> Measurement:
@@ -211,9 +227,7 @@ class GradsOfMembers(StepGrads):
 
     def __init__(self, members: Sequence[StepGrads]) -> None:
         self._members = members
-
-    def has_any(self) -> bool:
-        return any(member.has_any() for member in self._members)
+        self.has_any = any(member.has_any for member in members)
 
     def sums(self, on_host: bool = False) -> Measurement:
         return functools.reduce(operator.add, (member.sums() for member in self._members))
@@ -327,18 +341,15 @@ class WrappedGrads(StepGrads):
         self._wrapper, self._engine = wrapper, engine
         overlap, mains, table = engine.overlap, engine.mains, engine.table
         self._in_backward = CollectedGrads({}, {}) if overlap is None else overlap.collect()
-        wrapper.share_settings()
+        wrapper.shared_settings.exchange(engine.param_groups, wrapper.groups_below)
         engine.executor.check_groups()
         engine.executor.follow_memory()
         mains.follow_for_step()
         self._columns, self._grads = table.grads(wrapper.slot_name, self._in_backward.held)
-        table.check_grads(self._columns, self._grads, wrapper.slot_name)
         if not all(table.has_main):
             mains.make_trainable(self._columns.indices)
             self._columns = table.select(self._columns.indices)
-
-    def has_any(self) -> bool:
-        return bool(self._columns.indices)
+        self.has_any = bool(self._columns.indices)
 
     def sums(self, on_host: bool = False) -> Measurement:
         some, every = self._columns, self._engine.table.common.keys
@@ -355,7 +366,8 @@ class WrappedGrads(StepGrads):
             self._engine.overlap.skip()
 
     def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
-        executor, mains, some = self._engine.executor, self._engine.mains, self._columns
+        engine, some = self._engine, self._columns
+        executor, mains, table = engine.executor, engine.mains, engine.table
         if some.group is None:
             factors = [multipliers[key.group] for key in some.keys]
         else:
@@ -363,17 +375,18 @@ class WrappedGrads(StepGrads):
         changed: Sequence[Tensor | None] = ()
         for observer in mains.observers:
             changed = observer.before_launch(some.slots, some.indices)
-        updates = some.updates(self._grads, factors, changed)
+        stays = some.shard_groups, some.streams, some.layouts
+        updates = SlotUpdates(some.slots, self._grads, factors, some.outputs, *stays, changed)
         executor.step_slots(executor.clipped(updates, grad_norm))
         executor.finish_step()
         if executor.writes_settings:
             self._wrapper.share_settings()
-        table = self._engine.table
         if any(table.quantized):
             self._wrapper.step_mark.touch()
             for index in some.indices:
                 if table.quantized[index]:
                     quantize_(table.params[index], executor.main_param(table.slots[index]))
-        mains.stepped(some.indices)
+        if table.by_sums:
+            mains.note_written(some.indices)
         for observer in mains.observers:
             observer.after_launch()

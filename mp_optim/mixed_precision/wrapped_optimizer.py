@@ -73,7 +73,7 @@ class WrappedOptimizer(MegatronOptimizer):
             *(optimizer, executor, mains, mains.table, overlap),
             *(config, self.param_groups, self.process_groups),
         )
-        self.groups_below, self._settings = executor.all_groups(), SharedSettings()
+        self.groups_below, self.shared_settings = executor.all_groups(), SharedSettings()
         self.use_mark(self.step_mark)
         self.share_settings()
         if overlap is not None:

@@ -41,7 +41,8 @@ _ENTRY, _WINDOW = "skip_step", "window"
 class SkipRule(Observer):
     """The window of the last steps of a stack, by which the next one is judged.
 
-    The config's values are read at each step, except the window's length.
+    The config decides at construction whether the rule is on, and how long its window is. The
+    factor is read at each step.
 
     Attributes:
         reported: loss of the coming step, one element, if it was reported.
@@ -59,7 +60,7 @@ class SkipRule(Observer):
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is ever skipped by it."""
+        """True if steps may be skipped by this rule."""
         return math.isfinite(self._config.skip_step_sigma_factor)
 
     @in_own_modes

@@ -56,7 +56,7 @@ class StepWarnings(Observer):
         gradient and are not in the optimizer."""
         stack = self._stack()
         assert stack is not None
-        if not (self._warned_of_no_gradient or grads.has_any() or stack.is_stub_optimizer):
+        if not (self._warned_of_no_gradient or grads.has_any or stack.is_stub_optimizer):
             self._warn_of_no_gradient(stack)
         if isinstance(verdict, DeviceVerdict):
             verdict.when_settled(weak_method(self._judge))

@@ -43,6 +43,10 @@ class UpdateRatios(Observer):
         self._read: Callable[[], Tensor] | None = None
         self._updated = 0
 
+    @property
+    def is_on(self) -> bool:
+        return self._config.log_update_ratios_interval > 0
+
     def before_step(self) -> None:
         self._before = []
         interval = self._config.log_update_ratios_interval

@@ -138,7 +138,7 @@ class StackOptimizer(WrappedOptimizer):
         for scheduler in self.early_work:
             scheduler.stop()
         vars(self).pop("engine", None)
-        self.groups_below, self._settings = (), SharedSettings()
+        self.groups_below, self.shared_settings = (), SharedSettings()
         self._sizes.clear()
         self.step_mark.clear()
         self.step_mark.copies.clear()
@@ -185,8 +185,9 @@ class StackOptimizer(WrappedOptimizer):
             if self._step_supports_amp_scaling:
                 warn(_FP16)
         self.grad_scaler = None if scale is None else AmpLossScale(scale)
-        self.check_lists()
-        if not self._is_built:
+        if [len(group["params"]) for group in self._live_groups] != self._sizes:
+            self.check_lists()
+        if "engine" not in vars(self):
             self._build()
         self._is_begun = True
         self.last_step = take_step(self)

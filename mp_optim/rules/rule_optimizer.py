@@ -100,7 +100,7 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
 
     def forget_groups(self, count: int) -> None:
         self.executor.forget_groups(count)
-        self._settings.forget_groups(count)
+        self.shared_settings.forget_groups(count)
 
     # -- steps ------------------------------------------------------------------------------------
 

@@ -237,10 +237,8 @@ class ReducedGrads(GradsOfMembers):
         super().__init__([owned])
         self._optimizer, self._trained = optimizer, trained
         self._model = optimizer._model
-
-    def has_any(self) -> bool:
-        """Whether any came from a backward pass of this rank; the others are zeros."""
-        return self._optimizer.grad_reducer.has_gradients
+        # Parameters without a backward pass on this rank have gradients of zeros.
+        self.has_any = optimizer.grad_reducer.has_gradients
 
     def sums(self, on_host: bool = False) -> Measurement:
         return self._owned_sums() if self._model.steps_everything else super().sums()

@@ -24,7 +24,7 @@ from mp_optim.mixed_precision.clip_and_skip import decide
 from mp_optim.mixed_precision.grad_norm import EXCLUDED, MAIN_NORM, Measurement
 from mp_optim.mixed_precision.grad_scaler import scaling_of
 from mp_optim.mixed_precision.observer import Observer
-from mp_optim.mixed_precision.step import StepGrads, take_step
+from mp_optim.mixed_precision.step import StepGrads, collected, take_step
 from mp_optim.zero.zero import DistributedOptimizer
 
 _CHUNK = re.compile(r"model(\d+)$")
@@ -184,7 +184,7 @@ class MegatronFace(torch.optim.Optimizer):
         stack = self.stack
         stack.check_lists()
         with stack.step_mark.step(stack):
-            grads = stack.collect_all_grads()
+            grads = collected(stack)
             measurement = grads.sums()
             judge = stack.observers.judge_on(torch.device("cpu"))
             verdict = self._decided(measurement, judge, 0.0)

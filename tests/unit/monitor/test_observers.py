@@ -60,7 +60,7 @@ def test_observer_sees_each_step_before_and_after_when_it_is_in_the_table(
             self.seen.append(self.stack.counts.steps)
 
         def after_step(self, grads: Any, verdict: Any) -> None:
-            self.seen.append((grads.has_any(), verdict.cause))
+            self.seen.append((grads.has_any, verdict.cause))
 
     monkeypatch.setattr(MegatronOptimizer, "observer_kinds", {**OBSERVERS, "recorder": Recorder})
     optimizer, _ = trained()
