@@ -33,7 +33,6 @@ from mp_optim.kernels.chunking import (
 )
 from mp_optim.kernels.element_rules import AdamScalars, SgdScalars, gradients
 from mp_optim.kernels.kernel_args import (
-    FLOATS,
     LambScalars,
     LaunchDtypes,
     TensorLists,
@@ -41,7 +40,6 @@ from mp_optim.kernels.kernel_args import (
     kept_moments,
 )
 from mp_optim.kernels.reference import ReferenceBackend, Scales
-from mp_optim.kernels.sums import combine_pieces, sum_of_squares
 
 CHUNK_ELEMENTS = 2048 * 32
 """Elements that one block of threads works on."""
@@ -85,6 +83,15 @@ def check_launch(
             f"{name}: takes lists of contiguous tensors of {list(dtypes)} on {KERNEL_DEVICE}, each "
             f"of 1 to {MOST_ELEMENTS} elements and as many in every list; given {given}"
         )
+
+
+def sums_by_torch(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the FP64 sum of squares of each tensor, shape (n,), in torch's own order."""
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float64, device="cpu")
+    # Row-major, as staged copies of gradients are: torch adds up in the order of memory.
+    row_major = [tensor.contiguous() for tensor in tensors]
+    return torch.stack(list(torch._foreach_norm(row_major, 2, dtype=torch.float64))).square()
 
 
 class MultiTensorBackend(ReferenceBackend):
@@ -169,29 +176,7 @@ class MultiTensorBackend(ReferenceBackend):
         write_outputs(batch)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        """FP32 norms of pieces, added up in FP64. What overflows FP32 is summed by ``reference``:
-        only an inf or nan among the values may make a sum that is not finite."""
-        if not tensors or any(tensor.dtype not in FLOATS for tensor in tensors):
-            return sum_of_squares(tensors)
-        flat = [tensor.contiguous() for tensor in tensors]
-        owners, pieces = [], []
-        for of_each, batch in batches(TensorLists(flat, flat, {}, [None] * len(flat))):
-            owners += of_each
-            pieces += batch.main
-        squares = torch.zeros(len(pieces), 1, dtype=torch.float64, device=tensors[0].device)
-        for dtype in dict.fromkeys(piece.dtype for piece in pieces):
-            indices = [index for index, piece in enumerate(pieces) if piece.dtype == dtype]
-            for start in range(0, len(indices), MOST_TENSORS):
-                together = indices[start : start + MOST_TENSORS]
-                norms = self.launch(
-                    "multi_tensor_l2norm", [[pieces[i] for i in together]], [dtype], True
-                )[1]
-                squares[torch.tensor(together, device=squares.device), 0] = norms.double().square()
-        sums = combine_pieces(owners, squares, len(tensors)).squeeze(1)
-        if not bool(sums.isfinite().all()):
-            for index in torch.nonzero(~sums.isfinite()).flatten().tolist():
-                sums[index] = sum_of_squares([tensors[index]])[0]
-        return sums
+        return sums_by_torch(tensors)
 
 
 def _adam_arguments(s: AdamScalars) -> tuple[Any, ...]:
@@ -390,10 +375,4 @@ class TorchBackend(ReferenceBackend):
         )
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        if not tensors:
-            return torch.zeros(0, dtype=torch.float64, device="cpu")
-        # Row-major, as staged copies of gradients are: torch adds up in the order of memory.
-        norms = torch._foreach_norm(
-            [tensor.contiguous() for tensor in tensors], 2, dtype=torch.float64
-        )
-        return torch.stack(list(norms)).square()
+        return sums_by_torch(tensors)
