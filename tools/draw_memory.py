@@ -7,8 +7,8 @@ python tools/draw_memory.py [FOLDER]
 
 from __future__ import annotations
 
-import dataclasses
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from plan_memory import GIB, load
 
-from mp_optim import OptimizerConfig, plan
+from mp_optim import plan
 from mp_optim.apps.fit.model_plan import FORMS, specs_of
 from mp_optim.factory.memory_plan import MemoryPlan
 
@@ -53,12 +53,10 @@ SHADES = {
 def main(folder: Path = IMAGES) -> None:
     source, config = load(MODELS / f"{MODEL}.yaml")
     specs = specs_of(source)
-    known = {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config)}
     plans = {}
     for name, form in SETTINGS.items():
         offloads = form.get("optimizer_offload_fraction", 0.0) > 0.0
-        settings = {**known, **form, "optimizer_cpu_offload": offloads}
-        plans[name] = plan(specs, OptimizerConfig(**settings))
+        plans[name] = plan(specs, replace(config, **form, optimizer_cpu_offload=offloads))
     draw(plans, folder / "memory.png")
 
 

@@ -395,7 +395,6 @@ def test_every_installed_command_exists(document):
     ("tool", "document"),
     [
         ("tools/settings_table.py", "docs/settings.md"),
-        ("tools/offload_table.py", "docs/settings.md"),
         ("tools/fit_published.py", "docs/fit.md"),
         ("tools/fit_table.py", "docs/fit.md"),
     ],
@@ -403,7 +402,9 @@ def test_every_installed_command_exists(document):
 @pytest.mark.slow
 def test_generated_parts_are_up_to_date(tool, document):
     written = run_forked_program(*tool.split(), timeout=1800)
-    assert written.strip() in (ROOT / document).read_text(), f"paste the output of python {tool}"
+    text = (ROOT / document).read_text()
+    for part in written.strip().split("\n\n"):
+        assert part in text, f"paste the output of python {tool}"
 
 
 class FromElsewhere:
