@@ -124,8 +124,7 @@ class Verdict:
         norms: unscaled norm of each norm group.
         num_zeros: zero gradient elements, if counted.
         reason: why the step is skipped, in words; empty for one that is taken.
-        scaling: the inverse loss scale, and the grad scaler's trackers, as they were before this
-            step; empty without a scaler.
+        scaling: the inverse loss scale before this step; empty without a scaler.
         limits: metrics of the observer that judged the step.
         param_sums: sum of squares of each parameter's gradient, still scaled, FP64 on the host, in
             slot order; None if they are not kept.
@@ -207,8 +206,7 @@ def decide(
 
     Args:
         measurement: agreed sums of squares of the gradients as they are (still scaled).
-        scaled_by: reciprocal of the scale that was used in backward, shape (1,) FP64, and the grad
-            scaler's trackers; empty for 1.
+        scaled_by: reciprocal of the scale that was used in backward, shape (1,) FP64; empty for 1.
         config: reads ``clip_grad`` (<= 0: off) and ``grad_norm_skip_threshold``.
         judge: observer that judges the step, prepared for the host.
     """

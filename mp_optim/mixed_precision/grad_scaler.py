@@ -4,7 +4,7 @@ device."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 from mp_optim.config.setting_checks import WHOLE, Number, check_setting, whole
 from mp_optim.host.calls import in_own_modes
 from mp_optim.host.host_memory import as_tensor
-from mp_optim.kernels.kernel_args import fp32
 
 _LARGEST = 2.0**126
 """The largest power of two whose reciprocal is a normal FP32 number."""
@@ -43,20 +42,8 @@ class MegatronGradScaler(ABC):
         """FP32, shape (1,), live: the factor of the loss."""
         return self._scale
 
-    @property
-    def trackers(self) -> tuple[Tensor, ...]:
-        """What :meth:`scale_after` goes by besides the scale: live, of one element each, where the
-        scale lies."""
-        return ()
-
-    def scale_after(self, scale: float, trackers: Sequence[float], found_inf: bool) -> float | None:
-        """What :meth:`update` makes of a scale and of trackers that were read before; None if only
-        it knows. Asks nothing of the device."""
-        return None
-
     def may_shrink(self, scale: float) -> bool:
-        """Whether an overflow with this scale is what it is there to find out, for it can still
-        shrink."""
+        """True if an overflow with this scale is expected, because the scale can still shrink."""
         return False
 
     @property
@@ -84,9 +71,6 @@ class ConstantGradScaler(MegatronGradScaler):
 
     def update(self, found_inf: bool | Tensor) -> None:
         """Change nothing."""
-
-    def scale_after(self, scale: float, trackers: Sequence[float], found_inf: bool) -> float | None:
-        return scale
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -146,20 +130,6 @@ class DynamicGradScaler(MegatronGradScaler):
             (1,), self.hysteresis, dtype=torch.int32, device=device
         )
 
-    @property
-    def trackers(self) -> tuple[Tensor, ...]:
-        return self._growth_tracker, self._hysteresis_tracker
-
-    def scale_after(self, scale: float, trackers: Sequence[float], found_inf: bool) -> float | None:
-        if type(self).update is not DynamicGradScaler.update:
-            return None
-        clean, left = trackers
-        if found_inf and left <= 1:
-            scale *= self.backoff_factor
-        elif not found_inf and clean + 1 >= self.growth_interval:
-            scale *= self.growth_factor
-        return fp32(min(max(scale, self.min_scale), _LARGEST))
-
     def may_shrink(self, scale: float) -> bool:
         return scale > self.min_scale
 
@@ -206,9 +176,3 @@ class DynamicGradScaler(MegatronGradScaler):
         self.check_state_dict(state_dict)
         for key, live in self._live().items():
             live.copy_(as_tensor(state_dict[key]).reshape(1))
-
-
-def scaling_of(scaler: MegatronGradScaler | None) -> tuple[Tensor, ...]:
-    """What a verdict goes by: the reciprocal of a loss scale, shape (1,), and the scaler's
-    trackers; nothing where there is no scaler."""
-    return () if scaler is None else (scaler.inv_scale, *scaler.trackers)

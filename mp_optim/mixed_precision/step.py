@@ -56,7 +56,7 @@ from mp_optim.mixed_precision.grad_norm import (
     pairwise_sum_on_host,
     total_by_key,
 )
-from mp_optim.mixed_precision.grad_scaler import MegatronGradScaler, scaling_of
+from mp_optim.mixed_precision.grad_scaler import MegatronGradScaler
 from mp_optim.mixed_precision.main_params import MainParams
 from mp_optim.mixed_precision.observer import Observer, Observers
 from mp_optim.mixed_precision.slot_table import SlotTable
@@ -162,7 +162,7 @@ def _decide(
             if the measurement and the loss scale are there, so that no host waits for it.
     """
     config = stack.config
-    scaling = () if stack.grad_scaler is None else scaling_of(stack.grad_scaler)
+    scaling = () if stack.grad_scaler is None else (stack.grad_scaler.inv_scale,)
     if device is not None:
         scalars = [*measurement.sums.values(), *scaling]
         if all(value.device == device for value in scalars):

@@ -4,7 +4,7 @@ it, and never waits for the device."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from mp_optim.core.names import ModelParams, names_in_words
 from mp_optim.host.calls import warn, weak_method
 from mp_optim.kernels.kernel_args import fp32
-from mp_optim.mixed_precision import MegatronGradScaler, MegatronOptimizer
+from mp_optim.mixed_precision import MegatronOptimizer
 from mp_optim.mixed_precision.clip_and_skip import DeviceVerdict, Verdict
 from mp_optim.mixed_precision.observer import Observer
 from mp_optim.mixed_precision.step import StepGrads
@@ -74,13 +74,13 @@ class StepWarnings(Observer):
         stack = self._stack()
         if verdict.disagrees or stack is None:  # a disagreement is an error
             return
-        scales = _scales(stack.grad_scaler, verdict)
-        told = self._warn(stack, verdict, scales)
+        scale = fp32(1.0 / verdict.scaling[0]) if verdict.scaling else None
+        told = self._warn(stack, verdict, scale)
         health = stack.observers.get("health")
         norms = {} if health is None else health.norms_in(verdict, _SAID_FIRST)
-        _log_skip(stack, verdict, scales, told, norms)
+        _log_skip(stack, verdict, scale, told, norms)
 
-    def _warn(self, stack: MegatronOptimizer, verdict: Verdict, scales: Sequence[float]) -> str:
+    def _warn(self, stack: MegatronOptimizer, verdict: Verdict, scale: float | None) -> str:
         """Warn of the 1st, 10th, 100th ... skipped one in a row;
         of one that a dynamic loss scale is there for, or a threshold, only when it should not have
         come to that. Returns what was said of the cause; empty if nothing was."""
@@ -93,22 +93,12 @@ class StepWarnings(Observer):
             warn(f"{times} skipped: {verdict.reason}")
             return verdict.reason
         scaler = stack.grad_scaler
-        if scaler is not None and scaler.may_shrink(scales[-1]):
+        if scaler is not None and scale is not None and scaler.may_shrink(scale):
             return ""
         culprit = _culprit(stack)
         lost = "a gradient held an inf or nan (it is cleared by now, or on another rank)"
         warn(f"{times} skipped, and nothing was trained: {culprit or lost}")
         return culprit or verdict.reason
-
-
-def _scales(scaler: MegatronGradScaler | None, verdict: Verdict) -> list[float]:
-    """The loss scale before a step and, if that can be told, after it; empty if there is none."""
-    if scaler is None or not verdict.scaling:
-        return []
-    inverse, *trackers = verdict.scaling
-    before = fp32(1.0 / inverse)
-    after = scaler.scale_after(before, trackers, verdict.found_inf)
-    return [before] if after is None else [before, after]
 
 
 _SAID_FIRST = 3
@@ -118,14 +108,14 @@ _SAID_FIRST = 3
 def _log_skip(
     stack: MegatronOptimizer,
     verdict: Verdict,
-    scales: Sequence[float],
+    scale: float | None,
     told: str,
     largest_norms: Mapping[str, float],
 ) -> None:
     """Log a skipped step, if it is due: as a warning on rank 0, as information on other ranks.
 
     Args:
-        scales: loss scale before the step and, if known, after it.
+        scale: loss scale of the step; None without a scaler.
         told: cause as a warning has just named it. The line is one for the record then.
         largest_norms: of single gradients, by name, if they are kept.
     """
@@ -136,8 +126,8 @@ def _log_skip(
     line = f"step {stack.counts.steps} was skipped: {verdict.reason}"
     if told not in line:
         line += f" ({told})"
-    if scales:
-        line += "; loss scale " + " -> ".join(f"{scale:.10g}" for scale in scales)
+    if scale is not None:
+        line += f"; loss scale {scale:.10g}"
     if largest_norms:
         norms = ", ".join(f"{name} {norm:g}" for name, norm in largest_norms.items())
         line += f"; largest gradient norms: {norms}"

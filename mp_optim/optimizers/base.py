@@ -374,6 +374,3 @@ class AmpLossScale(ConstantGradScaler):
 
     def may_shrink(self, scale: float) -> bool:
         return True
-
-    def scale_after(self, scale: float, trackers: Sequence[float], found_inf: bool) -> float | None:
-        return None  # the GradScaler's own update says

@@ -22,7 +22,6 @@ from mp_optim.host.calls import in_own_modes
 from mp_optim.mixed_precision import MegatronOptimizer, Verdict
 from mp_optim.mixed_precision.clip_and_skip import decide
 from mp_optim.mixed_precision.grad_norm import EXCLUDED, MAIN_NORM, Measurement
-from mp_optim.mixed_precision.grad_scaler import scaling_of
 from mp_optim.mixed_precision.observer import Observer
 from mp_optim.mixed_precision.step import StepGrads, collected, take_step
 from mp_optim.zero.zero import DistributedOptimizer
@@ -267,7 +266,8 @@ class MegatronFace(torch.optim.Optimizer):
 
     def _decided(self, measurement: Measurement, judge: Observer | None, limit: float) -> Verdict:
         config = dataclasses.replace(self.stack.config, clip_grad=limit)
-        return decide(measurement, scaling_of(self.stack.grad_scaler), config, judge)
+        scaler = self.stack.grad_scaler
+        return decide(measurement, () if scaler is None else (scaler.inv_scale,), config, judge)
 
     def _require(self, caller: str) -> _Prepared:
         if self._prepared is None:

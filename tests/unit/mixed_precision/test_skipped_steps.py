@@ -81,8 +81,8 @@ def test_gradients_that_are_not_finite_name_their_norm_group(bad, groups, caplog
     assert step(model, optimizer, **bad).reason == reason
     assert step(model, optimizer, **bad).reason == reason
     assert said(caplog) == [
-        f"step 2 was skipped: {reason}; loss scale 4096 -> 4096",
-        f"step 3 was skipped: {reason}; loss scale 4096 -> 2048",
+        f"step 2 was skipped: {reason}; loss scale 4096",
+        f"step 3 was skipped: {reason}; loss scale 4096",
     ]
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
@@ -94,7 +94,7 @@ def test_a_norm_over_the_threshold_is_said_with_both_numbers(caplog):
     assert result.reason.startswith("the gradient norm is ")
     assert result.reason.endswith(", over grad_norm_skip_threshold=10")
     assert not result.success and f"{result.grad_norm:g}" in result.reason
-    line = f"step 2 was skipped: {result.reason}; loss scale 4096 -> 8192"
+    line = f"step 2 was skipped: {result.reason}; loss scale 4096"
     assert said(caplog) == [line]
 
 
@@ -143,7 +143,7 @@ def story(caplog: pytest.LogCaptureFixture, **settings: Any) -> tuple[list[str],
 def test_warnings_are_the_same_when_the_device_decides(caplog):
     host = story(caplog, fused_backend="reference")
     scales = {line.split("loss scale ")[1] for line in host[0]}
-    assert len(host[0]) == 6 and len(scales) > 3
+    assert len(host[0]) == 6 and len(scales) > 2
     assert story(caplog, fused_backend="triton", log_num_zeros_in_grad=True) == host
 
 
@@ -160,12 +160,12 @@ def test_a_verdict_of_the_device_is_said_when_it_is_settled(caplog, monkeypatch)
         optimizer.scale_loss(torch.ones(()))
         optimizer.step()  # settles the one before
         (line,) = said(caplog)
-    assert line == f"step 2 was skipped: {result.reason}; loss scale 4096 -> 4096"
+    assert line == f"step 2 was skipped: {result.reason}; loss scale 4096"
     later = step(model, optimizer, main=math.inf)
     optimizer.grad_scaler.scale.fill_(3.0)  # what the device has by now is not asked
     assert len(said(caplog)) == 2 and later.reason
     assert said(caplog)[2].startswith("step 4 was skipped")
-    assert said(caplog)[2].endswith("; loss scale 2048 -> 1024")
+    assert said(caplog)[2].endswith("; loss scale 2048")
 
 
 # -- ranks ----------------------------------------------------------------------------------------
