@@ -372,10 +372,8 @@ class MatrixOwners(Workspace):
     in one order, and so the same numbers.
 
     Attributes:
-        owned, known: matrices that this rank orthogonalised in the last step, and all that it had a
-            part of.
-        flops: of the owned ones.
-        bytes_sent: to other ranks.
+        flops: floating-point operations of this rank's products for such matrices in the last step.
+        bytes_sent: bytes that this rank sent to other ranks for them.
     """
 
     def __init__(self) -> None:
@@ -386,7 +384,7 @@ class MatrixOwners(Workspace):
     def _reset(self) -> None:
         self._seen.clear()
         self._loads.clear()
-        self.owned = self.known = self.flops = self.bytes_sent = 0
+        self.flops = self.bytes_sent = 0
 
     def begin(self, keys: Iterable[Hashable]) -> None:
         """A launch begins; a step does when one of its parameters comes again.
@@ -417,20 +415,12 @@ class MatrixOwners(Workspace):
         loads = self._loads.setdefault(name, [0] * grid.size)
         planned = plan_exchange(tuple(params), tuple(flops), tuple(loads), width)
         (here,) = grid.block(*(group.rank() for group in groups))
-        self.known += len(planned.items)
         for owner, cost in zip(planned.owners, planned.costs, strict=True):
             loads[owner] += cost
             if owner == here:
-                self.owned += 1
                 self.flops += cost
         return planned
 
     def metrics(self) -> dict[str, float]:
         """What this rank did for matrices that ranks share, in the last step."""
         return {"muon_flops": self.flops, "bytes_exchanged": self.bytes_sent}
-
-    def __str__(self) -> str:
-        """As the end of a sentence; empty if no matrices are shared."""
-        if not self.known:
-            return ""
-        return f"; of {self.known} matrices split over ranks this one orthogonalises {self.owned}"

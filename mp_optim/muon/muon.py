@@ -116,12 +116,10 @@ class MuonRule(Rule):
         counts = _adds_up(group) and parts_over(update.shard_groups, update.layout)
         return bool(counts) or _shares_matrices(group, update)
 
-    def carried_out_by(
-        self, backend: Backend, why: str, group: Settings, workspace: Workspace
-    ) -> tuple[str, str]:
+    def carried_out_by(self, backend: Backend, why: str, group: Settings) -> tuple[str, str]:
         return backend.name, (
             f"{why}; muon: products of matrices are torch's, where the model's parameters lie; "
-            f"their bits may differ between devices and numbers of threads{workspace}"
+            "their bits may differ between devices and numbers of threads"
         )
 
     def apply(self, launch: Launch, backend: Backend) -> None:

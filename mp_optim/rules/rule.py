@@ -29,16 +29,11 @@ CAUTION_REDUCTION = "counting the elements that cautious updates keep"
 
 
 class Workspace:
-    """What a rule keeps from one launch to the next that is no state: who communicates what, counts
-    for ``metrics``. One for each optimizer; none of it is saved."""
+    """Counts of a rule, kept by each optimizer from one launch to the next. They are not saved."""
 
     def metrics(self) -> dict[str, float]:
         """Numbers about the last step, by names as of ``optimizer.metrics()``."""
         return {}
-
-    def __str__(self) -> str:
-        """For descriptions: the end of a sentence, or empty."""
-        return ""
 
 
 class Launch(NamedTuple):
@@ -206,9 +201,7 @@ class Rule(ABC):
         """The multiplier after the rule's own clipping, if it has one."""
         return multiplier
 
-    def carried_out_by(
-        self, backend: Backend, why: str, group: Settings, workspace: Workspace
-    ) -> tuple[str, str]:
+    def carried_out_by(self, backend: Backend, why: str, group: Settings) -> tuple[str, str]:
         """Name of what steps a group where a backend was chosen, and why."""
         return backend.name, why
 
