@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mp_optim.config import OptimizerConfig
+from mp_optim.config.setting_checks import nearest
 from mp_optim.core.model_parallel import ModelParallel
 from mp_optim.core.names import ModelParams, canonical_names, named_params, prefixed
 from mp_optim.core.param_attributes import check_attributes
@@ -161,6 +161,7 @@ def _check_overrides_match(
     for key in overrides:
         if key in standard or any(key.matches(param, name) for name, param in named):
             continue
+        pattern = key.name if isinstance(key.name, str) else " ".join(key.name)
         given = {field.name: getattr(key, field.name) for field in dataclasses.fields(key)}
         shown = ", ".join(
             f"{field}={getattr(value, 'name', value)!r}"
@@ -169,19 +170,9 @@ def _check_overrides_match(
         )
         raise ValueError(
             f"override ParamKey({shown}) matches no "
-            f"parameter{_nearest(key, [name for name, _ in named])}. "
-            "Where another rank holds what it is for, say so with process_groups= (grad_stats)"
+            f"parameter{nearest(pattern, [name for name, _ in named])}; correct it, or pass "
+            "process_groups= with grad_stats if another rank holds its parameters"
         )
-
-
-def _nearest(key: ParamKey, names: Sequence[str]) -> str:
-    patterns = [key.name] if isinstance(key.name, str) else list(key.name)
-    close: dict[str, None] = {}
-    for pattern in patterns:
-        close |= dict.fromkeys(difflib.get_close_matches(pattern, names, n=3, cutoff=0.4))
-    shown = list(close) or list(names[:3])
-    which = "nearest" if close else "first"
-    return f"; the {which} are {', '.join(map(repr, shown))}" if shown else ""
 
 
 def _checked_groups(
