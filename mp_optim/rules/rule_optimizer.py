@@ -144,6 +144,7 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
                     for slot, param, grad in zip(slots, params, grads, strict=True)
                 ]
             )
+            updates = replace(updates, grads=())  # kept gradients would stay allocated
             last = self._last = _LastStep(indices, names, SeenParams(params), updates)
         if not (last.seen.plain and are_plain(grads)):
             grads = list(map(local_grad, params, grads))

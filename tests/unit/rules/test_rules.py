@@ -1,6 +1,7 @@
 """What the rules' settings do, and how bad ones are refused. Their numerics: test_numerics.py."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -95,3 +96,13 @@ def test_a_tensor_learning_rate_is_obeyed():
     found, _ = run(lambda ps: FusedAdam(ps, lr=torch.tensor(LR, dtype=torch.float64)))
     expected, _ = run(lambda ps: FusedAdam(ps, lr=LR))
     assert torch.equal(found, expected)
+
+
+def test_fused_adam_frees_gradients_when_they_are_cleared() -> None:
+    param = nn.Parameter(torch.ones(8))
+    optimizer = FusedAdam([param], lr=0.1)
+    param.grad = torch.ones(8)
+    memory = weakref.ref(param.grad.untyped_storage())
+    optimizer.step()
+    optimizer.zero_grad()
+    assert memory() is None
