@@ -144,12 +144,12 @@ class BackwardJob(Job):
         self._ticket: Any = None
 
     def prepare(self) -> None:
-        if self.releases and self._is_prepared:
+        if self._is_prepared:
             return
-        self._is_prepared = True
         if self.updates is not None and (self.releases or not self.is_cancelled):
             to = self.staged.grads if self.landing is None else self.landing
             self._ticket = self.owner.download(self.updates.grads, to, self._after)
+        self._is_prepared = True
 
     def let_go(self) -> None:
         """Wait until the gradients are down, and let go of them. From the caller's thread, of a job

@@ -89,7 +89,7 @@ class BackwardScheduler:
         self.counts = Counter(
             speculation_hits=0, speculation_redone=0, speculation_paused=0, speculation_stale=0
         )
-        self.worker = Worker("mp_optim-host", capacity=64, set_up=settings.set_up)
+        self.worker = Worker("mp_optim-host", settings.set_up)
         self.released = ReleasedGrads(self.worker)
         self.buckets: list[EarlyBucket] = []
         self.is_last_microbatch = True
@@ -362,11 +362,7 @@ class BackwardScheduler:
                 self._finish_jobs()
             except WorkerError as error:
                 self.released.lose(error)
-        # NOTE: a worker that is stuck keeps the memory that it may still write to, so the buckets
-        # get others.
-        if not self.worker.discard():
-            self._host_part.lost_memory()
-            self.cut()
+        self.worker.discard()
         self._failure = None
         self.end_iteration()
         self._timeline.end_step()

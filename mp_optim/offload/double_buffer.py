@@ -83,10 +83,6 @@ class DoubleBuffer:
         self._blocks: dict[bool, Block] = {}
         self._buffered: dict[Key, _BufferedTensor] = {}
 
-    def forget(self) -> None:
-        """Something may still write to the spare: make another one."""
-        self._buffered.clear()
-
     def reserve(self, live: Mapping[Key, Tensor]) -> tuple[int, int]:
         """Plan host memory for as much again as these tensors have, if that is not done yet. The
         bytes that it takes as soon as it is used, for main params and for the rest."""

@@ -115,13 +115,9 @@ class HostPart:
         """Be stepped by other settings, in other memory."""
         self.settings = settings
         self._use_allocators()
-        self._take_other_memory()
-
-    def lost_memory(self) -> None:
-        """The worker may write for ever to memory that it was given: have other."""
-        if self.ahead is not None:
-            self.ahead.lost_memory()
-        self._take_other_memory()
+        if self.lane is not None:
+            self.lane.use(settings)
+        self.cut()
 
     def _use_allocators(self) -> None:
         """Have state of what is stepped in windows be allocated in memory that copies read."""
@@ -133,11 +129,6 @@ class HostPart:
         file, allocate = settings.state_file, partial(zeros_beside, allocate=empty_host)
         slots = [slot.slot for slot in self.slots]
         self._rule_executor.rows.allocators = dict.fromkeys(slots, file.zeros if file else allocate)
-
-    def _take_other_memory(self) -> None:
-        if self.lane is not None:
-            self.lane.use(self.settings)
-        self.cut()
 
     def follow(self, order: Sequence[Slot]) -> None:
         """Have buckets and windows in this order."""

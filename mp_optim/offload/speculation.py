@@ -81,12 +81,6 @@ class Ahead:
             return
         self._spares = [DoubleBuffer(transfer, pin) for _ in buckets]
 
-    def lost_memory(self) -> None:
-        """The worker may write for ever to a spare that it was given. Those in memory are cut
-        anew; a file has another part for it."""
-        if self._in_file is not None:
-            self._in_file.forget()
-
     @property
     def allocated_bytes(self) -> int:
         """Bytes of host memory that spares take now; 0 if they are in a file."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -219,9 +220,10 @@ def simulated_accelerator(pace: Pace = Pace.LAZY, seed: int = 0) -> Iterator[Sim
             context.enter_context(mock.patch.object(Tensor, name, value, create=True))
         call = launches.replacement(simulation, NativeLibrary.call)
         context.enter_context(mock.patch.object(NativeLibrary, "call", call))
-        for module in (product_worker, leases):
-            stand_in = threads.stand_in(simulation)
-            context.enter_context(mock.patch.object(module, "threading", stand_in))
+        pool = partial(threads.Pool, simulation)
+        context.enter_context(mock.patch.object(product_worker, "ThreadPoolExecutor", pool))
+        stand_in = threads.stand_in(simulation)
+        context.enter_context(mock.patch.object(leases, "threading", stand_in))
         context.enter_context(mock.patch.object(leases, "move", Tensor.copy_))  # which is seen
         context.enter_context(Operations(simulation))
         context.enter_context(Devices(simulation))

@@ -4,6 +4,7 @@ the one that takes a lock knows what the one knew that gave it back."""
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -78,6 +79,41 @@ class Lock:
     def _acquire_restore(self, state: Any) -> None:
         self._lock._acquire_restore(state)
         self._learn()
+
+
+class Pool(ThreadPoolExecutor):
+    """A pool whose work is seen: it knows what the submitter knew, and the one that asks for an
+    error knows what the work knew."""
+
+    def __init__(self, simulation: Simulation, *settings: Any) -> None:
+        super().__init__(*settings)
+        self._simulation = simulation
+
+    def submit(self, work: Any, /, *args: Any, **more: Any) -> Future[Any]:
+        simulation = self._simulation
+        begun, ended = dict(simulation.thread.clock), Actor("a job")
+
+        def seen() -> Any:
+            with simulation.lock:
+                simulation.thread.learn(begun)
+            try:
+                with Operations(simulation), Devices(simulation):
+                    return work(*args, **more)
+            finally:
+                with simulation.lock:
+                    ended.learn(simulation.thread.clock)
+
+        future = super().submit(seen)
+        error_of = future.exception
+
+        def exception(timeout: float | None = None) -> BaseException | None:
+            error = error_of(timeout)
+            with simulation.lock:
+                simulation.thread.learn(ended.clock)
+            return error
+
+        future.exception = exception  # type: ignore[method-assign]
+        return future
 
 
 def stand_in(simulation: Simulation) -> SimpleNamespace:

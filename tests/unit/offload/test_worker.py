@@ -1,0 +1,74 @@
+"""The thread that works during backward, by its words: what is dropped, what is waited for, who
+gets a new thread."""
+
+import threading
+
+import pytest
+
+from mp_optim.offload.worker import Job, Worker, WorkerError
+
+
+class HeldJob(Job):
+    """Runs when it is let; tells where."""
+
+    def __init__(self, label="a job", *, is_free=True, error=None):
+        self.label, self.error, self.owner = label, error, self
+        self.begun, self.free = threading.Event(), threading.Event()
+        self.thread = None
+        if is_free:
+            self.free.set()
+
+    def run(self):
+        self.thread = threading.current_thread()
+        self.begun.set()
+        assert self.free.wait(30)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def worker():
+    return Worker("a worker")
+
+
+def submit(worker, *jobs):
+    for job in jobs:
+        worker.submit(job)
+    assert jobs[0].begun.wait(30)
+    return jobs
+
+
+def test_nothing_in_progress_is_discarded_at_once(worker):
+    worker.discard()
+    (job,) = submit(worker, HeldJob())
+    worker.drain()
+    thread = job.thread
+    worker.discard()
+    (job,) = submit(worker, HeldJob())
+    worker.drain()
+    assert job.thread is thread
+
+
+def test_what_waits_is_dropped_and_what_runs_is_waited_for(worker):
+    running, waiting = submit(worker, HeldJob(is_free=False), HeldJob("never"))
+    threading.Timer(0.2, running.free.set).start()
+    worker.discard()
+    assert running.free.is_set()
+    (later,) = submit(worker, HeldJob())
+    worker.drain()
+    assert waiting.thread is None and later.thread is running.thread
+
+
+@pytest.mark.parametrize("forget", [False, True])
+def test_a_failure_is_told_once_unless_it_is_discarded(worker, forget):
+    (job,) = submit(worker, HeldJob("the third bucket", error=KeyError("x"), is_free=False))
+    job.free.set()
+    if forget:
+        worker.discard()
+    else:
+        with pytest.raises(WorkerError, match=r"the third bucket: .*KeyError\('x'\)"):
+            worker.drain()
+    worker.drain()  # nothing is left of it
+    (later,) = submit(worker, HeldJob())
+    worker.drain()
+    assert later.thread is not None
