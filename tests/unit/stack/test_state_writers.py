@@ -245,3 +245,16 @@ def test_copies_of_state_that_is_only_read_are_freed() -> None:
     copies = [ref() for ref in kept if ref() is not None and ref().numel() == 300]
     assert sum(each.dtype == torch.float32 for each in copies) <= 2 + len(held)
     assert len(optimizer.step_mark.copies._copies) == len(held)
+
+
+def test_state_of_one_parameter_begins_again_when_it_is_cleared() -> None:
+    params = [nn.Parameter(torch.ones(8)) for _ in range(2)]
+    optimizer = mp_optim.AdamW([("w", params[0]), ("x", params[1])])
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        optimizer.state[params[0]].clear()
+    params[0].grad = params[1].grad = torch.ones(8)
+    optimizer.step()
+    assert [float(optimizer.state[param]["step"]) for param in params] == [1.0, 3.0]
