@@ -1,5 +1,5 @@
-"""Slots: who a parameter is, what a step does to it, and how its state is shown, saved and
-loaded."""
+"""Slots: the identity of parameters, the update that a step applies to each, and how state is
+exported, saved and loaded."""
 
 from mp_optim.core.identity import (
     ParamGroups,

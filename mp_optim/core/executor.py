@@ -1,12 +1,12 @@
-"""Executors: what steps the tensors at some slots, and keeps their state.
+"""Executors: objects that step the tensors at some slots and keep their state.
 
-An executor is no torch optimizer. It has the groups of one (what is stepped, and the settings), and
-a torch optimizer is its face: it adds groups, shows state, and calls :meth:`Executor.step_slots`.
-What wraps such an optimizer takes its executor over; the face stays, to be looked at.
+An executor is not a torch optimizer, but it has param groups: parameters and settings. A torch
+optimizer in front of it adds groups, exports state, and calls :meth:`Executor.step_slots`. A
+wrapper of that optimizer takes over its executor; the optimizer stays readable.
 
-There are three kinds: a rule of this package (``rules/rule_executor.py``), any torch optimizer
-(``rules/rule_optimizer.py``), and one that hands slots to others in their places
-(``offload/hybrid_executor.py``).
+Three kinds exist: for a rule of this package (``rules/rule_executor.py``), for any torch optimizer
+(``rules/rule_optimizer.py``), and one that distributes slots over executors on the device and the
+host (``offload/hybrid_executor.py``).
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ from mp_optim.host.host_memory import beside, zeros
 Mode = Literal["train", "eval"]
 
 Place = Literal["device", "host", "streamed"]
-"""Where a slot is stepped: where its parameter lies, with its main param and state beside it
-(``device``) or brought there from host memory for the step (``streamed``); or in host memory."""
+"""The place where a slot is stepped, with its main param and state: ``device`` (the parameter's
+device), ``host`` (host memory), or ``streamed`` (stored in host memory, copied to the device for
+each step)."""
 
 
 class Executor:
-    """Steps slots, each from a gradient it is given.
+    """Steps slots, each from a given gradient, and keeps their state for the optimizer's life.
 
-    NOTE: it checks no settings and enters no step mark by itself: the outermost optimizer does so
-    once for all of a step (:meth:`check_groups`, :class:`StepMark`), before :meth:`step_slots`.
+    NOTE: an executor neither checks settings nor marks steps in ``step_mark``. The outermost
+    optimizer does both once per step, before it calls :meth:`step_slots`.
 
     Args:
-        param_groups: live groups, to which a face adds.
+        param_groups: the live groups; the optimizer in front of the executor adds to them.
 
     Attributes:
-        label: the class that users know it by, for messages.
-        sizes: parameters of each group, as they were added.
-        step_mark: remembers steps that were broken off; the outermost optimizer's.
+        label: class name that users know, for messages.
+        sizes: number of parameters of each group when it was added.
+        step_mark: consistency flag of the outermost optimizer; records interrupted steps.
     """
 
     writes_settings = False
-    """Whether a step may write into the groups: learning rates, counts of steps."""
+    """True if a step may write into the groups: learning rates, step counts."""
 
     def __init__(self, param_groups: ParamGroups) -> None:
         self.param_groups = param_groups
@@ -56,13 +57,13 @@ class Executor:
         self._reserved: Iterator[Tensor] = iter(())
 
     def slot_name(self, slot: Slot) -> str:
-        """FQN of a slot, for messages."""
+        """Return the FQN of a slot, for messages."""
         return slot_name(self.param_groups, slot)
 
     # -- groups -----------------------------------------------------------------------------------
 
     def group_added(self) -> None:
-        """The last group is new.
+        """Check and register the last group, which the optimizer has just added.
 
         Raises:
             ValueError: a setting is out of range, or a parameter cannot be stepped.
@@ -70,45 +71,51 @@ class Executor:
         self.sizes.append(len(self.param_groups[-1]["params"]))
 
     def forget_groups(self, count: int) -> None:
-        """Take back groups that were added after the first ``count``, however far adding them had
-        come."""
+        """Remove all groups after the first ``count``, even if adding them failed half-way."""
         del self.param_groups[count:], self.sizes[count:]
 
     def has_only(self, group: int, positions: Sequence[int]) -> None:
-        """Of a group just these slots are stepped here. The caller has names for all of them; a
-        foreign optimizer has these alone."""
+        """Register that this executor steps only these slots of a group.
+
+        The param groups here still list all slots. A foreign optimizer gets these alone.
+        """
 
     def step_together(self, group: int, sets: Sequence[Sequence[int]]) -> None:
-        """The slots at each of these positions of a group are mostly stepped at a time, and so are
-        those that are left: what is made for them is kept for the next step."""
+        """Prepare for steps of each of these sets of positions at a time, and of the remaining
+        positions.
+
+        Their launches are cached for the next step.
+        """
 
     def all_groups(self) -> list[ParamGroups]:
-        """The groups here and in executors below: a setting of one is a setting of all."""
+        """Return the param groups of this executor and of executors below it. Their settings stay
+        equal."""
         return [self.param_groups]
 
     def use_mark(self, mark: StepMark) -> None:
-        """Tell of broken-off steps by this mark, which belongs to the layer above."""
+        """Use the consistency flag of the layer above instead of an own one."""
         self.step_mark = mark
 
     def recover(self) -> None:
-        """A step was broken off: forget what it left under way. Values are loaded after this."""
+        """Discard pending work of an interrupted step. The caller loads all values after this."""
 
     # -- settings ---------------------------------------------------------------------------------
 
     def check_settings(self, group: dict[str, Any]) -> None:
-        """Raise ValueError naming a setting of a param group, and its value, if it cannot be
-        stepped with."""
+        """Raise ValueError, with name and value, if a setting of a param group cannot be stepped
+        with."""
 
     def check_groups(self) -> None:
-        """Raise RefusedSettings, naming group and setting, if a hyperparameter is out of range."""
+        """Raise RefusedSettings, with group and name, if a hyperparameter is out of range."""
 
     # -- steps ------------------------------------------------------------------------------------
 
     def clipped(self, updates: SlotUpdates, grad_norm: float | None) -> SlotUpdates:
-        """The updates with the multipliers of a rule that clips by itself (LAMB's
-        ``max_grad_norm``); of any other the same.
+        """Return the updates with the multipliers of a rule that clips by itself (LAMB's
+        ``max_grad_norm``). Other rules return ``updates``.
 
         Args:
+            updates: the updates of the step.
             grad_norm: global L2 norm of the gradients after their multipliers; None if it was not
                 computed.
         """
@@ -116,66 +123,70 @@ class Executor:
 
     @abstractmethod
     def step_slots(self, updates: SlotUpdates) -> None:
-        """Step the given slots, and only those: gradients and outputs, each slot at most once."""
+        """Step the given slots, each at most once, and write their outputs."""
 
     def finish_step(self) -> None:
-        """Check a step, all of which is queued.
+        """Check a step after all of its work is queued.
 
         Raises:
-            AuditError: a repetition gave other bits, and ``audit_action`` is to raise.
+            AuditError: a repetition of the step gave other bits, and ``audit_action`` is to raise.
         """
 
     def verdict_device(self) -> torch.device | None:
-        """The one device on which every slot is stepped by kernels that read multipliers there;
-        None if :meth:`step_slots` needs numbers."""
+        """Return the device whose kernels step all slots and read multipliers from device memory.
+
+        None means that :meth:`step_slots` needs multipliers as numbers.
+        """
         return None
 
     @property
     def has_modes(self) -> bool:
-        """Whether there are other weights for evaluation (``train()`` and ``eval()``, as
-        Schedule-Free has them)."""
+        """True if the optimizer has other weights for evaluation (``train()`` and ``eval()``, as
+        Schedule-Free has)."""
         return False
 
     def switch_mode(self, mode: Mode) -> None:
-        """Have the weights that are trained, or those to evaluate."""
+        """Switch to the training weights, or to the weights for evaluation."""
 
     # -- places -----------------------------------------------------------------------------------
 
     def place(self, slot: Slot) -> Place:
-        """Where a slot is stepped."""
+        """Return the place where a slot is stepped."""
         return "device"
 
     def host_slots(self) -> Sequence[Slot]:
-        """Slots whose main params the host steps: a step writes their weights by copies."""
+        """Return the slots that are stepped on the host. Their new weights are copied to the
+        device."""
         return ()
 
     def home(self, slot: Slot, param: Tensor) -> torch.device:
-        """Where main param and state of a slot are stepped: where its parameter lies, or in host
-        memory, where what is streamed rests."""
+        """Return the device that stores main param and state of a slot between steps: the
+        parameter's device, or the host for the places ``host`` and ``streamed``."""
         return local_tensor(param).device if self.place(slot) == "device" else HOST
 
     @abstractmethod
     def carried_out_by(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
-        """Name of what steps the slots of a group that are in a place, and why.
+        """Return the backend that steps the slots of a group in a place, and the reason for it.
 
         Args:
-            device: of the model's parameters.
+            group: index of the param group.
+            place: place of the slots.
+            device: device of the model's parameters.
         """
 
     def marks_changes(self, slot: Slot) -> bool:
-        """Whether each step of a slot, by whatever it is stepped, marks the elements of its weights
-        that get another value (``SlotUpdate.changed``)."""
+        """True if every step of a slot marks its changed weights in ``SlotUpdate.changed``."""
         return False
 
     def metrics(self) -> dict[str, float]:
-        """What was counted in the last step, by names as of ``optimizer.metrics()``."""
+        """Return counters of the last step, by their names in ``optimizer.metrics()``."""
         return {}
 
     # -- state ------------------------------------------------------------------------------------
 
     @abstractmethod
     def state_of(self, slot: Slot) -> SlotState:
-        """A slot's state."""
+        """Return the state of a slot."""
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         """Allocate the state of some slots together."""
@@ -183,52 +194,58 @@ class Executor:
             self.state_of(slot).live()
 
     def memory_moved(self, slot: Slot | None = None) -> None:
-        """Main params and state, of a slot or of any, were given other memory (``tensor.data =
-        ...``); forget where it was."""
+        """Drop cached addresses after a caller moved main params and state to other memory
+        (``tensor.data = ...``).
 
-    def follow_memory(self) -> None:
-        """Step main params and state in the memory that they have now, where callers gave them
-        other memory. To be called before a step, before anything is stepped.
-
-        Raises:
-            ValueError: state has another shape or dtype now, naming slot and key.
+        Args:
+            slot: the slot; None for all.
         """
 
-    # -- main params: what is stepped. FP32 tensors, unless a subclass says otherwise -------------
+    def follow_memory(self) -> None:
+        """Use the present memory of main params and state, if callers moved them. Call this before
+        a step.
+
+        Raises:
+            ValueError: state has another shape or dtype now, with slot and key.
+        """
+
+    # -- main params: the stepped tensors, FP32 unless a subclass stores another dtype ------------
 
     def stepped(self, slot: Slot) -> Tensor:
-        """The tensor that is stepped for a slot."""
+        """Return the tensor that is stepped for a slot."""
         return param_at(self.param_groups, slot)
 
     def step_instead(self, slot: Slot, tensor: Tensor) -> None:
-        """Step this tensor for a slot from now on."""
+        """Replace the tensor that is stepped for a slot."""
         self.param_groups[slot.group]["params"][slot.position] = tensor
 
     def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Dtype of the tensor that is stepped for a parameter of a dtype."""
+        """Return the dtype of the main param of a parameter with this dtype."""
         return torch.float32
 
     def new_main_param(self, slot: Slot, source: Tensor) -> Tensor:
-        """Replace a slot's tensor by the one that will be stepped, and return it.
+        """Create a slot's main param from the model's parameter, and return it.
 
         Args:
-            slot: which parameter.
-            source: local model parameter (any floating dtype); its values are copied, unless it has
-                the dtype to step already and is stepped where it lies, in which case it is used
-                itself.
+            slot: the parameter.
+            source: local model parameter of any floating dtype. Its values are copied, unless it
+                already has the dtype of main params: then it is its own main param.
         """
         main, dtype = source, self.main_dtype(source.dtype)
         if source.dtype != dtype:
-            coming = next(self._reserved, None) if source.device.type == "cpu" else None
-            if coming is None or (coming.shape, coming.dtype) != (source.shape, dtype):
-                coming = zeros(source.shape, dtype, source.device)
-            main = coming.copy_(source)
+            memory = next(self._reserved, None) if source.device.type == "cpu" else None
+            if memory is None or (memory.shape, memory.dtype) != (source.shape, dtype):
+                memory = zeros(source.shape, dtype, source.device)
+            main = memory.copy_(source)
         self.step_instead(slot, main)
         return main
 
     def reserve_main_params(self, coming: Sequence[tuple[Slot, Tensor]]) -> None:
-        """Calls of :meth:`new_main_param` will follow, with these arguments: let main params be
-        contiguous."""
+        """Reserve contiguous memory for main params on the host.
+
+        Args:
+            coming: arguments of the calls of :meth:`new_main_param` that follow, in order.
+        """
         forms = []
         for _, source in coming:
             dtype = self.main_dtype(source.dtype)
@@ -237,12 +254,13 @@ class Executor:
         self._reserved = iter(beside(forms) or ())
 
     def main_param(self, slot: Slot) -> Tensor:
-        """The FP32 main param: the stepped tensor, or a copy if it is stored in parts."""
+        """Return the FP32 main param: the stepped tensor, or a copy if it is stored in parts."""
         return self.stepped(slot)
 
     def set_main_param(self, slot: Slot, value: Tensor) -> None:
-        """Give the main param another value of any floating dtype."""
+        """Copy a value of any floating dtype into the main param."""
         self.stepped(slot).copy_(value)
 
     def main_written(self, slot: Slot) -> None:
-        """The stepped tensor of a slot took the model's value; drop work that read the old one."""
+        """Discard pending work that read the old value of a slot's main param, after it was
+        overwritten with the model's value."""

@@ -1,5 +1,5 @@
-"""The common shape of every optimizer in this package: a torch optimizer whose state is kept by
-slot; and how such state is loaded."""
+"""The base class of every optimizer in this package: a torch optimizer that keeps its state by
+slot, and the load of a state dict into it."""
 
 from __future__ import annotations
 
@@ -35,27 +35,30 @@ Closure = Callable[[], Any]
 
 
 class SlotKeyedOptimizer(torch.optim.Optimizer):
-    """A ``torch.optim.Optimizer`` whose state is keyed by ``(group, position)``.
+    """A ``torch.optim.Optimizer`` that keys its state by ``(group, position)``.
 
-    Subclasses differ in where a slot's state is: in an executor, or in members. How state is shown,
-    saved, matched and loaded is the same.
+    An executor or member optimizers own the state of a slot; subclasses differ in that alone. This
+    class exports, saves, matches and loads the state.
+
+    Attributes:
+        executor: the executor that steps the slots, unless the subclass has member optimizers.
+        groups_below: param groups of the optimizers below, one list for each; a list has one group
+            for each group of this optimizer.
+        grad_scaler: the loss scaler, or None.
+        model_parallel: this rank's share of the model. State dicts and checkpoints have the names
+            of the whole model; param groups and messages have the local names.
     """
 
     executor: Executor
-    """What steps, of one that has no members for it."""
     _live_groups: ParamGroups
-    """The groups, one list for the optimizer's life. A subclass sets it before this constructor, as
-    torch's constructor assigns and fills ``param_groups``."""
+    """The param groups: the same list object for the optimizer's life. torch's constructor assigns
+    and fills ``param_groups``, so a subclass sets this first."""
     _sizes: list[int]
-    """The number of parameters of each group, set by a subclass as ``_live_groups`` is; empty until
-    :meth:`lists_are_known`."""
+    """The number of parameters of each group, empty until :meth:`lists_are_known`. A subclass sets
+    it before it calls this constructor."""
     groups_below: Sequence[ParamGroups] = ()
-    """Groups of what steps for this optimizer, each list with a group for each of its own."""
     grad_scaler: Any = None
-    """The loss scale, of an optimizer that has one."""
     model_parallel: ModelParallel = ModelParallel()
-    """What of the model this rank has. What leaves (state dicts, checkpoints) has the names of the
-    whole model; groups and messages have those here."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._state_lookups = Lookups()
@@ -65,41 +68,45 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         make_plain(defaults)
         super().__init__(params, defaults)
 
-    # -- what the executor answers, or a subclass ------------------------------------------------
+    # -- forwarded to the executor; subclasses may override --------------------------------------
 
     def state_of(self, slot: Slot) -> SlotState:
-        """A slot's state as this layer shows and loads it."""
+        """Return a slot's state, as this layer exports and loads it."""
         return self.executor.state_of(slot)
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
-        """Allocate the state of some slots together."""
+        """Allocate the state of some slots together, in contiguous memory where possible."""
         self.executor.allocate_state(slots)
 
     def home(self, slot: Slot) -> torch.device:
-        """Where a slot is stepped, from memory there: its parameter's device, or the host."""
+        """Return the device on which a slot is stepped: its parameter's device, or the host."""
         return self.executor.home(slot, param_at(self.param_groups, slot))
 
     def memory_moved(self, slot: Slot | None = None) -> None:
-        """Main params and state, of a slot or of any, were given other memory."""
+        """Drop cached addresses after main params and state of a slot (of all slots if None) were
+        moved to other memory."""
         self.executor.memory_moved(slot)
 
     def check_settings(self, group: dict[str, Any]) -> None:
-        """Raise ValueError naming a setting of a param group, and its value, if it cannot be
-        stepped with."""
+        """Raise ValueError, with name and value, if a setting of a param group cannot be stepped
+        with."""
         self.executor.check_settings(group)
 
     # -- param groups -----------------------------------------------------------------------------
 
     @property
     def _knows_lists(self) -> bool:
-        """True after :meth:`lists_are_known`: not within torch's constructor, and not before the
-        first step of an optimizer whose lists may be edited until then."""
+        """True after :meth:`lists_are_known`.
+
+        It is False within torch's constructor, and before the first step of an optimizer that
+        allows edited lists until then.
+        """
         return bool(self._sizes)
 
     @property
     def param_groups(self) -> ParamGroups:
-        """Groups of the parameters that are there now. The list stays the same object; another one
-        that is assigned gives it its groups."""
+        """The param groups with the current parameters. The list object stays the same: assigning
+        another list copies its groups into this one."""
         return self._live_groups
 
     @param_groups.setter
@@ -109,11 +116,15 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         self._live_groups[:] = groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. Where it is refused, nothing is changed.
+        """Add a param group, as torch's method does. A refused group changes nothing.
+
+        Args:
+            param_group: ``params``, and hyperparameters that differ from the defaults.
 
         Raises:
-            TypeError, ValueError: what is wrong with a parameter or setting.
-            RuntimeError: inside of ``averaged_weights()``.
+            TypeError: a parameter is not a tensor, or a setting has a wrong type.
+            ValueError: a parameter or a setting is not valid.
+            RuntimeError: the call is inside a ``with optimizer.averaged_weights()`` block.
         """
         self.step_mark.check_lent("add_param_group")
         make_plain(param_group)
@@ -122,7 +133,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def added_whole(self) -> Iterator[None]:
-        """A group is added inside, here and below: all of it, or nothing where something raises."""
+        """Remove the group that is added inside the block, here and below, if the block raises."""
         self.check_lists()
         count = len(self.param_groups)
         try:
@@ -132,16 +143,16 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
             raise
 
     def lists_are_known(self) -> None:
-        """There are as many groups, and parameters in them, as there should be."""
+        """Record the number of groups and of parameters in each, to detect edited lists later."""
         self._sizes[:] = sizes_of(self.param_groups)
 
     def has_edited_lists(self) -> bool:
-        """Whether groups, or parameters in them, were added or taken away by editing the lists."""
+        """True if the caller added or removed groups or parameters by editing the lists."""
         return sizes_of(self.param_groups) != self._sizes
 
     def check_lists(self) -> None:
-        """Raise ValueError if groups, or parameters in them, were added or taken away by editing
-        the lists, naming the first group."""
+        """Raise ValueError, with the first group, if the caller added or removed groups or
+        parameters by editing the lists."""
         check_lists(self._live_groups, self._sizes)
 
     def _checked_groups(self) -> ParamGroups:
@@ -149,47 +160,47 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         return self.param_groups
 
     def forget_groups(self, count: int) -> None:
-        """Take back groups that were added after the first ``count``, however far adding them had
-        come."""
+        """Remove all groups after the first ``count``, even if adding them failed half-way."""
         del self.param_groups[count:]
         self.shared_settings.forget_groups(count)
         self.lists_are_known()
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters lie."""
+        """The device of the first parameter; the host without parameters."""
         return device_of(self.param_groups)
 
-    # -- steps that were broken off ---------------------------------------------------------------
+    # -- interrupted steps ------------------------------------------------------------------------
 
     def use_mark(self, mark: StepMark) -> None:
-        """Tell of broken-off steps by this mark, which belongs to the layer above."""
+        """Use the consistency flag of the layer above instead of an own one."""
         self.step_mark = mark
         self.executor.use_mark(mark)
 
     def recover(self) -> None:
-        """A step was broken off: forget what it left under way. Values are loaded after this."""
+        """Discard pending work of an interrupted step. The caller loads all values after this."""
         self.executor.recover()
 
-    # -- what is below ----------------------------------------------------------------------------
+    # -- optimizers below -------------------------------------------------------------------------
 
     def share_settings(self) -> None:
-        """Make settings here and below the same: what was changed in one since the last time is
-        changed in the others, so that optimizers that write into their own groups go on from there.
+        """Copy settings that changed in one list of groups since the last call to the other lists,
+        here and below. An optimizer that writes into its own groups continues from there.
 
         Raises:
-            ValueError: two optimizers below wrote different values for one group, naming them.
+            ValueError: two optimizers below wrote different values for one group, with the values.
         """
         self.shared_settings.exchange(self._live_groups, self.groups_below)
 
     @property
     def has_modes(self) -> bool:
-        """Whether an optimizer below has other weights for evaluation (``train()`` and ``eval()``,
-        as those of Schedule-Free have)."""
+        """True if an optimizer below has other weights for evaluation (``train()`` and ``eval()``,
+        as Schedule-Free optimizers have)."""
         return self.executor.has_modes
 
     def switch_mode(self, mode: Mode) -> None:
-        """Let optimizers below switch, and follow the weights that they write."""
+        """Switch the optimizers below to a mode, and refresh main params from the weights they
+        write."""
         self.share_settings()
         with self.step_mark.step(self):
             self.step_mark.touch()
@@ -198,14 +209,14 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     @in_own_modes
     def train(self) -> None:
-        """The weights that are trained, if an optimizer below has others for evaluation; else
-        nothing."""
+        """Switch the model to its training weights, if an optimizer below has others for
+        evaluation."""
         if self.has_modes:
             self.switch_mode("train")
 
     @in_own_modes
     def eval(self) -> None:
-        """The weights to evaluate and keep, if an optimizer below has such; else nothing. Call
+        """Switch the model to the weights for evaluation, if an optimizer below has such. Call
         :meth:`train` before the next step."""
         if self.has_modes:
             self.switch_mode("eval")
@@ -213,17 +224,20 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     # -- state ------------------------------------------------------------------------------------
 
     def slot_state(self, slot: Slot) -> State:
-        """The state tensors of a slot as state dicts have them, allocated if they did not exist:
-        the live ones, and FP32 copies of 4-bit moments. :meth:`shown_state` gives copies that may
-        be written."""
+        """Return the state tensors of a slot by key, as state dicts have them; allocate missing
+        ones.
+
+        Tensors are the live ones, except 4-bit moments: they are FP32 copies. Use
+        :meth:`shown_state` for copies whose edits are stored.
+        """
         self.make_current(slot)
         self.step_mark.copies.take_edits()
         return self.state_of(slot).exported()
 
     @in_own_modes
     def shown_state(self, slot: Slot) -> State:
-        """The state of a slot as :attr:`state` shows it: the live tensors, and FP32 copies of those
-        that are stored in blocks. Writes to both count."""
+        """Return the state of a slot as :attr:`state` has it: live tensors, and FP32 copies of
+        tensors that are stored in blocks. Edits of either are stored."""
         self.make_current(slot)
         state = self.state_of(slot)
         shown = self.step_mark.copies.show(
@@ -237,13 +251,18 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         return {key: shown.get(key, value) for key, value in saved.items()}
 
     def full_slot_state(self, slot: Slot) -> State:
-        """The slot's state with everything in FP32, copied where it is stored in fewer bits."""
+        """Return the state of a slot in FP32; tensors that are stored in fewer bits are copied."""
         self.make_current(slot)
         self.step_mark.copies.take_edits()
         return self.state_of(slot).full_precision()
 
     def load_slot_state(self, slot: Slot, state: State) -> None:
         """Copy a saved state into the slot.
+
+        Args:
+            slot: the parameter.
+            state: the saved state by key, as :meth:`slot_state` or :meth:`full_slot_state` returns
+                it.
 
         Raises:
             ValueError: a key is missing or unknown, a value does not fit, or bits would be lost.
@@ -255,17 +274,18 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         self.step_mark.copies.refresh()
 
     def has_slot_state(self, slot: Slot) -> bool:
-        """Whether a slot has any state."""
+        """True if a slot has any state."""
         self.make_current(slot)
         return bool(self.state_of(slot).live())
 
     @in_own_modes
     def assign_states(self, states: Mapping[Slot, State], *, whole: bool) -> None:
-        """Take what was put into slots' state by hand (:mod:`~mp_optim.core.state_view`); nothing
-        if some of it does not fit.
+        """Store the values that a caller assigned to ``optimizer.state``. If one value does not
+        fit, store none.
 
         Args:
-            whole: all of these slots' state is given.
+            states: the assigned values by slot and key.
+            whole: True if the values are the complete state of these slots.
         """
         self.step_mark.check("state")
         self.make_current(follow_only=True)
@@ -280,20 +300,25 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
             if assignment.stays and not self._told_of_host:
                 self._told_of_host = True
                 warn(
-                    f"state of {self.slot_name(slot)} ({', '.join(assignment.stays)}) was given on "
-                    "an accelerator, and stays on the host, where it is stepped: its values were "
-                    "taken. Nothing of it needs to be moved; switch off what moves optimizer state "
-                    "in this program, or place less on the host"
+                    f"optimizer.state: {self.slot_name(slot)} ({', '.join(assignment.stays)}) was "
+                    "assigned on an accelerator, but is stepped on the host: the values were "
+                    "copied, and the state stays on the host. Remove the code that moves optimizer "
+                    "state to the accelerator, or lower offload_fraction"
                 )
         self.step_mark.copies.refresh()
 
     @in_own_modes
     def reset_states(self, slots: Sequence[Slot]) -> None:
-        """Have slots begin again, as before the first step: moments are zero, no step is counted,
-        averages begin with the next step. Main params keep their values.
+        """Reset the state of some slots to that before the first step. Main params keep their
+        values.
+
+        Moments become zero, step counts become zero, and averages start again with the next step.
+
+        Args:
+            slots: the parameters.
 
         Raises:
-            BrokenOffError: the last step or load was broken off half-way.
+            BrokenOffError: the last step or load was interrupted.
         """
         self.step_mark.check("state")
         self.make_current(follow_only=True)
@@ -303,8 +328,10 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     @in_own_modes
     def offload_to_cpu(self) -> None:
-        """Move main params and moments off the accelerator, until :meth:`restore_from_cpu`; a step
-        before that raises RuntimeError. Gradients are the caller's to clear."""
+        """Move main params and moments to host memory, until :meth:`restore_from_cpu`.
+
+        A step before that raises RuntimeError. Gradients are not freed.
+        """
         self.step_mark.open_state()  # a save would keep the accelerator's memory
         for slot in self.slots():
             self.step_mark.parked.park(self.state_of(slot).live().values())
@@ -312,18 +339,18 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     @in_own_modes
     def restore_from_cpu(self) -> None:
-        """Undo :meth:`offload_to_cpu`, and what was moved to the host by ``optimizer.state``; what
-        is stepped on the host stays there."""
+        """Move main params and moments back to their accelerators, after :meth:`offload_to_cpu` or
+        an assignment to ``optimizer.state``. State that is stepped on the host stays there."""
         self.step_mark.parked.restore()
         self.memory_moved()
 
     # -- torch's contract -----------------------------------------------------------------------
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy would share main params and state with the original.
+        """Refuse copies and pickles: a copy would share main params and state with the original.
 
         Raises:
-            TypeError: always; copy ``state_dict()`` instead.
+            TypeError: always.
         """
         raise TypeError(
             f"{type(self).__name__} cannot be copied or pickled; build another one for the copied "
@@ -332,7 +359,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> SlotStateView:
-        """Current tensors to their state; a view, complete whenever it is looked at."""
+        """A mapping from the current parameters to their state. It is a view: each lookup reads the
+        present state."""
         return SlotStateView(
             self._checked_groups,
             self.has_slot_state,
@@ -348,14 +376,14 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
             self.state.assign(value)
 
     def slot_name(self, slot: Slot) -> str:
-        """FQN of a slot, for messages and checkpoints."""
+        """Return the FQN of a slot, for messages and checkpoints."""
         return slot_name(self.param_groups, slot)
 
     def slots(self) -> list[Slot]:
-        """All slots in order.
+        """Return all slots in order.
 
         Raises:
-            ValueError: the lists of groups and parameters were edited.
+            ValueError: the caller edited the lists of groups or parameters.
         """
         self.check_lists()
         return [slot for slot, _ in iter_slots(self.param_groups)]
@@ -367,25 +395,26 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     @in_own_modes
     def state_dict(self, *, full_precision: bool = False) -> dict[str, Any]:
-        """Torch-shaped and plain: ``{"state": {index: {...}}, "param_groups": [...]}``.
+        """Return the state and settings: ``{"state": {index: {...}}, "param_groups": [...]}``.
 
-        State tensors are the live ones, as torch's are: clone (or save) before the next step. 4-bit
-        moments are FP32 copies; where ``torch.distributed`` is initialised 16-bit remainders are
-        copies of 32 bits, as no collective carries 16-bit integers.
-        Settings are copies.
+        State tensors are the live ones, as in torch: clone or save them before the next step.
+        Exceptions are 4-bit moments, which are FP32 copies, and 16-bit remainders where
+        ``torch.distributed`` is initialized, which are int32 copies: collectives do not support
+        16-bit integers. Settings are copies.
 
         Args:
-            full_precision: state that is stored in fewer bits as FP32 copies instead.
+            full_precision: True for FP32 copies of all state that is stored in fewer bits.
 
         Raises:
-            BrokenOffError: the last step or load was broken off half-way.
+            BrokenOffError: the last step or load was interrupted.
         """
         read = self.full_slot_state if full_precision else self.slot_state
         return self._dict_of(read, has_checksums=not full_precision)
 
     @in_own_modes
     def settings_dict(self) -> dict[str, Any]:
-        """:meth:`state_dict` without state, which hooks for state dicts get to see all the same."""
+        """Return :meth:`state_dict` with an empty ``"state"``. Registered post-hooks get the
+        complete one."""
         if self._optimizer_state_dict_post_hooks:
             return {**self.state_dict(), "state": {}}
         return self._dict_of(lambda _: {}, has_checksums=True)
@@ -411,20 +440,23 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         return {**result, **self.saved_beside()}
 
     def load_state_dict(self, state_dict: dict[str, Any], *, convert: bool = False) -> None:
-        """Load what :meth:`state_dict` made: by FQN where both sides have names, else by position.
+        """Load a result of :meth:`state_dict`. Match parameters by FQN if both sides have names,
+        else by position.
 
-        State is copied into the tensors that exist, so placement and dtypes stay what they are
-        configured to be, and settings are copied. The argument is not modified. Nothing is written
-        before everything has been checked, so what is refused has changed nothing.
+        State is copied into the existing tensors, so placement and dtypes stay as configured.
+        Settings are copied. The argument is not modified. All checks are done before the first
+        write, so a refused state dict changes nothing.
 
-        A parameter that does not round to the main param loaded for it is written from it, with a
-        warning: load the model's weights first. A remainder belongs to the weights it was saved
-        with; if others are there when it is first used (by a step, or by reading state), that
-        raises.
+        If a parameter of the model differs from its loaded main param (rounded), it is overwritten,
+        with a warning: load the model's weights first. A remainder is valid only with the weights
+        it was saved with. If the model has other weights, the first use of the remainder raises (a
+        step, or a read of state).
 
         Args:
-            convert: round saved state to the dtypes configured here also where that loses bits;
-                take a remainder beside any weights; keep the present loss scale if none was saved.
+            state_dict: a state dict of this package.
+            convert: True to round saved state to the configured dtypes even if that loses bits, to
+                accept remainders with any weights, and to keep the present loss scale if none was
+                saved.
 
         Raises:
             ValueError: a parameter or its state is missing on either side, a tensor's shape or
@@ -434,62 +466,66 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         if written := load_checked(self, state_dict, convert=convert):
             warn(
                 f"{len(written)} parameters did not have the values of the loaded main params, and "
-                f"were written from them: {names_in_words(written)}. Were all of the model's "
-                "weights loaded? (Where they are loaded after the optimizer's state, load them "
-                "before it.)"
+                f"were overwritten with them: {names_in_words(written)}. Load all of the model's "
+                "weights before the optimizer's state"
             )
 
-    # -- what loading asks of a subclass ----------------------------------------------------------
+    # -- overridden by subclasses, for loading ----------------------------------------------------
 
     def make_current(self, slot: Slot | None = None, *, follow_only: bool = False) -> None:
         """Prepare the state of one slot, or of all, for a caller who may write to it.
 
-        The order is: open the state for writing, let main params follow a model that other code
-        wrote, give newly trained parameters main params, check loaded remainders.
+        The order is: open the state for writing, refresh main params from a model that other code
+        wrote, create main params of newly trained parameters, check loaded remainders.
 
         Args:
-            follow_only: do only the first two: nothing is read, or all of it is going to be loaded.
+            slot: the parameter; None for all.
+            follow_only: True to do only the first two, if the caller reads no state or loads all of
+                it.
 
         Raises:
-            ValueError: a loaded remainder is next to a parameter that it was not saved with,
-                naming the parameters.
+            ValueError: a loaded remainder does not belong to its parameter's value, with the names.
         """
         self.step_mark.open_state()
 
     def begins_anew(self, state_dict: Mapping[str, Any]) -> bool:
-        """Whether loading this means to forget all state; it is forgotten then."""
+        """True if this state dict means that all state is dropped. A subclass that returns True has
+        dropped it."""
         return False
 
     def saved_beside(self) -> dict[str, Any]:
-        """What a state dict holds beside slots and groups."""
+        """Return the entries of a state dict other than state and groups."""
         return {}
 
     def check_beside(self, state_dict: Mapping[str, Any], *, convert: bool) -> None:
-        """Raise ValueError unless :meth:`load_beside` can load this; write nothing.
+        """Raise ValueError unless :meth:`load_beside` can load the state dict; write nothing.
 
         Args:
-            convert: keep the present loss scale if none was saved.
+            state_dict: the saved state dict.
+            convert: True to keep the present loss scale if none was saved.
         """
 
     def load_beside(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`saved_beside` made."""
+        """Load the entries that :meth:`saved_beside` returned."""
 
     def param_checksums(self) -> list[int | None]:
-        """For every slot, a checksum of the parameter that its remainder belongs to; None if there
-        is no remainder, or this rank does not have all of the parameter."""
+        """Return, for every slot, a checksum of the parameter that its remainder belongs to.
+
+        The checksum is None without a remainder, or if this rank has only a part of the parameter.
+        """
         return [None] * len(self.slots())
 
 
 @runtime_checkable
 class OverStack(Protocol):
-    """A torch optimizer that has a stack below."""
+    """A torch optimizer that delegates to a stack of this package's optimizers."""
 
     @property
     def stack(self) -> SlotKeyedOptimizer: ...
 
 
 def stack_of(optimizer: Any) -> Any:
-    """The stack below an optimizer, if it is over one; else what is given."""
+    """Return the stack that an optimizer delegates to, or the optimizer itself if it has none."""
     return optimizer.stack if isinstance(optimizer, OverStack) else optimizer
 
 
@@ -501,15 +537,15 @@ def _add_checksums(groups: Sequence[dict[str, Any]], checksums: Sequence[int | N
             group[CHECKSUMS] = of_group
 
 
-# -- loading a state dict: all of it is checked before anything is written ------------------------
+# -- loading a state dict: check all of it before the first write ---------------------------------
 
 
 @in_own_modes
 def load_checked(
     optimizer: SlotKeyedOptimizer, state_dict: dict[str, Any], *, convert: bool = False
 ) -> list[str]:
-    """As ``load_state_dict``; returns the names of the parameters that were written, instead of
-    warning."""
+    """Load a state dict as ``load_state_dict`` does. Instead of a warning, return the names of the
+    overwritten parameters."""
     optimizer.step_mark.check_lent("load_state_dict")
     optimizer.check_lists()
     check_is_state_dict(state_dict)
@@ -532,7 +568,7 @@ def load_checked(
 def _restore_state(
     optimizer: SlotKeyedOptimizer, state_dict: dict[str, Any], convert: bool
 ) -> list[str]:
-    optimizer.share_settings()  # which say what state there is
+    optimizer.share_settings()  # settings decide which state exists
     optimizer.make_current(follow_only=True)
     match = match_without_state(optimizer, state_dict, convert=convert)
     load = StateLoad(match, state_dict["state"], optimizer.state_of, convert)
@@ -543,14 +579,14 @@ def _restore_state(
         optimizer.share_settings()
         optimizer.load_beside(state_dict)
         written = load.write_model()
-    load.tell_of_averages()  # where warnings are errors, after everything
+    load.tell_of_averages()  # Last: if warnings are errors, the load is complete by then.
     return written
 
 
 def match_without_state(
     optimizer: SlotKeyedOptimizer, state_dict: Mapping[str, Any], *, convert: bool = False
 ) -> GroupMatch:
-    """What can be said of a state dict without its state: which parameters and settings go where.
+    """Match saved parameters and settings to live ones, without reading state.
 
     Raises:
         ValueError: parameters are missing on either side, or a setting or the loss scale is out of

@@ -21,35 +21,36 @@ from mp_optim.core.tensors import local_tensor
 from mp_optim.host.host_memory import same_values
 
 STEP = "step"
-"""The number of steps."""
+"""State key of the number of steps."""
 
 MASTER = "master_param"
-"""The FP32 main param."""
+"""State key of the FP32 main param."""
 
 REMAINDER = "remainder"
-"""The lower bits of a main param whose upper ones are the bfloat16 parameter."""
+"""State key of the lower 16 bits of a main param whose upper 16 bits are the bfloat16 parameter."""
 
 SECOND, MOMENT2 = "exp_avg_sq", "moment2_buffer"
-"""The second moment: of elements, and of the rows of what Muon orthogonalises."""
+"""State keys of second moments: of each element, and of the rows of Muon's orthogonalized
+updates."""
 
 AVERAGE = "averaged_param"
-"""The moving average of the main param."""
+"""State key of the moving average of the main param."""
 
 SCALE = "_scale"
 
 
 def scale_key(key: str) -> str:
-    """Key of the scales of a moment that is stored in blocks."""
+    """Return the key of the scales of a moment that is stored in blocks."""
     return f"{key}{SCALE}"
 
 
 def is_scale(key: str) -> bool:
-    """Whether this is the key of some moment's scales."""
+    """True if this is the key of a moment's scales."""
     return key.endswith(SCALE)
 
 
 State = dict[str, Any]
-"""A slot's state by key: tensors, and what else a saved one may hold."""
+"""A slot's state by key: tensors, and possibly other values in a saved state."""
 
 
 def without_keys(state: State, keys: Iterable[str]) -> State:
@@ -72,15 +73,17 @@ def _ignore_write() -> None:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """How callers see the state that this rank keeps of one parameter.
+    """The conversion between the state that this rank stores for one parameter and the callers'
+    layout.
 
     Attributes:
-        show: returns kept state in the callers' layout: DTensors, or parts of a whole parameter.
-        take: returns shown or saved state as this rank keeps it; its argument stays unchanged.
-        is_as_stored: whether state is shown as it is stored: in blocks, and of any shape.
-        is_whole: whether a checksum of the whole parameter is a checksum of this rank's part.
-        refusal: reason why no saved state is taken; empty if some is.
-        written: called when the model's parameter took another value.
+        show: converts stored state to the callers' layout: DTensors, or parts of a whole parameter.
+        take: converts exported or saved state to the stored layout; does not change its argument.
+        is_as_stored: True if state is exported as it is stored: in blocks, and of any shape.
+        is_whole: True if this rank has the whole parameter, so that its checksum is the
+            parameter's.
+        refusal: reason why saved state cannot be loaded; empty if it can.
+        written: callback after the model's parameter took another value.
     """
 
     show: Callable[[State], State] = dict
@@ -93,7 +96,8 @@ class StateLayout:
 
 class StateStore:
     """The state that an executor keeps, in the form that it steps. Each method is about one slot.
-    This class keeps nothing: the store of a parameter that was never trained.
+
+    This base class keeps no state: it is the store of a parameter that was never trained.
 
     Attributes:
         allocates_late: True if a slot has no state before its first step.
@@ -106,11 +110,12 @@ class StateStore:
         return {}
 
     def unpacked_state(self, slot: Slot) -> State:
-        """Return the live tensors, and FP32 copies of the parameter's shape for 4-bit codes."""
+        """Return the live tensors, with FP32 copies of the parameter's shape in place of 4-bit
+        codes."""
         return self.live_state(slot)
 
     def full_state(self, slot: Slot) -> State:
-        """Return the state in FP32, copied where it is stored in fewer bits."""
+        """Return the state in FP32; tensors that are stored in fewer bits are copied."""
         return self.live_state(slot)
 
     def coded_state(self, slot: Slot) -> dict[str, Coded]:
@@ -118,11 +123,16 @@ class StateStore:
         return {}
 
     def has_no_fp32_main(self, slot: Slot) -> bool:
-        """Whether the 16 bits that are stepped are all there is of a main param."""
+        """True if the 16-bit parameter is stepped directly, without a main param or remainder."""
         return False
 
     def fit_state(self, slot: Slot, saved: State, convert: bool) -> State:
         """Return a saved state in the form that :meth:`load_state` takes; write nothing.
+
+        Args:
+            slot: the parameter.
+            saved: the saved state by key.
+            convert: True to allow a loss of bits.
 
         Raises:
             ValueError: bits would be lost, and ``convert`` is false.
@@ -130,28 +140,30 @@ class StateStore:
         return saved
 
     def check_fitted(self, slot: Slot, state: State) -> None:
-        """Raise ValueError if a fitted state lacks a key, or has an unknown or mis-shaped one."""
+        """Raise ValueError if a fitted state has a missing, unknown or misshapen tensor."""
 
     def check_values(self, slot: Slot, key: str, values: Tensor) -> None:
-        """Raise ValueError if the state under a key cannot have these values."""
+        """Raise ValueError if these values are not valid for the state key."""
 
     def load_state(self, slot: Slot, state: State) -> None:
         """Copy a fitted state into the slot."""
 
     def reset_state(self, slot: Slot) -> None:
-        """Give the slot the state it had before the first step; the main param keeps its value."""
+        """Reset the state of a slot to that before the first step. The main param keeps its
+        value."""
 
 
 @dataclass(frozen=True, eq=False)
 class SlotState:
-    """One slot's state as one layer shows it.
+    """The state of one slot, as one layer of the stack exports it.
 
     Attributes:
-        store: keeps the state. slot: the key there.
+        store: the object that keeps the state.
+        slot: key of the state in the store.
         name: FQN of the slot, for messages.
-        main: the live main param, shown as ``master_param``; None if the state is all there is.
-        missing: the message if a saved state has no main param.
-        layout: how callers see this state.
+        main: the live main param, exported as ``master_param``; None if there is no separate one.
+        missing: error message for a saved state without a main param.
+        layout: conversion to the callers' layout.
     """
 
     store: StateStore
@@ -162,16 +174,15 @@ class SlotState:
     layout: StateLayout = StateLayout()
 
     def live(self) -> State:
-        """Return the live tensors as they are stored. Exported ones may be views of them."""
+        """Return the live tensors as they are stored. Exported tensors may be views of them."""
         return self._with_main(self.store.live_state(self.slot))
 
     def exported(self, *, in_blocks: bool = True) -> State:
-        """Return the state as it leaves the optimizer, in the layout: live tensors, and FP32 copies
-        of 4-bit codes.
+        """Return the state in the callers' layout: live tensors, and FP32 copies of 4-bit codes.
 
         Args:
             in_blocks: False for FP32 copies of all state that is stored in blocks. A layout that
-                cuts the parameter shows none: blocks are cut from this rank's part.
+                cuts the parameter always copies, because blocks start at this rank's part.
         """
         if in_blocks and self.layout.is_as_stored:
             state = self.store.unpacked_state(self.slot)
@@ -180,15 +191,18 @@ class SlotState:
         return self.layout.show(self._with_main(state))
 
     def full_precision(self) -> State:
-        """Return the state in FP32, in the layout, copied where it is stored in fewer bits."""
+        """Return the state in FP32 and in the callers' layout; tensors of fewer bits are copied."""
         state = self.store.full_state(self.slot)
         if self.main is not None:
             state = {**state, MASTER: self.main.float()}
         return self.layout.show(state)
 
     def coded(self) -> dict[str, Coded]:
-        """Return the state that is stored in blocks, by key. A layout without scales shows FP32
-        copies of it, and a value that is loaded for it may be refused."""
+        """Return the state that is stored in blocks, by key.
+
+        A layout without scales exports FP32 copies of it, and may refuse a value that is loaded for
+        it.
+        """
         return self.store.coded_state(self.slot)
 
     def _with_main(self, state: State) -> State:
@@ -206,15 +220,17 @@ class SlotState:
         }
 
     def is_required(self) -> bool:
-        """Whether saved state without any for this slot is incomplete."""
+        """True if a saved state dict without state for this slot is incomplete."""
         return self.main is not None or not self.store.allocates_late
 
     def is_unallocated(self) -> bool:
-        """Whether nothing is allocated yet, so that any saved state is taken as it is. False for a
-        DTensor: it is not known how a tensor of another shape is split."""
+        """True if no state is allocated yet, so that a saved state of any form can be loaded.
+
+        False for a DTensor, because the split of a tensor of another shape is not known.
+        """
         return self.layout.is_as_stored and not self.store.live_state(self.slot)
 
-    # -- loading: fit, which checks, then load ----------------------------------------------------
+    # -- loading: fit checks, load writes ---------------------------------------------------------
 
     def fit(
         self,
@@ -226,10 +242,12 @@ class SlotState:
         """Return a saved state in the form that :meth:`load` takes; write nothing.
 
         Args:
-            convert: also if that loses bits.
-            checksum: of the parameter that the state was saved with, if it has to be loaded with
-                that parameter.
-            weights: values that the parameter will have then; by default the present ones.
+            saved: the saved state by key.
+            convert: True to allow a loss of bits.
+            checksum: checksum of the parameter that the state was saved with, if the state is valid
+                with that parameter alone.
+            weights: values that the parameter will have after the load; by default its present
+                ones.
 
         Raises:
             ValueError: a key is missing or unknown, a value does not fit, or bits would be lost.
@@ -248,13 +266,13 @@ class SlotState:
             raise ValueError(self.missing)
         value = _as_lone(self.name, as_master(self.name, main, convert), self.main, convert)
         check_fits(f"{self.name}.{MASTER}", self.main, value)
-        if AVERAGE in fitted and AVERAGE not in state:  # it starts from the main param
+        if AVERAGE in fitted and AVERAGE not in state:  # The average starts from the main param.
             fitted = {**fitted, AVERAGE: value.to(fitted[AVERAGE].dtype)}
         self.store.check_fitted(self.slot, fitted)
         return {**fitted, MASTER: value}
 
     def check_values(self, key: str, values: Tensor) -> None:
-        """Raise ValueError if the state under a key cannot have these values."""
+        """Raise ValueError if these values are not valid for the state key."""
         self.store.check_values(self.slot, key, values)
 
     def load(self, state: State) -> None:
@@ -265,28 +283,32 @@ class SlotState:
             self.main.copy_(state[MASTER])
 
     def finish_load(self, saved: State, checksum: int | None) -> bool:
-        """Give the model's parameter the value of the main param that was loaded, after all slots
-        were; return whether it had another.
+        """Copy the loaded main param to the model's parameter, after all slots were loaded.
 
         Args:
-            saved, checksum: as for :meth:`fit`.
+            saved: the saved state, as for :meth:`fit`.
+            checksum: the checksum, as for :meth:`fit`.
+
+        Returns:
+            True if the parameter had another value.
         """
         return False
 
     def reset(self) -> None:
-        """Give the slot the state it had before the first step; the main param keeps its value."""
+        """Reset the state of the slot to that before the first step. The main param keeps its
+        value."""
         self.store.reset_state(self.slot)
 
 
 # -- checks ---------------------------------------------------------------------------------------
 
 _STEPS = whole(0, 2**24)
-"""What an FP32 counter counts to."""
+"""FP32 counters are exact up to 2^24."""
 
 
 def check_state(name: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming the slot, unless every live tensor can take a saved one, and none is
-    left over."""
+    """Raise ValueError, with the slot, unless saved and live state have the same keys and fitting
+    tensors."""
     if missing_or_unknown := live.keys() ^ saved.keys():
         missing = sorted(missing_or_unknown & live.keys())
         unknown = sorted(missing_or_unknown & saved.keys())
@@ -302,14 +324,14 @@ def check_state(name: str, live: Mapping[str, Any], saved: Mapping[str, Any]) ->
 
 
 def check_step(name: str, value: Any) -> None:
-    """Raise ValueError unless this is a number of steps."""
+    """Raise ValueError unless the value is a number of steps."""
     if isinstance(value, Tensor) and value.dim():
         raise ValueError(f"{name}.step: saved shape {tuple(value.shape)}, expected ()")
     check_setting(f"{name}.step", value, _STEPS)
 
 
 def check_fits(label: str, live: Tensor, saved: Any) -> None:
-    """Raise ValueError unless ``saved`` can be copied into ``live`` without losing anything."""
+    """Raise ValueError unless ``saved`` can be copied into ``live`` without a loss of bits."""
     if not isinstance(saved, Tensor) or saved.is_meta:
         kind = "meta tensor" if isinstance(saved, Tensor) else type(saved).__name__
         raise ValueError(
@@ -330,10 +352,10 @@ def check_fits(label: str, live: Tensor, saved: Any) -> None:
 
 
 def as_master(label: str, saved: Any, convert: bool) -> Tensor:
-    """A saved main param in FP32.
+    """Return a saved main param in FP32.
 
     Raises:
-        ValueError: it is none, or would lose bits and ``convert`` is false.
+        ValueError: it is not a floating tensor, or would lose bits and ``convert`` is false.
     """
     has_values = isinstance(saved, Tensor) and not (saved.is_complex() or saved.is_meta)
     narrow = has_values and saved.is_floating_point() and saved.dtype != torch.float64
@@ -346,15 +368,16 @@ def as_master(label: str, saved: Any, convert: bool) -> Tensor:
 
 
 def _as_lone(label: str, value: Tensor, main: Tensor, convert: bool) -> Tensor:
-    """An FP32 main param in the dtype of the live one, which may have 16 bits.
+    """Return an FP32 main param in the dtype of the live one, which may have 16 bits.
 
     Raises:
-        ValueError: it would lose bits, and ``convert`` is false.
+        ValueError: bits would be lost, and ``convert`` is false.
     """
     narrow = value.to(main.dtype)
     if narrow.dtype != value.dtype and not convert and not same_values(narrow.float(), value):
         raise ValueError(
-            f"{label}.{MASTER}: saved with more bits than a parameter of {main.dtype} holds, which "
-            "is all that is kept here; load with convert=True, or keep main params"
+            f"{label}.{MASTER}: saved with more bits than {main.dtype}, but this optimizer steps "
+            "the parameter without an FP32 main param; load with convert=True, or configure FP32 "
+            "main params"
         )
     return narrow
