@@ -1,5 +1,5 @@
-"""For each line read, a forked process that trains a tiny model and saves after every step until
-somebody kills it.
+"""For each line read, a forked process that trains a tiny model, writes to it by a drawn way and
+saves after every step, until the test kills it.
 
 It says what it begins and ends; this process says who it is, and when it is gone."""
 
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import sys
 import tempfile
 
@@ -27,6 +28,26 @@ def train_step(model: nn.Module, optimizer: object, step: int) -> None:
         generator = torch.Generator().manual_seed(step * 100 + index)
         param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
     optimizer.step()
+
+
+def write(model: nn.Module, optimizer: object, step: int) -> None:
+    """Write to weights or state by a way that is drawn for this step."""
+    draw = random.Random(f"write {step}")
+    param = draw.choice(list(model.parameters()))
+    state = optimizer.state[param]
+    way = draw.choice(("none", "data", "storage", "moment", "state memory", "swap", "reset"))
+    if way == "data":
+        param.data.mul_(0.5)
+    elif way == "storage":
+        param.detach().view(torch.int16).numpy()[:2] = 0x3F80  # 1.0 as bfloat16
+    elif way == "moment":
+        state["exp_avg"].mul_(0.5)
+    elif way == "state memory":
+        state["exp_avg_sq"].data = state["exp_avg_sq"].data * 2
+    elif way == "swap":
+        param.data = param.data.clone().neg_()
+    elif way == "reset":
+        del optimizer.state[param]
 
 
 def digest(model: nn.Module, optimizer: object) -> str:
@@ -50,8 +71,11 @@ def train_and_save(root: str, asynchronous: bool, keep: int) -> None:
     model, optimizer = build()
     step = checkpoint.load(root, model, optimizer)["step"] if checkpoint.versions(root) else 0
     while True:
+        torch.set_flush_denormal(step % 3 == 1)
         train_step(model, optimizer, step)
+        torch.set_flush_denormal(False)
         step += 1
+        write(model, optimizer, step)
         say("begin", step, digest(model, optimizer))
         handle = checkpoint.save(
             root, model, optimizer, extra={"step": step}, asynchronous=asynchronous, keep=keep
