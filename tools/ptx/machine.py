@@ -417,6 +417,25 @@ class _Turns:
             found = combine(found, lanes[:, lane])
         self._write(result, np.repeat(found, WARP), kind)
 
+    def load_matrices(self, one: Instruction, form: list[str]) -> None:
+        """``ldmatrix``: of each matrix, 8 lanes say where its rows of 16 bytes lie, and each lane
+        gets the 4 bytes of its place in them."""
+        count = {"x1": 1, "x2": 2, "x4": 4}.get(form[3])
+        if [*form[:3], *form[4:]] != ["sync", "aligned", "m8n8", "shared", "b16"] or not count:
+            raise PtxError(f"{self._program.name}: unknown instruction: {one.text}")
+        self._whole(WARP, one)
+        result, address = one.operands
+        assert isinstance(result, Pack) and isinstance(address, Address)
+        memory, rows = self._places(address, "shared", 16)
+        lanes = np.arange(self.lanes.count, dtype=np.int64) % WARP
+        start = np.arange(self.lanes.count) - lanes
+        who = self._touching()
+        for matrix, part in enumerate(result.parts):
+            assert part is not None
+            row = rows[start + 8 * matrix + lanes // 4]
+            self._write(part, memory.load(row + lanes % 4 * 4, 4, 1, who)[:, 0], "b32")
+        self._met()
+
 
 _TOGETHER: dict[str, Callable[[_Turns, Instruction, list[str]], None]] = {
     "mov": _Turns.move,
@@ -427,6 +446,7 @@ _TOGETHER: dict[str, Callable[[_Turns, Instruction, list[str]], None]] = {
     "bar": _Turns.meet,
     "shfl": _Turns.shuffle,
     "redux": _Turns.reduce,
+    "ldmatrix": _Turns.load_matrices,
 }
 """Instructions that are no function of registers alone."""
 
