@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Executor, Future
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -41,6 +44,58 @@ class Job:
         """Do the work."""
 
 
+class DaemonExecutor(Executor):
+    """One daemon thread that runs calls in order.
+
+    NOTE: a process that ends waits for the threads of ``ThreadPoolExecutor``, also for one that
+    hangs in a copy from a dead device. A launcher could never restart that rank.
+
+    Args:
+        name: name of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: _Calls = queue.SimpleQueue()
+        self.thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
+        self.thread.start()
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **more: Any) -> Future[Any]:
+        """Queue a call; the future has its result or its error."""
+        future: Future[Any] = Future()
+        self._calls.put((future, partial(work, *args, **more)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the thread after the call in progress.
+
+        Args:
+            wait: wait for that, at most 2 seconds.
+            cancel_futures: cancel the calls that are queued.
+        """
+        with contextlib.suppress(queue.Empty):
+            while cancel_futures and (call := self._calls.get_nowait()) is not None:
+                call[0].cancel()
+        self._calls.put(None)
+        if wait:
+            self.thread.join(_END_WITHIN)
+
+
+_Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+_END_WITHIN = 2.0
+
+
+def _serve(calls: _Calls) -> None:
+    """Run the calls of a queue until it ends with None."""
+    while (call := calls.get()) is not None:
+        future, work = call
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work())
+            except BaseException as error:  # the caller of the future's methods gets it
+                future.set_exception(error)
+        del call, future, work  # an idle thread keeps no job alive
+
+
 class Worker:
     """One thread, started with the first job and again after a failure or a fork.
 
@@ -51,7 +106,7 @@ class Worker:
 
     def __init__(self, name: str, set_up: Callable[[], None] | None = None) -> None:
         self._name, self._set_up = name, set_up
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: DaemonExecutor | None = None
         self._pid = os.getpid()
         self._begun: list[tuple[str, Future[None]]] = []  # since the last drain, with labels
         self._last: Job | None = None
@@ -59,8 +114,8 @@ class Worker:
     def submit(self, job: Job) -> None:
         """Queue a job."""
         if self._pool is None or self._pid != os.getpid():
-            self._pid, self._pool = os.getpid(), ThreadPoolExecutor(1, self._name)
-            weakref.finalize(self, _stop, self._pool, self._pid, self._name)
+            self._pid, self._pool = os.getpid(), DaemonExecutor(self._name)
+            weakref.finalize(self, _stop, self._pool, self._pid)
             self._begun = [("the first job", self._pool.submit(_begin_thread, self._set_up))]
         elif self._last is not None:
             self._last.following = job
@@ -130,10 +185,10 @@ def _run(job: Job) -> None:
     job.run()
 
 
-def _stop(pool: ThreadPoolExecutor, pid: int, name: str) -> None:
+def _stop(pool: DaemonExecutor, pid: int) -> None:
     """End the thread of a worker that is gone; a forked child does not have it."""
     if os.getpid() == pid:
-        is_own = threading.current_thread().name.startswith(name)  # which cannot wait for itself
+        is_own = pool.thread is threading.current_thread()  # which cannot wait for itself
         pool.shutdown(wait=not is_own, cancel_futures=True)
 
 

@@ -92,7 +92,7 @@ def build_mode(
 def spans_of_worker(optimizer: Any, stage: str) -> list[Span]:
     """What the worker threads did of a stage for the last step, one span a bucket."""
     spans = [span for hybrid in hybrids(optimizer) for span in hybrid.timeline.last]
-    return [span for span in spans if span.stage == stage and span.thread == "mp_optim-host_0"]
+    return [span for span in spans if span.stage == stage and span.thread == "mp_optim-host"]
 
 
 def finish_early_work(optimizer: Any) -> float:

@@ -54,7 +54,7 @@ _OF_THE_HOST = (
 )
 """Modules and tests that stay where they are: most are of kernels that they call themselves."""
 _WRITES_MEANWHILE = ("test_between_backward_and_step", "test_any_schedule")
-_AHEAD = re.compile(r"read by mp_step on thread \d+ \(mp_optim-host_0\)")
+_AHEAD = re.compile(r"read by mp_step on thread \d+ \(mp_optim-host\)")
 """In these tests the program writes state (by hand, a load, a reload) that a step ahead of the
 verdict reads meanwhile: that step is thrown away then, and the bits are compared."""
 _EXAMPLES = 4

@@ -221,7 +221,7 @@ def simulated_accelerator(pace: Pace = Pace.LAZY, seed: int = 0) -> Iterator[Sim
         call = launches.replacement(simulation, NativeLibrary.call)
         context.enter_context(mock.patch.object(NativeLibrary, "call", call))
         pool = partial(threads.Pool, simulation)
-        context.enter_context(mock.patch.object(product_worker, "ThreadPoolExecutor", pool))
+        context.enter_context(mock.patch.object(product_worker, "DaemonExecutor", pool))
         stand_in = threads.stand_in(simulation)
         context.enter_context(mock.patch.object(leases, "threading", stand_in))
         context.enter_context(mock.patch.object(leases, "move", Tensor.copy_))  # which is seen

@@ -4,11 +4,12 @@ the one that takes a lock knows what the one knew that gave it back."""
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from mp_optim.offload.worker import DaemonExecutor
 from support.accelerator.clocks import Actor
 from support.accelerator.devices import Devices
 from support.accelerator.operations import Operations
@@ -81,7 +82,7 @@ class Lock:
         self._learn()
 
 
-class Pool(ThreadPoolExecutor):
+class Pool(DaemonExecutor):
     """A pool whose work is seen: it knows what the submitter knew, and the one that asks for an
     error knows what the work knew."""
 
