@@ -69,7 +69,8 @@ def test_every_python_block_is_run_here():
     assert {str(path.relative_to(ROOT)): count for path, count in counts.items() if count} == {
         "README.md": 1,
         "docs/features.md": 1,
-        "docs/many_ranks.md": 2,
+        "docs/fsdp2.md": 1,
+        "docs/many_ranks.md": 1,
         "docs/troubleshooting.md": 1,
         "docs/checkpoints.md": 2,
         "docs/settings.md": 3,
@@ -214,7 +215,7 @@ def test_the_examples_of_the_readme_and_of_features_run(capsys, tmp_path, monkey
     assert names["success"] and names["grad_norm"] > 0
 
 
-def test_the_example_for_many_ranks_runs(monkeypatch):
+def test_examples_of_zero_and_fsdp2_run(monkeypatch):
     for name, value in {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -226,10 +227,12 @@ def test_the_example_for_many_ranks_runs(monkeypatch):
     before = model[0].weight.detach().clone()
     names = {"model": model, "micro_batches": [0, 1, 2], "loss_of": lambda batch: loss_of(model)}
     try:
-        zero, fsdp2 = blocks_of("docs/many_ranks.md", "python")
+        (zero,) = blocks_of("docs/many_ranks.md", "python")
+        (fsdp2,) = blocks_of("docs/fsdp2.md", "python")
         exec(zero, names)
         assert not torch.equal(model[0].weight.detach(), before)
         names["model"] = model = small_model()
+        model.layers = [model[0]]
         exec(fsdp2, names)
         loss_of(model).backward()
         names["optimizer"].step()
