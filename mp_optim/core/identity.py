@@ -1,9 +1,9 @@
-"""Slots: a parameter's identity is its place in the param groups, never the tensor that sits there;
-and param groups as callers treat them: edited, assigned, with settings that are changed.
+"""Slots: the identity of a parameter is its position in the param groups, not the tensor at that
+position. Also: checks of param groups that callers edit or assign, and exchange of changed
+settings.
 
-Wrappers replace tensors (a mixed-precision wrapper, FSDP2, tensor parallelism); the pair
-``(group, position)`` outlives all of that. Everything in this package that has to be found again
-later is found by slot.
+Wrappers replace tensors (mixed precision, FSDP2, tensor parallelism), but the pair ``(group,
+position)`` stays. All state in this package is keyed by slot.
 """
 
 from __future__ import annotations
@@ -23,48 +23,55 @@ ParamGroups = list[dict[str, Any]]
 
 
 class Slot(NamedTuple):
-    """The identity of a parameter: index of its param group, position inside that group."""
+    """The identity of a parameter.
+
+    Attributes:
+        group: index of its param group.
+        position: index in that group.
+    """
 
     group: int
     position: int
 
 
 def iter_slots(param_groups: ParamGroups) -> Iterator[tuple[Slot, Tensor]]:
-    """Every slot with the tensor that sits there now, in group order."""
+    """Yield every slot with its present tensor, in group order."""
     for index, group in enumerate(param_groups):
         for position, param in enumerate(group["params"]):
             yield Slot(index, position), param
 
 
 _OF_EACH = ("params", "param_names", "fqns")
-"""Keys of a group that have something for each of its parameters."""
+"""Keys of a group that have one entry for each of its parameters."""
 
 
 def all_params(param_groups: ParamGroups) -> list[Tensor]:
-    """The tensors that sit at the slots now, in slot order."""
+    """Return the present tensors of all slots, in slot order."""
     return [*chain.from_iterable(map(itemgetter("params"), param_groups))]
 
 
 def param_at(param_groups: ParamGroups, slot: Slot) -> Tensor:
-    """The tensor that sits at a slot now."""
+    """Return the present tensor of a slot."""
     param: Tensor = param_groups[slot.group]["params"][slot.position]
     return param
 
 
 def group_settings(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's hyperparameters: all that is not its parameters and their names."""
+    """Return a group's hyperparameters: all entries except parameters and their names."""
     return {key: value for key, value in group.items() if key not in _OF_EACH}
 
 
 def make_plain(group: Any) -> None:
-    """Replace a group's settings by plain data, so that a state dict of it can be saved."""
+    """Replace a group's settings by plain data in place, so that a state dict with them can be
+    saved."""
     for key, value in group.items() if isinstance(group, dict) else ():
         if key not in _OF_EACH and (plain := plain_setting(value)) is not value:
             group[key] = plain
 
 
 def with_names(group: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a group in the form torch takes names in: ``params`` as (name, tensor) pairs."""
+    """Return a copy of a group with ``params`` as (name, tensor) pairs, which is how torch takes
+    names."""
     plain = {key: value for key, value in group.items() if key != "param_names"}
     names = group.get("param_names")
     if names is not None:
@@ -73,69 +80,75 @@ def with_names(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def has_names(group: dict[str, Any]) -> bool:
-    """Whether a group's parameters have names, or :func:`slot_name` makes some up."""
+    """True if a group has names for its parameters. Otherwise :func:`slot_name` returns generated
+    ones."""
     return bool(group.get("param_names") or group.get("fqns"))
 
 
 def slot_name(param_groups: ParamGroups, slot: Slot) -> str:
-    """Return the FQN of a slot, without wrappers' parts, if its group carries ``param_names`` (or
-    ``fqns``: torch forbids the former in a group without parameters, which executors may have);
-    else ``group<g>.param<i>``."""
+    """Return the FQN of a slot without wrappers' parts, or ``group<g>.param<i>`` if its group has
+    no names.
+
+    Names are in ``param_names`` or ``fqns``. torch refuses ``param_names`` in a group without
+    parameters, which executors may have.
+    """
     group = param_groups[slot.group]
     names: Sequence[str] | None = group.get("param_names") or group.get("fqns")
     return bare_name(names[slot.position]) if names else f"group{slot.group}.param{slot.position}"
 
 
 def stream_of(name: str, first_element: int = 0) -> int:
-    """Return the stream of a parameter's random numbers.
+    """Return the random stream of a parameter.
 
-    The 64-bit hash of the name gives the stream its lower 32 bits and the index of element 0. So
-    two parameters draw the same number for an element only if all 64 bits are equal.
+    The 64-bit hash of the name gives the stream (lower 32 bits) and the index of element 0 (upper
+    32 bits). So two parameters draw the same number for an element only if all 64 bits are equal.
 
     Args:
-        name: of the parameter.
-        first_element: index of its first local element, row-major.
+        name: FQN of the parameter.
+        first_element: row-major index of the first local element.
     """
     digest = blake2b(name.encode(), digest_size=8).digest()
     stream, index = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
     return stream | (index + first_element) << 32
 
 
-# -- groups as callers treat them -----------------------------------------------------------------
+# -- groups that callers edit or assign -----------------------------------------------------------
 
 _OF_THE_MODEL = ("param_names", "fqns", "is_expert_parallel")
-"""What groups have beside settings; a group that is assigned without it keeps it."""
+"""Entries of groups that are not settings; an assigned group without them keeps the old ones."""
 
 
 def sizes_of(groups: ParamGroups) -> list[int]:
-    """The number of parameters of each group."""
+    """Return the number of parameters of each group."""
     return [len(group["params"]) for group in groups]
 
 
 def edited_lists(sizes: Sequence[int], added: Sequence[int]) -> ValueError:
-    """What to say of lists that were edited by hand.
+    """Return the error for groups that were edited by hand.
 
     Args:
-        sizes: parameters in each group now. added: as many were added.
+        sizes: present number of parameters in each group.
+        added: number of parameters that were added to each group.
     """
-    what = f"there are {len(sizes)} param_groups, and {len(added)} were added"
+    fact = f"there are {len(sizes)} param_groups, and {len(added)} were added"
     for index, (now, before) in enumerate(zip(sizes, added, strict=False)):
         if now != before:
-            what = f"param_groups[{index}] has {now} parameters, and {before} were added"
+            fact = f"param_groups[{index}] has {now} parameters, and {before} were added"
             break
     return ValueError(
-        f"{what}: groups and parameters cannot be added or taken away by editing the lists. Add a "
-        "group by add_param_group; freeze a parameter (requires_grad_(False)) to leave it out, or "
-        "build another optimizer"
+        f"{fact}: groups and parameters cannot be added or removed by editing the lists. Add a "
+        "group with add_param_group; freeze a parameter (requires_grad_(False)) to leave it out, "
+        "or build another optimizer"
     )
 
 
 def check_lists(groups: ParamGroups, added: Sequence[int]) -> None:
-    """Raise ValueError if groups, or parameters in them, were added or taken away by editing the
-    lists, naming the first group.
+    """Raise ValueError, with the first group, if the caller added or removed groups or parameters
+    by editing the lists.
 
     Args:
-        added: as many parameters were added to each group; empty before the first group.
+        groups: the live groups.
+        added: number of parameters that were added to each group; empty before the first group.
     """
     sizes = sizes_of(groups)
     if added and sizes != added:
@@ -143,25 +156,30 @@ def check_lists(groups: ParamGroups, added: Sequence[int]) -> None:
 
 
 def check_assigned(live: ParamGroups, groups: Any, defaults: Mapping[str, Any]) -> None:
-    """Raise unless these groups can take the place of the live ones; those without names get
-    theirs.
+    """Check that assigned groups can replace the live ones. Copy missing names into them.
+
+    Args:
+        live: the live groups.
+        groups: the assigned groups.
+        defaults: the optimizer's default settings.
 
     Raises:
-        ValueError: groups or parameters are more or fewer, or a setting is missing, naming it.
+        ValueError: the number of groups or parameters differs, or a setting is missing.
     """
     if not isinstance(groups, list) or not all(
         isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
     ):
         raise ValueError(
-            "param_groups = ...: they are a list of dicts with a list of 'params' each"
+            "param_groups = ...: the value is not a list of groups; assign a list of dicts with a "
+            "list 'params' each"
         )
     if sizes_of(groups) != sizes_of(live):
         raise edited_lists(sizes_of(groups), sizes_of(live))
     for index, (before, group) in enumerate(zip(live, groups, strict=True)):
         if missing := [key for key in defaults if key in before and key not in group]:
             raise ValueError(
-                f"param_groups = ...: group {index} has no {', '.join(missing)}; take the other "
-                "settings along, as {**group, 'lr': 0.1} does"
+                f"param_groups = ...: group {index} has no {', '.join(missing)}; copy the other "
+                "settings, as in {**group, 'lr': 0.1}"
             )
     for before, group in zip(live, groups, strict=True):
         for key in _OF_THE_MODEL:
@@ -173,23 +191,30 @@ _NOTHING = object()
 
 
 class SharedSettings:
-    """Hands on what was changed in one optimizer's groups since the last time to those of the
-    others: what the caller writes down, what an optimizer below writes (steps it counts, the rate
-    it found) up. Where both wrote, the caller did so later, or wants it otherwise."""
+    """Copies of the settings of equal groups in several optimizers at the last exchange.
+
+    An exchange copies a setting that one optimizer changed to the others. Callers change settings
+    of the outermost optimizer. Optimizers below change theirs: step counts, learning rates that
+    they find. If both changed one, the caller's value wins.
+    """
 
     def __init__(self) -> None:
         self._seen: list[list[dict[str, Any]]] = []
 
     def forget_groups(self, count: int) -> None:
-        """Forget the groups after the first ``count``."""
+        """Drop the copies of all groups after the first ``count``."""
         del self._seen[count:]
 
     def exchange(self, groups: ParamGroups, below: Sequence[ParamGroups]) -> None:
-        """Make groups at the same position alike.
+        """Make the settings of groups with the same index equal.
+
+        Args:
+            groups: groups of the outermost optimizer.
+            below: groups of each optimizer below.
 
         Raises:
-            RefusedSettings: two of the optimizers below step parameters of one group, and wrote
-                different values for a setting.
+            RefusedSettings: two optimizers below step parameters of one group, and wrote different
+                values for a setting.
         """
         for index, group in enumerate(groups):
             alike = [group, *(of_one[index] for of_one in below)]
@@ -204,27 +229,28 @@ class SharedSettings:
 
 
 def _agree(index: int, alike: Sequence[dict[str, Any]], seen: Sequence[Mapping[str, Any]]) -> None:
+    """Copy changed settings of one group between the optimizers, and remove deleted ones below."""
     above, *below = alike
-    told, gone = _changed(above, seen[0]), seen[0].keys() - above.keys()
+    by_caller, deleted = _changed(above, seen[0]), seen[0].keys() - above.keys()
     for group in below:
-        for key in gone.difference(_OF_EACH):
+        for key in deleted.difference(_OF_EACH):
             group.pop(key, None)
     news: dict[str, Any] = {}
     for group, before in zip(below, seen[1:], strict=True):
         if not group["params"]:
-            continue  # it steps nothing, so what it writes means nothing
+            continue  # Without parameters it does not step, so its settings have no meaning.
         for key, value in _changed(group, before).items():
-            if key in told:
+            if key in by_caller:
                 continue
             if not _is_same(news.setdefault(key, value), value):
                 raise RefusedSettings(
                     f"param group {index}: the optimizer that steps its parameters on the device "
-                    f"has {key}={news[key]!r}, the one on the host {value!r}. This rule goes by "
-                    "all parameters of a group together, so they have to be in one place: use "
-                    "offload_fraction 0 or 1, or make a group for each place"
+                    f"has {key}={news[key]!r}, the one on the host {value!r}. This rule computes "
+                    "the setting from all parameters of a group, so they must be in one place: "
+                    "use offload_fraction 0 or 1, or make a group for each place"
                 )
     for group in alike:
-        group.update({**news, **told})
+        group.update({**news, **by_caller})
         make_plain(group)
 
 
@@ -237,7 +263,7 @@ def _changed(group: Mapping[str, Any], seen: Mapping[str, Any]) -> dict[str, Any
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two settings are one; of tensors and the like, whether they are the same object."""
+    """True if two settings are equal; tensors and other objects are equal only to themselves."""
     if one is other:
         return True
     if type(one) is not type(other):

@@ -1,5 +1,5 @@
-"""State dicts: live param groups as plain data, matches of saved groups to live ones, and the load
-of saved state."""
+"""State dicts: export of live param groups as plain data, matching of saved groups to live ones,
+and loading of saved state."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from mp_optim.core.slot_state import AVERAGE, SlotState, State
 from mp_optim.host.calls import warn
 
 CHECKSUMS = "param_checksums"
-"""Key in a saved group: for each parameter, a checksum of what its remainder belongs to, or
-None."""
+"""Key in a saved group: one entry per parameter, a checksum of the parameter that its remainder
+belongs to, or None."""
 
 _PARALLEL = ("params", "param_names", CHECKSUMS)
 _OWN = (*_PARALLEL, "fqns", "is_expert_parallel")
-"""What a live group has from the model, and does not take from a saved one."""
+"""Entries that a live group has from the model and does not take from a saved group."""
 
 
 @dataclass(frozen=True)
 class GroupMatch:
-    """Where each live slot's saved state is, and which saved settings each live group takes.
+    """The match of a saved state dict to the live slots and groups.
 
     Attributes:
-        index_of: slot to the index of its entry in the saved ``"state"``.
-        settings: one dict per live group: copies of saved hyperparameters.
-        checksums: of the parameters that saved remainders belong to, where they are known.
+        index_of: for each slot, the index of its entry in the saved ``"state"``.
+        settings: for each live group, a copy of the saved hyperparameters.
+        checksums: known checksums of the parameters that saved remainders belong to.
     """
 
     index_of: dict[Slot, Any]
@@ -44,7 +44,7 @@ class GroupMatch:
     checksums: dict[Slot, int] = field(default_factory=dict)
 
     def as_groups(self, live: ParamGroups) -> list[dict[str, Any]]:
-        """Return the saved groups in the order of the live ones, with the names that those have."""
+        """Return the saved groups in the order of the live ones, with the live parameter names."""
         groups = []
         for index, (group, settings) in enumerate(zip(live, self.settings, strict=True)):
             slots = [Slot(index, position) for position in range(len(group["params"]))]
@@ -57,13 +57,14 @@ class GroupMatch:
         return groups
 
     def write_settings(self, live: ParamGroups) -> None:
-        """Give live groups the settings that they take."""
+        """Copy the saved hyperparameters into the live groups."""
         for group, settings in zip(live, self.settings, strict=True):
             group.update(settings)
 
 
 def plain_groups(param_groups: ParamGroups) -> list[dict[str, Any]]:
-    """Param groups as torch saves them: tensors replaced by running indices, the rest copied."""
+    """Return param groups as torch saves them: running indices in place of tensors, copies of the
+    rest."""
     start, packed = 0, []
     for group in param_groups:
         count = len(group["params"])
@@ -78,10 +79,13 @@ def plain_groups(param_groups: ParamGroups) -> list[dict[str, Any]]:
 
 
 def carried(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A slot's state as it leaves by a state dict. Where there is a process group, torch's
-    functions for state dicts may gather or broadcast it, and neither NCCL nor gloo knows 16-bit
-    integers: these leave as copies of 32 bits, which are copied back without loss, also by
-    torch.distributed.checkpoint. (Read as 16-bit floats they would not: copies convert.)"""
+    """Return a slot's state for a state dict, with int16 tensors as int32 copies if
+    ``torch.distributed`` is initialized.
+
+    torch's functions for state dicts may gather or broadcast the state, and neither NCCL nor gloo
+    supports int16. Loading converts the copies back without loss. A view as a 16-bit floating dtype
+    would not work: torch's functions convert the values of floating tensors.
+    """
     if not dist.is_available() or not dist.is_initialized():
         return dict(state)
     return {
@@ -91,7 +95,7 @@ def carried(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_params(group: Mapping[str, Any], positions: Sequence[int]) -> dict[str, Any]:
-    """A saved group with some of its parameters."""
+    """Return a saved group with only the parameters at some positions."""
     some = dict(group)
     for key in _PARALLEL:
         if key in group:
@@ -100,22 +104,22 @@ def with_params(group: Mapping[str, Any], positions: Sequence[int]) -> dict[str,
 
 
 def check_is_state_dict(state_dict: Any) -> None:
-    """Raise unless this has the form of an optimizer's state dict, with an index for each
-    parameter.
+    """Raise ValueError unless the argument has the form of an optimizer's state dict, with an index
+    for each parameter.
 
     Raises:
-        ValueError: saying what is missing, not of the kind expected, or there twice.
+        ValueError: an entry is missing, has a wrong type, or occurs twice.
     """
     if not isinstance(state_dict, Mapping):
         raise ValueError(
-            "a state dict is a dict with 'state' and 'param_groups', not a "
-            f"{type(state_dict).__name__}"
+            f"state_dict is a {type(state_dict).__name__}; pass a dict with 'state' and "
+            "'param_groups'"
         )
     for key, kind in (("state", Mapping), ("param_groups", list)):
         if not isinstance(state_dict.get(key), kind):
             raise ValueError(
-                f"the state dict's {key!r} is {type(state_dict.get(key)).__name__}; was it made by "
-                "state_dict() of an optimizer?"
+                f"state_dict[{key!r}] is {type(state_dict.get(key)).__name__}; pass a result of an "
+                "optimizer's state_dict()"
             )
     for index, group in enumerate(state_dict["param_groups"]):
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), list):
@@ -135,18 +139,22 @@ def check_is_state_dict(state_dict: Any) -> None:
     unknown = state_dict["state"].keys() - {index for group in groups for index in group["params"]}
     if unknown:
         raise ValueError(
-            f"the state dict has state for {names_in_words(sorted(map(str, unknown)))}, which no "
-            "param group of it names"
+            f"the state dict has state for {names_in_words(sorted(map(str, unknown)))}, but none "
+            "of its param groups has such a parameter"
         )
 
 
 def match_groups(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> GroupMatch:
     """Match saved groups to live ones: by FQN if every group with parameters has names on both
-    sides and no two parameters share one, else by position.
+    sides and they are unique, else by position.
+
+    Args:
+        live: the optimizer's param groups.
+        saved: the saved param groups.
 
     Raises:
-        ValueError: naming the parameters that only one side has, the group whose size differs, or
-            the settings that differ between saved groups of which one is to be made.
+        ValueError: a parameter is only on one side, a group differs in size, or saved groups that
+            become one group have different settings.
     """
     if not all("param_names" in group for group in (*live, *saved) if group["params"]):
         return _match_by_position(live, saved)
@@ -159,7 +167,8 @@ def match_groups(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> GroupMat
 
 
 def _check_same_names(live: Sequence[str], saved: Sequence[str]) -> None:
-    """Raise ValueError unless parameters of one name, told apart by position, are in one order."""
+    """Raise ValueError unless both sides have the same names in the same order. Parameters with
+    equal names are matched by position."""
     pairs = zip(live, without_wrappers(live), without_wrappers(saved), strict=False)
     if differing := [name for name, here, there in pairs if here != there]:
         counts = Counter(saved) | Counter(live)
@@ -167,13 +176,13 @@ def _check_same_names(live: Sequence[str], saved: Sequence[str]) -> None:
         raise ValueError(
             f"more than one parameter is called {names_in_words(twice)}, so parameters are matched "
             f"by position, and the saved names differ from {differing[0]} on; build the groups in "
-            "the order in which they were saved, or give each parameter a name of its own"
+            "the saved order, or give each parameter a unique name"
         )
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Copies: a tensor that were shared with the saved group would be written when that
-    one is."""
+    """Return copies of a saved group's hyperparameters. A shared tensor would change with the saved
+    group."""
     return {key: deepcopy(value) for key, value in group.items() if key not in _OWN}
 
 
@@ -184,8 +193,8 @@ def _match_by_position(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> Gr
         raise ValueError(
             f"param groups do not match: this optimizer has groups of {live_sizes} parameters, "
             f"the saved state has {saved_sizes}. Build both optimizers from "
-            "model.named_parameters(), and they are matched by name; read a state dict of torch, "
-            "apex, Megatron or DeepSpeed with mp_optim.apps.convert"
+            "model.named_parameters() to match them by name; read a state dict of torch, apex, "
+            "Megatron or DeepSpeed with mp_optim.apps.convert"
         )
     saved_ids = (index for group in saved for index in group["params"])
     slots = (slot for slot, _ in iter_slots(live))
@@ -195,8 +204,11 @@ def _match_by_position(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> Gr
 
 
 def _checksums(index_of: Mapping[Slot, Any], saved: Sequence[dict[str, Any]]) -> dict[Slot, int]:
-    """Who renames parameters (``torch.distributed.checkpoint`` puts names for indices) may order
-    them anew and leave this list as it is, so that it says nothing."""
+    """Return the checksums of slots whose saved index is an integer.
+
+    ``torch.distributed.checkpoint`` replaces indices by names and may reorder them, but leaves the
+    list of checksums as it is. Those checksums are ignored.
+    """
     known: dict[int, int] = {}
     for group in saved:
         for index, value in zip(group["params"], group.get(CHECKSUMS, ()), strict=False):
@@ -218,10 +230,13 @@ def match_by_name(
     """Match saved groups to live ones by the names of their parameters.
 
     Args:
-        wanted: the name of each live slot, no two the same.
+        live: the optimizer's param groups.
+        saved: the saved param groups.
+        wanted: the unique name of each live slot.
 
     Raises:
-        ValueError: as :func:`match_groups`.
+        ValueError: a parameter is only on one side, or saved groups that become one group have
+            different settings.
     """
     named = list(_saved_names(saved))
     canonical = matched_names((name for name, *_ in named), wanted.values())
@@ -246,10 +261,10 @@ def match_by_name(
 
 
 def _merged(index: int, saved: Sequence[dict[str, Any]], sources: Sequence[int]) -> dict[str, Any]:
-    """The settings that saved groups share, which become one live group.
+    """Return the common settings of saved groups that become one live group.
 
     Raises:
-        ValueError: they differ, naming the settings.
+        ValueError: the settings differ, with their names.
     """
     settings = [_settings(saved[source]) for source in sources]
     if len(settings) < 2:
@@ -279,7 +294,12 @@ def checked_match(
     saved: Sequence[dict[str, Any]],
     check_settings: Callable[[dict[str, Any]], None],
 ) -> GroupMatch:
-    """Which saved parameters and settings go where.
+    """Match saved groups to live ones, and check the saved settings.
+
+    Args:
+        live: the optimizer's param groups.
+        saved: the saved param groups.
+        check_settings: raises if a group's settings are out of range.
 
     Raises:
         ValueError: parameters are missing on either side, or a setting is out of range.
@@ -293,23 +313,24 @@ def checked_match(
     return match
 
 
-# -- loading: all state is checked before anything is written ------------------------------------
+# -- loading: check all state before the first write ---------------------------------------------
 
 _KEPT_BYTES = 64 << 20
-"""Of converted state, kept from its check until it is loaded; what is beyond is converted twice, so
-that loading takes no more memory than that."""
+"""Converted state, in bytes, that a load keeps between check and write. State beyond this is
+converted twice, which bounds the memory of a load."""
 
 
 class StateLoad:
-    """One load of saved state.
+    """One load of saved state: it checks all of it, then writes it.
 
     Args:
-        match: places of each slot's state. saved: the state dict's ``"state"``.
+        match: the saved entry and settings of each slot.
+        saved: the state dict's ``"state"``.
         state_of: returns the live state of a slot.
-        convert: load also if that loses bits.
+        convert: True to allow a loss of bits.
 
     Raises:
-        ValueError: state is missing, naming the parameters.
+        ValueError: state is missing, with the parameters' names.
     """
 
     def __init__(
@@ -325,8 +346,7 @@ class StateLoad:
         self._without_average: list[str] = []
 
     def _matched(self, saved: Mapping[Any, Any]) -> dict[Slot, State]:
-        """Return the saved state of each slot. A slot whose state was never allocated had none to
-        save."""
+        """Return the saved state of each slot. A slot without allocated state had none to save."""
         matched: dict[Slot, State] = {}
         missing: list[str] = []
         for slot, index in self._match.index_of.items():
@@ -340,43 +360,42 @@ class StateLoad:
         if missing:
             raise ValueError(
                 f"the saved state has none for {len(missing)} of {len(self._match.index_of)} "
-                f"parameters: {names_in_words(missing)}. Was it saved before the first step of an "
-                "optimizer that has no state until then, or with these parameters frozen? Load a "
-                "complete one, or none; parameters that had never been trained can be frozen "
-                "(requires_grad_(False)) while it is loaded"
+                f"parameters: {names_in_words(missing)}. Possible reasons: it was saved before the "
+                "first step of an optimizer that has no state until then, or with these parameters "
+                "frozen. Load a complete state dict or none; if these parameters were never "
+                "trained, freeze them (requires_grad_(False)) during the load"
             )
         return matched
 
     def check(self) -> None:
-        """Raise ValueError, naming what does not fit, or would lose bits."""
-        room = _KEPT_BYTES
+        """Raise ValueError, with slot and key, if a state does not fit or would lose bits."""
+        left = _KEPT_BYTES
         for slot, saved in self._saved.items():
             state = self._state_of(slot)
             fitted = state.fit(saved, self._convert, self._match.checksums.get(slot))
             if AVERAGE in fitted and AVERAGE not in saved:
                 self._without_average.append(state.name)
-            room -= _converted_bytes(fitted, saved)
-            if room >= 0:
+            left -= _converted_bytes(fitted, saved)
+            if left >= 0:
                 self._fitted[slot] = fitted
 
     def write(self) -> None:
-        """Copy the states that were checked into the slots."""
+        """Copy the checked states into the slots."""
         for slot, saved in self._saved.items():
             state, fitted = self._state_of(slot), self._fitted.pop(slot, None)
             state.load(state.fit(saved, self._convert) if fitted is None else fitted)
 
     def tell_of_averages(self) -> None:
-        """Warn if averages are kept for which nothing was saved."""
+        """Warn if this optimizer keeps averages and the saved state has none."""
         if names := self._without_average:
             warn(
-                f"the saved state has no average for {len(names)} parameters, of which averages "
-                f"are kept (ema_decay): {names_in_words(names)}. They start from the loaded main "
-                "params"
+                f"the saved state has no average for {len(names)} parameters, and ema_decay is "
+                f"set: {names_in_words(names)}. Their averages start from the loaded main params"
             )
 
     def write_model(self) -> list[str]:
-        """Give the model's parameters the values of their main params; return the names of those
-        that had others."""
+        """Copy main params to the model's parameters. Return the names of parameters that had other
+        values."""
         written = []
         for slot, saved in self._saved.items():
             checksum = None if self._convert else self._match.checksums.get(slot)
@@ -386,12 +405,12 @@ class StateLoad:
 
 
 def _converted_bytes(fitted: State, saved: State) -> int:
-    """Bytes of what fitting made anew: such tensors have another dtype or key than those that were
-    saved."""
-    made = [
+    """Return the bytes of tensors that a fit created: they have another dtype or key than the saved
+    ones."""
+    created = [
         value
         for key, value in fitted.items()
         if isinstance(value, Tensor)
         and not (isinstance(saved.get(key), Tensor) and saved[key].dtype == value.dtype)
     ]
-    return sum(value.nbytes for value in made)
+    return sum(value.nbytes for value in created)

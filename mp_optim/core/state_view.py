@@ -1,23 +1,23 @@
-"""``optimizer.state`` as torch expects it, and what is done to it by hand.
+"""``optimizer.state`` as torch expects it, and assignments to it.
 
-``optimizer.state[param]`` is one object for as long as somebody holds it, and shows what is there
-whenever it is asked. What is put under a key of it is taken, or refused aloud:
+``optimizer.state[param]`` returns the same object while the caller holds it, and every lookup reads
+the present state. An assignment to a key of it is stored or refused:
 
-- A tensor of the shape that is shown is taken. On the same device its values are copied into the
-  slot. On the host, where the slot is stepped on an accelerator, the state *moves*: the slot uses
-  the given memory from then on, and the accelerator's is free. It comes home when a tensor of the
-  accelerator is put there, or by ``restore_from_cpu()``; a step before that raises RuntimeError.
-- State that is stepped on the host, from its memory or from a disk, stays there, and so do counts
-  of steps: of a tensor on an accelerator the values are taken, and a warning says so once.
-- Moments that are stored in blocks are shown as FP32 copies (:mod:`~mp_optim.core.shown_copies`),
-  and FP32 values are taken for them, rounded.
-- Another shape, values that would lose bits, another accelerator and a key that is not there or
-  that is deleted are refused, and nothing has changed.
+- A tensor of the exported shape is stored. On the same device its values are copied into the slot.
+  A host tensor for state that is stepped on an accelerator *moves* the state: the slot uses the
+  given memory, and its accelerator memory is freed. An assigned accelerator tensor or
+  ``restore_from_cpu()`` moves it back. A step before that raises RuntimeError.
+- State that is stepped on the host, or stored in a file, stays there, and so do step counts. The
+  values of an assigned accelerator tensor are copied, with one warning.
+- Moments that are stored in blocks are exported as FP32 copies
+  (:mod:`~mp_optim.core.shown_copies`). Assigned FP32 values are stored, rounded.
+- A tensor with another shape, with values that would lose bits, or on another accelerator is
+  refused, and so is an unknown or a deleted key. A refused assignment changes nothing.
 
-State that is taken away begins again, as torch's does: ``state.clear()``, ``state = {}``,
-``del state[param]``, ``state.pop(param)``, ``state[param] = {}``, ``state[param].clear()``. Moments
-are zero and no step is counted; main params keep their values. A dict of the state before that
-keeps a copy of it.
+Removed state is reset, as in torch: ``state.clear()``, ``state = {}``, ``del state[param]``,
+``state.pop(param)``, ``state[param] = {}``, ``state[param].clear()``. Moments and step counts
+become zero; main params keep their values. A dict that ``state[param]`` returned before keeps a
+copy of the old state.
 """
 
 from __future__ import annotations
@@ -56,10 +56,12 @@ from mp_optim.host.host_memory import same_values
 
 
 class ShownState(dict[str, Any]):
-    """The state of one slot, as it is whenever it is asked.
+    """The state of one slot as a dict; every access reads the present state.
 
     Args:
-        read: the state of now. write: takes what is put under some keys. reset: begins again.
+        read: returns the present state.
+        write: stores values under some keys.
+        reset: resets the slot's state.
     """
 
     def __init__(
@@ -69,12 +71,12 @@ class ShownState(dict[str, Any]):
         self._read, self._write, self._reset = read, write, reset
 
     def part(self) -> None:
-        """Keep a copy of the state of now, and follow the slot no longer."""
+        """Keep a copy of the present state, and stop following the slot."""
         kept = deepcopy(dict(self.items()))
         self._read, self._write, self._reset = lambda: kept, kept.update, kept.clear
 
     def look(self) -> ShownState:
-        """Show what is there now."""
+        """Read the present state, and return this object."""
         state = self._read()
         for key in list(super().keys()):
             if key not in state:
@@ -109,7 +111,11 @@ class ShownState(dict[str, Any]):
         self.update({key: value})
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Raises ValueError if a key is not one of the slot's state, or a value does not fit."""
+        """Store values under some keys.
+
+        Raises:
+            ValueError: a key is unknown, or a value does not fit.
+        """
         self._write(dict(*args, **kwargs))
         self.look()
 
@@ -118,7 +124,11 @@ class ShownState(dict[str, Any]):
         return self
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        """Raises ValueError if the key is none of the slot's state."""
+        """Return the value of a key of the slot's state.
+
+        Raises:
+            ValueError: the key is unknown.
+        """
         if key not in self:
             self.update({key: default})
         return self[key]
@@ -131,23 +141,23 @@ class ShownState(dict[str, Any]):
     __delitem__ = pop = popitem = _stays
 
     def clear(self) -> None:
-        """Begin again, as before the first step."""
+        """Reset the slot's state to that before the first step."""
         self._reset()
         self.look()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy is a plain dict."""
+        """Copy and pickle as a plain dict."""
         return dict, (dict(self.items()),)
 
 
 @dataclass(eq=False)
 class Lookups:
-    """The lookups of all views of one optimizer. They keep no tensor and no optimizer alive.
+    """The lookups of all views of one optimizer. They keep neither tensors nor the optimizer alive.
 
     Attributes:
-        index: slot of each tensor, by the tensor's id. It is checked against ``param_groups`` at
-            every lookup, so a replaced tensor is found under its new identity at once.
-        shown: the state that callers hold, by slot.
+        index: the slot of each tensor, by the tensor's id. Every lookup checks it against
+            ``param_groups``, so a replaced tensor is found at once.
+        shown: the state objects that callers hold, by slot.
     """
 
     index: dict[int, Slot] = field(default_factory=dict)
@@ -157,16 +167,19 @@ class Lookups:
 
 
 class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
-    """``optimizer.state`` as torch expects it: current tensors as keys, slots underneath.
+    """``optimizer.state`` as torch expects it: a mapping from the current parameters to their
+    state.
 
-    A view keeps its optimizer alive; the optimizer keeps no view, so that neither needs the garbage
-    collector to be freed. The optimizer keeps the view's lookups.
+    A view keeps its optimizer alive. The optimizer keeps the view's lookups but no view, so neither
+    needs the garbage collector to be freed.
 
     Args:
-        param_groups: the groups of now.
-        has: whether a slot has any state. read: a slot's. write: takes what was put into some
-            slots' state; all of it is given with ``whole``. reset: has some slots begin again.
-        lookups: found by earlier views of the same optimizer.
+        param_groups: returns the current groups.
+        has: returns True if a slot has any state.
+        read: returns the state of a slot.
+        write: stores values in some slots' state; with ``whole=True`` they are the complete state.
+        reset: resets the state of some slots.
+        lookups: lookups of earlier views of the same optimizer.
     """
 
     def __init__(
@@ -216,7 +229,11 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
             self._take_away([self._slot(tensor)])
 
     def assign(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Copy states into slots, as ``optimizer.state = ...`` does; the others begin again.
+        """Store states in slots, as ``optimizer.state = ...`` does. The state of all other slots is
+        reset.
+
+        Args:
+            states: the state of each parameter.
 
         Raises:
             ValueError: a state does not fit.
@@ -230,12 +247,12 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
         self._take_away([self._slot(tensor)])
 
     def clear(self) -> None:
-        """Have all slots begin again, as before the first step."""
+        """Reset the state of all slots to that before the first step."""
         self._take_away([slot for slot, _ in iter_slots(self._param_groups())])
 
     def popitem(self) -> Any:
-        """Raises TypeError: there would always be another one."""
-        raise TypeError("optimizer.state.popitem(): is not supported; call clear() or pop(param)")
+        """Raise TypeError: a reset slot still has state, so a loop over this would not end."""
+        raise TypeError("optimizer.state.popitem() is not supported; call clear() or pop(param)")
 
     def _take_away(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
@@ -260,24 +277,26 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
             return False
 
 
-# -- what is put there ----------------------------------------------------------------------------
+# -- assignments ----------------------------------------------------------------------------------
 
 
 class Assignment:
-    """What is put into one slot's state, checked before anything is written.
+    """Values that a caller assigns to one slot's state, checked before the first write.
 
     Args:
-        name: of the slot. state: the slot's.
-        home: where it is stepped.
-        given: what is put there; of the whole state if ``whole``.
-        parked: what waits on the host.
+        name: FQN of the slot.
+        state: the slot's state.
+        home: device on which the slot is stepped.
+        given: the assigned values by key.
+        parked: tensors that are moved to the host.
+        whole: True if ``given`` is the complete state.
 
     Attributes:
-        stays: keys of what was given on an accelerator, and stays on the host.
+        stays: keys of values that were given on an accelerator, for state that stays on the host.
 
     Raises:
-        ValueError: a key is not there, or a value does not fit or lies on another device, naming
-            slot and key.
+        ValueError: a key is unknown, or a value does not fit or is on another device, with slot and
+            key.
     """
 
     def __init__(
@@ -299,7 +318,7 @@ class Assignment:
         self.stays: list[str] = []
         complete = given
         if whole and self._is_saved_form(given):
-            self._values = given  # in a form that can be converted; or the check tells what is not
+            self._values = given  # fit() below converts this form, or raises.
         else:
             for key, value in state.layout.take(given).items():
                 self._take(key, value, given[key])
@@ -310,7 +329,13 @@ class Assignment:
             self._fitted = state.fit(complete)
 
     def _take(self, key: str, value: Any, given: Any) -> None:
-        """Decide what becomes of one value, in the form that is kept and as it was given."""
+        """Sort one value into values to copy, memory to use, and devices to move to.
+
+        Args:
+            key: the state key.
+            value: the value in the stored layout.
+            given: the value in the callers' layout.
+        """
         self._check_key(key)
         mine = self._kept.get(key)
         if key in self._coded:
@@ -336,7 +361,7 @@ class Assignment:
             self._values[key] = given
 
     def _take_values(self, key: str, value: Any) -> None:
-        """Decide what becomes of FP32 values of a key that is stored in blocks."""
+        """Sort FP32 values of a key that is stored in blocks."""
         coded = self._coded[key]
         present = coded.values()
         check_fits(f"{self._name}.{key}", present, value)
@@ -349,7 +374,8 @@ class Assignment:
             self._values[key] = coded.rounded(value)
 
     def _is_saved_form(self, given: State) -> bool:
-        """Return whether a state has other keys than it is shown with, or codes for values."""
+        """Return True if a state has other keys than the exported state, or codes in place of
+        values."""
         stored = {key: coded.stored.dtype for key, coded in self._coded.items()}
         has_codes = any(getattr(given.get(key), "dtype", None) == stored[key] for key in stored)
         return has_codes or given.keys() != self._state.exported().keys()
@@ -358,15 +384,16 @@ class Assignment:
         shown = self._state.exported()
         if key not in shown:
             raise ValueError(
-                f"optimizer.state: {self._name} has no {key!r}, and keeps nothing else than "
-                f"{sorted(shown)}; put what belongs to the program into a dict of its own"
+                f"optimizer.state: {self._name} has no {key!r}; its keys are {sorted(shown)}. Keep "
+                "other data in a dict of your own"
             )
 
     def _target(self, key: str, value: Tensor, mine: Tensor) -> bool:
-        """Whether state goes to where this value lies, and not the value to where the state is.
+        """Return True if the state moves to the value's device, False if the value is copied to the
+        state's device.
 
         Raises:
-            ValueError: it cannot, naming the key and where it can.
+            ValueError: neither is possible, with the key and the devices.
         """
         if value.device == mine.device:
             return False
@@ -377,13 +404,14 @@ class Assignment:
             self.stays.append(key)
             return False
         raise ValueError(
-            f"optimizer.state: {self._name}.{key} is stepped on {self._home}, and was given on "
-            f"{value.device}; it can be moved to the host and back, and else goes with its "
-            "parameter"
+            f"optimizer.state: {self._name}.{key} is stepped on {self._home}, and the value is on "
+            f"{value.device}; assign a tensor on {self._home} or on the host, or move the "
+            "parameter to move its state"
         )
 
     def _has_values(self, key: str, value: Tensor) -> bool:
-        """Whether state that is shown in another form than it is kept has these values already."""
+        """Return True if state that is exported in another form than it is stored already has these
+        values."""
         shown = self._state.layout.take({key: self._state.exported()[key]})[key]
         if value.device == HOST:
             wait_for(shown.device)
@@ -392,7 +420,7 @@ class Assignment:
         return same_values(value.to(shown.device), shown)
 
     def write(self) -> None:
-        """Do it."""
+        """Write the checked values, and move state to the memory or devices that were given."""
         if self._fitted:
             self._state.load(self._fitted)
             self._kept = self._state.live()

@@ -1,5 +1,5 @@
-"""Tensors of slots: their gradients, what a rank owns of them, and lists whose facts are looked up
-once; and parameters as they were last seen, to notice what was done to them from outside."""
+"""Tensors of slots: gradients, local shards, lists with cached properties, and fingerprints of
+parameters that detect outside changes."""
 
 from __future__ import annotations
 
@@ -25,61 +25,69 @@ _NBYTES = operator.attrgetter("nbytes")
 _DTYPE = operator.attrgetter("dtype")
 _DICT, _GRAD = operator.attrgetter("__dict__"), operator.attrgetter("grad")
 _LEAST_ADDRESS = 1 << 38
-"""Beyond what a storage may hold (256 GiB), and below what memory most processes have."""
+"""Larger than any offset in a storage (256 GiB), and smaller than the addresses that most processes
+get."""
 _PIECE = 1 << 16
-"""Elements of a main param that are compared with the model's at a time."""
+"""Elements of a main param that are compared with the model's parameter at a time."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of as many bytes."""
+"""Integer dtypes by element size, in bytes."""
 
 
 class CachedTensorList(list[Tensor]):
-    """Plain tensors whose memory stays where it is for as long as the list is used, so that each
-    fact about them is looked up once.
+    """Plain tensors whose memory does not move while the list is used; each property is read once.
 
     Attributes:
-        addresses: ``data_ptr`` of each.
-        sizes: ``numel`` of each.
-        own_sizes: the same, looked up even if it was known (:meth:`gradients_of`).
-        stored: whether no memory was given back (``untyped_storage().resize_(0)``), and where that
-            has to be looked up no storage is smaller than its tensor.
-        dtypes, devices: those that occur.
-        contiguous: whether all are.
-        block_ends: scaled blocks of each and of all before it.
-        held: memory kept for as long as the list is, as tensors; see :meth:`hold`.
+        addresses: ``data_ptr`` of each tensor.
+        sizes: ``numel`` of each tensor.
+        own_sizes: ``numel`` of each tensor, never copied from another list (:meth:`gradients_of`).
+        stored: True if no tensor's memory was freed with ``untyped_storage().resize_(0)``. If an
+            address leaves that open, True if each storage is as large as its tensor.
+        dtypes: set of the dtypes.
+        devices: set of the devices.
+        contiguous: True if all tensors are contiguous.
+        block_ends: running sums of the tensors' numbers of scaled blocks.
+        held: tensors that keep the memory alive as long as the list; see :meth:`hold`.
     """
 
     held: tuple[Tensor, ...] = ()
 
     def gradients_of(self, params: CachedTensorList) -> CachedTensorList:
-        """The same tensors, known to be what is in ``params``' ``grad``: torch allows only the
-        shapes and devices of the parameters there."""
+        """Copy sizes and devices from the list of parameters that have these tensors in ``grad``,
+        and return this list.
+
+        torch allows only the parameter's shape and device for ``grad``.
+        """
         self.__dict__.update(sizes=params.sizes, devices=params.devices)
         return self
 
     def hold(self) -> CachedTensorList:
-        """Keep the present memory, for a list used over many steps: should one of the tensors be
-        given other memory (``tensor.data = ...``), the addresses still lead somewhere."""
+        """Keep the present memory alive, and return this list.
+
+        A list that is used for many steps needs this: its addresses stay valid even if a tensor
+        gets other memory (``tensor.data = ...``).
+        """
         self.held = tuple(map(Tensor.detach, self))
         self.addresses = array("Q", list(map(Tensor.data_ptr, self.held)))
         return self
 
     def has_moved(self) -> bool:
-        """Return whether a tensor has other memory than when :attr:`addresses` were looked up."""
+        """True if a tensor has other memory than :attr:`addresses`."""
         return array("Q", list(map(Tensor.data_ptr, self))) != self.addresses
 
     def memory_of(self, tensor: Tensor) -> Tensor | None:
-        """Return the memory that a tensor of the list had when it was held, or None."""
+        """Return the memory that :meth:`hold` kept for a tensor of the list, or None."""
         pairs = zip(self, self.held, strict=False)
         return next((memory for own, memory in pairs if own is tensor), None)
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> CachedTensorList:
-        """The same tensors in this form."""
+        """Return ``tensors`` as a CachedTensorList."""
         return tensors if isinstance(tensors, CachedTensorList) else cls(tensors)
 
     @cached_property
     def addresses(self) -> array[int]:
-        return array("Q", list(map(Tensor.data_ptr, self)))  # of a list it is made at once
+        # array() is faster from a list than from an iterator.
+        return array("Q", list(map(Tensor.data_ptr, self)))
 
     @cached_property
     def sizes(self) -> array[int]:
@@ -95,7 +103,7 @@ class CachedTensorList(list[Tensor]):
 
     @cached_property
     def stored(self) -> bool:
-        # Without memory a tensor's address is how far it begins in its storage.
+        # The address of a tensor without memory is its offset in the storage.
         if min(self.addresses, default=_LEAST_ADDRESS) >= _LEAST_ADDRESS:
             return True
         held = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, self))
@@ -118,17 +126,17 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def are_plain(tensors: Iterable[Tensor]) -> bool:
-    """Whether no tensor is a DTensor or another subclass whose memory is somewhere else."""
+    """True if no tensor is a DTensor or another subclass with its memory in other tensors."""
     return set(map(type, tensors)) <= set(_PLAIN)
 
 
 def all_same(a: Sequence[object], b: Sequence[object]) -> bool:
-    """Whether two sequences hold the same objects."""
+    """True if two sequences contain the same objects in the same order."""
     return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors show the same elements in the same way."""
+    """True if two tensors have the same memory, dtype, shape and strides."""
     return (
         a.data_ptr() == b.data_ptr()
         and a.dtype == b.dtype
@@ -140,40 +148,45 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The plain tensor a rank owns: a DTensor's local shard, anything else detached from
-    autograd."""
+    """Return a rank's plain tensor: the local shard of a DTensor, or the tensor itself, detached
+    from autograd."""
     if is_dtensor(tensor):
         tensor = tensor.to_local()
-        # FSDP2 may hand out an AsyncCollectiveTensor; placement and kernels need the plain one.
+        # FSDP2 may return an AsyncCollectiveTensor; placement and kernels need a plain tensor.
         tensor = getattr(tensor, "wait", lambda: tensor)()
     return tensor.detach()
 
 
 def device_of(param_groups: ParamGroups) -> torch.device:
-    """Return the device of the first parameter; the host's without parameters."""
+    """Return the device of the first parameter; the host without parameters."""
     params = (local_tensor(param) for _, param in iter_slots(param_groups))
     return next((param.device for param in params), torch.device("cpu"))
 
 
 def whole_tensor(tensor: DTensor) -> Tensor:
-    """All of a DTensor, whose parts may rest on the host: collectives reach the mesh's devices."""
+    """Return the full tensor of a DTensor. Collective.
+
+    A shard on the host is copied to the mesh's device first, which the collective needs.
+    """
     there: Any = tensor.to(tensor.device_mesh.device_type)
     whole: Tensor = there.full_tensor()
     return whole
 
 
 def held_tensor(tensor: Tensor) -> Tensor:
-    """What a DTensor holds, without a detour through autograd; anything else as it is. For marks
-    (versions, addresses) alone: a collective on it may still be under way."""
+    """Return the local shard of a DTensor without autograd, or another tensor as it is.
+
+    Use it for versions and addresses only: a collective may still write to the shard.
+    """
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 GRADIENT_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
-"""Dtypes of gradients that are stepped."""
+"""Dtypes of gradients that the optimizers can step with."""
 
 
 def current_grad(param: Tensor) -> Tensor | None:
-    """A parameter's gradient of this step: ``main_grad`` if present, else ``decoupled_grad``, else
+    """Return a parameter's gradient of this step: ``main_grad``, else ``decoupled_grad``, else
     ``grad``."""
     for attribute in ("main_grad", "decoupled_grad", "grad"):
         grad: Tensor | None = getattr(param, attribute, None)
@@ -183,12 +196,12 @@ def current_grad(param: Tensor) -> Tensor | None:
 
 
 def current_grads(params: Sequence[Tensor]) -> list[Tensor | None]:
-    """:func:`current_grad` of each."""
+    """Return the result of :func:`current_grad` for each parameter."""
     return list(map(_GRAD if have_grad_only(params) else current_grad, params))
 
 
 def have_grad_only(params: Sequence[Tensor]) -> bool:
-    """Whether the gradient of every one of these plain parameters can only be its ``grad``."""
+    """True if no plain parameter has a ``main_grad`` or ``decoupled_grad`` attribute."""
     return not [
         True
         for attributes in map(_DICT, params)
@@ -197,19 +210,26 @@ def have_grad_only(params: Sequence[Tensor]) -> bool:
 
 
 def local_grad(param: Tensor, grad: Tensor) -> Tensor:
-    """The rank's part of a parameter's gradient. One that is split in another way than its
-    parameter, or still to be added up (tensor parallelism leaves such ones), is brought into the
-    parameter's layout: a collective."""
+    """Return this rank's part of a parameter's gradient.
+
+    A gradient with other placements than its parameter is redistributed first, which is collective.
+    Tensor parallelism leaves ``Partial`` gradients, which are summed then.
+    """
     if is_dtensor(param) and is_dtensor(grad) and grad.placements != param.placements:
         grad = grad.redistribute(placements=param.placements)
     return local_tensor(grad)
 
 
 def check_shape(before: Tensor, local: Tensor, name: str) -> None:
-    """Check what a parameter has here against the tensor that is stepped for it.
+    """Check a parameter's local tensor against the tensor that is stepped for it.
+
+    Args:
+        before: the stepped tensor.
+        local: the parameter's present local tensor.
+        name: FQN of the parameter, for messages.
 
     Raises:
-        ValueError: its shape changed, or its memory does not hold it any more.
+        ValueError: the shape changed, or the memory is smaller than the tensor.
     """
     if before.shape != local.shape:
         raise ValueError(
@@ -220,12 +240,12 @@ def check_shape(before: Tensor, local: Tensor, name: str) -> None:
     if not has_memory(local):
         raise ValueError(
             f"{name}: the parameter's memory was freed or made smaller than the parameter "
-            "(untyped_storage().resize_): bring its values back before the optimizer is used"
+            "(untyped_storage().resize_); restore its values before using the optimizer"
         )
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether all elements of a tensor with strides lie in its memory."""
+    """True if all elements of a tensor are inside its storage."""
     if tensor.is_meta or not are_plain([tensor]) or not tensor.numel():
         return True
     extents = zip(tensor.shape, tensor.stride(), strict=True)
@@ -234,13 +254,20 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def follow(main: Tensor, local: Tensor, name: str) -> bool:
-    """Let a main param continue from its model tensor where it does not round to it.
+    """Refresh a main param from its model parameter where it does not round to the model's value.
 
-    Elements that round to the model's value keep their extra bits. Returns whether any took
-    another value; waits for the tensors' devices.
+    Elements that round to the model's value keep their extra bits. Waits for the tensors' devices.
+
+    Args:
+        main: the main param; written in place.
+        local: the model's local tensor.
+        name: FQN of the parameter, for messages.
+
+    Returns:
+        True if any element took another value.
 
     Raises:
-        ValueError: if the shape changed.
+        ValueError: the shape changed.
     """
     check_shape(main, local, name)
     weights = local.to(main.device)
@@ -257,15 +284,18 @@ def continue_from(
     *,
     may_read: bool = True,
 ) -> None:
-    """Give elements of main params the model's value where they do not round to it.
+    """Set elements of main params to the model's value where they do not round to it.
 
-    Waits for no accelerator. NaN equals NaN; apart from that values are compared bit for bit.
+    Does not wait for accelerators. NaN equals NaN; other values are compared bit for bit.
 
     Args:
-        mains: FP32 or bfloat16, written in place.
-        weights: the model's tensors, on the same devices; None where main is the model's.
-        changed: for each a bitmap, uint8, in which all bits are set if some element differs.
-        may_read: leave main params in host memory alone if nothing differs, which reads a result.
+        mains: FP32 or bfloat16 main params; written in place.
+        weights: the model's tensors on the same devices; None where the main param is the model's
+            own tensor.
+        changed: one uint8 bitmap for each main param; all of its bits are set if any element
+            differs.
+        may_read: True to skip the write to main params in host memory that already agree, which
+            reads a result.
     """
     before_writing(mains)
     for index, (main, weight) in enumerate(zip(mains, weights, strict=True)):
@@ -274,7 +304,7 @@ def continue_from(
         for part, here in _in_pieces(main, weight):
             if may_read and part.is_cpu and part.dtype == here.dtype:
                 bits = _BITS[here.itemsize]
-                if torch.equal(part.view(bits), here.view(bits)):  # one read of both
+                if torch.equal(part.view(bits), here.view(bits)):  # Reads both once, writes none.
                     continue
             same = _rounds_to(part, here)
             if may_read and part.is_cpu and bool(same.all()):
@@ -285,29 +315,29 @@ def continue_from(
 
 
 def _rounds_to(main: Tensor, weights: Tensor) -> Tensor:
-    """Return which elements of a main param round to the model's, a bool tensor."""
+    """Return a bool tensor: True where a main param rounds to the model's value."""
     rounded, bits = main.to(weights.dtype), _BITS[weights.itemsize]
     same = rounded.view(bits) == weights.view(bits)
     return same.logical_or_(rounded.isnan().logical_and_(weights.isnan()))
 
 
 def _in_pieces(main: Tensor, weights: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """Split two tensors into pieces that stay in a CPU's cache."""
+    """Split two tensors into pieces that fit a CPU's cache."""
     if main.is_cpu and main.is_contiguous() and weights.is_contiguous():
         parts = (torch.split(tensor.view(-1), _PIECE) for tensor in (main, weights))
         return zip(*parts, strict=True)
     return [(main, weights)]
 
 
-# -- parameters as they were last seen -------------------------------------------------------------
+# -- fingerprints of parameters --------------------------------------------------------------------
 
 
 class Marks(NamedTuple):
-    """What changes when parameters are replaced, moved or laid out anew, as columns: one call of C
-    for each entry.
+    """Fingerprints of parameters, as columns: one C call reads a column.
 
-    How large the memory is says its address: torch never resizes memory where it lies. Of what is
-    contiguous the shape says the strides, so that True stands for them.
+    A column changes if a parameter is replaced, moved, resized or gets another layout. torch never
+    resizes memory in place, so the address covers the size. The strides of a contiguous tensor
+    follow from its shape, so they are stored as True.
     """
 
     addresses: list[int]
@@ -317,7 +347,12 @@ class Marks(NamedTuple):
 
     @classmethod
     def of(cls, params: Sequence[Tensor], plain: bool) -> Marks:
-        """The marks of some parameters; ``plain`` is whether all are plain tensors."""
+        """Return the fingerprints of some parameters.
+
+        Args:
+            params: the parameters.
+            plain: True if all of them are plain tensors.
+        """
         held = params if plain else list(map(held_tensor, params))
         if plain:
             addresses = list(map(Tensor.data_ptr, held))
@@ -330,21 +365,21 @@ class Marks(NamedTuple):
         return cls(addresses, shapes, strides, dtypes)
 
     def rows(self) -> Iterable[tuple[Any, ...]]:
-        """The marks of each parameter."""
+        """Return the fingerprint of each parameter."""
         return zip(*self, strict=True)
 
 
 class SeenParams:
-    """Parameters as they were last seen: the memory and layout of each. To replace, move or reshape
-    one changes that, ``param.data = ...`` included.
+    """Parameters with fingerprints of their memory and layout, to detect replaced, moved or
+    reshaped ones (``param.data = ...`` included).
 
-    New memory at the address of freed memory counts as the same: an alias of the old memory would
-    have kept that address from being used again.
+    New memory at the address of freed memory counts as unchanged. This is safe: any alias of the
+    old memory would have kept it from being freed.
 
     Attributes:
         params: the tensors.
-        plain: whether all of them are plain tensors.
-        marks: how they were.
+        plain: True if all of them are plain tensors.
+        marks: their fingerprints.
     """
 
     def __init__(self, params: Iterable[Tensor] = ()) -> None:
@@ -354,7 +389,7 @@ class SeenParams:
         self.extend(list(params))
 
     def extend(self, params: Sequence[Tensor]) -> None:
-        """Take more parameters as seen."""
+        """Add parameters with their present fingerprints."""
         plain = are_plain(params)
         self.params += params
         columns: Iterable[tuple[list[Any], list[Any]]]
@@ -364,13 +399,13 @@ class SeenParams:
         self.plain = self.plain and plain
 
     def look(self, params: Sequence[Tensor]) -> None:
-        """Take what is there now as seen."""
+        """Replace all parameters and fingerprints by the present ones."""
         self.plain = are_plain(params)
         self.marks, self.params = Marks.of(params, self.plain), list(params)
 
     def changed(self, params: Sequence[Tensor]) -> list[int]:
-        """Return the indices of parameters that are other tensors than were last seen, or were
-        moved or reshaped since."""
+        """Return the indices of parameters that were replaced, moved or reshaped since their
+        fingerprints were taken."""
         same = all_same(params, self.params)
         marks = Marks.of(params, self.plain if same else are_plain(params))
         if same and marks == self.marks:
@@ -383,12 +418,11 @@ class SeenParams:
         ]
 
     def moved(self, params: Sequence[Tensor]) -> bool:
-        """Whether parameters are others than were last seen, or were moved or reshaped since."""
+        """True if the number of parameters changed, or any was replaced, moved or reshaped."""
         return len(params) != len(self.params) or bool(self.changed(params))
 
     def is_same(self, index: int, param: Tensor) -> bool:
-        """Whether a parameter is the one that was last seen at an index, and was neither moved nor
-        reshaped since."""
+        """True if a parameter is the one at an index, and was neither moved nor reshaped."""
         if param is not self.params[index]:
             return False
         now: Iterable[list[Any]] = Marks.of([param], self.plain)
@@ -396,17 +430,20 @@ class SeenParams:
         return all(a[0] == b[index] for a, b in zip(now, before, strict=True))
 
     def has_shape(self, index: int, param: Tensor) -> bool:
-        """Whether a parameter has the shape of the one that was last seen at an index."""
+        """True if a parameter has the shape that is recorded at an index."""
         return held_tensor(param).shape == self.marks.shapes[index]
 
 
 def check_memory(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse parameters whose elements share memory, with each other or with another parameter's.
+    """Raise ValueError if parameters share memory, with each other or among their own elements.
 
-    Two views whose ranges of bytes overlap are refused, even if they have no element in common.
+    Two views with overlapping byte ranges are refused, even if they have no common element.
+
+    Args:
+        named: names and parameters.
 
     Raises:
-        ValueError: there are some, naming them.
+        ValueError: two parameters or several elements of one share memory, with the names.
     """
     spans: list[tuple[str, int, int, str]] = []
     for name, param in named:
@@ -417,8 +454,8 @@ def check_memory(named: Iterable[tuple[str, Tensor]]) -> None:
         if any(size > 1 and step == 0 for size, step in sides):
             raise ValueError(
                 f"{name} has shape {tuple(local.shape)} and strides {local.stride()}: several of "
-                "its elements are one memory (expand), so a step has no single value for them; "
-                "make it with .contiguous() or .clone(), or train what it was expanded from"
+                "its elements share one address (expand), so a step has no single value for them; "
+                "copy it with .contiguous() or .clone(), or train the tensor before expand"
             )
         last = sum((size - 1) * step for size, step in sides)
         first = local.data_ptr()
@@ -427,7 +464,7 @@ def check_memory(named: Iterable[tuple[str, Tensor]]) -> None:
     for (device, _, end, name), (there, start, _, other) in itertools.pairwise(spans):
         if device == there and start < end:
             raise ValueError(
-                f"{name} and {other} are two parameters that share memory, which two states "
-                "would step against each other; tie them by using one Parameter in both modules, "
-                "or copy one (.clone()) if they are views side by side"
+                f"{name} and {other} are two parameters that share memory, and two states would "
+                "overwrite each other's steps; tie them by using one Parameter in both modules, or "
+                "copy one (.clone()) if they are views of one tensor"
             )

@@ -101,9 +101,9 @@ def test_the_state_of_the_beginning_begins_anew(
 @pytest.mark.parametrize(
     ("state_dict", "said"),
     [
-        ({"param_groups": []}, "'state' is NoneType"),
-        ({"state": {}, "param_groups": {}}, "'param_groups' is dict"),
-        ([], "not a list"),
+        ({"param_groups": []}, r"'state'\] is NoneType"),
+        ({"state": {}, "param_groups": {}}, r"'param_groups'\] is dict"),
+        ([], "state_dict is a list; pass a dict"),
         ({"state": {}, "param_groups": [{"lr": 1.0}]}, "no list 'params'"),
     ],
 )
