@@ -1,12 +1,11 @@
-"""What a step finds changed, and does not go on from: a step that was broken off half-way, and
-tensors that wait on the host.
+"""The consistency flag of an optimizer stack, and tensors that are moved to the host between steps.
 
-A signal, or an error in a kernel, may end a step between two parameters. What is stepped in place
-cannot be taken back, so the next step, ``state_dict`` or save raises instead; ``load_state_dict``
-makes the optimizer whole again.
+A signal or an error in a kernel may end a step between two parameters. Parameters that were stepped
+in place cannot be restored, so the next step, ``state_dict`` or save raises. ``load_state_dict``
+makes the optimizer consistent again.
 
-Main params and state wait there while something else needs the accelerator's memory: all of them
-(``offload_to_cpu``), or what was moved by hand (``optimizer.state``).
+Main params and state are moved to the host while other code needs the accelerator's memory: all of
+them (``offload_to_cpu``), or single tensors (``optimizer.state``).
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from mp_optim.host.leases import before_writing_all, borrows, give_memory, wait_
 
 
 class BrokenOffError(RuntimeError):
-    """A step, load or scaling was broken off: some parameters have taken it, others have not."""
+    """A step, load or scaling was interrupted: some parameters are changed, others are not."""
 
 
 _PARKED = (
-    "the optimizer is offloaded: call restore_from_cpu() before step() (which also brings home "
-    "what was moved to the host by optimizer.state[param][key] = ...)"
+    "the optimizer is offloaded: call restore_from_cpu() before step(); it also moves back state "
+    "that optimizer.state[param][key] = ... moved to the host"
 )
 
 
@@ -38,13 +37,13 @@ class StepMark:
     """The consistency flag of all layers of a stack, for the life of the outermost optimizer.
 
     NOTE: code that writes main params, state, model parameters or the loss scale in a step, or
-    scales rows, calls :meth:`touch` first, in the thread of the step. Back buffers, which nothing
-    reads, need no mark.
+    scales rows, calls :meth:`touch` first, in the thread of the step. Writes to back buffers need
+    no call, because no other code reads them.
 
     Attributes:
         is_set: True from the first write of a step or load until it is complete.
-        parked: tensors that wait on the host; meanwhile nothing is stepped.
-        copies: of state, which callers may have edited.
+        parked: tensors that are moved to the host; steps raise until they are restored.
+        copies: copies of state that callers may have edited.
     """
 
     def __init__(self) -> None:
@@ -52,19 +51,24 @@ class StepMark:
         self.copies = ShownCopies()
         self.is_set = False
         self._why = self._lent_to = ""
-        self._writer: tuple[object, int] | None = None  # the outermost layer, and its thread
+        self._writer: tuple[object, int] | None = None  # outermost layer, and its thread's id
 
     def touch(self) -> None:
-        """Announce writes that are complete only when the step is. Waits until background saves
-        have copied what they borrow of accelerators; launches announce the host's memory."""
+        """Mark the stack as inconsistent until the step or load is complete.
+
+        Waits until background saves have copied the accelerator memory that they still have to
+        read. Kernel launches announce their host memory themselves.
+        """
         self.is_set = True
         if borrows:
             wait_for_devices()
 
     def open_state(self) -> None:
-        """Announce that any state may be written, here or by the caller who is given it: the one
-        door for everything except the launches of a step. Background saves read a copy from here
-        on."""
+        """Announce that any state may be written, by this package or by a caller who gets it.
+
+        Background saves read a copy from then on. All writers call this, except the kernel launches
+        of a step.
+        """
         before_writing_all()
 
     def _take_edits(self) -> None:
@@ -72,19 +76,19 @@ class StepMark:
         self.copies.take_edits()
 
     def break_off(self, why: Exception) -> None:
-        """Refuse further steps: an earlier one is found to be wrong."""
+        """Mark the stack as inconsistent, because an earlier step was found to be wrong."""
         self.is_set, self._why = True, repr(why)
 
     def clear(self) -> None:
-        """Allow steps again: everything was loaded, or is built again."""
+        """Allow steps again, after everything was loaded or rebuilt."""
         self.is_set, self._why, self._writer = False, "", None
 
     @contextmanager
     def lent(self, borrower: str) -> Iterator[None]:
-        """Refuse steps, saves and loads while the model has other weights.
+        """Refuse steps, saves and loads inside the block, while the model has other weights.
 
         Args:
-            borrower: the optimizer's method that gives it those.
+            borrower: name of the optimizer's method that swapped the weights.
         """
         self.check(borrower)
         self._lent_to = borrower
@@ -94,12 +98,16 @@ class StepMark:
             self._lent_to = ""
 
     def check_lent(self, doing: str) -> None:
-        """Raise RuntimeError if the model has other weights now, or another thread is inside of a
-        step or load."""
+        """Raise RuntimeError if the model has other weights now, or another thread is inside a step
+        or load.
+
+        Args:
+            doing: name of the refused call, for the message.
+        """
         if self._lent_to:
             raise RuntimeError(
-                f"{doing}: inside of `with optimizer.{self._lent_to}()`, where the model's weights "
-                "are not those that are trained; do it after the block"
+                f"{doing}: inside of `with optimizer.{self._lent_to}()` the model does not have "
+                "its training weights; call it after the block"
             )
         if self._writer is None:
             if self.copies.shown:
@@ -108,17 +116,24 @@ class StepMark:
             raise _under_way(doing, "another thread")
 
     def check(self, doing: str) -> None:
-        """Raise BrokenOffError if a step was broken off, and RuntimeError if one is under way, or
-        the model has other weights now."""
+        """Raise if a step was interrupted or is under way, or if the model has other weights now.
+
+        Args:
+            doing: name of the refused call, for the message.
+
+        Raises:
+            BrokenOffError: an earlier step, load or scaling was interrupted.
+            RuntimeError: a step or load is under way, or the model has other weights now.
+        """
         self.check_lent(doing)
         if self.is_set and self._writer is not None:
             raise _under_way(doing, "this thread")
         if self.is_set:
             raise BrokenOffError(
                 f"{doing}: an earlier step, load or scaling of this optimizer was broken off "
-                f"half-way{self._why and f' by {self._why}'}, so that some parameters have taken "
-                "it and others have not. Load the last checkpoint, model and optimizer "
-                "(load_state_dict makes the optimizer usable again)"
+                f"half-way{self._why and f' by {self._why}'}, so some parameters are changed and "
+                "others are not. Load the last checkpoint, model and optimizer (load_state_dict "
+                "makes the optimizer usable again)"
             )
 
     @contextmanager
@@ -138,11 +153,15 @@ class StepMark:
 
     @contextmanager
     def step(self, layer: object) -> Iterator[None]:
-        """Mark a step of a layer, or rows that are scaled: of the outermost layer, all of it.
+        """Mark a step, or a scaling of rows, from the first write to the end. Nested calls of lower
+        layers do nothing.
+
+        Args:
+            layer: the optimizer of the stack that steps.
 
         Raises:
-            BrokenOffError: one before it was broken off.
-            RuntimeError: main params or state wait on the host.
+            BrokenOffError: an earlier step was interrupted.
+            RuntimeError: main params or state are moved to the host, or another step is under way.
         """
         outermost, thread = self._writer or (layer, 0)
         if outermost is not layer and thread == get_ident():
@@ -154,12 +173,16 @@ class StepMark:
             raise RuntimeError(_PARKED)
         with self._writing(layer):
             yield
-        # In this order: an interrupt between the two leaves the mark, which is safe.
+        # An interrupt after the block and before this line leaves the flag set, which is safe.
         self.is_set = False
 
     @contextmanager
     def load(self, layer: object) -> Iterator[None]:
-        """Mark a load by a layer, which makes the stack consistent again."""
+        """Mark a load by a layer, after which the stack is consistent.
+
+        Args:
+            layer: the optimizer of the stack that loads.
+        """
         with self._writing(layer):
             self.touch()
             yield
@@ -169,7 +192,7 @@ class StepMark:
 def _under_way(doing: str, who: str) -> RuntimeError:
     return RuntimeError(
         f"{doing}: {who} is inside of a step or load of this optimizer, which is not complete; "
-        "do it after that (a lock around both, or a flag that the training loop looks at "
+        "call it after that (use a lock around both, or a flag that the training loop checks "
         "between steps)"
     )
 
@@ -178,31 +201,36 @@ HOST = torch.device("cpu")
 
 
 class ParkedTensors:
-    """Tensors that were given memory of the host, and where they are at home. They stay the same
-    objects, so nothing that holds them has to know.
+    """Tensors that were moved to the host in place, and the devices they were on. They stay the
+    same objects, so other references to them stay valid.
 
     Attributes:
-        homes: by ``id`` of a tensor, itself and its home. A tensor that is gone is not kept.
+        homes: by ``id`` of a tensor, a weak reference to it and its former device.
     """
 
     def __init__(self) -> None:
         self.homes: dict[int, tuple[weakref.ref[Tensor], torch.device]] = {}
 
     def park(self, tensors: Iterable[Tensor]) -> None:
-        """Move those that are on an accelerator to the host."""
+        """Move tensors on accelerators to the host."""
         for tensor in tensors:
             if tensor.device != HOST:
                 self.give(tensor, tensor.data.cpu())
 
     def restore(self) -> None:
-        """Move all of them home."""
+        """Move all tensors back to their former devices."""
         for reference, home in list(self.homes.values()):
             if (tensor := reference()) is not None:
                 self.give(tensor, tensor.data.to(home))
         self.homes.clear()
 
     def give(self, tensor: Tensor, memory: Tensor) -> None:
-        """Have a tensor be in memory of another device; its values are what is there."""
+        """Replace a tensor's memory, and so its values, by memory that may be on another device.
+
+        Args:
+            tensor: the tensor; stays the same object.
+            memory: a tensor with the new memory, of the same shape and dtype.
+        """
         before = tensor.device
         give_memory(tensor, memory)
         if memory.device != HOST:
@@ -211,7 +239,8 @@ class ParkedTensors:
             self.homes[id(tensor)] = self._when_gone(tensor), before
 
     def home_of(self, tensor: Tensor) -> torch.device:
-        """Where a tensor came from that waits here; of any other, where it is."""
+        """Return the former device of a tensor that was moved here, or a tensor's present
+        device."""
         parked = self.homes.get(id(tensor))
         return tensor.device if parked is None else parked[1]
 
@@ -221,8 +250,11 @@ class ParkedTensors:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait for what the calling thread has queued on a device, as are copies that were begun
-    without waiting: who reads the host's memory asks no device. Nothing for the host."""
+    """Wait for the current stream of a device, and so for asynchronous copies to host memory that
+    this thread queued. Without an accelerator there is no wait.
+
+    A read of host memory does not wait for the device by itself.
+    """
     if (accelerator := accelerator_of(device)) is not None:
         with accelerator.on(device):
             accelerator.current_stream().synchronize()

@@ -1,7 +1,7 @@
-"""Canonical names: a parameter's FQN without what wrappers of modules add to it.
+"""Canonical names: the FQNs of parameters without the parts that module wrappers add.
 
-The rule is that of torch's ``get_state_dict``: a wrapper's attribute is left out where a module of
-that wrapper's class stands, so that a submodule of the model's own that is called ``module`` stays.
+The rule is that of torch's ``get_state_dict``: a wrapper's attribute is removed only where a module
+of that wrapper's class is. So a submodule of the model that is named ``module`` keeps its name.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ _HELD_IN = {
     "megatron.core.transformer.module.Float16Module": "module",
     "deepspeed.runtime.engine.DeepSpeedEngine": "module",
 }
-"""Wrappers, and the attribute in which they hold what they wrap. By name: none of them has to be
+"""Attribute that holds the wrapped module, by class name of the wrapper: the wrappers need not be
 installed."""
 _NEVER_REAL = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-"""Parts of a name that only wrappers put there, whatever the module."""
+"""Parts of a name that only wrappers add."""
 
 
 @cache
 def _attribute(kind: Any) -> str | None:
-    """Where a class of modules holds what it wraps, if it is a wrapper's."""
+    """Return the attribute in which a wrapper class holds its wrapped module; None for other
+    classes."""
     classes = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
     return next((_HELD_IN[name] for name in classes if name in _HELD_IN), None)
 
 
 def _wrapped(module: nn.Module | None) -> tuple[str, nn.Module] | None:
-    """What a wrapper wraps, and the attribute that holds it; None of any other module."""
+    """Return a wrapper's attribute and the wrapped module; None for other modules."""
     kind: Any = type(module)
     if module is None or (attribute := _attribute(kind)) is None:
         return None
@@ -53,8 +54,12 @@ def _wrapped(module: nn.Module | None) -> tuple[str, nn.Module] | None:
 
 
 def canonical_name(module: nn.Module, name: str) -> str:
-    """A parameter's or buffer's name in a module (or in its state dict), without wrappers'
-    attributes."""
+    """Return a parameter's or buffer's name without wrappers' attributes.
+
+    Args:
+        module: the module, which may be wrapped.
+        name: name in the module or in its state dict.
+    """
     kept: list[str] = []
     current: nn.Module | None = module
     for part in name.split("."):
@@ -63,7 +68,7 @@ def canonical_name(module: nn.Module, name: str) -> str:
             and part != inner[0]
             and not _has(current, part)
         ):
-            current = inner[1]  # a wrapper that leaves itself out of its state dict
+            current = inner[1]  # This wrapper's state dict leaves out its attribute.
         if inner is not None and part == inner[0]:
             current = inner[1]
             continue
@@ -80,8 +85,8 @@ def _has(module: nn.Module | None, part: str) -> bool:
 
 
 def canonical_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Names in a module, and what they are canonically; those that would become one stay as they
-    are."""
+    """Return the canonical name of each name in a module. Names that would become equal stay as
+    they are."""
     renamed = {name: canonical_name(module, name) for name in names}
     counts = Counter(renamed.values())
     twice = [name for name, short in renamed.items() if counts[short] > 1]
@@ -89,15 +94,15 @@ def canonical_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def prefixed(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Model chunks with what names in them begin with: nothing, or their index if there are
-    several."""
+    """Return model chunks with the prefix of their names: their index if there are several, else
+    ""."""
     if len(chunks) == 1:
         return [("", chunks[0])]
     return [(f"{index}.", chunk) for index, chunk in enumerate(chunks)]
 
 
 def named_params(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of some chunks once, under its canonical name."""
+    """Yield every parameter of some chunks once, with its canonical name."""
     seen: set[int] = set()
     for prefix, chunk in prefixed(chunks):
         named = dict(chunk.named_parameters())
@@ -109,17 +114,22 @@ def named_params(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 
 def bare_name(name: str) -> str:
-    """Return a name without the parts that only wrappers put there, whatever the module."""
+    """Return a name without the parts that only wrappers add, without looking at a module."""
     return _without(name, _NEVER_REAL) if any(map(name.__contains__, _NEVER_REAL)) else name
 
 
 def matched_names(saved: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
-    """Return, for each saved name, the wanted name of the same parameter, however the model was
-    wrapped on either side.
+    """Return, for each saved name, the wanted name of the same parameter, even if the model was
+    wrapped differently.
 
-    Equal names match first. The rest match if they are equal without :func:`bare_name`'s parts,
-    then without a ``module.`` in front of all names of one side, then without any ``module`` part;
-    always one name to one. A name without a match is returned bare.
+    Equal names match first. The remaining names match if they are equal without wrappers' parts
+    (:func:`bare_name`), then without a ``module.`` that all names of one side start with, then
+    without any ``module`` part. A name never matches two names. A name without a match is returned
+    without wrappers' parts.
+
+    Args:
+        saved: names in the saved state.
+        wanted: names in this model.
     """
     sides = list(dict.fromkeys(saved)), list(dict.fromkeys(wanted))
     result: dict[str, str] = {}
@@ -145,13 +155,13 @@ def _unprefixed(names: Sequence[str]) -> list[str]:
 
 
 def without_wrappers(names: Iterable[str]) -> list[str]:
-    """Return names without any part that wrappers put there, submodules called ``module``
+    """Return names without all parts that wrappers may add, submodules named ``module``
     included."""
     return [_without(name, {*_NEVER_REAL, "module"}) for name in names]
 
 
 def _only_once(forms: Mapping[str, str]) -> dict[str, str]:
-    """Names by their forms, of forms that one name alone has."""
+    """Return the name of each form that only one name has."""
     counts = Counter(forms.values())
     return {form: name for name, form in forms.items() if counts[form] == 1}
 
@@ -164,7 +174,7 @@ _SHOWN = 5
 
 
 def names_in_words(names: Sequence[str]) -> str:
-    """Return the first few names, and how many more there are."""
+    """Return the first few names and the number of the others, for messages."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
@@ -173,13 +183,13 @@ _warned_of_untrained: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class ModelParams:
-    """The model's parameters as they are when they are asked for; the model is not kept alive."""
+    """The current parameters of a model, which is not kept alive."""
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._chunks = [weakref.ref(chunk) for chunk in chunks]
 
     def chunks(self) -> list[nn.Module]:
-        """The model's chunks; none if one of them was deleted."""
+        """Return the model's chunks, or an empty list if one of them was deleted."""
         chunks = [chunk for ref in self._chunks if (chunk := ref()) is not None]
         return chunks if len(chunks) == len(self._chunks) else []
 
@@ -187,17 +197,18 @@ class ModelParams:
         return list(named_params(self.chunks()))
 
     def names_of(self, params: Sequence[Tensor]) -> list[str | None]:
-        """The canonical name of each parameter; None of one that is not in the model."""
+        """Return the canonical name of each parameter, None if it is not in the model."""
         names = {id(param): name for name, param in self._named()}
         return [names.get(id(param)) for param in params]
 
     def untrained(
         self, param_groups: Sequence[Mapping[str, Any]], *, with_gradient: bool = False
     ) -> list[str]:
-        """Return the names of trainable parameters that are in none of the groups.
+        """Return the names of trainable parameters that are in no group.
 
         Args:
-            with_gradient: only those that have a gradient now.
+            param_groups: the optimizer's groups.
+            with_gradient: True for only those that have a gradient now.
         """
         claimed = {id(param) for group in param_groups for param in group["params"]}
         return [
@@ -209,8 +220,15 @@ class ModelParams:
         ]
 
     def warn_of_untrained(self, optimizer: Any, *, with_gradient: bool = False) -> None:
-        """Warn, once for an optimizer, of trainable parameters that it does not have; not of a
-        model of which it has none, such as a copy with averaged weights."""
+        """Warn, once per optimizer, of trainable parameters that it does not have.
+
+        An optimizer that has none of the model's parameters causes no warning: the model may be a
+        copy with averaged weights.
+
+        Args:
+            optimizer: the optimizer to check.
+            with_gradient: True for only parameters that have a gradient now.
+        """
         if optimizer in _warned_of_untrained:
             return
         names = self.untrained(optimizer.param_groups, with_gradient=with_gradient)
@@ -221,6 +239,6 @@ class ModelParams:
         warn(
             f"the optimizer does not train {len(names)} of the model's {trainable} trainable "
             f"parameters: {names_in_words(names)}. If they were added or replaced after "
-            "the optimizer was built (a resized embedding, a new head), build it again; if they "
-            "are not to be trained, call requires_grad_(False)"
+            "the optimizer was built (a resized embedding, a new head), build it again; to freeze "
+            "them, call requires_grad_(False)"
         )

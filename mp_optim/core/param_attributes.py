@@ -216,12 +216,12 @@ def is_laid_out_whole(param: Tensor) -> bool:
 
 REFUSED = {
     "is_gtp_weight_remat": (
-        "generalized tensor parallelism is not supported, norms and matrices would be wrong: "
-        "leave out --tensor-parallel-num-weight-shards and its expert counterpart"
+        "generalised tensor parallelism is not in this version, and norms and matrices would be "
+        "wrong; leave out --tensor-parallel-num-weight-shards and its expert counterpart"
     ),
     "__fsdp_param__": (
-        "Megatron-FSDP is not supported: use torch's FSDP2 (--use-torch-fsdp2); its DTensors are "
-        "stepped shard by shard"
+        "Megatron-FSDP is not in this version; use torch's FSDP2 (--use-torch-fsdp2), whose "
+        "DTensors are stepped shard by shard"
     ),
 }
 """Attributes of parameters that belong to unsupported features, with the instruction for each."""

@@ -1,9 +1,9 @@
-"""Boxes of tensors, and what flat ranges and tensor parallelism cut out of a tensor, as boxes: pure
-functions of shapes.
+"""Boxes of tensors, and the boxes that flat ranges and tensor parallelism cut out of a tensor. All
+functions depend on shapes alone.
 
-Tensor parallelism cuts a tensor along one dimension, which consists of blocks (one, or several
-fused ones: gate and up of a SwiGLU), each of which is split over the ranks. What a rank has is its
-parts of all blocks, one after the other.
+Tensor parallelism splits a tensor along one dimension. The dimension consists of one or several
+blocks (fused weights, such as gate and up of a SwiGLU), and each block is split over the ranks. A
+rank stores its parts of all blocks in order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from torch import Tensor
 
 
 class Box(NamedTuple):
-    """A box of a tensor: index of its first element, and its shape."""
+    """A box of a tensor.
+
+    Attributes:
+        offsets: index of its first element.
+        sizes: its shape.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -29,13 +34,13 @@ class Box(NamedTuple):
         return math.prod(self.sizes)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Its elements, as a view."""
+        """Return the box of a tensor, as a view."""
         for dim, (first, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             tensor = tensor.narrow(dim, first, size)
         return tensor
 
     def common(self, other: Box) -> Box | None:
-        """The elements that two boxes of one tensor have in common, if there are any."""
+        """Return the intersection of two boxes of one tensor, or None if it is empty."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         ends = map(min, map(add, self.offsets, self.sizes), map(add, other.offsets, other.sizes))
         sizes = tuple(map(sub, ends, offsets))
@@ -49,11 +54,15 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 
 @lru_cache(maxsize=1 << 16)
 def boxes(shape: tuple[int, ...], start: int, count: int) -> tuple[Box, ...]:
-    """Elements ``[start, start + count)`` of a row-major tensor as boxes, in order: disjoint,
-    nothing else covered, each contiguous in row-major order.
+    """Return elements ``[start, start + count)`` of a row-major tensor as disjoint boxes, in order.
 
-    There are at most ``2 * len(shape) - 1`` of them. An empty range has none, unless the tensor
-    itself is empty: that is one box of no elements, so that the tensor is on record.
+    Each box is contiguous in row-major order. There are at most ``2 * len(shape) - 1`` boxes. An
+    empty range has none, except in an empty tensor: its one empty box keeps it in the record.
+
+    Args:
+        shape: shape of the tensor.
+        start: first element of the range, row-major.
+        count: number of elements.
 
     Raises:
         ValueError: the range is not inside the tensor.
@@ -69,14 +78,15 @@ def boxes(shape: tuple[int, ...], start: int, count: int) -> tuple[Box, ...]:
 
 
 def _boxes(shape: tuple[int, ...], outer: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
-    """Those of a range that is counted from the subtensor at ``outer``."""
+    """Yield the boxes of a range in the subtensor at index ``outer``; ``begin`` and ``end`` count
+    from its first element."""
     ones = (1,) * len(outer)
     if begin == 0 and end == math.prod(shape):
         yield Box(outer + (0,) * len(shape), ones + shape)
         return
     inner = math.prod(shape[1:])
-    first, last = -(-begin // inner), end // inner  # whole rows: [first, last)
-    if first > last:  # inside one row
+    first, last = -(-begin // inner), end // inner  # Rows [first, last) are whole.
+    if first > last:  # The range is inside one row.
         yield from _boxes(shape[1:], (*outer, last), begin - last * inner, end - last * inner)
         return
     if begin < first * inner:
@@ -90,7 +100,12 @@ def _boxes(shape: tuple[int, ...], outer: tuple[int, ...], begin: int, end: int)
 
 
 def box_views(flat: Tensor, places: Sequence[Box]) -> Iterator[tuple[Box, Tensor]]:
-    """The boxes of a range, each with its elements, given all of these in a row."""
+    """Yield each box of a range with a view of its elements.
+
+    Args:
+        flat: the elements of all boxes in order, 1-D.
+        places: the boxes.
+    """
     pieces = flat.split_with_sizes([place.numel for place in places])
     for place, piece in zip(places, pieces, strict=True):
         yield place, piece.view(place.sizes)
@@ -98,12 +113,13 @@ def box_views(flat: Tensor, places: Sequence[Box]) -> Iterator[tuple[Box, Tensor
 
 @dataclass(frozen=True)
 class Partition:
-    """A rank's part of a tensor.
+    """The part of a tensor that a tensor-parallel rank has. All ranks' parts have one shape.
 
     Attributes:
-        dim: the dimension that is cut.
-        blocks: how much of each block the rank has; together its length along ``dim``.
-        rank, size: which of how many parts this is; all are of the same shape.
+        dim: the dimension that is split.
+        blocks: this rank's length of each block; their sum is its length along ``dim``.
+        rank: index of this part.
+        size: number of parts.
     """
 
     dim: int
@@ -112,21 +128,29 @@ class Partition:
     size: int
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The whole's shape, from that of a part."""
+        """Return the shape of the whole tensor.
+
+        Args:
+            shape: shape of a part.
+        """
         whole = list(shape)
         whole[self.dim] *= self.size
         return tuple(whole)
 
     def _spans(self) -> Iterator[tuple[int, int, int]]:
-        """For each block: first index in the part and in the whole, and length."""
+        """Yield, for each block, its first index in the part, its first index in the whole, and its
+        length."""
         first = 0
         for length in self.blocks:
             yield first, first * self.size + length * self.rank, length
             first += length
 
     def cuts(self, box: Box) -> list[tuple[int, Box]]:
-        """A box of the part as boxes of the whole, in order, each after the index of its first
-        element along the dimension, counted from the box that it was cut from."""
+        """Return a box of the part as boxes of the whole, in order.
+
+        Each has the index of its first element along the split dimension, counted from the given
+        box.
+        """
         offsets, sizes = box
         low, high = offsets[self.dim], offsets[self.dim] + sizes[self.dim]
         result = []
@@ -140,7 +164,12 @@ class Partition:
         return result
 
     def whole_index(self, index: Tensor, shape: Sequence[int]) -> Tensor:
-        """Row-major indices of elements in the whole, from those in a part of a shape."""
+        """Convert row-major indices in a part to row-major indices in the whole.
+
+        Args:
+            index: indices of elements in the part.
+            shape: shape of the part.
+        """
         inner = math.prod(shape[self.dim + 1 :])
         row = index // inner % shape[self.dim]
         before = index // (inner * shape[self.dim])
@@ -161,39 +190,49 @@ def partition(
     rank: int,
     size: int,
 ) -> Partition:
-    """A rank's part of a parameter, from what Megatron says of it.
+    """Return a rank's part of a parameter, from Megatron's attributes.
 
     Args:
-        name: for messages. shape: of the part.
-        dim: ``partition_dim``. stride: ``partition_stride``, the number of equal blocks.
-        sizes: ``partition_sizes``, of blocks that are not equal.
+        name: FQN of the parameter, for messages.
+        shape: shape of the part.
+        dim: ``partition_dim``.
+        stride: ``partition_stride``, the number of equal blocks.
+        sizes: ``partition_sizes``, this rank's length of each block, if blocks differ in size.
+        rank: index of the part.
+        size: number of parts.
 
     Raises:
-        ValueError: the dimension is not there, or does not consist of such blocks.
+        ValueError: the dimension does not exist, or does not consist of such blocks.
     """
     if dim >= len(shape):
         raise ValueError(
-            f"{name}.partition_dim={dim}: its shape is {tuple(shape)}; say the dimension along "
-            "which tensor parallelism cuts it"
+            f"{name}.partition_dim={dim}: the parameter has shape {tuple(shape)}; set the "
+            "dimension that tensor parallelism splits"
         )
     length = shape[dim]
     if sizes is not None:
         if sum(sizes) != length or any(each < 0 for each in sizes):
             raise ValueError(
-                f"{name}.partition_sizes={list(sizes)}: they add up to {sum(sizes)}, and dimension "
-                f"{dim} of {tuple(shape)} is {length} long"
+                f"{name}.partition_sizes={list(sizes)}: they add up to {sum(sizes)}, but dimension "
+                f"{dim} of {tuple(shape)} has length {length}; set this rank's length of each block"
             )
         return Partition(dim, tuple(sizes), rank, size)
     if stride < 1 or length % stride:
         raise ValueError(
-            f"{name}.partition_stride={stride}: dimension {dim} of {tuple(shape)} is no {stride} "
-            "equal blocks"
+            f"{name}.partition_stride={stride}: dimension {dim} of {tuple(shape)} cannot be split "
+            f"into {stride} equal blocks; set the number of fused blocks"
         )
     return Partition(dim, (length // stride,) * stride, rank, size)
 
 
 def check_cover(name: str, shape: tuple[int, ...], places: Iterable[Box]) -> None:
-    """Raise ValueError unless boxes that differ make up a tensor, each element once."""
+    """Raise ValueError unless boxes cover every element of a tensor exactly once.
+
+    Args:
+        name: name of the tensor, for messages.
+        shape: its shape.
+        places: distinct boxes.
+    """
     places = list(places)
     covered, wanted = sum(place.numel for place in places), math.prod(shape)
     if covered < wanted:
@@ -204,12 +243,13 @@ def check_cover(name: str, shape: tuple[int, ...], places: Iterable[Box]) -> Non
         )
     if covered > wanted or any_overlap(places):
         raise ValueError(
-            f"{name} of shape {shape}: ranks hold parts of it that overlap but are not the same"
+            f"{name} of shape {shape}: ranks hold parts that overlap but are not the same; give "
+            "each rank its own part, or equal copies"
         )
 
 
 def any_overlap(places: Sequence[Box]) -> bool:
-    """Whether any two of some boxes of a tensor, none of them empty, have an element in common."""
+    """True if any two of some non-empty boxes of a tensor have a common element."""
     if len(places) < 2:
         return False
     dims = range(len(places[0].offsets))

@@ -89,7 +89,7 @@ REFUSED = {
         "muon",
         {},
         Cut((24, 10), 0, (2,) * 5, "stride"),
-        "cut.partition_stride=5: dimension 0 of (12, 10) is no 5 equal blocks",
+        "cut.partition_stride=5: dimension 0 of (12, 10) cannot be split",
     ),
 }
 
