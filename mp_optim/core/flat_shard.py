@@ -1,6 +1,6 @@
-"""What a rank holds of a tensor: a flat range of it (:class:`FlatShard`), a part that tensor
-parallelism cuts (:class:`PartitionShard`), or a DTensor's local part; and the boxes it is saved
-as."""
+"""A rank's part of a tensor, as a checkpoint stores it: a flat range (:class:`FlatShard`), a
+tensor-parallel part (:class:`PartitionShard`), or a DTensor's local part. Each is saved as
+boxes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ if TYPE_CHECKING:
 
 
 class FlatShard(Tensor):
-    """Elements ``[start, start + n)`` of the row-major flattened tensor of shape ``global_shape``.
+    """Elements ``[start, start + n)`` of a row-major flattened tensor of shape ``global_shape``.
 
-    Its ``shape`` is the whole tensor's; its memory is ``local``. ``torch.distributed.checkpoint``
-    writes it as a few boxes and reads any saved layout into it; nothing is copied but the elements.
-    Two ranks may hold the same range, not ranges that overlap in part.
+    Its ``shape`` is that of the whole tensor; its memory is ``local``.
+    ``torch.distributed.checkpoint`` writes it as a few boxes and reads any saved layout into it,
+    without extra copies. Ranges of two ranks may be equal or disjoint, but must not overlap in
+    part.
 
     Args:
-        local: contiguous, shape (n,), on any device. Kept, not copied. ``n`` may be 0.
-        global_shape: the whole tensor's shape; () for a scalar.
-        start: place of the first element.
+        local: the elements, contiguous, shape (n,), on any device. Not copied. ``n`` may be 0.
+        global_shape: shape of the whole tensor; () for a scalar.
+        start: index of the first element.
 
     Raises:
         ValueError: ``local`` is not 1-D and contiguous, or the range is not inside the tensor.
@@ -47,7 +48,7 @@ class FlatShard(Tensor):
         if local.dim() != 1 or not local.is_contiguous():
             raise ValueError(
                 f"local has shape {tuple(local.shape)} and strides {local.stride()}: a flat range "
-                "is one contiguous dimension"
+                "is one contiguous dimension; pass local.reshape(-1)"
             )
         boxes(tuple(global_shape), start, local.numel())
         shard: FlatShard = Tensor._make_wrapper_subclass(
@@ -62,8 +63,10 @@ class FlatShard(Tensor):
         return boxes(self.shape, self.start, self.local.numel())
 
     def full_tensor(self, group: dist.ProcessGroup | None = None) -> Tensor:
-        """The whole tensor, put together from the ranks of a group; every rank of it has to call
-        this.
+        """Return the whole tensor, gathered from the ranks of a group. Collective over the group.
+
+        Args:
+            group: the ranks that have ranges of the tensor; by default all.
 
         Raises:
             ValueError: the ranks' ranges do not cover the tensor.
@@ -79,12 +82,12 @@ class FlatShard(Tensor):
             covered = max(covered, start + local.numel())
         if covered < full.numel():
             raise ValueError(
-                f"no rank of the group holds element {covered} of this tensor of shape "
-                f"{tuple(self.shape)}"
+                f"no rank of the group has element {covered} of this tensor of shape "
+                f"{tuple(self.shape)}; pass the group of all ranks that share the tensor"
             )
         return full.view(self.shape).to(self.device)
 
-    # -- what torch.distributed.checkpoint asks ---------------------------------------------------
+    # -- called by torch.distributed.checkpoint ---------------------------------------------------
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -111,10 +114,10 @@ class FlatShard(Tensor):
                 return view
         raise ValueError(
             f"{index.fqn}: elements [{self.start}, {self.start + self.local.numel()}) of a tensor "
-            f"of shape {tuple(self.shape)} have no box at {index.offset}"
+            f"of shape {tuple(self.shape)} have no box at {index.offset}; request one of .places"
         )
 
-    # -- what torch asks --------------------------------------------------------------------------
+    # -- called by torch --------------------------------------------------------------------------
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -124,7 +127,8 @@ class FlatShard(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Copies and empty tensors of the same range; arithmetic is done on ``local``."""
+        """Copy, or create empty tensors of the same range. Refuse arithmetic, which callers do on
+        ``local``."""
         if func not in _RANGE_KEEPING:
             raise NotImplementedError(f"{func} of a FlatShard: compute with its .local")
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
@@ -173,18 +177,18 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 
-# -- parts by tensor parallelism ------------------------------------------------------------------
+# -- tensor-parallel parts ------------------------------------------------------------------------
 
 
 class PartitionShard(Tensor):
-    """A part of a tensor. Its ``shape`` is the whole's; nothing is copied.
+    """A part of a tensor that is split over ranks. Its ``shape`` is that of the whole; it shares
+    the memory of ``held``.
 
     Args:
-        held: what the rank has: a plain tensor of the part's shape, or a DTensor or FlatShard of
-            it, of which it has only a part in turn.
-        partition: which part of the whole.
-        is_stacked: ``held`` is stacked on what the other ranks have, in a first dimension of its
-            own, rather than cut out of anything.
+        held: this rank's part: a plain tensor, or a DTensor or FlatShard if it is split again.
+        partition: position of the part in the whole.
+        is_stacked: True if the whole is a stack of all ranks' tensors along a new first dimension.
+            False if the parts are cut along a dimension of the parameter.
     """
 
     held: Tensor
@@ -204,7 +208,7 @@ class PartitionShard(Tensor):
 
     @property
     def local(self) -> Tensor:
-        """What the rank has, as the optimizer keeps it."""
+        """This rank's part, in the form that the optimizer stores."""
         return self.held[0] if self.is_stacked else self.held
 
     def with_held(self, held: Tensor) -> PartitionShard:
@@ -225,14 +229,17 @@ class PartitionShard(Tensor):
 
 
 def as_partition(value: Any, partition: Partition | None, shape: torch.Size | None = None) -> Any:
-    """A tensor as the part of the whole that it is; scalars, and everything if nothing is cut,
-    unchanged.
+    """Return a state tensor as a part of the whole; scalars and all values without a partition stay
+    as they are.
 
-    State of another shape is cut as the parameter is if it has that dimension (a mean over the
-    other one, in torch's Adafactor); else it is this rank's own, for the same rank of as many.
+    State with the split dimension is cut as the parameter (even with size 1 in others, as the
+    factors of Adafactor). Other state is this rank's own: it is saved as one entry of a stack over
+    ranks, and a load needs the same number of ranks.
 
     Args:
-        shape: of the rank's part of the parameter; by default the tensor's.
+        value: the state tensor.
+        partition: the split of the parameter; None if it is not split.
+        shape: shape of this rank's part of the parameter; by default the tensor's shape.
     """
     if partition is None or not isinstance(value, Tensor) or not value.dim():
         return value
@@ -245,12 +252,16 @@ def as_partition(value: Any, partition: Partition | None, shape: torch.Size | No
 
 
 def part_like(saved: Sequence[int], dtype: torch.dtype, partition: Partition, param: Tensor) -> Any:
-    """Return new memory for this rank's part of saved state, the inverse of :func:`as_partition`:
-    a PartitionShard, or a plain tensor for state that is not cut.
+    """Allocate memory for this rank's part of saved state: the inverse of :func:`as_partition`.
 
     Args:
         saved: shape in the checkpoint.
+        dtype: dtype of the memory.
+        partition: the split of the parameter.
         param: this rank's part of the parameter.
+
+    Returns:
+        A PartitionShard, or a plain tensor for state that is not split.
     """
     dim, whole = partition.dim, partition.whole_shape(param.shape)
     alike = len(saved) == len(whole) and all(map(_is_1_or_same, saved, whole))
@@ -273,17 +284,20 @@ def _is_1_or_same(length: int, full: int) -> bool:
     return length in (1, full)
 
 
-# -- boxes of any tensor --------------------------------------------------------------------------
+# -- boxes of a tensor ----------------------------------------------------------------------------
 
 
 def places_of(tensor: Tensor) -> tuple[Box, ...] | None:
-    """The boxes that this rank holds of a tensor that is sharded; None for one that is simply
-    whole.
+    """Return the boxes that this rank has of a sharded tensor; None for a tensor that is not
+    sharded.
 
-    Of a tensor without elements every rank holds the one empty box, so that it is on record.
+    Every rank has the one empty box of a tensor without elements, so that the tensor is recorded.
+
+    Args:
+        tensor: any tensor.
 
     Raises:
-        TypeError: it is a ShardedTensor, which torch has given up for DTensor.
+        TypeError: it is a ShardedTensor, which torch has replaced by DTensor.
     """
     if isinstance(tensor, FlatShard):
         return tensor.places
@@ -305,13 +319,13 @@ def places_of(tensor: Tensor) -> tuple[Box, ...] | None:
 
 
 def held_places(tensor: Tensor) -> tuple[Box, ...]:
-    """The boxes that this rank holds of any tensor; one of a whole one."""
+    """Return the boxes that this rank has of any tensor; one box if it is not sharded."""
     places = places_of(tensor)
     return (whole_box(tuple(tensor.shape)),) if places is None else places
 
 
 def piece(tensor: Tensor, place: Box) -> Tensor:
-    """The live elements of one of the boxes of :func:`places_of`, or of the whole."""
+    """Return the live elements of one box of :func:`held_places`."""
     if isinstance(tensor, PartitionShard):
         dim = tensor.partition.dim
         for inside in held_places(tensor.held):
@@ -330,13 +344,13 @@ def piece(tensor: Tensor, place: Box) -> Tensor:
 
 # -- scales of blocks -----------------------------------------------------------------------------
 #
-# State in few bits has one scale for each run of 256 row-major elements of the whole tensor. A
-# layout that cuts the tensor cuts blocks, so it cannot keep such state as it is; but it can read
-# it, with the scale of each element it owns.
+# Quantized state has one scale for each run of 256 row-major elements of the whole tensor. A layout
+# that splits the tensor splits blocks, so it cannot store saved blocks. It can read their values,
+# with one scale per local element.
 
 
 def is_cut(tensor: Tensor) -> bool:
-    """Whether a rank holds only a part of a tensor, in a layout that is not its own blocks'."""
+    """True if a rank has only a part of a tensor, so that saved blocks do not fit."""
     if isinstance(tensor, PartitionShard):
         return True
     if isinstance(tensor, FlatShard):
@@ -345,18 +359,19 @@ def is_cut(tensor: Tensor) -> bool:
 
 
 def scales_of_elements(tensor: Tensor, scale: Tensor) -> Tensor:
-    """The scale of each element of a rank's part of a tensor, FP32, in the part's shape and a last
-    dimension of 1 (which scales of blocks do not have).
+    """Return one FP32 scale per local element: the part's shape with a last dimension of 1.
+
+    Scales of blocks are 1-D, so callers can tell them from these.
 
     Args:
         tensor: a DTensor, a FlatShard or a PartitionShard.
-        scale: the whole tensor's scales, shape (ceil(numel / 256),).
+        scale: scales of the whole tensor, shape (ceil(numel / 256),).
     """
     return scale[_flat_index(tensor).to(scale.device) // BLOCK][..., None]
 
 
 def _flat_index(tensor: Tensor) -> Tensor:
-    """Row-major index in the whole tensor of each element of a rank's part."""
+    """Return the row-major index in the whole tensor of each element of a rank's part."""
     if isinstance(tensor, PartitionShard):
         inside = _flat_index(tensor.held)
         return tensor.partition.whole_index(inside, tensor.held.shape)

@@ -1,4 +1,5 @@
-"""ModelParallel: what of the whole model this rank has, and what it is called there."""
+"""The share of a model that one rank has: names of its parameters in the whole model, and their
+tensor-parallel splits."""
 
 from __future__ import annotations
 
@@ -29,13 +30,14 @@ from mp_optim.process_groups.process_groups import ProcessGroups
 
 
 def layer_number(module: nn.Module) -> int | None:
-    """``layer_number``: which layer of the whole model this is, from 1; None if nothing is said."""
+    """Return the ``layer_number`` of a module, its index among all layers of the model, counted
+    from 1; None if it is not set."""
     number = getattr(module, "layer_number", None)
     return number if type(number) is int and number > 0 else None
 
 
 def has_gated_first_layer(module: nn.Module) -> bool:
-    """Whether ``linear_fc1`` of an MLP holds gate and up behind each other
+    """True if ``linear_fc1`` of an MLP is the fused weight of gate and up
     (``config.gated_linear_unit``)."""
     config = getattr(module, "config", None)
     gated = bool(getattr(config, "gated_linear_unit", False))
@@ -47,17 +49,18 @@ _EXPERTS = (
     re.compile(r"^(.*\blocal_experts\.)(\d+)(?=\.)"),
     re.compile(r"^(.*\bexperts\.linear_fc[12]\.(?:weight|bias))(\d+)$"),
 )
-"""Experts as Megatron names them: a list of modules, or one module with a weight for each."""
+"""Megatron's names of experts: a list of modules, or one module with one weight per expert."""
 
 
 def layer_of(name: str) -> tuple[str, int] | None:
-    """The list of layers that a name leads through first, and the index in it."""
+    """Return the path of the first list of layers in a name, and the index in that list; None if
+    there is none."""
     found = _LAYER.match(name)
     return None if found is None else (found[1], int(found[2]))
 
 
 def expert_counts(names: Iterable[str]) -> dict[str, int]:
-    """How many experts are counted from 0 under each path; those that are counted otherwise are
+    """Return the number of experts under each path. A path whose indices are not 0, 1, 2, ... is
     left out."""
     indices: dict[str, set[int]] = {}
     for name in names:
@@ -69,13 +72,13 @@ def expert_counts(names: Iterable[str]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Numbering:
-    """A function of names: what each is called in the whole model.
+    """A function from local names to names in the whole model.
 
     Attributes:
-        layers: by path and index here, the path and index there. Paths begin with the chunk's
-            index, if there are several chunks.
-        prefixes: of chunks, that names in the whole model have not.
-        first_experts: the number of this rank's first expert, by path as it is here.
+        layers: by local path and index of a layer, its path and index in the whole model. With
+            several chunks a local path starts with the chunk's index.
+        prefixes: prefixes of chunks; names in the whole model do not have them.
+        first_experts: by local path, the number of this rank's first expert.
     """
 
     layers: Mapping[tuple[str, int], tuple[str, int]] = field(default_factory=dict)
@@ -99,11 +102,14 @@ class Numbering:
 
 
 class GlobalNames:
-    """The names of one rank's parameters and buffers, and what they are called in the whole model.
+    """The names of one rank's parameters and buffers in the whole model.
 
     Args:
-        name_of: says so; by default they are called the same.
-        known: the names here. Those that would become one stay as they are.
+        name_of: returns the name in the whole model; by default the local name.
+        known: the local names. Names that would become equal stay as they are.
+
+    Attributes:
+        twice: local names that would have become equal.
     """
 
     def __init__(self, name_of: Callable[[str], str] = str, known: Iterable[str] = ()) -> None:
@@ -115,31 +121,38 @@ class GlobalNames:
         self._local = {whole: name for name, whole in self._known.items()}
 
     def __getitem__(self, name: str) -> str:
-        """A name in the whole model, from the one here."""
+        """Return the name in the whole model for a local name."""
         whole = self._known.get(name)
         return self._name_of(name) if whole is None else whole
 
     def __contains__(self, name: str) -> bool:
-        """Whether this is a name here, of a model that ranks share."""
+        """True if this is a local name."""
         return name in self._known
 
     def check(self) -> None:
-        """Raise ValueError, with the names, if two would become one."""
+        """Raise ValueError, with the names, if two local names would become equal."""
         if self.twice:
             raise ValueError(
-                f"global_names makes one name of {names_in_words(self.twice)}: every parameter and "
-                "buffer of a rank needs one of its own"
+                f"global_names makes one name of {names_in_words(self.twice)}; return a unique "
+                "name for each parameter and buffer of a rank"
             )
 
     def groups_out(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Param groups that leave, with the whole model's names."""
+        """Return param groups with the names in the whole model."""
         return [self._renamed(group, self.__getitem__) for group in groups]
 
     def groups_in(
         self, groups: Sequence[dict[str, Any]], live: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Saved param groups with the names that live ones have, if they have the whole model's;
-        else as they are: state that was saved, or put together, with the names here."""
+        """Return saved param groups with local names.
+
+        Groups that already have the local names, or other names than the whole model's, stay as
+        they are.
+
+        Args:
+            groups: the saved groups.
+            live: the optimizer's groups.
+        """
         saved, here = _names(groups), _names(live)
         if saved == here or not saved <= self._local.keys():
             return list(groups)
@@ -159,20 +172,21 @@ def _names(groups: Iterable[Mapping[str, Any]]) -> set[str]:
 NameOf = Callable[[str], str]
 _NamedChunks = Sequence[tuple[str, nn.Module]]
 _UNPARTED = (".experts.weight1", ".experts.weight2")
-"""Megatron's weights of all experts in one matrix: its attributes do not tell their parts."""
+"""Megatron's weights of all experts in one matrix: their attributes do not describe their parts."""
 
 
 @dataclass(frozen=True)
 class ModelParallel:
-    """How ranks share a model out, where its tensors do not say so themselves (as DTensors do).
+    """The split of a model over ranks, for tensors that do not describe it themselves as DTensors
+    do.
 
     Attributes:
-        names: of this rank's parameters in the whole model.
-        partitions: of the parameters that tensor parallelism cuts, by name here.
-        copies: parameters here whose original another stage of the pipeline has: by name, the
-            global rank of that stage.
-        cut_over: global ranks that have the other parts.
-        named_over: global ranks that the names tell from this one.
+        names: names of this rank's parameters in the whole model.
+        partitions: tensor-parallel splits by local name.
+        copies: for parameters whose original is on another pipeline stage, the global rank of that
+            stage, by local name.
+        cut_over: global ranks that have the other tensor-parallel parts.
+        named_over: global ranks whose parameters have other names in the whole model.
     """
 
     names: GlobalNames = field(default_factory=GlobalNames)
@@ -182,9 +196,14 @@ class ModelParallel:
     named_over: frozenset[int] = frozenset()
 
     def among(self, ranks: Collection[int]) -> ModelParallel:
-        """What some ranks have to know of it. A part is all there is where the ranks with the
-        other parts are not among them; names are those here where the ranks are not that names
-        tell this one from."""
+        """Return the split as seen by some ranks.
+
+        Without all ranks that have the other parts, a part counts as the whole. Without all ranks
+        that have other names, local names are used.
+
+        Args:
+            ranks: global ranks.
+        """
         is_cut = self.cut_over.issubset(ranks)
         is_named = self.named_over.issubset(ranks)
         return replace(
@@ -202,21 +221,21 @@ class ModelParallel:
         global_names: NameOf | None = None,
         expert_predicate: Callable[..., bool] | None = None,
     ) -> ModelParallel:
-        """Of a model. Collective over ``process_groups.pp``, if there are several stages.
+        """Return the split of a model. Collective over ``process_groups.pp`` if there are several
+        stages.
 
         Args:
             model: a module or a list of chunks.
             process_groups: ``tp``, ``expert_tp``, ``ep`` and ``pp`` are read.
-            global_names: what a parameter or buffer is called in the whole model, from its name
-                here. By default layers of pipeline stages have the index that their
-                ``layer_number`` gives (without one the index here), and experts are counted
-                through where they are named as in Megatron: ``local_experts.N``,
-                ``experts.linear_fc1.weightN``.
-            expert_predicate: ``(param, name) -> bool``, which parameters are experts.
+            global_names: returns the name in the whole model of a local parameter or buffer name.
+                By default ``layer_number`` gives the index of layers of pipeline stages (without
+                it, the local index). Experts with Megatron's names (``local_experts.N``,
+                ``experts.linear_fc1.weightN``) are numbered over all ranks.
+            expert_predicate: ``(param, name) -> bool``: True for parameters of experts.
 
         Raises:
-            ValueError: ``global_names`` makes one name of two, or a parameter does not consist of
-                the blocks that its attributes speak of; naming it.
+            ValueError: ``global_names`` returns one name for two parameters, or a parameter does
+                not consist of the blocks that its attributes describe.
         """
         chunks = prefixed([model] if isinstance(model, nn.Module) else list(model))
         groups = process_groups or ProcessGroups()
@@ -253,17 +272,19 @@ def _members(*groups: ProcessGroup | None) -> frozenset[int]:
 
 
 _Original = tuple[str | None, int]
-"""The whole model's name of the tied embedding that counts, None where it is on another stage; and
-the stage's global rank."""
+"""The name in the whole model of the original of a tied embedding, None if it is on another stage;
+and the stage's global rank."""
 
 
 def _tied(
     params: Mapping[str, Tensor], originals: Sequence[_Original]
 ) -> dict[str, tuple[str, int]]:
-    """Return the copies of a tied embedding by name, with the original on another stage.
+    """Return, for each local copy of a tied embedding, the name of the original and its stage's
+    rank.
 
     Args:
-        originals: of the other stages.
+        params: local parameters by name.
+        originals: originals on the other stages.
     """
     for whole, rank in originals:
         if whole is not None:
@@ -294,7 +315,7 @@ def _numbering(params: Iterable[str], chunks: _NamedChunks, groups: ProcessGroup
 
 
 def _params(chunks: _NamedChunks) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter under every canonical name it has."""
+    """Yield every parameter with every canonical name it has."""
     for prefix, chunk in chunks:
         named = dict(chunk.named_parameters(remove_duplicate=False))
         for name, short in canonical_names(chunk, named).items():
@@ -317,7 +338,8 @@ def _modules(chunks: _NamedChunks) -> Iterator[tuple[str, str, nn.Module]]:
 def _original(
     params: Mapping[str, Tensor], chunks: _NamedChunks, global_names: NameOf | None
 ) -> _Original:
-    """Return the whole model's name of the tied embedding that counts, and this rank's number."""
+    """Return the whole model's name of the original of the tied embedding, None if it is on another
+    stage, and this rank's number."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     for name, param in params.items():
         if is_tied_embedding(param) and not is_shared(param):
@@ -343,15 +365,15 @@ def _partitions(
     for name, param in params.items():
         ranks = groups.expert_tp if is_expert(param, name) else groups.tp
         if is_expert_param(param, name) and groups.expert_tp is not None:
-            ranks = groups.expert_tp  # also where experts are reduced like the rest
+            ranks = groups.expert_tp  # Also if the caller's predicate treats experts as dense.
         dim = partition_dim(param)
         if ranks is None or ranks.size() == 1 or not is_tensor_parallel(param):
             continue
-        if dim is None or name.endswith(_UNPARTED) or _says_itself(param, ranks):
+        if dim is None or name.endswith(_UNPARTED) or _is_dtensor_over(param, ranks):
             continue
         stride = partition_stride(param)
         if name.rpartition(".")[0] in gated:
-            stride = max(stride, 2)  # some of Megatron's layers leave it at 1
+            stride = max(stride, 2)  # Some of Megatron's layers leave it at 1.
         yield (
             name,
             partition(
@@ -366,8 +388,8 @@ def _partitions(
         )
 
 
-def _says_itself(param: Tensor, ranks: ProcessGroup) -> bool:
-    """Whether a tensor is a DTensor over these ranks."""
+def _is_dtensor_over(param: Tensor, ranks: ProcessGroup) -> bool:
+    """True if a tensor is a DTensor whose mesh contains these ranks."""
     if not is_dtensor(param):
         return False
     mesh = {*param.device_mesh.mesh.flatten().tolist()}

@@ -206,8 +206,8 @@ def partition(
     """
     if dim >= len(shape):
         raise ValueError(
-            f"{name}.partition_dim={dim}: the parameter has shape {tuple(shape)}; set the "
-            "dimension that tensor parallelism splits"
+            f"{name}.partition_dim={dim}: its shape is {tuple(shape)}; set the dimension that "
+            "tensor parallelism splits"
         )
     length = shape[dim]
     if sizes is not None:

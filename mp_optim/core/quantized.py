@@ -1,9 +1,9 @@
-"""Model parameters in 8 bits: what they stand for, how they take the values of a main param, and a
-model whose matrices are kept so.
+"""8-bit model parameters: reading their values, quantizing main params into them, and replacing the
+matrices of a model by them.
 
-Two kinds: torch's float8 dtypes with the scale as an attribute ``fp8_scale``, and tensor subclasses
-that bring their own ``quantize_`` and ``dequantize``, as Transformer Engine's do. Either way the
-optimizer steps an FP32 main param.
+Two kinds are supported: torch's float8 dtypes with their scale in an attribute ``fp8_scale``, and
+tensor subclasses with methods ``quantize_`` and ``dequantize``, such as Transformer Engine's. For
+both the optimizer steps an FP32 main param.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SMALLEST_SCALE = 2.0**-126
 
 
 def is_quantized(param: Tensor) -> bool:
-    """Whether a parameter's values are codes that need a scale to be read."""
+    """True if a parameter stores codes that need a scale to be read."""
     return param.dtype in FLOAT8_DTYPES or _brings_its_own(param)
 
 
@@ -36,18 +36,21 @@ def _brings_its_own(param: Tensor) -> bool:
 
 
 def check_quantized(name: str, param: Tensor) -> None:
-    """Raise if a quantised parameter cannot be trained.
+    """Raise if a quantized parameter cannot be trained.
+
+    Args:
+        name: FQN of the parameter, for messages.
+        param: any parameter.
 
     Raises:
-        TypeError: it is a DTensor. ValueError: its ``fp8_scale`` is missing or does not fit, saying
-            what would.
+        TypeError: it is a DTensor.
+        ValueError: its ``fp8_scale`` is missing or does not fit.
     """
     if is_dtensor(param):
         if param.dtype in FLOAT8_DTYPES or _brings_its_own(param.to_local()):
             raise TypeError(
-                f"{name} is a DTensor of {type(param.to_local()).__name__} {param.dtype}: the "
-                "scale of a "
-                "parameter that is split over ranks is not kept in agreement; shard it in 16 bits"
+                f"{name} is a DTensor of {type(param.to_local()).__name__} {param.dtype}: scales "
+                "of ranks would differ; shard the parameter in 16 bits"
             )
         return
     if param.dtype not in FLOAT8_DTYPES:
@@ -55,8 +58,8 @@ def check_quantized(name: str, param: Tensor) -> None:
     scale = getattr(param, "fp8_scale", None)
     if not isinstance(scale, Tensor):
         raise ValueError(
-            f"{name} is {param.dtype} and has no scale: set param.fp8_scale to an FP32 tensor, so "
-            "that param.float() * fp8_scale are its values"
+            f"{name} is {param.dtype} and has no scale; set param.fp8_scale to an FP32 tensor such "
+            "that param.float() * fp8_scale are the values"
         )
     if scale.dtype != torch.float32 or scale.device != param.device:
         raise ValueError(
@@ -69,17 +72,18 @@ def check_quantized(name: str, param: Tensor) -> None:
     )
     if not fits:
         raise ValueError(
-            f"{name}.fp8_scale has shape {tuple(scale.shape)}: it must be () for one scale, or of "
-            f"{param.ndim} dimensions, each at most the parameter's {tuple(param.shape)}: the "
-            "number of blocks along it"
+            f"{name}.fp8_scale has shape {tuple(scale.shape)}; use () for one scale, or "
+            f"{param.ndim} dimensions with the number of blocks along each dimension of the "
+            f"parameter's {tuple(param.shape)}"
         )
 
 
 def dequantized(param: Any) -> Tensor:
-    """The values of a quantised parameter: FP32, its shape and device, memory of its own.
+    """Return the values of a quantized parameter in new FP32 memory, in its shape and on its
+    device.
 
-    A parameter that still has the values it was quantised from (Transformer Engine's
-    ``get_high_precision_init_val``) gives those.
+    If the parameter keeps the values from which it was quantized, these are returned (Transformer
+    Engine's ``get_high_precision_init_val``).
     """
     with torch.no_grad():
         if _brings_its_own(param):
@@ -92,16 +96,20 @@ def dequantized(param: Any) -> Tensor:
 
 
 def forget_initial_values(param: Any) -> None:
-    """Let go of the values a parameter was quantised from; they are in a main param now."""
+    """Free the values from which a parameter was quantized. Its main param has them."""
     if getattr(param, "get_high_precision_init_val", lambda: None)() is not None:
         param.clear_high_precision_init_val()
 
 
 def quantize_(param: Any, main: Tensor) -> None:
-    """Give a quantised parameter the values of its FP32 main param, which may be on the host.
+    """Quantize an FP32 main param into its parameter, in place.
 
-    A float8 parameter's scale is made from the present values (:func:`scaled_codes`); a subclass
-    does as its own recipe says.
+    A float8 parameter gets new scales from the values (:func:`scaled_codes`). A tensor subclass
+    uses its own recipe.
+
+    Args:
+        param: the quantized parameter.
+        main: its FP32 main param, on any device.
     """
     with torch.no_grad():
         values = main.to(param.device)
@@ -114,7 +122,7 @@ def quantize_(param: Any, main: Tensor) -> None:
 
 
 def bits_of(param: Any) -> Tensor:
-    """Return everything that a quantized parameter's values are made of: uint8, 1-D."""
+    """Return all bits that determine a quantized parameter's values: uint8, 1-D."""
     with torch.no_grad():
         if _brings_its_own(param):
             values: Tensor = param.dequantize(dtype=torch.float32)
@@ -124,7 +132,7 @@ def bits_of(param: Any) -> Tensor:
 
 
 def holds(param: Any, main: Tensor) -> bool:
-    """Whether a quantised parameter is what its main param becomes when it is quantised."""
+    """True if a quantized parameter has the bits that its main param is quantized to."""
     with torch.no_grad():
         values = main.to(param.device)
         if _brings_its_own(param):
@@ -143,32 +151,32 @@ def holds(param: Any, main: Tensor) -> bool:
 def scaled_codes(
     values: Tensor, scale_shape: Sequence[int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Codes of a float8 dtype with scales of the given shape: each block's largest magnitude
-    becomes the largest code.
+    """Return scales of the given shape and codes of a float8 dtype.
 
-    ``scale = max |values| / max(dtype)`` over the block, at least 2^-126, and 1 for a block of
-    zeros; ``codes = round(values / scale)``, to the nearest, ties to even. FP32 throughout, so the
-    same bits on every device.
+    ``scale = max |values| / max(dtype)`` over a block, at least 2^-126, and 1 for a block of zeros.
+    ``codes = round(values / scale)``, to nearest, ties to even. All operations are FP32, so every
+    device computes the same bits.
 
     Args:
-        values: FP32.
-        scale_shape: () for one block, or how many blocks there are along each dimension; all but
-            the last of a dimension are equally large.
+        values: FP32 tensor.
+        scale_shape: () for one block, or the number of blocks along each dimension. Blocks have
+            equal sizes, except the last along each dimension.
+        dtype: a float8 dtype.
 
     Returns:
-        The scales, FP32, and the codes, in the shape of the values.
+        The FP32 scales, and the codes in the shape of ``values``.
     """
     top = torch.finfo(dtype).max
     largest = _largest(values.abs(), scale_shape)
-    # NOTE: by a tensor. CUDA divides by a number as it multiplies with the reciprocal, which is
-    # another bit for half of all values.
+    # The divisor is a tensor, because CUDA replaces a division by a number with a multiplication
+    # by its reciprocal. That changes a bit of half of all values.
     quotient = largest / torch.full_like(largest, top)
     scale = torch.where(largest == 0.0, 1.0, quotient.clamp_(min=_SMALLEST_SCALE))
     return scale, (values / _spread(scale, values.shape)).clamp_(-top, top).to(dtype)
 
 
 def _largest(magnitudes: Tensor, blocks: Sequence[int]) -> Tensor:
-    """The maximum of each block."""
+    """Return the maximum of each block."""
     if not len(blocks) or magnitudes.numel() == 0:
         return (
             magnitudes.amax()
@@ -178,7 +186,7 @@ def _largest(magnitudes: Tensor, blocks: Sequence[int]) -> Tensor:
     for dim, count in enumerate(blocks):
         size = magnitudes.shape[dim]
         width = -(-size // count)
-        if count * width != size:  # the last block is filled up; magnitudes are not below 0
+        if count * width != size:  # Pad the last block with 0, the least magnitude.
             filled = magnitudes.new_zeros(
                 (*magnitudes.shape[:dim], count * width, *magnitudes.shape[dim + 1 :])
             )
@@ -190,7 +198,7 @@ def _largest(magnitudes: Tensor, blocks: Sequence[int]) -> Tensor:
 
 
 def _spread(scale: Tensor, shape: torch.Size) -> Tensor:
-    """Scales of blocks, one for each element."""
+    """Repeat the scale of each block for all of its elements."""
     if scale.ndim == 0:
         return scale
     for dim, size in enumerate(shape):
@@ -204,7 +212,7 @@ Select = Callable[[nn.Module, str, nn.Parameter], bool]
 
 
 class _Values(torch.autograd.Function):
-    """The values of a float8 parameter; their gradient goes to it as it is."""
+    """The values of a float8 parameter, with an identity gradient."""
 
     @staticmethod
     def forward(ctx: Any, codes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -216,11 +224,11 @@ class _Values(torch.autograd.Function):
 
 
 class Dequantize(nn.Module):
-    """The parametrization of a float8 parameter: its codes times its scale in FP32, rounded to
-    ``dtype``.
+    """The parametrization of a float8 parameter: codes times scale in FP32, rounded to ``dtype``.
 
     Args:
         scale: FP32, in one of the shapes of :func:`mp_optim.core.quantized.scaled_codes`.
+        dtype: dtype of the module's computation.
     """
 
     scale: Tensor
@@ -231,13 +239,13 @@ class Dequantize(nn.Module):
         self.dtype = dtype
 
     def bind(self, codes: Any) -> None:
-        """Let a float8 parameter know its scale, and that its gradients are in 16 bits."""
+        """Set ``fp8_scale`` of a float8 parameter, and the 16-bit dtype of its gradients."""
         codes.fp8_scale = self.scale
         if codes.is_leaf and codes.grad is None and codes.grad_dtype != self.dtype:
             codes.grad_dtype = self.dtype
 
     def forward(self, codes: Tensor) -> Tensor:
-        self.bind(codes)  # the module may have been moved or copied
+        self.bind(codes)  # A move or copy of the module replaces the scale.
         return cast(Tensor, _Values.apply(codes, self.dtype))  # type: ignore[no-untyped-call]
 
 
@@ -248,27 +256,29 @@ def quantize_weights(
     rowwise: bool = True,
     select: Select | None = None,
 ) -> list[str]:
-    """Replace parameters of a model, in place, by float8 ones that torch optimizers cannot step and
-    these can.
+    """Replace parameters of a model, in place, by float8 parameters that this package's optimizers
+    can step.
 
-    The module computes with their values in the dtype it had, so any model works, and no faster:
-    this halves the memory of the weights and trains what a float8 kernel will be given. Every read
-    makes the values anew; within ``torch.nn.utils.parametrize.cached()`` once.
+    The module dequantizes them to their former dtype at every read, or once within
+    ``torch.nn.utils.parametrize.cached()``. So any model works, at the same speed or slower. This
+    halves the memory of the weights and trains the values that a float8 kernel would use. torch's
+    optimizers cannot step such parameters.
 
     Args:
+        model: the module; changed in place.
         dtype: one of torch's float8 dtypes.
-        rowwise: a scale for each row of a matrix (of each matrix of a stack); else one for the
-            whole tensor.
-        select: ``(module, name, param) -> bool``, which parameters; by default trainable ones of at
-            least two dimensions, but for embeddings.
+        rowwise: True for one scale per row of a matrix, or of each matrix of a stack. False for one
+            scale per tensor.
+        select: ``(module, name, param) -> bool``: True for parameters to replace. By default
+            trainable ones with at least two dimensions, except embeddings.
 
     Returns:
-        Names of the parameters that are float8 now, ``<module>.parametrizations.<name>.original``.
+        Names of the float8 parameters, ``<module>.parametrizations.<name>.original``.
 
     Raises:
-        ValueError: ``dtype`` is no float8 dtype, or nothing is selected.
-        TypeError: a parameter is tied to another module, naming both.
-        RuntimeError: this torch cannot give a parameter gradients of another dtype.
+        ValueError: ``dtype`` is not a float8 dtype, or no parameter is selected.
+        TypeError: a parameter is tied to another module, with both names.
+        RuntimeError: this torch does not support gradients of another dtype than the parameter's.
     """
     if dtype not in FLOAT8_DTYPES:
         raise ValueError(f"dtype={dtype}: must be one of {list(FLOAT8_DTYPES)}")
@@ -286,7 +296,8 @@ def quantize_weights(
     ]
     if not chosen:
         raise ValueError(
-            f"nothing to keep as {dtype} in a {type(model).__name__}: no parameter is selected"
+            f"no parameter of the {type(model).__name__} is selected for {dtype}; select at least "
+            "one with select="
         )
     owners: dict[int, str] = {}
     for path, module in model.named_modules():
@@ -295,7 +306,7 @@ def quantize_weights(
             if other != f"{path}.{name}" and any(
                 param is other_param for *_, other_param in chosen
             ):
-                raise TypeError(f"{path}.{name} is tied to {other}: leave it out by select=")
+                raise TypeError(f"{path}.{name} is tied to {other}; leave it out with select=")
     return [
         _quantize(path, module, name, param, dtype, rowwise) for path, module, name, param in chosen
     ]

@@ -1,5 +1,5 @@
-"""Layouts: where a parameter of the model lies and how it is split over ranks, for rules that need
-it whole."""
+"""Layouts: the device of a model's parameter, and its split over ranks, for rules that need whole
+matrices."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 Boxes = tuple[Box, ...]
-"""What a rank has of a matrix: rectangles, whose elements follow each other in its memory."""
+"""A rank's part of a matrix: rectangles, stored one after the other in its memory."""
 
 
 def numel_of(part: Boxes) -> int:
-    """Elements of a part."""
+    """Return the number of elements of a part."""
     return sum(box.numel for box in part)
 
 
 def range_of(box: Box, first: int, stop: int) -> Boxes:
-    """Elements [first, stop) of a rectangle that is flattened by rows: the end of a row, whole
-    rows, the beginning of one."""
+    """Return elements [first, stop) of a rectangle, flattened by rows: the end of a row, whole
+    rows, and the start of a row."""
     if first >= stop:
         return ()
     row, column = box.offsets
@@ -50,7 +50,15 @@ def range_of(box: Box, first: int, stop: int) -> Boxes:
 
 
 def parts_of_range(part: Boxes, first: int, stop: int, matrices: int) -> list[Boxes]:
-    """Of a stack of parts that is flattened, elements [first, stop): the part of each matrix."""
+    """Return the part of each matrix that is in elements [first, stop) of a flattened stack of
+    equal parts.
+
+    Args:
+        part: the part of one matrix that each entry of the stack has.
+        first: first element of the range.
+        stop: end of the range.
+        matrices: number of matrices in the stack.
+    """
     found: list[Boxes] = []
     for _ in range(matrices):
         boxes: list[Box] = []
@@ -62,7 +70,7 @@ def parts_of_range(part: Boxes, first: int, stop: int, matrices: int) -> list[Bo
 
 
 class Grid(NamedTuple):
-    """Ranks along several axes, numbered by rows."""
+    """Ranks along several axes, numbered in row-major order."""
 
     shape: tuple[int, ...]
 
@@ -71,7 +79,7 @@ class Grid(NamedTuple):
         return math.prod(self.shape)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Of a rank, one for each axis."""
+        """Return the coordinates of a rank, one per axis."""
         found = []
         for length in reversed(self.shape):
             rank, place = divmod(rank, length)
@@ -79,7 +87,7 @@ class Grid(NamedTuple):
         return tuple(reversed(found))
 
     def block(self, *first: int) -> range:
-        """The ranks with these first coordinates."""
+        """Return the ranks with these first coordinates."""
         size = math.prod(self.shape[len(first) :])
         begin = 0
         for place, length in zip(first, self.shape, strict=False):
@@ -89,13 +97,14 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MatrixParts:
-    """The matrices of one parameter, or those of a stack that some ranks have, and who has which
-    part.
+    """The split of the matrices of one parameter (or of a stack of matrices) over the ranks of a
+    grid.
 
     Attributes:
-        grid: the ranks; each has a part of each matrix, which may be empty.
-        rows, columns: of a matrix.
-        parts: for each matrix the part of each rank, in the order of the grid.
+        grid: the ranks. Each has a part of each matrix, which may be empty.
+        rows: number of rows of a whole matrix.
+        columns: number of columns of a whole matrix.
+        parts: for each matrix, the part of each rank, in grid order.
     """
 
     grid: Grid
@@ -105,7 +114,7 @@ class MatrixParts:
 
     @cached_property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
-        """For each matrix the elements that each rank has of it."""
+        """Number of elements of each rank's part, for each matrix."""
         sizes_of = {parts: tuple(map(numel_of, parts)) for parts in set(self.parts)}
         return tuple(sizes_of[parts] for parts in self.parts)
 
@@ -115,8 +124,8 @@ class MatrixParts:
         return [list(itertools.accumulate(sizes, initial=0)) for sizes in by_rank]
 
     def bounds(self, rank: int) -> list[int]:
-        """Where a rank's part of each matrix begins among all its parts, and where the last one
-        ends."""
+        """Return the offsets of a rank's parts in its memory, one per matrix, and their total
+        size."""
         return self._bounds[rank] if self.parts else [0]
 
 
@@ -124,12 +133,14 @@ class MatrixParts:
 def parts_of_ranges(
     shape: tuple[int, ...], owned: FlatRanges, dim: int, ranks: int, blocks: tuple[int, ...] = ()
 ) -> MatrixParts:
-    """Of a parameter whose flattened elements ranks share.
+    """Return the parts of a flattened parameter that is split into one range of elements per rank.
 
     Args:
-        shape: of what is flattened.
-        dim, ranks, blocks: tensor parallelism has cut matrices before, see
-            :func:`parts_of_blocks`.
+        shape: shape of the flattened tensor.
+        owned: the ranges of the ranks.
+        dim: dimension of a matrix that tensor parallelism has split before.
+        ranks: number of tensor-parallel ranks; 1 without tensor parallelism.
+        blocks: a rank's length of each block along ``dim``; empty for one block.
     """
     *leading, rows, columns = shape
     matrices, ranges = math.prod(leading), owned.ranges()
@@ -146,12 +157,13 @@ def parts_of_ranges(
 def parts_of_blocks(
     shape: tuple[int, ...], dim: int, ranks: int, blocks: tuple[int, ...]
 ) -> MatrixParts:
-    """Of a parameter that tensor parallelism cuts.
+    """Return the parts of a parameter that tensor parallelism splits.
 
     Args:
-        shape: of a rank's part.
-        dim: of the matrices: into equal parts along their rows (0) or columns (1).
-        blocks: what a rank has of each of the blocks along it, each of which is cut.
+        shape: shape of a rank's part.
+        dim: dimension of the matrices that is split into equal parts: rows (0) or columns (1).
+        ranks: number of tensor-parallel ranks.
+        blocks: a rank's length of each block along ``dim``.
     """
     everything = FlatRanges((0, math.prod(shape)), 0, math.prod(shape))
     parts = parts_of_ranges(shape, everything, dim, ranks, blocks)
@@ -159,11 +171,12 @@ def parts_of_blocks(
 
 
 def _blocks(rows: int, columns: int, dim: int, ranks: int, blocks: tuple[int, ...]) -> list[Boxes]:
-    """What each tensor-parallel rank has of a matrix, from the shape of what this one has."""
+    """Return the part of each tensor-parallel rank in the whole matrix. ``rows`` and ``columns``
+    are this rank's."""
     blocks = blocks or ((rows, columns)[dim],)
     cuts = [Partition(dim, blocks, rank, ranks).cuts for rank in range(ranks)]
     whole = [Box((0, 0), (rows, columns))]
-    if dim == 1 and len(blocks) > 1:  # in memory the blocks take turns, row by row
+    if dim == 1 and len(blocks) > 1:  # Each row stores its elements of all blocks.
         whole = [Box((row, 0), (1, columns)) for row in range(rows)]
     return [tuple(cut for box in whole for _, cut in cuts_of_rank(box)) for cuts_of_rank in cuts]
 
@@ -176,13 +189,14 @@ def parts_on_mesh(
     mesh: tuple[int, ...],
     coordinate: tuple[int, ...],
 ) -> MatrixParts | None:
-    """Of a parameter on a mesh of ranks; None if some part is no rectangle.
+    """Return the parts of a parameter on a device mesh; None if any part is not a rectangle.
 
     Args:
-        shape: of the whole parameter.
-        cuts: how it is split along each dimension of the mesh; None where ranks have copies.
-        axes: the dimensions of the mesh along which matrices are split.
-        mesh, coordinate: its shape, and the place of this rank in it.
+        shape: shape of the whole parameter.
+        cuts: the placement along each mesh dimension; None where ranks have copies.
+        axes: mesh dimensions along which matrices are split.
+        mesh: shape of the mesh.
+        coordinate: this rank's coordinate in the mesh.
     """
     last = len(shape) - 2
     grid = Grid(tuple(mesh[axis] for axis in axes))
@@ -209,7 +223,8 @@ def _indices(
     mesh: Sequence[int],
     coordinate: Sequence[int],
 ) -> range | None:
-    """Which indices along a dimension a rank of a mesh has; None if they are no range."""
+    """Return the indices along a tensor dimension that one rank of a mesh has; None if they are not
+    a range."""
     left = torch.arange(length, device="cpu").view([1] * dim + [length])
     for placement, ranks, place in zip(cuts, mesh, coordinate, strict=True):
         if placement is not None and getattr(placement, "dim", None) == dim:
@@ -224,7 +239,7 @@ def _indices(
 
 
 def _pieces(placement: Placement, index: Tensor, ranks: int) -> Sequence[Tensor]:
-    """What each rank along a dimension of a mesh has of what there is before it."""
+    """Return the pieces of ``index`` that the ranks along one mesh dimension have."""
     from torch.distributed.tensor import Shard
 
     if type(placement) is Shard:
@@ -238,7 +253,7 @@ def _pieces(placement: Placement, index: Tensor, ranks: int) -> Sequence[Tensor]
 def _splitting_placements() -> tuple[type, ...]:
     """Return the placement classes that give each rank a part.
 
-    FSDP2 makes a ``_StridedShard`` of a dimension that tensor parallelism has split already. In
+    FSDP2 creates a ``_StridedShard`` for a dimension that tensor parallelism has split already. In
     some versions of torch its ``is_shard()`` returns False.
     """
     from torch.distributed.tensor import Shard, placement_types
@@ -247,11 +262,14 @@ def _splitting_placements() -> tuple[type, ...]:
 
 
 def splits(placement: Placement, name: str = "a parameter") -> bool:
-    """Whether ranks hold different parts along a mesh dimension, rather than copies.
+    """True if a placement gives ranks different parts, rather than copies.
+
+    Args:
+        placement: placement along one mesh dimension.
+        name: FQN of the parameter, for messages.
 
     Raises:
-        ValueError: the placement is ``Partial``, of which no rank holds a value, or not one that is
-            known here; naming it.
+        ValueError: the placement is ``Partial``, so no rank has the value, or of an unknown class.
     """
     if isinstance(placement, _splitting_placements()):
         return True
@@ -265,16 +283,20 @@ def splits(placement: Placement, name: str = "a parameter") -> bool:
             "redistribute it to Shard or Replicate first"
         )
     raise ValueError(
-        f"{name}: placement {placement!r} ({type(placement).__name__}): how it splits a parameter "
-        "is not known here; redistribute it to Shard or Replicate first"
+        f"{name}: placement {placement!r} ({type(placement).__name__}) is not supported; "
+        "redistribute the parameter to Shard or Replicate first"
     )
 
 
 def split_dims(param: Tensor, name: str = "a parameter") -> tuple[int, ...]:
-    """The dimensions of its mesh over which a DTensor is split; none for other tensors.
+    """Return the mesh dimensions over which a DTensor is split; empty for other tensors.
+
+    Args:
+        param: the parameter.
+        name: its FQN, for messages.
 
     Raises:
-        ValueError: see :func:`splits`.
+        ValueError: a placement is ``Partial`` or unknown.
     """
     if not is_dtensor(param):
         return ()
@@ -283,16 +305,22 @@ def split_dims(param: Tensor, name: str = "a parameter") -> tuple[int, ...]:
 
 
 def is_split(param: Tensor) -> bool:
-    """Whether ranks hold different parts of a parameter."""
+    """True if ranks have different parts of a DTensor."""
     return bool(split_dims(param))
 
 
 def shard_groups_of(name: str, param: Tensor) -> tuple[ProcessGroup, ...]:
-    """Process groups over which a parameter is split, one for each such dimension of a DTensor's
-    mesh; of a part of a flat buffer, what its ``ShardInfo`` says.
+    """Return the process groups over which a parameter is split.
+
+    A DTensor has one for each split mesh dimension. The groups of a part of a flat buffer are in
+    its ``ShardInfo``.
+
+    Args:
+        name: FQN of the parameter, for messages.
+        param: the parameter.
 
     Raises:
-        ValueError: see :func:`splits`.
+        ValueError: a placement is ``Partial`` or unknown.
     """
     if not is_dtensor(param):
         return shard_info(param).shard_groups
@@ -300,7 +328,7 @@ def shard_groups_of(name: str, param: Tensor) -> tuple[ProcessGroup, ...]:
 
 
 def ranks_of_copies(param: DTensor) -> tuple[ProcessGroup, ...]:
-    """Process groups over which there are copies of this rank's part of a parameter."""
+    """Return the process groups over which ranks have copies of this rank's part of a DTensor."""
     mesh, cut = param.device_mesh, split_dims(param)
     return tuple(
         mesh.get_group(dim) for dim in range(mesh.ndim) if dim not in cut and mesh.size(dim) > 1
@@ -308,7 +336,7 @@ def ranks_of_copies(param: DTensor) -> tuple[ProcessGroup, ...]:
 
 
 def is_first_on_mesh(param: DTensor) -> bool:
-    """Whether this rank is the first of those that have its part of a parameter."""
+    """True if this rank is the first of the ranks that have its part of a DTensor."""
     place, cut = param.device_mesh.get_coordinate(), split_dims(param)
     if place is None:
         return False
@@ -317,13 +345,12 @@ def is_first_on_mesh(param: DTensor) -> bool:
 
 @dataclass(frozen=True)
 class ShardRegion:
-    """Which elements of a parameter a rank has.
+    """The elements of a parameter that a rank has: a box, or a range of flattened elements.
 
     Attributes:
-        shape: of the whole parameter.
-        offsets: of a box, index of its first element.
-        start: of a range of the row-major flattened parameter, its first element; ``offsets`` is
-            None then.
+        shape: shape of the whole parameter.
+        offsets: index of a box's first element; None for a range.
+        start: first element of a range of the row-major flattened parameter.
     """
 
     shape: torch.Size
@@ -332,8 +359,10 @@ class ShardRegion:
 
 
 def region_of(param: Tensor) -> ShardRegion:
-    """The part of a DTensor; of a flat range, whose ``ShardInfo`` says so; of any other
-    tensor, which is whole."""
+    """Return the elements of the whole parameter that a tensor has.
+
+    A DTensor has a box. A flat range is described by its ``ShardInfo``. Any other tensor is whole.
+    """
     if is_dtensor(param) and _is_box(param):
         (chunk,) = param.__create_chunk_list__()  # type: ignore[no-untyped-call]
         return ShardRegion(param.shape, tuple(chunk.offsets))
@@ -344,7 +373,7 @@ def region_of(param: Tensor) -> ShardRegion:
 
 
 def first_element(param: Tensor) -> int:
-    """Where a tensor's first element is among those of the whole parameter, row-major."""
+    """Return the index of a tensor's first element in the whole parameter, row-major."""
     if not is_dtensor(param):
         return shard_info(param).first_element
     region = region_of(param)
@@ -355,8 +384,8 @@ def first_element(param: Tensor) -> int:
 
 
 def _is_box(param: DTensor) -> bool:
-    """Whether a rank has a part of a DTensor. One in a placement that cannot be stepped is none:
-    it is refused, by name, where its layout is first asked for."""
+    """True if a DTensor is split and all of its placements are supported. Other functions raise for
+    unsupported placements, with the parameter's name."""
     splitting = [isinstance(placement, _splitting_placements()) for placement in param.placements]
     others = [placement.is_replicate() for placement in param.placements]
     return any(splitting) and all(map(operator.or_, splitting, others))
@@ -364,11 +393,14 @@ def _is_box(param: DTensor) -> bool:
 
 @dataclass(frozen=True)
 class FlatSplit:
-    """How a parameter is split that is flattened.
+    """The split of a flattened parameter over ranks.
 
     Attributes:
-        group: ranks that share its elements; owned: which of them.
-        partition_dim, blocks, tensor_parallel: how tensor parallelism has cut it before, if it has.
+        group: the ranks that share its elements.
+        owned: the range of each of them.
+        partition_dim: dimension that tensor parallelism has split before flattening, if any.
+        blocks: this rank's length of each block along that dimension.
+        tensor_parallel: the tensor-parallel ranks.
     """
 
     group: ProcessGroup
@@ -378,12 +410,12 @@ class FlatSplit:
     tensor_parallel: ProcessGroup | None = None
 
     def cut(self, shape: tuple[int, ...], blockwise: bool) -> tuple[int, int, tuple[int, ...]]:
-        """How tensor parallelism cuts the matrices of what is flattened: the dimension, of the two
-        of a matrix, the number of ranks, and what each has of each block; (0, 1, ()) if it does
-        not.
+        """Return the tensor-parallel split of the flattened matrices: dimension (0 or 1), number of
+        ranks, and a rank's length of each block. It is (0, 1, ()) without one.
 
         Args:
-            blockwise: its parts are matrices of their own.
+            shape: shape of the flattened tensor.
+            blockwise: True if the tensor-parallel parts are treated as separate matrices.
         """
         dim, ranks = self.partition_dim, self.tensor_parallel
         if blockwise or ranks is None or dim is None or dim < len(shape) - 2:
@@ -393,19 +425,20 @@ class FlatSplit:
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """Where the model's own tensor lies.
+    """The device of a model's own tensor, and its split over ranks.
 
     Attributes:
-        device: of the tensor, wherever the parameter is stepped.
-        mesh: ranks it is split over; None if it is whole.
-        placements: how, for each dimension of the mesh.
-        shape, stride: of the whole; of a flat range that tensor parallelism cuts, too, of what is
-            flattened.
-        flat: of a flat range, who has the others.
-        blocks: of a plain part, what a rank has of each block along the dimension that is cut, if
-            they are several.
-        tensor_parallel: of a plain part or a flat range of one, the ranks that have the others.
-        cut_dim: the dimension, of the two of a matrix, along which they cut it.
+        device: device of the tensor, independent of the place where the parameter is stepped.
+        mesh: the ranks over which it is split; None if it is not on a mesh.
+        placements: its placement along each mesh dimension.
+        shape: shape of the whole parameter on the mesh. For a flat range, the shape of the
+            flattened tensor, which tensor parallelism may have split before.
+        stride: strides of that shape.
+        flat: for a flat range, the ranges of the other ranks.
+        blocks: for a tensor-parallel part, a rank's length of each block along the split dimension;
+            empty for one block.
+        tensor_parallel: the ranks that have the other tensor-parallel parts.
+        cut_dim: dimension of the matrices that tensor parallelism splits: rows (0) or columns (1).
     """
 
     device: torch.device
@@ -419,7 +452,8 @@ class ParamLayout:
     cut_dim: int | None = None
 
     def _whole_matrices(self) -> list[Placement]:
-        """The placements with the last two dimensions not split; a split of the others remains."""
+        """Return the placements with the last two dimensions not split. Other dimensions stay
+        split."""
         if not self.placements:
             return []
         from torch.distributed.tensor import Replicate
@@ -432,14 +466,18 @@ class ParamLayout:
 
     @property
     def splits_matrices(self) -> bool:
-        """Whether a rank has only a part of each matrix."""
+        """True if this rank has only a part of each matrix."""
         return self.flat is not None or any(
             p != keep for p, keep in zip(self.placements, self._whole_matrices(), strict=True)
         )
 
     def share(self, local: Tensor) -> int:
-        """Elements of the parameter for each rank that it is split over: the same number on all of
-        them, and on one that has all of it its own."""
+        """Return the number of the parameter's elements divided by the ranks it is split over,
+        rounded up. It is equal on all ranks.
+
+        Args:
+            local: this rank's tensor; its size is returned if it is the whole parameter.
+        """
         if self.flat is not None:
             return math.ceil(math.prod(self.shape) / self.flat.group.size())
         if self.mesh is None:
@@ -448,26 +486,28 @@ class ParamLayout:
         return math.ceil(math.prod(self.shape) / math.prod(map(self.mesh.size, axes)))
 
     def gather(self, local: Tensor) -> Tensor:
-        """This rank's matrices whole, on the mesh's device. Collective."""
+        """Return the whole matrices of this rank's part, on the mesh's device. Collective."""
         return self._move(local, self.placements, self._whole_matrices())
 
     def own(self, whole: Tensor) -> Tensor:
-        """This rank's part of what :meth:`gather` gave; nothing is sent."""
+        """Return this rank's part of the result of :meth:`gather`, without communication."""
         return self._move(whole, self._whole_matrices(), self.placements)
 
     def is_shared(self, blockwise: bool) -> bool:
-        """Whether matrices are split over ranks that make whole ones of them.
+        """True if matrices are split over ranks that have to gather them.
 
         Args:
-            blockwise: the parts of a mesh's or of tensor-parallel ranks are matrices of their own.
+            blockwise: True if the parts on a mesh or of tensor-parallel ranks are treated as
+                separate matrices.
         """
         return self.splits_matrices and (self.flat is not None or not blockwise)
 
     def tensor_parallel_rows(self, rows: int) -> list[int]:
-        """Of a part that is cut along its rows, their numbers in the whole matrix.
+        """Return the row numbers in the whole matrix of a part that tensor parallelism split along
+        its rows.
 
         Args:
-            rows: how many this rank has.
+            rows: number of rows of this rank's part.
         """
         assert self.tensor_parallel is not None
         blocks = self.blocks if self.flat is None else self.flat.blocks
@@ -477,8 +517,13 @@ class ParamLayout:
         return list(itertools.chain.from_iterable(spans))
 
     def matrix_parts(self, blockwise: bool) -> MatrixParts | None:
-        """Who has which part of the matrices that this rank has parts of; None if they are not
-        shared, or some part is no rectangle."""
+        """Return the split of this rank's matrices over ranks; None if they are not split, or if
+        any part is not a rectangle.
+
+        Args:
+            blockwise: True if the parts on a mesh or of tensor-parallel ranks are treated as
+                separate matrices.
+        """
         if self.flat is not None:
             cut = self.flat.cut(self.shape, blockwise)
             return parts_of_ranges(self.shape, self.flat.owned, *cut)
@@ -501,7 +546,7 @@ class ParamLayout:
         return parts_of_blocks(tuple(shape), dim, ranks, self.blocks)
 
     def matrix_groups(self, blockwise: bool) -> tuple[ProcessGroup, ...]:
-        """The process groups that span the grid of :meth:`matrix_parts`."""
+        """Return the process groups that span the grid of :meth:`matrix_parts`, one per axis."""
         if self.flat is not None:
             _, ranks, _ = self.flat.cut(self.shape, blockwise)
             tensor_parallel = self.flat.tensor_parallel if ranks > 1 else None
@@ -511,7 +556,7 @@ class ParamLayout:
         return tuple(map(self.mesh.get_group, self._axes()))
 
     def _axes(self) -> tuple[int, ...]:
-        """Dimensions of the mesh along which matrices are split."""
+        """Return the mesh dimensions along which matrices are split."""
         pairs = zip(self.placements, self._whole_matrices(), strict=True)
         return tuple(dim for dim, (now, keep) in enumerate(pairs) if now != keep)
 
@@ -537,12 +582,15 @@ class ParamLayout:
 
 
 def layout_of(param: Tensor, tensor_parallel: ProcessGroup | None = None) -> ParamLayout:
-    """The layout of a DTensor; of a plain tensor that Megatron's attributes say is one rank's part
-    (``tensor_model_parallel``, ``partition_dim``), or a flat range; of any other plain tensor,
-    which is whole.
+    """Return the layout of a parameter.
+
+    It may be a DTensor, a tensor-parallel part with Megatron's attributes
+    (``tensor_model_parallel``, ``partition_dim``), a flat range with a ``ShardInfo``, or a whole
+    plain tensor.
 
     Args:
-        tensor_parallel: the ranks that have the other parts of the second kind.
+        param: the parameter.
+        tensor_parallel: the tensor-parallel ranks of parameters with Megatron's attributes.
     """
     if is_dtensor(param):
         return ParamLayout(
@@ -583,7 +631,8 @@ def layout_of(param: Tensor, tensor_parallel: ProcessGroup | None = None) -> Par
 
 
 def _of_matrix(dim: int | None, shape: Sequence[int], others: ProcessGroup | None) -> int | None:
-    """A dimension as one of the two of a matrix; None if it is none, or nobody has other parts."""
+    """Return a dimension of a tensor as dimension 0 or 1 of its matrices; None if it is another
+    one, or no other ranks have parts."""
     first = len(shape) - 2
     return None if others is None or dim is None or dim < first else dim - first
 
