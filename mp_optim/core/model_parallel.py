@@ -198,8 +198,8 @@ class ModelParallel:
     def among(self, ranks: Collection[int]) -> ModelParallel:
         """Return the split as seen by some ranks.
 
-        Without all ranks that have the other parts, a part counts as the whole. Without all ranks
-        that have other names, local names are used.
+        A part counts as the whole if the ranks do not include all holders of the other parts. Names
+        are the local ones if the ranks do not include all ranks with other names.
 
         Args:
             ranks: global ranks.

@@ -73,8 +73,8 @@ def check_quantized(name: str, param: Tensor) -> None:
     if not fits:
         raise ValueError(
             f"{name}.fp8_scale has shape {tuple(scale.shape)}; use () for one scale, or "
-            f"{param.ndim} dimensions with the number of blocks along each dimension of the "
-            f"parameter's {tuple(param.shape)}"
+            f"{param.ndim} dimensions: the number of blocks along each, at most the parameter's "
+            f"{tuple(param.shape)}"
         )
 
 
@@ -169,7 +169,7 @@ def scaled_codes(
     top = torch.finfo(dtype).max
     largest = _largest(values.abs(), scale_shape)
     # The divisor is a tensor, because CUDA replaces a division by a number with a multiplication
-    # by its reciprocal. That changes a bit of half of all values.
+    # by its reciprocal, which has another result for half of all values.
     quotient = largest / torch.full_like(largest, top)
     scale = torch.where(largest == 0.0, 1.0, quotient.clamp_(min=_SMALLEST_SCALE))
     return scale, (values / _spread(scale, values.shape)).clamp_(-top, top).to(dtype)

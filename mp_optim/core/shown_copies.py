@@ -1,8 +1,7 @@
-"""FP32 copies of state that is stored in blocks, as ``optimizer.state`` shows it.
+"""FP32 copies of state that is stored in blocks, as ``optimizer.state`` exports it.
 
-A caller that holds such a copy holds the state: what it writes is encoded before the state is
-stepped, saved or read, and after a step the copy has the new values. So a copy behaves as live FP32
-state does, but for the rounding.
+A caller's edits of a copy are encoded before the state is stepped, saved or read. After a step the
+copy has the new values. So a copy behaves as live FP32 state, except for the rounding.
 """
 
 from __future__ import annotations
@@ -28,9 +27,10 @@ class Coded:
     """One state tensor that is stored in blocks.
 
     Attributes:
-        stored: the codes. scale: FP32, one per block.
-        decode: returns the FP32 values, in the shape of the main param.
-        encode: writes FP32 values of that shape, rounded.
+        stored: the codes.
+        scale: FP32 scales, one per block.
+        decode: returns the FP32 values of codes and scales, in the shape of the main param.
+        encode: writes FP32 values of that shape, rounded, to codes and scales.
         check: raises ValueError if values cannot be stored.
     """
 
@@ -45,12 +45,20 @@ class Coded:
         return self.decode(self.stored, self.scale)
 
     def take(self, values: Tensor) -> None:
-        """Store FP32 values, rounded."""
+        """Store FP32 values, rounded.
+
+        Raises:
+            ValueError: the values cannot be stored.
+        """
         self.check(values)
         self.encode(values, self.stored, self.scale)
 
     def rounded(self, values: Tensor) -> Tensor:
-        """Return FP32 values as they would be stored."""
+        """Return FP32 values as they would be stored.
+
+        Raises:
+            ValueError: the values cannot be stored.
+        """
         self.check(values)
         form = self.stored, self.scale
         stored, scale = (torch.empty_like(each, device=values.device) for each in form)
@@ -58,44 +66,46 @@ class Coded:
         return self.decode(stored, scale)
 
     def versions(self) -> tuple[int, int]:
-        """Return how often codes and scales were written, as far as torch counts it."""
+        """Return torch's version counters of codes and scales."""
         return self.stored._version, self.scale._version
 
 
 class _Copy:
-    """A copy that was handed out.
+    """A copy that a caller may hold.
 
-    NOTE: ``alone`` counts the references that this object has; a caller has further ones.
+    NOTE: ``alone`` is the number of references without any caller. A higher number means that a
+    caller holds the copy.
 
     Attributes:
-        leaf: the FP32 values. shown: the same in the caller's layout.
-        scale: a copy of the scales, for callers that look for them.
-        versions: of codes and scales when the copies agreed with them.
+        leaf: the FP32 values.
+        shown: the same values in the callers' layout.
+        scale: a copy of the scales.
+        versions: versions of codes and scales when the copy was last equal to them.
     """
 
     def __init__(self, name: str, coded: Coded, lay_out: Callable[[Tensor], Any]) -> None:
         self.name, self.coded = name, coded
-        self.leaf = coded.values().detach()  # no view, whose base would be a user of its memory
+        self.leaf = coded.values().detach()  # Not a view: its base would count as a reference.
         self.shown, self.scale = lay_out(self.leaf), coded.scale.clone()
         self.versions = coded.versions()
         self.alone = self.references()
 
     def references(self) -> tuple[int, ...]:
-        """Return the numbers of references to the shown objects, and to their memory."""
+        """Return the reference counts of the exported objects and of their memory."""
         users = [0, 0]
         if _USERS is not None and not self.leaf.is_meta:
             users = [_USERS(each.untyped_storage()._cdata) for each in (self.leaf, self.scale)]
         return sys.getrefcount(self.shown), sys.getrefcount(self.scale), *users
 
     def is_held(self) -> bool:
-        """Return whether a caller can still write to the copy."""
+        """True if a caller can still write to the copy."""
         return any(map(operator.gt, self.references(), self.alone))
 
     def take_edits(self) -> None:
-        """Encode the values of the copy if they were edited; else take scales that were.
+        """Encode the values of the copy if a caller edited them; otherwise store edited scales.
 
         Raises:
-            ValueError: they cannot be stored, naming parameter and key.
+            ValueError: the values cannot be stored, with parameter and key.
         """
         local = held_tensor(self.shown) if self.shown is not self.leaf else self.leaf
         local = local if type(local) is Tensor else self.leaf
@@ -106,8 +116,7 @@ class _Copy:
         if (local.shape, local.dtype) != (values.shape, values.dtype):
             raise ValueError(
                 f"optimizer.state: {self.name} was given memory of shape {tuple(local.shape)} and "
-                f"{local.dtype}, and is shown as {tuple(values.shape)} and {values.dtype}; give it "
-                "memory of that form"
+                f"{local.dtype}; give it memory of shape {tuple(values.shape)} and {values.dtype}"
             )
         given = local.to(values.device)
         scale, shown = self.coded.scale, self.scale.to(self.coded.scale.device)
@@ -119,7 +128,7 @@ class _Copy:
             self.refresh()
 
     def refresh(self) -> None:
-        """Give the copy the values that are stored now."""
+        """Copy the stored values to the copy."""
         values = self.coded.values()
         for local in (self.leaf, held_tensor(self.shown)):
             if type(local) is not Tensor:
@@ -137,10 +146,10 @@ class _Copy:
 
 
 class ShownCopies:
-    """The copies that callers hold, and those of the last look.
+    """The copies that callers hold, and the copies of the last call of :meth:`show`.
 
     Attributes:
-        shown: copies that callers may have written, by owner and stored tensor.
+        shown: copies that callers may have edited, by ids of owner and stored tensor.
     """
 
     def __init__(self) -> None:
@@ -155,12 +164,16 @@ class ShownCopies:
         lay_out: Callable[[str, Tensor], Any],
         scale_of: Callable[[str], str],
     ) -> dict[str, Any]:
-        """Return copies of the coded state of a slot, and of its scales: those that were handed out
-        before, if a caller still has them.
+        """Return FP32 copies of a slot's coded state, and copies of its scales.
+
+        Copies that a caller still holds are returned again.
 
         Args:
-            owner: shows the state in its layout.
-            name: of the slot. scale_of: returns the key of a moment's scales.
+            owner: the optimizer that exports the state.
+            name: FQN of the slot, for messages.
+            coded: the state that is stored in blocks, by key.
+            lay_out: converts the values of a key to the callers' layout.
+            scale_of: returns the key of a moment's scales.
         """
         self._take(self._latest)
         shown: dict[str, Any] = {}
@@ -180,20 +193,20 @@ class ShownCopies:
         return shown
 
     def take_edits(self) -> None:
-        """Encode what callers wrote to copies, and forget those that no caller has.
+        """Encode edits of callers, and drop copies that no caller holds.
 
         Raises:
-            ValueError: values cannot be stored, naming parameter and key. Such a copy is forgotten.
+            ValueError: values cannot be stored, with parameter and key. That copy is dropped.
         """
         self._take(list(self.shown))
 
     def refresh(self) -> None:
-        """Give all copies the values that are stored now."""
+        """Copy the stored values to all copies."""
         for copy in self.shown.values():
             copy.refresh()
 
     def clear(self) -> None:
-        """Forget all copies."""
+        """Drop all copies."""
         self.shown, self._latest = {}, []
 
     def _take(self, some: Iterable[tuple[int, int]]) -> None:

@@ -1,10 +1,10 @@
 """Weight deltas: the elements of a model's weights that changed since the last publication, as
-data and as bytes. :mod:`mp_optim.apps.deltas` applies them in another process.
+tensors and as bytes. :mod:`mp_optim.apps.deltas` applies them in another process.
 
-The bytes are a safetensors file with the keys and metadata that TRL's sparse patches have
-(huggingface/trl#5937): ``<name>.idx`` with the gaps between ascending indices, ``<name>.val`` with
-the values; a parameter that is given whole has its name. What TRL has no word for is said in
-further metadata, and by ``<name>.bits`` where a bitmap is smaller than gaps.
+The bytes are a safetensors file with the keys and metadata of TRL's sparse patches
+(huggingface/trl#5937). ``<name>.idx`` has the gaps between ascending indices, and ``<name>.val``
+has the values. A parameter with all of its values has the key ``<name>``. This package adds
+metadata, and ``<name>.bits``: a bitmap in place of gaps where that is smaller.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 class WeightPatch(NamedTuple):
-    """New values of one parameter, as vLLM's ``CheckpointWeightPatch`` has them: its fields in its
+    """New values of one parameter, with the fields of vLLM's ``CheckpointWeightPatch`` in the same
     order.
 
     Attributes:
-        name, shape, dtype: of the whole parameter.
-        values: 1-D.
-        indices: of each value, in the row-major flattened parameter: int64, ascending; None if
-            these are all of its elements.
+        name: FQN of the parameter.
+        shape: shape of the whole parameter.
+        dtype: dtype of the whole parameter.
+        values: the new values, 1-D.
+        indices: ascending int64 index of each value in the row-major flattened parameter; None if
+            all elements are given.
     """
 
     name: str
@@ -55,21 +57,22 @@ class WeightPatch(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Number of elements of the whole parameter."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class WeightDelta:
-    """What a rank publishes: the new values of its part of the weights.
+    """One publication of a rank: the new values of its part of the weights.
 
     Attributes:
-        run: who publishes: a trainer from ``track_changes()`` on.
-        number: of the publication, from 1 on.
-        is_full: all values of the part, whatever was published before.
-        part, parts: which part of the model it is, of how many.
-        watched: elements that are watched, changed or not.
-        patches: of the parameters that have some. The tensors are copies.
+        run: name of the series of publications that a call of ``track_changes()`` starts.
+        number: number of the publication, from 1.
+        is_full: True if it has all values of the part, changed or not.
+        part: index of this part of the model.
+        parts: number of parts.
+        watched: number of tracked elements, changed or not.
+        patches: new values of the parameters that have any. The tensors are copies.
     """
 
     run: str
@@ -82,15 +85,15 @@ class WeightDelta:
 
     @property
     def changed(self) -> int:
-        """How many values there are."""
+        """Number of values in the delta."""
         return sum(patch.values.numel() for patch in self.patches)
 
     def to_bytes(self, *, bitmaps: bool = True) -> bytes:
-        """The delta as a safetensors file.
+        """Return the delta as the bytes of a safetensors file.
 
         Args:
-            bitmaps: say by a bitmap which elements have values, where that is smaller than gaps;
-                and nothing where all have. TRL's reader knows gaps alone.
+            bitmaps: True to store a bitmap of the changed elements where that is smaller than gaps,
+                and no indices where all have values. TRL's reader supports only gaps.
         """
         tensors: dict[str, Tensor] = {}
         for patch in self.patches:
@@ -98,11 +101,19 @@ class WeightDelta:
         return _as_file(tensors, self._metadata())
 
     def save(self, path: str | os.PathLike[str], *, bitmaps: bool = True) -> int:
-        """Write the file; who looks for it finds all of it or nothing. Returns its bytes."""
+        """Write the delta to a file, atomically: other processes see the whole file or none.
+
+        Args:
+            path: the file.
+            bitmaps: as for :meth:`to_bytes`.
+
+        Returns:
+            The size of the file in bytes.
+        """
         target, content = Path(path), self.to_bytes(bitmaps=bitmaps)
-        beside = target.with_name(f".{target.name}.{os.getpid()}")
-        beside.write_bytes(content)
-        os.replace(beside, target)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        temporary.write_bytes(content)
+        os.replace(temporary, target)
         return len(content)
 
     def _metadata(self) -> dict[str, str]:
@@ -126,10 +137,13 @@ class WeightDelta:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> WeightDelta:
-        """The delta in a file's bytes.
+        """Return the delta in the bytes of a file.
+
+        Args:
+            content: the bytes of the whole file.
 
         Raises:
-            ValueError: they are no delta, or not all of one.
+            ValueError: the bytes are not a delta, or not a complete one.
         """
         metadata, tensors = _from_file(content)
         try:
@@ -145,22 +159,34 @@ class WeightDelta:
                 tuple(patches),
             )
         except KeyError as error:
-            raise ValueError(f"no delta of this package: the file has no {error}") from error
+            raise ValueError(
+                f"no delta of this package: the file has no {error}; pass a file that "
+                "WeightDelta.save() wrote"
+            ) from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> WeightDelta:
-        """The delta in a file; see :meth:`from_bytes`."""
+        """Return the delta in a file.
+
+        Args:
+            path: the file.
+
+        Raises:
+            ValueError: the file is not a delta, or not a complete one.
+        """
         return cls.from_bytes(Path(path).read_bytes())
 
 
-# -- one parameter as tensors of a file -----------------------------------------------------------
+# -- a patch as tensors of a file -----------------------------------------------------------------
 
 
 def _encoded(patch: WeightPatch, whole: bool, bitmaps: bool) -> dict[str, Tensor]:
-    """One patch by the keys of the file, on the host.
+    """Return one patch as tensors on the host, by key of the file.
 
     Args:
-        whole: one that has all elements may be the parameter itself. bitmaps: may be used.
+        patch: new values of one parameter.
+        whole: True to store a patch with all values under the parameter's name.
+        bitmaps: True to allow bitmaps.
     """
     values, count = patch.values.cpu(), patch.values.numel()
     if count == patch.numel and whole:
@@ -172,18 +198,18 @@ def _encoded(patch: WeightPatch, whole: bool, bitmaps: bool) -> dict[str, Tensor
     gaps = torch.diff(indices, prepend=torch.tensor([-1], device="cpu")) - 1
     width = 2 if count == 0 or int(gaps.max()) < _SHORT_GAP else 4
     if bitmaps and -(-patch.numel // 8) < width * count:
-        which = {f"{patch.name}.bits": packed_bits(indices, patch.numel)}
+        places = {f"{patch.name}.bits": packed_bits(indices, patch.numel)}
     else:
-        which = {f"{patch.name}.idx": gaps.to(torch.uint16 if width == 2 else torch.uint32)}
-    return which | {f"{patch.name}.val": values}
+        places = {f"{patch.name}.idx": gaps.to(torch.uint16 if width == 2 else torch.uint32)}
+    return places | {f"{patch.name}.val": values}
 
 
 def _decoded(name: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> WeightPatch:
-    """One patch from the tensors of a file.
+    """Return one patch from the tensors of a file.
 
     Raises:
-        ValueError: they do not fit each other.
-        KeyError: one is missing.
+        ValueError: the tensors do not fit each other.
+        KeyError: a tensor is missing.
     """
     numel = math.prod(shape)
     if name in tensors:
@@ -198,7 +224,7 @@ def _decoded(name: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -
     if values.numel() != count or last >= numel:
         raise ValueError(
             f"{name}: {values.numel()} values for {count} elements up to {last}, of {numel}: the "
-            "file is damaged"
+            "file is damaged; publish the weights again"
         )
     return WeightPatch(name, shape, values.dtype, values, indices)
 
@@ -207,8 +233,8 @@ _PLACES = [1 << bit for bit in range(8)]
 
 
 def packed_bits(indices: Tensor, numel: int) -> Tensor:
-    """A bitmap of so many bits in which those at ``indices`` are set: uint8, element i is bit i % 8
-    of byte i // 8."""
+    """Return a bitmap of ``numel`` bits, uint8, with the bits at ``indices`` set. Element i is bit
+    i % 8 of byte i // 8."""
     flags = torch.zeros(-(-numel // 8) * 8, dtype=torch.uint8, device=indices.device)
     flags[indices] = 1
     places = torch.tensor(_PLACES, dtype=torch.uint8, device=indices.device)
@@ -216,7 +242,7 @@ def packed_bits(indices: Tensor, numel: int) -> Tensor:
 
 
 def bits_set(bits: Tensor) -> Tensor:
-    """Indices of the bits that are set, ascending, int64."""
+    """Return the indices of the bits that are set, ascending, int64."""
     places = torch.tensor(_PLACES, dtype=torch.uint8, device=bits.device)
     if 4 * int(bits.count_nonzero()) > bits.numel():
         return (bits[:, None] & places).view(-1).nonzero().view(-1)
@@ -226,18 +252,18 @@ def bits_set(bits: Tensor) -> Tensor:
 
 
 def bits_differ(one: Tensor, other: Tensor) -> Tensor:
-    """Flat indices at which two tensors of one shape and dtype differ, in any bit."""
+    """Return the flat indices at which two tensors of one shape and dtype differ in any bit."""
     integers = _INTEGERS[one.element_size()]
     same = one.reshape(-1).view(integers) != other.reshape(-1).view(integers)
     return same.nonzero().view(-1)
 
 
-# -- safetensors: a length, JSON, and the bytes of the tensors ------------------------------------
+# -- safetensors: header length, JSON header, tensor bytes ----------------------------------------
 
 
 def _as_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    # The widest first: each tensor lies at a multiple of its elements' size.
+    # Widest dtype first, so that each tensor starts at a multiple of its element size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     place, pieces = 0, []
     for name, tensor in ordered:
@@ -247,12 +273,12 @@ def _as_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> byte
             "shape": list(tensor.shape),
             "data_offsets": [place, end],
         }
-        steady = tensor.contiguous()
-        pieces.append(ctypes.string_at(steady.data_ptr(), steady.nbytes) if steady.nbytes else b"")
+        flat = tensor.contiguous()
+        pieces.append(ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.nbytes else b"")
         place = end
-    said = json.dumps(header, separators=(",", ":")).encode()
-    said += b" " * (-len(said) % 8)
-    return b"".join([len(said).to_bytes(8, "little"), said, *pieces])
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return b"".join([len(encoded).to_bytes(8, "little"), encoded, *pieces])
 
 
 def _from_file(content: bytes) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -262,16 +288,20 @@ def _from_file(content: bytes) -> tuple[dict[str, str], dict[str, Tensor]]:
         metadata = header.pop("__metadata__")
         tensors = dict(_tensors_in(header, content, begin))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"no delta, or not all of one: {error!r}") from error
+        raise ValueError(
+            f"no delta, or not all of one: {error!r}; publish the weights again"
+        ) from error
     if metadata.get("format") != _FORMAT:
-        raise ValueError(f"no delta: format {metadata.get('format')!r} instead of {_FORMAT!r}")
+        raise ValueError(
+            f"no delta: the file's format is {metadata.get('format')!r}; pass one of {_FORMAT!r}"
+        )
     return metadata, tensors
 
 
 def _tensors_in(
     header: Mapping[str, Any], content: bytes, begin: int
 ) -> Iterator[tuple[str, Tensor]]:
-    memory = bytearray(content[begin:])  # tensors are writable, and aligned as the file is
+    memory = bytearray(content[begin:])  # Writable, and aligned as the file's data.
     for name, form in header.items():
         dtype, (start, end) = _BY_NAME[form["dtype"]], form["data_offsets"]
         count = math.prod(form["shape"])

@@ -98,7 +98,7 @@ def wrap(params):
     [
         (Partial(), "Partial parameter has no value"),
         (Partial("max"), "Partial parameter has no value"),
-        (Rotated(), "Rotated.*not known here"),
+        (Rotated(), "Rotated.*not supported"),
     ],
     ids=["partial", "max", "unknown"],
 )
