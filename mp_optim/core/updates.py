@@ -1,4 +1,4 @@
-"""Updates: what a step does to each slot, as parallel lists."""
+"""Updates: the gradients, multipliers and outputs of a step, one per slot, as parallel lists."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DeviceMultiplier:
-    """What gradients are multiplied with, while only the device knows; each is equal to itself
-    alone.
+    """The multiplier of gradients while only the device knows its value. Instances are compared by
+    identity.
 
     Attributes:
-        values: FP32, shape (2,), on the device: the multiplier, and a flag that is not 0 if nothing
-            is to be written.
-        skipped: the flag, for the host; waits for the device.
+        values: FP32, shape (2,), on the device: the multiplier, and a flag that is not 0 if the
+            step is skipped.
+        skipped: returns the flag to the host; waits for the device.
     """
 
     values: Tensor
@@ -39,26 +39,25 @@ Multiplier = float | DeviceMultiplier
 
 
 class StepPlan(tuple[Slot, ...]):
-    """The slots of a step, in order, and everything that is planned for them once and reused by
-    every step that has the same slots.
+    """The slots of a step in order, and cached parts of the step that depend on them.
 
-    The caller of a step hands over the same object for as long as it has the same slots and nothing
-    that it knows of them has changed: another object invalidates all parts of the plan at once.
+    The caller of a step passes the same object while it has the same slots and none of their
+    properties has changed. A new object invalidates all parts at once.
     """
 
     _parts: dict[str, tuple[tuple[object, ...], Any]]
 
     def part(self, name: str, sources: tuple[object, ...], make: Callable[[], T]) -> T:
-        """Return a part of the plan; make it first if there is none, or if it was made from other
+        """Return a cached part of the plan. Create it if it is missing or was made from other
         objects.
 
-        NOTE: a part and its sources must not keep the object alive that asks for it, which may own
-        this plan.
+        NOTE: a part and its sources must not reference the caller, which may own this plan: the
+        reference cycle would keep both alive.
 
         Args:
-            name: of the part, one for each place in the code.
-            sources: the objects beside the slots that the part depends on.
-            make: makes the part.
+            name: name of the part, unique in the code.
+            sources: objects other than the slots that the part depends on; compared by identity.
+            make: creates the part.
         """
         parts = self.__dict__.setdefault("_parts", {})
         known = parts.get(name)
@@ -69,28 +68,26 @@ class StepPlan(tuple[Slot, ...]):
 
 
 class SlotUpdate(NamedTuple):
-    """One slot's share of an optimizer step.
+    """The update of one slot in a step.
 
     Attributes:
-        slot: which parameter.
-        grad: local gradient in any floating dtype, on the device where the slot is stepped (or,
-            when handed to a placing optimizer, where the gradient lies).
-        multiplier: what the gradient is multiplied with (inverse loss scale times clip
-            coefficient), already rounded to FP32; or where the device keeps it, for backends that
-            read it there.
-        output: the model's parameter, local, which receives the updated value in its own dtype;
-            None if the stepped tensor is itself the parameter. Where its value is not the stepped
-            tensor, rounded, the step continues from it.
-        shard_groups: process groups over which the parameter is split, for rules that need
-            whole-parameter norms. Empty if the local tensor is the whole parameter.
-        stream: the stream of the parameter's random numbers and, above its 32 bits, the index of
-            the first local element (:func:`stream_of`); None: made of the slot's name.
-        layout: where the model's own tensor lies and how it is split, for rules that need whole
-            matrices. None if the stepped tensor is the whole parameter, on its device.
-        changed: a bitmap (``mp_optim/core/weight_delta.py``) of the row-major local elements, in
-        whole 64
-            bits, on the device where the slot is stepped: bits of weights that get another value
-            are set, none is cleared. None if nobody asks.
+        slot: the parameter's slot.
+        grad: local gradient in any floating dtype, on the device where the slot is stepped. An
+            executor that places slots also accepts it on the gradient's own device.
+        multiplier: factor of the gradient, rounded to FP32: inverse loss scale times clip
+            coefficient. A :class:`DeviceMultiplier` for backends that read it from device memory.
+        output: the model's local parameter, which gets the new value in its own dtype; None if the
+            stepped tensor is the parameter itself. If its value is not the rounded main param, the
+            step starts from it.
+        shard_groups: process groups over which the parameter is split, for rules that need norms of
+            whole parameters. Empty if the local tensor is the whole parameter.
+        stream: random stream of the parameter in the lower 32 bits, and the index of the first
+            local element above them (:func:`stream_of`). None derives it from the slot's name.
+        layout: device and split of the model's own tensor, for rules that need whole matrices. None
+            if the stepped tensor is the whole parameter, on its device.
+        changed: bitmap of the row-major local elements (``mp_optim/core/weight_delta.py``), padded
+            to whole 64-bit words, on the device where the slot is stepped. The step sets the bits
+            of changed weights and clears none. None if changes are not tracked.
     """
 
     slot: Slot
@@ -105,13 +102,15 @@ class SlotUpdate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SlotUpdates(Sequence[SlotUpdate]):
-    """The updates of a step as parallel lists: with thousands of slots, one pass over a list is
-    cheap and an object for each is not. The fields are those of :class:`SlotUpdate`, in the plural;
-    ``layouts`` and ``changed`` may be empty for none. The same list objects may be handed over in
-    every step, as long as what is in them is the same.
+    """The updates of a step as parallel lists, one entry per slot.
+
+    With thousands of slots, a pass over a list is cheap and an object per slot is not. The fields
+    are those of :class:`SlotUpdate`, in the plural; ``layouts`` and ``changed`` may be empty. A
+    caller may pass the same list objects in every step while their contents are the same.
 
     Attributes:
-        is_staged: the outputs are staging memory, which does not hold the model's weights.
+        is_staged: True if the outputs are staging memory, which does not contain the model's
+            weights.
     """
 
     slots: StepPlan
@@ -126,14 +125,15 @@ class SlotUpdates(Sequence[SlotUpdate]):
 
     @property
     def bitmaps(self) -> Sequence[Tensor] | None:
-        """The bitmaps of slots that are stepped together: all of them have one, or none."""
+        """The bitmaps of changed weights, one per slot, or None. Either all slots have one or none
+        has."""
         if not self.changed or self.changed[0] is None:
             return None
         return cast("Sequence[Tensor]", self.changed)
 
     @classmethod
     def of(cls, updates: Sequence[SlotUpdate]) -> SlotUpdates:
-        """The same updates in this form."""
+        """Return ``updates`` as SlotUpdates."""
         if isinstance(updates, SlotUpdates):
             return updates
         places = range(len(SlotUpdate._fields))
@@ -141,7 +141,7 @@ class SlotUpdates(Sequence[SlotUpdate]):
         return cls(StepPlan(columns[0]), *columns[1:])
 
     def take(self, indices: Sequence[int]) -> SlotUpdates:
-        """Some of the updates."""
+        """Return the updates at some indices."""
         columns = (spec.name for spec in fields(self) if spec.name != "is_staged")
         chosen: dict[str, Any] = {name: _at(indices, getattr(self, name)) for name in columns}
         chosen["slots"] = StepPlan(chosen["slots"])
@@ -151,7 +151,7 @@ class SlotUpdates(Sequence[SlotUpdate]):
         return len(self.slots)
 
     def __getitem__(self, index: int) -> SlotUpdate:  # type: ignore[override]
-        """One of them; some are taken by :meth:`take`."""
+        """Return the update at an index. Use :meth:`take` for several."""
         return SlotUpdate(
             self.slots[index],
             self.grads[index],
@@ -169,12 +169,12 @@ def _at(indices: Sequence[int], column: Sequence[Any]) -> Sequence[Any]:
 
 
 class UpdateSelection:
-    """Some of a step's updates: chosen once, taken in every step that has the same slots.
+    """A selection of a step's updates, reused by every step with the same slots.
 
     Args:
-        indices: which updates.
-        slots: their slots, as the receiver calls them.
-        count: how many updates the step has.
+        indices: indices of the selected updates.
+        slots: their slots in the param groups of the receiver.
+        count: number of updates of the whole step.
     """
 
     def __init__(self, indices: Sequence[int], slots: Sequence[Slot], count: int) -> None:
@@ -183,7 +183,7 @@ class UpdateSelection:
         self.indices = indices
 
     def take(self, updates: SlotUpdates) -> SlotUpdates:
-        """These of the updates."""
+        """Return the selected updates."""
         if self._is_whole:
             return updates if updates.slots is self.slots else replace(updates, slots=self.slots)
         grads = CachedTensorList(self._pick(updates.grads))
@@ -208,7 +208,8 @@ class UpdateSelection:
         return picked
 
     def _keep(self, name: str, column: Sequence[Any]) -> Sequence[Any]:
-        """Part of a column that is mostly the same list in every step."""
+        """Return the selected part of a column, cached for as long as the step passes the same
+        list."""
         return self.slots.part(f"selected {name}", (column,), partial(self._picked, column))
 
     def _picked(self, column: Sequence[Any]) -> Sequence[Any]:
@@ -219,11 +220,16 @@ class UpdateSelection:
 
 
 def update_of(slot: Slot, name: str, param: Tensor, grad: Tensor) -> SlotUpdate:
-    """A parameter's own gradient as an update, with all that a rule may ask about where the
-    parameter lies.
+    """Return a parameter's own gradient as an update, with the parameter's split and random stream.
+
+    Args:
+        slot: the parameter's slot.
+        name: its FQN.
+        param: the parameter.
+        grad: its gradient.
 
     Raises:
-        ValueError: the parameter is a DTensor in a layout that cannot be stepped.
+        ValueError: the parameter is a DTensor with an unsupported placement.
     """
     return SlotUpdate(
         slot,
