@@ -68,7 +68,6 @@ def test_every_python_block_is_run_here():
     counts = {path: len(blocks_of(path, "python")) for path in DOCUMENTS}
     assert {str(path.relative_to(ROOT)): count for path, count in counts.items() if count} == {
         "README.md": 1,
-        "docs/features.md": 1,
         "docs/fsdp2.md": 1,
         "docs/many_ranks.md": 1,
         "docs/troubleshooting.md": 1,
@@ -203,16 +202,13 @@ def _constant(node):
     return node.value if is_text else ""
 
 
-def test_the_examples_of_the_readme_and_of_features_run(capsys, tmp_path, monkeypatch):
+def test_examples_of_the_readme_run(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = small_model()
     names = {"model": model, "loss": loss_of(model)}
     exec(blocks_of("README.md", "python")[0], names)
     assert names["optimizer"].last_step.success and "host" in capsys.readouterr().out
     assert (tmp_path / "run" / "latest").exists()
-    names["loss"] = loss_of(model)
-    exec(blocks_of("docs/features.md", "python")[0], names)
-    assert names["success"] and names["grad_norm"] > 0
 
 
 def test_examples_of_zero_and_fsdp2_run(monkeypatch):
