@@ -2,11 +2,14 @@
 
 An executor is not a torch optimizer, but it has param groups: parameters and settings. A torch
 optimizer in front of it adds groups, exports state, and calls :meth:`Executor.step_slots`. A
-wrapper of that optimizer takes over its executor; the optimizer stays readable.
+wrapper of that optimizer takes over its executor. The optimizer then steps no more, but can still
+be read.
 
-Three kinds exist: for a rule of this package (``rules/rule_executor.py``), for any torch optimizer
-(``rules/rule_optimizer.py``), and one that distributes slots over executors on the device and the
-host (``offload/hybrid_executor.py``).
+Three kinds exist:
+
+- ``rules/rule_executor.py`` steps with a rule of this package.
+- ``rules/rule_optimizer.py`` steps with any torch optimizer.
+- ``offload/hybrid_executor.py`` distributes slots over executors on the device and the host.
 """
 
 from __future__ import annotations
@@ -75,16 +78,25 @@ class Executor:
         del self.param_groups[count:], self.sizes[count:]
 
     def has_only(self, group: int, positions: Sequence[int]) -> None:
-        """Register that this executor steps only these slots of a group.
+        """Restrict a group to the slots at these positions.
 
-        The param groups here still list all slots. A foreign optimizer gets these alone.
+        Callers still use positions in the full group. A torch optimizer below has only these
+        parameters.
+
+        Args:
+            group: index of the param group.
+            positions: the positions that this executor steps.
         """
 
     def step_together(self, group: int, sets: Sequence[Sequence[int]]) -> None:
-        """Prepare for steps of each of these sets of positions at a time, and of the remaining
-        positions.
+        """Cache one launch for each of these sets of slots, and one for the remaining slots of the
+        group.
 
-        Their launches are cached for the next step.
+        Steps mostly contain a whole set, so its launch is reused.
+
+        Args:
+            group: index of the param group.
+            sets: positions in the group.
         """
 
     def all_groups(self) -> list[ParamGroups]:
@@ -93,7 +105,7 @@ class Executor:
         return [self.param_groups]
 
     def use_mark(self, mark: StepMark) -> None:
-        """Use the consistency flag of the layer above instead of an own one."""
+        """Use the consistency flag of the layer above."""
         self.step_mark = mark
 
     def recover(self) -> None:
@@ -129,11 +141,12 @@ class Executor:
         """Check a step after all of its work is queued.
 
         Raises:
-            AuditError: a repetition of the step gave other bits, and ``audit_action`` is to raise.
+            AuditError: a repetition of the step gave other bits, and ``audit_action`` is "raise".
         """
 
     def verdict_device(self) -> torch.device | None:
-        """Return the device whose kernels step all slots and read multipliers from device memory.
+        """Return the device on which kernels step all slots and read multipliers from device
+        memory.
 
         None means that :meth:`step_slots` needs multipliers as numbers.
         """

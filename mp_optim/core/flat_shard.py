@@ -212,6 +212,11 @@ class PartitionShard(Tensor):
         return self.held[0] if self.is_stacked else self.held
 
     def with_held(self, held: Tensor) -> PartitionShard:
+        """Return the same part of another tensor.
+
+        Args:
+            held: this rank's part of it.
+        """
         return PartitionShard(held, self.partition, self.is_stacked)
 
     @classmethod

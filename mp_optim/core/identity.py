@@ -1,9 +1,8 @@
-"""Slots: the identity of a parameter is its position in the param groups, not the tensor at that
-position. Also: checks of param groups that callers edit or assign, and exchange of changed
-settings.
+"""Slots: a parameter is identified by its position in the param groups, not by the tensor there.
 
 Wrappers replace tensors (mixed precision, FSDP2, tensor parallelism), but the pair ``(group,
-position)`` stays. All state in this package is keyed by slot.
+position)`` stays. All state in this package is keyed by slot. This module also checks param groups
+that callers edit or assign, and exchanges changed settings between optimizers.
 """
 
 from __future__ import annotations
@@ -191,11 +190,11 @@ _NOTHING = object()
 
 
 class SharedSettings:
-    """Copies of the settings of equal groups in several optimizers at the last exchange.
+    """The settings of param groups that several optimizers share, as of the last exchange.
 
     An exchange copies a setting that one optimizer changed to the others. Callers change settings
-    of the outermost optimizer. Optimizers below change theirs: step counts, learning rates that
-    they find. If both changed one, the caller's value wins.
+    of the outermost optimizer. Optimizers below change step counts, and learning rates that they
+    find. If both changed one setting, the caller's value wins.
     """
 
     def __init__(self) -> None:

@@ -36,9 +36,9 @@ _PARKED = (
 class StepMark:
     """The consistency flag of all layers of a stack, for the life of the outermost optimizer.
 
-    NOTE: code that writes main params, state, model parameters or the loss scale in a step, or
-    scales rows, calls :meth:`touch` first, in the thread of the step. Writes to back buffers need
-    no call, because no other code reads them.
+    NOTE: code calls :meth:`touch`, in the thread of the step, before it writes main params, state,
+    model parameters or the loss scale. Writes to back buffers need no call, because no other code
+    reads them.
 
     Attributes:
         is_set: True from the first write of a step or load until it is complete.
@@ -250,10 +250,11 @@ class ParkedTensors:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait for the current stream of a device, and so for asynchronous copies to host memory that
-    this thread queued. Without an accelerator there is no wait.
+    """Wait for all work that the calling thread queued on the current stream of a device. For the
+    host, return at once.
 
-    A read of host memory does not wait for the device by itself.
+    Asynchronous copies to host memory need this: a read of host memory does not wait for the
+    device.
     """
     if (accelerator := accelerator_of(device)) is not None:
         with accelerator.on(device):

@@ -173,7 +173,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     # -- interrupted steps ------------------------------------------------------------------------
 
     def use_mark(self, mark: StepMark) -> None:
-        """Use the consistency flag of the layer above instead of an own one."""
+        """Use the consistency flag of the layer above."""
         self.step_mark = mark
         self.executor.use_mark(mark)
 
@@ -216,7 +216,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     @in_own_modes
     def eval(self) -> None:
-        """Switch the model to the weights for evaluation, if an optimizer below has such. Call
+        """Switch the model to the weights for evaluation, if an optimizer below has them. Call
         :meth:`train` before the next step."""
         if self.has_modes:
             self.switch_mode("eval")
@@ -227,8 +227,11 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         """Return the state tensors of a slot by key, as state dicts have them; allocate missing
         ones.
 
-        Tensors are the live ones, except 4-bit moments: they are FP32 copies. Use
-        :meth:`shown_state` for copies whose edits are stored.
+        Tensors are the live ones, except 4-bit moments, which are FP32 copies. :meth:`shown_state`
+        returns copies with edits that reach the state.
+
+        Args:
+            slot: index of the param group, and position in it.
         """
         self.make_current(slot)
         self.step_mark.copies.take_edits()
@@ -237,7 +240,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     @in_own_modes
     def shown_state(self, slot: Slot) -> State:
         """Return the state of a slot as :attr:`state` has it: live tensors, and FP32 copies of
-        tensors that are stored in blocks. Edits of either are stored."""
+        tensors that are stored in blocks. Edits of the copies are stored, too."""
         self.make_current(slot)
         state = self.state_of(slot)
         shown = self.step_mark.copies.show(
@@ -251,7 +254,12 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         return {key: shown.get(key, value) for key, value in saved.items()}
 
     def full_slot_state(self, slot: Slot) -> State:
-        """Return the state of a slot in FP32; tensors that are stored in fewer bits are copied."""
+        """Return the state of a slot in FP32, by key. Tensors that are stored in fewer bits are
+        copied.
+
+        Args:
+            slot: index of the param group, and position in it.
+        """
         self.make_current(slot)
         self.step_mark.copies.take_edits()
         return self.state_of(slot).full_precision()
@@ -260,7 +268,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         """Copy a saved state into the slot.
 
         Args:
-            slot: the parameter.
+            slot: index of the param group, and position in it.
             state: the saved state by key, as :meth:`slot_state` or :meth:`full_slot_state` returns
                 it.
 
@@ -398,9 +406,10 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         """Return the state and settings: ``{"state": {index: {...}}, "param_groups": [...]}``.
 
         State tensors are the live ones, as in torch: clone or save them before the next step.
-        Exceptions are 4-bit moments, which are FP32 copies, and 16-bit remainders where
-        ``torch.distributed`` is initialized, which are int32 copies: collectives do not support
-        16-bit integers. Settings are copies.
+        Settings are copies.
+
+        Two kinds of tensors are copies: 4-bit moments (FP32), and 16-bit remainders if
+        ``torch.distributed`` is initialized (int32, because collectives do not support int16).
 
         Args:
             full_precision: True for FP32 copies of all state that is stored in fewer bits.
@@ -444,8 +453,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         else by position.
 
         State is copied into the existing tensors, so placement and dtypes stay as configured.
-        Settings are copied. The argument is not modified. All checks are done before the first
-        write, so a refused state dict changes nothing.
+        Settings are copied. The argument is not modified. All checks precede the first write, so a
+        refused state dict changes nothing.
 
         If a parameter of the model differs from its loaded main param (rounded), it is overwritten,
         with a warning: load the model's weights first. A remainder is valid only with the weights
@@ -454,14 +463,13 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
         Args:
             state_dict: a state dict of this package.
-            convert: True to round saved state to the configured dtypes even if that loses bits, to
-                accept remainders with any weights, and to keep the present loss scale if none was
-                saved.
+            convert: True to round saved state to the configured dtypes even if that loses bits. It
+                also accepts remainders with any weights, and keeps the present loss scale if none
+                was saved.
 
         Raises:
-            ValueError: a parameter or its state is missing on either side, a tensor's shape or
-                dtype does not fit, a setting, step or loss scale is out of range, or bits would be
-                lost.
+            ValueError: a parameter or its state is missing on either side, a shape or dtype does
+                not fit, or bits would be lost. A setting, step or loss scale is out of range.
         """
         if written := load_checked(self, state_dict, convert=convert):
             warn(
@@ -475,12 +483,12 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     def make_current(self, slot: Slot | None = None, *, follow_only: bool = False) -> None:
         """Prepare the state of one slot, or of all, for a caller who may write to it.
 
-        The order is: open the state for writing, refresh main params from a model that other code
-        wrote, create main params of newly trained parameters, check loaded remainders.
+        First open the state for writing, and refresh main params from a model that other code
+        wrote. Then create main params of newly trained parameters, and check loaded remainders.
 
         Args:
             slot: the parameter; None for all.
-            follow_only: True to do only the first two, if the caller reads no state or loads all of
+            follow_only: True for the first two only, if the caller reads no state or loads all of
                 it.
 
         Raises:
@@ -489,8 +497,10 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         self.step_mark.open_state()
 
     def begins_anew(self, state_dict: Mapping[str, Any]) -> bool:
-        """True if this state dict means that all state is dropped. A subclass that returns True has
-        dropped it."""
+        """Return True if the state dict has no state, and drop all state in that case.
+
+        This class keeps state from the start, so it returns False.
+        """
         return False
 
     def saved_beside(self) -> dict[str, Any]:

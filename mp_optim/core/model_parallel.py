@@ -60,7 +60,7 @@ def layer_of(name: str) -> tuple[str, int] | None:
 
 
 def expert_counts(names: Iterable[str]) -> dict[str, int]:
-    """Return the number of experts under each path. A path whose indices are not 0, 1, 2, ... is
+    """Return the number of experts under each path. A path with gaps in its indices 0, 1, 2, ... is
     left out."""
     indices: dict[str, set[int]] = {}
     for name in names:
@@ -177,16 +177,16 @@ _UNPARTED = (".experts.weight1", ".experts.weight2")
 
 @dataclass(frozen=True)
 class ModelParallel:
-    """The split of a model over ranks, for tensors that do not describe it themselves as DTensors
-    do.
+    """A rank's share of a model, for tensors that do not describe their split themselves as
+    DTensors do.
 
     Attributes:
         names: names of this rank's parameters in the whole model.
         partitions: tensor-parallel splits by local name.
-        copies: for parameters whose original is on another pipeline stage, the global rank of that
-            stage, by local name.
+        copies: global rank of the pipeline stage that has the original, for each local copy of its
+            parameters, by local name.
         cut_over: global ranks that have the other tensor-parallel parts.
-        named_over: global ranks whose parameters have other names in the whole model.
+        named_over: global ranks that have parameters with other names in the whole model.
     """
 
     names: GlobalNames = field(default_factory=GlobalNames)
@@ -196,13 +196,13 @@ class ModelParallel:
     named_over: frozenset[int] = frozenset()
 
     def among(self, ranks: Collection[int]) -> ModelParallel:
-        """Return the split as seen by some ranks.
+        """Return this share as a subset of ranks needs it.
 
-        A part counts as the whole if the ranks do not include all holders of the other parts. Names
-        are the local ones if the ranks do not include all ranks with other names.
+        A part counts as the whole if the subset lacks any rank with another part. Names are the
+        local ones if it lacks any rank in :attr:`named_over`.
 
         Args:
-            ranks: global ranks.
+            ranks: global ranks of the subset.
         """
         is_cut = self.cut_over.issubset(ranks)
         is_named = self.named_over.issubset(ranks)
@@ -389,7 +389,7 @@ def _partitions(
 
 
 def _is_dtensor_over(param: Tensor, ranks: ProcessGroup) -> bool:
-    """True if a tensor is a DTensor whose mesh contains these ranks."""
+    """True if a tensor is a DTensor, and its mesh contains these ranks."""
     if not is_dtensor(param):
         return False
     mesh = {*param.device_mesh.mesh.flatten().tolist()}

@@ -122,10 +122,14 @@ def matched_names(saved: Iterable[str], wanted: Iterable[str]) -> dict[str, str]
     """Return, for each saved name, the wanted name of the same parameter, even if the model was
     wrapped differently.
 
-    Equal names match first. The remaining names match if they are equal without wrappers' parts
-    (:func:`bare_name`), then without a ``module.`` that all names of one side start with, then
-    without any ``module`` part. A name never matches two names. A name without a match is returned
-    without wrappers' parts.
+    Names match in four rounds, and a name never matches two names:
+
+    1. equal names
+    2. names that are equal without wrappers' parts (:func:`bare_name`)
+    3. names that are also equal without a ``module.`` that all names of one side start with
+    4. names that are also equal without any ``module`` part
+
+    A name without a match is returned without wrappers' parts.
 
     Args:
         saved: names in the saved state.
@@ -161,7 +165,7 @@ def without_wrappers(names: Iterable[str]) -> list[str]:
 
 
 def _only_once(forms: Mapping[str, str]) -> dict[str, str]:
-    """Return the name of each form that only one name has."""
+    """Return names by their forms, for forms that only one name has."""
     counts = Counter(forms.values())
     return {form: name for name, form in forms.items() if counts[form] == 1}
 

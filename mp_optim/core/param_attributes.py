@@ -271,11 +271,11 @@ class FlatRanges:
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """The part of a parameter that a tensor is.
+    """The position of a tensor in the parameter that it is a part of.
 
     Attributes:
         first_element: index of the tensor's first element in the flattened parameter.
-        shard_groups: process groups whose sums give the norms of the whole parameter.
+        shard_groups: process groups that sum the squares for norms of the whole parameter.
         whole_shape: shape of the parameter, if the tensor is a range of its flattened elements.
         offload_share: number of elements that counts for placement on device or host; by default
             the tensor's own number.
@@ -298,13 +298,13 @@ _WHOLE = ShardInfo()
 
 
 def shard_info(param: Tensor) -> ShardInfo:
-    """Return the part of a parameter that a tensor is; by default the whole parameter."""
+    """Return the ``ShardInfo`` of a tensor; by default that of a whole parameter."""
     info: ShardInfo = getattr(param, "mp_optim_shard", _WHOLE)
     return info
 
 
 def set_shard_info(tensor: Any, info: ShardInfo) -> None:
-    """Set the part of a parameter that a tensor is."""
+    """Set the ``ShardInfo`` of a tensor."""
     tensor.mp_optim_shard = info
 
 

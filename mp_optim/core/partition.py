@@ -1,9 +1,9 @@
 """Boxes of tensors, and the boxes that flat ranges and tensor parallelism cut out of a tensor. All
 functions depend on shapes alone.
 
-Tensor parallelism splits a tensor along one dimension. The dimension consists of one or several
-blocks (fused weights, such as gate and up of a SwiGLU), and each block is split over the ranks. A
-rank stores its parts of all blocks in order.
+Tensor parallelism splits a tensor along one dimension, which has one or several blocks: a fused
+weight of gate and up (SwiGLU) has two. Each block is split over the ranks, and a rank stores its
+parts of all blocks in order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class Box(NamedTuple):
-    """A box of a tensor.
+    """A rectangular part of a tensor.
 
     Attributes:
         offsets: index of its first element.
@@ -56,8 +56,8 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 def boxes(shape: tuple[int, ...], start: int, count: int) -> tuple[Box, ...]:
     """Return elements ``[start, start + count)`` of a row-major tensor as disjoint boxes, in order.
 
-    Each box is contiguous in row-major order. There are at most ``2 * len(shape) - 1`` boxes. An
-    empty range has none, except in an empty tensor: its one empty box keeps it in the record.
+    Each box is contiguous in row-major order, and their number is at most ``2 * len(shape) - 1``.
+    An empty range has no boxes. An empty tensor has one empty box, so that checkpoints record it.
 
     Args:
         shape: shape of the tensor.
@@ -146,10 +146,10 @@ class Partition:
             first += length
 
     def cuts(self, box: Box) -> list[tuple[int, Box]]:
-        """Return a box of the part as boxes of the whole, in order.
+        """Return the boxes of the whole tensor that make up a box of the part, in order.
 
-        Each has the index of its first element along the split dimension, counted from the given
-        box.
+        Each result starts with the index, along the split dimension, of its first element in the
+        given box.
         """
         offsets, sizes = box
         low, high = offsets[self.dim], offsets[self.dim] + sizes[self.dim]

@@ -82,8 +82,8 @@ def dequantized(param: Any) -> Tensor:
     """Return the values of a quantized parameter in new FP32 memory, in its shape and on its
     device.
 
-    If the parameter keeps the values from which it was quantized, these are returned (Transformer
-    Engine's ``get_high_precision_init_val``).
+    If the parameter keeps the values that it was quantized from, return those (Transformer Engine's
+    ``get_high_precision_init_val``).
     """
     with torch.no_grad():
         if _brings_its_own(param):
@@ -96,7 +96,7 @@ def dequantized(param: Any) -> Tensor:
 
 
 def forget_initial_values(param: Any) -> None:
-    """Free the values from which a parameter was quantized. Its main param has them."""
+    """Free the values that a parameter was quantized from. Its main param has them."""
     if getattr(param, "get_high_precision_init_val", lambda: None)() is not None:
         param.clear_high_precision_init_val()
 
@@ -239,7 +239,7 @@ class Dequantize(nn.Module):
         self.dtype = dtype
 
     def bind(self, codes: Any) -> None:
-        """Set ``fp8_scale`` of a float8 parameter, and the 16-bit dtype of its gradients."""
+        """Set ``fp8_scale`` of a float8 parameter, and the dtype of its gradients."""
         codes.fp8_scale = self.scale
         if codes.is_leaf and codes.grad is None and codes.grad_dtype != self.dtype:
             codes.grad_dtype = self.dtype

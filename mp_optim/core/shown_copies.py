@@ -164,9 +164,9 @@ class ShownCopies:
         lay_out: Callable[[str, Tensor], Any],
         scale_of: Callable[[str], str],
     ) -> dict[str, Any]:
-        """Return FP32 copies of a slot's coded state, and copies of its scales.
+        """Return FP32 copies of a slot's coded state, and copies of its scales, by key.
 
-        Copies that a caller still holds are returned again.
+        If a caller still holds the copy of a key, return that copy again.
 
         Args:
             owner: the optimizer that exports the state.

@@ -1,8 +1,8 @@
-"""The state of one slot: its tensors, and how a saved state is checked and loaded.
+"""The state of one slot: its tensors, its export, and the check and load of saved state.
 
 Every optimizer of a stack returns a :class:`SlotState` for each slot, by ``state_of``. An executor
 keeps the tensors (:class:`StateStore`). A precision wrapper adds the main param and a
-:class:`StateLayout`, which shows the state as DTensors or as a shard.
+:class:`StateLayout`, which converts the state to DTensors or shards.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ class GroupMatch:
 
 
 def plain_groups(param_groups: ParamGroups) -> list[dict[str, Any]]:
-    """Return param groups as torch saves them: running indices in place of tensors, copies of the
-    rest."""
+    """Return param groups as torch saves them: running indices in place of tensors, and copies of
+    settings."""
     start, packed = 0, []
     for group in param_groups:
         count = len(group["params"])
@@ -204,7 +204,7 @@ def _match_by_position(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> Gr
 
 
 def _checksums(index_of: Mapping[Slot, Any], saved: Sequence[dict[str, Any]]) -> dict[Slot, int]:
-    """Return the checksums of slots whose saved index is an integer.
+    """Return the checksums of slots with an integer as saved index.
 
     ``torch.distributed.checkpoint`` replaces indices by names and may reorder them, but leaves the
     list of checksums as it is. Those checksums are ignored.

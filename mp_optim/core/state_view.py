@@ -12,7 +12,7 @@ the present state. An assignment to a key of it is stored or refused:
 - Moments that are stored in blocks are exported as FP32 copies
   (:mod:`~mp_optim.core.shown_copies`). Assigned FP32 values are stored, rounded.
 - A tensor with another shape, with values that would lose bits, or on another accelerator is
-  refused, and so is an unknown or a deleted key. A refused assignment changes nothing.
+  refused. So are unknown keys, and deletions of keys. A refused assignment changes nothing.
 
 Removed state is reset, as in torch: ``state.clear()``, ``state = {}``, ``del state[param]``,
 ``state.pop(param)``, ``state[param] = {}``, ``state[param].clear()``. Moments and step counts

@@ -34,14 +34,14 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class CachedTensorList(list[Tensor]):
-    """Plain tensors whose memory does not move while the list is used; each property is read once.
+    """Plain tensors with memory that does not move while the list is used; each property is read
+    once.
 
     Attributes:
         addresses: ``data_ptr`` of each tensor.
         sizes: ``numel`` of each tensor.
         own_sizes: ``numel`` of each tensor, never copied from another list (:meth:`gradients_of`).
-        stored: True if no tensor's memory was freed with ``untyped_storage().resize_(0)``. If an
-            address leaves that open, True if each storage is as large as its tensor.
+        stored: True if no tensor's memory was freed (``untyped_storage().resize_(0)``).
         dtypes: set of the dtypes.
         devices: set of the devices.
         contiguous: True if all tensors are contiguous.
@@ -103,7 +103,8 @@ class CachedTensorList(list[Tensor]):
 
     @cached_property
     def stored(self) -> bool:
-        # The address of a tensor without memory is its offset in the storage.
+        # A tensor without memory has its offset in the storage as address. A large address proves
+        # that there is memory; else compare the sizes of the storages.
         if min(self.addresses, default=_LEAST_ADDRESS) >= _LEAST_ADDRESS:
             return True
         held = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, self))
@@ -126,7 +127,8 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def are_plain(tensors: Iterable[Tensor]) -> bool:
-    """True if no tensor is a DTensor or another subclass with its memory in other tensors."""
+    """True if all tensors are of torch's own classes. A DTensor or another subclass may keep its
+    memory in other tensors."""
     return set(map(type, tensors)) <= set(_PLAIN)
 
 
@@ -294,8 +296,8 @@ def continue_from(
             own tensor.
         changed: one uint8 bitmap for each main param; all of its bits are set if any element
             differs.
-        may_read: True to skip the write to main params in host memory that already agree, which
-            reads a result.
+        may_read: True to compare main params in host memory first, and not to write those that
+            agree.
     """
     before_writing(mains)
     for index, (main, weight) in enumerate(zip(mains, weights, strict=True)):
@@ -370,11 +372,11 @@ class Marks(NamedTuple):
 
 
 class SeenParams:
-    """Parameters with fingerprints of their memory and layout, to detect replaced, moved or
-    reshaped ones (``param.data = ...`` included).
+    """Fingerprints of parameters, which detect that a parameter was replaced, moved or reshaped
+    (``param.data = ...`` included).
 
-    New memory at the address of freed memory counts as unchanged. This is safe: any alias of the
-    old memory would have kept it from being freed.
+    New memory at the address of freed memory counts as unchanged. This is safe, because an alias of
+    the old memory would have kept it from being freed.
 
     Attributes:
         params: the tensors.

@@ -101,11 +101,12 @@ class WeightDelta:
         return _as_file(tensors, self._metadata())
 
     def save(self, path: str | os.PathLike[str], *, bitmaps: bool = True) -> int:
-        """Write the delta to a file, atomically: other processes see the whole file or none.
+        """Write the delta to a file. The file is replaced atomically: other processes never read a
+        part.
 
         Args:
             path: the file.
-            bitmaps: as for :meth:`to_bytes`.
+            bitmaps: True to allow bitmaps in place of gaps, as in :meth:`to_bytes`.
 
         Returns:
             The size of the file in bytes.
