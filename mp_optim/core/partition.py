@@ -69,8 +69,8 @@ def boxes(shape: tuple[int, ...], start: int, count: int) -> tuple[Box, ...]:
     """
     if not 0 <= start <= start + count <= math.prod(shape):
         raise ValueError(
-            f"elements [{start}, {start + count}) are not inside a tensor of shape {tuple(shape)}, "
-            f"which has {math.prod(shape)}"
+            f"elements [{start}, {start + count}) are not inside a tensor of shape {tuple(shape)}; "
+            f"pass a range within [0, {math.prod(shape)})"
         )
     if math.prod(shape) == 0:
         return (whole_box(tuple(shape)),)

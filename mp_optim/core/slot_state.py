@@ -314,7 +314,7 @@ def check_state(name: str, live: Mapping[str, Any], saved: Mapping[str, Any]) ->
         unknown = sorted(missing_or_unknown & saved.keys())
         raise ValueError(
             f"state of {name}: missing {missing}, unknown {unknown}; this optimizer keeps "
-            f"{sorted(live)}. Was the state saved by another optimizer?"
+            f"{sorted(live)}. Load state that the same optimizer saved"
         )
     for key, tensor in live.items():
         if key == "step":
@@ -326,7 +326,9 @@ def check_state(name: str, live: Mapping[str, Any], saved: Mapping[str, Any]) ->
 def check_step(name: str, value: Any) -> None:
     """Raise ValueError unless the value is a number of steps."""
     if isinstance(value, Tensor) and value.dim():
-        raise ValueError(f"{name}.step: saved shape {tuple(value.shape)}, expected ()")
+        raise ValueError(
+            f"{name}.step: saved shape {tuple(value.shape)}, expected (); load one number of steps"
+        )
     check_setting(f"{name}.step", value, _STEPS)
 
 
@@ -335,10 +337,14 @@ def check_fits(label: str, live: Tensor, saved: Any) -> None:
     if not isinstance(saved, Tensor) or saved.is_meta:
         kind = "meta tensor" if isinstance(saved, Tensor) else type(saved).__name__
         raise ValueError(
-            f"{label}: saved as a {kind}, expected a tensor of shape {tuple(live.shape)}"
+            f"{label}: saved as a {kind}, expected a tensor of shape {tuple(live.shape)}; load "
+            "state that the same optimizer saved"
         )
     if saved.shape != live.shape:
-        raise ValueError(f"{label}: saved shape {tuple(saved.shape)}, expected {tuple(live.shape)}")
+        raise ValueError(
+            f"{label}: saved shape {tuple(saved.shape)}, expected {tuple(live.shape)}; load state "
+            "of the same model"
+        )
     alike = live.is_floating_point() == saved.is_floating_point()
     if (
         not alike

@@ -123,24 +123,28 @@ def check_is_state_dict(state_dict: Any) -> None:
             )
     for index, group in enumerate(state_dict["param_groups"]):
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), list):
-            raise ValueError(f"param_groups[{index}] of the state dict has no list 'params'")
+            raise ValueError(
+                f"param_groups[{index}] of the state dict has no list 'params'; pass a result of "
+                "an optimizer's state_dict()"
+            )
         for key in _PARALLEL[1:]:
             if key in group and len(group[key]) != len(group["params"]):
                 raise ValueError(
                     f"param_groups[{index}] of the state dict has {len(group['params'])} params "
-                    f"and {len(group[key])} {key}"
+                    f"and {len(group[key])} {key}; give each parameter one entry"
                 )
     groups = state_dict["param_groups"]
     counts = Counter(entry for group in groups for entry in group["params"])
     if twice := [str(entry) for entry, count in counts.items() if count > 1]:
         raise ValueError(
-            f"parameter {names_in_words(twice)} is in the state dict's param_groups more than once"
+            f"parameter {names_in_words(twice)} is in the state dict's param_groups more than "
+            "once; list each parameter once"
         )
     unknown = state_dict["state"].keys() - {index for group in groups for index in group["params"]}
     if unknown:
         raise ValueError(
             f"the state dict has state for {names_in_words(sorted(map(str, unknown)))}, but none "
-            "of its param groups has such a parameter"
+            "of its param groups has such a parameter; remove that state, or add the parameter"
         )
 
 
@@ -244,12 +248,16 @@ def match_by_name(
     if len(places) < len(named):
         counts = Counter(canonical[name] for name, *_ in named)
         twice = [name for name, count in counts.items() if count > 1]
-        raise ValueError(f"{names_in_words(twice)} is in the saved param_groups more than once")
+        raise ValueError(
+            f"{names_in_words(twice)} is in the saved param_groups more than once; give each "
+            "parameter a unique name"
+        )
     missing = sorted(set(wanted.values()) - places.keys())
     unexpected = sorted(places.keys() - set(wanted.values()))
     if missing or unexpected:
         raise ValueError(
-            f"saved state does not fit this model: missing {missing}, unexpected {unexpected}"
+            f"saved state does not fit this model: missing {missing}, unexpected {unexpected}; "
+            "load state of the same model"
         )
     settings = []
     for index, group in enumerate(live):
@@ -352,7 +360,10 @@ class StateLoad:
         for slot, index in self._match.index_of.items():
             state, own = saved.get(index) or {}, self._state_of(slot)
             if not isinstance(state, dict):
-                raise ValueError(f"state of {own.name} is a {type(state).__name__}, not a dict")
+                raise ValueError(
+                    f"state of {own.name} is a {type(state).__name__}, not a dict; pass a result "
+                    "of an optimizer's state_dict()"
+                )
             if not state and own.is_required():
                 missing.append(own.name)
             elif state or own.live():

@@ -135,7 +135,7 @@ class ShownState(dict[str, Any]):
 
     def _stays(self, *args: Any) -> Any:
         raise TypeError(
-            "optimizer.state[param]: single keys cannot be deleted; clear() resets all of them"
+            "optimizer.state[param]: single keys cannot be deleted; call clear() to reset all"
         )
 
     __delitem__ = pop = popitem = _stays
@@ -201,7 +201,10 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
             self._lookups.index = index
             slot = index.get(id(tensor))
         if slot is None:
-            raise KeyError("this tensor is not a parameter of the optimizer (was it replaced?)")
+            raise KeyError(
+                "this tensor is not a parameter of the optimizer; if it was replaced, use the "
+                "present one of param_groups"
+            )
         return slot
 
     def _holds(self, slot: Slot, tensor: Tensor) -> bool:

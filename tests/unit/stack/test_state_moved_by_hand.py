@@ -198,7 +198,7 @@ def test_what_cannot_be_taken_is_refused_and_nothing_has_changed(simulation):
         ("exp_avg", torch.zeros_like(value).to(device_at(0)), rf"{name}\.exp_avg is stepped on"),
         ("exp_avg_sq", torch.full_like(value, -1.0), rf"{name}\.exp_avg_sq.*negative"),
         ("exp_avg_sq", torch.full_like(value, -1.0).cpu(), rf"{name}\.exp_avg_sq.*negative"),
-        ("note", value, rf"{name} has no 'note'.*dict of its own"),
+        ("note", value, rf"{name} has no 'note'.*dict of your own"),
         ("step", torch.tensor(-1.0), rf"{name}\.step"),
     ]:
         with pytest.raises(ValueError, match=words):

@@ -244,7 +244,7 @@ def test_copies_of_state_that_is_only_read_are_freed() -> None:
     optimizer.step()
     copies = [ref() for ref in kept if ref() is not None and ref().numel() == 300]
     assert sum(each.dtype == torch.float32 for each in copies) <= 2 + len(held)
-    assert len(optimizer.step_mark.copies._copies) == len(held)
+    assert len(optimizer.step_mark.copies.shown) == len(held)
 
 
 def test_state_of_one_parameter_begins_again_when_it_is_cleared() -> None:
