@@ -1,5 +1,4 @@
-"""Buckets of slots, and the host memory that their gradients come down into and their parameters go
-up from."""
+"""Buckets of slots, and the staging memory for copies of their gradients and parameters."""
 
 from __future__ import annotations
 
@@ -24,8 +23,9 @@ class StagedTensors:
     """Tensors in staging memory for one bucket's gradients and outputs.
 
     Attributes:
-        updates: those it was made for, on the host.
-        down, up: bytes of each.
+        updates: the bucket's updates, with these tensors.
+        down: bytes of gradients.
+        up: bytes of outputs.
     """
 
     def __init__(self, updates: SlotUpdates, memory: Block) -> None:
@@ -42,7 +42,7 @@ class StagedTensors:
         self.up = sum(output.nbytes for output in present)
 
     def fit(self, updates: SlotUpdates) -> bool:
-        """Whether these hold just such gradients and outputs."""
+        """True if the tensors have the shapes and dtypes of these gradients and outputs."""
         known = _known(updates)
         if known is not None and self._known is not None and all_same(known, self._known):
             return True
@@ -52,14 +52,14 @@ class StagedTensors:
         return True
 
     def put_into(self, updates: SlotUpdates) -> SlotUpdates:
-        """The updates with these tensors as gradients and outputs."""
+        """Return the updates with these tensors as gradients and outputs."""
         staged = self.updates
         return replace(updates, grads=staged.grads, outputs=staged.outputs, is_staged=True)
 
 
 def _known(updates: SlotUpdates) -> _Known | None:
-    """Lists by which gradients and outputs are known, without a look at each, to have the forms
-    of those before; gradients themselves are not kept. None if there are no such lists."""
+    """Return lists that identify the forms of gradients and outputs without a look at each tensor,
+    or None. Gradients are not kept."""
     grads, outputs = updates.grads, updates.outputs
     if not isinstance(grads, CachedTensorList) or len(grads.dtypes) != 1:
         return None
@@ -80,16 +80,16 @@ def _present(tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
 class Staging:
     """One piece of staging memory, for one bucket at a time.
 
-    NOTE: it belongs to the worker from the moment a job is submitted until the worker is drained,
-    and to the thread that calls ``step()`` otherwise. Copies that were started outlive both: the
-    owner calls :meth:`wait_until_free` before it writes to the memory. To let go of it needs no
-    wait: the transfer holds it until they are done.
+    NOTE: the worker owns it from the moment a job is submitted until the worker is drained; the
+    thread that calls ``step()`` owns it otherwise. Copies that were started outlive both, so the
+    owner calls :meth:`wait_until_free` before it writes. Dropping the memory needs no wait: the
+    transfer holds it until the copies are done.
 
     Attributes:
-        staged: the tensors that each bucket has here now.
-        tickets: of copies that may be under way.
-        is_kept: some tensors here are the only copy of gradients that were released; they keep
-            their memory, and other tensors get other memory.
+        staged: the present tensors of each bucket.
+        tickets: copies that may be in progress.
+        is_kept: True if some tensors are the only copy of released gradients. They keep their
+            memory, and other tensors get new memory.
     """
 
     def __init__(self, transfer: Transfer, num_bytes: int, pin: bool) -> None:
@@ -102,7 +102,7 @@ class Staging:
 
     @property
     def capacity(self) -> int:
-        """Bytes that it holds as soon as it is used."""
+        """Bytes that it holds after its first use."""
         return self._memory.capacity
 
     @property
@@ -111,7 +111,7 @@ class Staging:
         return self._memory.allocated
 
     def tensors_for(self, bucket: int, updates: SlotUpdates) -> StagedTensors:
-        """Tensors for a bucket's updates, the same ones in every step; nothing is copied."""
+        """Return tensors for a bucket's updates, the same ones in every step; copy nothing."""
         staged = self.staged.get(bucket)
         if staged is None or not staged.fit(updates):
             tensors = [*updates.grads, *_present(updates.outputs)]
@@ -122,7 +122,8 @@ class Staging:
         return staged
 
     def landing_for(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors like these, from the beginning of the memory; nothing else is in it."""
+        """Return tensors of the same forms, from the beginning of the memory. Nothing else may use
+        it."""
         needed = sum(aligned_bytes(grad.numel(), grad.dtype) for grad in grads)
         if needed > self.capacity:
             self._replace(needed)
@@ -134,13 +135,13 @@ class Staging:
         self._memory, self.is_kept = Block(num_bytes, self._allocate), False
 
     def wait_until_free(self) -> None:
-        """Wait until no copy reads or writes the memory any more."""
+        """Wait until no copy reads or writes the memory."""
         while self.tickets:
             ticket = self.tickets.pop()
             self.transfer.wait(ticket)
 
     def download(self, grads: Sequence[Tensor], staged: Sequence[Tensor], after: Any = None) -> Any:
-        """Start to copy gradients to the host, as soon as the memory is free. Returns a ticket."""
+        """Start to copy gradients to the host as soon as the memory is free. Return a ticket."""
         self.wait_until_free()
         ticket = self.transfer.download(staged, grads, after)
         self.tickets.append(ticket)
@@ -155,10 +156,14 @@ class BucketStep:
     """One bucket's part of a step.
 
     Attributes:
-        updates: gradients and outputs where they are on the device.
-        staged: the same on the host.
-        is_downloaded: the gradients have been downloaded.
-        downloaded: indices of single ones that have been.
+        bucket: number of the bucket.
+        label: label of its slots.
+        staging: its staging memory.
+        updates: updates with gradients and outputs on the device.
+        staged: updates with gradients and outputs on the host.
+        is_downloaded: True if all gradients have been copied to the host.
+        downloaded: indices of single gradients that have been copied.
+        ticket: the copy in progress.
     """
 
     bucket: int
@@ -171,7 +176,8 @@ class BucketStep:
     ticket: Any = None
 
     def start(self, after: Any) -> None:
-        """Start the download of the gradients, which are complete at a mark of the transfer."""
+        """Start the download of the gradients, which are complete at the mark ``after`` of the
+        transfer."""
         if self.is_downloaded:
             return
         grads, staged = self.updates.grads, self.staged.grads
@@ -184,16 +190,16 @@ class BucketStep:
     def wait(self, timeline: StepTimeline) -> None:
         """Wait until the gradients are in staging memory.
 
-        NOTE: the host waits for this bucket's download. It cannot be later: the host reads the
-        gradients next. The download was started a bucket before, or in backward, and has run beside
-        the arithmetic since.
+        NOTE: the host waits here for this bucket's download, because it reads the gradients next.
+        The download was started a bucket before, or in backward, and has run next to the arithmetic
+        since.
         """
         if not self.is_downloaded:
             with timeline.stage(WAIT_COPIES):
                 self.staging.transfer.wait(self.ticket)
 
     def upload(self) -> None:
-        """Start to copy the parameters to where they are wanted."""
+        """Start to copy the parameters to their outputs."""
         wanted = _present(self.updates.outputs)
         ticket = self.staging.transfer.upload(wanted, _present(self.staged.outputs))
         self.staging.tickets.append(ticket)
@@ -204,9 +210,9 @@ class Buckets:
 
     Args:
         slots: in the order in which their gradients are expected.
-        new_staging: makes staging memory of so many bytes.
-        has_outputs: parameters are staged, too.
-        label: of some slots, for errors and the timeline.
+        new_staging: returns staging memory of a number of bytes.
+        has_outputs: True if parameters are staged, too.
+        label: returns a label for some slots, for errors and the timeline.
 
     Attributes:
         members: the slots of each bucket, in the order in which their gradients are expected.
@@ -232,7 +238,7 @@ class Buckets:
         self.label = label
 
     def steps(self, updates: SlotUpdates, moved: TransferBytes) -> list[BucketStep]:
-        """The updates by bucket, in the plan's order; what they move is counted."""
+        """Return the updates by bucket, in the plan's order, and add their bytes to ``moved``."""
         has_own = len(self.staging) == len(self.members)
         steps = []
         for position, (bucket, label, selection) in enumerate(self.routes(updates.slots)):

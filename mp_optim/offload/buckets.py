@@ -1,39 +1,33 @@
-"""Host memory of each ``offload_mode``: which host slots travel together, and how many bytes of
-staging and back buffers that takes; and which parameters are offloaded. Plans, made of sizes alone.
+"""Plans of host memory for each ``offload_mode``, from sizes alone: the buckets of slots, the bytes
+of staging and back buffers, and the parameters to offload.
 
 A bucket holds gradients and parameters in the model's dtype, each tensor rounded up to 64 bytes.
-``most`` is ``OptimizerConfig.offload_bucket_bytes``; one larger parameter is a bucket by itself.
+``most`` is ``OptimizerConfig.offload_bucket_bytes``; a parameter larger than that is a bucket by
+itself.
 
-================  =======================  ==================================  =====================
-``offload_mode``  bytes of a bucket        staging                             back buffer
-================  =======================  ==================================  =====================
-``sync``          at most ``most``         the largest bucket; with            none
-                                           ``overlap_cpu_optimizer_d2h_h2d``
-                                           three times that, or all buckets
-                                           if there are no more than three
-``overlap``       a sixteenth of all, at   all buckets                         none
-                  least 4 MiB, at most
-                  ``most``
-``speculative``   as ``overlap``           all buckets                         main params and
-                                                                               moments once more
-================  =======================  ==================================  =====================
+- ``sync``: buckets of at most ``most`` bytes. Staging is the largest bucket; with
+  ``overlap_cpu_optimizer_d2h_h2d`` three times that, or all buckets if there are at most three. No
+  back buffer.
+- ``overlap``: buckets of a sixteenth of all bytes, at least 4 MiB and at most ``most``. Staging is
+  all buckets. No back buffer.
+- ``speculative``: buckets and staging as with ``overlap``. The back buffer has main params and
+  moments once more.
 
-With ``sync`` a model in host memory has no staging: its gradients and parameters are read and
-written in place. A plan on the meta device is for an accelerator and counts the staging.
+With ``sync`` a model in host memory has no staging: a step reads and writes its gradients and
+parameters in place. A plan on the meta device is for an accelerator and counts the staging.
 
-What is stepped in windows has no staging with ``sync``. In the other modes it has staging of all
-buckets, for gradients alone: on the host with ``optimizer_state_path`` (with ``speculative``, for
+Slots in windows have no staging with ``sync``. In the other modes they have staging for the
+gradients of all buckets: on the host with ``optimizer_state_path`` (with ``speculative``, for
 parameters, too), and streamed with ``release_gradients``. Windows of a file take host memory,
-:func:`~mp_optim.offload.state_storage.windows_held` of them; the spare of ``speculative`` is in the
-file then. A model in host memory does without gradients there that nothing releases.
+:func:`~mp_optim.offload.state_storage.windows_held` of them; the back buffer of ``speculative`` is
+in the file then. A model in host memory has no staging for gradients that are not released.
 
-Decided here: :func:`plan_staging` cuts buckets and sizes staging, :func:`back_buffer_bytes` sizes
-the back buffer. The run allocates just that (:class:`~mp_optim.offload.host_part.HostPart`,
+:func:`plan_staging` cuts buckets and sizes staging, :func:`back_buffer_bytes` sizes the back
+buffer. A run allocates the same bytes (:class:`~mp_optim.offload.host_part.HostPart`,
 :class:`~mp_optim.offload.double_buffer.DoubleBuffer`). The planner (``factory/memory_plan.py``)
-builds
-the same stack on the meta device, and reads :class:`HostBytes` from ``HostPart.host_bytes()``.
-``tests/unit/offload/test_host_bytes.py`` and ``test_combinations.py`` count what a run allocates
-and compare.
+builds the same stack on the meta device, and reads :class:`HostBytes` from
+``HostPart.host_bytes()``. ``tests/unit/offload/test_host_bytes.py`` and ``test_combinations.py``
+compare both with the allocations of a run.
 """
 
 from __future__ import annotations
@@ -50,23 +44,26 @@ from mp_optim.core import Slot
 from mp_optim.host.host_memory import aligned_bytes
 
 SMALLEST = 4 << 20
-"""Staging bytes below which a bucket's fixed costs show."""
+"""Staging bytes below which a bucket's fixed costs dominate."""
 
 PER_ROUND = 16
-"""Buckets a model is cut into, unless they were smaller than :data:`SMALLEST` or larger than
-allowed: the last one arrives with the end of backward and is the one that cannot be hidden."""
+"""Number of buckets of a model, within the limits of size. The last bucket arrives with the end of
+backward and cannot be hidden."""
 
 
 class HostBytes(NamedTuple):
-    """Host memory beside main params and state: the bytes of each piece that a stepper will ask
-    for, with gradients in the model's dtype. Wider gradients let staging grow in the first step.
+    """Bytes of each piece of host memory that a stepper allocates in addition to main params and
+    state, with gradients in the model's dtype. Staging grows in the first step if gradients are
+    wider.
 
     Attributes:
-        staging: for gradients and parameters on their way.
-        back_mains, back_state: of the back buffer, for main params and for the rest.
-        moments, remainders, averages: of streamed slots, whose state lies in memory that copies
-            read.
-        windows: of state that is kept on a disk.
+        staging: pieces for gradients and parameters that are copied.
+        back_mains: pieces of the back buffer for main params.
+        back_state: pieces of the back buffer for state.
+        moments: pieces for moments of streamed slots, in memory that copies read.
+        remainders: pieces for remainders of streamed slots.
+        averages: pieces for averages of streamed slots.
+        windows: pieces for windows of state on a disk.
     """
 
     staging: tuple[int, ...]
@@ -84,7 +81,7 @@ class HostBytes(NamedTuple):
 
 
 class DiskBytes(NamedTuple):
-    """Bytes of a file that state is kept in: whole blocks for each tensor."""
+    """Bytes of the state file: whole blocks for each tensor."""
 
     main_params: int = 0
     moments: int = 0
@@ -93,13 +90,14 @@ class DiskBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class HostSlot:
-    """A slot of the host's optimizer, and what is expected to travel for it: a gradient and a
-    parameter of the model's dtype.
+    """An offloaded slot, and the sizes of its gradient and parameter in the model's dtype.
 
     Attributes:
-        share: elements per rank that holds a part of it, the same number on every rank.
+        slot: the slot.
+        share: elements on each rank that holds a part, the same number on every rank.
         numel: elements of this rank.
-        stays: its main param is the model's parameter, on the device.
+        dtype: dtype of the gradient and the parameter.
+        stays: True if the main param is the model's parameter, on the device.
     """
 
     slot: Slot
@@ -112,13 +110,14 @@ class HostSlot:
 def plan_staging(
     mode: str, slots: Sequence[HostSlot], most: int, pipelined: bool, has_outputs: bool = True
 ) -> tuple[list[tuple[Slot, ...]], list[int]]:
-    """The buckets of a mode, and the bytes of each piece of its staging memory.
+    """Return the buckets of a mode, and the bytes of each piece of its staging memory.
 
     Args:
+        mode: the ``offload_mode``.
         slots: in the order in which their gradients are expected.
-        most: staging bytes per bucket.
+        most: largest staging bytes of a bucket.
         pipelined: ``overlap_cpu_optimizer_d2h_h2d``.
-        has_outputs: parameters are staged, too.
+        has_outputs: True if parameters are staged, too.
     """
     # ranks that reduce together get the same numbers, so they cut the same buckets
     shared = [2 * slot.share * slot.dtype.itemsize for slot in slots]
@@ -128,7 +127,8 @@ def plan_staging(
     for slot in slots:
         taken[slot.slot] = tensors * aligned_bytes(slot.numel, slot.dtype)
     needed = [sum(map(taken.__getitem__, bucket)) for bucket in buckets]
-    # In step, one bucket comes down, one is stepped, one goes up; backward brings all down.
+    # In a step one bucket is copied down, one is stepped and one is copied up. Backward copies all
+    # down.
     in_step = 3 if pipelined else 1
     if mode == "sync" and len(needed) > in_step:  # a ring of pieces that each hold the largest
         needed = [max(needed)] * in_step
@@ -157,34 +157,33 @@ def plan_buckets(
 
 
 def fitting_bucket_bytes(total: int, most: int) -> int:
-    """Staging bytes per bucket for ``total`` of them: small enough to start early, large enough to
-    be worth it."""
+    """Return the staging bytes of a bucket for a total: small enough to start early, large enough
+    to be worth the fixed costs."""
     return max(1, min(most, max(SMALLEST, -(-total // PER_ROUND))))
 
 
 def back_buffer_bytes(tensors: Iterable[Tensor]) -> int:
-    """Host memory that as much again takes as these main params, or this state, have."""
+    """Return the bytes of a back buffer for these main params, or this state."""
     return sum(aligned_bytes(tensor.numel(), tensor.dtype) for tensor in tensors)
 
 
 def plan_offload(sizes: Sequence[int], fraction: float) -> frozenset[int]:
     """Choose whole parameters that together hold at least ``fraction`` of all elements.
 
-    The policy, in order: parameters are considered from the last to the first, because backward
-    produces their gradients in that order and the host can start earliest on them; one that would
-    overshoot is passed over; what is still missing at the end is covered by the smallest parameter
-    left, and what that made unnecessary is dropped again, largest first. So the fraction is always
-    reached, and the same sizes always give the same plan.
+    Parameters are considered from the last to the first, because backward produces their gradients
+    in that order. A parameter that would overshoot is skipped. The smallest parameter left covers
+    the rest. Parameters that became unnecessary by that are dropped again, largest first. So the
+    fraction is always reached, and equal sizes give equal plans.
 
     Args:
         sizes: elements of each parameter, in slot order.
-        fraction: between 0 (nothing) and 1 (everything that has elements).
+        fraction: between 0 (nothing) and 1 (every parameter that has elements).
 
     Returns:
         Indices into ``sizes``.
 
     Raises:
-        ValueError: if ``fraction`` is outside [0, 1].
+        ValueError: ``fraction`` is outside [0, 1].
     """
     if not 0.0 <= fraction <= 1.0:
         raise ValueError(f"offload_fraction={fraction!r}: must be between 0 and 1")

@@ -1,9 +1,8 @@
-"""The host part: the offloaded slots of an optimizer. Where each is stepped, the buckets and
-windows in which that is done, and the memory that they take.
+"""The host part of an optimizer: its offloaded slots, the buckets and windows in which they are
+stepped, and the memory that these take.
 
-What backward begins, and what a step does, is not here:
-:mod:`~mp_optim.offload.backward_scheduler`,
-:mod:`~mp_optim.offload.stepper`.
+:mod:`~mp_optim.offload.backward_scheduler` has the work of backward, and
+:mod:`~mp_optim.offload.stepper` the work of a step.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from mp_optim.rules.rule_executor import RuleExecutor
 
 
 def label_of(executor: Executor, slots: Sequence[Slot]) -> str:
-    """Name some slots of an executor, for errors and the timeline."""
+    """Return a label for some slots of an executor, for errors and the timeline."""
     first = executor.slot_name(slots[0])
     if len(slots) == 1:
         return first
@@ -34,21 +33,23 @@ def label_of(executor: Executor, slots: Sequence[Slot]) -> str:
 
 
 class HostPart:
-    """Offloaded slots, which are all stepped in one place.
+    """The offloaded slots of an optimizer, all stepped in one place, kept for the optimizer's life.
 
     Args:
-        bind_tensors: makes the executor have the tensors of now.
+        bind_tensors: updates the executor's tensors to the present ones.
 
     Attributes:
-        how: where and when they are stepped. settings: in what memory, by which copies.
-        executor: of the slots.
-        label: names some slots, for errors and the timeline.
-        slots: in the order in which their gradients are expected.
-        lane: steps them in windows; None if the host steps whole buckets.
-        buckets: of gradients that are copied to staging memory; None if nothing copies them.
-        comes_down: whether backward copies gradients to the host that stay on the device, too.
-        ahead: steps into a spare, if that is speculated on.
-        releases: gradients leave the device during backward.
+        how: the place and the mode of the steps.
+        settings: memory and copies of the steps.
+        executor: keeps the state of the slots and steps them.
+        label: returns a label for some slots, for errors and the timeline.
+        slots: the slots, in the order in which their gradients are expected.
+        lane: steps the slots in windows; None if the host steps whole buckets.
+        buckets: buckets of gradients that are copied to staging memory; None if nothing copies
+            them.
+        comes_down: True if backward also copies gradients to the host that stay on the device.
+        ahead: steps into a back buffer; None without speculation.
+        releases: True if gradients leave the device during backward.
     """
 
     def __init__(
@@ -82,12 +83,13 @@ class HostPart:
 
     @property
     def _rule_executor(self) -> RuleExecutor:
-        """The executor, where windows or a spare are asked for: of no other are they granted."""
+        """The executor, for windows and back buffers. Other executors than a rule's are refused
+        these."""
         assert isinstance(self.executor, RuleExecutor)
         return self.executor
 
     def place_of(self, slot: Slot) -> Place:
-        """Where a slot is stepped."""
+        """Return the place where a slot is stepped."""
         return self.how.place if slot in self._offloaded else "device"
 
     @property
@@ -103,7 +105,7 @@ class HostPart:
     # -- cutting: nothing may be begun ------------------------------------------------------------
 
     def use_slots(self, slots: Sequence[HostSlot]) -> None:
-        """Have these slots from now on."""
+        """Replace the slots of the host part."""
         self.slots = list(slots)
         self._offloaded = frozenset(slot.slot for slot in slots)
         self._use_allocators()
@@ -112,7 +114,7 @@ class HostPart:
             file.reserve(sum(self.disk_bytes()))
 
     def use_settings(self, settings: HostStepSettings) -> None:
-        """Be stepped by other settings, in other memory."""
+        """Replace the settings, and allocate memory by them."""
         self.settings = settings
         self._use_allocators()
         if self.lane is not None:
@@ -120,7 +122,7 @@ class HostPart:
         self.cut()
 
     def _use_allocators(self) -> None:
-        """Have state of what is stepped in windows be allocated in memory that copies read."""
+        """Make the executor allocate state of windowed slots in memory that copies read."""
         self._is_allocated = False
         if self.lane is None:
             return
@@ -131,18 +133,18 @@ class HostPart:
         self._rule_executor.rows.allocators = dict.fromkeys(slots, file.zeros if file else allocate)
 
     def follow(self, order: Sequence[Slot]) -> None:
-        """Have buckets and windows in this order."""
+        """Cut buckets and windows in a new order of slots."""
         rank = {slot: index for index, slot in enumerate(order)}
         self.slots.sort(key=lambda slot: rank[slot.slot])
         self.cut()
 
     def cut(self) -> None:
-        """Cut the slots into buckets or windows, with other memory."""
+        """Cut the slots into buckets or windows, with new memory."""
         on_host, settings = self.how.place == "host", self.settings
         if self.lane is not None:
             self.lane.cut(self.slots, self.releases)
         self.buckets = self._new_buckets()
-        # In windows of memory that the host reads, gradients are read where they are.
+        # A step in windows of host memory reads gradients in place.
         in_place = self.lane is not None and settings.transfer.is_same_place
         has_outputs = self.buckets is not None and self.buckets.has_outputs
         self.comes_down = on_host and (has_outputs or not in_place)
@@ -156,7 +158,7 @@ class HostPart:
         how, on_host = self.settings, self.how.place == "host"
         if self.lane is not None:
             is_needed = self.how.is_early and (on_host or self.releases)
-        else:  # a step that begins nothing in backward reads a model in host memory in place
+        else:  # a step without work in backward reads a model in host memory in place
             is_needed = self.how.is_early or not how.transfer.is_same_place
         if not is_needed:
             return None
@@ -172,7 +174,7 @@ class HostPart:
         )
 
     def _step_together(self) -> None:
-        """Say which slots are stepped at a time: those of a bucket, or all that are in windows."""
+        """Register with the executor the slots of one launch: a bucket, or all slots in windows."""
         sets: dict[int, list[list[int]]] = {}
         together: Sequence[Sequence[Slot]] = [[slot.slot for slot in self.slots]]
         if self.lane is None and self.buckets is not None:
@@ -185,7 +187,7 @@ class HostPart:
             self.executor.step_together(group, of_group)
 
     def allocate(self) -> None:
-        """Allocate the state of what is stepped in windows, contiguously."""
+        """Allocate the state of slots in windows, contiguously."""
         if not self._is_allocated:
             self.executor.allocate_state([slot.slot for slot in self.slots])
             self._is_allocated = True
@@ -199,8 +201,8 @@ class HostPart:
     # -- what it takes ----------------------------------------------------------------------------
 
     def host_bytes(self) -> HostBytes:
-        """What is held as soon as all slots were stepped once, with gradients of their dtypes; what
-        is held from then on."""
+        """Return the bytes of host memory that are held once all slots have been stepped, with
+        gradients of the model's dtypes."""
         held = HostBytes(())
         if self.lane is not None and self.settings.state_file is None:
             held = state_bytes(self._rule_executor, self.slots)
@@ -215,13 +217,13 @@ class HostPart:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory that is held within ``step()``, beside gradients and parameters."""
+        """Bytes of device memory held in ``step()``, in addition to gradients and parameters."""
         if self.how.place != "streamed" or self.lane is None or not self.slots:
             return 0
         return sum(self.lane.sizes[:IN_FLIGHT])
 
     def disk_bytes(self) -> DiskBytes:
-        """What is kept in a file rather than in memory."""
+        """Return the bytes of the state file."""
         if self.settings.state_file is None:
             return DiskBytes()
         times = 1 if self.ahead is None else 2
@@ -229,8 +231,7 @@ class HostPart:
 
     @property
     def released_bytes(self) -> int:
-        """Bytes of gradients in the model's dtype that the device does without where they are
-        released."""
+        """Bytes on the device that ``release_gradients`` saves, in the dtype of the model."""
         elements = {slot.slot: slot for slot in self.slots}
         if self.buckets is None or not self.how.is_early:
             return 0
@@ -242,7 +243,7 @@ class HostPart:
         return sum(sorted(sizes)[:-2])
 
     def notes(self) -> Iterator[str]:
-        """How the slots are stepped, in words."""
+        """Yield notes for ``describe()`` about how the slots are stepped."""
         if self.lane is not None and self.slots:
             yield self.lane.note()
         if self.how.place == "host" and self.how.is_early and self.buckets is not None:

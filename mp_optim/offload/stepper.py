@@ -1,12 +1,10 @@
-"""Steps the host part: slots of an optimizer whose main params and state are not on the device.
+"""Steps of the host part: slots of an optimizer whose main params and state are not on the device.
 
-Four things are composed, and none knows of the others: where state rests
-(:mod:`~mp_optim.offload.state_storage`), who steps it (:mod:`~mp_optim.offload.streaming`; where
-state
-rests in host memory, the host steps whole buckets where they are), when
-(:mod:`~mp_optim.offload.backward_scheduler`), and which slot goes which way
+Four parts are composed: the storage of state (:mod:`~mp_optim.offload.state_storage`), the
+processor that steps it (:mod:`~mp_optim.offload.streaming`; the host steps whole buckets of state
+in host memory in place), the time (:mod:`~mp_optim.offload.backward_scheduler`), and the buckets
 (:mod:`~mp_optim.offload.buckets`). :class:`~mp_optim.offload.host_part.HostPart` cuts the slots
-into buckets and windows accordingly.
+into buckets and windows.
 """
 
 from __future__ import annotations
@@ -34,21 +32,21 @@ from mp_optim.offload.timeline import WAIT_DISK, TransferBytes
 
 
 class Stepper:
-    """What steps the host part, as :class:`OffloadedStep` says, some of it during backward.
+    """Steps the host part by an :class:`OffloadedStep`, some of it during backward.
 
-    Nothing depends on work being begun early: what was not begun, or from other values, is done in
-    the step.
+    A step does not depend on work in backward: work that was not begun, or was begun from other
+    values, is done in the step.
 
     Args:
-        executor: of the slots.
+        executor: keeps the state of the slots.
         slots: in the order in which their gradients are expected.
-        bind_tensors: makes the executor have the tensors of now.
+        bind_tensors: updates the executor's tensors to the present ones.
         source: the optimizer that takes the step, until a wrapper takes its place.
 
     Attributes:
         host_part: the slots, their buckets and windows.
-        schedule: what is begun during backward.
-        transfer_bytes: of the last step.
+        schedule: the work of backward.
+        transfer_bytes: bytes that the last step copied.
     """
 
     def __init__(
@@ -69,21 +67,20 @@ class Stepper:
 
     @property
     def transfer(self) -> Transfer:
-        """How tensors travel."""
+        """The interface that copies tensors between host and device."""
         return self.host_part.settings.transfer
 
     # -- which slot goes which way, in which buckets ----------------------------------------------
 
     def cut_buckets(self, slots: Sequence[HostSlot]) -> None:
-        """Cut buckets anew, for other slots. What was begun early is dropped."""
+        """Cut buckets for other slots. Work that backward began is discarded."""
         self.schedule.discard()
         self.schedule.arrivals.forget_order()
         self.host_part.use_slots(slots)
         self._cut_anew()
 
     def use_transfer(self, transfer: Transfer, bucket_bytes: int | None = None) -> None:
-        """Have tensors travel another way from now on, or in other buckets; nothing may be on its
-        way."""
+        """Use another transfer, or other buckets, from now on. No copy may be in progress."""
         self.schedule.discard()
         before = self.host_part.settings
         if bucket_bytes is None:
@@ -93,12 +90,12 @@ class Stepper:
         self._cut_anew()
 
     def _cut_anew(self) -> None:
-        """There are other buckets now."""
-        self._cut = object()  # another one makes the parts of a StepPlan stale
+        """Drop everything that was made for the former buckets."""
+        self._cut = object()  # a new object makes the parts of a StepPlan stale
         self.schedule.cut()
 
     def release_gradients(self) -> None:
-        """From now on gradients come with a claim, and are begun only if they can be released.
+        """Release gradients of offloaded slots during backward from now on.
 
         Raises:
             ValueError: a streamed parameter does not fit into a window with its gradient.
@@ -112,12 +109,12 @@ class Stepper:
     # -- in step ----------------------------------------------------------------------------------
 
     def step_slots(self, updates: SlotUpdates, device: Executor) -> None:
-        """Step slots, those that are not offloaded in between; on return uploads are ordered before
-        later work on the device.
+        """Step the offloaded slots, and the device's slots in between. On return, uploads are
+        ordered before later work on the device.
 
         Args:
             updates: with gradients and outputs on the device.
-            device: steps what is not offloaded.
+            device: steps the slots that are not offloaded.
 
         Raises:
             WorkerError: the worker failed; nothing was stepped.
@@ -154,10 +151,10 @@ class Stepper:
         return away.take(updates), here.take(updates)
 
     def _step(self, updates: SlotUpdates, step_device: Callable[[], None]) -> None:
-        """Step the offloaded slots, and those of the device once the first copies are queued.
+        """Step the offloaded slots, and the device's slots once the first copies are queued.
 
-        Spares that backward began to fill are made to hold this step, and published. The other
-        slots are stepped by bucket or by window.
+        Back buffers that backward began to fill are completed and published. The other slots are
+        stepped by bucket or by window.
         """
         speculates, lane = self.schedule.speculates, self.host_part.lane
         steps: list[BucketStep] = []
@@ -168,7 +165,7 @@ class Stepper:
             self.schedule.judge(steps)
         ahead = self.host_part.ahead
         transfer = self.host_part.settings.transfer
-        mark = transfer.mark()  # no download waits for the device's step
+        mark = transfer.mark()  # so that no download waits for the device's step
         on_host = self._gradients_on_host(updates, steps)
         spares = self._fill_spares(steps, mark) if speculates else {}
 
@@ -193,8 +190,8 @@ class Stepper:
             published = [step.updates.slots for step in steps if spares.get(step.bucket)]
             lane.steps(_without(updates, set(chain(*published))), on_host, begin)
         if steps:
-            # NOTE: the device waits for the uploads, the host for nothing. It cannot be later: what
-            # the device is given next reads the parameters.
+            # NOTE: the device waits for the uploads, the host does not. The wait cannot be later,
+            # because the device's next work reads the parameters.
             transfer.join()
 
     def _gradients_on_host(
@@ -203,7 +200,8 @@ class Stepper:
         """Return the gradients that windows read from host memory, by slot.
 
         Args:
-            counted: steps of the host's buckets, whose bytes are counted.
+            updates: the step's updates of offloaded slots.
+            counted: steps of the host's buckets, whose bytes are counted already.
         """
         buckets = self.host_part.buckets
         if self.host_part.lane is None or buckets is None:
@@ -218,7 +216,7 @@ class Stepper:
         return down
 
     def _by_bucket(self, steps: Sequence[BucketStep], mark: Any, begin: Callable[[], None]) -> None:
-        """Step bucket by bucket in staging memory, with gradients that are complete at a mark."""
+        """Step bucket by bucket in staging memory, with gradients that are complete at ``mark``."""
         depth = 1
         if self.host_part.settings.pipelined:
             depth = len(steps) if self.schedule.is_early else 2
@@ -247,8 +245,8 @@ class Stepper:
     def _fill_spares(
         self, steps: Sequence[BucketStep], mark: Any
     ) -> dict[int, Sequence[BackLaunch]]:
-        """Make the spare of every bucket hold this step, mostly by finding that it does. Launches
-        by bucket; none for one that has to be stepped where it is."""
+        """Make the back buffer of every bucket hold this step; most hold it already. Return
+        launches by bucket, none for a bucket that has to be stepped in place."""
         ahead, buckets = self.host_part.ahead, self.schedule.buckets
         assert ahead is not None
         planned = ahead.planned(steps)
@@ -262,7 +260,7 @@ class Stepper:
     # -- what follows from a step -----------------------------------------------------------------
 
     def _learn_order(self, updates: SlotUpdates) -> None:
-        """After the first backward: cut buckets in the order in which gradients got ready."""
+        """After the first backward, cut buckets in the order in which gradients arrived."""
         before = [slot.slot for slot in self.host_part.slots]
         order = self.schedule.arrivals.learn_order(before, updates)
         if order is not None:
@@ -273,7 +271,7 @@ class Stepper:
     # -- what it says of itself -------------------------------------------------------------------
 
     def notes(self) -> tuple[str, ...]:
-        """How the slots are stepped, in words."""
+        """Return notes for ``describe()`` about how the slots are stepped."""
         file = self.host_part.settings.state_file
         of_file = () if file is None else file.notes()
         notes = (*self.host_part.notes(), *of_file, *self.transfer.notes())
@@ -292,7 +290,7 @@ class Stepper:
 
 
 def _without(updates: SlotUpdates, slots: Collection[Slot]) -> SlotUpdates:
-    """The updates but those of some slots."""
+    """Return the updates without those of some slots."""
     if not slots:
         return updates
     return updates.take([i for i, slot in enumerate(updates.slots) if slot not in slots])
