@@ -55,7 +55,7 @@ class Accelerator:
         return torch.accelerator.current_stream()
 
     def queue_on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Queue the work of a block on a stream, whose device is current meanwhile."""
+        """Queue the work of a block on a stream, with the stream's device as the current one."""
         return torch.cuda.stream(stream)  # type: ignore[arg-type]
 
     def event(self, sleeps: bool = False) -> Event:
@@ -78,11 +78,11 @@ class Accelerator:
     # -- memory of the host -----------------------------------------------------------------------
 
     def register(self, address: int, num_bytes: int) -> str | None:
-        """Lock pages of the host, which the current device then copies by itself; return the
-        runtime's error text, None if it succeeded.
+        """Page-lock host memory, so that the current device copies it without the CPU. Return the
+        runtime's error text, or None on success.
 
         Raises:
-            AssertionError, AttributeError, RuntimeError: there is no runtime, or an older one.
+            AssertionError, AttributeError, RuntimeError: the runtime is missing or too old.
         """
         runtime = self._runtime()
         status = runtime.cudaHostRegister(address, num_bytes, 0)
@@ -116,7 +116,7 @@ KINDS: dict[str, Accelerator] = {CUDA.type: CUDA}
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """What runs a device; None for the host, meta tensors, and what is not known here."""
+    """Return the interface of a device; None for the host, meta tensors and unknown devices."""
     return KINDS.get(device.type)
 
 

@@ -1,5 +1,5 @@
-"""How calls of the package run: in modes of torch that it sets, and in the background; warnings
-that point at the caller's line; callbacks that keep nothing alive."""
+"""Decorators and helpers for calls of the package: torch's modes, background threads, warnings at
+the caller's line, and callbacks without strong references."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def torch_threads_flush() -> bool:
 
 
 def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
-    """Run a public call of the package without autograd, outside of inference mode and with
-    denormal numbers kept, whatever its caller is in. Only the calling thread's modes are set; they
+    """Decorate a public call to run without autograd, outside of inference mode and with denormal
+    numbers kept, whatever the caller's modes are. Only the calling thread's modes are set; they
     are restored at the end."""
 
     @functools.wraps(function)
@@ -71,8 +71,8 @@ def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def writes_counted(tensor: Tensor) -> int | None:
-    """How many writes torch has counted; it does not count those of a tensor that was made in
-    inference mode."""
+    """Return torch's count of writes; None for a tensor made in inference mode, which torch does
+    not count."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -138,7 +138,7 @@ _idle: list[tuple[int, queue.SimpleQueue[_Call]]] = []
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
-    """Begin a call in a thread of its own; what it returns or raises is the future's."""
+    """Start a call on a daemon thread. The future has its result or its error."""
     result: Future[T] = Future()
     while _idle:
         pid, calls = _idle.pop()

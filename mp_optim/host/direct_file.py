@@ -1,11 +1,11 @@
-"""A file for state that does not fit into memory: windows of it are read and written past the page
-cache, in pieces that several threads carry at once.
+"""A file for state that does not fit into memory. Windows of it are read and written past the page
+cache, in pieces, by several threads.
 
-It is no checkpoint. It has no name once it is open, so the system takes it back when the process
-ends, however that ends, and half-written state cannot be taken for whole.
+The file is not a checkpoint. It has no name once it is open, so the system frees it when the
+process ends, and half-written state cannot be mistaken for a whole one.
 
-It belongs to the process that made it. A forked child can do nothing with it, and what it writes to
-tensors in the file stays in its own memory.
+The file belongs to the process that made it. A forked child cannot use it, and the child's writes
+to tensors in the file stay in its own memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _THREAD_NAME = "mp_optim_disk"
 _live: weakref.WeakSet[DirectFile] = weakref.WeakSet()
 """Files of this process, and of those that it was forked from."""
 _NORESERVE = 0x4000
-"""Of Linux; a file may be larger than memory and swap."""
+"""A Linux flag: a file may be larger than memory and swap."""
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _ADVICE = {
@@ -53,8 +53,11 @@ _ADVICE = {
 
 
 class Ticket:
-    """A transfer that is under way. NOTE: its memory belongs to it until :meth:`wait` returns: what
-    is written must not change, what is read must not be used."""
+    """A transfer in progress.
+
+    NOTE: the transfer owns its memory until :meth:`wait` returns. Memory that is written to the
+    file must not change, and memory that is read into must not be used.
+    """
 
     def __init__(self, pieces: list[Future[None]]) -> None:
         self._pieces = pieces
@@ -111,7 +114,7 @@ class DirectFile:
             self._allocate(num_bytes)
             self._open = on_error.pop_all()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=_THREAD_NAME)
-        # NOTE: what is under way holds this object, so no descriptor is closed below it.
+        # NOTE: a transfer in progress holds this object, so its descriptor stays open.
         weakref.finalize(self, _end, self._owner, self._pool, self._open)
         _live.add(self)
 
@@ -131,21 +134,22 @@ class DirectFile:
             )
 
     def grow(self, num_bytes: int) -> None:
-        """Take so many bytes more from the disk, at the end, zero at first.
+        """Extend the file by ``num_bytes`` of zeros, and allocate them on the disk.
 
         Raises:
-            OSError: there is no room; with the path and what to do.
+            OSError: the disk is full; with the path and the remedy.
         """
         self.check_owner()
         with self.explained("making"):
             self._allocate(num_bytes)
 
     def mapped(self, offset: int, num_bytes: int) -> mmap.mmap:
-        """Bytes of the file as memory, shared with it. What is changed there is in the file for all
-        other ways to read it; it is on the disk at the latest after ``flush``.
+        """Return bytes of the file as shared memory. Changes there are visible to all other readers
+        of the file, and on the disk at the latest after ``flush``.
 
         Args:
             offset: a multiple of ``mmap.ALLOCATIONGRANULARITY``.
+            num_bytes: size of the mapping in bytes.
         """
         with self.explained("mapping"):
             memory = mmap.mmap(self._buffered, num_bytes, offset=offset)
@@ -154,8 +158,8 @@ class DirectFile:
         return memory
 
     def forget_cache(self) -> None:
-        """Give back memory in which the system keeps parts of the file, but what is changed and not
-        yet on the disk."""
+        """Drop the system's cached pages of the file, except changed pages that are not on the disk
+        yet."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._buffered, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -178,7 +182,7 @@ class DirectFile:
         return self._begin("writing", os.pwritev, memory, offset)
 
     def close(self) -> None:
-        """Wait for what is under way, and give the space back."""
+        """Wait for transfers in progress, and free the file's space."""
         self._pool.shutdown()
         self._mappings.clear()
         self._open.close()
@@ -240,8 +244,8 @@ class DirectFile:
         )
 
     def _carry(self, what: str, move: Callable[..., int], piece: Tensor, offset: int) -> None:
-        """Move a piece, in a thread of the pool, until nothing is left: the system may do less than
-        it is asked for. A rest that is not whole blocks goes through the page cache."""
+        """Transfer a piece, in a thread of the pool, until it is complete: the system may transfer
+        less than requested. A part that is not whole blocks goes through the page cache."""
         size = piece.numel()
         view = memoryview((ctypes.c_char * size).from_address(piece.data_ptr())).cast("B")
         with self.explained(f"{what} bytes {offset} to {offset + size} of"):

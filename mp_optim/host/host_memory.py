@@ -1,5 +1,5 @@
-"""Host memory for what is read and written in every step: on huge pages, small tensors contiguous,
-page-locked where a GPU copies it.
+"""Host memory for tensors that every step reads and writes: on huge pages, contiguous for small
+tensors, page-locked if a GPU copies it.
 
 A step streams through gigabytes. With pages of 4 KiB the processor looks up an address every 1,024
 FP32 values and its prefetchers stop at each page's end; with 2 MiB they rarely do.
@@ -25,12 +25,12 @@ from mp_optim.host.accelerator import Accelerator, accelerator_of
 from mp_optim.host.calls import in_own_modes
 
 TensorSpec = tuple[torch.Size, torch.dtype]
-"""What a tensor is to be."""
+"""Shape and dtype of a tensor to allocate."""
 
 ALIGNMENT = 64
-"""Bytes: a cache line, and what wide vector loads like."""
+"""Bytes of a cache line, to which tensors are aligned."""
 HUGE_FROM = 4 << 20
-"""Bytes from which memory is asked for in huge pages, of 2 MiB each."""
+"""Smallest allocation, in bytes, that uses huge pages of 2 MiB."""
 
 
 def aligned_bytes(numel: int, dtype: torch.dtype) -> int:
@@ -49,8 +49,8 @@ def zeros_host(num_bytes: int) -> Tensor:
 
 
 def mapped(num_bytes: int, alignment: int = 1) -> tuple[mmap.mmap, int]:
-    """Zeroed memory of its own, in huge pages where the system has them, and the byte of it from
-    which so many are for use."""
+    """Map zeroed memory, in huge pages if the system has them. Return the mapping, and the offset
+    of its first usable byte."""
     offset = next(_allocations) * _STAGGER % _HUGE_PAGE
     offset -= offset % alignment
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -64,8 +64,8 @@ def mapped(num_bytes: int, alignment: int = 1) -> tuple[mmap.mmap, int]:
 
 _HUGE_PAGE = 2 << 20
 _STAGGER = 17 * 1024 + ALIGNMENT
-"""Bytes by which allocations start later in a huge page than the one before: streams that run side
-by side at the same offsets of their pages meet in the same cache sets and memory banks."""
+"""Bytes by which each allocation starts later in a huge page than the previous one. Streams at
+equal offsets of their pages would compete for cache sets and memory banks."""
 _allocations = itertools.count()
 
 
@@ -79,8 +79,8 @@ def touch(memory: Tensor) -> None:
 
 
 def touch_together(memory: Tensor) -> None:
-    """The same by as many threads as torch has. The runtime that locks pages would have the system
-    give them one by one in the caller's."""
+    """Touch all pages by as many threads as torch has. The runtime that locks pages would touch
+    them one by one in the caller's thread."""
     pieces = torch.split(memory, _TOUCHED_AT_ONCE)
     if len(pieces) == 1:
         touch(memory)
@@ -148,11 +148,11 @@ def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 class Block:
-    """Host memory that tensors are cut from, one after the other, each once.
+    """Host memory from which tensors are cut one after the other, each once.
 
     Args:
-        num_bytes: how many there are.
-        allocate: returns so many bytes as a 1-D uint8 tensor; called when the first tensor is cut.
+        num_bytes: size in bytes.
+        allocate: returns a 1-D uint8 tensor of a size in bytes; called for the first tensor.
     """
 
     def __init__(self, num_bytes: int, allocate: Callable[[int], Tensor] = zeros_host) -> None:
@@ -172,15 +172,15 @@ class Block:
         return self.capacity - self._used
 
     def with_room(self, num_bytes: int) -> Block:
-        """This block if so many bytes are left, else a new one of that size."""
+        """Return this block if it has ``num_bytes`` left, else a new one of that size."""
         return self if num_bytes <= self.left else Block(num_bytes, self._allocate)
 
     @in_own_modes
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """The next contiguous tensor, with the values that ``allocate`` left there.
+        """Return the next contiguous tensor, with the values that ``allocate`` left there.
 
         Raises:
-            ValueError: there is not enough left.
+            ValueError: the block has too few bytes left.
         """
         size = aligned_bytes(shape.numel(), dtype)
         if size > self.left:
@@ -220,8 +220,8 @@ def beside(specs: Sequence[TensorSpec]) -> list[Tensor] | None:
 # GiB of main params take 64.
 
 REGISTERED_FROM = 1 << 20
-"""Bytes from which an allocation is registered. Smaller ones are torch's, which keeps them for the
-next."""
+"""Smallest allocation, in bytes, that is registered with the device. torch allocates smaller ones,
+and caches them."""
 _SYSTEM_HAS_IT = hasattr(mmap, "MADV_HUGEPAGE") and hasattr(mmap, "MADV_DONTFORK")
 
 
@@ -230,15 +230,15 @@ class PageLockError(RuntimeError):
 
 
 def page_locked_bytes(num_bytes: int) -> int:
-    """Bytes that are taken for so many page-locked ones: whole pages if registered, as torch's
-    allocator rounds if not."""
+    """Return the bytes that a page-locked allocation takes: whole pages if it is registered, a
+    power of two if torch allocates it."""
     if num_bytes < REGISTERED_FROM:
         return power_of_two(num_bytes)
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def power_of_two(num_bytes: int) -> int:
-    """What torch's allocator of page-locked memory takes for so many bytes."""
+    """Return the bytes that torch's page-locked allocator takes for ``num_bytes``."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
@@ -322,8 +322,8 @@ def _forget_error(device: torch.device) -> None:
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one device have the same shape and values. A NaN is the same as any
-    other, where ``torch.equal`` says that nothing is."""
+    """True if two tensors of one device have the same shape and values. All NaNs are equal here,
+    unlike in ``torch.equal``."""
     if torch.equal(one, other):
         return True
     if one.shape != other.shape:

@@ -1,18 +1,17 @@
-"""Memory that a save in the background still has to read, lent while training goes on.
+"""Leases: tensors that a background save still has to read while training goes on.
 
 A step announces the tensors of each launch and window (:func:`before_writing`). All other writers
-announce everything (:func:`before_writing_all`), through ``StepMark.open_state``. What the save has
-not read of host memory by then is copied for it. So the save reads the bits of its call, and a step
-pays for the bytes that are not written yet.
+announce all tensors (:func:`before_writing_all`), through ``StepMark.open_state``. The lease then
+copies the host memory that the save has not read. So the save reads the bits of its call, and a
+step pays for the bytes that are not written yet.
 
-Memory of accelerators is brought to the host by threads that begin with the call; a writer waits
-for the rest of these copies. A copy on the device in place of that wait would take memory where
-there is none to spare. NOTE: it is the host that waits, so kernels that are queued afterwards come
-after the copies, in whatever stream.
+Threads copy an accelerator's memory to the host from the call on; a writer waits for the remaining
+copies. A copy on the device instead would take memory where it is scarcest. NOTE: the host waits,
+so kernels that are queued afterwards run after the copies, on any stream.
 
-State is written by this package, which announces it; torch's version counter shows other writes.
-Parameters of the model are written by other code, too, and often without a trace (``.data``,
-foreign kernels, CUDA graphs): what came down is compared with sums of the bits at the call.
+Only this package writes state, and announces it; torch's version counter shows other writes. Other
+code also writes the model's parameters, often without a trace (``.data``, foreign kernels, CUDA
+graphs), so the copies are compared with sums of the bits at the call.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ WINDOW = 32 << 20
 MOST_THREADS = 3
 """One piece is on the bus while others go on to where they stay."""
 _PIECE = 256 << 20
-"""Bytes of copies that are asked for at a time; what of them is not used takes no memory."""
+"""Bytes of one allocation for copies. Unused bytes of it take no memory."""
 _COLUMNS = 256
 _WORD = 8
 
 Take = Callable[[int], Tensor]
-"""Gives so many bytes of ordinary host memory."""
+"""Returns ordinary host memory of a size in bytes."""
 
 
 def _written_by_others(what: str) -> RuntimeError:
@@ -68,18 +67,19 @@ def move(to: Tensor, source: Tensor) -> None:
 
 
 class Lease:
-    """The bytes of a contiguous tensor on the host as they are now, to be read once from the first
-    to the last, while the tensor may be written.
+    """The bytes of a contiguous host tensor at the time of the lease, read once from first to last,
+    while the tensor may be written.
 
     NOTE: the reader's thread reads, and a thread that is about to write copies, under one lock.
-    While :attr:`_source` is the tensor's own memory nothing was written there since the lease
-    began; :func:`before_writing` is how that is kept.
+    While :attr:`_source` is the tensor's own memory, no thread has written it since the lease
+    began; :func:`before_writing` ensures that.
 
     Attributes:
-        nbytes: how many there are.
-        address, end: of the tensor's memory when the lease began.
-        copied: of these, how many were copied because something was about to write them.
-        is_unread: whether the tensor's own memory still has to be read.
+        nbytes: size in bytes.
+        address: first address of the tensor's memory when the lease began.
+        end: address after its last byte.
+        copied: bytes that were copied because a writer announced itself.
+        is_unread: True if the tensor's own memory still has to be read.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -95,10 +95,10 @@ class Lease:
         self._lock = threading.Lock()
 
     def read_into(self, to: Tensor) -> None:
-        """Read the next bytes, as many as ``to`` has, which is on the host, too.
+        """Read the next ``to.nbytes`` bytes into ``to``, a host tensor.
 
         Raises:
-            RuntimeError: something else than the optimizer wrote the tensor.
+            RuntimeError: other code than the optimizer wrote the tensor.
         """
         with self._lock:
             move(to, self._source[self._read - self._first :][: to.nbytes])
@@ -120,16 +120,17 @@ class Lease:
                 self._read_from(take(rest.numel()).copy_(rest))
 
     def stop_watching(self) -> None:
-        """The tensor gets other memory: what torch counts from here on are no writes to this one.
+        """Stop comparing torch's count of writes, because the tensor gets other memory.
 
-        NOTE: what is lent may be a view that shares the tensor's count of writes and not its moves.
+        NOTE: a leased tensor may be a view that shares the tensor's count of writes but not its
+        moves.
         """
         with self._lock:
             self._notice_writes()
             self._watched = None
 
     def _read_from(self, source: Tensor) -> None:
-        """Read the rest from this memory, and nothing of the tensor any more."""
+        """Read the remaining bytes from ``source``, and no longer from the tensor."""
         self._source, self._first = source, self._read
         self._watched, self.is_unread = None, False
 
@@ -174,7 +175,7 @@ class Windows:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> Tensor:
-        """At least so many bytes. Any thread may call."""
+        """Return at least ``num_bytes`` bytes. Any thread may call it."""
         with self._lock:
             while self._free:
                 window = self._free.pop()
@@ -242,7 +243,7 @@ class _DeviceLease:
         self._address, self._version = tensor.data_ptr(), writes_counted(tensor)
 
     def are_down(self, num_bytes: int) -> None:
-        """So many more bytes are read; after the last, drop the accelerator's memory."""
+        """Count ``num_bytes`` more as read; after the last, drop the accelerator's memory."""
         tensor = self._tensor  # if it has other memory now, this is only the save's
         if tensor is not None and tensor.data_ptr() == self._address:
             self.is_written |= writes_counted(tensor) != self._version
@@ -277,15 +278,15 @@ def _batches(leases: Sequence[_DeviceLease], window: int) -> Iterator[list[_Part
 
 
 class DeviceBorrow:
-    """What one save borrows of one accelerator, and brings to the host.
+    """The tensors of one accelerator that one save reads, and their copies to the host.
 
-    The thread that trains lends and calls :meth:`start`. Threads then copy pieces in the transfer's
-    own stream, which begins when the work queued before is done, into a few windows of page-locked
-    memory, and from there to ordinary host memory. So what is page-locked is bounded, and the
-    device's memory is read for as long as the bus takes, however slow the disk is.
+    The training thread adds tensors and calls :meth:`start`. Threads then copy pieces in the
+    transfer's own stream, which begins when the work queued before is done, into a few windows of
+    page-locked memory, and from there to ordinary host memory. So page-locked memory is bounded,
+    and the device's memory is read as fast as the bus allows, however slow the disk is.
 
-    NOTE: readers hold this object until they have read, and what it holds of leases would stay as
-    long: it keeps that of small tensors alone.
+    NOTE: readers hold this object until they have read, so it keeps only the leases of small
+    tensors.
     """
 
     def __init__(self, windows: Windows) -> None:
@@ -300,7 +301,7 @@ class DeviceBorrow:
         self._changed = threading.Condition(threading.RLock())
 
     def lend_state(self, tensor: Tensor, what: str) -> StagedBytes:
-        """Borrow a contiguous tensor whose writes are announced; ``what`` it is, for an error."""
+        """Lease a contiguous tensor whose writes are announced. ``what`` names it in errors."""
         self._leases.append(lease := _DeviceLease(tensor))
         return StagedBytes(lease.nbytes, partial(self._unwritten, lease, what))
 
@@ -342,7 +343,7 @@ class DeviceBorrow:
             return self._changed.wait_for(lambda: not self._borrowed, timeout)
 
     def stop(self, error: BaseException) -> None:
-        """Bring nothing more; what is on its way comes to its end by itself, and waiters go on."""
+        """Stop copying. Copies in progress finish, and waiting threads continue."""
         with self._changed:
             self._error = self._error or error
             self._coming.clear()
@@ -435,13 +436,13 @@ class DeviceBorrow:
 
 
 class SaveBorrow:
-    """What one save borrows.
+    """All leases of one save.
 
     Args:
-        tensors: contiguous ones on the host.
+        tensors: contiguous host tensors.
 
     Attributes:
-        leases: one for each tensor.
+        leases: one lease for each tensor.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -469,8 +470,8 @@ class SaveBorrow:
             return self._block.take(torch.Size([num_bytes]), torch.uint8)
 
     def of_device(self, device: torch.device) -> DeviceBorrow:
-        """What is borrowed of an accelerator. The thread that trains lends and calls
-        :meth:`start`; from then on any thread calls."""
+        """Return the leases of an accelerator. The training thread adds tensors and calls
+        :meth:`start`; after that any thread may call it."""
         if device not in self._of_devices:
             self._of_devices[device] = DeviceBorrow(windows_of(device))
         return self._of_devices[device]
@@ -481,8 +482,8 @@ class SaveBorrow:
             borrow.start(self.take)
 
     def wait_for_devices(self, timeout: float | None = None) -> bool:
-        """Wait until nothing of an accelerator is read any more (on each of them so many seconds at
-        most); whether that is so."""
+        """Wait until no memory of an accelerator is read, at most ``timeout`` seconds for each.
+        True if none is."""
         waits = [borrow.wait(timeout) for borrow in self._of_devices.values()]
         return all(waits)
 
@@ -510,11 +511,11 @@ class SaveBorrow:
 
 
 borrows: list[SaveBorrow] = []
-"""What the save in the background borrows; at most one is under way. While it is empty,
-:func:`before_writing` has nothing to do.
+"""The background save in progress, at most one. While the list is empty, :func:`before_writing`
+does nothing.
 
-NOTE: the thread that trains adds, the save's thread takes away; any thread reads. Work that was
-begun before a save was called writes gradients and back buffers alone, which no save borrows.
+NOTE: the training thread adds, the save's thread removes, and any thread reads. Work begun before
+the save writes gradients and back buffers, which no save reads.
 """
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from mp_optim.host.host_share import Host
 
 UNLIMITED = 1 << 60
-"""Bytes from which a limit is none: version 1 of cgroups writes 2^63 rounded down to a page."""
+"""Bytes from which a limit counts as unlimited: cgroups version 1 writes 2^63 rounded down to a
+page."""
 
 
 @dataclass(frozen=True)

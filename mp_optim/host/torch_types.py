@@ -1,7 +1,8 @@
-"""Type checks against classes of torch that do not import the modules of these classes.
+"""Type checks against torch's classes that do not import the modules of these classes.
 
-``torch.distributed.tensor`` takes about as long to import as torch itself. A value can only be an
-instance of a class whose module was imported, so programs without DTensors never need the module.
+Importing ``torch.distributed.tensor`` takes about as long as importing torch. A value can only be
+an instance of a class if its module was imported, so programs without DTensors never need the
+module.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Transfer:
         """Make accelerator work queued from now on see every upload started so far."""
 
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of the memory that was asked for so far."""
+        """Return notes for the user about the allocated memory."""
         return ()
 
 
@@ -93,8 +93,8 @@ class _Copies:
     """A ticket of :class:`CudaTransfer`.
 
     Attributes:
-        done: reached when the copies are.
-        held: what they read and write.
+        done: event after the copies.
+        held: tensors that the copies read and write.
     """
 
     done: Event
@@ -102,15 +102,15 @@ class _Copies:
 
 
 class CudaTransfer(Transfer):
-    """One side stream per direction, so downloads, uploads and kernels overlap; and one for
-    downloads after a mark, which need not wait for others that still wait for kernels.
+    """Copies on one side stream per direction, so downloads, uploads and kernels overlap; and on
+    one for downloads after a mark, which do not wait for others that still wait for kernels.
 
-    NOTE: the thread that calls may have another current device: a new one has the first, and so
-    has a caller that never set it. What torch restores there, and what the runtime does for a
-    thread that only waits, would set up that device: half a gigabyte of it for every rank.
+    NOTE: the calling thread may have another current device: a new thread has the first, and so has
+    a caller that never set it. Restoring or waiting in that thread would initialize that device,
+    half a gigabyte of it for every rank.
 
-    NOTE: no allocator knows of these copies. What they read and write is held here until they are
-    done, by each direction's tickets in the order of its stream.
+    NOTE: no allocator knows these copies. The tickets of each direction hold the tensors until the
+    copies are done, in the order of its stream.
     """
 
     is_same_place = False
@@ -119,7 +119,7 @@ class CudaTransfer(Transfer):
         self._accelerator, self._device = accelerator, device
         self._down, self._up, self._marked = (accelerator.stream(device) for _ in range(3))
         self._notes: dict[str, None] = {}
-        self._lock = Lock()  # of what is under way: the worker copies, too
+        self._lock = Lock()  # guards the copies in progress, because the worker copies, too
         streams = (self._down, self._up, self._marked)
         self._under_way: dict[Stream, deque[_Copies]] = {stream: deque() for stream in streams}
         weakref.finalize(self, _wait_for, self._under_way.values(), accelerator, device)
@@ -214,7 +214,7 @@ class CudaTransfer(Transfer):
 def _wait_for(
     under_way: Iterable[deque[_Copies]], accelerator: Accelerator, device: torch.device
 ) -> None:
-    """Before a transfer goes: what is on its way arrives."""
+    """Wait for copies in progress before a transfer is deleted."""
     if accelerator.is_initialized():  # not in a forked child
         with accelerator.on(device):
             for copies in itertools.chain(*under_way):

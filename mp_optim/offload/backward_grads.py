@@ -175,10 +175,10 @@ def _remove(hooks: dict[Slot, RemovableHandle]) -> None:
 
 
 def _is_final(param: Tensor) -> bool:
-    """Whether backward leaves in a parameter the gradient that will be stepped.
+    """True if the gradient in a parameter is final when backward's hook is called.
 
-    In a job of several ranks a gradient may still have to be reduced: only FSDP2, whose meshes span
-    the job, calls the hooks after that.
+    In a job of several ranks a gradient may still have to be reduced. Only FSDP2, whose meshes span
+    the job, calls the hooks after its reduction.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return True

@@ -1,20 +1,20 @@
-"""One bucket's work during backward: gradients come down and, where somebody asks, are measured and
-stepped into the spare.
+"""Jobs of one bucket during backward: gradients are copied to the host and, if requested, measured
+and stepped into the back buffer.
 
-A result is used only where what it was made from is what the step would use: the same gradients,
-settings, step numbers, main params and moments. So whatever happens between backward and
-``step()``, the worst is work done twice. Whether a gradient is still the one that work was begun
-with, its :class:`GradVersion` tells; :class:`Arrivals` has those of this backward, and their order.
+A result is used only if the step would compute it from the same gradients, settings, step numbers,
+main params and moments. So a change between backward and ``step()`` costs at most repeated work. A
+:class:`GradVersion` identifies a gradient; :class:`Arrivals` holds the versions of this backward,
+and their order.
 
 A gradient on an accelerator is the same if its memory, its version and the sums of its bits are the
-same. The version alone does not show all writes: ``grad.data``, kernels of others and torch's
-foreach operations on a DTensor leave it. Gradients in host memory are compared with the copies that
-the worker used, bit by bit, at every step.
+same. The version alone misses writes through ``grad.data``, foreign kernels and torch's foreach
+operations on a DTensor. Gradients in host memory are compared with the copies that the worker used,
+bit by bit, at every step.
 
-With ``release_gradients`` gradients leave the device so, and their copy on the host is all there is
-of them. The first one of a slot comes down into its bucket's staging memory, where the step wants
-it; those of further micro-batches come down elsewhere and are added, in the gradient's dtype and in
-the order of backward passes, as autograd would have.
+With ``release_gradients`` gradients leave the device, and the host has the only copy. The first
+gradient of a slot is copied into its bucket's staging memory, where the step reads it. Gradients of
+further micro-batches are copied to other memory and added, in the gradient's dtype and in the order
+of backward passes, as autograd adds them.
 """
 
 from __future__ import annotations
@@ -95,30 +95,30 @@ def _bits_of(grad: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class BackwardJob(Job):
-    """A job for the worker.
+    """A job for the worker thread.
 
-    NOTE: the caller's thread makes it and may cancel it; the worker's runs it, and writes
-    :attr:`sums`, :attr:`stepped` and :attr:`is_done` once, as its last deed. The caller reads them
-    after the worker was drained.
+    NOTE: the caller's thread makes the job and may cancel it. The worker's thread runs it, and
+    writes :attr:`sums`, :attr:`stepped` and :attr:`is_done` once, as its last action. The caller
+    reads them after the worker was drained.
 
     Attributes:
-        owner: the memory that gradients come down into.
-        updates: what it was given, until it is run.
-        staged: the same on the host.
-        versions: the gradients it was given, by slot.
-        back: launches into the spare, which ``step_ahead`` carries out; empty if it only copies and
-            measures.
-        is_last: whether the gradients are complete; else they are only copied.
-        measures: whether somebody reads the sums, or the spare is stepped, which finite ones allow.
+        owner: the memory that gradients are copied into.
+        updates: updates with the gradients, until the job has run.
+        staged: updates with the copies on the host.
+        versions: versions of the gradients, by slot.
+        back: launches into the back buffer, which ``step_ahead`` carries out; empty if the job only
+            copies and measures.
+        is_last: True if the gradients are complete; otherwise they are only copied.
+        measures: True if sums are read, or the back buffer is stepped, which needs finite sums.
             Gradients that stay on a device are measured there.
-        landing: where gradients come down that are added to those of earlier micro-batches, which
-            ``staged`` has; None where they are the first.
-        releases: ``staged`` is all that will be left of the gradients. Such a job is prepared by
-            the caller, and copies and adds even if it is cancelled.
-        sums: sum of squares of each gradient, FP64; None where it has not measured them.
-        stepped: the back buffer holds the step.
-        is_done: the complete gradients are on the host.
-        is_cancelled: the result is not wanted any more. By the caller's thread, at any time.
+        landing: memory for gradients that are added to those of earlier micro-batches in
+            ``staged``; None for the first.
+        releases: True if ``staged`` will be the only copy of the gradients. The caller prepares
+            such a job, and it copies and adds even if it is cancelled.
+        sums: sum of squares of each gradient, FP64; None if it was not measured.
+        stepped: True if the back buffer holds the step.
+        is_done: True if the complete gradients are on the host.
+        is_cancelled: True if the result is not needed. The caller's thread sets it at any time.
     """
 
     label: str
@@ -158,7 +158,7 @@ class BackwardJob(Job):
         self.updates = None
 
     def gave_up_grads(self) -> None:
-        """The worker was drained: from now on ``versions`` are of what is left of the gradients."""
+        """Set ``versions`` to those of the copies, after the worker was drained."""
         if self.releases and not self._gave_up:
             self._gave_up = True
             slots = zip(self.versions.items(), self.staged.grads, strict=True)
@@ -191,13 +191,14 @@ class BackwardJob(Job):
 
 
 class Destination(NamedTuple):
-    """Where gradients that leave the device come down.
+    """The memory for gradients that leave the device.
 
     Attributes:
-        memory: which memory.
-        staged: the updates with what will be held of them.
-        landing: what comes down here is added to that; None where it is that.
-        in_place: the step will find it in the bucket's staging memory.
+        memory: the staging memory.
+        staged: the updates with the copies that are kept.
+        landing: memory of copies that are added to the kept ones; None if they are the kept ones.
+        in_place: True if the kept copies are in the bucket's staging memory, where the step reads
+            them.
     """
 
     memory: Staging
@@ -207,25 +208,26 @@ class Destination(NamedTuple):
 
 
 class EarlyBucket:
-    """Some slots of a place, and what was begun on them during this backward. Used by the caller's
-    thread alone; what the worker gets is a :class:`BackwardJob`.
+    """Some slots of a place, and the work begun on them during this backward. Only the caller's
+    thread uses it; the worker gets a :class:`BackwardJob`.
 
-    NOTE: the staging memory and the spare change hands only in the caller's thread. From
-    ``Worker.submit`` on they are the worker's, which fills both: the caller neither reads nor
-    writes them, cancelled or not, before it has drained the worker. From then on what the job left
-    is there until ``Schedule.end_iteration``; then it means nothing, and uploads may read it.
+    NOTE: staging memory and back buffer change owner only in the caller's thread. From
+    ``Worker.submit`` on the worker owns and fills both. The caller neither reads nor writes them,
+    cancelled or not, before it has drained the worker. The job's results are valid until
+    ``BackwardScheduler.end_iteration``; after that, uploads may read the memory.
 
     Args:
-        buckets: all buckets, of which this is one.
-        comes_down: its gradients come down though they stay on the device, too.
-        is_ahead: it may be stepped ahead.
+        buckets: all buckets, including this one.
+        comes_down: True if gradients that stay on the device are copied down, too.
+        is_ahead: True if the bucket may be stepped ahead.
 
     Attributes:
-        slots: that it brings down or steps. label: of all of these.
-        expected: the next job is due when the gradients of these are ready.
-        waiting: gradients that got ready since the last job.
-        job: what the worker was last given, if it may still be of use.
-        is_trusted: nothing may have written, without a trace, what that job stepped from or to.
+        slots: slots whose gradients are copied or stepped.
+        label: label of all of these.
+        expected: slots whose gradients complete the next job.
+        waiting: gradients that arrived since the last job, by slot.
+        job: the worker's last job, if its result may still be used.
+        is_trusted: True if no untraceable write can have changed the inputs or results of that job.
     """
 
     def __init__(self, buckets: Buckets, index: int, comes_down: bool, is_ahead: bool) -> None:
@@ -252,16 +254,17 @@ class EarlyBucket:
 
 
 class ReleasedGrads:
-    """What a stepper holds in place of gradients.
+    """Released gradients, of which the host has the only copy.
 
-    NOTE: ``held`` is written by the worker, and read by the caller once the worker is drained.
+    NOTE: the worker writes ``held``; the caller reads it once the worker is drained.
 
     Attributes:
-        held: by slot; in staging memory that is kept.
-        claims: of gradients that are waiting for their bucket.
-        lost: why gradients that were released are gone; empty if none are.
-        landings: memory for gradients that are added to those held, and the job that had it last.
-        previous: the job that was begun last.
+        held: copies by slot, in staging memory that is kept.
+        claims: gradients that wait for their bucket, with the right to release them.
+        lost: the reason why released gradients are lost; empty if none are.
+        landings: memory for gradients that are added to the held ones, and the job that used it
+            last.
+        previous: the last job that was begun.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -273,9 +276,9 @@ class ReleasedGrads:
         self.previous: BackwardJob | None = None
 
     def claim(self, slot: Slot, grad: Tensor, claim: ReleasableGrad | None) -> None:
-        """Take note of a gradient that is about to wait. Where it will be added to what is held, it
-        leaves its parameter now: another one would be added to it first, and sums round otherwise
-        in another order."""
+        """Register a gradient that waits for its bucket. If it will be added to a held copy, it
+        leaves its parameter now: autograd would add the next gradient to it first, and sums in
+        another order round otherwise."""
         self.claims.pop(slot, None)
         if claim is None:
             return
@@ -284,8 +287,8 @@ class ReleasedGrads:
             claim.release()
 
     def take_from(self, bucket: EarlyBucket) -> dict[Slot, Tensor]:
-        """The gradients of a bucket that a job can release, which do not wait any more: those that
-        can be added to what is held of it; where nothing is, all, if all can be released."""
+        """Remove and return the gradients of a bucket that a job can release: those that can be
+        added to held copies; without held copies all, if all can be released."""
         for slot in list(bucket.waiting):
             claim = self.claims.get(slot)
             if slot in self.held or claim is None:
@@ -309,8 +312,8 @@ class ReleasedGrads:
         return any(slot in self.held for slot in bucket.slots)
 
     def room_for(self, updates: SlotUpdates, bucket: EarlyBucket) -> Destination:
-        """Where gradients of a bucket come down: the first ones in the staging memory of the step,
-        which is kept, those to be added elsewhere."""
+        """Return the memory for gradients of a bucket: the step's staging memory for the first
+        ones, other memory for those that are added."""
         if not self.has_held(bucket):
             room = bucket.room_for(updates)
             bucket.staging.is_kept = True
@@ -322,8 +325,8 @@ class ReleasedGrads:
         return Destination(memory, staged, memory.landing_for(updates.grads), in_place)
 
     def _where_held(self, updates: SlotUpdates, bucket: EarlyBucket) -> tuple[SlotUpdates, bool]:
-        """The updates with what is held of their slots, and whether that is what the step will find
-        in the bucket's staging memory."""
+        """Return the updates with the held copies of their slots, and True if these are in the
+        bucket's staging memory, where the step reads them."""
         laid_out = bucket.staging.staged.get(bucket.index)
         held = [self.held[slot] for slot in updates.slots]
         if laid_out is not None and laid_out.updates.slots == updates.slots:
@@ -333,8 +336,8 @@ class ReleasedGrads:
         return replace(updates, grads=held), False
 
     def begin(self, job: BackwardJob) -> None:
-        """Start the copies of a job, once those of the one before are done and its gradients are
-        gone: while they are on their way, the next bucket fills, so two lie on the device."""
+        """Start the copies of a job once those of the previous job are done and its gradients are
+        released. The next bucket fills meanwhile, so two buckets are on the device."""
         self.finish()
         job.prepare()
         self.previous = job
@@ -355,7 +358,7 @@ class ReleasedGrads:
             self.claims.pop(slot).release()
 
     def is_held(self, slot: Slot, grad: Tensor) -> bool:
-        """Whether this is what is held of a slot."""
+        """True if ``grad`` is the held copy of a slot."""
         held = self.held.get(slot)
         return held is not None and (held.untyped_storage()._cdata == grad.untyped_storage()._cdata)
 
@@ -392,11 +395,12 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Arrivals:
-    """Counts gradients by slot, and remembers their order in the first backward.
+    """Counts and versions of the gradients of this backward, by slot, and the order of the first
+    backward.
 
     Attributes:
-        order: slots whose complete gradient got ready, the first one first.
-        is_order_known: a backward was seen, and a step after it.
+        order: slots in the order in which their complete gradients arrived.
+        is_order_known: True after a backward and a step.
     """
 
     def __init__(self) -> None:
@@ -444,7 +448,8 @@ class Arrivals:
         self._compared = {}
 
     def _has_bits(self, slot: Slot, grad: Tensor, staged: Tensor) -> bool:
-        """Compared once: what measured the gradients steps them next, or looks again."""
+        """True if a gradient has the bits of its copy. Each is compared once, because the step uses
+        the measured gradients next."""
         if slot not in self._compared:
             self._compared[slot] = same_bits(grad, staged)
         return self._compared[slot]
@@ -475,7 +480,7 @@ class Arrivals:
     # -- order ------------------------------------------------------------------------------------
 
     def forget_order(self) -> None:
-        """There are other slots."""
+        """Forget the order of arrivals, because the slots have changed."""
         self.is_order_known, self.order = False, {}
 
     def learn_order(self, slots: Iterable[Slot], updates: SlotUpdates) -> list[Slot] | None:
@@ -494,7 +499,7 @@ class Arrivals:
 
 
 def _are_split(updates: SlotUpdates) -> bool:
-    """Whether other ranks, which may see gradients in another order, hold the rest of a
+    """True if other ranks, which may see gradients in another order, hold other parts of a
     parameter."""
     layouts = (layout for layout in updates.layouts if layout is not None)
     return any(updates.shard_groups) or any(layout.splits_matrices for layout in layouts)
@@ -512,8 +517,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _words(tensor: Tensor) -> Tensor | None:
-    """The same bytes as int64, four times as fast to compare as 16-bit elements; None if they are
-    not whole words."""
+    """Return the tensor's bytes as int64, which compare four times as fast as 16-bit elements; None
+    if they are not whole words."""
     first = tensor.storage_offset() * tensor.dtype.itemsize
     if not tensor.is_contiguous() or first % 8 or tensor.nbytes % 8:
         return None

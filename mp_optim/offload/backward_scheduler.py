@@ -1,9 +1,9 @@
-"""When offloaded slots are stepped: what is begun during backward, what ``step()`` takes over, and
-what it does again.
+"""The schedule of offloaded slots: work that backward begins, results that ``step()`` uses, and
+work that it repeats.
 
-With ``offload_mode="sync"`` nothing is begun. With ``overlap`` gradients come down and are
-measured; with ``speculative`` they are also stepped, into a spare, as if nothing were going to be
-clipped or skipped.
+With ``offload_mode="sync"`` backward begins nothing. With ``overlap`` gradients are copied to the
+host and measured. With ``speculative`` they are also stepped into a back buffer, as if the step
+were neither clipped nor skipped.
 """
 
 from __future__ import annotations
@@ -64,21 +64,24 @@ class BackwardScheduler:
     """Begins work on offloaded slots during backward; with ``sync`` none.
 
     Args:
-        host_part: the slots, and where each is stepped.
-        bind_tensors: makes their executor have the tensors of now.
+        host_part: the slots, and their buckets and windows.
+        bind_tensors: updates the executor's tensors to the present ones.
         source: the optimizer that takes the step.
 
     Attributes:
-        worker: the thread.
-        buckets: backward may begin them; in the order in which their gradients are expected.
-        counts: how many buckets were published as they had been speculated on, how many were
-            stepped again, in how many steps speculation paused, and of how many buckets the
-            gradients were changed after backward.
-        released: gradients that are here only.
-        grads: reports gradients. arrivals: their counts and order.
-        is_last_microbatch: whether gradients that get ready are complete.
-        phase: of this iteration.
-        speculates: except when idle, whether gradients are stepped as soon as they are down.
+        worker: the worker thread.
+        buckets: buckets that backward may begin, in the order in which their gradients are
+            expected.
+        counts: numbers of buckets that were published as speculated, of buckets that were stepped
+            again, of steps in which speculation paused, and of buckets whose gradients changed
+            after backward.
+        released: gradients of which the host has the only copy.
+        grads: reports gradients as they arrive.
+        arrivals: counts and order of gradients.
+        is_last_microbatch: True if arriving gradients are complete.
+        phase: phase of this iteration.
+        speculates: True, except when idle, if gradients are stepped as soon as they are on the
+            host.
     """
 
     def __init__(
@@ -155,10 +158,10 @@ class BackwardScheduler:
         if self.phase is Phase.COLLECTED:
             self.phase = Phase.BACKWARD
         if (bucket := self._bucket_of.get(slot)) is None:
-            self._try((slot,), lambda: None)  # nothing but what the iteration begins with
+            self._try((slot,), lambda: None)  # begins the iteration alone
             return
         if bucket.job is not None and slot in bucket.job.versions:
-            # another micro-batch: what was begun is of no use, its memory stays the worker's
+            # another micro-batch: the job's result is stale, and the worker still owns its memory
             bucket.job.is_cancelled = True
             bucket.job = None
         if self._failure is not None:
@@ -172,7 +175,7 @@ class BackwardScheduler:
             return
         released = self.released
         if slot in released.held and slot in released.claims and slot in bucket.waiting:
-            # one waits to be added to what is held; further ones are added in their turn
+            # one gradient waits to be added to the held copy; further ones are added in order
             self._try(bucket.slots, partial(self._begin, bucket))
         if self._host_part.releases:
             released.claim(slot, grad, claim)
@@ -181,7 +184,7 @@ class BackwardScheduler:
             self._try(bucket.slots, partial(self._begin_up_to, bucket))
 
     def _try(self, slots: Sequence[Slot], begin: Callable[[], None]) -> None:
-        """Begin work on some slots; what goes wrong is kept for :meth:`collect`."""
+        """Begin work on some slots. An error is kept for :meth:`collect`."""
         try:
             self._begin_iteration()
             begin()
@@ -232,8 +235,8 @@ class BackwardScheduler:
             self._failure = _not_begun("work on the disk", error)
 
     def _begin(self, bucket: EarlyBucket) -> None:
-        """Hand what is ready of a bucket to the worker, or what can be released of that, and
-        release it."""
+        """Submit the arrived gradients of a bucket to the worker, or those that can be released,
+        and release them."""
         releases, released = self._host_part.releases, self.released
         if releases:
             grads = released.take_from(bucket)
@@ -249,7 +252,7 @@ class BackwardScheduler:
         goes_ahead = self.speculates and bucket.is_ahead and room.in_place
         if self._ahead is not None and goes_ahead and self.is_last_microbatch:
             launches = self._ahead.predicted(bucket.index, room.staged)
-        # Elsewhere the host cannot compare what it has with what is there at the step.
+        # On an accelerator the host cannot compare its copy with the gradient at the step.
         with_bits = not (releases or self._transfer.is_same_place)
         is_whole = len(updates) == len(bucket.slots)
         job = BackwardJob(
@@ -280,12 +283,12 @@ class BackwardScheduler:
         """Wait for the work begun during backward, and return its results. The step's time begins
         here.
 
-        NOTE: the caller waits for the worker. It cannot be later: the verdict reads the sums that
-        jobs leave, and staging memory and spares are the worker's until it is drained. It is not
-        earlier: whatever is done by now, backward has hidden.
+        NOTE: the caller waits for the worker. The wait cannot be later: the verdict reads the sums
+        of the jobs, and the worker owns staging memory and back buffers until it is drained. It is
+        not earlier, so that backward hides as much as possible.
 
         Raises:
-            WorkerError: it failed. All of it is dropped; nothing was stepped.
+            WorkerError: the work failed. All of it is dropped; nothing was stepped.
         """
         if (file := self._host_part.settings.state_file) is not None:
             file.check_owner()
@@ -318,7 +321,7 @@ class BackwardScheduler:
                 yield from self.arrivals.sums(bucket.job, grad_of, compares)
 
     def _finish_jobs(self) -> None:
-        """Have all done that was begun, and added what came last to what is held."""
+        """Finish all jobs, and add the last gradients to the held copies."""
         if self._host_part.releases:
             for bucket in filter(self.released.has_held, self.buckets):
                 self._try(bucket.slots, partial(self._begin, bucket))
@@ -368,7 +371,7 @@ class BackwardScheduler:
         self._timeline.end_step()
 
     def skip(self) -> None:
-        """The step changes nothing, which no prediction says: drop what was begun."""
+        """Discard the work of backward because the step is skipped. No prediction covers a skip."""
         if self._ahead is not None:
             self.counts["speculation_paused"] += self._ahead.record(False)
         self.end_iteration()
@@ -384,7 +387,7 @@ class BackwardScheduler:
         self.counts["speculation_paused"] += self._ahead.record(was_right)
 
     def end_iteration(self) -> None:
-        """What was begun is of no use any more. The worker is drained."""
+        """Forget the work of this backward. The worker must be drained."""
         for bucket in self.buckets:
             bucket.waiting, bucket.job = {}, None
         self.arrivals.forget_comparisons()
@@ -432,7 +435,7 @@ class BackwardScheduler:
                 if self.released.is_held(slot, grad):
                     found[slot] = grad
             job = self._job_of(bucket)
-            # Gradients in host memory are read where they are, whoever wrote them since.
+            # Gradients in host memory are read in place at the step, so any write counts.
             is_copied = job is not None and not (job.releases or self._transfer.is_same_place)
             if job is not None and is_copied and self.arrivals.is_fresh(job, updates):
                 found.update(zip(updates.slots, job.staged.grads, strict=True))
@@ -445,8 +448,8 @@ class BackwardScheduler:
     def hits(
         self, steps: Sequence[BucketStep], planned: Mapping[int, Sequence[Launch]]
     ) -> set[int]:
-        """Return the buckets whose spares hold this step. Count them, and the buckets that were
-        stepped from the same gradients to another result."""
+        """Return the buckets whose back buffers hold this step. Count them, and the buckets that
+        were stepped from the same gradients to another result."""
         found = set()
         for step in steps:
             bucket = self.buckets[step.bucket]
@@ -461,7 +464,7 @@ class BackwardScheduler:
         return found
 
     def _count_changed(self, changed: int) -> None:
-        """The gradients of so many buckets are others than were worked on; said the first
+        """Count buckets whose gradients changed after the worker used them, and warn the first
         time."""
         self.counts["speculation_stale"] += changed
         if self.counts["speculation_stale"] == changed:

@@ -172,8 +172,8 @@ def plan_offload(sizes: Sequence[int], fraction: float) -> frozenset[int]:
 
     Parameters are considered from the last to the first, because backward produces their gradients
     in that order. A parameter that would overshoot is skipped. The smallest parameter left covers
-    the rest. Parameters that became unnecessary by that are dropped again, largest first. So the
-    fraction is always reached, and equal sizes give equal plans.
+    the remainder. Parameters that became unnecessary by that are dropped again, largest first. So
+    the fraction is always reached, and equal sizes give equal plans.
 
     Args:
         sizes: elements of each parameter, in slot order.

@@ -70,12 +70,12 @@ class BackLaunch:
 
 
 class DoubleBuffer:
-    """The back buffer of some slots: one allocation of host memory for main params and one for the
-    rest, or as much of the state file again.
+    """The back buffer of some slots: one allocation of host memory for main params and one for
+    state, or a second part of the state file.
 
     Args:
         storage: the file, or the transfer that allocates host memory.
-        pin: page-lock the memory of main params.
+        pin: True to page-lock the memory of main params.
     """
 
     def __init__(self, storage: Transfer | StateFile, pin: bool = False) -> None:
@@ -84,8 +84,8 @@ class DoubleBuffer:
         self._buffered: dict[Key, _BufferedTensor] = {}
 
     def reserve(self, live: Mapping[Key, Tensor]) -> tuple[int, int]:
-        """Plan host memory for as much again as these tensors have, if that is not done yet. The
-        bytes that it takes as soon as it is used, for main params and for the rest."""
+        """Plan host memory for copies of these tensors, unless it is planned. Return the bytes that
+        it takes after its first use, for main params and for state."""
         assert not isinstance(self._storage, StateFile)
         for is_main in () if self._blocks else (True, False):
             tensors = [live[key] for key in live if _is_main(key) == is_main]
@@ -99,8 +99,8 @@ class DoubleBuffer:
         return sum(block.allocated for block in self._blocks.values())
 
     def launches(self, launches: Sequence[Launch]) -> list[BackLaunch]:
-        """Launches into the spare; none if a tensor does not rest in the file of which this is a
-        part, or is not contiguous and would be stepped as a copy."""
+        """Return launches into the back buffer; none if a tensor is not in the buffer's file, or is
+        not contiguous and would be stepped as a copy."""
         for planned in launches:
             lists = planned.lists
             if planned.mains is not lists.main or planned.outputs is not lists.output:
@@ -159,7 +159,7 @@ def _is_main(key: Key) -> bool:
 
 
 def _inputs(planned: Launch) -> tuple[object, ...]:
-    """What the result depends on beside tensors."""
+    """Return the inputs of a launch other than tensors."""
     updates = planned.updates
     columns = map(list, (updates.streams, updates.shard_groups, updates.layouts))
     shared = planned.device, planned.step, planned.multiplier, list(planned.lists.state)

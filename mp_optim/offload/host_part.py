@@ -98,7 +98,7 @@ class HostPart:
         return self.lane is None and self.buckets is None
 
     def copied_slots(self) -> Sequence[Slot]:
-        """Return the slots whose parameters a step writes by copies, not in a kernel."""
+        """Return the slots whose parameters are written by copies, not by a kernel of the step."""
         is_copied = self.how.place == "host" and not self.is_in_place
         return [each.slot for each in self.slots] if is_copied else ()
 

@@ -196,10 +196,10 @@ def _stop(pool: DaemonExecutor, pid: int) -> None:
 
 
 def threads_beside_backward(threads: int) -> int:
-    """Of a process's threads, how many work for the optimizer during backward.
+    """Return how many of a process's threads work for the optimizer during backward.
 
-    Two are left to the main thread and autograd, and a quarter to the data loader: memory
-    bandwidth, not arithmetic, bounds an optimizer, so the last quarter would not make it faster.
+    Two are left to the main thread and autograd, and a quarter to the data loader. Memory bandwidth
+    bounds an optimizer, so the last quarter would not make it faster.
     """
     return max(1, min(threads - 2, 3 * threads // 4))
 
