@@ -1,4 +1,4 @@
-"""HybridDeviceOptimizer: one optimizer, part of whose state is in host memory."""
+"""HybridDeviceOptimizer: one optimizer with part of its state in host memory."""
 
 from __future__ import annotations
 
@@ -23,39 +23,40 @@ from mp_optim.rules.rule_optimizer import SlotOptimizer
 
 
 class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
-    """Keeps main params and state of a fraction of its parameters on the host, and steps them there
-    or streams them through the device; the rest is stepped where it lies.
+    """A torch optimizer that keeps main params and state of a fraction of its parameters in host
+    memory, and steps them there or streams them through the device. The other parameters are
+    stepped on their device.
 
     Args:
         params: parameters, named parameters or param groups, as torch takes them.
-        offload_fraction: share of elements that are offloaded (see :func:`plan_offload`).
+        offload_fraction: share of elements to offload (see :func:`plan_offload`).
         cpu_optimizer_cls: any torch optimizer class, or a rule, which steps in one pass.
-        gpu_optimizer_cls: the same, for what is stepped on the device.
-        param_update_in_fp32: step 16-bit parameters through FP32 copies kept here (always done for
-            this package's own optimizers, which only step FP32).
-        pin_cpu_grads: page-lock host staging, if an accelerator is used.
+        gpu_optimizer_cls: the class or rule for parameters that are stepped on the device.
+        param_update_in_fp32: step 16-bit parameters through FP32 copies kept here. This package's
+            own optimizers always do so.
+        pin_cpu_grads: page-lock staging memory, if an accelerator is used.
         pin_cpu_params: page-lock host parameters, if an accelerator is used.
         overlap_cpu_optimizer_d2h_h2d: overlap copies in both directions with the host's arithmetic.
-        offload_mode: ``sync``: the host computes in ``step``. ``overlap``: gradients come down
-            during backward, and those that leave the device are measured on the host.
-            ``speculative``: they are also stepped, into a back buffer of main params and
-            moments.
+        offload_mode: ``sync``: the host works in ``step``. ``overlap``: gradients are copied to the
+            host during backward, and those that leave the device are measured there.
+            ``speculative``: they are also stepped, into a back buffer of main params and moments.
         offload_place: ``host``, or ``streamed``: main params and state are copied to the device
             window by window and stepped there.
-        stream_window_bytes: of such a window; there are at most three.
-        optimizer_state_path: a folder on a local disk; main params and state of what is offloaded
-            lie there in a file between steps, and in host memory are windows of them. The file has
-            no name, goes with the process, and is no checkpoint.
-        host_threads: threads of the kernels during backward; by default some are left to others.
-        transfer: how tensors travel; by default what the parameters' device needs.
-        bucket_bytes: staging memory per bucket, at most.
+        stream_window_bytes: size of a window in bytes; at most three exist at a time.
+        optimizer_state_path: a folder on a local disk. Main params and state of offloaded
+            parameters are stored there in a file between steps, and host memory has windows of it.
+            The file has no name, is freed with the process, and is not a checkpoint.
+        host_threads: number of kernel threads during backward; by default some cores are left to
+            other work.
+        transfer: interface for copies; by default the one for the parameters' device.
+        bucket_bytes: largest staging memory of a bucket in bytes.
         sub_optimizer_kwargs: constructor arguments of both classes that are not hyperparameters.
         **kwargs: hyperparameters for both optimizer classes.
 
     Raises:
-        ValueError: for a fraction outside [0, 1], parameters on several accelerators, or a rule
-            that cannot be stepped so.
-        OSError: state does not fit there, or may not be kept there.
+        ValueError: the fraction is outside [0, 1], parameters are on several accelerators, or a
+            rule does not support the mode or the place.
+        OSError: the folder has too little space, or is not writable.
     """
 
     def __init__(
@@ -116,23 +117,22 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
 
     @property
     def stepper(self) -> Stepper:
-        """What steps the offloaded slots."""
+        """The stepper of the offloaded slots."""
         return self.executor.stepper
 
     @property
     def sub_optimizers(self) -> list[torch.optim.Optimizer]:
-        """The device's optimizer, then that of what is offloaded, as their classes built them. One
-        of this package steps both."""
+        """The device's optimizer, then the optimizer of offloaded slots, as their classes built
+        them. One of this package steps both."""
         return list(self.executor.optimizers.values())
 
     def offload_to_cpu(self) -> None:
-        """As of every optimizer; what was begun during backward is forgotten, as it holds
-        gradients."""
+        """Move all state to the host, and discard work of backward, which holds gradients."""
         self.stepper.schedule.discard()
         super().offload_to_cpu()
 
     def place(self, slot: Slot) -> Place:
-        """Where a slot is stepped."""
+        """Return the place where a slot is stepped."""
         return self.executor.place(slot)
 
     def reload_model_params(self) -> None:

@@ -1,9 +1,10 @@
-"""Where each slot is stepped, on which tensor, and by which executor.
+"""The executor of HybridDeviceOptimizer: for each slot its place, the tensor that is stepped, and
+the executor that steps it.
 
-Tensors in ``param_groups`` may be replaced at any time. The executors of the places are handed what
-is there before they step, and before their state is looked at: what sits in ``param_groups`` now,
-or a copy kept here. All of them, and what is above, have one name for a slot. A rule of this
-package steps the slots of all places; of other optimizers each place has its own.
+Tensors in ``param_groups`` may be replaced at any time. Before a step, and before state is read,
+the executors of the places get the present tensors: those of ``param_groups``, or copies kept here.
+All layers use the same slots. A rule of this package steps the slots of all places; other
+optimizers have one instance for each place.
 """
 
 from __future__ import annotations
@@ -54,19 +55,19 @@ from mp_optim.rules.rule import Rule
 from mp_optim.rules.rule_optimizer import RuleOptimizer, SlotOptimizer, executor_of
 
 Outputs = Sequence[Tensor | None]
-"""What receives each stepped value, if that is not what is stepped."""
+"""For each stepped value the tensor that receives it; None if it is stepped in place."""
 
 
 @dataclass
 class PlacedSlot:
-    """Where one slot is stepped.
+    """The place of one slot.
 
     Attributes:
-        place: where it is stepped.
-        share: elements a rank holds of it, rounded up: the same number on every rank.
-        model_dtype: of the model's parameter; its gradient is expected to have it, too.
-        is_stepped_itself: the tensor in ``param_groups`` is the one to step.
-        main: the copy that is stepped, if it is not the parameter itself.
+        place: the place where it is stepped.
+        share: elements that a rank holds, rounded up: the same number on every rank.
+        model_dtype: dtype of the model's parameter, and of its expected gradient.
+        is_stepped_itself: True if the tensor in ``param_groups`` is stepped.
+        main: the copy that is stepped instead of the parameter, or None.
     """
 
     place: Place
@@ -77,18 +78,19 @@ class PlacedSlot:
 
 
 class PlacedSlots:
-    """The slots of an optimizer in their places, and the tensors that are stepped.
+    """The slots of an optimizer in their places, and the tensors that are stepped, kept for the
+    optimizer's life.
 
     Args:
         param_groups: live groups.
-        executors: what steps the slots of each place.
-        offloaded: the place of what is not stepped where it lies.
-        copies: 16-bit parameters are stepped through FP32 copies. remainders: of a bfloat16
-            parameter that copy is a remainder beside it.
+        executors: the executor of each place.
+        offloaded: the place of offloaded slots.
+        copies: True if 16-bit parameters are stepped through FP32 copies.
+        remainders: True if the copy of a bfloat16 parameter is a remainder next to it.
 
     Attributes:
-        memory: of copies that are not on the device, in one piece for those of the first groups.
-        file: has them, if there is one.
+        memory: host memory of copies, in one piece for the first groups.
+        file: the state file that stores the copies, or None.
         exposed: called before an offloaded slot's tensors may be written.
         written_by_copies: returns the slots whose parameters a step writes by copies.
     """
@@ -117,7 +119,7 @@ class PlacedSlots:
         return self._groups[slot.group][slot.position]
 
     def is_offloaded(self, slot: Slot) -> bool:
-        """Whether a slot is not stepped where its parameter lies."""
+        """True if a slot is not stepped on its parameter's device."""
         return self[slot].place != "device"
 
     def at(self, place: Place, group: int) -> list[int]:
@@ -154,8 +156,8 @@ class PlacedSlots:
         self._bound, self._plan_key = None, object()
 
     def host_slots(self) -> list[HostSlot]:
-        """What is offloaded, in the order in which backward is expected to reach it: the last
-        first."""
+        """Return the offloaded slots in the order in which backward is expected to reach them: the
+        last first."""
         slots = []
         for slot, param in iter_slots(self._param_groups):
             if self.is_offloaded(slot):
@@ -168,7 +170,8 @@ class PlacedSlots:
     # -- updates ----------------------------------------------------------------------------------
 
     def with_outputs(self, updates: SlotUpdates) -> SlotUpdates:
-        """The updates with what receives each stepped value. Those of a wrapper name it already."""
+        """Return the updates with the tensor that receives each stepped value. A wrapper's updates
+        have it already."""
         sources = self._plan_key, updates.outputs
         outputs = updates.slots.part("outputs", sources, partial(self._outputs_of, updates))
         return updates if outputs is updates.outputs else replace(updates, outputs=outputs)
@@ -179,8 +182,8 @@ class PlacedSlots:
         return list(map(self.output, updates.slots, updates.outputs))
 
     def output(self, slot: Slot, output: Tensor | None) -> Tensor | None:
-        """What receives the stepped value: the parameter, if the copy that is stepped was made
-        here."""
+        """Return the tensor that receives the stepped value: the parameter, if the stepped copy was
+        made here."""
         if self[slot].is_stepped_itself:
             return output
         return local_tensor(param_at(self._param_groups, slot))
@@ -192,8 +195,8 @@ class PlacedSlots:
         return dtype if self._remainders and dtype == torch.bfloat16 else torch.float32
 
     def stays(self, place: Place, dtype: torch.dtype, stepped: torch.dtype) -> bool:
-        """Whether what is stepped for a parameter is the parameter itself, where it lies: on the
-        device, as a whole main param or as the upper part of one."""
+        """True if the parameter itself is stepped on its device, as a whole main param or as the
+        upper half of one."""
         return place != "host" and dtype == stepped
 
     def _stepped_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -225,7 +228,7 @@ class PlacedSlots:
             self._written.note(slots, list(map(self._local, slots)))
 
     def _summed(self) -> list[Slot]:
-        """Return the slots whose copies made here are compared with parameters by checksums."""
+        """Return the slots whose copies here are compared with their parameters by checksums."""
         slots = self.written_by_copies() or ()
         return [slot for slot in slots if self[slot].main is not None]
 
@@ -242,7 +245,8 @@ class PlacedSlots:
                 self.exposed(slot)
 
     def current(self, slot: Slot) -> Executor:
-        """What steps a slot, with its tensor of now. The caller gets at live tensors by it."""
+        """Return the executor of a slot, with the slot's present tensor. The caller may read live
+        tensors from it."""
         executor = self._executors[self[slot].place]
         executor.step_instead(slot, self._stepped(slot))
         if self[slot].main is not None:
@@ -254,7 +258,7 @@ class PlacedSlots:
 
     @in_own_modes
     def copy(self, source: Tensor, place: Place, dtype: torch.dtype) -> Tensor:
-        """What is stepped for a tensor at a place."""
+        """Return the copy of a tensor that is stepped at a place."""
         if place == "device":
             return source.to(dtype)
         if self.file is not None:
@@ -298,21 +302,21 @@ def is_of_rule(stepper: SlotStepper) -> bool:
 
 
 class PlacedExecutor(Executor):
-    """Steps a fraction of its slots from host memory, by whatever steps them there, and the rest
-    where they lie.
+    """Steps a fraction of its slots from host memory, and the rest on their device.
 
     Args:
-        param_groups: live groups, to which a face adds the first ones before :meth:`build`.
+        param_groups: live groups; the optimizer adds the first ones before :meth:`build`.
         fraction: see :func:`~mp_optim.offload.buckets.plan_offload`.
-        how: where and when offloaded slots are stepped.
-        copies, remainders: see :class:`PlacedSlots`.
+        how: place and mode of the offloaded slots.
+        copies: see :class:`PlacedSlots`.
+        remainders: see :class:`PlacedSlots`.
 
     Attributes:
-        optimizers: by place. Where both have one class of this package it is the device's alone,
-            and steps the slots of both.
-        executors: what steps the slots of each place.
-        stepper: steps what is offloaded.
-        main_memory: what main params that are not on the device are in, but for a file.
+        optimizers: optimizers by place. One class of this package for both places is the device's
+            alone, and steps the slots of both.
+        executors: executors by place.
+        stepper: steps the offloaded slots.
+        main_memory: host memory of main params, unless a file stores them.
     """
 
     def __init__(
@@ -386,7 +390,7 @@ class PlacedExecutor(Executor):
         return self.stepper.host_part.copied_slots()
 
     def executor_at(self, place: Place) -> Executor:
-        """What steps the slots of a place."""
+        """Return the executor of a place."""
         return self.executors[place]
 
     def marks_changes(self, slot: Slot) -> bool:
@@ -572,7 +576,7 @@ class PlacedExecutor(Executor):
     def state_of(self, slot: Slot) -> SlotState:
         state, main = self._placed.current(slot).state_of(slot), self._placed[slot].main
         if main is None or main.dtype == param_at(self.param_groups, slot).dtype:
-            return state  # the parameter says as much as the copy
+            return state  # the parameter has all bits of the copy
         missing = f"state of {state.name}: master_param ({main.dtype}) is missing"
         return replace(state, main=main, missing=missing)
 
@@ -616,7 +620,7 @@ class PlacedExecutor(Executor):
 
 
 def stepper_of(executor: Executor) -> Stepper | None:
-    """What steps the offloaded slots of an executor, if it places any."""
+    """Return the stepper of an executor's offloaded slots; None if it has no places."""
     return executor.stepper if isinstance(executor, PlacedExecutor) else None
 
 

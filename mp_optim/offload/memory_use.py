@@ -22,7 +22,7 @@ STAGING, BACK, WINDOWS, STATE = "staging", "back buffers", "windows", "main para
 GROWN_BY = 1 / 50
 """Share of a plan by which an allocation may exceed it before a warning."""
 _SMALL = 1 << 20
-"""Bytes by which any allocation may exceed its plan: alignment of tensors and blocks."""
+"""Bytes by which any allocation may exceed its plan, for alignment of tensors and blocks."""
 _CAUSES = {STAGING: "gradients are wider than the model's dtype, or some stay after their release"}
 
 

@@ -1,4 +1,4 @@
-"""How offloaded slots are stepped, and what cannot be stepped so."""
+"""Settings of offloaded steps, and the combinations that are not supported."""
 
 from __future__ import annotations
 
@@ -24,20 +24,18 @@ NamedParam = tuple[Slot, str, Tensor]
 
 @dataclass(frozen=True)
 class HostStepSettings:
-    """How the host's slots are stepped.
+    """Memory, copies and threads of the host part.
 
     Attributes:
-        transfer: how tensors travel.
-        timeline: where the time goes is noted.
-        set_up: called once in the thread that works during backward.
-        bucket_bytes: staging bytes per bucket; one parameter larger than that is a bucket by
-            itself.
-        window_bytes: of main params and state that are where they are stepped at a time, of
-            windows.
-        pipelined: overlap copies in both directions with the arithmetic.
-        pin_staging, pin_mains: page-lock staging memory; the back buffer of main params, and
-            state in windows.
-        state_file: where main params and state rest, if not in memory.
+        transfer: interface for copies between host and device.
+        timeline: records the time of stages.
+        set_up: called once in the worker thread.
+        bucket_bytes: staging bytes of a bucket; a larger parameter is a bucket by itself.
+        window_bytes: bytes of main params and state in one window.
+        pipelined: True to overlap copies in both directions with the arithmetic.
+        pin_staging: True to page-lock staging memory.
+        pin_mains: True to page-lock the back buffer of main params, and state in windows.
+        state_file: stores main params and state on a disk; None for host memory.
     """
 
     transfer: Transfer
@@ -61,11 +59,11 @@ SlotStepper = type[torch.optim.Optimizer] | Rule
 
 @dataclass(frozen=True)
 class OffloadedStep:
-    """Where and when offloaded slots are stepped.
+    """Place and mode of the steps of offloaded slots.
 
     Attributes:
         place: ``host`` or ``streamed``.
-        mode: what is done during backward.
+        mode: the work of backward.
 
     Raises:
         ValueError: place or mode is unknown.
@@ -160,10 +158,10 @@ def _collective(executor: RuleExecutor, params: Sequence[NamedParam]) -> Iterabl
 
 
 def only_accelerator(devices: Iterable[torch.device]) -> torch.device:
-    """The accelerator among the devices of parameters; the host if there is none.
+    """Return the accelerator among the devices of parameters; the host if there is none.
 
     Raises:
-        ValueError: there are several.
+        ValueError: the parameters are on several accelerators.
     """
     names = set(map(str, devices))
     found = sorted(names - {"cpu", "meta"})

@@ -28,8 +28,9 @@ from mp_optim.rules.rule_executor import RuleExecutor
 WINDOW = 8
 """Verdicts that are looked back on."""
 _PAUSE_BELOW, _RESUME_AT = 2, 4
-"""Speculation pauses if fewer than so many predictions in the window were right, and resumes as
-soon as so many would have been: while it pauses, verdicts are still compared."""
+"""Speculation pauses if fewer predictions than the first number were right in the window. It
+resumes as soon as the second number would have been right: verdicts are still compared while it
+pauses."""
 
 
 def speculates_next(speculates: bool, verdicts: Collection[bool]) -> bool:
@@ -46,14 +47,14 @@ def speculates_next(speculates: bool, verdicts: Collection[bool]) -> bool:
 
 
 class Ahead:
-    """Steps buckets of the host part into their spares, and publishes what is there.
+    """Steps buckets of the host part into their back buffers, and publishes the results.
 
     Args:
-        file: where main params and state rest, and the spare, too, if not in memory.
-        run: carries launches into the spare out, with a label; by default from memory.
+        file: stores main params, state and back buffers; None for memory.
+        run: carries out launches into the back buffer, with a label; by default from memory.
 
     Attributes:
-        is_on: speculation does not pause.
+        is_on: False while speculation pauses.
     """
 
     def __init__(
@@ -87,8 +88,8 @@ class Ahead:
         return sum(spare.allocated for spare in self._spares if self._in_file is None)
 
     def reserved(self) -> list[tuple[int, int]]:
-        """Bytes of the back buffer of each bucket, for main params and for the rest, with room for
-        all of its slots; nothing if the spare is in a file."""
+        """Return the bytes of the back buffer of each bucket, for main params and for state; an
+        empty list if the back buffer is in a file."""
         indices = range(len(self._spares) if self._in_file is None else 0)
         return [self._reserve(index) for index in indices]
 
@@ -111,7 +112,7 @@ class Ahead:
         return self._launches(bucket, self._executor.plan(staged))
 
     def planned(self, steps: Sequence[BucketStep]) -> dict[int, list[Launch]]:
-        """What the step of each bucket is by now."""
+        """Return the launches that the step of each bucket has now."""
         return {step.bucket: self._executor.plan(step.staged) for step in steps}
 
     def _launches(self, bucket: int, planned: Sequence[Launch]) -> Sequence[BackLaunch]:
@@ -157,7 +158,7 @@ class Ahead:
                 continue
             launches[step.bucket] = self._launches(step.bucket, planned[step.bucket])
             if launches[step.bucket]:
-                bucket.is_trusted = False  # what it holds is about to be written over
+                bucket.is_trusted = False  # the back buffer is about to be overwritten
                 again.append(step)
         for step in again:
             step.start(mark)
@@ -176,7 +177,7 @@ class Ahead:
             ) from error
 
     def publish(self, step: BucketStep, launches: Sequence[BackLaunch]) -> None:
-        """Swap the spare with what is in use, and send the parameters up."""
+        """Swap back buffer and live tensors, and upload the parameters."""
         if not launches:
             return
         self._executor.step_mark.touch()

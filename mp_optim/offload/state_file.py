@@ -1,7 +1,8 @@
-"""Main params and state in a file. Their tensors are pieces of a mapping of it, which anybody may
-read and write between steps; a step moves them past the page cache, window by window.
+"""A file that stores main params and state. Their tensors are pieces of a mapping of the file,
+which any code may read and write between steps. A step reads and writes windows past the page
+cache.
 
-The file is no checkpoint: it has no name, and goes with the process.
+The file is not a checkpoint: it has no name, and is freed with the process.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SETTLED_EVERY = 256 << 20
 
 
 def blocks_bytes(num_bytes: int) -> int:
-    """What so many bytes take in the file: whole blocks, of which no two tensors share one."""
+    """Return the bytes of a tensor in the file: whole blocks, so that no two tensors share one."""
     return -(-num_bytes // DISK_BLOCK) * DISK_BLOCK
 
 
@@ -51,19 +52,20 @@ class _Segment:
 
 
 class StateFile:
-    """A file on a local disk that tensors are cut from, one after the other, each once.
+    """A file on a local disk from which tensors are cut one after the other, each once.
 
-    NOTE: Linux keeps a mapping and direct transfers of one file the same, as long as they do not
-    use a page at one time: before a direct read it writes what was changed through the mapping, and
-    around a direct write it drops the pages. :meth:`settle` leaves it none of that to do. So direct
-    transfers happen within ``step()``, after it, and nobody uses the tensors there.
+    NOTE: Linux keeps a mapping and direct transfers of one file consistent unless they use a page
+    at the same time. Before a direct read it writes changes of the mapping, and around a direct
+    write it drops the pages. :meth:`settle` does both beforehand. So direct transfers happen within
+    ``step()``, after it, and no other code uses the tensors then.
 
     Args:
-        folder: where the file is made, by the first :meth:`reserve`.
-        is_planned: for a model on the meta device: nothing is made, tensors are meta tensors.
+        folder: the folder in which the first :meth:`reserve` makes the file.
+        is_planned: True for a model on the meta device: no file is made, and tensors are meta
+            tensors.
 
     Attributes:
-        capacity: bytes that are taken from the disk.
+        capacity: bytes allocated on the disk.
     """
 
     def __init__(self, folder: str | Path, is_planned: bool = False) -> None:
@@ -80,12 +82,12 @@ class StateFile:
         return self._file
 
     def reserve(self, num_bytes: int) -> None:
-        """Take so many bytes from the disk, all in all.
+        """Allocate ``num_bytes`` on the disk in total.
 
         Raises:
-            OSError: they are not there; with the path and what to do.
+            OSError: the disk has too little space; with the path and the remedy.
         """
-        unit = mmap.ALLOCATIONGRANULARITY  # what can be mapped
+        unit = mmap.ALLOCATIONGRANULARITY  # the granularity of mappings
         more = max(-(-num_bytes // unit) * unit - self.capacity, 0)
         if not self._is_planned:
             if self._file is None:
@@ -100,10 +102,10 @@ class StateFile:
 
     @in_own_modes
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """The next contiguous tensor, of zeros.
+        """Return the next contiguous tensor, of zeros.
 
         Raises:
-            OSError: there is no room for more than was reserved.
+            OSError: the disk has too little space beyond the reserved bytes.
         """
         if self._is_planned:
             return torch.empty(shape, dtype=dtype, device="meta")
@@ -128,7 +130,8 @@ class StateFile:
         return [self.take(shape, dtype) for shape, dtype in forms]
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Where a contiguous tensor lies in the file; None if it lies elsewhere, or is empty."""
+        """Return the offset of a contiguous tensor in the file; None if it is stored elsewhere, or
+        is empty."""
         if tensor.nbytes:
             for segment in self._segments:
                 if (offset := segment.offset_of(tensor)) is not None:
@@ -176,7 +179,7 @@ class StateFile:
         return self.file.write_from(memory, offset)
 
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of the place."""
+        """Return notes for the user about the folder."""
         if self._file is None or self._file.direct:
             return ()
         return (f"optimizer_state_path: {self._file.why}; state goes through the page cache",)

@@ -1,10 +1,10 @@
-"""Sources: where main params and state rest between steps, in host memory or in a file.
+"""Storages of main params and state between steps: host memory, or a file.
 
-A source lends the windows of a step (``lend``), one step at a time: ``fetch`` returns a window with
-its tensors in host memory, once they are there; ``store`` starts to take it back, and from then on
-nothing writes to its memory; ``finish`` waits until all are taken back. ``window_sizes`` says how
-many bytes of each window are in memory at a time, for slots that take so many, of which the largest
-part that cannot be cut takes ``smallest``, and a site that needs ``lag`` windows.
+A storage lends the windows of a step (``lend``), one step at a time. ``fetch`` returns a window
+with its tensors in host memory. ``store`` starts to write it back, and its memory must not be
+written from then on. ``finish`` waits until all windows are stored. ``window_sizes`` returns the
+bytes of each window that is in memory at a time, from the sizes of slots, the largest part that
+cannot be cut (``smallest``), and the number of windows in use (``lag``).
 
 Windows of a file are read ahead and written behind.
 """
@@ -38,19 +38,19 @@ AHEAD, BEHIND = 1, 2
 """Windows that are read before the next is needed; windows that may still be written."""
 
 Into = Callable[[Piece], Tensors]
-"""Where the main param and the state of a piece are taken back to, if not to where they were."""
+"""Returns the tensors to which main param and state of a piece are stored, if not to their source.
+"""
 
 
 class MemorySource:
-    """Main params and state that rest in host memory, and the windows of a step: those are there
-    anyway."""
+    """Main params and state in host memory. Windows are views of them."""
 
     form = WindowForm()
     read = written = allocated = 0
     _windows: Sequence[Window] = ()
 
     def window_sizes(self, sizes: Sequence[int], smallest: int, most: int, lag: int) -> list[int]:
-        """As allowed, and together about as much as there is, if that is less."""
+        """Return window sizes within ``most``; together about all state, if that is less."""
         total = sum(sizes)
         if total <= most:
             return [total]
@@ -88,19 +88,20 @@ class _Extent:
 
 
 class FileWindows:
-    """Windows of a file.
+    """Windows of a file during one step.
 
-    NOTE: no two windows have a block of the file in common, so one can be read while the one before
-    is written. A window's memory is read into again only after it was written.
+    NOTE: no two windows share a block of the file, so one can be read while the previous one is
+    written. A window's memory is read into again only after it was written.
 
     Args:
-        windows: of the step; tensors that do not rest in the file are used where they are.
-        rooms: memory for one window each, at least :func:`windows_held` of them.
+        windows: the windows of the step; tensors outside the file are used in place.
+        rooms: memory of one window each, at least :func:`windows_held` of them.
         stages: see :class:`FileSource`.
-        into: where windows are written, if not to where they were read.
+        into: returns the tensors that windows are written to, if not to their source.
 
     Attributes:
-        read, written: bytes of the file.
+        read: bytes read from the file.
+        written: bytes written to the file.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class FileWindows:
         return self._rooms[number % len(self._rooms)]
 
     def _wait(self, tickets: Iterable[Ticket]) -> None:
-        """Wait for all of them, whatever comes of each; then raise what one did."""
+        """Wait for all transfers, then raise the first error."""
         failed = []
         with self._timeline.stage(WAIT_DISK):
             for ticket in tickets:
@@ -177,19 +178,22 @@ class FileWindows:
 
 
 def windows_held(lag: int) -> int:
-    """How many windows are in host memory at a time: one is written for each of ``BEHIND``, one
-    comes, and those before it are stepped or on their way back."""
+    """Return the number of windows in host memory at a time: ``BEHIND`` are written, one is read,
+    and ``lag`` are stepped or written back."""
     return AHEAD + 1 + lag + BEHIND
 
 
 def _laid_out(
     window: Window, file: StateFile, memory: Tensor, into: Sequence[Tensors] | None = None
 ) -> tuple[Window, list[_Extent], int]:
-    """The window with tensors in a room's memory, in the order of the file; what of the file that
-    is, and how many bytes of the room.
+    """Return the window with tensors in a room's memory, in the order of the file; the extents of
+    the file; and the used bytes of the room.
 
     Args:
-        into: the tensors that it is written to, if not those that it is read from.
+        window: pieces with tensors in the file.
+        file: the state file.
+        memory: memory of the room, 1-D uint8.
+        into: returns the tensors that the window is written to, if not to its source.
     """
     found = []
     for index, piece in enumerate(window):
@@ -203,7 +207,7 @@ def _laid_out(
         held[index][key] = view_of(memory, used, (tensor.shape, tensor.dtype))
         size = blocks_bytes(tensor.nbytes)
         target = offset if into is None else file.offset_of(into[index][key])
-        assert target is not None  # a spare is only made of what rests in the file
+        assert target is not None  # a back buffer in the file has only tensors of the file
         if extents and extents[-1].offset + extents[-1].size == target:
             extents[-1].size += size
         else:
@@ -214,7 +218,7 @@ def _laid_out(
 
 
 def _with_room(window: Window, memory: Tensor, used: int) -> Window:
-    """The window with memory for what comes along with it, behind the bytes that are used."""
+    """Return the window with memory for gradients and outputs, behind the used bytes."""
     pieces = []
     for piece in window:
         along = {}
@@ -226,10 +230,10 @@ def _with_room(window: Window, memory: Tensor, used: int) -> Window:
 
 
 class FileSource:
-    """Main params and state that rest in a file.
+    """Main params and state in a file.
 
     Args:
-        stages: what comes along with a window has room in its memory.
+        stages: True if a window's memory has room for its gradients and outputs.
     """
 
     form = WindowForm(DISK_BLOCK)
@@ -243,14 +247,14 @@ class FileSource:
         self._memory: Tensor | None = None
 
     def window_sizes(self, sizes: Sequence[int], smallest: int, most: int, lag: int) -> list[int]:
-        """As allowed, and together about as much as there is, if that is less."""
+        """Return window sizes within ``most``; together about all state, if that is less."""
         count = windows_held(lag)
         share = -(-sum(sizes) // count)
         wanted = blocks_bytes(max(share, smallest, DISK_BLOCK))
         return [min(most // DISK_BLOCK * DISK_BLOCK, wanted)] * count
 
     def host_bytes(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """All windows, and what it takes to begin them with a block."""
+        """Return the bytes of all windows, with room to align the first one to a block."""
         return (sum(sizes) + DISK_BLOCK,)
 
     @property

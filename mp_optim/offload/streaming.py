@@ -129,15 +129,15 @@ class WindowLane:
         return self._executor.is_elementwise(self._executor.param_groups[slot.group])
 
     def _along_bytes(self, slot: HostSlot, numel: int) -> int:
-        """What comes along with some elements, at most: a gradient in FP32, and to the host an
-        output; room for them is planned on any device."""
+        """Return the largest bytes of gradient and output of some elements in a window: an FP32
+        gradient, and on the host an output. Plans have room for them on any device."""
         if not (self._is_host or self._carries_grads):
             return 0
         size = aligned_bytes(numel, torch.float32)
         return size + aligned_bytes(numel, slot.dtype) if self._is_host else size
 
     def _slot_bytes(self, slot: HostSlot) -> int:
-        """What a slot takes in a window."""
+        """Return the bytes of a slot in a window."""
         size = self.source.form.forms_bytes(held_forms(self._executor, slot).values())
         return size + self._along_bytes(slot, slot.numel)
 
@@ -175,7 +175,7 @@ class WindowLane:
         return self.source.allocated
 
     def note(self) -> str:
-        """How the slots are stepped, in words."""
+        """Return a note for ``describe()`` about how the slots are stepped."""
         count, sizes = len(self._slots), self.sizes
         if isinstance(self.source, MemorySource):
             return (
@@ -198,8 +198,9 @@ class WindowLane:
         """Step window by window.
 
         Args:
+            updates: updates of the slots.
             on_host: slots whose gradients are in host memory.
-            step_device: called when the first window is on its way.
+            step_device: called when the copy of the first window has started.
         """
         launches = self._executor.plan(updates)
         may_cut = [self._executor.is_elementwise(each.settings) for each in launches]
@@ -227,7 +228,7 @@ class WindowLane:
         self.moved.add(site.down, site.up, lent.read, lent.written)
 
     def _along(self, on_host: Collection[Slot], launch: Launch, index: int) -> Tensors:
-        """What has to be copied to where a tensor of a launch is stepped, and from there."""
+        """Return the gradient and output of a launch's tensor that are copied with its window."""
         grad, output = launch.lists.grad[index], launch.lists.output[index]
         is_down = launch.updates.slots[index] in on_host
         if not self._is_host:
@@ -256,7 +257,7 @@ class WindowLane:
         site: Site,
         step_device: Callable[[], None],
     ) -> None:
-        """Step all windows, and what lies on the device while the first one comes."""
+        """Step all windows, and the device's slots during the first copy."""
         try:
             coming = lent.fetch(0)
             # NOTE: a copy that is queued behind a window's waits for all of it. So what queued
@@ -293,8 +294,8 @@ class WindowLane:
     # -- ahead of the step ------------------------------------------------------------------------
 
     def step_ahead(self, launches: Sequence[BackLaunch], label: str) -> None:
-        """Step launches of host slots, whose gradients and outputs are in host memory, from the
-        file into their spare there. From any thread, while nothing else is lent."""
+        """Step launches of host slots from the file into the back buffer in it. Gradients and
+        outputs are in host memory. Any thread may call it while no windows are lent."""
         assert isinstance(self.source, FileSource) and self._is_host
         planned = [launch.planned for launch in launches]
         may_cut = [self._executor.is_elementwise(each.settings) for each in planned]
@@ -318,8 +319,8 @@ class WindowLane:
 
 
 def held_forms(executor: RuleExecutor, slot: HostSlot) -> dict[str, TensorSpec]:
-    """What rests for a slot where windows are lent from: its state, and its main param unless that
-    is on the device."""
+    """Return the forms of the tensors that are stored for a slot: its state, and its main param
+    unless that is on the device."""
     forms = executor.rows.specs(slot.slot)
     if slot.stays:
         del forms[MAIN]
@@ -345,7 +346,7 @@ _KINDS = {MAIN: "main_params", REMAINDER: "main_params", AVERAGE: "averages"}
 
 
 def disk_bytes(executor: RuleExecutor, slots: Iterable[HostSlot], times: int) -> DiskBytes:
-    """What main params and state of some slots take in a file, so many times."""
+    """Return the bytes of main params and state of some slots in the file, ``times`` times."""
     sizes: Counter[str] = Counter()
     for slot in slots:
         for key, (shape, dtype) in held_forms(executor, slot).items():
@@ -355,11 +356,10 @@ def disk_bytes(executor: RuleExecutor, slots: Iterable[HostSlot], times: int) ->
 
 
 class HostSite:
-    """Windows are stepped in the host memory that they were lent in; gradients come to them from
-    the device, and parameters go there.
+    """Steps windows in host memory. Gradients are copied from the device, and parameters to it.
 
     Args:
-        windows: of the step, with what comes along where it is on the device.
+        windows: the windows of the step, with gradients and outputs on the device.
     """
 
     lag = 1
@@ -406,18 +406,18 @@ def _along(window: Window, key: str) -> list[Tensor]:
 
 
 class DeviceRing:
-    """Windows are stepped in memory of the device; a gradient that comes along waits on the host.
+    """Steps windows in device memory. Gradients of a window are in host memory until then.
 
-    NOTE: an upload waits on the device for nothing that was queued since the ring was made: what
-    its room had before is on the host by then (``wait_for``). So it runs beside all steps. What
-    was brought down is on the host after :meth:`wait`.
+    NOTE: an upload does not wait on the device for work queued since the ring was made, because the
+    former content of its memory is on the host by then (``wait_for``). So it overlaps with all
+    steps. Downloads are complete after :meth:`wait`.
 
     Args:
-        sizes: bytes of each window's memory, which is given back with the ring.
+        sizes: bytes of each window's memory, which is freed with the ring.
         like: a tensor on the device.
 
     Attributes:
-        device: where windows are stepped.
+        device: the device of the windows.
     """
 
     lag = IN_FLIGHT - 1

@@ -1,5 +1,5 @@
-"""Where the time of a step goes: spans of named stages, which the profiler shows under the same
-names; and how many bytes it moves."""
+"""Time and bytes of a step: spans of named stages, which the profiler shows under the same names,
+and numbers of copied bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ARITHMETIC = ("host_add", "host_measure", "host_step")
 
 
 class Span(NamedTuple):
-    """One stage of one thread, in seconds of ``time.perf_counter``; ``label`` says of what."""
+    """One stage of one thread, in seconds of ``time.perf_counter``. ``label`` names its slots."""
 
     stage: str
     thread: str
@@ -54,7 +54,7 @@ class StepTimeline:
                 )
 
     def begin_step(self) -> None:
-        """From now on the caller waits: what ends earlier is hidden."""
+        """Mark the begin of the caller's wait. Spans that end before it are hidden."""
         if self._began is None:
             self._began = time.perf_counter()
 
@@ -82,7 +82,7 @@ class StepTimeline:
         }
 
     def milliseconds(self, *stages: str) -> float:
-        """What some stages of the last round took, in all threads."""
+        """Return the milliseconds of some stages of the last round, in all threads."""
         spans = [span for span in self.last if span.stage in stages]
         return 1e3 * sum(span.end - span.start for span in spans)
 
@@ -97,6 +97,6 @@ class TransferBytes:
     written: int = 0
 
     def add(self, down: int = 0, up: int = 0, read: int = 0, written: int = 0) -> None:
-        """So many more."""
+        """Add numbers of bytes."""
         self.down, self.up = self.down + down, self.up + up
         self.read, self.written = self.read + read, self.written + written

@@ -1,9 +1,8 @@
-"""Windows: which parts of which launches are where they are stepped at a time. Plans, made of sizes
-alone.
+"""Plans of windows, from sizes alone: the parts of launches that are resident at a time.
 
-A window is filled in the order of the launches. A tensor that fits into one is never cut; a larger
-one is cut at blocks of 256 elements, if its rule allows that, and where its state rests in a file
-at multiples of that.
+A window is filled in the order of the launches. A tensor that fits into one is never cut. A larger
+one is cut at blocks of 256 elements if its rule allows that, and at multiples of these if its state
+is in a file.
 """
 
 from __future__ import annotations
@@ -44,12 +43,13 @@ class Piece:
     """Some elements of one tensor of a launch.
 
     Attributes:
-        launch, index: which launch of a step, and which tensor of its lists.
-        start, count: which elements; all of them if ``is_whole``.
-        held: main param, unless it is where it is stepped, and state of these elements, where they
-            rest.
-        along: their gradient and output, if those come along.
-        num_bytes: what it takes in a window.
+        launch: index of the launch in the step.
+        index: index of the tensor in the launch's lists.
+        start: first element.
+        count: number of elements.
+        held: stored main param, unless it is stepped in place, and state of these elements.
+        along: their gradient and output, if those are copied with the window.
+        num_bytes: bytes in the window.
     """
 
     launch: int
@@ -67,35 +67,36 @@ Window = list[Piece]
 
 @dataclass(frozen=True)
 class WindowForm:
-    """How tensors lie in a window, and where they are cut.
+    """The layout of tensors in a window, and the boundaries at which they are cut.
 
     Attributes:
-        unit: bytes of which main params and state take whole ones: a cache line where they rest in
-            memory; a block where they rest in a file, so that neighbours are one transfer.
+        unit: alignment in bytes of main params and state: a cache line in memory; a block in a
+            file, so that neighbours are one transfer.
     """
 
     unit: int = ALIGNMENT
 
     def forms_bytes(self, forms: Iterable[TensorSpec]) -> int:
-        """What main params and state of these forms take."""
+        """Return the bytes of main params and state of these forms."""
         sizes = (shape.numel() * dtype.itemsize for shape, dtype in forms)
         return sum(-(-size // self.unit) * self.unit for size in sizes)
 
     def bytes_of(self, held: Tensors, along: Tensors) -> int:
-        """What they take in a window."""
+        """Return the bytes of these tensors in a window."""
         size = self.forms_bytes((each.shape, each.dtype) for each in held.values())
         return size + sum(aligned_bytes(each.numel(), each.dtype) for each in along.values())
 
     def cuts(self, dtypes: Mapping[str, torch.dtype]) -> tuple[int, int]:
-        """A tensor with main param and state of these dtypes is cut at multiples of so many
-        elements, which take so many bytes: in a file, whole blocks for each. There may be none, of
-        a parameter that is stepped where it lies."""
+        """Return the number of elements at whose multiples a tensor with these dtypes is cut, and
+        their bytes: in a file, whole blocks for each. The dtypes may be empty for a parameter
+        that is stepped in place."""
         sizes = [_block_bytes(key, dtype) for key, dtype in dtypes.items()]
         count = max(1, self.unit // min(sizes, default=self.unit)) if self.unit > ALIGNMENT else 1
         return count * BLOCK, count * sum(sizes)
 
     def elements_that_fit(self, held: Tensors, along: Tensors, most: int) -> int:
-        """Of one tensor: so many that all of its state is cut, with room for the tensors' ends."""
+        """Return the largest number of elements of a tensor that fit, a multiple of the cut, with
+        room for the tensors' ends."""
         elements, num_bytes = self.cuts({key: each.dtype for key, each in held.items()})
         num_bytes += sum(elements * each.itemsize for each in along.values())
         ends = self.unit * (len(held) + len(along)) if self.unit == ALIGNMENT else 0
@@ -103,7 +104,7 @@ class WindowForm:
 
 
 def _block_bytes(key: str, dtype: torch.dtype) -> int:
-    """What 256 elements take in a tensor of this name."""
+    """Return the bytes of 256 elements of the state tensor ``key``."""
     if is_scale(key):
         return dtype.itemsize
     return packed_bytes(BLOCK) if is_packed(key, dtype) else dtype.itemsize * BLOCK
@@ -191,10 +192,13 @@ def held_by(launches: Sequence[Launch], piece: Piece) -> Tensors:
 def launches_of(
     launches: Sequence[Launch], window: Window, resident: Sequence[Tensors]
 ) -> Iterator[Launch]:
-    """The launches of a window.
+    """Yield the launches of a window.
 
     Args:
-        resident: for each piece main param and state, and what came along, where they are stepped.
+        launches: the launches of the step.
+        window: pieces of the window.
+        resident: for each piece main param and state, and its gradient and output, on the stepping
+            device.
     """
     pairs = zip(window, resident, strict=True)
     for launch, run in groupby(pairs, key=lambda pair: pair[0].launch):
@@ -239,7 +243,7 @@ def _launch_of(planned: Launch, members: Sequence[tuple[Piece, Tensors]]) -> Lau
 
 
 def _or_part(came: Tensor | None, tensor: Tensor, piece: Piece) -> Tensor:
-    """What came along, or else the piece's part of the tensor itself."""
+    """Return the copied tensor, or else the piece's part of the tensor itself."""
     if came is not None:
         return came
     return tensor if piece.is_whole else part_of_state(MAIN, tensor, piece.start, piece.count)
