@@ -204,7 +204,7 @@ def test_what_cannot_be_taken_is_refused_and_nothing_has_changed(simulation):
         with pytest.raises(ValueError, match=words):
             state[key] = wrong
     for taken_away in (lambda: state.pop("exp_avg"), lambda: state.__delitem__("step")):
-        with pytest.raises(TypeError, match=r"clear\(\) resets all of them"):
+        with pytest.raises(TypeError, match=r"call clear\(\) to reset all"):
             taken_away()
     with pytest.raises(ValueError, match="note"):
         state.update(exp_avg=value.cpu(), note=1)
