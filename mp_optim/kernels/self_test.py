@@ -216,10 +216,15 @@ def trial_lists(
             continue
         scales: list[Any] = [None] * len(whole)
         if scale_key(key) in form.state:
-            scales = [torch.zeros(blocks_of(size), device=device) for size in sizes]
+            scales = [
+                torch.zeros(blocks_of(size), dtype=torch.float32, device=device) for size in sizes
+            ]
             state[scale_key(key)] = scales
         rooms = [packed_bytes(size) if is_packed(key, dtype) else size for size in sizes]
-        state[key] = [_shifted(torch.zeros(room, device=device), dtype, shift) for room in rooms]
+        state[key] = [
+            _shifted(torch.zeros(room, dtype=torch.float32, device=device), dtype, shift)
+            for room in rooms
+        ]
         for value, stored, scale in zip(whole, state[key], scales, strict=True):
             before = value.square() * 2.0**-20 if key == SECOND else value * 0.25
             encode_(before, stored, scale, key == SECOND)

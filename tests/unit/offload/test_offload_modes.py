@@ -631,7 +631,7 @@ def test_the_worker_leaves_cores_to_others(monkeypatch):
     before, found = torch.get_num_threads(), []
 
     def look():
-        occupy(3, None)
+        occupy(3)
         found.append((torch.get_num_threads(), threads_of_kernels()))
 
     thread = threading.Thread(target=look)

@@ -11,7 +11,7 @@ from torch import nn
 
 from mp_optim import DistributedOptimizer, get_megatron_optimizer
 from mp_optim.zero import grad_reducer
-from support.models import config_for, is_expert, same_bits
+from support.models import config_for, same_bits
 from support.two_threads import Narrow, backward_in_two_threads
 
 OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
@@ -148,31 +148,3 @@ def test_gradients_that_arrive_in_two_threads_launch_each_bucket_once(
     assert place.most == 1 and len(launched) == 8
     assert set(launched) == {bucket.local_grads().data_ptr() for bucket in buckets}
     assert optimizer.step().success and len(launched) == 8
-
-
-# -- another pass to reduce -----------------------------------------------------------------------
-
-
-def test_a_chain_asks_once_in_a_step_for_another_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("dense", "experts")})
-    config = config_for(
-        "fp32", use_distributed_optimizer=True, data_parallel_sharding_strategy="optim_grads"
-    )
-    chain = get_megatron_optimizer(config, model, expert_predicate=is_expert)
-    assert len(chain.chained_optimizers) == 2
-    asked, ask = [0], grad_reducer.Flag
-
-    def counted(*given: Any) -> Any:
-        asked[0] += 1
-        return ask(*given)
-
-    for backwards in (1, 2):
-        chain.zero_grad()
-        for _ in range(backwards):
-            for layer in model.values():
-                backward(layer)
-        with monkeypatch.context() as patch:
-            patch.setattr(grad_reducer, "Flag", counted)
-            assert chain.step().success
-        assert asked == [1]
-        asked[0] = 0

@@ -356,7 +356,7 @@ def test_autograd_notices_parameters_that_a_load_writes(strategy):
 
     model, optimizer = trained(0)
     loss = model(torch.ones(1, 4).bfloat16()).sum()
-    with pytest.warns(UserWarning, match="written from them"):
+    with pytest.warns(UserWarning, match="overwritten with them"):
         optimizer.load_state_dict(trained(1)[1].state_dict())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
