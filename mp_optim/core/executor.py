@@ -178,7 +178,7 @@ class Executor:
         return local_tensor(param).device if self.place(slot) == "device" else HOST
 
     @abstractmethod
-    def carried_out_by(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
+    def backend_and_reason(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
         """Return the backend that steps the slots of a group in a place, and the reason for it.
 
         Args:

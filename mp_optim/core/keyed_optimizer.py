@@ -589,7 +589,7 @@ def _restore_state(
         optimizer.share_settings()
         optimizer.load_beside(state_dict)
         written = load.write_model()
-    load.tell_of_averages()  # Last: if warnings are errors, the load is complete by then.
+    load.warn_of_averages()  # Last: if warnings are errors, the load is complete by then.
     return written
 
 

@@ -396,7 +396,7 @@ class StateLoad:
             state, fitted = self._state_of(slot), self._fitted.pop(slot, None)
             state.load(state.fit(saved, self._convert) if fitted is None else fitted)
 
-    def tell_of_averages(self) -> None:
+    def warn_of_averages(self) -> None:
         """Warn if this optimizer keeps averages and the saved state has none."""
         if names := self._without_average:
             warn(

@@ -334,7 +334,7 @@ def _in_pieces(main: Tensor, weights: Tensor) -> Iterable[tuple[Tensor, Tensor]]
 # -- fingerprints of parameters --------------------------------------------------------------------
 
 
-class Marks(NamedTuple):
+class ParamFingerprints(NamedTuple):
     """Fingerprints of parameters, as columns: one C call reads a column.
 
     A column changes if a parameter is replaced, moved, resized or gets another layout. torch never
@@ -348,7 +348,7 @@ class Marks(NamedTuple):
     dtypes: list[torch.dtype]
 
     @classmethod
-    def of(cls, params: Sequence[Tensor], plain: bool) -> Marks:
+    def of(cls, params: Sequence[Tensor], plain: bool) -> ParamFingerprints:
         """Return the fingerprints of some parameters.
 
         Args:
@@ -371,7 +371,7 @@ class Marks(NamedTuple):
         return zip(*self, strict=True)
 
 
-class SeenParams:
+class ParamWatcher:
     """Fingerprints of parameters, which detect that a parameter was replaced, moved or reshaped
     (``param.data = ...`` included).
 
@@ -381,13 +381,13 @@ class SeenParams:
     Attributes:
         params: the tensors.
         plain: True if all of them are plain tensors.
-        marks: their fingerprints.
+        fingerprints: fingerprint of each tensor.
     """
 
     def __init__(self, params: Iterable[Tensor] = ()) -> None:
         self.params: list[Tensor] = []
         self.plain = True
-        self.marks = Marks([], [], [], [])
+        self.fingerprints = ParamFingerprints([], [], [], [])
         self.extend(list(params))
 
     def extend(self, params: Sequence[Tensor]) -> None:
@@ -395,7 +395,7 @@ class SeenParams:
         plain = are_plain(params)
         self.params += params
         columns: Iterable[tuple[list[Any], list[Any]]]
-        columns = zip(self.marks, Marks.of(params, plain), strict=True)
+        columns = zip(self.fingerprints, ParamFingerprints.of(params, plain), strict=True)
         for column, more in columns:
             column += more
         self.plain = self.plain and plain
@@ -403,16 +403,16 @@ class SeenParams:
     def look(self, params: Sequence[Tensor]) -> None:
         """Replace all parameters and fingerprints by the present ones."""
         self.plain = are_plain(params)
-        self.marks, self.params = Marks.of(params, self.plain), list(params)
+        self.fingerprints, self.params = ParamFingerprints.of(params, self.plain), list(params)
 
     def changed(self, params: Sequence[Tensor]) -> list[int]:
         """Return the indices of parameters that were replaced, moved or reshaped since their
         fingerprints were taken."""
         same = all_same(params, self.params)
-        marks = Marks.of(params, self.plain if same else are_plain(params))
-        if same and marks == self.marks:
+        present = ParamFingerprints.of(params, self.plain if same else are_plain(params))
+        if same and present == self.fingerprints:
             return []
-        rows = zip(params, self.params, marks.rows(), self.marks.rows(), strict=True)
+        rows = zip(params, self.params, present.rows(), self.fingerprints.rows(), strict=True)
         return [
             index
             for index, (param, seen, now, before) in enumerate(rows)
@@ -427,13 +427,13 @@ class SeenParams:
         """True if a parameter is the one at an index, and was neither moved nor reshaped."""
         if param is not self.params[index]:
             return False
-        now: Iterable[list[Any]] = Marks.of([param], self.plain)
-        before: Iterable[list[Any]] = self.marks
+        now: Iterable[list[Any]] = ParamFingerprints.of([param], self.plain)
+        before: Iterable[list[Any]] = self.fingerprints
         return all(a[0] == b[index] for a, b in zip(now, before, strict=True))
 
     def has_shape(self, index: int, param: Tensor) -> bool:
         """True if a parameter has the shape that is recorded at an index."""
-        return held_tensor(param).shape == self.marks.shapes[index]
+        return held_tensor(param).shape == self.fingerprints.shapes[index]
 
 
 def check_memory(named: Iterable[tuple[str, Tensor]]) -> None:

@@ -72,7 +72,7 @@ def describe(groups: ParamGroups, executor: Executor, table: SlotTable) -> Descr
     counts: dict[DescriptionRow, list[int]] = defaultdict(lambda: [0, 0, 0])
     for index, (slot, param) in enumerate(iter_slots(groups)):
         place, dtype = executor.place(slot), str(param.dtype).removeprefix("torch.")
-        backend, why = executor.carried_out_by(slot.group, place, param.device)
+        backend, why = executor.backend_and_reason(slot.group, place, param.device)
         state = executor.state_of(slot).live() if table.has_main[index] else {}
         main = param_at(executor.param_groups, slot)
         tensors = [*state.values(), *([main] if table.has_own_main[index] else [])]

@@ -28,7 +28,7 @@ from mp_optim.core import (
 )
 from mp_optim.core.quantized import FLOAT8_DTYPES, is_quantized
 from mp_optim.core.tensor_layout import ParamLayout
-from mp_optim.core.tensors import GRADIENT_DTYPES, SeenParams, has_memory
+from mp_optim.core.tensors import GRADIENT_DTYPES, ParamWatcher, has_memory
 from mp_optim.mixed_precision.grad_norm import NormKey
 from mp_optim.mixed_precision.settings_agreement import SettingsAlike
 
@@ -88,7 +88,7 @@ class SlotTable:
     """
 
     slots: list[Slot] = field(default_factory=list)
-    seen: SeenParams = field(default_factory=SeenParams)
+    seen: ParamWatcher = field(default_factory=ParamWatcher)
     has_own_main: list[bool] = field(default_factory=list)
     quantized: list[bool] = field(default_factory=list)
     has_main: list[bool] = field(default_factory=list)
@@ -189,7 +189,7 @@ class SlotTable:
             self._refuse_kinds(columns.indices, grads, name_of)
             with_grad = [params[index] for index in columns.indices]
             grads = CachedTensorList(map(local_grad, with_grad, grads))
-        indices, shapes = columns.indices, self.seen.marks.shapes
+        indices, shapes = columns.indices, self.seen.fingerprints.shapes
         if len(indices) < len(shapes):
             shapes = [shapes[index] for index in indices]
         try:  # is_contiguous() raises for layouts without strides

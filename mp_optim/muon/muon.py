@@ -116,7 +116,7 @@ class MuonRule(Rule):
         counts = _adds_up(group) and parts_over(update.shard_groups, update.layout)
         return bool(counts) or _shares_matrices(group, update)
 
-    def carried_out_by(self, backend: Backend, why: str, group: Settings) -> tuple[str, str]:
+    def backend_and_reason(self, backend: Backend, why: str, group: Settings) -> tuple[str, str]:
         return backend.name, (
             f"{why}; muon: products of matrices are torch's, where the model's parameters lie; "
             "their bits may differ between devices and numbers of threads"

@@ -400,8 +400,8 @@ class PlacedExecutor(Executor):
         is_whole = place == "device" or (part.lane is None and part.ahead is None)
         return is_whole and self.executor_at(place).marks_changes(slot)
 
-    def carried_out_by(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
-        return self.executor_at(place).carried_out_by(group, place, device)
+    def backend_and_reason(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
+        return self.executor_at(place).backend_and_reason(group, place, device)
 
     def _group_of(self, index: int, place: Place, is_ours: bool) -> dict[str, Any]:
         """A group as the optimizer of a place is given it: one of this package has all slots, as

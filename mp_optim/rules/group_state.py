@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mp_optim.core import CachedTensorList, all_same
 from mp_optim.core.tensor_layout import region_of
-from mp_optim.core.tensors import SeenParams
+from mp_optim.core.tensors import ParamWatcher
 
 
 class LaunchCache:
@@ -44,7 +44,7 @@ class LaunchCache:
         self.watched = CachedTensorList()
         self.lists: dict[str, CachedTensorList] = {}
         self.mains: CachedTensorList | None = None
-        self.seen: SeenParams | None = None
+        self.seen: ParamWatcher | None = None
         self._launch: Any = None
         self._sources: tuple[object, ...] = ()
         self._names: object = None

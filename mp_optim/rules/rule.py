@@ -201,7 +201,7 @@ class Rule(ABC):
         """The multiplier after the rule's own clipping, if it has one."""
         return multiplier
 
-    def carried_out_by(self, backend: Backend, why: str, group: Settings) -> tuple[str, str]:
+    def backend_and_reason(self, backend: Backend, why: str, group: Settings) -> tuple[str, str]:
         """Name of what steps a group where a backend was chosen, and why."""
         return backend.name, why
 

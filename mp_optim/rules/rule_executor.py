@@ -375,10 +375,10 @@ class RuleExecutor(Executor):
         self._plain = backend
         return backend, why
 
-    def carried_out_by(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
+    def backend_and_reason(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
         found = self.backend_for(_HOST if place == "host" else device)
         settings = self.param_groups[group]
-        return self.rule.of(settings).carried_out_by(*found, settings)
+        return self.rule.of(settings).backend_and_reason(*found, settings)
 
     def verdict_device(self) -> torch.device | None:
         first = next((group["params"][0] for group in self.param_groups if group["params"]), None)

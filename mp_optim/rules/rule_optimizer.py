@@ -32,7 +32,7 @@ from mp_optim.core import (
 from mp_optim.core.executor import Executor, Mode, Place
 from mp_optim.core.keyed_optimizer import Closure, SlotKeyedOptimizer
 from mp_optim.core.slot_state import STEP, SlotState, State, StateStore, check_state, check_step
-from mp_optim.core.tensors import SeenParams, check_memory, continue_from
+from mp_optim.core.tensors import ParamWatcher, check_memory, continue_from
 from mp_optim.host.calls import in_own_modes
 from mp_optim.host.host_memory import as_tensor
 from mp_optim.kernels.checksums import global_grad_norm
@@ -53,7 +53,7 @@ class _LastStep(NamedTuple):
 
     indices: list[int]
     names: list[list[str]]
-    seen: SeenParams
+    seen: ParamWatcher
     updates: SlotUpdates
 
 
@@ -74,7 +74,7 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         self.executor = executor
         executor.label = type(self).__name__
         self._live_groups, self._sizes = executor.param_groups, executor.sizes
-        self._last = _LastStep([], [], SeenParams(), SlotUpdates.of([]))
+        self._last = _LastStep([], [], ParamWatcher(), SlotUpdates.of([]))
         super().__init__(params, defaults)
         self.use_mark(self.step_mark)
 
@@ -145,7 +145,7 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
                 ]
             )
             updates = replace(updates, grads=())  # kept gradients would stay allocated
-            last = self._last = _LastStep(indices, names, SeenParams(params), updates)
+            last = self._last = _LastStep(indices, names, ParamWatcher(params), updates)
         if not (last.seen.plain and are_plain(grads)):
             grads = list(map(local_grad, params, grads))
         return replace(last.updates, grads=CachedTensorList(grads))
@@ -314,7 +314,7 @@ class ForeignExecutor(Executor, StateStore):
     def check_settings(self, group: dict[str, Any]) -> None:
         check_schedule(group)
 
-    def carried_out_by(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
+    def backend_and_reason(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
         return self.label, "given by the caller; gets FP32 gradients"
 
     def state_of(self, slot: Slot) -> SlotState:

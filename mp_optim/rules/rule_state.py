@@ -39,7 +39,7 @@ from mp_optim.core.slot_state import (
     scale_key,
 )
 from mp_optim.core.tensor_layout import region_of
-from mp_optim.core.tensors import SeenParams
+from mp_optim.core.tensors import ParamWatcher
 from mp_optim.host.calls import in_own_modes
 from mp_optim.host.host_memory import TensorSpec, as_tensor, beside, zeros
 from mp_optim.host.leases import give_memory
@@ -299,7 +299,7 @@ class RuleState(StateStore):
         if kept is not None and are_plain(tensors):
             is_own = set(map(type, tensors)) == {Tensor}
             kept.mains = mains.hold() if is_own else mains
-            kept.seen = None if is_own else SeenParams(tensors)
+            kept.seen = None if is_own else ParamWatcher(tensors)
         return mains
 
     # -- memory that callers replaced -------------------------------------------------------------

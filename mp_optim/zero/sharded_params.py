@@ -38,7 +38,7 @@ from mp_optim.core.param_attributes import (
     set_shard_info,
 )
 from mp_optim.core.slot_state import StateLayout, is_scale, local_state
-from mp_optim.core.tensors import SeenParams
+from mp_optim.core.tensors import ParamWatcher
 from mp_optim.zero.buckets import SHARD_ALIGNMENT, Entry
 from mp_optim.zero.transport import make_transport
 
@@ -204,7 +204,7 @@ class ShardedParams:
         self.tensors: list[list[Tensor]] = [[] for _ in self.buckets]
         for slot, (index, _) in self._entries.items():
             self.tensors[index].append(self.shards[slot].tensor)
-        self._seen = SeenParams(all_params(param_groups))
+        self._seen = ParamWatcher(all_params(param_groups))
 
     def _shard(self, slot: Slot, param: Tensor) -> ParamShard:
         """What this rank steps of a parameter, as a leaf tensor with a version counter of its own.

@@ -85,7 +85,7 @@ def stepped(backend: str, form: dict[str, Any], grads: torch.dtype) -> list[Tens
                 for at, shape in enumerate(form["shapes"])
             ]
         )
-    assert optimizer.executor.carried_out_by(0, "device", torch.device(device))[0] == backend
+    assert optimizer.executor.backend_and_reason(0, "device", torch.device(device))[0] == backend
     state = [
         tensor
         for param in params
