@@ -250,7 +250,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
             lambda key, leaf: state.layout.show({key: leaf})[key],
             scale_key,
         )
-        saved = state.exported()  # its keys are those of a state dict, as torch's functions expect
+        saved = state.exported()  # torch's functions expect the keys of a state dict.
         return {key: shown.get(key, value) for key, value in saved.items()}
 
     def full_slot_state(self, slot: Slot) -> State:
@@ -340,7 +340,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
         A step before that raises RuntimeError. Gradients are not freed.
         """
-        self.step_mark.open_state()  # a save would keep the accelerator's memory
+        self.step_mark.open_state()  # Else a background save keeps the accelerator's memory.
         for slot in self.slots():
             self.step_mark.parked.park(self.state_of(slot).live().values())
         self.memory_moved()
@@ -380,7 +380,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, value: Mapping[Tensor, dict[str, Any]]) -> None:
-        if value or self._knows_lists:  # torch's constructor assigns an empty one
+        if value or self._knows_lists:  # torch's constructor assigns an empty dict.
             self.state.assign(value)
 
     def slot_name(self, slot: Slot) -> str:
@@ -578,7 +578,7 @@ def load_checked(
 def _restore_state(
     optimizer: SlotKeyedOptimizer, state_dict: dict[str, Any], convert: bool
 ) -> list[str]:
-    optimizer.share_settings()  # settings decide which state exists
+    optimizer.share_settings()  # Settings decide which state exists.
     optimizer.make_current(follow_only=True)
     match = match_without_state(optimizer, state_dict, convert=convert)
     load = StateLoad(match, state_dict["state"], optimizer.state_of, convert)
