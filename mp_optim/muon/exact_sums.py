@@ -1,8 +1,9 @@
-"""Sums of squares without rounding: the same bits in any order, and so for any cut of a parameter.
+"""Sums of squares without rounding, with the same bits in any order, and so for any cut of a
+parameter.
 
-A square is cut into two whole numbers of 31 bits, counted from a power of two above the largest
-square of all, and each is added up as an integer. Squares below 2^-62 of the largest count as 0.
-Only the sum is rounded. Formulas: docs/numerics.md, "Exact sums".
+A square is split into two integers of 31 bits, counted from a power of two above the largest
+square, and each is summed as an integer. Squares below 2^-62 of the largest count as 0. Only the
+final sum is rounded. Formulas: docs/numerics.md, "Exact sums".
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from mp_optim.kernels.sums import Groups, reduce_over
 _BITS = 31
 _LOW = (1 << _BITS) - 1
 _MOST = 1 << 21
-"""Elements whose digits FP64 adds up without rounding: 2^21 times 2^31 is below 2^53."""
+"""Largest number of elements whose digits FP64 sums without rounding: 2^21 times 2^31 is below
+2^53."""
 
 MatricesShape = tuple[int, int, int]
 
@@ -65,8 +67,8 @@ def matrix_blocks(region: ShardRegion, local: Tensor) -> list[MatrixBlock]:
 def _boxed(
     local: Tensor, offsets: tuple[int, ...], shape: torch.Size, matrix: int
 ) -> Iterator[MatrixBlock]:
-    """The blocks of a box that begins at ``offsets``, in a tensor whose matrices are counted from
-    ``matrix``."""
+    """Yield the blocks of a box that begins at ``offsets``, in a tensor whose first matrix has the
+    number ``matrix``."""
     rows, columns = local.shape[-2:]
     if local.dim() == 2:
         yield MatrixBlock(local[None], matrix, *offsets[-2:])
@@ -81,8 +83,8 @@ def _boxed(
 
 
 def sum_piece_elements(device: torch.device) -> int:
-    """Elements of a piece: what stays in a CPU core's cache in FP64, what keeps an accelerator
-    busy."""
+    """Return the elements of a piece: small enough for a CPU core's cache in FP64, large enough to
+    keep an accelerator busy."""
     return 1 << 16 if device.type == "cpu" else _MOST
 
 

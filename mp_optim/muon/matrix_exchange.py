@@ -1,12 +1,12 @@
-"""Matrices that are split over ranks, each orthogonalised by its owner: parts travel to the owners
-and results back, all-to-all, a batch of matrices at a time.
+"""Exchange of matrices that are split over ranks. Owners orthogonalise them: parts are sent to the
+owners and results back, all-to-all, a batch of matrices at a time.
 
-Along a grid of ranks that several process groups span, what travels goes along one axis after the
-other, so that the groups that a mesh has anyway are all that is needed.
+On a grid of ranks that several process groups span, parts are sent along one axis after the other,
+so the groups of the mesh suffice.
 
-NOTE: batches overlap: while one is computed, the next one's parts come and the last one's results
-go. All ranks start the same communications in the same order, because all have the same plan
-(:func:`plan_exchange`).
+NOTE: batches overlap: while one is computed, the next one's parts are received and the previous
+one's results are sent. All ranks start the same communications in the same order, because all have
+the same plan (:func:`plan_exchange`).
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ class Exchange:
     """One exchange of the parts of several parameters, between the same ranks.
 
     Attributes:
-        plan: who owns which matrix.
-        params: who has which part.
+        plan: the owner of each matrix.
+        params: the parts of each rank.
         groups: process groups that span the grid of these ranks.
         sent: this rank's parts of the parameters, contiguous.
-        received: where this rank's parts of the results go, contiguous.
-        device: where parts travel and matrices are computed.
-        compute: makes results of whole matrices, in their shapes and in the dtype of ``received``.
-        bytes_sent: so far, to other ranks.
+        received: memory for this rank's parts of the results, contiguous.
+        device: the device of communication and products.
+        compute: returns the results of whole matrices, in their shapes and in the dtype of
+            ``received``.
+        bytes_sent: bytes sent to other ranks so far.
     """
 
     plan: ExchangePlan
@@ -75,11 +76,11 @@ class Exchange:
         waiting = map(self._steps, self.plan.batches)
         under_way: list[Iterator[bool]] = []
         while begun := [*itertools.islice(waiting, 1), *under_way]:
-            # the youngest first: its parts travel while an older one is computed
+            # the youngest first: its parts are sent while an older one is computed
             under_way = [batch for batch in begun if next(batch)]
 
     def _steps(self, batch: Sequence[int]) -> Iterator[bool]:
-        """What becomes of a batch; says True where communication is under way, False at the
+        """Run a batch stage by stage. Yield True while communication is in progress, False at the
         end."""
         axes = range(len(self.groups))
         pieces = {item: [self._of_item(self.sent, item)] for item in batch}
@@ -155,7 +156,8 @@ class Exchange:
         return _Hop(group, self.device, self.received[0].dtype, sent, coming)
 
     def _sizes(self, items: Sequence[int], ranks: range) -> list[tuple[int, int]]:
-        """What ranks have of matrices: for each part the matrix, and its number of elements."""
+        """Return the parts of matrices that ranks hold: for each part the matrix, and its number of
+        elements."""
         found = []
         for item in items:
             param, matrix = self.plan.items[item]
@@ -165,14 +167,14 @@ class Exchange:
 
 
 class _Hop:
-    """Pieces that travel along one axis, from its start on.
+    """Communication of pieces along one axis, started by the constructor.
 
     Args:
         sent: pieces for each rank of the group.
-        coming: from each rank of the group, the pieces' matrices and sizes.
+        coming: matrices and sizes of the pieces from each rank of the group.
 
     Attributes:
-        bytes_sent: to other ranks.
+        bytes_sent: bytes sent to other ranks.
     """
 
     def __init__(
@@ -258,10 +260,11 @@ def _are_in_order(parts: Sequence[Boxes], columns: int) -> bool:
 # -- who owns which matrix: whole numbers in and out, so that every rank comes to the same plan ----
 
 BATCH_BYTES = 64 << 20
-"""Of whole matrices that a rank receives in one batch, unless one matrix is larger."""
+"""Largest size in bytes of the whole matrices that a rank receives in one batch, unless one matrix
+is larger."""
 LEAST_BATCH_BYTES = 1 << 20
-"""What there is for a rank is cut into so large batches, at least, and otherwise into four: all but
-the first travel while another is computed."""
+"""Smallest size of a batch in bytes. Otherwise a rank's matrices are cut into four batches, so that
+all but the first are sent during products."""
 _BATCHES = 4
 
 
@@ -281,17 +284,16 @@ def newton_schulz_flops(rows: int, columns: int, steps: int, method: str = "stan
 
 
 def assign(costs: Sequence[int], held: Sequence[Sequence[int]], loads: Sequence[int]) -> list[int]:
-    """The owner of each matrix: the dearest matrix left goes to the rank with least to do (Graham's
-    LPT rule), among equals to the one that has most of it.
+    """Return the owner of each matrix. The most expensive matrix left goes to the rank with the
+    smallest load (Graham's LPT rule); among equal ranks to the one that holds most of it.
 
     Args:
-        costs: of each matrix.
-        held: of each matrix, how many elements each rank has.
-        loads: what each rank has to do already.
+        costs: cost of each matrix.
+        held: for each matrix, the elements that each rank holds.
+        loads: present load of each rank.
 
     Returns:
-        Ranks. The load of none exceeds that of another by more than the largest cost, unless it did
-        before.
+        Ranks. No load exceeds another by more than the largest cost, unless it did before.
     """
     loads, owners = list(loads), [0] * len(costs)
     for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
@@ -305,11 +307,13 @@ def assign(costs: Sequence[int], held: Sequence[Sequence[int]], loads: Sequence[
 def exchange_batches(
     owners: Sequence[int], sizes: Sequence[int], ranks: int, limit: int
 ) -> list[list[int]]:
-    """Matrices that travel together, so that every rank has something to compute in each batch.
+    """Return batches of matrices, cut so that every rank computes in each batch.
 
     Args:
-        sizes: of each matrix.
-        limit: what a rank owns in a batch is no larger, or is one matrix.
+        owners: owner of each matrix.
+        sizes: size of each matrix.
+        ranks: number of ranks.
+        limit: largest size of a rank's matrices in a batch, unless it is one matrix.
     """
     found: list[list[int]] = []
     batch, filled = [0] * ranks, [0] * ranks
@@ -325,12 +329,13 @@ def exchange_batches(
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """Who orthogonalises which matrix of several parameters.
+    """The owners of the matrices of several parameters.
 
     Attributes:
         items: the matrices, each as (parameter, matrix of its stack).
-        owners: of each, a rank of the grid. costs: of each, floating-point operations.
-        batches: which travel together, in the order of batches.
+        owners: a rank of the grid for each matrix.
+        costs: floating-point operations of each matrix.
+        batches: indices of the matrices of each batch, in order.
     """
 
     items: tuple[tuple[int, int], ...]
@@ -343,12 +348,13 @@ class ExchangePlan:
 def plan_exchange(
     params: tuple[MatrixParts, ...], flops: tuple[int, ...], loads: tuple[int, ...], width: int
 ) -> ExchangePlan:
-    """The owners of all matrices of parameters whose ranks are the same.
+    """Return the owners of all matrices of parameters that the same ranks share.
 
     Args:
-        flops: floating-point operations of the products for each matrix of a parameter.
-        loads: what each rank has to do already, of the same kind.
-        width: bytes of an element that travels.
+        params: the parts of each parameter.
+        flops: floating-point operations for each matrix of a parameter.
+        loads: present load of each rank, in floating-point operations.
+        width: bytes of an element that is sent.
     """
     items = [
         (index, matrix) for index, param in enumerate(params) for matrix in range(len(param.parts))
@@ -365,14 +371,15 @@ def plan_exchange(
 
 
 class MatrixOwners(Workspace):
-    """What the ranks have to do in a step, over all of an optimizer's launches, so that a later one
-    goes on where an earlier one stopped.
+    """Loads of the ranks in one step, over all of an optimizer's launches, so that a later launch
+    balances an earlier one.
 
-    NOTE: only launches with split matrices are told of here: all ranks that share those have them
-    in one order, and so the same numbers.
+    NOTE: only launches with split matrices are registered. All ranks that share those have them in
+    one order, and so have the same numbers.
 
     Attributes:
-        flops: floating-point operations of this rank's products for such matrices in the last step.
+        flops: floating-point operations of this rank's products for split matrices in the last
+            step.
         bytes_sent: bytes that this rank sent to other ranks for them.
     """
 
@@ -387,10 +394,10 @@ class MatrixOwners(Workspace):
         self.flops = self.bytes_sent = 0
 
     def begin(self, keys: Iterable[Hashable]) -> None:
-        """A launch begins; a step does when one of its parameters comes again.
+        """Begin a launch. A parameter that comes a second time begins a step.
 
         Args:
-            keys: of the parameters whose matrices are split.
+            keys: keys of the parameters whose matrices are split.
         """
         keys = list(keys)
         if not self._seen.isdisjoint(keys):
@@ -404,11 +411,13 @@ class MatrixOwners(Workspace):
         flops: Sequence[int],
         width: int,
     ) -> ExchangePlan:
-        """Share out the matrices of parameters whose ranks are the same (:func:`plan_exchange`).
+        """Assign the matrices of parameters that the same ranks share (:func:`plan_exchange`).
 
         Args:
-            groups: that span the grid of these ranks.
-            flops, width: see :func:`plan_exchange`.
+            params: the parts of each parameter.
+            groups: process groups that span the grid of these ranks.
+            flops: see :func:`plan_exchange`.
+            width: see :func:`plan_exchange`.
         """
         grid = params[0].grid
         name = tuple(group.group_name for group in groups)
@@ -422,5 +431,5 @@ class MatrixOwners(Workspace):
         return planned
 
     def metrics(self) -> dict[str, float]:
-        """What this rank did for matrices that ranks share, in the last step."""
+        """Return this rank's numbers for split matrices in the last step."""
         return {"muon_flops": self.flops, "bytes_exchanged": self.bytes_sent}

@@ -1,5 +1,5 @@
-"""Muon (Jordan 2024) for matrices and stacks of them, with Adam or Lion for the rest. Formulas:
-docs/numerics.md."""
+"""Muon (Jordan 2024) for matrices and stacks of them, with Adam or Lion for other parameters.
+Formulas: docs/numerics.md."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class MuonRule(Rule):
         lists, group, multiplier = launch.lists, launch.settings, float(launch.factor)
         owners, updates = launch.workspace, launch.updates
         assert isinstance(owners, MatrixOwners)
-        if not lists.state.keys().isdisjoint((AVERAGE, MOMENT2)):  # which are read where they lie
+        if not lists.state.keys().isdisjoint((AVERAGE, MOMENT2)):  # which are read in place
             lists = lists.in_place()
         scalars, rule = MuonScalars.at(group), Orthogonalization.of(group)
         owners.begin(each.slot for each in updates if _shares_matrices(group, each))
@@ -159,7 +159,7 @@ def _shares_matrices(group: Settings, update: SlotUpdate) -> bool:
 
 
 def _adds_up(group: Settings) -> bool:
-    """Whether a step reads sums over whole parameters, beside matrices."""
+    """True if a step reads sums over whole parameters, in addition to matrices."""
     return bool(group.get("caution") or group.get("moment2_method"))
 
 

@@ -59,17 +59,18 @@ def iterate(x: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
 
 
 def iterate_grams(x: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
-    """Return the same steps of one matrix, or a stack, taken on X X^T.
+    """Return the Newton-Schulz steps of one matrix, or a stack, computed on X X^T.
 
     With G = X X^T, a step X <- (a I + b G + c G^2) X = P X makes G <- P G P. So several steps are
-    one product (... P2 P1) X, of a factor that is made in products of the smaller side. Rounding
-    makes the factor and G drift apart, so that in bfloat16 small singular values can grow without
-    bound; hence G is made anew of X after the first step, and after every second one from there
-    on. The method is Zhang, Amsel, Chen and Dao's
-    (2026, https://dao-ailab.github.io/blog/2026/gram-newton-schulz/).
+    one product (... P2 P1) X, with a factor from products of the smaller side. Rounding makes the
+    factor and G drift apart, so that in bfloat16 small singular values can grow without bound.
+    Therefore G is computed again from X after the first step, and after every second step from
+    there on. The method is from Zhang, Amsel, Chen and Dao (2026,
+    https://dao-ailab.github.io/blog/2026/gram-newton-schulz/).
 
     Args:
         x: shape (rows, columns) or (n, rows, columns), of norm 1.
+        polynomials: coefficients (a, b, c) of each step.
     """
     tall = _is_tall(x)
     x = x.mT if tall else x
@@ -118,7 +119,7 @@ def _norms(x: Tensor) -> Tensor:
 
 @contextmanager
 def _full_precision(dtype: torch.dtype) -> Iterator[None]:
-    """FP32 products in FP32, whatever the process allows elsewhere (TF32, bfloat16)."""
+    """Compute FP32 products in FP32, even if the process allows TF32 or bfloat16."""
     if dtype != torch.float32:
         yield
         return

@@ -43,12 +43,12 @@ _TOGETHER = 1 << 26
 """Elements of parameters that are orthogonalised together: each needs its rounded momentum and its
 direction meanwhile."""
 _TOGETHER_ON_HOST = 15 << 20
-"""The same of what is orthogonalised on the host, by one process: there is nothing to be shared out
-evenly, and memory that is used again is at hand, where new memory would be cleared page by page."""
+"""Bytes that one process orthogonalises at a time on the host. Small batches reuse memory, where
+new memory would be cleared page by page."""
 
 
 class Direction(NamedTuple):
-    """What is subtracted from a parameter: ``fp32(values) * factor``, rounded once.
+    """The value that is subtracted from a parameter: ``fp32(values) * factor``, rounded once.
 
     Attributes:
         values: the parameter's shape, bfloat16 or float32, contiguous, on its device.
@@ -61,16 +61,18 @@ class Direction(NamedTuple):
 
 @dataclass(frozen=True)
 class Orthogonalization:
-    """The settings of a group that say how its matrices are orthogonalised and scaled.
+    """The settings of a group for orthogonalising and scaling its matrices.
 
     Attributes:
-        polynomials, method: the Newton-Schulz steps, and how they are taken.
-        dtype: of the products.
-        scale_mode, lr: what a direction is multiplied with; ``lr`` has the extra factor in it.
-        blockwise: whether a rank's part is a matrix of its own.
+        polynomials: coefficients of the Newton-Schulz steps.
+        method: the form of these steps.
+        dtype: dtype of the products.
+        scale_mode: rule for the factor of a direction.
+        lr: learning rate, multiplied by the extra factor.
+        blockwise: True if a rank's part is a matrix of its own.
         parts: rows of the parts of each query group of a fused matrix; None if it is one.
-        is_normalized: whether rows are brought to one size, and scaled, afterwards.
-        beta2: of the moment that says by how much.
+        is_normalized: True if rows are scaled to one norm afterwards (NorMuon).
+        beta2: decay of the second moment for that.
     """
 
     polynomials: tuple[tuple[float, float, float], ...]
@@ -99,7 +101,7 @@ class Orthogonalization:
         )
 
     def factor(self, rows: int, columns: int) -> float:
-        """What an orthogonal matrix of this shape is multiplied with; an FP32 number."""
+        """Return the factor of an orthogonal matrix of this shape, an FP32 number."""
         return fp32(self.lr * scale_factor(self.scale_mode, rows, columns))
 
 
@@ -131,8 +133,8 @@ def runs(
 
 
 def runs_of_wholes(regions: Sequence[ShardRegion]) -> Iterator[tuple[list[int], bool]]:
-    """The same where a step reads sums over whole parameters: ranks that share some meet in each
-    run, those that have nothing of a matrix, too."""
+    """Yield runs for steps that read sums over whole parameters. All ranks that share a parameter
+    meet in each run, also those without an element of a matrix."""
     for members in runs_of(enumerate(region.shape.numel() for region in regions), _TOGETHER):
         yield members, False
 
@@ -143,17 +145,18 @@ def directions(
     layouts: Sequence[ParamLayout | None],
     owners: MatrixOwners,
 ) -> list[Direction]:
-    """The direction of each parameter of a run, for this rank's part of it. Collective if some are
+    """Return the direction of each parameter of a run, for this rank's part. Collective if some are
     split over ranks.
 
     Args:
+        rule: settings of the group.
         rounded: momenta in ``rule.dtype``, of this rank's parts, contiguous, on the device they are
             stepped on; overwritten.
-        layouts: of the model's parameters, where the products are taken; as many.
-        owners: who orthogonalises what is split.
+        layouts: layout of each model parameter, on the device of the products.
+        owners: assigns split matrices to ranks.
 
     Raises:
-        ValueError: the rows of a fused matrix are no multiple of those of its parts.
+        ValueError: the rows of a fused matrix are not a multiple of those of its parts.
     """
     done: dict[int, Direction] = {}
     split: dict[tuple[ProcessGroup, ...], dict[int, MatrixParts]] = {}
@@ -192,15 +195,20 @@ def _by_owners(
     device: torch.device,
     owners: MatrixOwners,
 ) -> list[Direction]:
-    """The directions of parameters that the same ranks have parts of.
+    """Return the directions of parameters that the same ranks share.
 
     Args:
-        rounded: this rank's parts. parts: who has which. device: where they travel.
+        rule: settings of the group.
+        rounded: this rank's parts.
+        parts: the parts of each rank.
+        groups: process groups that span the grid of these ranks.
+        device: the device of communication.
+        owners: assigns matrices to ranks.
     """
     pieces = [pieces_of(rule, each.rows, each.columns) for each in parts]
     steps, method = len(rule.polynomials), rule.method
     flops = [sum(newton_schulz_flops(*one, steps, method) for one in each) for each in pieces]
-    # what comes back of a fused matrix is scaled already, and FP32
+    # results of fused matrices are scaled already, and FP32
     fused = rule.parts is not None and not rule.is_normalized
     dtype = torch.float32 if fused else rule.dtype
     factors = [1.0 if fused else rule.factor(*each[0]) for each in pieces]
@@ -217,10 +225,10 @@ def _by_owners(
 
 
 def pieces_of(rule: Orthogonalization, rows: int, columns: int) -> list[tuple[int, int]]:
-    """The shapes of what is orthogonalised by itself in a matrix.
+    """Return the shapes of the parts of a matrix that are orthogonalised separately.
 
     Raises:
-        ValueError: the rows are no multiple of those of a fused matrix's parts.
+        ValueError: the rows are not a multiple of those of a fused matrix's parts.
     """
     if rule.parts is None:
         return [(rows, columns)]
@@ -233,9 +241,10 @@ def pieces_of(rule: Orthogonalization, rows: int, columns: int) -> list[tuple[in
 
 
 def whole_directions(rule: Orthogonalization, wholes: Sequence[Tensor]) -> list[Direction]:
-    """The directions of whole matrices and stacks of them, where they lie; nothing is sent.
+    """Return the directions of whole matrices and stacks of them, on their device; nothing is sent.
 
     Args:
+        rule: settings of the group.
         wholes: contiguous, in ``rule.dtype``, on one device; overwritten.
     """
     if rule.parts is not None:
@@ -247,8 +256,8 @@ def whole_directions(rule: Orthogonalization, wholes: Sequence[Tensor]) -> list[
 def _by_parts(
     rule: Orthogonalization, wholes: Sequence[Tensor], parts: tuple[int, ...]
 ) -> list[Direction]:
-    """Of fused matrices, each part by itself; scaled already, and FP32, unless their rows are
-    going to be."""
+    """Return the directions of fused matrices, computed for each part separately. They are scaled
+    and FP32, unless their rows are normalized later."""
     pieces, targets = [], []
     dtype = rule.dtype if rule.is_normalized else torch.float32
     results = [torch.empty_like(whole, dtype=dtype) for whole in wholes]
@@ -288,13 +297,15 @@ def normalized(
     updates: SlotUpdates,
     regions: Sequence[ShardRegion],
 ) -> list[Direction]:
-    """Directions with rows of one size, scaled already, and FP32; updates the moments. Collective
-    if some are split over ranks.
+    """Return directions with rows of one norm, scaled, in FP32; update the moments. Collective if
+    some are split over ranks.
 
     Args:
-        found: unscaled, whatever their factors; may be overwritten.
-        moments: of all rows of each parameter, FP32, shape (..., rows, 1).
-        updates, regions: of a launch, as many.
+        rule: settings of the group.
+        found: unscaled directions, whatever their factors; may be overwritten.
+        moments: second moment of all rows of each parameter, FP32, shape (..., rows, 1).
+        updates: updates of the launch.
+        regions: region of each parameter that this rank holds.
     """
     layouts = updates.layouts or [None] * len(updates)
     shards = updates.shard_groups
@@ -318,14 +329,15 @@ def normalized(
 
 @dataclass
 class _Param:
-    """A parameter under way.
+    """A parameter during normalization.
 
     Attributes:
-        values: its direction, FP32; of what this rank has.
-        moment: of all rows that there are but for tensor parallelism, shape (matrices, rows).
-        shape: these matrices.
-        layout: how it is split. dim: along which plain tensor parallelism cuts matrices.
-        sizes: what is made of the moment: of each row, FP64.
+        values: its direction, FP32, for this rank's part.
+        moment: second moment of all rows, except for tensor parallelism, shape (matrices, rows).
+        shape: shape of these matrices.
+        layout: its split over ranks.
+        dim: the dimension in which plain tensor parallelism cuts matrices.
+        sizes: factor of each row from the moment, FP64.
     """
 
     values: Tensor
@@ -353,7 +365,7 @@ class _Param:
         return (*shards, self.layout.tensor_parallel)
 
     def _ranks(self, dim: int) -> int:
-        """How many ranks tensor parallelism cuts a dimension over."""
+        """Return the number of ranks over which tensor parallelism cuts a dimension."""
         groups = self.ranks_over((), dim)
         return groups[0].size() if groups else 1
 
@@ -362,12 +374,13 @@ class _Param:
         return row_digits(self.blocks, top, self.shape, self.values.device)
 
     def norms(self, rule: Orthogonalization, digits: Tensor, top: float) -> Tensor:
-        """Update the moment. Squares of the norms of what is orthogonalised by itself, before and
-        after rows are divided by the moment's roots, in whole numbers that may be added up; int64,
+        """Update the moment. Return squared norms of separately orthogonalised pieces, before and
+        after rows are divided by the moment's roots, as integers that can be summed; int64,
         shape (5, matrices, pieces).
 
         Args:
-            digits: of each row's sum of squares.
+            rule: settings of the group.
+            digits: digits of each row's sum of squares.
             top: the largest magnitude.
         """
         matrices, _, columns = self.shape
@@ -403,8 +416,8 @@ class _Param:
         return 2.0 ** math.frexp(columns / (1.0 - rule.beta2))[1]
 
     def _pieces(self, rule: Orthogonalization) -> tuple[Tensor, list[tuple[int, int]]]:
-        """Of each row, which of the pieces it is of that are orthogonalised by themselves; and
-        their shapes."""
+        """Return for each row the number of its piece, and the shapes of the pieces that are
+        orthogonalised separately."""
         _, rows, columns = self.shape
         pieces = pieces_of(rule, rows * self._ranks(0), columns * self._ranks(1))
         numbers = torch.arange(rows, device="cpu")

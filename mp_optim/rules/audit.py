@@ -279,13 +279,13 @@ class Audit:
     @in_own_modes
     def report(self, wait: bool = False) -> None:
         """Compare the samples of a finished step. Samples of an accelerator are compared after the
-        next step, so that nothing waits for their copies.
+        next step, without a wait for their copies.
 
         Args:
-            wait: compare all samples now.
+            wait: True to compare all samples now.
 
         Raises:
-            AuditError: there are mismatches, and the action is to raise.
+            AuditError: samples differ, and the action is to raise.
         """
         due, self._on_the_way = self._on_the_way, []
         while self._pending:

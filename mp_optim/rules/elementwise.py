@@ -41,7 +41,7 @@ class AdamRule(ElementRule):
         match group["betas"]:
             case (first, _, *_) if first == 0.0:
                 return ("exp_avg",)
-        return ()  # also of what are no betas: check_settings says so
+        return ()  # also for values that are not betas; check_settings names them
 
 
 class LionRule(ElementRule):

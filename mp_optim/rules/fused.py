@@ -50,16 +50,17 @@ class FusedAdam(RuleOptimizer):
 
 
 class FusedLAMB(RuleOptimizer):
-    """LAMB over FP32 tensors, wherever they lie and however they are split.
+    """LAMB over FP32 tensors on any device, whole or split.
 
-    The trust ratio is per parameter: nothing crosses devices, and for a sharded parameter one small
+    The trust ratio is per parameter, so no data crosses devices; for a sharded parameter one small
     tensor of sums is reduced. The gradient norm for ``max_grad_norm`` is global: callers of
-    ``step_slots`` pass it in, ``step`` computes it over all devices.
+    ``step_slots`` pass it, and ``step`` computes it over all devices.
 
     Args:
-        grad_averaging: weigh the gradient with ``1 - beta1`` in the first moment.
-        max_grad_norm: clip the global gradient norm to this; 0 turns clipping off.
-        use_nvlamb: adapt the learning rate also where ``weight_decay`` is 0.
+        params: parameters, named parameters or param groups, as torch takes them.
+        grad_averaging: True to weigh the gradient with ``1 - beta1`` in the first moment.
+        max_grad_norm: largest global gradient norm; 0 turns clipping off.
+        use_nvlamb: True to adapt the learning rate also if ``weight_decay`` is 0.
         **precision: fields of :class:`~mp_optim.kernels.state_format.StatePrecision`, such as
             ``exp_avg_dtype``.
     """

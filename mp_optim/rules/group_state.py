@@ -15,19 +15,18 @@ from mp_optim.core.tensors import ParamWatcher
 
 
 class LaunchCache:
-    """Lists and the launch of the slots that are mostly stepped at a time, kept between steps: the
-    slots of one place, or of one bucket there.
+    """Tensor lists and the launch of slots that are mostly stepped together, the slots of one place
+    or of one bucket. Kept between steps.
 
     Attributes:
-        positions: of the slots, in order.
-        known: the last list that was compared with them.
-        watched: all state tensors of the slots, in the memory of the last step; empty if that is
-            not known.
+        positions: positions of the slots, in order.
+        known: the last list that was equal to them.
+        watched: all state tensors of the slots, in the memory of the last step; empty if unknown.
         forms: layouts of these tensors when they were last checked.
-        count: how often each slot was stepped, if it is known to be the same for all.
+        count: number of steps, if it is known to be equal for all slots.
         mains: the tensors that are stepped.
-        seen: their layout, if they are a model's parameters, whose memory others may move
-            (``param.data = ...``). Such memory is not held.
+        seen: layout of these tensors if they are a model's parameters, whose memory other code may
+            move (``param.data = ...``). Such memory is not held.
         lists: state tensors by key.
     """
 
@@ -67,15 +66,16 @@ class LaunchCache:
 
 
 class GroupState:
-    """State of one param group.
+    """State of one param group, kept for the optimizer's life.
 
     Attributes:
-        regions: which elements of a parameter each slot is.
-        steps: FP32, shape (slots,), on the CPU: how often each slot was stepped. A slot's ``step``
-            is a view of it.
+        regions: the elements of its parameter that each slot has.
+        steps: FP32, shape (slots,), on the CPU: number of steps of each slot. A slot's ``step`` is
+            a view of it.
         slots: state tensors of each slot; empty until they are read.
-        mains, shapes: the tensor each slot's state was last found to fit, and its shape then.
-        is_shown: whether callers were given state, and so may give it other memory.
+        mains: the tensor that each slot's state was last checked against.
+        shapes: shape of that tensor.
+        is_shown: True if callers were given state, so they may give it other memory.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -141,7 +141,8 @@ class GroupState:
         ]
 
     def tensors(self, name: str, positions: Sequence[int]) -> list[Tensor]:
-        """State tensors of that name; the same list every time for what is stepped together."""
+        """Return state tensors of one name; for slots that are stepped together the same list each
+        time."""
         kept = self.launch_cache_for(positions)
         if kept is None:
             return [self.slots[position][name] for position in positions]
@@ -174,11 +175,12 @@ class GroupState:
         self._version = self.steps._version
 
     def counts(self, positions: Sequence[int], kept: LaunchCache | None) -> list[float]:
-        """How often each of the given slots was stepped; of those that are mostly stepped at a time
-        a single number if it is the same for all.
+        """Return the number of steps of each given slot; one number if it is equal for slots that
+        are mostly stepped together.
 
         Args:
-            kept: for these positions (:meth:`launch_cache_for`).
+            positions: positions of the slots.
+            kept: the cache of these positions (:meth:`launch_cache_for`).
         """
         if self.steps._version != self._version:
             self._forget_counts()

@@ -1,7 +1,7 @@
-"""What a rule is: the moments it keeps, the settings it takes, and its step, without any state.
+"""The interface of a rule: its moments, its settings, and its step, without state.
 
-Whoever steps (:class:`~mp_optim.rules.rule_executor.RuleExecutor`) asks the rule what to keep for a
-parameter, keeps it, and hands it back in a :class:`Launch`. A rule may be shared by optimizers.
+:class:`~mp_optim.rules.rule_executor.RuleExecutor` reads from the rule which state a parameter has,
+keeps it, and passes it back in a :class:`Launch`. Several optimizers may share a rule.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mp_optim.kernels.kernel_args import TensorLists
 from mp_optim.kernels.sums import Groups, reduce_rows
 
 Settings = Mapping[str, Any]
-"""A param group, of which rules read hyperparameters."""
+"""A param group, from which rules read hyperparameters."""
 CAUTION_REDUCTION = "counting the elements that cautious updates keep"
 """The name of this reduction in errors about ranks."""
 
@@ -37,25 +37,27 @@ class Workspace:
 
 
 class Launch(NamedTuple):
-    """Parameters that a rule steps at once, with all that the result depends on: they share device,
-    group, step and multiplier.
+    """Parameters that a rule steps at once, and all inputs of the result. They share device, group,
+    step and multiplier.
 
     Attributes:
-        group, positions: the slots. settings: of their group.
-        regions: which elements of each parameter are here.
-        device: where they are stepped.
-        step: which step of these parameters it is, from 1 on.
-        multiplier: of the gradients; one that the device has only if
+        group: index of their group.
+        positions: their positions in the group.
+        settings: settings of the group.
+        regions: elements of each parameter that are here.
+        device: device of the step.
+        step: number of this step, from 1 on.
+        multiplier: factor of the gradients; on the device only if
             ``backend.takes_device_multipliers`` and not :attr:`Rule.needs_numbers`.
-        updates: who the parameters are, and how they are split.
-        mains, outputs: what is stepped and written; ``lists`` holds copies of those that are not
-            contiguous.
-        lists: what a backend is handed.
-        workspace: the rule's own (:meth:`Rule.new_workspace`).
-        firsts: where each tensor begins in what the rank has of its parameter; empty if all of them
-            are all of it.
-        begin_audit: called before a backend steps elements, with what it is given; what that
-            returns, if anything, is called afterwards. None: nothing is audited.
+        updates: identity of the parameters, and their split over ranks.
+        mains: tensors that are stepped; ``lists`` holds copies of those that are not contiguous.
+        outputs: tensors that are written; ``lists`` likewise.
+        lists: the tensor lists for a backend.
+        workspace: the rule's own data (:meth:`Rule.new_workspace`).
+        firsts: first element of each tensor in the rank's part of its parameter; empty if each
+            tensor is all of that part.
+        begin_audit: called with a backend's arguments before it steps elements; its result, if any,
+            is called afterwards. None without an audit.
     """
 
     group: int
@@ -100,12 +102,14 @@ def parts_over(shard_groups: Groups, layout: ParamLayout | None) -> Groups:
 def add_up_parts(
     sums: Tensor, updates: SlotUpdates, regions: Sequence[ShardRegion], doing: str
 ) -> list[int]:
-    """Add up sums, a row for each parameter, in place over the ranks that have parts of it; returns
+    """Add up sums, a row for each parameter, in place over the ranks that hold parts of it. Return
     the elements of whole parameters.
 
     Args:
-        updates, regions: of a launch.
-        doing: what to say of it if a rank is missing.
+        sums: sums of this rank's parts, shape (parameters, columns).
+        updates: updates of the launch.
+        regions: regions of the launch.
+        doing: words for an error if a rank is missing.
     """
     layouts = updates.layouts or [None] * len(updates)
     reduce_rows(sums, list(map(parts_over, updates.shard_groups, layouts)), doing)
@@ -117,19 +121,18 @@ def add_up_parts(
 
 
 class Rule(ABC):
-    """How parameters are stepped.
+    """The arithmetic of a step, without state.
 
     Attributes:
-        name: of its row in :data:`mp_optim.config.rules.RULES`, which names its moments.
-        kernels: the rule that backends are asked for kernels of.
-        clips: whether it clips gradients itself (:meth:`effective_multiplier`).
-        hands_weights: whether :meth:`apply` hands on ``TensorLists.follows`` to a backend that has
+        name: name of its row in :data:`mp_optim.config.rules.RULES`, which names its moments.
+        kernels: name of the rule whose kernels a backend must have.
+        clips: True if it clips gradients itself (:meth:`effective_multiplier`).
+        hands_weights: True if :meth:`apply` passes ``TensorLists.follows`` to a backend that has
             ``follows_weights``.
-        marks_changes: whether :meth:`apply` hands on ``TensorLists.changed`` to a backend that has
+        marks_changes: True if :meth:`apply` passes ``TensorLists.changed`` to a backend that has
             ``marks_changes``.
-        needs_numbers: whether :meth:`apply` works with the multiplier itself, rather than hand it
-            to a backend.
-        group_settings: settings of every group that are no hyperparameters, with their defaults.
+        needs_numbers: True if :meth:`apply` computes with the multiplier itself.
+        group_settings: settings of every group that are not hyperparameters, with their defaults.
     """
 
     name = "custom"
@@ -168,7 +171,7 @@ class Rule(ABC):
         return True
 
     def new_workspace(self) -> Workspace:
-        """What an optimizer hands to every launch."""
+        """Return the data that an optimizer passes to every launch."""
         return Workspace()
 
     # -- what it takes ----------------------------------------------------------------------------
@@ -178,10 +181,11 @@ class Rule(ABC):
         RULES[self.name].check(group)
 
     def check_shapes(self, group: Settings, shapes: Iterable[torch.Size]) -> None:  # noqa: B027
-        """Raise ValueError naming a parameter of a group that has a shape which cannot be stepped.
+        """Raise ValueError, with the parameter, if a shape cannot be stepped.
 
         Args:
-            shapes: of the whole parameters, of which parts may be here.
+            group: the param group.
+            shapes: shapes of the whole parameters; this rank may hold parts.
         """
 
     # -- what a step is ---------------------------------------------------------------------------
@@ -202,7 +206,7 @@ class Rule(ABC):
         return multiplier
 
     def backend_and_reason(self, backend: Backend, why: str, group: Settings) -> tuple[str, str]:
-        """Name of what steps a group where a backend was chosen, and why."""
+        """Return the name and the reason of the backend that steps a group."""
         return backend.name, why
 
     def announce(  # noqa: B027
@@ -213,8 +217,8 @@ class Rule(ABC):
         backend: Backend,
         device: torch.device,
     ) -> None:
-        """Let a backend have the numbers of a step on a device before what is stepped is there.
-        Rules whose parameters are stepped in parts do."""
+        """Prepare a backend with the numbers of a step before the tensors are on the device. Rules
+        that step parts of parameters do so."""
 
     @abstractmethod
     def apply(self, launch: Launch, backend: Backend) -> None:

@@ -44,8 +44,8 @@ from mp_optim.rules.rule_state import RuleState
 
 _HOST = torch.device("cpu")
 _Shared = tuple[torch.device, torch.dtype, float, Multiplier, tuple[str, ...]]
-"""What updates of one group have in common that go into one launch: device, dtype, count of steps,
-multiplier, and keys of the state."""
+"""Properties that updates of one launch share: device, dtype, count of steps, multiplier, and keys
+of the state."""
 
 
 class GroupSlots(NamedTuple):
@@ -57,20 +57,23 @@ class GroupSlots(NamedTuple):
 
 
 class RuleExecutor(Executor):
-    """Steps FP32 tensors, and bfloat16 ones beside remainders, by a rule.
+    """Steps FP32 tensors, and bfloat16 tensors with remainders, by a rule.
 
     Args:
-        rule: without state. precision: how what it keeps is stored.
-        backend, audit_rate, audit_action: of the config (``fused_backend``).
+        rule: the rule, without state.
+        precision: the form of its state.
+        backend: ``fused_backend`` of the config.
+        audit_rate: see the config.
+        audit_action: see the config.
 
     Attributes:
-        rows: what is kept for the slots.
-        workspace: what the rule notes from launch to launch.
-        audit: repeats samples of what is stepped; None if there is no audit.
+        rows: state of the slots.
+        workspace: the rule's data from launch to launch.
+        audit: repeats samples of steps; None without an audit.
 
     Raises:
-        ValueError: the backend is not usable, has no kernels for the rule, or does not store state
-            so; or rule or backend cannot be audited.
+        ValueError: the backend is not usable, has no kernels for the rule, or does not support the
+            form of state; or rule or backend cannot be audited.
     """
 
     def __init__(
@@ -164,8 +167,8 @@ class RuleExecutor(Executor):
         rows = self.rows
         if rows.unsettled:
             rows.settle()
-        # All launches are formed before the first is carried out: what does not fit is found while
-        # nothing is stepped.
+        # All launches are formed before the first is carried out, so an error leaves everything
+        # unstepped.
         planned = [
             (of_group, self._plan_group(of_group, chosen, group))
             for of_group, chosen, group in self._shares_of(updates)
@@ -179,8 +182,8 @@ class RuleExecutor(Executor):
                 rows.unsettled.append((rows.groups[index], positions, multiplier))
 
     def plan(self, updates: SlotUpdates) -> list[Launch]:
-        """What :meth:`step_slots` would do now, with settings of its own: later changes of a group
-        do not reach it.
+        """Return the launches that :meth:`step_slots` would carry out now, with copies of the
+        settings: later changes of a group do not reach them.
 
         Nothing is stepped or counted; state is allocated.
         """
@@ -233,7 +236,7 @@ class RuleExecutor(Executor):
         if is_common and all(len(each) == 1 for each in (mains.devices, mains.dtypes, set(keys))):
             shared = mains[0].device, mains[0].dtype, counts[0], multiplier, keys[0]
             planned = self._planned(index, shared, updates, positions, mains, settings)
-            # not copies of strided tensors, nor tensors whose memory others may move
+            # neither copies of strided tensors, nor tensors whose memory other code may move
             may_stay = planned.lists.main is mains and planned.lists.output is planned.outputs
             is_live = settings is self.param_groups[index]
             if kept is not None and mains is kept.mains and may_stay and is_live:
@@ -359,14 +362,14 @@ class RuleExecutor(Executor):
     def _report_audit(self, audit: Audit, wait: bool) -> None:
         try:
             audit.report(wait)
-        except AuditError as error:  # where state is read, too: there is no step to break off
+        except AuditError as error:  # state is read, too, so there is no step to interrupt
             self.step_mark.break_off(error)
             raise
 
     # -- backends ---------------------------------------------------------------------------------
 
     def backend_for(self, device: torch.device) -> tuple[Backend, str]:
-        """What carries the rule out on a device, and why."""
+        """Return the backend of a device, and the reason."""
         backend, why = choose_backend(self._backend, device)
         if backend is self._plain:
             return backend, why

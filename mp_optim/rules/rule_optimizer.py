@@ -1,7 +1,7 @@
-"""Torch optimizers over an executor: what users hold, and hand to a wrapper.
+"""Torch optimizers over an executor, for users and wrappers.
 
-The executor is a rule's, or of any torch optimizer: that gets FP32 ``.grad`` the long way, and
-keeps its own state.
+The executor is a rule's, or that of any torch optimizer, which gets FP32 ``.grad`` and keeps its
+own state.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _NAMES = ("param_names", "fqns")
 
 
 class _LastStep(NamedTuple):
-    """What the last step's updates were made of: which parameters had a gradient, their names, and
-    where they were."""
+    """Inputs of the last step's updates: the parameters with a gradient, their names, and their
+    memory."""
 
     indices: list[int]
     names: list[list[str]]
@@ -126,8 +126,8 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         self.step_slots(updates, grad_norm=grad_norm)
 
     def _updates(self) -> SlotUpdates:
-        """The updates of a step. What they say beside gradients stays that of the last step, in the
-        same objects, while the parameters with gradients are where they were."""
+        """Return the updates of a step. Everything except gradients is reused from the last step
+        while the parameters with gradients have the same memory."""
         every = all_params(self.param_groups)
         present = current_grads(every)
         indices = [index for index, grad in enumerate(present) if grad is not None]
@@ -168,11 +168,11 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
 
     @in_own_modes
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
-        """Step the given slots, and only those.
+        """Step the given slots only.
 
         Args:
-            updates, grad_norm: see :meth:`~mp_optim.core.executor.Executor.step_slots` and
-                :meth:`~mp_optim.core.executor.Executor.clipped`.
+            updates: see :meth:`~mp_optim.core.executor.Executor.step_slots`.
+            grad_norm: see :meth:`~mp_optim.core.executor.Executor.clipped`.
         """
         self.share_settings()
         self.executor.check_groups()
@@ -186,7 +186,8 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
     # -- what is going on -------------------------------------------------------------------------
 
     def main_param(self, slot: Slot) -> Tensor:
-        """The FP32 main param of a slot: what is stepped, or a copy if that is stored in parts."""
+        """Return the FP32 main param of a slot: the stepped tensor, or a copy if that is stored in
+        parts."""
         return self.executor.main_param(slot)
 
     def metrics(self) -> dict[str, float]:
@@ -329,7 +330,7 @@ class ForeignExecutor(Executor, StateStore):
         live = self.live_state(slot)
         if state and live:
             check_state(self.slot_name(slot), live, state)
-        elif STEP in state:  # what is not allocated yet takes anything
+        elif STEP in state:  # state that is not allocated yet takes any value
             check_step(self.slot_name(slot), state[STEP])
 
     def check_values(self, slot: Slot, key: str, values: Tensor) -> None:
@@ -406,8 +407,8 @@ _ITEM = re.compile(r"(?P<list>.+)\[(?P<index>\d+)\]")
 
 
 def _other_than_tensors(value: Any) -> Any:
-    """What is neither a tensor nor a number, of a value or of what is in a list; None if there is
-    no such thing."""
+    """Return a part of a value, or of a list in it, that is neither a tensor nor a number; None if
+    it has none."""
     if isinstance(value, list | tuple):
         others = (_other_than_tensors(item) for item in value)
         return next((other for other in others if other is not None), None)
@@ -415,7 +416,7 @@ def _other_than_tensors(value: Any) -> Any:
 
 
 def _leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Tensors, numbers and empty lists, and what is in lists, by key."""
+    """Yield tensors, numbers and empty lists, and the items of lists, by key."""
     for key, value in state.items():
         if isinstance(value, list | tuple) and value:
             yield from _leaves({f"{key}[{index}]": item for index, item in enumerate(value)})
@@ -424,7 +425,7 @@ def _leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _flat(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The same, all as tensors. An empty list is a tensor of bytes without elements."""
+    """Yield all leaves as tensors. An empty list is a tensor of bytes without elements."""
     for key, value in _leaves(state):
         if isinstance(value, Tensor):
             yield key, value
@@ -435,9 +436,9 @@ def _flat(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _present_form(key: str, saved: Any) -> Any:
-    """What a foreign optimizer, which has not allocated its state yet, would keep where this was
-    saved: :func:`_flat` the other way round. Torch's own ``step`` is a tensor,
-    of torch's default dtype if that is float64 and else float32."""
+    """Return the value that a foreign optimizer without state would keep for a saved tensor: the
+    inverse of :func:`_flat`. Torch's own ``step`` is a tensor, of torch's default dtype if that
+    is float64 and else float32."""
     is_torchs = key == "step" and torch.get_default_dtype() == torch.float64
     if not isinstance(saved, Tensor) or is_torchs:
         return saved
@@ -464,7 +465,7 @@ def _in_form_of(live: Any, saved: Any, device: torch.device | None) -> Any:
 
 
 def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """State with its lists, from what is in them."""
+    """Return state with its lists, from their items."""
     nested: dict[str, Any] = {}
     lists: dict[str, dict[int, Any]] = {}
     for key, value in leaves.items():
@@ -479,7 +480,7 @@ def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def executor_of(optimizer: torch.optim.Optimizer) -> Executor:
-    """What steps for an optimizer of this package; a new executor for any other."""
+    """Return the executor of an optimizer of this package; a new executor for any other."""
     if isinstance(optimizer, SlotOptimizer):
         executor: Executor = optimizer.executor
         return executor

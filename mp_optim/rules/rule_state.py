@@ -1,5 +1,5 @@
-"""What a rule keeps: counts of steps and state tensors of each slot; and a slot's state as it is
-shown, checked and loaded."""
+"""State of a rule: counts of steps and state tensors of each slot; and its export, checks and
+loads."""
 
 from __future__ import annotations
 
@@ -65,23 +65,22 @@ Allocate = Callable[[Sequence[TensorSpec]], list[Tensor]]
 
 
 class RuleState(StateStore):
-    """What is kept for the slots of a rule: per slot ``step`` (0-d FP32 on the CPU), its moments,
-    with ``<moment>_scale`` if they are stored in blocks (as 4-bit codes they are 1-D, two codes a
-    byte), ``remainder`` if there is one, and ``averaged_param`` if averages are kept (which begins
-    with the first step).
+    """State of the slots of a rule, kept for the optimizer's life: per slot ``step`` (0-d FP32 on
+    the CPU), its moments, with ``<moment>_scale`` if they are stored in blocks (4-bit codes are
+    1-D, two codes a byte), ``remainder`` if it has one, and ``averaged_param`` if averages are
+    kept (from the first step on).
 
     Args:
-        rule: says what is kept.
-        precision: how it is stored.
-        param_groups: live groups of what is stepped.
+        rule: names the state of a slot.
+        precision: the form of the state.
+        param_groups: live groups of the stepped tensors.
 
     Attributes:
-        groups: what is kept for each of them.
-        allocators: make state of some slots on the host.
-        unsettled: slots whose steps are counted, though a multiplier may say, on the device, that
-            they were skipped; :meth:`settle` takes those back.
-        parked: tensors that are elsewhere than what is stepped, and stay there until they are asked
-            back.
+        groups: state of each group.
+        allocators: allocate state of some slots on the host.
+        unsettled: slots whose steps are counted although a multiplier on the device may skip them;
+            :meth:`settle` corrects the counts.
+        parked: tensors that were moved away from the stepped tensors, until they are moved back.
     """
 
     allocates_late = False
@@ -98,7 +97,7 @@ class RuleState(StateStore):
         return slot_name(self.param_groups, slot)
 
     def whole_shapes(self, params: list[Tensor]) -> Iterator[torch.Size]:
-        """Shapes of what a group's tensors are parts of."""
+        """Yield the shapes of the whole parameters of a group."""
         for group, known in zip(self.param_groups, self.groups, strict=False):
             if group["params"] is params:
                 yield from (region.shape for region in known.regions)
@@ -108,15 +107,14 @@ class RuleState(StateStore):
     # -- counts of steps --------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Take back the counts of steps of which only the device knew, until now, that they were
-        skipped."""
+        """Correct the counts of steps that the device has skipped."""
         unsettled, self.unsettled = self.unsettled, []
         for group_state, positions, multiplier in unsettled:
             if multiplier.skipped():
                 group_state.count(positions, -1)
 
     def recover(self) -> None:
-        """A step was broken off: what it counted is loaded anew."""
+        """Discard the counts of an interrupted step, which are loaded again."""
         self.unsettled = []
         self.replaced()
 
@@ -139,7 +137,7 @@ class RuleState(StateStore):
         return self.uncounted_live(slot)
 
     def uncounted_live(self, slot: Slot) -> State:
-        """The same, but that a step which the device skips may still be counted."""
+        """Return the live tensors of a slot. A step that the device skips may still be counted."""
         group_state, group = self.groups[slot.group], self.param_groups[slot.group]
         state = group_state.slots[slot.position]
         tensor = group["params"][slot.position]
@@ -182,13 +180,13 @@ class RuleState(StateStore):
         return (*present, *names) if present else names
 
     def _home(self, slot: Slot, main: Tensor) -> torch.device:
-        """Where state of a main param rests: beside it, or in memory that windows are lent from."""
+        """Return the device of a main param's state: its own, or the host for windows."""
         is_lent = slot in self.allocators and main.device.type != "meta"
         return torch.device("cpu") if is_lent else main.device
 
     def specs(self, slot: Slot) -> dict[str, TensorSpec]:
-        """Of all tensors that are stepped for a slot: its main param, by ``MAIN``, and its
-        state."""
+        """Return the forms of all tensors that are stepped for a slot: its main param, by ``MAIN``,
+        and its state."""
         param = self.stepped(slot)
         main = param.shape, self.precision.main_dtype(param.dtype)
         return {MAIN: main, **self._state_specs(slot, main)}
@@ -241,7 +239,8 @@ class RuleState(StateStore):
 
     @in_own_modes
     def allocate_state(self, slots: Sequence[Slot]) -> None:
-        """Host tensors of one name lie one after the other, if together they are large."""
+        """Allocate state of some slots. Host tensors of one name are contiguous, if together they
+        are large."""
         missing: dict[tuple[str, Allocate | None], list[tuple[Slot, TensorSpec]]] = defaultdict(
             list
         )
@@ -459,7 +458,7 @@ class RuleState(StateStore):
         group = self.param_groups[slot.group]
         rule = self.rule.of(group)
         if saved and STEP not in saved and not rule.reads_steps(group):
-            # torch counts none; there is state, so it was stepped
+            # torch keeps no count; the slot has state, so it was stepped
             saved = {key: value for key, value in saved.items() if value is not None}
             saved[STEP] = 1.0
         for moment in rule.unread_moments(group):
