@@ -1,5 +1,5 @@
-"""What is measured of many tensors at once: a checksum of each one's bits, the same on every
-device, and the norm of all gradients of a step."""
+"""Measurements of many tensors at once: a checksum of each tensor's bits, equal on every device,
+and the norm of all gradients of a step."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def _weights(start: int, count: int, device: torch.device) -> Tensor:
 
 
 def global_grad_norm(updates: Sequence[SlotUpdate]) -> float:
-    """L2 norm over gradients that may lie on several devices and be split over ranks, in FP64.
-    Collective if some are."""
+    """Return the L2 norm of gradients in FP64. They may be on several devices and split over ranks;
+    collective if some are split."""
     alike: dict[tuple[torch.device, Groups], list[Tensor]] = defaultdict(list)
     for update in updates:
         alike[update.grad.device, update.shard_groups].append(update.grad)

@@ -1,6 +1,5 @@
-"""Tensor lists in batches that are worked on while they are in cache, and the FP32 values of what a
-batch holds, however it is stored.
-"""
+"""Batches of tensor lists that fit into caches, and the FP32 values of a batch, for any form of
+storage."""
 
 from __future__ import annotations
 
@@ -21,14 +20,14 @@ Lists = list[Tensor]
 
 
 def piece_elements(device: torch.device) -> int:
-    """Elements per batch, a power of two: what stays in a CPU core's cache, what fills an
-    accelerator."""
+    """Return the elements of a batch, a power of two: small enough for a CPU core's cache, large
+    enough to fill an accelerator."""
     return 1 << 17 if device.type == "cpu" else 1 << 24
 
 
 def batches(lists: TensorLists, most: float = math.inf) -> Iterator[tuple[list[int], TensorLists]]:
-    """Flat views of at most ``most`` small tensors or of pieces of large ones, at most
-    :func:`piece_elements` together; before them, for each, the position of its tensor in ``lists``.
+    """Yield flat views of at most ``most`` small tensors or of pieces of large ones, at most
+    :func:`piece_elements` together, each with the positions of their tensors in ``lists``.
 
     A tensor that fits into one batch is never cut, and a larger one is cut at multiples of
     :func:`piece_elements`, so that a piece can be summed by itself (see ``sums``). Empty tensors
@@ -71,10 +70,12 @@ def _batch(lists: TensorLists, cuts: Sequence[_Cut]) -> tuple[list[int], TensorL
 
 
 def runs_of(sizes: Iterable[tuple[int, int]], most: int) -> Iterator[list[int]]:
-    """Indices in order, of at most so many elements together; what is larger by itself.
+    """Yield runs of indices, in order, of at most ``most`` elements together. A larger tensor is a
+    run by itself.
 
     Args:
         sizes: indices, each with its number of elements.
+        most: largest number of elements of a run.
     """
     members: list[int] = []
     room = most
@@ -97,10 +98,13 @@ def first_moments(batch: TensorLists) -> list[Tensor]:
 
 
 def part_of_state(key: str, tensor: Tensor, start: int, count: int) -> Tensor:
-    """What a state tensor of a slot holds for ``count`` elements from ``start`` on, 1-D.
+    """Return the part of a state tensor for ``count`` elements from ``start`` on, 1-D.
 
     Args:
-        start: a multiple of 256. count: that, too, or all elements that are left.
+        key: name of the state tensor.
+        tensor: the state tensor.
+        start: first element, a multiple of 256.
+        count: a multiple of 256, or all remaining elements.
     """
     tensor = tensor.detach()  # a view of the tensor itself would keep torch from swapping it
     if is_scale(key):
@@ -128,8 +132,8 @@ def mark_written(lists: TensorLists) -> None:
 
 
 def model_tensors(lists: TensorLists) -> list[Tensor]:
-    """What autograd may know of what a kernel writes: outputs, and main params that have none and
-    may be the model's own. It never meets the others."""
+    """Return the written tensors that autograd may know: outputs, and main params without an
+    output, which may be the model's."""
     outputs = lists.output
     if not lists.main:  # a pass that writes no parameters
         return []
@@ -168,8 +172,8 @@ def read_mains(batch: TensorLists) -> Lists:
 
 
 def write_mains(batch: TensorLists, values: Lists) -> None:
-    """Store FP32 main params, stepped in place in what :func:`read_mains` gave, and write
-    the outputs."""
+    """Store FP32 main params, which were stepped in place in the result of :func:`read_mains`, and
+    write the outputs."""
     rests = batch.state.get(REMAINDER, [None] * len(batch.main))
     for value, main, rest, noise in zip(values, batch.main, rests, _noise(batch), strict=True):
         if main.dtype != torch.float32:

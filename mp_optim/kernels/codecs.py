@@ -1,11 +1,11 @@
-"""How optimizer state is stored in fewer bits than FP32, as pure functions. docs/numerics.md,
-"Compact states", is the same in words.
+"""Forms of optimizer state in fewer bits than FP32, as pure functions. docs/numerics.md, "Compact
+states", specifies them.
 
 A moment is stored as float32; as bfloat16; or, in blocks of 256 row-major elements with one FP32
-scale each, as float16, as 8-bit codes or, a first moment, as 4-bit codes of which a byte has two.
-Block formats hold a second moment by its square root. A main param is stored as float32, or as the
-bfloat16 model parameter plus an integer remainder of 16 bits (all of FP32) or 8 (24 bits of it), or
-alone.
+scale each, as float16, as 8-bit codes or, for a first moment, as 4-bit codes, two in a byte. Block
+formats hold a second moment by its square root. A main param is stored as float32; as the bfloat16
+model parameter with an integer remainder of 16 bits (all of FP32) or 8 (24 bits of it); or as the
+parameter alone.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from mp_optim.core.slot_state import SECOND
 MOST_BFLOAT16 = 2.0**128 * (1.0 - 2.0**-8)
 """The largest finite one."""
 MOST_IN_BLOCKS = 2.0**128 * (1.0 - 2.0**-11)
-"""What codes of any form stand for is finite up to there."""
+"""Largest magnitude for which decoded values of any form are finite."""
 INFINITE_ROOT = 2.0**65
-"""What codes of it stand for, rounded however, has an infinite square."""
+"""Root from which on the square of its decoded value is infinite, for any rounding."""
 
 _TINY = 2.0**-100
 _FOUR_BITS = 7  # the largest code
@@ -36,7 +36,7 @@ _Bits = TypeVar("_Bits", int, Tensor)
 
 
 def state_form(name: str, dtype: torch.dtype) -> StateForm:
-    """The form of a moment whose stored tensor has this dtype."""
+    """Return the form of a moment whose stored tensor has this dtype."""
     return _FORMS.get((name == SECOND, dtype)) or StateForm(str(dtype), dtype, 0)
 
 
@@ -48,8 +48,8 @@ def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def is_packed(name: str, dtype: torch.dtype) -> bool:
-    """Whether the stored tensor of this name has 4-bit codes, two a byte: it is 1-D, whatever the
-    parameter's shape."""
+    """True if the stored tensor of this name has 4-bit codes, two in a byte. It is 1-D, whatever
+    the parameter's shape."""
     return state_form(name, dtype).packed
 
 
@@ -79,14 +79,13 @@ def mix(x: _Bits) -> _Bits:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Random bits for a run of elements of one tensor: a function of seed, stream and index, of
-    nothing else.
+    """Random bits for a run of elements of one tensor: a function of seed, stream and index only.
 
     Attributes:
         seed: 32 bits that differ from step to step.
         stream: 32 bits of the hash of the parameter's name.
-        start: index of the run's first element, modulo 2^32; the parameter's own first element has
-            the index that the rest of the hash says.
+        start: index of the run's first element, modulo 2^32. The other bits of the hash are the
+            index of the parameter's first element.
     """
 
     seed: int
@@ -103,12 +102,12 @@ class Noise:
 
     @property
     def own_stream(self) -> int:
-        """The stream whose random bits from element 0 on are those of this run, with this seed:
-        for kernels that count from 0."""
+        """Return the stream whose random bits from element 0 on equal those of this run, for
+        kernels that count from 0."""
         if not self.start:
             return self.stream
         x = (mix(self.seed ^ self.stream) + self.start * _GOLDEN) & _MASK
-        # what mix makes this of, by the inverses of its factors modulo 2^32
+        # the input from which mix makes this, by the inverses of its factors modulo 2^32
         x = ((x ^ (x >> 16)) * 0x7ED1B41D) & _MASK
         x = ((x ^ (x >> 13) ^ (x >> 26)) * 0xA5CB9243) & _MASK
         return self.seed ^ x ^ (x >> 16)
@@ -125,13 +124,14 @@ def _sixteen(noise: Noise, like: Tensor, second: bool) -> Tensor:
 
 
 def decode(stored: Tensor, scale: Tensor | None, second: bool, numel: int | None = None) -> Tensor:
-    """FP32 values of a stored moment, shape (numel,); the tensor itself if it is FP32.
+    """Return the FP32 values of a stored moment, shape (numel,); the tensor itself if it is FP32.
 
     Args:
-        stored: 1-D. scale: FP32, shape (ceil(numel / 256),), for the block formats.
-        second: whether it is the second moment, of which blocks hold the square root.
-        numel: elements of the moment; by default those of ``stored``, which may be more than 4-bit
-            codes stand for.
+        stored: 1-D.
+        scale: FP32, shape (ceil(numel / 256),), for block formats.
+        second: True for a second moment, whose blocks hold the square root.
+        numel: elements of the moment; by default those of ``stored``. Tensors of 4-bit codes hold
+            fewer bytes.
     """
     if scale is None:
         return stored.float()
@@ -148,11 +148,11 @@ def decode(stored: Tensor, scale: Tensor | None, second: bool, numel: int | None
 def encode_(
     value: Tensor, stored: Tensor, scale: Tensor | None, second: bool, noise: Noise | None = None
 ) -> None:
-    """Store FP32 values, rounded to nearest even, or stochastically if there is noise.
+    """Store FP32 values, rounded to nearest even, or stochastically with ``noise``.
 
-    Float16 is always rounded to nearest. What :func:`decode` made of a block format is stored as
-    the same bits. What is finite is stored as something finite. A second moment may be infinite, of
-    a large gradient: in blocks, too, it is so alone, and no NaN for its neighbours.
+    Float16 is always rounded to nearest. A decoded block format is stored with the same bits.
+    Finite values are stored as finite values. A second moment of a large gradient may be infinite;
+    in a block it makes no NaN of its neighbours.
     """
     if value is stored or not value.numel():
         return
@@ -197,7 +197,7 @@ def _blocks_of_equal(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _finite_within(value: Tensor, most: float) -> Tensor:
-    """FP32 values of which those that are finite are brought within a bound."""
+    """Return FP32 values with finite ones clamped to a bound."""
     return torch.where(value.isinf(), value, value.clamp(-most, most))
 
 
@@ -241,8 +241,8 @@ def _encode_blocks(
 
 
 def _dithered(value: Tensor, sixteen: Tensor) -> Tensor:
-    """FP32 values whose lower 16 bits are cut off after random bits were added; inf and nan as they
-    are."""
+    """Return FP32 values with random bits added and the lower 16 bits cut off; inf and nan
+    unchanged."""
     bits = (value.view(torch.int32) + sixteen) & -0x10000
     return torch.where(value.isfinite(), bits.view(torch.float32), value)
 

@@ -1,9 +1,11 @@
-"""Rules that step each element by itself: the scalars of a step, and its text in torch operations.
+"""Rules that step each element separately: the scalars of a step, and its arithmetic in torch
+operations.
 
-A rule's row in :mod:`mp_optim.config.rules` names its moments in the order in which kernels take
-them. Its scalars are the fields of a class here, in the order in which kernels take them: native's
-after the multiplier of the gradients, switches as 0 and 1, ``caution`` last, in whose place a
-parameter's own scale comes; Triton's without switches, which are compiled in, and at most ten.
+A rule's row in :mod:`mp_optim.config.rules` names its moments in the order of kernel arguments. Its
+scalars are the fields of a class here, in the order of kernel arguments. Native kernels take them
+after the multiplier of the gradients, switches as 0 and 1, and ``caution`` last, which a
+parameter's own scale replaces. Triton kernels take at most ten, without switches, which are
+compiled in.
 """
 
 from __future__ import annotations
@@ -70,8 +72,7 @@ class AdamScalars(StepInputs):
 
 @dataclass(frozen=True, slots=True)
 class SgdScalars:
-    """Scalars of one SGD step; ``first`` says that the momentum buffer starts with this
-    gradient."""
+    """Scalars of one SGD step. ``first`` is 1 if the momentum buffer starts with this gradient."""
 
     lr: float
     momentum: float
@@ -123,7 +124,7 @@ RULE_SCALARS: dict[str, Any] = {
     "lion": LionScalars,
     "lamb": LambScalars,
 }
-"""What carries out a rule takes these, by rule."""
+"""The class of scalars of each rule."""
 
 
 # -- text -----------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ def average(m: Lists, grads: Lists, keep: float, weight: float) -> None:
 
 
 def bound(value: Tensor, *made_of: Tensor) -> None:
-    """What overflowed, of something finite, becomes FP32's largest number of its sign."""
+    """Clamp infinite results of finite inputs to FP32's largest magnitude, in place."""
     overflown = value.isinf()
     for part in made_of:
         overflown.logical_and_(part.isfinite())
@@ -162,7 +163,7 @@ def bound(value: Tensor, *made_of: Tensor) -> None:
 
 
 def bound_all(values: Sequence[Tensor], made_of: Lists) -> None:
-    """The same of many, each made of one."""
+    """Clamp many tensors, each by its inputs."""
     for value, part in zip(values, made_of, strict=True):
         bound(value, part)
 
@@ -200,7 +201,7 @@ def descend(p: Lists, steps: Sequence[Tensor], decay: float, cautious: bool) -> 
 
 
 def agreeing(way: Tensor, grad: Tensor) -> Tensor:
-    """Where an update goes the way of its gradient: both positive, or both negative."""
+    """Return a bool tensor, True where an update and its gradient have the same sign."""
     return torch.where(grad > 0.0, way > 0.0, (grad < 0.0).logical_and_(way < 0.0))
 
 
@@ -267,8 +268,8 @@ def _lion(batch: TensorLists, s: LionScalars, multiplier: float, scales: Scales 
 
 
 def agreements(batch: TensorLists, s: Cautious, multiplier: float) -> list[Tensor]:
-    """Of each tensor the number of elements whose step would go the way of their gradient; int64,
-    shape (). Writes nothing."""
+    """Return for each tensor the number of elements whose step has the sign of their gradient;
+    int64, shape (). Write nothing."""
     grads = gradients(batch, [], multiplier, 0.0)
     ways = grads
     if "exp_avg" in batch.state:

@@ -1,5 +1,5 @@
-"""What a backend is handed: parallel lists of tensors, scalars rounded once from double, and which
-tensors go into one launch: those that share the dtypes of all their parts, and fit each other."""
+"""Arguments of backends: parallel lists of tensors, scalars rounded once from double, and the
+groups of tensors for one launch, which share the dtypes of all their parts."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ def fp32(value: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TensorLists:
-    """Parallel lists on one device, of contiguous tensors.
+    """Parallel lists of contiguous tensors on one device.
 
     Attributes:
-        main: FP32; or bfloat16, with the rest of it in ``state[REMAINDER]`` if it is not all there
-            is. Empty for a pass that steps none.
+        main: FP32; or bfloat16, with the lower half in ``state[REMAINDER]`` unless the upper half
+            is all. Empty for a pass that steps none.
         grad: any floating dtype.
-        state: moments by name, stored as ``formats`` says, with ``state[scale_key(name)]`` for
-            those in blocks; ``state[AVERAGE]``, where averages are kept.
-        output: tensor that receives the updated parameter in its dtype, or None; bfloat16 where
-            main is.
-        source: where the present values of main (``MAIN``) and state are, if not in ``main`` and
-            ``state``, whose values then mean nothing. Only for backends that have ``reads_source``.
-        noise: for each tensor, to round state stochastically; None rounds to nearest.
-        average_weight: what new main params weigh in their averages, an FP32 number; at 1 the
+        state: moments by name, stored by their formats, with ``state[scale_key(name)]`` for those
+            in blocks; ``state[AVERAGE]`` for averages.
+        output: tensor that receives the updated parameter in its dtype, or None; bfloat16 if main
+            is.
+        source: present values of main (``MAIN``) and state, if they are not in ``main`` and
+            ``state``, whose values are undefined then. Only for backends that have
+            ``reads_source``.
+        noise: for each tensor, random bits to round state stochastically; None rounds to nearest.
+        average_weight: weight of new main params in their averages, an FP32 number; at 1 the
             averages become the main params.
-        prepared: the launch of each rule that is kept for lists with the same objects in ``main``,
+        prepared: the cached launch of each rule for lists with the same objects in ``main``,
             ``state`` and ``output`` (:class:`PreparedLaunch`); dropped with the lists.
-        changed: bitmaps in which the elements of weights are marked that get another value
-            (``SlotUpdate.changed``); None if nobody asks. Only for backends that have
-            ``marks_changes``.
-        follows: ``output`` holds the model's weights, and the step continues from them where main
-            does not round to them. Only for backends that have ``follows_weights``.
+        changed: bitmaps in which kernels mark the elements of weights that get another value
+            (``SlotUpdate.changed``), or None. Only for backends that have ``marks_changes``.
+        follows: True if ``output`` holds the model's weights, and the step continues from them
+            where main does not round to them. Only for backends that have ``follows_weights``.
 
     A list that is a ``CachedTensorList`` may be the same one in every step.
     """
@@ -148,8 +148,8 @@ def contiguous_outputs(outputs: Sequence[Tensor | None]) -> Sequence[Tensor | No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """What the scalars of a step were made from, for kernels that make their own. Apart from the
-    scalars themselves, so that those are what ``__slots__`` of a subclass lists."""
+    """The inputs of a step's scalars, for kernels that compute their own. Stored in a base class,
+    so that ``__slots__`` of a subclass lists the scalars only."""
 
     given_lr: float
     given_decay: float
@@ -218,12 +218,12 @@ class MuonScalars:
     """Scalars of Muon's passes over elements.
 
     Attributes:
-        average, ahead: what the difference of gradient and momentum is multiplied with, for the new
-            momentum, and for what is one step ahead of it.
+        average: factor of the difference of gradient and momentum, for the new momentum.
+        ahead: the factor for the momentum one step ahead.
         decay: learning rate times weight decay.
-        average_from_end, ahead_from_end: whether the product is added to the second of the two that
-            the difference is of: gradient, or new momentum. So does ``torch.lerp`` with weights
-            from 0.5 on.
+        average_from_end: 1 if the product is added to the second term of the difference, as
+            ``torch.lerp`` does with weights from 0.5 on.
+        ahead_from_end: the switch for the momentum one step ahead.
     """
 
     average: float
@@ -423,10 +423,10 @@ def _supported(
 
 
 def column_names(moments: tuple[str, ...]) -> dict[str, str]:
-    """What kernels call the tensors of a slot, by the keys that these have in ``TensorLists``.
+    """Return the kernels' names for the tensors of a slot, by their keys in ``TensorLists``.
 
     Args:
-        moments: as of :func:`alike_lists`.
+        moments: moments of the rule, see :func:`alike_lists`.
     """
     names = {MAIN: "main", REMAINDER: "remainder", AVERAGE: "average"}
     for number, moment in enumerate(moments, start=1):
@@ -455,16 +455,17 @@ def columns_of(
 
 
 def check_fit(kind: LaunchDtypes, columns: Mapping[str, CachedTensorList]) -> None:
-    """Kernels read and write as many elements as they are told, wherever they are told. So each
-    list is looked at when its addresses are first used, whatever was thought of it before.
+    """Check each list when its addresses are first used: kernels read and write at any address that
+    they get.
 
     Args:
-        columns: by the names of :class:`LaunchDtypes`, ``scale1``, ``scale2``, ``changed``, and
-            each of them with ``from_`` before it where present values lie elsewhere.
+        kind: expected dtypes.
+        columns: lists by the names of :class:`LaunchDtypes`, ``scale1``, ``scale2``, ``changed``,
+            each with the prefix ``from_`` for present values that are stored elsewhere.
 
     Raises:
-        ValueError: a tensor has not the elements or the dtype that the others of its slot ask for,
-            or its storage is smaller than it. Nothing was written.
+        ValueError: a tensor has not the elements or the dtype that its slot requires, or its
+            storage is smaller than it. Nothing was written.
     """
     sized = columns.get("main") or columns["grad"]
     numbers = sized.sizes.tobytes()
@@ -490,14 +491,14 @@ def _sizes(numbers: bytes, form: str) -> array[int]:
 
 
 def bitmap_bytes(numel: int) -> int:
-    """Bytes of a bitmap of so many elements: whole words of 64 bits."""
+    """Return the bytes of a bitmap of ``numel`` elements: whole words of 64 bits."""
     return -(-numel // 64) * 8
 
 
 def _misfit(
     name: str, tensors: Sequence[Tensor], expected: Sequence[int], dtype: torch.dtype
 ) -> str:
-    """The first of the tensors that is another one than the kernels were to be told."""
+    """Describe the first tensor that differs from the kernels' expectation."""
     for place, (tensor, size) in enumerate(zip(tensors, expected, strict=False)):
         held = tensor.untyped_storage().nbytes()
         is_misfit = (tensor.numel(), tensor.dtype) != (size, dtype)

@@ -1,11 +1,11 @@
-"""Kernels of others: torch's fused ones, and the multi-tensor ones in the extensions of NVIDIA apex
-and Transformer Engine, without their optimizer classes, which key state by tensor and keep master
-weights outside the state dict. All are within the tolerance docs/numerics.md states of
+"""Kernels of other libraries: torch's fused ones, and the multi-tensor ones of NVIDIA apex and
+Transformer Engine, without their optimizer classes, which key state by tensor and keep master
+weights outside the state dict. All are within the tolerance of docs/numerics.md to
 ``reference``, not equal to it.
 
-The multi-tensor kernels check little of what they are handed (docs/upstream-defects.md): a launch
-goes out only after everything they take for granted was looked at here. Tensors are cut into pieces
-far below 2^31 elements, empty ones are left out.
+The multi-tensor kernels check little of their arguments (docs/upstream-defects.md), so all their
+assumptions are checked here before a launch. Tensors are cut into pieces far below 2^31 elements;
+empty ones are left out.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ MOST_ELEMENTS = 2**31 - 1 - CHUNK_ELEMENTS
 """Elements of a tensor that the kernels' 32-bit indices reach."""
 
 MOST_TENSORS = 1024
-"""Tensors per call: Transformer Engine keeps a handle for each, of which there are some 20,000."""
+"""Tensors per call: Transformer Engine keeps a handle for each, and has some 20,000."""
 
 KERNEL_DEVICE = CUDA.type
-"""Where the kernels run."""
+"""The device type of the kernels."""
 
 
 def check_launch(
@@ -95,7 +95,8 @@ def sums_by_torch(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class MultiTensorBackend(ReferenceBackend):
-    """What both libraries do alike; ``reference`` does what no kernel of theirs can.
+    """Common part of both libraries' backends; ``reference`` carries out steps that their kernels
+    do not support.
 
     Args:
         library: the module with the ``multi_tensor_*`` functions.
@@ -112,7 +113,8 @@ class MultiTensorBackend(ReferenceBackend):
     def split(
         self, rule: str, lists: TensorLists
     ) -> Iterator[tuple[LaunchDtypes | None, TensorLists]]:
-        """Parts of the lists that are of one kind each; None for what goes to ``reference``."""
+        """Yield parts of the lists with equal dtypes; None instead of dtypes for parts that
+        ``reference`` steps."""
         for _, kind, alike in alike_lists(lists, kept_moments(lists, RULES[rule].moment_names)):
             is_taken = kind is not None and alike.noise is None and self.takes(kind)
             yield (kind if is_taken else None), alike
@@ -180,7 +182,7 @@ class MultiTensorBackend(ReferenceBackend):
 
 
 def _adam_arguments(s: AdamScalars) -> tuple[Any, ...]:
-    """What both libraries' kernels make their own scalars of."""
+    """Return the numbers from which both libraries' kernels compute their own scalars."""
     switches = 0 if s.l2 else 1, int(s.bias_correction)
     return s.given_lr, s.beta1, s.beta2, s.eps, s.given_step, *switches, s.given_decay
 
@@ -241,7 +243,7 @@ def load_transformer_engine() -> TransformerEngineBackend:
     """Import the extension; its core library is loaded by the package.
 
     Raises:
-        Exception: whatever a missing or broken installation raises (not only ImportError).
+        Exception: any error of a missing or broken installation (not only ImportError).
     """
     importlib.import_module("transformer_engine.pytorch")
     library = importlib.import_module("transformer_engine_torch")
@@ -284,8 +286,8 @@ class TransformerEngineBackend(MultiTensorBackend):
             lists = [grads, outputs, first, second, batch.main]
         self.launch(name, lists, [tensors[0].dtype for tensors in lists], *_adam_arguments(s))
         if REMAINDER in batch.state:
-            # CUDA's NaN, 0x7fffffff, rounds to a bfloat16 zero. Nothing else leaves a negative
-            # remainder beside a zero.
+            # CUDA's NaN, 0x7fffffff, rounds to a bfloat16 zero. No other value leaves a negative
+            # remainder next to a zero.
             high, low = _bits_of(batch.main, rests)
             hidden = ((high & 0x7FFF) == 0) & (low < 0)
             _give_back(high.masked_fill_(hidden, _QUIET_NAN).view(torch.bfloat16), batch.main)
@@ -294,9 +296,9 @@ class TransformerEngineBackend(MultiTensorBackend):
 
 
 def _bits_of(params: list[Tensor], rests: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Copies of all parameters, as the integers of their bits, and of all remainders, each as one
-    flat tensor of a batch's size: what is done to it takes as many launches for any number of
-    tensors."""
+    """Return copies of all parameters, as the integers of their bits, and of all remainders, each
+    as one flat tensor of a batch's size, so that the number of launches does not depend on the
+    number of tensors."""
     return torch.cat([param.view(torch.int16) for param in params]), torch.cat(rests)
 
 

@@ -1,8 +1,7 @@
 """The rules by the compiled kernels of ``kernels/csrc``: one pass over every tensor of a call, on
-all host threads.
+all host threads, with the bits of ``reference``.
 
-Bit for bit what ``reference`` computes. What the kernels do not read, such as FP64 gradients, goes
-to it.
+Tensors that the kernels do not support, such as FP64 gradients, are stepped by ``reference``.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ class NativeBackend(ReferenceBackend):
 
     name = "native"
     reads_source = True
-    """Whether present values may lie elsewhere than what is written."""
+    """True if present values may be stored elsewhere than the written ones."""
     marks_changes = True
     follows_weights = True
 
@@ -150,7 +149,7 @@ class NativeBackend(ReferenceBackend):
             if kind is None:
                 super().step(rule, alike.in_place(), scalars, multiplier, own)
                 for bits in alike.changed or ():
-                    bits.fill_(0xFF)  # whatever changed is among all
+                    bits.fill_(0xFF)  # all changed elements are among all elements
                 continue
             table = _table(alike, kind, moments)
             self._call("mp_step", table, *given, None if own is None else own.buffer_info()[0])
@@ -174,7 +173,7 @@ class NativeBackend(ReferenceBackend):
         given: Sequence[Any],
         by_reference: Callable[[TensorLists], Tensor],
     ) -> Tensor:
-        """``sums``, with a row for each tensor, by the kernel of this name with what it is
+        """Fill ``sums``, a row for each tensor, by the kernel of this name with the arguments
         ``given``."""
         for indices, kind, alike in alike_lists(lists, moments):
             if kind is None:
@@ -242,7 +241,9 @@ class NativeBackend(ReferenceBackend):
         if not steady.contiguous:
             steady = CachedTensorList(tensor.contiguous() for tensor in steady)
         if steady.own_sizes != steady.sizes or not steady.stored:
-            check_fit(LaunchDtypes(steady[0].dtype), {"grad": steady})  # says what does not fit
+            check_fit(
+                LaunchDtypes(steady[0].dtype), {"grad": steady}
+            )  # raises with the tensor that does not fit
         sums = torch.empty(len(steady), dtype=torch.float64, device="cpu")
         self._call("mp_measure", NativeTable.of_one(steady), sums.data_ptr(), None)
         return sums
@@ -258,7 +259,7 @@ def _given(rule: str, scalars: Any, multiplier: float) -> tuple[bytes, Any, int]
 
 
 def values_of(structure: type[ctypes.Structure], scalars: Any, multiplier: float) -> Any:
-    """Those of a rule's scalars that a structure has fields for."""
+    """Return a rule's scalars that a structure has fields for."""
     known = {"multiplier": multiplier, "l2": 0.0, "caution": 0.0}
     known |= {name: getattr(scalars, name) for name in scalars.__slots__}
     return structure(**{name: known[name] for name, *_ in structure._fields_})

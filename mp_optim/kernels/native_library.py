@@ -86,12 +86,7 @@ _SIGNATURES = {
 
 @dataclass
 class NativeLibrary:
-    """The kernels, or the reason why there are none.
-
-    Attributes:
-        handle: the loaded library, or None.
-        why: where it came from, or what is missing.
-    """
+    """The compiled kernels, or the reason why they are missing."""
 
     handle: ctypes.CDLL | None
     why: str
@@ -200,7 +195,7 @@ _host_threads: int | None = None
 
 
 class _Here(threading.local):
-    """What a thread was told by :func:`set_thread_share`."""
+    """A thread's number of kernel threads, set by :func:`set_thread_share`."""
 
     threads: int | None = None
 
@@ -209,11 +204,14 @@ _here = _Here()
 
 
 def set_host_threads(threads: int | None) -> None:
-    """Threads of the kernels in this process; None for this rank's share of the host, whatever
-    torch's number is (``torchrun`` sets it to 1).
+    """Set the number of kernel threads of this process.
+
+    Args:
+        threads: number of threads; None for this rank's share of the host, whatever torch's number
+            is (``torchrun`` sets it to 1).
 
     Raises:
-        ValueError: not a whole number from 1 to :data:`MOST_HOST_THREADS`; what was set before
+        ValueError: not a whole number from 1 to :data:`MOST_HOST_THREADS`; the previous number
             stays.
     """
     global _host_threads

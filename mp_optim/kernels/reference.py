@@ -1,8 +1,8 @@
-"""The numerics, in torch operations. docs/numerics.md says the same in words.
+"""The numerics in torch operations, as docs/numerics.md specifies them.
 
-Every operation below is one IEEE operation in FP32, rounded once; nothing here may be replaced by
-an operation that contracts (addcmul, addcdiv, lerp, ``alpha=``). Square roots go through FP64
-because torch's FP32 square root on the CPU is not correctly rounded.
+Every operation below is one IEEE operation in FP32, rounded once. No operation may be replaced by
+one that contracts (addcmul, addcdiv, lerp, ``alpha=``). Square roots go through FP64 because
+torch's FP32 square root on the CPU is not correctly rounded.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from mp_optim.kernels.sums import combine_pieces, sum_in_pairs, sum_of_squares
 Multiplier = Any
 """A float; or also a tensor, for backends that say so by ``takes_device_multipliers``."""
 Scales = Sequence[float] | Tensor
-"""What cautious updates are multiplied with, for each tensor an FP32 number."""
+"""Factors of cautious updates, an FP32 number for each tensor."""
 
 
 def _directions(batch: TensorLists, mains: Lists, s: LambScalars) -> Lists:
@@ -60,16 +60,16 @@ def _directions(batch: TensorLists, mains: Lists, s: LambScalars) -> Lists:
 
 
 class ReferenceBackend:
-    """What every other backend is measured against, and derived from: it does what they leave out.
+    """The backend that defines the bits, and the base class of all others: it carries out
+    everything that their kernels do not support.
 
-    Each method updates every tensor of the lists in place and writes the outputs, and what takes
-    the step lets the averages take the new main params, too (``TensorLists.average_weight``).
+    Each method updates every tensor of the lists in place and writes the outputs; a step also
+    updates the averages (``TensorLists.average_weight``).
 
-    A new backend is such a class; its name, and the rules and states it has kernels for, in
-    :mod:`mp_optim.config.rules` (one that names none claims all); and how it is loaded, on which
-    devices, and whether ``auto`` may choose it, in :mod:`mp_optim.kernels.selection`.
-    ``auto`` takes only what has shown these bits in its self-test.
-    CONTRIBUTING.md lists the tests.
+    A new backend is a subclass. Its name, and its rules and states, are in
+    :mod:`mp_optim.config.rules` (one that names none supports all). Its loader, its devices, and
+    whether ``auto`` may choose it, are in :mod:`mp_optim.kernels.selection`. ``auto`` takes only
+    backends whose self-test had these bits. CONTRIBUTING.md lists the tests.
     """
 
     name = "reference"
@@ -94,7 +94,7 @@ class ReferenceBackend:
     ``follows`` asks for it."""
 
     limits = ""
-    """What it hands to ``reference``, for reports; empty if nothing."""
+    """The steps that it hands to ``reference``, for reports; empty if none."""
 
     # -- rules that step each element by itself ---------------------------------------------------
 
@@ -120,8 +120,8 @@ class ReferenceBackend:
     def agreements(
         self, rule: str, lists: TensorLists, scalars: Any, multiplier: Multiplier
     ) -> Tensor:
-        """For each tensor the number of elements whose step would go the way of their gradient:
-        int64, shape (n, 1), on the tensors' device. Writes nothing."""
+        """Return for each tensor the number of elements whose step has the sign of their gradient:
+        int64, shape (n, 1), on the tensors' device. Write nothing."""
         device = lists.grad[0].device if lists.grad else torch.device("cpu")
         counts = torch.zeros(len(lists.grad), 1, dtype=torch.int64, device=device)
         for owners, batch in batches(lists):
@@ -131,11 +131,12 @@ class ReferenceBackend:
         return counts
 
     def caution_scales(self, counts: Tensor, sizes: Sequence[int]) -> Scales:
-        """What agreeing steps are multiplied with: one over their share of the whole parameter,
-        which is taken as at least :data:`LEAST_SHARE`, rounded once to FP32.
+        """Return the factors of cautious updates: one over the share of agreeing elements of the
+        whole parameter, at least :data:`LEAST_SHARE`, rounded once to FP32.
 
         Args:
-            counts: as of :meth:`agreements`, of whole parameters. sizes: elements of these.
+            counts: result of :meth:`agreements`, for whole parameters.
+            sizes: elements of these parameters.
         """
         pairs = zip(counts[:, 0].tolist(), sizes, strict=True)
         return [fp32(1.0 / max(count / max(1, size), LEAST_SHARE)) for count, size in pairs]
@@ -280,11 +281,12 @@ def _averaged(lists: TensorLists, index: int, scalars: MuonScalars, multiplier: 
 
 
 def _blend(start: Tensor, end: Tensor, factor: float, from_end: bool, out: Tensor) -> None:
-    """One of two values plus a multiple of their difference, as ``torch.lerp`` takes it; of finite
-    values it is bounded.
+    """Return one of two values plus a multiple of their difference, as ``torch.lerp`` computes it;
+    bounded for finite values.
 
-    Through FP64, in which the product is exact: a fused multiply-add, on devices and where there is
-    none. What is orthogonalised is rounded to bfloat16, which makes much of a last bit.
+    The computation is in FP64, in which the product is exact, so it equals a fused multiply-add on
+    any device. Orthogonalised values are rounded to bfloat16, which amplifies differences in the
+    last bit.
     """
     piece = piece_elements(out.device)
     for at in range(0, out.numel(), piece):
@@ -295,4 +297,4 @@ def _blend(start: Tensor, end: Tensor, factor: float, from_end: bool, out: Tenso
 
 
 LEAST_SHARE = 1e-3
-"""Where fewer elements agree, their steps are multiplied by no more than if so many did."""
+"""Smallest share of agreeing elements; a smaller share is taken as this one."""

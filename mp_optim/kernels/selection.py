@@ -30,14 +30,15 @@ _ON_ACCELERATOR = ("triton", "apex", "transformer_engine", "torch", "reference")
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a backend comes from.
+    """The loader of a backend, and its devices.
 
     Attributes:
-        load: makes it, or says why it cannot be had; so does any exception.
-        devices: types of the devices it serves; all if None.
-        missing: what to say where the module it is made of is not installed.
-        by_form: it compares each form of its kernels with ``reference`` at the first use of the
-            form, and steps as ``reference`` does where one differs.
+        load: returns the backend, or a reason why it is not available; any exception is a reason,
+            too.
+        devices: device types that it supports; all if None.
+        missing: the reason if its module is not installed.
+        by_form: True if it compares each form of its kernels with ``reference`` at the form's first
+            use, and steps as ``reference`` does if one differs.
     """
 
     load: Callable[[], Backend | str]
@@ -92,7 +93,7 @@ assert set(BACKENDS) == {"auto", *_SOURCES}
 
 
 def candidates(device: torch.device) -> tuple[str, ...]:
-    """What ``auto`` tries on a device, in order."""
+    """Return the backends that ``auto`` tries on a device, in order."""
     return _ON_HOST if device.type == "cpu" else _ON_ACCELERATOR
 
 
@@ -224,7 +225,7 @@ def check_serves(name: str, device: torch.device) -> None:
 
 
 def rule_note(name: str, rule: str) -> str:
-    """What describes a rule that a backend hands to ``reference``; empty if it has kernels for
+    """Return a note for a rule that a backend hands to ``reference``; empty if it has kernels for
     it."""
     return (
         ""

@@ -134,9 +134,9 @@ class TrialForm(NamedTuple):
     """The dtypes and options of a trial's lists.
 
     Attributes:
-        kind: dtypes of the tensors but for moments and scales.
+        kind: dtypes of the tensors, except moments and scales.
         state: dtypes of moments and scales by key.
-        has_noise: whether state is rounded stochastically.
+        has_noise: True if state is rounded stochastically.
         average_weight: see ``TensorLists``.
         follows: see ``TensorLists``.
     """

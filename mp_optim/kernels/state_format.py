@@ -42,25 +42,25 @@ from mp_optim.kernels.kernel_args import fp32
 
 @dataclass(frozen=True)
 class StatePrecision:
-    """How a rule stores its state.
+    """The forms of a rule's state.
 
     Attributes:
-        exp_avg_dtype: of the first moment or momentum: float32, bfloat16, float16, uint8 or uint4
-            (see ``codecs``).
-        exp_avg_sq_dtype: of the second moment; the same but uint4.
-        fp32_state_below: elements from which on a parameter's moments are in 8 or 4 bits; those of
-            smaller ones are FP32.
-        store_param_remainders: step bfloat16 parameters as they are, beside a remainder that makes
-            them FP32.
+        exp_avg_dtype: dtype of the first moment or momentum: float32, bfloat16, float16, uint8 or
+            uint4 (see ``codecs``).
+        exp_avg_sq_dtype: dtype of the second moment; all of these except uint4.
+        fp32_state_below: number of elements from which on moments are in 8 or 4 bits; smaller
+            parameters have FP32 moments.
+        store_param_remainders: True to step bfloat16 parameters in place, with a remainder that
+            completes them to FP32.
         param_remainder_bits: 16 for all of FP32, 8 for its upper 24 bits, 0 for the parameter
             alone, rounded stochastically.
-        stochastic_rounding: of bfloat16, 8-bit and 4-bit state.
-        seed: of the random bits, 32 bits.
-        ema_decay: of the averages of main params; None keeps none.
-        ema_dtype: of these averages, float32 or bfloat16.
+        stochastic_rounding: True for stochastic rounding of bfloat16, 8-bit and 4-bit state.
+        seed: seed of the random bits, 32 bits.
+        ema_decay: decay of the averages of main params; None keeps none.
+        ema_dtype: dtype of these averages, float32 or bfloat16.
 
     Raises:
-        ValueError: a value that there is no format for, naming it.
+        ValueError: a value is not supported, naming it.
     """
 
     exp_avg_dtype: torch.dtype = torch.float32
@@ -81,7 +81,8 @@ class StatePrecision:
             raise ValueError(f"seed={self.seed!r}: must be in [0, 2**32)")
 
     def is_small(self, elements: int) -> bool:
-        """Whether a parameter of so many elements, as a whole, keeps FP32 instead of codes."""
+        """True if a parameter of ``elements`` elements, as a whole, keeps FP32 moments instead of
+        codes."""
         return elements < self.fp32_state_below
 
     def stored_dtype(self, moment: str, is_small: bool) -> torch.dtype:
@@ -97,7 +98,8 @@ class StatePrecision:
         return dtype if dtype == torch.bfloat16 and self.store_param_remainders else torch.float32
 
     def average_weight(self, step: int) -> float:
-        """What a new main param weighs in its average at step ``step`` >= 1; an FP32 number."""
+        """Return the weight of a new main param in its average at step ``step`` >= 1, an FP32
+        number."""
         if step == 1 or self.ema_decay is None:
             return 1.0
         return fp32(1.0 - self.ema_decay)
@@ -115,8 +117,8 @@ class StatePrecision:
 
 
 def moment_specs(name: str, shape: torch.Size, dtype: torch.dtype) -> dict[str, TensorSpec]:
-    """What a moment of a shape is stored in: a tensor of that shape, or of the bytes of its 4-bit
-    codes; and its scales if it has some."""
+    """Return the forms of the tensors that store a moment: a tensor of its shape, or of the bytes
+    of its 4-bit codes; and its scales, if it has some."""
     form, numel = state_form(name, dtype), shape.numel()
     specs = {name: (torch.Size([packed_bytes(numel)]) if form.packed else shape, dtype)}
     if form.in_blocks:
@@ -143,8 +145,8 @@ def full_precision(state: Mapping[str, Any], main: Tensor) -> State:
 
 
 def unpacked(state: Mapping[str, Any], main: Tensor) -> State:
-    """A slot's state with 4-bit moments in FP32, in the main param's shape and without their
-    scales: what leaves the optimizer has shapes that any layout can read."""
+    """Return a slot's state with 4-bit moments in FP32, in the main param's shape and without
+    scales, so that any layout can read exported state."""
     packed = {
         key
         for key, value in state.items()
@@ -259,8 +261,7 @@ def _with_average(
 
 
 def _can_be_read(saved: Tensor, scale: Any, convert: bool) -> bool:
-    """Whether a saved moment has an FP32 form; what has none is left as it is, and refused as it
-    is."""
+    """True if a saved moment has an FP32 form; one without is refused in its saved form."""
     if saved.is_complex() or saved.is_meta:
         return False
     return (
@@ -335,10 +336,10 @@ def joined(label: str, main: Tensor, remainder: Tensor) -> Tensor:
 
 
 def narrowed(label: str, remainder: Any) -> Any:
-    """A saved remainder of 32 bits, as state dicts hold it beside process groups, in 16.
+    """Return a saved remainder of 32 bits, as state dicts with process groups hold it, in 16.
 
     Raises:
-        ValueError: it has more.
+        ValueError: it has more than 16 significant bits.
     """
     if not isinstance(remainder, Tensor) or remainder.dtype != torch.int32:
         return remainder
@@ -407,8 +408,8 @@ def without_unread(
 
 
 def stepped_without(label: str, moment: str, decided: str) -> ValueError:
-    """What to say of a stepped slot that lacks a moment: it would have to hold gradients that are
-    gone."""
+    """Return the error for a stepped slot without a moment: the moment would have to hold gradients
+    that are gone."""
     return ValueError(
         f"{label} was stepped without {moment}, which {decided} needs; set back what made it "
         "needless, or give the group the new value from its first step on; nothing was stepped"

@@ -120,7 +120,7 @@ def _sum_batch(tensors: Sequence[Tensor], blocks: int) -> Tensor:
 
 
 def sum_in_pairs(values: Tensor) -> Tensor:
-    """Sums along the last dimension, whose values are added in adjacent pairs, zero filled."""
+    """Return sums along the last dimension, added in adjacent pairs, zero filled."""
     count = values.shape[-1]
     sums = torch.nn.functional.pad(values, (0, _next_power(count) - count))
     while sums.shape[-1] > 1:
@@ -129,7 +129,8 @@ def sum_in_pairs(values: Tensor) -> Tensor:
 
 
 def by_dtype(tensors: CachedTensorList, sum_alike: Callable[[CachedTensorList], Tensor]) -> Tensor:
-    """Sums, shape (n,) FP64, of tensors on one device, by what takes those of one dtype."""
+    """Return sums, shape (n,) FP64, of tensors on one device, by a function for tensors of one
+    dtype."""
     device = tensors[0].device if tensors else torch.device("cpu")
     sums = torch.empty(len(tensors), dtype=torch.float64, device=device)
     for dtype in tensors.dtypes:

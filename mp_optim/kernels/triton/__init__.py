@@ -14,7 +14,7 @@ __all__ = ["triton_backend"]
 
 @cache
 def triton_backend() -> tuple[TritonBackend | None, str]:
-    """The backend, or None; and what it runs on, or why there is none. The answer is final for this
+    """Return the backend and its device; or None and the reason. The answer is final for this
     process."""
     try:
         from mp_optim.kernels.triton.backend import TritonBackend

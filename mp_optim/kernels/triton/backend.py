@@ -1,8 +1,7 @@
-"""The rules by Triton kernels: one launch for all tensors that share dtypes, however many there
-are.
+"""The rules by Triton kernels: one launch for all tensors that share dtypes, with the bits of
+``reference``.
 
-Bit for bit what ``reference`` computes. What the kernels do not read, such as FP64 gradients, goes
-to it.
+Tensors that the kernels do not support, such as FP64 gradients, are stepped by ``reference``.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ from mp_optim.kernels.triton.proofs import FormProofs
 from mp_optim.kernels.triton.tables import Plan, Tables
 
 OLDEST = (3, 6)
-"""The first Triton whose ``div_rn`` and ``sqrt_rn`` keep denormals: 3.5.1 emits
-``div.rn.ftz.f32``."""
+"""The first Triton whose ``div_rn`` and ``sqrt_rn`` keep denormals: 3.5.1 emits ``div.rn.ftz.f32``.
+"""
 
 _ADAM = ("exp_avg", "exp_avg_sq")
 _TRIED, _TRIED_EACH = 0.375, 0.01171875
@@ -65,17 +64,17 @@ Launches = tuple[Sequence[Tensor | None], list[tuple[Plan, bool]]]
 
 
 class TritonBackend(ReferenceBackend):
-    """Launches the kernels; ``reference`` does what they cannot.
+    """Launches the kernels; ``reference`` carries out steps that they do not support.
 
     Attributes:
-        device_type: of the tensors it can step.
-        runs_on: the same in words.
-        tables: what launches read on the device.
-        proofs: of the forms of kernels that were used.
+        device_type: type of the device whose tensors it can step.
+        runs_on: the device, in words.
+        tables: device memory that launches read.
+        proofs: comparisons of the used forms of kernels with ``reference``.
 
     Raises:
-        RuntimeError: there is neither a device nor the interpreter, or this Triton computes other
-            bits.
+        RuntimeError: neither a device nor the interpreter is available, or this Triton computes
+            other bits.
     """
 
     name = "triton"
@@ -196,8 +195,8 @@ class TritonBackend(ReferenceBackend):
         return sums
 
     def launch_again(self, one: Pass) -> bool:
-        """Launch a pass over lists that stayed, with gradients where some were that were looked at;
-        says whether it did."""
+        """Launch a pass over unchanged lists again, with new gradients at checked places. Return
+        True if it was launched."""
         known, lists = prepared_launch(one.lists, one.kernel.__name__), one.lists
         if known is None:
             return False
@@ -223,8 +222,13 @@ class TritonBackend(ReferenceBackend):
         """Launch the programs of a plan.
 
         Args:
+            one: the pass.
+            part: the launch's tensor lists.
+            plan: programs and tensors.
+            aligned: True if all addresses are multiples of 16.
             columns: addresses of the part's tensors.
-            made: what the step itself made on the device, or makes there.
+            numbers: the row of scalars.
+            made: tensors that the step makes on the device.
         """
         (_, kind, lists), flags, skip, multiplier = part, one.flags, one.skip, one.multiplier
         assert kind is not None
@@ -279,7 +283,7 @@ class TritonBackend(ReferenceBackend):
         )
 
     def caution_scales(self, counts: Tensor, sizes: Sequence[int]) -> Tensor:
-        """As :meth:`ReferenceBackend.caution_scales`, formed on the device."""
+        """Return the factors of :meth:`ReferenceBackend.caution_scales`, formed on the device."""
         numels = self.tables.values(array("q", sizes), counts.device).clamp(min=1)
         shares = (counts[:, 0].double() / numels.double()).clamp(min=LEAST_SHARE)
         return shares.reciprocal().float()

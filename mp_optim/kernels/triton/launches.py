@@ -1,5 +1,5 @@
-"""How a rule's kernel is launched: which tensors one launch takes, what it is told, and who steps
-what no kernel reads.
+"""Launches of a rule's kernel: the tensors of one launch, its arguments, and the steps that
+``reference`` takes instead.
 
 The numbers that change from step to step (rates, bias corrections, seeds) are stored on the device,
 in one row for each call of a rule.
@@ -30,12 +30,12 @@ from mp_optim.kernels.triton.kernels.tiles import Flags
 from mp_optim.kernels.triton.tables import RUN, Plan, Tables
 
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 4}
-"""Of every launch."""
+"""Compiler options of every launch."""
 WIDE = {**OPTIONS, "num_warps": 8}
-"""Of those whose tiles are large."""
+"""Compiler options of launches with large tiles."""
 ROWS = 4
 """Blocks of 256 elements in a tile: 8 elements for each of 128 threads. A multiprocessor has 70 to
-100 kB under way so, and what hides the latency of memory is below 50 (its share of the bandwidth
+100 kB in flight then, and below 50 would hide the latency of memory (its share of the bandwidth
 times 800 ns)."""
 TYPES = {
     torch.float32: tl.float32,
@@ -57,19 +57,19 @@ WIDTH = SCALARS + _MOST_SCALARS
 
 
 def shape_of(rule: str, kind: LaunchDtypes) -> dict[str, Any]:
-    """Tile and threads of a rule's launch, chosen by what ptxas says: at most 128 registers, so
-    that a multiprocessor holds 16 warps, and no spills. The first kernel of LAMB, whose tile is
-    that of its sums, takes 180 in 4 warps. Four elements side by side
-    are 16 bytes of an FP32 tensor, eight where there is none."""
+    """Return tile and threads of a rule's launch, chosen by ptxas reports: at most 128 registers,
+    so that a multiprocessor holds 16 warps, and no spills. The first kernel of LAMB, which has
+    the tile of its sums, takes 180 in 4 warps. Four neighbouring elements are 16 bytes of an
+    FP32 tensor, eight without one."""
     run = 4 if torch.float32 in kind else 8
     return {"ROWS": ROWS, "RUN": run, **(WIDE if rule == "lamb_moments" else OPTIONS)}
 
 
 def row_of(scalars: Any, seed: int, average_weight: float = 1.0) -> array[int]:
-    """A call's row: the scalars are those fields that are FP32 numbers, in their order.
+    """Return a call's row. The scalars are the FP32 fields, in their order.
 
     Raises:
-        ValueError: there are more of these than a row has room for.
+        ValueError: the scalars do not fit into a row.
     """
     values = [getattr(scalars, name) for name in scalars.__slots__]
     rate = scalars.lr if isinstance(scalars, LambScalars) else 0.0
@@ -99,17 +99,17 @@ MULTIPLE = 16
 
 @dataclass(frozen=True, eq=False)
 class KernelForm:
-    """A kernel with what is compiled into it.
+    """A kernel with its compiled-in constants.
 
-    Before each launch Triton works out, from every argument and constant, which of its compiled
-    kernels is asked for: some 50 microseconds of Python. So each is kept here by what it was
-    compiled for, and launched as it is from then on.
+    Before each launch Triton finds the compiled kernel from every argument and constant, in some 50
+    microseconds of Python. So each compiled kernel is cached here by its key, and launched directly
+    from then on.
 
     Attributes:
         constants: the last arguments of the kernel, in their order.
-        options: of the compiler.
-        compiled: by device and by what Triton goes by beside constants: of pointers whether they
-            are there, and multiples of 16; of all else the type.
+        options: options of the compiler.
+        compiled: compiled kernels by device and by Triton's key: for pointers whether they are
+            given, and multiples of 16; for other arguments the type.
     """
 
     kernel: Any
@@ -118,7 +118,7 @@ class KernelForm:
     compiled: dict[tuple[Any, ...], CompiledKernel] = field(default_factory=dict)
 
     def launch(self, programs: int, *arguments: Any) -> None:
-        """Launch so many programs on the current device, on its current stream."""
+        """Launch ``programs`` programs on the current device, on its current stream."""
         if not isinstance(self.kernel, JITFunction):  # it is interpreted
             self.kernel[(programs,)](*arguments, **self.constants, **self.options)
             return
@@ -149,9 +149,9 @@ MOST_LAUNCHES = 8
 """Sets of addresses of gradients that are known for each rule and list of main params."""
 
 Multiplier = float | Tensor
-"""A number; or FP32 on the tensors' device, shape (1,) or (2,): what gradients are multiplied with,
-and a flag that is not 0 if nothing is to be written. What is on the device can be formed there,
-without the host waiting for it."""
+"""The factor of gradients: a number; or FP32 on the tensors' device, shape (1,) or (2,): the
+factor, and a flag that is not 0 to write nothing. A tensor can be formed on the device without a
+wait of the host."""
 
 
 Call = Callable[[ReferenceBackend, TensorLists, Any, Any], Any]
@@ -189,7 +189,7 @@ def step_form(
     aligned: bool,
     chunk: int,
 ) -> KernelForm:
-    """What is compiled for such launches."""
+    """Return the compiled form for such launches."""
     constants = {
         "RULE": rule,
         "FLAGS": flags,
@@ -218,7 +218,8 @@ def on_host(multiplier: Multiplier, flag: Tensor | None = None) -> float | None:
 
 
 SUM_CHUNK, SUM_WARPS = 4096, 2
-"""Elements a program sums, and its warps: small programs, of which some read while others add."""
+"""Elements that a program sums, and its warps: small programs, so that some read while others add.
+"""
 
 
 def sum_alike(tables: Tables, tensors: CachedTensorList) -> Tensor:

@@ -13,17 +13,17 @@ from mp_optim.kernels.reference import ReferenceBackend
 from mp_optim.kernels.self_test import Trial, TrialForm, differences, failure, trial_lists
 
 SIZES = (0, 1, 257, 1024 + 256 + 16, 16384, 2 * 8192 + 2048 + 3)
-"""Elements of the tensors that a form is tried on.
+"""Elements of a trial's tensors.
 
-NOTE: they follow the kernels, and change with them: a whole tile is 1024 elements, and the rest of
-a tensor that ends at a multiple of 16 has a branch of its own; chunks of a step are 8192 elements,
-those of a sum 16384.
+NOTE: they change with the kernels. A whole tile is 1024 elements, and the remainder of a tensor
+that ends at a multiple of 16 has its own branch. Chunks of a step are 8192 elements, those of a sum
+16384.
 """
 INTERPRETED_SIZES = (0, 257)
 """Elements of these tensors where kernels are interpreted: no compiler could be wrong about whole
 tiles."""
 _TINY = 300
-"""Elements of the last tensor of a trial, whose gradients have denormal squares."""
+"""Elements of a trial's last tensor, whose gradients have denormal squares."""
 
 
 class FormProofs:
@@ -42,14 +42,14 @@ class FormProofs:
     def holds(
         self, form: Any, backend: ReferenceBackend, part: AlikeLists, shift: int, trial: Trial
     ) -> bool:
-        """Return whether a form of a kernel has the bits of ``reference``; warn if it has not.
+        """Return True if a form of a kernel has the bits of ``reference``; warn if not.
 
         Args:
             form: equal for launches of one form; its first entry names the kernel.
             backend: the backend with the kernels.
-            part: of the launch, whose dtypes the trial has.
+            part: the launch's lists, whose dtypes the trial has.
             shift: elements by which trial tensors begin after a multiple of 16 bytes.
-            trial: calls the method of a backend that is about to be called.
+            trial: calls the backend's method on trial lists.
         """
         known = self.is_right.get(form)
         return self._prove(form, backend, part, shift, trial) if known is None else known

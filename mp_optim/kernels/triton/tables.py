@@ -54,12 +54,12 @@ class Column:
 
 
 class Plan:
-    """Which program works on which chunk of which tensor.
+    """The tensor and chunk of each program.
 
     Attributes:
         owners: int32, shape (programs,): the tensor of each program.
         firsts: int32, shape (tensors,): each tensor's first program.
-        sizes: int64, shape (tensors,).
+        sizes: int64, shape (tensors,): elements of each tensor.
         nbytes: device memory of the largest of these.
     """
 
@@ -73,7 +73,8 @@ class Plan:
 
     @cached_property
     def rounds(self) -> list[Round]:
-        """How each tensor's chunk sums become one sum: runs of RUN of them, until one is left."""
+        """The passes that reduce each tensor's chunk sums to one sum: runs of RUN of them, until
+        one is left."""
         rounds: list[Round] = []
         counts, starts = self._chunks, self.firsts
         while not rounds or max(counts) > 1:
@@ -83,8 +84,8 @@ class Plan:
 
 
 class Round:
-    """One pass over sums that lie tensor by tensor in a row, from ``starts`` on: ``counts`` before,
-    ``results`` after it."""
+    """One pass over sums that are stored tensor by tensor, from ``starts`` on: ``counts`` before
+    it, ``results`` after it."""
 
     def __init__(
         self, tables: Tables, counts: Sequence[int], starts: Tensor, device: torch.device
@@ -134,8 +135,9 @@ class Tables:
     def launch_of(
         self, part: AlikeLists, moments: tuple[str, ...], chunk: int
     ) -> tuple[list[Tensor | None], list[tuple[Plan, bool]]]:
-        """Addresses of the parts of all tensors, in the order in which kernels take them; and the
-        plans by whether all addresses of a tensor, but for its scales, are multiples of 16."""
+        """Return addresses of the parts of all tensors, in the order of kernel arguments; and
+        plans, each with True if all addresses of its tensors, except scales, are multiples of
+        16."""
         lists, device = part.lists, part.lists.grad[0].device
         assert part.kind is not None
         found = columns_of(lists, part.kind, moments)
@@ -160,9 +162,9 @@ class Tables:
     def plans(
         self, tensors: Sequence[Tensor], chunk: int, device: torch.device, odd: frozenset[int]
     ) -> list[tuple[Plan, bool]]:
-        """A plan for the tensors whose parts are all at multiples of 16, and one for those at the
-        places ``odd``, each with whether it is the former; one that has all tensors comes alone.
-        The other tensors of a plan have no programs there."""
+        """Return a plan for the tensors whose parts are all at multiples of 16, and one for those
+        at the places ``odd``, each with True for the former; a plan that has all tensors is the
+        only one. The other tensors of a plan have no programs in it."""
         if len(odd) in (0, len(tensors)):
             return [(self.plan(tensors, chunk, device), not odd)]
         even = frozenset(range(len(tensors))) - odd
@@ -178,8 +180,8 @@ class Tables:
         device: torch.device,
         without: frozenset[int] = frozenset(),
     ) -> Plan:
-        """The programs that work on tensors, but for those at some places, in chunks of ``chunk``
-        elements."""
+        """Return the programs for tensors, except those at the places ``without``, in chunks of
+        ``chunk`` elements."""
         sizes = CachedTensorList.of(tensors).sizes[:]
         for place in without:
             sizes[place] = 0
@@ -202,8 +204,7 @@ class Tables:
         return self.upload(torch.frombuffer(values, dtype=dtype), device)
 
     def row(self, row: array[int], device: torch.device) -> Tensor:
-        """The numbers of a call on the device: the same ones for all parts of what is stepped with
-        them, so that the first part's way is no other's.
+        """Return the numbers of a call on the device, one row for all parts of the step.
 
         Raises:
             RuntimeError: a CUDA graph is being captured.
@@ -230,7 +231,8 @@ class Tables:
         return table.pin_memory().to(device, non_blocking=True)
 
     def _remembered(self, key: Hashable, build: Callable[[], _Value]) -> _Value:
-        """What was made of this content; the least recently asked for is given up first."""
+        """Return the cached value of a content, or build it; the least recently used value is
+        dropped first."""
         value: Any = self._of_content.pop(key, None)
         if value is None:
             value = build()
