@@ -1,5 +1,5 @@
-"""Decide: from a few scalars to what happens with this step, on the host or on the device; and how
-steps are counted, also those that are skipped."""
+"""The decision of a step, from a few scalars, on the host or on the device; and the counts of
+steps, including skipped ones."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ DISAGREEMENT, NOT_FINITE = "disagreement", "not_finite"
 
 
 class StepResult(Sequence[Any]):
-    """What a step did; unpacks as Megatron's tuple ``(success, grad_norm, num_zeros_in_grad)``, and
-    is equal to it.
+    """The result of a step. It unpacks as Megatron's tuple ``(success, grad_norm,
+    num_zeros_in_grad)``, and equals it.
 
-    After a step that the host did not wait for, the first look at any value waits for the device;
-    :attr:`is_known` says whether it would. Immutable; a pickled one holds values.
+    After a step that the host did not wait for, the first read of any value waits for the device;
+    :attr:`is_known` is False then. Immutable; a pickled result holds values.
 
     Attributes:
-        success: whether parameters were updated.
+        success: True if parameters were updated.
         grad_norm: global L2 norm of the unscaled gradients before clipping; None after an overflow.
         num_zeros_in_grad: zero gradient elements if ``log_num_zeros_in_grad``, else None.
-        reason: why the step was skipped, in words; empty for one that was taken. Not in the tuple.
+        reason: the reason for a skip, in words; empty for a step that was taken. Not in the tuple.
     """
 
     __slots__ = ("_read", "_values")
@@ -156,7 +156,7 @@ class Verdict:
 
     @property
     def result(self) -> StepResult:
-        """What the caller of ``step`` gets."""
+        """Return the result for the caller of ``step``."""
         if self.cause == NOT_FINITE:
             return StepResult(False, None, None, self.reason)
         norm = self.norms.get(MAIN_NORM, 0.0)
@@ -258,22 +258,21 @@ def _read(scalars: Sequence[Tensor], more: Tensor | None) -> tuple[list[float], 
 
 @dataclass(eq=False)
 class ComingVerdict:
-    """A verdict's numbers on the device, and their copy to the host, which is on its way.
+    """A verdict's numbers on the device, and their copy to the host in progress.
 
     Attributes:
         names: norm groups, in the order of the rows.
-        controls: FP32, shape (names, 2): each group's multiplier, and 0 unless the step is to be
-            skipped.
-        overflow: bool, shape (): some gradient is not finite.
-        report: FP64, 1-D: overflow, skip (2 or 3 because ranks disagree), norms, multipliers before
-            they are rounded, the number of zeros if they were counted, the ``judged`` numbers of
-            the observer that judges, what a verdict has as ``scaling``, and the sums of ``params``
+        controls: FP32, shape (names, 2): each group's multiplier, and 0 unless the step is skipped.
+        overflow: bool, shape (): True if a gradient is not finite.
+        report: FP64, 1-D: overflow, skip (2 or 3 if ranks disagree), norms, multipliers before
+            rounding, the number of zeros if they were counted, the ``judged`` numbers of the
+            observer that judges, the numbers of a verdict's ``scaling``, and the sums of ``params``
             parameters.
-        counts_zeros: whether they were counted.
+        counts_zeros: True if zeros were counted.
         threshold: the norm above which the step is skipped.
-        judge: the observer that judges, if there is one.
-        judged: how many numbers it gave.
-        params: how many parameters' sums of squares are kept, 0 for none.
+        judge: the observer that judges, or None.
+        judged: number of its values.
+        params: number of parameters whose sums of squares are kept, 0 for none.
     """
 
     names: Sequence[str]
@@ -335,8 +334,8 @@ def decide_on_device(
     config: Any,
     judge: Observer | None = None,
 ) -> ComingVerdict:
-    """The verdict on the device of the measurement's sums, of which there is at least one; nothing
-    waits. ``judge`` takes the norm. Arguments as of :func:`decide`, on the same device."""
+    """Return the verdict on the device of the measurement's sums, of which at least one exists,
+    without a wait. ``judge`` gets the norm. Arguments as for :func:`decide`, on the same device."""
     names = list(measurement.sums)
     sums = torch.stack(list(measurement.sums.values()))
     scale = scaled_by[0].reshape(()) if scaled_by else None
@@ -386,7 +385,7 @@ def clip_coefficients(norms: Tensor, limit: float) -> Tensor:
 
 
 class DeviceVerdict:
-    """A verdict that kernels on the device can follow, and whose copy to the host is on its way.
+    """A verdict for kernels on the device, with its copy to the host in progress.
 
     The copy starts with the object, so settling waits for the verdict, not for kernels that were
     launched since.
@@ -394,9 +393,9 @@ class DeviceVerdict:
     Attributes:
         multipliers: for each norm group, as in :class:`Verdict`.
         found_inf: bool tensor on the device, shape ().
-        result: what the caller of ``step`` gets; looking at it settles.
-        cause, norms: empty, as the host does not know them; kernels read the flag next to each
-            multiplier.
+        result: the result for the caller of ``step``; reading it settles.
+        cause: empty, because the host does not know it.
+        norms: empty, likewise; kernels read the flag next to each multiplier.
     """
 
     cause = ""
@@ -417,11 +416,12 @@ class DeviceVerdict:
         return self._coming.settle()
 
     def when_settled(self, tell: Callable[[Verdict], object]) -> None:
-        """Call ``tell`` once, as soon as the verdict was waited for; now if it was. Those who asked
-        first are told first.
+        """Call ``tell`` once, as soon as the verdict is on the host; now if it is. Callbacks are
+        called in the order of registration.
 
         Args:
-            tell: must not keep the optimizer alive, whose last verdict this is.
+            tell: a callback without a strong reference to the optimizer, whose last verdict this
+                is.
         """
         self._coming.when_settled(tell)
 

@@ -1,4 +1,4 @@
-"""What the stack chose and why, as data that prints."""
+"""The description of a stack: its placement and backends with their reasons, as printable data."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ class DescriptionRow:
     """Slots of one param group that share place and dtype.
 
     Attributes:
-        group: index of the param group. place: ``device``, ``host`` or ``streamed``. model_dtype:
-            of the parameters.
-        slots: how many parameters. params: how many elements on this rank.
-        bytes: main params and optimizer state, not counting the model's own parameters.
-        backend: what steps them. why: how it was chosen.
+        group: index of the param group.
+        place: ``device``, ``host`` or ``streamed``.
+        model_dtype: dtype of the parameters.
+        slots: number of parameters.
+        params: number of elements on this rank.
+        bytes: bytes of main params and optimizer state, without the model's own parameters.
+        backend: name of the backend.
+        why: reason for it.
     """
 
     group: int
@@ -41,8 +44,8 @@ class DescriptionRow:
 
 @dataclass(frozen=True)
 class Description:
-    """All rows, and notes on the whole; ``str()`` is a plain text table, and below it why each
-    place is stepped by what it is."""
+    """All rows, and notes on the whole. ``str()`` is a plain text table, followed by the reason for
+    each place's backend."""
 
     rows: tuple[DescriptionRow, ...]
     notes: tuple[str, ...] = ()
@@ -64,10 +67,12 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def describe(groups: ParamGroups, executor: Executor, table: SlotTable) -> Description:
-    """Read the rows off a wrapper; allocates state if there was none.
+    """Return the rows of a wrapper; allocate its state if it has none.
 
     Args:
-        groups: the model's parameters. executor: steps them. table: what is known of the slots.
+        groups: groups of the model's parameters.
+        executor: steps them.
+        table: the slot table.
     """
     counts: dict[DescriptionRow, list[int]] = defaultdict(lambda: [0, 0, 0])
     for index, (slot, param) in enumerate(iter_slots(groups)):

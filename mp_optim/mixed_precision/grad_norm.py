@@ -1,8 +1,8 @@
 """Measure and agree: one read of every gradient, then one reduction of a few scalars.
 
 The result is a sum of squares per norm group, in FP64 and in a fixed order of additions, so it does
-not depend on threads, buckets or where parameters are stepped. An inf or nan anywhere makes its sum
-non-finite; there is no second pass to look for one.
+not depend on threads, buckets or the place of the step. An inf or nan in any gradient makes its sum
+non-finite, so no second pass is needed.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def _total(values: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def measure(grads: Sequence[Tensor], fused_backend: str, device: torch.device) -> Tensor:
-    """Sum of squares of each of this step's local gradients, shape (n,) FP64 on ``device``; each is
-    read where it lies."""
+    """Return the sum of squares of each of this step's local gradients, shape (n,) FP64 on
+    ``device``. Each gradient is read in place."""
     if not isinstance(grads, CachedTensorList):
         grads = CachedTensorList(grads)
     if len(grads.devices) == 1:
@@ -92,12 +92,15 @@ def measure_rest(
     fused_backend: str,
     device: torch.device,
 ) -> Tensor:
-    """Return the sums of squares that :func:`measure` returns, of which some are known.
+    """Return the sums of squares of :func:`measure`, some of which are known.
 
     Args:
+        grads: local gradients.
         known: for each gradient its sum of squares, or None.
-        held: whether a gradient is a copy in host memory. One launch reads memory of one place, so
-            these are measured by themselves.
+        held: for each gradient, True if it is a copy in host memory. One launch reads memory of one
+            place, so these are measured separately.
+        fused_backend: backend whose kernels measure.
+        device: device of the result.
     """
     rest = [index for index, value in enumerate(known) if value is None]
     numbers = [value or 0.0 for value in known]
@@ -113,13 +116,14 @@ def measure_rest(
 def total_by_key(
     sums: Tensor, keys: Sequence[NormKey], all_keys: Sequence[NormKey], fused_backend: str
 ) -> dict[NormKey, Tensor]:
-    """Total for each key, shape () FP64.
+    """Return the total for each key, shape () FP64.
 
     Args:
-        fused_backend: whose kernels add.
-        sums, keys: of this step's local gradients in slot order, and which norm each counts in.
+        sums: sums of squares of this step's local gradients, in slot order.
+        keys: the norm key of each.
         all_keys: every key of the model, also those without a gradient now, so that all ranks
             reduce alike.
+        fused_backend: backend whose kernels add.
     """
     add = choose_backend(fused_backend, sums.device)[0].sum_in_pairs
     if len(all_keys) == 1:
@@ -200,7 +204,7 @@ def agree(
             )
         number = None if numbers is None else numbers.get(key)
         if zeros is None and number is None and not key.shard_groups:
-            totals[key.group] += value  # nobody else has a part in it
+            totals[key.group] += value  # no other rank has a part
             continue
         # Always two: a rank that counts zeros and one that does not reduce alike.
         values = [value, torch.zeros_like(value) if zeros is None else zeros[key]]
@@ -231,8 +235,8 @@ def _over_shards(
     ranks = math.prod(group.size() for group in (*key.shard_groups, *copies))
     terms: tuple[int, ...] = ()
     if number is not None:
-        # As much of it as FP64 adds exactly over so many ranks, and its square. The sums are those
-        # of equal numbers only if all are equal (Cauchy and Schwarz).
+        # The low bits that FP64 sums exactly over these ranks, and their square. The sums equal
+        # those of equal numbers only if all numbers are equal (Cauchy and Schwarz).
         kept = number & ((1 << (53 - ranks.bit_length()) // 2) - 1)
         terms = kept, kept * kept
     packed = torch.stack([*values, *(torch.full_like(values[0], term) for term in terms)])

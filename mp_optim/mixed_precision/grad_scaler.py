@@ -23,7 +23,7 @@ _SCALER_STATE = {
     "growth_tracker": WHOLE,
     "hysteresis_tracker": WHOLE,
 }
-"""What the state of a dynamic scale consists of, and may be."""
+"""The keys of a dynamic scale's state, and the values that they may have."""
 _GROWTH = Number(1.0, open_low=True)
 _BACKOFF = Number(0.0, 1.0, open_low=True, open_high=True)
 _STEPS = whole(1, 2**53)
@@ -48,7 +48,7 @@ class MegatronGradScaler(ABC):
 
     @property
     def inv_scale(self) -> Tensor:
-        """FP64, shape (1,): what gradients are multiplied with."""
+        """FP64, shape (1,): the factor that unscales gradients."""
         return self._scale.double().reciprocal()
 
     @abstractmethod

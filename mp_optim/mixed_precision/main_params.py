@@ -87,14 +87,13 @@ class MainParams:
             its name and the parameter. It must not keep the wrapper alive.
 
     Attributes:
-        table: what was last seen at every slot.
+        table: the slot table.
         written: checksums of weights that steps do not compare with their main params.
-        agreement: what is not yet certain about loaded slots.
-        executor: as it was given.
+        agreement: loaded slots that are still to be checked against the model.
+        executor: the executor of the argument.
         observers: watch the weights.
-        reloaded: how often a main param took the value of a parameter that was written from
-            outside.
-        layout_of: returns the layout in which an optimizer above shows the state of a slot; None
+        reloaded: number of main params that took the value of a parameter written by other code.
+        layout_of: returns the layout in which an optimizer above exports the state of a slot; None
             for the layout of the slot's parameter.
 
     Raises:
@@ -275,7 +274,7 @@ class MainParams:
         return param_at(self._param_groups, slot)
 
     def _local(self, slot: Slot) -> Tensor:
-        """The model's parameter, or what this rank has of it."""
+        """Return the model's parameter, or this rank's part of it."""
         return local_tensor(self.param(slot))
 
     def _stepped(self, slot: Slot) -> Tensor:
@@ -304,8 +303,8 @@ class MainParams:
         return shown
 
     def sharers(self, slot: Slot) -> tuple[ProcessGroup, ...]:
-        """The groups of ranks that have other parts of a slot's parameter, or copies of what is
-        here."""
+        """Return the groups of ranks that have other parts of a slot's parameter, or copies of this
+        part."""
         param, ranks = self.param(slot), self._tensor_parallel(slot)
         if is_dtensor(param):
             copies = ranks_of_copies(param)
@@ -333,7 +332,7 @@ class MainParams:
         return self.executor.state_of(slot).live()
 
     def stepped_value(self, slot: Slot) -> Tensor:
-        """The FP32 value of what is stepped for a slot."""
+        """Return the FP32 value of a slot's main param."""
         return self.executor.main_param(slot)
 
     def set_stepped_value(self, slot: Slot, value: Tensor) -> None:
@@ -350,7 +349,7 @@ class MainParams:
             observer.state_exposed(index)
 
     def write_model(self, slot: Slot) -> None:
-        """Give the model's parameter at a slot the value of what is stepped for it."""
+        """Write the main param's value to the model's parameter at a slot."""
         param = self.param(slot)
         for observer in self.observers:
             observer.weight_written(self.table.index(slot))
@@ -549,6 +548,6 @@ class MainParams:
         return [known.get(slot) for slot in self.table.slots]
 
     def check_remainders(self, slot: Slot | None) -> None:
-        """Raise ValueError if a loaded remainder, of one slot or of all, lies beside a parameter
-        that it was not saved with, naming the parameters."""
+        """Raise ValueError if a loaded remainder, of one slot or of all, belongs to other parameter
+        values than the present ones, naming the parameters."""
         self.agreement.check_expected(slot, self._local, self.name)

@@ -39,25 +39,26 @@ from mp_optim.param_groups.tables import Tables, choice_notes
 
 
 class MegatronOptimizer(SlotKeyedOptimizer):
-    """What every stack is to its caller: a torch optimizer over the model's parameters, with a loss
+    """The interface of every stack: a torch optimizer over the model's parameters, with a loss
     scale, that measures gradients, agrees on the norm, decides, and steps or skips.
 
     A :class:`~mp_optim.mixed_precision.wrapped_optimizer.WrappedOptimizer` has one inner optimizer
     and does the work; a :class:`~mp_optim.zero.composite.CompositeOptimizer` has members and
-    delegates. They provide what is abstract here.
+    delegates. They implement the abstract methods.
 
     Args:
         params: groups of the model's parameters.
-        defaults: of settings.
+        defaults: defaults of settings.
         config: see :class:`mp_optim.OptimizerConfig`.
         grad_scaler: loss scale, or None for 1.
 
     Attributes:
-        model_params: the whole model's, if it was built for one; names are looked up there.
+        model_params: parameters of the whole model, if the stack was built for one; names are
+            looked up in them.
         observer_kinds: observers that every stack has, by name (:mod:`mp_optim.monitor`).
-        observers: those of this stack.
+        observers: observers of this stack.
         early_work: schedulers of work during backward, one for each wrapper that has one.
-        counts: of its steps, and the verdict on the last one.
+        counts: counts of steps, and the last verdict.
     """
 
     model_params: ModelParams | None = None
@@ -83,7 +84,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.observers = Observers(self.observer_kinds, self)
 
     def join(self, whole: MegatronOptimizer) -> None:
-        """Become a part of a composite, whose steps are counted, scaled and watched as one."""
+        """Become a member of a composite, whose steps are counted, scaled and watched as one."""
         self.grad_scaler, self.counts, self.observers = (
             whole.grad_scaler,
             whole.counts,
@@ -100,11 +101,11 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     @abstractmethod
     def collect_grads(self) -> StepGrads:
-        """Find this step's gradients; nothing here asks the device.
+        """Return this step's gradients without a wait for the device.
 
         Raises:
             WorkerError: work during backward failed; the caller discards the work of all workers.
-            TypeError, ValueError: a gradient or a hyperparameter cannot be stepped with, naming it.
+            TypeError, ValueError: a gradient or a hyperparameter is not supported, naming it.
         """
 
     @abstractmethod
@@ -123,20 +124,22 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     # -- the step ---------------------------------------------------------------------------------
 
-    @_disable_dynamo  # what is made in the first step outlives a trace
+    @_disable_dynamo  # objects made in the first step outlive a trace
     def step(self, closure: Closure | None = None) -> Any:
-        """One step: returns :class:`~mp_optim.mixed_precision.clip_and_skip.StepResult`, or the
-        closure's loss
-        if one is given.
+        """Take one step. Return a :class:`~mp_optim.mixed_precision.clip_and_skip.StepResult`, or
+        the loss of the closure if one is given.
 
-        A step whose gradients hold an inf or nan, or whose norm exceeds
-        ``config.grad_norm_skip_threshold`` or the limit of the rolling rule, changes nothing but
-        the loss scale; it is logged, and ``StepResult.reason`` says why. Warns of a step without
-        any gradient, and of steps skipped in a row.
+        A step changes nothing but the loss scale if its gradients hold an inf or nan, or if its
+        norm exceeds ``config.grad_norm_skip_threshold`` or the limit of the rolling rule. It is
+        logged, and ``StepResult.reason`` has the reason. Warns of a step without any gradient, and
+        of steps skipped in a row.
+
+        Args:
+            closure: computes the loss and the gradients, or None.
 
         Raises:
             ValueError: a hyperparameter is out of range, naming it; nothing was stepped.
-            BrokenOffError: the step before was broken off half-way (by a signal, or an error in a
+            BrokenOffError: the previous step was interrupted (by a signal, or an error in a
                 kernel).
         """
         loss = None
@@ -178,8 +181,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         return loss * self.grad_scaler.scale.to(loss.device).reshape(())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear ``grad`` and ``decoupled_grad``, and forget gradients that were released.
-        ``main_grad`` belongs to what made it and is left alone."""
+        """Clear ``grad`` and ``decoupled_grad``, and forget released gradients. ``main_grad``
+        belongs to the code that made it and stays."""
         for scheduler in self.early_work:
             scheduler.forget_released()
         super().zero_grad(set_to_none=set_to_none)
@@ -222,21 +225,21 @@ class MegatronOptimizer(SlotKeyedOptimizer):
             self.is_last_microbatch = before
 
     def gradients_ready(self, params: Iterable[Tensor] | None = None) -> None:
-        """The gradients of these parameters (by default all) are what will be stepped:
-        ``offload_mode`` may begin.
+        """Register that the gradients of these parameters (by default all) are final, so that the
+        work of ``offload_mode`` may begin.
 
-        To be called by the loop that reduces gradients over ranks; in a job of one rank, and with
-        FSDP2, backward itself says it.
+        Call it from the loop that reduces gradients over ranks. In a job of one rank, and with
+        FSDP2, backward calls it.
         """
         chosen = None if params is None else list(params)
         for scheduler in self.early_work:
             scheduler.grads.ready(chosen)
 
     def discard_early_work(self) -> None:
-        """Forget what was done during backward; ``step()`` does it again.
+        """Discard the work of backward; ``step()`` does it again.
 
-        Whatever writes to gradients is noticed by itself, but for rows on an accelerator that
-        change places without a trace: see ``docs/outside_writes.md``.
+        Writes to gradients are detected, except for rows on an accelerator that are exchanged
+        without a trace: see ``docs/outside_writes.md``.
         """
         for scheduler in self.early_work:
             scheduler.discard()
@@ -304,15 +307,15 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         )
 
     def named_main_params(self) -> Iterator[tuple[str, Tensor]]:
-        """(FQN, FP32 tensor of the parameter's shape), in slot order.
+        """Yield (FQN, FP32 tensor of the parameter's shape), in slot order.
 
-        A DTensor if the parameter is one; of a parameter that a
-        :class:`~mp_optim.DistributedOptimizer` splits, what this rank owns, as a flat shard of the
+        The tensor is a DTensor if the parameter is one. For a parameter that a
+        :class:`~mp_optim.DistributedOptimizer` splits, it is this rank's flat shard of the
         parameter's shape. The tensor is the live one, or a copy if the main param is stored as a
         remainder.
 
         Raises:
-            BrokenOffError: the last step or load was broken off half-way.
+            BrokenOffError: the last step or load was interrupted.
         """
         self.step_mark.check("named_main_params")
         self.make_current()
@@ -321,16 +324,16 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """For the length of a ``with`` block the model's parameters have the values of their
-        averages (``ema_decay``), rounded to their dtypes; afterwards their own bits, whatever
-        happened. Collective if the optimizer is distributed.
+        """Replace the model's parameters by their averages (``ema_decay``), rounded to their
+        dtypes, within a ``with`` block. Afterwards they have their own bits again, also after an
+        exception. Collective if the optimizer is distributed.
 
-        The block evaluates, or saves the model alone. In it a copy of this rank's share of the
-        weights is kept in their dtype. A parameter that was never stepped keeps its value.
+        The block may evaluate, or save the model alone. A copy of this rank's share of the weights
+        is kept in their dtype meanwhile. A parameter that was never stepped keeps its value.
 
         Raises:
             ValueError: no averages are kept.
-            RuntimeError: in the block, from what steps, saves or loads the optimizer.
+            RuntimeError: in the block, from calls that step, save or load the optimizer.
         """
         with self.observers["averaged_weights"].swapped_in():
             yield
@@ -389,13 +392,13 @@ class MegatronOptimizer(SlotKeyedOptimizer):
             _forget_gathered()
 
     def take_model_params(self, values: Mapping[str, Any]) -> None:
-        """What :meth:`reload_model_params` does, with nothing compared."""
+        """Do the work of :meth:`reload_model_params` without comparing ranks."""
         for mains in self.all_mains():
             mains.reload(values)
 
     def sharers(self) -> Iterator[tuple[str, tuple[ProcessGroup, ...]]]:
-        """The name of each trained parameter, and the groups of ranks that have copies or other
-        parts of it: what one of them writes, all have to."""
+        """Yield the name of each trained parameter, and the groups of ranks that have copies or
+        other parts of it. All of them have to write it alike."""
         for mains in self.all_mains():
             for slot in mains.slots_with_main():
                 yield mains.name(slot), mains.sharers(slot)
@@ -419,23 +422,22 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.observers["changed_weights"].track(on)
 
     def changed_weights(self, *, full: bool = False) -> WeightDelta:
-        """Publish this rank's part of the elements of weights that have another value than at the
-        last publication (at first: than at :meth:`track_changes`), with these values: 16-bit and
-        FP32 parameters that this optimizer has, in coordinates of the whole model. The ranks' parts
+        """Publish this rank's part of the changed elements of weights, with their values: elements
+        of 16-bit and FP32 parameters of this optimizer that differ from the last publication (at
+        first, from :meth:`track_changes`), in coordinates of the whole model. The ranks' parts
         together are the delta; no element is in two of them.
 
         An element that returned to its old value may be listed; one that differs is never missed.
-        Of what something other than a step wrote (with a trace, see ``docs/outside_writes.md``),
-        all elements may be.
+        All elements may be listed of parameters that other code than a step wrote (with a trace,
+        see ``docs/outside_writes.md``).
 
         Args:
-            full: all elements, for a receiver that has other weights than those of the last
-                publication.
+            full: True for all elements, for a receiver that has other weights than those of the
+                last publication.
 
         Raises:
-            RuntimeError: :meth:`track_changes` was not called, or inside of
-                ``averaged_weights()``.
-            BrokenOffError: the last step or load was broken off half-way.
+            RuntimeError: :meth:`track_changes` was not called, or inside of ``averaged_weights()``.
+            BrokenOffError: the last step or load was interrupted.
         """
         delta: WeightDelta = self.observers["changed_weights"].publish(full)
         return delta
@@ -499,8 +501,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
 
 def _forget_gathered() -> None:
-    """Let FSDP2 gather its parameters anew: after a forward pass without backward the outermost
-    module keeps them whole, and would go on with what they were."""
+    """Make FSDP2 gather its parameters again. After a forward pass without backward the outermost
+    module keeps them whole, and would use the old values."""
     from torch.distributed._composable_state import _module_state_mapping
     from torch.distributed.fsdp import FSDPModule
 

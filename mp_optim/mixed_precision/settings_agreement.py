@@ -158,8 +158,8 @@ class SettingsAlike:
 
 
 def disagreement(parts: Sequence[SettingsAlike]) -> ValueError:
-    """How the ranks that hold the same parameters differ in what they would step them with; for
-    all that noticed to ask, each when it does."""
+    """Return an error with the difference between ranks that hold the same parameters. Each rank
+    that noticed it calls this by itself."""
     said = [line for settings in parts for line in settings.said]
     ranks = sorted({rank for settings in parts for rank in settings.ranks})
     how = difference_told(said, ranks)
@@ -173,17 +173,18 @@ def check_write(
     values: Any,
     device: torch.device,
 ) -> None:
-    """Compare what a call is given between the ranks that share parameters. Collective, once for
+    """Compare the arguments of a call between the ranks that share parameters. Collective, once for
     each kind of sharing.
 
     Args:
-        sharers: the name of each trained parameter here, and who shares it.
-        doing: the call.
-        values: by name. Those of no parameter here are compared with everyone.
+        sharers: the name of each trained parameter here, and the groups that share it.
+        doing: name of the call.
+        values: arguments by parameter name. Other names are compared on all ranks.
+        device: device of the numbers that are reduced.
 
     Raises:
-        ValueError: ranks are given other values, naming them.
-        MissingRanksError: a rank does something else, or is gone.
+        ValueError: ranks have other values, naming them.
+        MissingRanksError: a rank calls something else, or is gone.
     """
     given = dict(values) if isinstance(values, Mapping) else {"all": values}
     named: dict[tuple[ProcessGroup, ...], set[str]] = {}

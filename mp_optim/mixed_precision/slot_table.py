@@ -1,4 +1,5 @@
-"""What the precision wrappers remember of every slot, as columns: one pass over a list is cheap."""
+"""The slot table of the precision wrappers: columns with facts about every slot, because one pass
+over a list is cheap."""
 
 from __future__ import annotations
 
@@ -57,8 +58,7 @@ class SlotColumns:
 
 @dataclass
 class SlotTable:
-    """The slots of a wrapper as they were last seen, in slot order, as parallel lists: a pass over
-    one is cheap.
+    """The slots of a wrapper in slot order, as parallel lists, kept for the wrapper's life.
 
     A slot is in one of four states:
 
@@ -70,21 +70,21 @@ class SlotTable:
 
     Attributes:
         slots: group and position of each slot.
-        seen: the model tensors, by which changes by other code are noticed.
-        has_main: the parameter was trainable when its group was added or since. Only such a slot
-            has state.
-        has_own_main: the main param is another tensor than the model's.
-        quantized: the model's tensor is in 8 bits with scales.
+        seen: the model tensors, by which changes by other code are detected.
+        has_main: True if the parameter was trainable when its group was added or since. Only such a
+            slot has state.
+        has_own_main: True if the main param is another tensor than the model's.
+        quantized: True if the model's tensor is in 8 bits with scales.
         keys: the norm in which the gradient counts.
         streams: stream of random numbers.
-        layouts: device of the model's tensor, and how it is split.
+        layouts: device of the model's tensor, and its split over ranks.
         first: index of each group's first slot.
-        split_over: result of :meth:`MainParams.split_over`; None until it is asked for.
+        split_over: result of :meth:`MainParams.split_over`; None until its first call.
         by_sums: indices of weights that a step compares with their main params only if their
             checksum changed; None until :class:`MainParams` finds them.
 
     NOTE: a method that writes a column calls :meth:`invalidate`, which drops all facts that were
-    put together from the columns.
+    derived from the columns.
     """
 
     slots: list[Slot] = field(default_factory=list)
@@ -101,7 +101,7 @@ class SlotTable:
     by_sums: set[int] | None = None
 
     def index(self, slot: Slot) -> int:
-        """Where a slot is in the lists."""
+        """Return the index of a slot in the lists."""
         return self.first[slot.group] + slot.position
 
     @property
@@ -111,7 +111,7 @@ class SlotTable:
 
     @cached_property
     def common(self) -> SettingsAlike:
-        """What is said of all slots; put together once for as long as nothing changes."""
+        """Facts that hold for all slots, computed once until something changes."""
         return SettingsAlike(self.slots, self.params, self.keys)
 
     def add(
@@ -261,10 +261,12 @@ class SlotTable:
     def updates(
         self, grads: Mapping[Slot, Tensor], multiplier: float, param_groups: ParamGroups
     ) -> SlotUpdates:
-        """Return the updates of some slots with these local gradients, in this order, without slots
-        that have no main param or whose parameters changed since the last look.
+        """Return the updates of some slots with these local gradients, in this order, except slots
+        that have no main param or whose parameters changed since the last step.
 
         Args:
+            grads: local gradients by slot.
+            multiplier: factor of the gradients.
             param_groups: live groups of the model's parameters.
         """
         indices = []

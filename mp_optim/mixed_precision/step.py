@@ -89,7 +89,7 @@ class SteppedStack(Protocol):
 def take_step(
     stack: SteppedStack, prepared: tuple[StepGrads, Verdict, Observer | None] | None = None
 ) -> StepResult:
-    """Step a stack once, or skip the step.
+    """Take one step of a stack, or skip it.
 
     Args:
         stack: the outermost optimizer.
@@ -97,9 +97,9 @@ def take_step(
             itself.
 
     Raises:
-        TypeError, ValueError: a gradient or a hyperparameter cannot be stepped with, naming it;
-            nothing was stepped.
-        BrokenOffError: the step before was broken off half-way.
+        TypeError, ValueError: a gradient or a hyperparameter is not supported, naming it; nothing
+            was stepped.
+        BrokenOffError: the previous step was interrupted.
     """
     config, observers = stack.config, stack.observers
     with stack.step_mark.step(stack):
@@ -334,7 +334,7 @@ class WrappedGrads(StepGrads):
         engine: its parts.
 
     Raises:
-        TypeError, ValueError: a gradient or a hyperparameter cannot be stepped with, naming it.
+        TypeError, ValueError: a gradient or a hyperparameter is not supported, naming it.
     """
 
     def __init__(self, wrapper: SlotKeyedOptimizer, engine: Engine) -> None:

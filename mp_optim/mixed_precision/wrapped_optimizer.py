@@ -33,12 +33,12 @@ class WrappedOptimizer(MegatronOptimizer):
     """Common part of the precision wrappers.
 
     Args:
-        optimizer: any torch optimizer over the model's parameters. This package's own step in one
-            pass from the gradients as they are; a foreign one gets FP32 ``.grad``.
+        optimizer: any torch optimizer over the model's parameters. One of this package steps
+            gradients of any dtype in one pass; a foreign one gets FP32 ``.grad``.
         config: see :class:`mp_optim.OptimizerConfig`.
         grad_scaler: loss scale, or None for 1.
-        init_state_fn: accepted for drop-in use; state is allocated by :meth:`init_state`.
-        process_groups: the ranks to agree with on the gradient norm.
+        init_state_fn: ignored, for compatibility with Megatron; :meth:`init_state` allocates state.
+        process_groups: the ranks that agree on the gradient norm.
 
     Raises:
         TypeError, ValueError: a parameter's dtype does not fit, naming it.
@@ -60,8 +60,8 @@ class WrappedOptimizer(MegatronOptimizer):
         self._build_engine(optimizer, executor)
 
     def _build_engine(self, optimizer: torch.optim.Optimizer, executor: Executor) -> None:
-        """Step by this optimizer, whose groups are those here: give main params to the parameters,
-        and put together what a step goes through."""
+        """Build main params and the parts of a step around an optimizer whose groups are those of
+        this wrapper."""
         config = self.config
         check_param = partial(self.check_param, config=config)
         mains = MainParams(self.param_groups, executor, self.process_groups, check_param)
@@ -88,7 +88,7 @@ class WrappedOptimizer(MegatronOptimizer):
 
     @cached_property
     def engine(self) -> Engine:
-        """What this wrapper steps with, built when it is first asked for.
+        """The parts of this wrapper's step, built at the first access.
 
         Raises:
             TypeError: a parameter's dtype cannot be trained, naming it.
@@ -102,11 +102,11 @@ class WrappedOptimizer(MegatronOptimizer):
         return "engine" in vars(self)
 
     def _build(self) -> None:
-        """Build what steps, in a class whose constructor does not."""
+        """Build the parts of the step, in a class whose constructor does not."""
 
     @property
     def executor(self) -> Executor:  # type: ignore[override]  # of one that may be built late
-        """What steps for the inner optimizer."""
+        """The executor of the inner optimizer."""
         return self.engine.executor
 
     @property

@@ -17,7 +17,7 @@ from mp_optim.mixed_precision.observer import Observer
 from mp_optim.process_groups.missing_ranks import MissingRanksError
 
 OwnWeights = list[tuple[MainParams, Slot, Tensor]]
-"""The model's own weights, of the slots whose parameters have other values."""
+"""The model's own weights, for slots whose parameters have other values now."""
 
 
 class AveragedWeights(Observer):

@@ -31,20 +31,22 @@ in that, row-major and ascending, None for all elements; and their values."""
 
 
 class WeightChanges(WeightObserver):
-    """What is remembered of each parameter since the last publication. Of one whose steps are
-    marked by their kernels, a bitmap, and whether something else wrote it: then all of it counts as
-    changed. Of any other that is trained, its values then.
+    """Changes of each parameter since the last publication, kept for the wrapper's life. A
+    parameter whose kernels mark changes has a bitmap, and a flag for writes by other code, after
+    which all of it counts as changed. Any other trained parameter has a copy of its values at
+    the publication.
 
-    NOTE: an element's bit is set by the kernel that gives it another value
-    (``SlotUpdate.changed``). A parameter that was written by other code differs from its main
-    param, rounded, which :class:`MainParams` reports (:meth:`replaced`). One without a main param
-    of its own is known by a checksum, which is taken after each step and compared before the next.
+    NOTE: the kernel that gives an element another value sets its bit (``SlotUpdate.changed``). A
+    parameter that other code wrote differs from its rounded main param, which :class:`MainParams`
+    reports (:meth:`replaced`). One without its own main param has a checksum, which is taken after
+    each step and compared before the next.
 
     Args:
-        table: the parameters, as they were last seen. executor: steps them.
+        table: the slot table.
+        executor: steps the parameters.
 
     Attributes:
-        is_lost: a publication was begun that nobody got, so the next one has everything.
+        is_lost: True if a publication was begun and not delivered, so the next one has everything.
     """
 
     def __init__(self, table: SlotTable, executor: Executor) -> None:
@@ -142,10 +144,11 @@ class WeightChanges(WeightObserver):
     # -- to publish -------------------------------------------------------------------------------
 
     def changed(self, full: bool, is_first: Callable[[Slot], bool]) -> Iterator[ChangedPart]:
-        """What this rank publishes.
+        """Yield this rank's part of a publication.
 
         Args:
-            full: everything. is_first: whether it has no copy of what a rank before it has.
+            full: True for all elements.
+            is_first: True if no rank before this one publishes the same elements.
         """
         for index, slot in enumerate(self._table.slots):
             if is_first(slot) and self._flat(index).numel():
@@ -168,7 +171,7 @@ class WeightChanges(WeightObserver):
         return elements[elements < flat.numel()].to(flat.device)
 
     def _part(self, index: int, elements: Tensor | None) -> ChangedPart:
-        """What is published of a parameter: copies of values, and where they are in it."""
+        """Return the published part of a parameter: copies of values, and their places in it."""
         param, flat = self._table.params[index], self._flat(index)
         values = flat.clone() if elements is None else flat[elements]
         region, where = region_of(param), elements
@@ -182,7 +185,7 @@ class WeightChanges(WeightObserver):
         return self._table.slots[index], region.shape, where, values
 
     def published(self) -> None:
-        """What changed was taken note of: count from here."""
+        """Begin a new count of changes after a publication."""
         self._written.clear()
         for bits in self._bits.values():
             bits.zero_()

@@ -1,17 +1,17 @@
 """A rolling rule for steps to skip: gradient norm and loss are compared with those of the steps
 before.
 
-A value is a spike if it is above ``median + sigma_factor * spread`` of the window, where the spread
-is 1.4826 times the median of the distances from the median: the standard deviation of a normal
-distribution, but half of the window has to be spikes before they move it. (A mean and a standard
-deviation are moved by the first one, so that a second passes.) Below 1/128 of the median the spread
-does not fall: equal values are no reason to skip the next.
+A value is a spike if it is above ``median + sigma_factor * spread`` of the window. The spread is
+1.4826 times the median of the distances from the median: the standard deviation of a normal
+distribution, but half of the window has to be spikes before they move it. (The first spike moves a
+mean and a standard deviation, so that a second passes.) The spread is at least 1/128 of the median,
+so that equal values give no reason to skip the next.
 
-Every finite value enters the window, that of a skipped step, too. So what is a lasting change and
-no spike is skipped for at most half a window; then it is the median, and steps are taken again.
+Every finite value enters the window, also that of a skipped step. So a lasting change is skipped
+for at most half a window; then it is the median, and steps are taken again.
 
-Where the verdict is formed on an accelerator, window and rule are there, and nobody waits. Sorting
-and single IEEE operations in FP64 give the same bits on every device.
+If the verdict is formed on an accelerator, window and rule are there, without a wait. Sorting and
+single IEEE operations in FP64 give the same bits on every device.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from mp_optim.mixed_precision.observer import Observer
 
 _TO_SIGMA = 1.4826
 _LEAST_SPREAD = 2.0**-7
-"""Of the median."""
+"""Smallest spread, as a share of the median."""
 _ENTRY, _WINDOW = "skip_step", "window"
 
 
 class SkipRule(Observer):
-    """The window of the last steps of a stack, by which the next one is judged.
+    """The window of the last steps of a stack, which judges the next one.
 
-    The config decides at construction whether the rule is on, and how long its window is. The
+    The config decides at construction whether the rule is on, and the length of its window. The
     factor is read at each step.
 
     Attributes:
@@ -111,7 +111,7 @@ class SkipRule(Observer):
         self._next.copy_((self._next + usable) % self.length)
 
     def _limits(self) -> Tensor:
-        """Of norm and loss, shape (2,)."""
+        """Return the limits of norm and loss, shape (2,)."""
         count = (~self._window.isnan()).sum(dim=1, keepdim=True)
         middle = _median(self._window, count)
         spread = _median((self._window - middle).abs(), count) * _TO_SIGMA
@@ -187,7 +187,8 @@ def _is_window(value: Any) -> bool:
 
 
 def _median(rows: Tensor, count: Tensor) -> Tensor:
-    """Of each row's numbers, of which there are ``count``, shape (rows, 1); the others are nan."""
+    """Return the median of each row's ``count`` numbers, shape (rows, 1); the other entries are
+    nan."""
     ordered = rows.sort(dim=1).values  # nan is last
     low = ordered.gather(1, ((count - 1) // 2).clamp(min=0))
     high = ordered.gather(1, (count // 2).clamp(max=rows.shape[1] - 1))

@@ -88,7 +88,7 @@ class StepWarnings(Observer):
             return ""
         times = "a step was" if self.skips == 1 else f"{self.skips} steps in a row were"
         if not verdict.found_inf:
-            if self.skips == 1:  # one is what the threshold is for
+            if self.skips == 1:  # a single skip is the threshold's purpose
                 return ""
             warn(f"{times} skipped: {verdict.reason}")
             return verdict.reason
@@ -115,9 +115,11 @@ def _log_skip(
     """Log a skipped step, if it is due: as a warning on rank 0, as information on other ranks.
 
     Args:
+        stack: the stack.
+        verdict: verdict of the step.
         scale: loss scale of the step; None without a scaler.
-        told: cause as a warning has just named it. The line is one for the record then.
-        largest_norms: of single gradients, by name, if they are kept.
+        told: the cause that a warning has just named. The line is information then.
+        largest_norms: largest norms of single gradients, by name, if they are kept.
     """
     count = stack.counts.skipped[verdict.cause]
     is_due = count <= _SAID_FIRST or count & (count - 1) == 0

@@ -37,7 +37,7 @@ _GRACE = 2.0
 
 _companions: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _lanes: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
-"""Of a companion, groups of the same ranks, of which a save in the background has one to itself."""
+"""For a companion group, further groups of the same ranks. A background save has one for itself."""
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
@@ -109,8 +109,8 @@ class Ranks:
         return {0 if is_alone else dist.get_rank()}
 
     def _call(self, collective: Callable[..., object], *args: Any, first_is: str) -> None:
-        """Call a collective, whose argument of this name is the first rank. A failure names who is
-        missing, and the group of our own is made anew after it."""
+        """Call a collective whose argument ``first_is`` is the first rank. A failure names the
+        missing ranks, and the companion group is made again after it."""
         assert self.group is not None
         first = {first_is: dist.get_global_rank(self.group, 0)}
         communicate = partial(collective, *args, **first, group=self.group)
@@ -232,7 +232,7 @@ class Ranks:
 
 
 def job_timeout() -> timedelta:
-    """How long a collective of this job may take: what ``init_process_group`` was given."""
+    """Return the timeout of this job's collectives, from ``init_process_group``."""
     group = _get_default_group()
     timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
     return timeout
@@ -284,7 +284,7 @@ def agree_on_largest(
     """Return the largest of the values that the ranks of all these groups choose. Collective.
 
     Raises:
-        Exception: the error of this rank, or of the first rank whose choice failed; on every rank.
+        Exception: on every rank, the error of this rank, or of the first rank whose choice failed.
     """
     value, errors, report = _attempt(dist.get_rank() if dist.is_initialized() else 0, choose)
     for group in groups:
@@ -300,7 +300,8 @@ def agree_on_largest(
 
 
 def difference(described: Sequence[Sequence[str]], ranks: Sequence[int]) -> str | None:
-    """How ranks' descriptions differ, line by line, from that of most of them; None if they do not.
+    """Describe how ranks' descriptions differ, line by line, from the most frequent one; None if
+    all are equal.
 
     Args:
         described: the lines of each rank.
@@ -331,14 +332,16 @@ def check_agreement(
     over each while they agree. Collective.
 
     Args:
+        groups: the process groups.
         lines: the description.
-        device: where the numbers are, if the groups communicate from there.
-        doing: what an error calls it if a rank is missing.
-        what: ranks share whose descriptions these are. then: follows from a disagreement.
+        device: device of the numbers, if the groups communicate from there.
+        doing: words for an error if a rank is missing.
+        what: words for the thing that the ranks share.
+        then: words for the consequence of a disagreement.
 
     Raises:
-        ValueError: on every rank, naming those that differ and how.
-        MissingRanksError: a rank does something else, or is gone.
+        ValueError: on every rank, naming the ranks that differ, and the difference.
+        MissingRanksError: a rank calls something else, or is gone.
     """
     number = number_of(lines)
     extremes = torch.tensor([number, -number], dtype=torch.int64, device="cpu")
@@ -373,11 +376,13 @@ def number_of(lines: Sequence[str]) -> int:
 
 
 def difference_told(lines: Sequence[str], ranks: Sequence[int]) -> str:
-    """How ranks' descriptions differ. They exchange them through the store: no collective, so that
-    each may ask when it notices. The first of them compares, and writes the answer.
+    """Describe how ranks' descriptions differ. They exchange them through the store, without a
+    collective, so that each rank may call it when it notices. The first rank compares, and
+    writes the answer.
 
     Args:
-        ranks: global numbers of those that notice, this one among them.
+        lines: the description of this rank.
+        ranks: global numbers of the ranks that notice, including this one.
     """
     own, first = dist.get_rank(), ranks[0]
     topic = f"difference/{'-'.join(map(str, ranks))}"

@@ -1,13 +1,11 @@
 """Errors that name the ranks that are missing from a collective.
 
-A collective fails at once only on the ranks that communicate with the one that is gone; the others
-wait. So a rank whose collective fails leaves a note in the store through which the processes met,
-and a rank that waits looks for notes once a second. Then each rank waits for the others' notes for
-a bounded time. A rank without a note may have ended, be stuck, or compute: the message says that it
-did not report.
+A collective fails at once only on the ranks that communicate with a dead one; the others wait. So a
+rank whose collective fails leaves a note in the store through which the processes met, and a rank
+that waits reads the notes once a second. Then each rank waits a bounded time for the others' notes.
+A rank without a note may have ended, hang, or compute: the message states that it did not report.
 
-An error belongs to communication if a collective raised it: by where it was raised, whatever its
-text says.
+An error belongs to communication if a collective raised it, whatever its text is.
 
 The store may outlive the process group (torchrun's agent keeps it), and the next group has the same
 names. So notes belong to a life of the job: from ``init_process_group`` to
@@ -185,8 +183,8 @@ def _uses_gloo(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def _raise_if_noticed(group: ProcessGroup) -> None:
-    """Raise if a rank has left a note. The store is asked in a thread: the process that keeps it
-    may be stopped, and then there is no answer."""
+    """Raise if a rank has left a note. A thread reads the store: the process that keeps it may be
+    stopped, and would not answer."""
     if any(not question.done() for question in _questions):
         return
 
@@ -240,8 +238,8 @@ def _check_alive(group: ProcessGroup, doing: str) -> None:
 
 
 def _missing(group: ProcessGroup, doing: str) -> str:
-    """Leave a note, and return in words which ranks leave none. The store is asked in a thread: the
-    process that keeps it may be the one that is gone, or stopped."""
+    """Leave a note, and return the ranks without one, in words. A thread reads the store: the
+    process that keeps it may be gone, or stopped."""
     ranks = dist.get_process_group_ranks(group)
     answer = in_background(lambda: _by_notes(_notes(group), ranks, doing))
     with contextlib.suppress(RuntimeError, futures.TimeoutError):  # no store, or no answer

@@ -12,17 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """Process groups by what they are for; None means this process alone.
+    """Process groups by purpose; None means this process alone.
 
     Attributes:
         grad_stats: ranks that hold different dense parameters of one model copy (tensor x pipeline
             parallel).
-        expert_grad_stats: the same for expert parameters (expert x tensor x pipeline parallel).
+        expert_grad_stats: ranks that hold different expert parameters (expert x tensor x pipeline
+            parallel).
         tp: tensor-parallel ranks of dense parameters, to count duplicated parameters once.
-        expert_tp: the same for expert parameters.
+        expert_tp: tensor-parallel ranks of expert parameters.
         dp: ranks that hold copies of dense parameters; a distributed optimizer reduces over them.
             With ``use_distributed_optimizer`` by default all ranks.
-        expert_dp: the same for expert parameters; by default as dp.
+        expert_dp: ranks that hold copies of expert parameters; by default as dp.
         ep: ranks that hold different experts of one layer, which each counts from 0.
         pp: the stages of a pipeline, whose layers have a ``layer_number``. With several, building
             an optimizer is a collective of theirs.
@@ -39,8 +40,8 @@ class ProcessGroups:
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> ProcessGroups:
-        """From a mesh whose dimensions are named ``dp``, ``tp``, ``pp`` and ``ep`` (any subset).
-        Collective.
+        """Return groups from a mesh whose dimensions are named ``dp``, ``tp``, ``pp`` and ``ep``
+        (any subset). Collective.
 
         Ranks along ``ep`` hold different experts and copies of the dense parameters, so the latter
         are data-parallel over it too.
@@ -79,11 +80,11 @@ class ProcessGroups:
 
     @classmethod
     def from_attributes(cls, groups: Any) -> ProcessGroups:
-        """From any object with Megatron's attribute names (``mp``, ``tp``, ``expt_tp``,
-        ``tp_ep_pp``, ...).
+        """Return groups from any object with Megatron's attribute names (``mp``, ``tp``,
+        ``expt_tp``, ``tp_ep_pp``, ...).
 
         Raises:
-            ValueError: one has several ranks for what there is none of here, naming it.
+            ValueError: a group of several ranks is not supported here, naming it.
         """
         for name in ("gtp_remat", "expt_gtp_remat"):
             group = getattr(groups, name, None)
