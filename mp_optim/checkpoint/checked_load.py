@@ -1,10 +1,10 @@
 """One rank's part of a load: check the files, check the values, and only then write. All ranks
-finish each of the three before any begins the next, so a checkpoint that one rank refuses has
-changed nothing on any rank. Code of the caller (hooks, extra state of modules, foreign schedulers)
-is called by the write.
+finish each phase before any begins the next, so a checkpoint that one rank refuses has changed
+nothing on any rank. The write calls the caller's code (hooks, extra state of modules, foreign
+schedulers).
 
-A checkpoint is read into the live tensors where nothing about them can be refused, and else into
-tensors of their own, which are checked before any live one is written.
+A checkpoint is read into the live tensors if nothing about them can be refused, and otherwise into
+new tensors, which are checked before any live one is written.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from mp_optim.process_groups.agreement import Ranks
 _OTHER_KEYS = {"remainder": "master_param", "master_param": "remainder"}
 """Keys under which the same thing may have been saved."""
 _EXTRA_STATE = "_extra_state"
-"""What torch calls, in a module's state dict, the value of its ``get_extra_state``."""
+"""torch's key, in a module's state dict, for the value of its ``get_extra_state``."""
 
 
 class CheckedLoad:
@@ -189,7 +189,7 @@ class CheckedLoad:
                 optimizer.state_of(slots[fqn]).check_values(key, value)
 
     def _check_state(self, optimizer: SlotKeyedOptimizer) -> None:
-        # of what is live, which has the form of the tensors that are there, values are yet to come
+        # live tensors have the form already; their values are read later
         zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         live = {name: value for name, value in self._live.items() if name.startswith(STATE)}
         blanks = {name: _blank(value, zeros) for name, value in live.items()}
@@ -243,15 +243,15 @@ def _targets_of(
     *,
     convert: bool,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What to read a checkpoint into, by the names of the entries: new tensors (of state that was
-    saved in another form, or is converted when it is loaded, of step numbers, and of extra state of
-    modules), and those of the model and the optimizer.
+    """Return the tensors to read a checkpoint into, by the names of the entries: new tensors (for
+    state that was saved in another form, or is converted when it is loaded, for step numbers,
+    and for extra state of modules), and tensors of the model and the optimizer.
 
     Args:
-        tensors: of :meth:`~mp_optim.checkpoint.inventory.Inventory.entries`.
+        tensors: result of :meth:`~mp_optim.checkpoint.inventory.Inventory.entries`.
         saved: the checkpoint's entries.
-        copies: entries that are none of the optimizer's tensors.
-        convert: read tensors of the model of another dtype, too.
+        copies: entries that are not tensors of the optimizer.
+        convert: True to read tensors of the model of another dtype, too.
     """
     staged: dict[str, Tensor] = {}
     live: dict[str, Tensor] = {}
@@ -264,7 +264,7 @@ def _targets_of(
             where = staged if is_staged else live
             where[name] = _new_like(value, saved.get(name)) if is_staged else value
         elif is_scale(key) and base in tensors and _differs(base, tensors[base], saved):
-            continue  # it comes with what it scales
+            continue  # it is read with the tensor that it scales
         elif differs or key == STEP:
             staged.update(_as_saved(name, value, saved))
         else:
@@ -274,8 +274,8 @@ def _targets_of(
 
 
 def as_read(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Entries after reading, as the model and the optimizer take them, with the scales of a tensor
-    of which this rank has a part cut to that part."""
+    """Return read entries in the form of the model and the optimizer. The scales of a tensor of
+    which this rank has a part are cut to that part."""
     result = dict(tensors)
     for name, value in tensors.items():
         key, fqn = key_and_fqn(name)
@@ -288,7 +288,7 @@ def as_read(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _differs(name: str, own: Tensor, saved: Mapping[str, Saved]) -> bool:
-    """Whether this was saved in another dtype, or as something else."""
+    """True if this was saved in another dtype, or as something else."""
     if name not in saved:
         return not name.startswith(MODEL)
     return saved[name].dtype != own.dtype

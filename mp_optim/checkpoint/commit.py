@@ -42,7 +42,7 @@ def complete_versions(root: Path) -> list[Path]:
 
 
 def staging_of(target: Path) -> Path:
-    """Where a version is written before it is complete."""
+    """Return the folder in which a version is written before it is complete."""
     return target.with_name(f".{target.name}.incomplete")
 
 
@@ -70,7 +70,7 @@ def begin(root: Path) -> Path:
 
 
 def publish(target: Path, keep: int | None) -> None:
-    """Make a version whose files are all written and synced the newest, then delete all but
+    """Make a version the newest, after all its files are written and synced; then delete all but
     ``keep`` complete ones."""
     root = target.parent
     sync(staging_of(target))
@@ -85,12 +85,12 @@ def publish(target: Path, keep: int | None) -> None:
 
 
 def newest(path: Path) -> Path:
-    """``path`` itself if it is a version, or the version that its ``latest`` names, perhaps by way
-    of folders that have a ``latest`` of their own.
+    """Return ``path`` itself if it is a version, or the version that its ``latest`` names, perhaps
+    through folders that have their own ``latest``.
 
     Raises:
-        FileNotFoundError: there is no complete checkpoint.
-        ValueError: ``latest`` holds something else than the name of a version.
+        FileNotFoundError: the folder has no complete checkpoint.
+        ValueError: ``latest`` does not hold the name of a version.
     """
     for _ in range(_DEEPEST):
         if (path / MANIFEST).is_file():
@@ -116,10 +116,10 @@ def newest(path: Path) -> Path:
 
 
 def latest_version(root: Path) -> Path | None:
-    """What ``latest`` names, if there is such a file.
+    """Return the version that ``latest`` names; None without such a file.
 
     Raises:
-        ValueError: it is empty, no text, a path, or a link that leads elsewhere.
+        ValueError: it is empty, not text, a path, or a link that leads elsewhere.
     """
     pointer = root / LATEST
     if not pointer.is_file():
@@ -152,10 +152,12 @@ def is_plain_name(name: object) -> bool:
 
 
 def inside(folder: Path, name: str, named_by: str) -> Path:
-    """What ``name`` means in a folder.
+    """Return the path of ``name`` in a folder.
 
     Args:
-        named_by: the file in which the name stands, for the error.
+        folder: the folder.
+        name: a file name.
+        named_by: the file that has the name, for the error.
 
     Raises:
         ValueError: it is a path, or a link that leads out of the folder.

@@ -109,10 +109,10 @@ def _plain(value: Any, refused: set[str]) -> Any:
 
 
 def from_json(content: bytes) -> Any:
-    """Return the data of which :func:`as_json` made the content; nothing in it is called.
+    """Return the data from the text of :func:`as_json`; call nothing in it.
 
     Raises:
-        Exception: the content is no such text.
+        Exception: the content is not such a text.
     """
 
     def restored(value: dict[str, Any]) -> Any:
@@ -123,7 +123,7 @@ def from_json(content: bytes) -> Any:
 
 
 def read_common(version: Path, files: Files) -> dict[str, Any]:
-    """Return the plain data of a version, of which nothing is taken on trust.
+    """Return the plain data of a version, after checks.
 
     Raises:
         ValueError: it is damaged, or not plain data.

@@ -16,11 +16,10 @@ from mp_optim.core.state_dict import with_params
 from mp_optim.process_groups.agreement import Ranks
 
 MODEL = "model."
-"""What the names of the model's tensors begin with; the FQN follows."""
+"""Prefix of the names of the model's tensors; the FQN follows."""
 
 STATE = "optimizer.state."
-"""What the names of optimizer state begin with; the state's key, a dot and the parameter's FQN
-follow."""
+"""Prefix of the names of optimizer state; the state's key, a dot and the parameter's FQN follow."""
 
 _SHOWN = 40
 
@@ -30,7 +29,7 @@ def entry_name(key: str, name: str) -> str:
 
 
 def key_and_fqn(entry: str) -> tuple[str, str]:
-    """What :func:`entry_name` made a name of; twice "" for any other entry."""
+    """Return key and FQN of a name from :func:`entry_name`; two "" for any other entry."""
     if not entry.startswith(STATE):
         return "", ""
     key, _, fqn = entry.removeprefix(STATE).partition(".")
@@ -59,11 +58,11 @@ def state_by_index(
 def check_entries(
     where: object, saved: Mapping[str, Saved], wanted: Mapping[str, Tensor], others: Iterable[str]
 ) -> None:
-    """Raise ValueError listing what a checkpoint lacks, what is not wanted, and what is of another
-    shape or dtype.
+    """Raise ValueError with the entries that a checkpoint lacks, that are not wanted, and that have
+    another shape or dtype.
 
     Args:
-        where: names the checkpoint.
+        where: words for the checkpoint.
         saved: its entries.
         wanted: tensors to read on this rank.
         others: names that any rank reads.
@@ -162,8 +161,8 @@ def packed(common: Mapping[str, Any], ranks: Ranks) -> bytes:
 def _merged(
     groups: list[dict[str, Any]], others: Iterable[list[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """The first rank's groups, then those of other ranks that hold parameters it does not have,
-    numbered anew."""
+    """Return the first rank's groups, followed by those of other ranks that hold parameters it does
+    not have, with new numbers."""
     result = list(groups)
     seen = {name for group in groups for name in group["param_names"]}
     start = sum(len(group["params"]) for group in groups)

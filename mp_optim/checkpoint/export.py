@@ -97,7 +97,7 @@ def export_safetensors(
 
 
 def _names(optimizer: Any, model: Models | None) -> dict[str, str]:
-    """What each of the optimizer's parameters is called in the file, by its name there."""
+    """Return the name in the file of each of the optimizer's parameters, by its own name."""
     whole, groups = optimizer.model_parallel.names, optimizer.param_groups
     if model is None:
         for slot in optimizer.slots():
@@ -142,11 +142,13 @@ def _named_averages(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
 def _whole_tensors(
     optimizer: Any, named: Iterable[tuple[str, Tensor]], names: Mapping[str, str], ranks: Ranks
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor, whole, on the host, where this rank writes; empty ones of the same size
-    elsewhere.
+    """Yield every tensor, whole, on the host, on the rank that writes; empty tensors elsewhere.
 
     Args:
-        named: main params, or what has their form. names: of these, in the file.
+        optimizer: the optimizer.
+        named: main params, or tensors of their form.
+        names: their names in the file.
+        ranks: the ranks that export.
     """
     parallel = optimizer.model_parallel
     for name, main in named:
@@ -165,8 +167,8 @@ def _whole_tensors(
 
 
 def _joined(name: str, shard: PartitionShard, ranks: Ranks) -> Tensor:
-    """The whole of what ranks have parts of, where this rank writes; elsewhere nothing of its
-    size."""
+    """Return the whole of a tensor whose parts are on several ranks, on the rank that writes;
+    elsewhere no tensor of that size is allocated."""
     shape = tuple(shard.shape)
     gathered = ranks.gather([(box, piece(shard, box).cpu()) for box in held_places(shard)])
 

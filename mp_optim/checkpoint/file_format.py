@@ -1,11 +1,11 @@
-"""The files of a version but for the tensors: what is listed, what is where, and the same for
-torch's readers. Nothing in them is believed before it was checked.
+"""The files of a version other than the tensors: manifest, index, and metadata for torch's readers.
+Everything in them is checked before use.
 
 ``manifest.json`` has the size and a checksum of each file. ``index.json`` has the entries: a tensor
 is saved in boxes, whose elements are raw bytes in row-major order, so that a reader needs no
-unpickler; and a CRC-32 of each MiB of the tensors' files, so that a reader of a part of one can
-tell damage before it replaces anything. ``.metadata`` is a pickle for
-``torch.distributed.checkpoint``, which is never read here.
+unpickler; and a CRC-32 of each MiB of the tensors' files, so that a reader of a part detects damage
+before it replaces anything. ``.metadata`` is a pickle for ``torch.distributed.checkpoint``, which
+is never read here.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ def write_manifest(folder: Path, files: Files, world_size: int) -> None:
 
 
 def read_manifest(folder: Path) -> Files:
-    """The files of a checkpoint, which are all there with their sizes.
+    """Return the files of a checkpoint, after a check that all exist with their sizes.
 
     Raises:
-        FileNotFoundError: there is none, so the checkpoint is not complete.
+        FileNotFoundError: the manifest is missing, so the checkpoint is not complete.
         ValueError: files are missing or of another size, naming them; another format; or names that
             leave the folder.
     """
@@ -246,10 +246,10 @@ def as_json(index: Index) -> bytes:
 
 
 def read_index(version: Path, files: Files) -> Index:
-    """What a version holds and where.
+    """Return the entries of a version, and their places in its files.
 
     Raises:
-        ValueError: the index is damaged or no plain data.
+        ValueError: the index is damaged or not plain data.
     """
     content = read_checked(version, files, INDEX)
     sizes = {file: entry.bytes for file, entry in files.items()}
@@ -311,7 +311,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 @lru_cache(maxsize=4096)
 def _shape(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """The same, of integers: one object for all that are equal."""
+    """Return a shape from integers; one object for all equal shapes."""
     if not _are_counts(numbers):
         raise ValueError(f"it has the shape or place {numbers}")
     return numbers
@@ -398,7 +398,7 @@ def as_metadata(index: Index, folder: Path) -> bytes:
 # and the shape alone, so it is made once for all tensors that share them: writing a small tensor is
 # two copies, where ``torch.save`` takes hundreds of microseconds.
 
-_PICKLE_PROTOCOL = 2  # what torch.load's safe unpickler knows
+_PICKLE_PROTOCOL = 2  # the protocol of torch.load's safe unpickler
 _KEY = "0"
 _TENSOR, _STORAGE = object(), object()
 
@@ -428,7 +428,7 @@ class _Pickler(pickle.Pickler):
 
 @lru_cache(maxsize=4096)
 def header(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    """What comes before the elements of a contiguous tensor."""
+    """Return the bytes before the elements of a contiguous tensor."""
     buffer = io.BytesIO()
     system = {"protocol_version": PROTOCOL_VERSION, "little_endian": True}
     for part in (MAGIC_NUMBER, PROTOCOL_VERSION, system):

@@ -1,5 +1,5 @@
-"""What a model and an optimizer have of a checkpoint: their tensors by name, and the slots behind
-the names."""
+"""The inventory of a checkpoint: tensors of a model and an optimizer by name, and the slots of
+these names."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ class Inventory:
         return new
 
     def refused(self, saved: Iterable[str]) -> dict[str, str]:
-        """Return entries whose state is not taken here, whatever it is, and the reasons."""
+        """Return the entries whose state is refused in any form, with the reasons."""
         why_of = {
             name: why
             for name, slot in self.slots.items()
@@ -302,8 +302,8 @@ class Inventory:
         return match_by_name(live, saved, names).as_groups(live)
 
     def without_checksums(self, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return param groups without the checksums of parameters of which this rank has parts: a
-        checksum is of the whole."""
+        """Return param groups without the checksums of parameters of which this rank has parts,
+        because a checksum is of the whole."""
         parts = {self.parallel.names[name] for name in self.parallel.partitions}
         result = list(map(dict, groups))
         for group in result:

@@ -57,23 +57,22 @@ class _Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """What one rank reads of a version: copies by file, in the order of the bytes."""
+    """Copies that one rank reads from a version, by file, in the order of the bytes."""
 
     version: Path
     index: Index
     copies: Mapping[str, Sequence[_Copy]]
 
     def check(self, value_checks: Mapping[str, ValueCheck]) -> None:
-        """Read it and compare checksums; nothing is written.
+        """Read all copies and compare checksums; write nothing.
 
         Args:
-            value_checks: by names of entries: called with their elements while these are read, some
-                at a time, in a tensor of one dimension. Of a part they may be neighbours' elements,
-                too.
+            value_checks: functions by entry name. Each gets the entry's elements, a part at a time,
+                in a 1-D tensor. Neighbouring elements of a part may be included.
 
         Raises:
-            ValueError: bytes are not those that were written, naming the file; or what a check of
-                values raises.
+            ValueError: bytes are not those that were written, naming the file; or the error of a
+                value check.
         """
         for name, copies in self.copies.items():
             number, block = -1, b""
@@ -209,7 +208,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Contents:
     """Open the newest version under a checkpoint directory, or one version.
 
     Raises:
-        FileNotFoundError: there is no complete checkpoint.
+        FileNotFoundError: the directory has no complete checkpoint.
         ValueError: its files are damaged.
     """
     version = newest(Path(path))
@@ -220,12 +219,12 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Contents:
 
 @dataclass(frozen=True)
 class Difference:
-    """How an entry differs between two checkpoints.
+    """The difference of one entry between two checkpoints.
 
     Attributes:
-        name: of the entry.
+        name: name of the entry.
         what: "equal" to the bit; "only in a", "only in b", "dtype", "shape"; or "values".
-        differing: elements whose bits differ.
+        differing: number of elements whose bits differ.
         largest: largest absolute difference; nan if a value that is not finite differs.
         ulps: largest difference in units of the last place, for floating dtypes of up to 4 bytes.
     """

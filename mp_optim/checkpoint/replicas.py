@@ -24,9 +24,10 @@ def check_replicas(params: Mapping[str, Tensor], ranks: Ranks) -> None:
 
     Args:
         params: parameters by name. Only plain tensors are compared: a DTensor has its own layout.
+        ranks: the ranks that save.
 
     Raises:
-        ValueError: naming the parameter and the ranks.
+        ValueError: values differ, naming the parameter and the ranks.
     """
     if ranks.size == 1:
         return

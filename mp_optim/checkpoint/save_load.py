@@ -99,42 +99,41 @@ def save(
     process_group: ProcessGroup | None = None,
     model_parallel: ModelParallel | None = None,
 ) -> Path | SaveHandle:
-    """Save model, optimizer and whatever else is needed to go on. Every rank calls it.
+    """Save model, optimizer, scheduler and other data of a run. Every rank calls it.
 
     Args:
-        path: checkpoint directory that all ranks see; created if missing. The version it held stays
+        path: checkpoint directory that all ranks see; created if missing. Its present version stays
             until the new one is complete.
-        model: a module, or the list of chunks the optimizer was built for.
+        model: a module, or the list of chunks that the optimizer was built for.
         optimizer: None saves the model alone.
-        scheduler: anything with ``state_dict``.
-        extra: plain data (numbers, strings, tensors, containers of them) returned by :func:`load`;
-            the first rank's.
-        full_precision: write optimizer state that is kept in fewer bits as FP32.
-        keep: complete versions to keep, the new one among them; None for all.
-        asynchronous: borrow the optimizer's state, and the model's parameters that are on a
-            GPU, copy the rest that this rank writes, return, and write in the background the bits
-            of this moment. A save in the background of the same path, model or optimizer is waited
-            for first, and raises here if it failed; others go on.
-        process_group: the ranks that save; all by default. With ``asynchronous`` it has to be one
-            that nothing else uses meanwhile (all by default is).
-        model_parallel: what this rank has of the model, where there is no optimizer that knows
+        scheduler: an object with ``state_dict``.
+        extra: plain data (numbers, strings, tensors, containers of them), which :func:`load`
+            returns; the first rank's.
+        full_precision: True to write optimizer state with fewer bits as FP32.
+        keep: number of complete versions to keep, with the new one; None for all.
+        asynchronous: True to write in the background, with the bits of this moment. The save leases
+            the optimizer's state and parameters on a GPU, and copies the other tensors that this
+            rank writes. A background save of the same path, model or optimizer is waited for first,
+            and raises here if it failed; other saves go on.
+        process_group: the ranks that save; all by default. With ``asynchronous`` no other code may
+            use it meanwhile; the default is separate.
+        model_parallel: this rank's part of the model, if no optimizer knows it
             (:meth:`mp_optim.ModelParallel.of`).
 
     Returns:
-        The directory of the version written; or, if ``asynchronous``, a handle to wait for it.
+        The directory of the version written; with ``asynchronous`` a handle to wait for it.
 
     Raises:
         TypeError: an argument was given in another's place.
-        ValueError: what is written could not be loaded again: two of the optimizer's parameters
-            have one name, a parameter of the model has another shape than the optimizer's, or a
-            setting is out of range. Or
-            ``extra`` or the scheduler's state holds what a safe load would refuse, ranks
-            hold different things under one name (64 elements of each parameter are compared), the
-            ranks that save do not hold every element of a parameter or of its state, or they call
-            it with another path or other settings; nothing was replaced. Or ``model_parallel``
-            together with an optimizer.
-        RuntimeError: an earlier save in the background failed, or this one failed on another rank,
-            naming it.
+        ValueError: the version could not be loaded again: two of the optimizer's parameters have
+            one name, a parameter of the model has another shape than the optimizer's, or a setting
+            is out of range. Or ``extra`` or the scheduler's state holds data that a safe load
+            refuses. Or ranks hold different values under one name (64 elements of each parameter
+            are compared), do not hold every element of a parameter or its state, or call it with
+            other arguments. Or ``model_parallel`` was given together with an optimizer. Nothing was
+            replaced.
+        RuntimeError: an earlier background save failed, or this one failed on another rank, naming
+            it.
     """
     stack = _checked_stack("save", path, model, optimizer)
     concerned = _concerned(Path(path), model, stack, process_group)
@@ -164,8 +163,8 @@ def save(
     }
     content = packed(common, ranks)
     target = Path(ranks.broadcast_result("preparing a checkpoint", lambda: str(begin(Path(path)))))
-    # Copies of what another of these ranks saves: tied embeddings, which ZeRO may cut in other
-    # places on another stage.
+    # Copies of tensors that another of these ranks saves: tied embeddings, which ZeRO may cut in
+    # other places on another stage.
     members = ranks.members()
     copies = {name for name, owner in own.parallel.copies.items() if owner in members}
     writing: Writing | None = None
@@ -261,7 +260,7 @@ def versions(path: StrPath) -> list[Path]:
 
 
 def verify(path: StrPath) -> Path:
-    """Compare every file of the newest version with the checksums taken while it was written.
+    """Compare every file of the newest version with its checksums.
 
     Args:
         path: a checkpoint directory, or one version in it.
@@ -270,7 +269,7 @@ def verify(path: StrPath) -> Path:
         The directory of the version.
 
     Raises:
-        FileNotFoundError: there is no complete checkpoint.
+        FileNotFoundError: the directory has no complete checkpoint.
         ValueError: files are missing, of another size or of other content, naming them.
     """
     version = newest(Path(path))
@@ -290,31 +289,33 @@ def load(
     process_group: ProcessGroup | None = None,
     model_parallel: ModelParallel | None = None,
 ) -> dict[str, Any]:
-    """Load the newest complete version into objects that exist, whatever their placement. Every
-    rank calls it.
+    """Load the newest complete version into existing objects, in any placement. Every rank calls
+    it.
 
     Args:
         path: a checkpoint directory, or one version in it.
-        optimizer: None loads the model alone; an optimizer of it continues from the loaded values.
-        convert: round optimizer state to the dtypes configured here, and the model's tensors to
-            theirs, also where that loses bits.
-        verify: compare the checksums of all files first; each rank reads a share of them. Without
-            it, what this rank reads is compared, in blocks of 1 MiB.
+        model: a module, or the list of chunks that the optimizer was built for.
+        optimizer: None loads the model alone; its optimizer continues from the loaded values.
+        scheduler: an object with ``load_state_dict``.
+        convert: True to round optimizer state to the dtypes configured here, and the model's
+            tensors to theirs, also if bits are lost.
+        verify: True to compare the checksums of all files first; each rank reads a share of them.
+            Otherwise the bytes that this rank reads are compared, in blocks of 1 MiB.
         process_group: the ranks that load; all by default.
         model_parallel: as for :func:`save`.
 
     Returns:
-        What was passed to :func:`save` as ``extra``.
+        The ``extra`` of :func:`save`.
 
     Raises:
         TypeError: an argument was given in another's place.
-        FileNotFoundError: there is no complete checkpoint under ``path``.
+        FileNotFoundError: ``path`` has no complete checkpoint.
         ValueError: entries are missing, unexpected or mis-shaped, listing their names; bits would
-            be lost; files are damaged or hold something else than data; or ranks call it with
-            another path or other settings. Nothing was replaced.
-        Exception: raised by a foreign scheduler, a module's ``set_extra_state`` or a hook for
-            loading. Model and optimizer are partly loaded then, and the optimizer raises
-            BrokenOffError until a load succeeds.
+            be lost; files are damaged or hold something else than data; or ranks call it with other
+            arguments. Nothing was replaced.
+        Exception: the error of a foreign scheduler, a module's ``set_extra_state`` or a load hook.
+            Model and optimizer are partly loaded then, and the optimizer raises BrokenOffError
+            until a load succeeds.
     """
     stack = _checked_stack("load", path, model, optimizer)
     wait_for_previous(_concerned(Path(path), model, stack, process_group))
@@ -442,9 +443,8 @@ _handles: list[SaveHandle] = []
 def _concerned(
     path: Path, model: Models, stack: SlotKeyedOptimizer | None, group: ProcessGroup | None
 ) -> set[Hashable]:
-    """Return keys of everything for which two saves in the background would be in each other's way:
-    the path, or the path of a version in it; the objects whose memory is borrowed; a group that the
-    caller gave."""
+    """Return keys of everything that two background saves must not share: the path, or the path of
+    a version in it; the objects whose memory is leased; a group that the caller gave."""
     objects: list[object] = [*chunks_of(model), stack, group]
     keys: set[Hashable] = {id(value) for value in objects if value is not None}
     whole = path.absolute()

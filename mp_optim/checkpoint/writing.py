@@ -1,13 +1,12 @@
 """Write the tensors of a checkpoint, in two parts.
 
-Planning decides which rank writes which boxes, by pure functions of the entries that the ranks
-hold. Ranks communicate only here. Entries that a rank holds whole are the same on many ranks, so
-they are put into sheets (the model's, the optimizer's), and a rank sends only the sheets that the
-first rank does not have. Each rank sends the boxes of the entries of which it holds parts.
+Planning decides which rank writes which boxes, by pure functions of the ranks' entries. Ranks
+communicate only here. Entries that a rank holds whole are the same on many ranks, so they form
+sheets (the model's, the optimizer's), and a rank sends only the sheets that the first rank does not
+have. Each rank sends the boxes of the entries of which it holds parts.
 
-Writing then needs no other rank, so it can happen in the background, from a snapshot of the boxes
-that this rank writes. Each thread that writes has a file of its own, so that no thread waits for
-another.
+Writing needs no other rank, so it can run in the background, from a snapshot of the boxes that this
+rank writes. Each writing thread has its own file, so that no thread waits for another.
 """
 
 from __future__ import annotations

@@ -123,16 +123,16 @@ def plan_flat(
 
 
 def plan_whole(sizes: Sequence[int], ranks: int) -> list[FlatBucketPlan]:
-    """One bucket in which every parameter lies in a single shard, for rules that need whole
-    matrices.
+    """Return a plan of one bucket in which every parameter is in a single shard, for rules that
+    need whole matrices.
 
-    The largest parameter left goes to the rank that holds least (Graham's LPT rule: the fullest
-    shard is at most 4/3 of the best possible). Shards are as large as what is in them: one of an
-    embedding beside those of small layers costs the others nothing.
+    The largest parameter left is assigned to the rank that holds least (Graham's LPT rule: the
+    fullest shard is at most 4/3 of the best possible). Shards have the size of their parameters, so
+    a shard with an embedding costs the other ranks nothing.
 
     Args:
-        sizes: elements of each parameter. One without elements lies in no shard.
-        ranks: how many ranks share the bucket.
+        sizes: elements of each parameter. One without elements is in no shard.
+        ranks: number of ranks that share the bucket.
     """
     loads, members = [0] * ranks, [[0] * 0 for _ in range(ranks)]
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
@@ -154,8 +154,11 @@ class Entry:
     """One parameter in a bucket.
 
     Attributes:
-        name: its FQN. param: the model's tensor, which looks into the bucket.
-        placed: where. start, stop: what this rank owns of it, in elements of the parameter.
+        name: its FQN.
+        param: the model's tensor, a view of the bucket.
+        placed: its place in the plan.
+        start: first element of the parameter that this rank owns.
+        stop: element after the last one that this rank owns.
         data: the view that is the parameter's data.
     """
 
@@ -169,16 +172,17 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class FlatBucket:
-    """Parameters of one dtype and device that are reduced and gathered together.
+    """Parameters of one dtype and device that are reduced and gathered together, kept for the
+    optimizer's life.
 
     Attributes:
-        plan: where they lie.
-        rank: whose shard is owned here.
-        params: flat, ``plan.numel`` elements; the model's parameters look into it.
-        grad_dtype: dtype in which gradients are kept and travel.
-        grads: this rank's own gradients, flat; None while there are none to keep (ZeRO-2).
-        owned_grads: the owned shard of the reduced gradients; part of ``grads`` unless those come
-            and go.
+        plan: places of the parameters.
+        rank: number of this rank, which owns a shard.
+        params: flat, ``plan.numel`` elements; the model's parameters are views of it.
+        grad_dtype: dtype in which gradients are kept and communicated.
+        grads: this rank's own gradients, flat; None while ZeRO-2 keeps none.
+        owned_grads: the owned shard of the reduced gradients; part of ``grads``, unless those are
+            allocated for each pass.
         entries: the parameters.
     """
 
@@ -201,7 +205,7 @@ class FlatBucket:
         return torch.zeros(numel, dtype=self.grad_dtype, device=self.params.device)
 
     def add(self, name: str, param: Tensor, placed: ParamRange) -> Entry:
-        """Take in one more parameter, whose place is part of the plan."""
+        """Add a parameter, whose place is part of the plan."""
         data = self.params[placed.elements].view(param.shape)
         fragment = self.plan.fragment(placed, self.rank)
         self.entries.append(Entry(name, param, placed, *fragment, data))
@@ -279,13 +283,14 @@ def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
 def make_buckets(
     named: Sequence[tuple[str, Tensor]], config: OptimizerConfig, rank: int, ranks: int
 ) -> list[FlatBucket]:
-    """Buckets for parameters, which look into them afterwards; one set of buckets for each dtype
+    """Return buckets for parameters, which become views of them; one set of buckets for each dtype
     and device.
 
     Args:
         named: trainable parameters, each once.
-        config: how gradients are kept, and where buckets end.
-        rank, ranks: place in the data-parallel group, and its size.
+        config: storage of gradients, and sizes of buckets.
+        rank: this rank's place in the data-parallel group.
+        ranks: size of that group.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
     for name, param in named:

@@ -1,9 +1,9 @@
-"""Several optimizers as one. What is asked about a slot is asked of the member that has it; what is
-asked about all is asked of all.
+"""Several optimizers as one. Calls about a slot go to the member that has it; calls about all slots
+go to all members.
 
 :class:`ChainedOptimizer` is the dense and the expert optimizer of a MoE. They share one gradient
-norm, one verdict and one loss scale, so a step either happens for all parameters or for none, and
-no member can drift to a scale of its own.
+norm, one verdict and one loss scale, so a step happens for all parameters or for none, and no
+member can drift to another scale.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class CompositeOptimizer(MegatronOptimizer):
 
     @property
     def grad_reducer(self) -> Reducer | None:
-        """What reduces the gradients, of one that shares them out itself."""
+        """The reducer of gradients, if the optimizer shards them itself."""
         return None
 
     @property
@@ -223,8 +223,8 @@ class CompositeOptimizer(MegatronOptimizer):
 class ChainedOptimizer(CompositeOptimizer):
     """Several :class:`MegatronOptimizer` that step together.
 
-    ``param_groups`` are the members' own dicts, one after the other: a change here is a change
-    there.
+    ``param_groups`` are the members' own dicts, one after the other, so a change here is a change
+    of the member's.
 
     Args:
         chained_optimizers: at least one, all built with equal configs. The first one's loss scaler

@@ -50,28 +50,30 @@ from mp_optim.process_groups.missing_ranks import start_collective, wait_for, wa
 from mp_optim.zero.buckets import Entry, FlatBucket
 
 _IN_FLIGHT = 2
-"""Buckets whose reduction may be under way while their gradients are not kept, which is the memory
-that ZeRO-2 takes, or while their completion is to be told during backward."""
+"""Buckets whose reduction may be in progress while their gradients are not kept, which bounds
+ZeRO-2's memory, or while their completion is announced during backward."""
 _marks = itertools.count(1)
 
 
 class GradReducer:
-    """Hooks on parameters, and the state of each bucket's gradients.
+    """Hooks on parameters, and the state of each bucket's gradients, kept for the optimizer's life.
 
     Args:
-        buckets: the same on all ranks. first_used: where forward first uses each, which decides the
-            order.
-        config: how they are reduced. group: over which ranks. divisor: of averages.
-        guard: context in which communication happens; gives failures a name.
+        buckets: the same on all ranks.
+        first_used: for each bucket its first use in forward, which decides the order.
+        config: settings of the reduction.
+        group: the ranks that reduce.
+        divisor: divisor of averages.
+        guard: context of communication, which names failures.
         check_use: called when a parameter's gradient arrives in backward.
 
     Attributes:
-        has_gradients: whether a parameter had a gradient since the last :meth:`zero`.
-        on_reduced: called with a bucket's index when its owned shard is complete; perhaps during
-            backward, which then has at most two reductions under way.
-        order: of the reductions; perhaps with those of other reducers.
-        rounds: how many passes were reduced since :meth:`zero`.
-        arrived: of each bucket, the parameters whose gradient has arrived in this backward.
+        has_gradients: True if a parameter had a gradient since the last :meth:`zero`.
+        on_reduced: called with a bucket's index when its owned shard is complete, perhaps during
+            backward, which has at most two reductions in progress then.
+        order: order of the reductions, perhaps together with those of other reducers.
+        rounds: number of passes that were reduced since :meth:`zero`.
+        arrived: for each bucket, the parameters whose gradient has arrived in this backward.
         late: the first parameter whose gradient arrived after the gradients of its bucket were
             reduced, until :meth:`zero`; empty for none.
     """
@@ -148,8 +150,8 @@ class GradReducer:
     def _collect(self, index: int, entry: Entry) -> None:
         """Move a parameter's ``grad`` into its bucket; drop it if the bucket was reduced already.
 
-        A gradient that is dropped is in nobody's way if ``zero_grad()`` comes before the next step:
-        a GAN's generator gives its discriminator such gradients.
+        A dropped gradient does no harm if ``zero_grad()`` comes before the next step: a GAN's
+        generator gives its discriminator such gradients.
 
         Raises:
             TypeError: the gradient is sparse.
@@ -195,14 +197,14 @@ class GradReducer:
 
     @in_own_modes
     def launch(self, index: int) -> None:
-        """Start to reduce a bucket, with whatever gradients it has; one that keeps its gradients
-        once a step."""
+        """Start to reduce a bucket with its present gradients; once a step for one that keeps its
+        gradients."""
         if self._keeps_grads and self._reduced[index]:
             return
         bucket, config = self.buckets[index], self._config
         in_fp32 = config.reduce_scatter_with_fp32_accumulation
         exchange = uses_exchange(self.group, bucket.params.device, in_fp32)
-        # where all is gathered, complete shards are no whole, and nobody is told
+        # if all shards are gathered, a complete shard is not a whole, and nothing is announced
         announces = self.on_reduced is not None and not self._replicates
         if exchange or not self._keeps_grads or announces:
             self.order.wait(leave=_IN_FLIGHT - 1)
@@ -264,7 +266,7 @@ class GradReducer:
         self.order.restart()
         for index, bucket in enumerate(self.buckets):
             if not self._keeps_grads:
-                bucket.grads = None  # what is owned of them is written anew
+                bucket.grads = None  # the owned part is written again
             elif bucket.grads is not None:
                 bucket.grads.zero_()
             self._reduced[index] = self._waiting[index] = False
@@ -299,23 +301,23 @@ def _named(bucket: FlatBucket) -> str:
 
 
 class LaunchOrder:
-    """The order in which the buckets of some reducers are reduced: that which backward completes
-    first comes first.
+    """The order in which the buckets of some reducers are reduced: the one that backward completes
+    first is the first.
 
-    NOTE: where buckets are reduced after every pass, a rank does not know how many passes the
-    others have: it may have been given nothing to do in one. So each round begins with a reduction
-    of one flag, which a rank in backward starts and does not wait for; at the step each rank joins
-    rounds, with zeros, until nobody began another.
+    NOTE: if buckets are reduced after every pass, a rank does not know how many passes the others
+    have: it may have no work in one. So each round begins with a reduction of one flag, which a
+    rank in backward starts without waiting. At the step each rank joins rounds, with zeros, until
+    no rank begins another.
 
     Args:
-        members: each with its buckets' places in the model, the same on all ranks.
-        again: whether buckets are reduced after every backward pass, rather than once a step.
+        members: reducers, each with its buckets' places in the model, the same on all ranks.
+        again: True if buckets are reduced after every backward pass, rather than once a step.
 
     Attributes:
-        arrivals: held by the thread in which a gradient arrives; backward has one for each device
-            that has parameters, and one for the CPU.
-        sequence: numbers of a member and of one of its buckets, turn by turn.
-        under_way: reductions that were launched and not waited for, with their reducers.
+        arrivals: lock of the thread in which a gradient arrives. Backward has one thread for each
+            device with parameters, and one for the CPU.
+        sequence: pairs of a member and one of its buckets, in order.
+        under_way: reductions in progress, with their reducers.
     """
 
     def __init__(self, members: Sequence[GradReducer], again: bool) -> None:
@@ -374,7 +376,7 @@ class LaunchOrder:
         self._next += 1
 
     def _end_of_round(self) -> None:
-        if self._again:  # another backward may follow, and add to what is owned
+        if self._again:  # another backward may follow, and add to the owned gradients
             self._next = 0
 
     def finish(self) -> None:
@@ -409,8 +411,8 @@ class LaunchOrder:
         return left
 
     def restart(self) -> None:
-        """The next gradients are another step's. Waits for what is under way, and tells nobody: a
-        gradient that is about to be cleared is not to be worked on."""
+        """Begin another step. Wait for reductions in progress without announcing them: gradients
+        that are about to be cleared must not be used."""
         while self.under_way:
             member, index, work = self.under_way.popleft()
             member.complete(index, work, is_wanted=False)
@@ -418,7 +420,7 @@ class LaunchOrder:
         self._next, self._in_backward = 0, False
 
     def wait(self, leave: int = 0) -> None:
-        """Wait for the oldest reductions until so many are left under way."""
+        """Wait for the oldest reductions until ``leave`` are in progress."""
         while len(self.under_way) > leave:
             member, index, work = self.under_way.popleft()
             member.complete(index, work)
@@ -469,12 +471,13 @@ def start_reduction(
     """Start to reduce a bucket.
 
     Args:
-        grads: this rank's gradients, flat; not to be touched before the end.
-        owned: where this rank's shard of the result goes; may be its part of ``grads``.
-        bounds: where each rank's shard begins in ``grads``, and where the last one ends.
-        divisor: what the sum is divided by: 1 for a sum.
-        exchange: which way.
-        add: add to what is in ``owned`` instead of replacing it.
+        grads: this rank's gradients, flat; no other code may use them before the end.
+        owned: memory for this rank's shard of the result; may be its part of ``grads``.
+        group: the ranks that reduce.
+        bounds: first element of each rank's shard in ``grads``, and the end of the last one.
+        divisor: divisor of the sum; 1 for a sum.
+        exchange: the kind of communication.
+        add: True to add to ``owned`` instead of replacing it.
     """
     kind = _Exchange if exchange or group.size() == 1 else Reduction
     return kind(grads, owned, group, bounds, divisor, add)
@@ -558,13 +561,13 @@ class Reduction:
 
 @dataclass
 class _Exchange(Reduction):
-    """Each rank sends the others their shards.
+    """An all-to-all of shards: each rank sends the others theirs.
 
     Attributes:
         fullest: elements of the largest shard.
         piece: elements of a shard that are exchanged in one round. The owner of a large one
-            receives it from every rank: in one round, that would take as much memory as so many
-            whole buckets.
+            receives it from every rank, which in one round would take the memory of several whole
+            buckets.
     """
 
     received: Tensor | None = field(init=False, default=None)
@@ -581,7 +584,7 @@ class _Exchange(Reduction):
             self._start(0)
 
     def _start(self, start: int) -> None:
-        """Begin the round of what lies at ``start`` and on in every shard."""
+        """Start a round for the elements from ``start`` on in every shard."""
         ranks, width = self.group.size(), self.grads.element_size()
         parts = [
             (min(first + start, last), min(first + start + self.piece, last))
@@ -631,7 +634,7 @@ def divide_(grads: Tensor, divisor: int) -> None:
 
 
 def finish_sum(total: Tensor, owned: Tensor, divisor: int, add: bool) -> None:
-    """Write a sum over ranks, divided, to where it belongs, or add it to what is there."""
+    """Write a sum over ranks, divided, to the owned shard, or add it there."""
     if divisor != 1:  # by a tensor: CUDA would multiply with a number's reciprocal
         total /= torch.full_like(total, divisor)
     if add:
@@ -643,7 +646,9 @@ def all_gather(flat: Tensor, bounds: Sequence[int], group: ProcessGroup) -> list
     """Start to fill a flat buffer with all ranks' shards, of which this rank has its own.
 
     Args:
-        bounds: where each rank's shard begins, and where the last one ends.
+        flat: the buffer.
+        bounds: first element of each rank's shard, and the end of the last one.
+        group: the ranks.
 
     Returns:
         Work to wait for.
@@ -670,5 +675,6 @@ def broadcast(flat: Tensor, group: ProcessGroup) -> None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory as bytes: backends differ in the dtypes they move."""
+    """Return the tensor's memory as bytes, because backends differ in the dtypes that they
+    communicate."""
     return tensor.view(torch.uint8)

@@ -1,5 +1,5 @@
-"""The model's parameters in flat buckets, and what this rank owns of each: a plain tensor to step,
-and the form in which its state is shown and loaded."""
+"""The model's parameters in flat buckets, and this rank's shard of each: a plain tensor to step,
+and the layout in which its state is exported and loaded."""
 
 from __future__ import annotations
 
@@ -50,13 +50,15 @@ class ParamShard:
     """The owned elements of one parameter.
 
     Attributes:
-        name: FQN of the parameter. shape: its shape.
-        start, stop: owned elements, [start, stop) of the row-major flattened parameter.
-        tensor: these elements, a view of the bucket: 1-D, or where parameters stay whole, of the
-            parameter's shape if all of it is stepped here, and of no rows if nothing is.
-        grad: where their reduced gradient is; None if the parameter was frozen.
-        shown_whole: every rank steps all of the parameter, so state is shown as plain tensors of
-            its shape.
+        name: FQN of the parameter.
+        shape: shape of the parameter.
+        start: first owned element of the row-major flattened parameter.
+        stop: element after the last owned one.
+        tensor: these elements, a view of the bucket. It is 1-D; for whole parameters it has the
+            parameter's shape if this rank steps it, and no rows otherwise.
+        grad: their reduced gradient; None if the parameter was frozen.
+        shown_whole: True if every rank steps all of the parameter, so state is exported as plain
+            tensors of its shape.
     """
 
     name: str
@@ -102,7 +104,8 @@ class ParamShard:
         return value
 
     def _local_scale(self, scale: Tensor) -> Tensor:
-        """Of a scale for each element, or for each block of the whole parameter, the owned part."""
+        """Return the owned part of a scale for each element, or for each block of the whole
+        parameter."""
         if scale.dim() > 1:
             return scale.reshape(*self.tensor.shape, 1)
         if scale.shape != (-(-self.shape.numel() // SHARD_ALIGNMENT),):
@@ -156,22 +159,25 @@ def in_forward_order(
 
 
 class ShardedParams:
-    """Moves the parameters into buckets, on construction; later keeps the two in agreement.
+    """Parameters in buckets, moved there by the constructor and kept consistent afterwards.
 
     Args:
         param_groups: the optimizer's live groups of the model's parameters.
-        group: the ranks that share out the buckets.
-        chunks, divisor: see :class:`~mp_optim.DistributedOptimizer`.
+        group: the ranks that share the buckets.
+        chunks: see :class:`~mp_optim.DistributedOptimizer`.
+        divisor: see :class:`~mp_optim.DistributedOptimizer`.
         guard: names the ranks that are missing.
 
     Attributes:
-        buckets: of the trained parameters. reducer, gatherer: move what is in them between the
-            ranks.
-        shards: what this rank owns, in slot order. tensors: of each bucket.
-        steps_everything: every rank steps all parameters, rather than what it owns.
-        frozen: slots that were trained when the buckets were made, and are not now.
-        bytes: that were reduced and gathered in the last step.
-        layout_of: returns the layout that shows the state of a slot.
+        buckets: buckets of the trained parameters.
+        reducer: reduces gradients between the ranks.
+        gatherer: gathers parameters from the ranks.
+        shards: this rank's shards, in slot order.
+        tensors: tensors of each bucket.
+        steps_everything: True if every rank steps all parameters.
+        frozen: slots that were trained when the buckets were made, and are frozen now.
+        bytes: bytes that were reduced and gathered in the last step.
+        layout_of: returns the layout in which the state of a slot is exported.
     """
 
     def __init__(
@@ -207,10 +213,10 @@ class ShardedParams:
         self._seen = ParamWatcher(all_params(param_groups))
 
     def _shard(self, slot: Slot, param: Tensor) -> ParamShard:
-        """What this rank steps of a parameter, as a leaf tensor with a version counter of its own.
+        """Return this rank's part of a parameter, as a leaf tensor with its own version counter.
 
-        It has the parameter's shape where the rule finds all of it, and as many dimensions where it
-        is nothing; else it is flat.
+        It has the parameter's shape if the rule gets all of it, the same number of dimensions if it
+        is empty, and is flat otherwise.
         """
         name = slot_name(self._param_groups, slot)
         keeps_shape = self.steps_everything or self._config.use_layer_wise_distributed_optimizer
@@ -254,7 +260,7 @@ class ShardedParams:
         return ParamShard(name, param.shape, start, stop, tensor, grad, self.steps_everything)
 
     def groups(self) -> list[dict[str, Any]]:
-        """The param groups, with what this rank owns in place of the parameters."""
+        """Return the param groups with this rank's tensors in place of the parameters."""
         shards, groups = iter(self.shards.values()), []
         for group in self._param_groups:
             tensors = [next(shards).tensor for _ in group["params"]]
@@ -328,8 +334,8 @@ class ShardedParams:
         self._seen.look(all_params(self._param_groups))
 
     def share(self) -> None:
-        """Bring the other ranks' parts of the parameters here, and wait: what ranks own was written
-        by something else than a step."""
+        """Gather the other ranks' parts of the parameters, and wait, after other code than a step
+        wrote owned parts."""
         if not self.steps_everything:
             self.gatherer.start()
             self.gatherer.finish()
@@ -364,7 +370,8 @@ def _shaped(flat: Tensor, param: Tensor) -> Tensor:
 
 
 def _set_attributes(tensor: Tensor, param: Tensor, info: ShardInfo) -> None:
-    """Say of an owned tensor which part it is, and what the parameter says of its norm."""
+    """Set attributes of an owned tensor: its part of the parameter, and the parameter's norm
+    attributes."""
     set_shard_info(tensor, info)
     attributes = norm_attributes(param)
     if tensor.shape != param.shape:  # a flat part has not the parameter's dimensions

@@ -1,8 +1,8 @@
-"""How gradients get to the ranks that own them and parameters back: buckets of our own, or those of
-Megatron's DistributedDataParallel.
+"""Transport of gradients to the ranks that own them, and of parameters back: by buckets of this
+package, or by those of Megatron's DistributedDataParallel.
 
-Its buffers are flat already, its hooks reduce and gather; here they are taken as they are. It is
-recognised by attributes, so that Megatron need not be installed.
+Megatron's buffers are flat already, and its hooks reduce and gather, so they are used as they are.
+It is recognised by attributes, so that Megatron need not be installed.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ def _bucket(
 
 Reducer = GradReducer | MegatronHooks
 Transport = tuple[list[FlatBucket], Reducer, ParamGatherer | MegatronHooks]
-"""Buckets, what reduces the gradients in them, and what gathers the parameters."""
+"""Buckets, the reducer of their gradients, and the gatherer of their parameters."""
 
 
 def make_transport(
@@ -299,14 +299,16 @@ def make_transport(
     """Put trainable parameters into buckets. Collective.
 
     Args:
-        named: in the order in which forward uses them. places: their numbers in that order, in the
-            whole model.
-        chunks: modules that hold them.
-        divisor: what averages are divided by.
-        guard: context in which communication happens.
+        named: parameters in the order of their use in forward.
+        places: their numbers in that order, in the whole model.
+        config: settings of buckets and reductions.
+        group: the ranks that share the buckets.
+        chunks: modules that hold the parameters.
+        divisor: divisor of averages.
+        guard: context of communication.
 
     Raises:
-        ValueError: a parameter or the config does not fit.
+        ValueError: a parameter or the config is not supported.
     """
     if any(map(is_megatron_ddp, chunks)):
         return _megatrons(named, config, group, chunks)

@@ -1,9 +1,9 @@
-"""DistributedOptimizer: data-parallel ranks share out main params, state and (ZeRO-2) gradients.
+"""DistributedOptimizer: data-parallel ranks shard main params, state and (ZeRO-2) gradients.
 
-The model's parameters look into flat buckets. What a rank owns of each is a plain tensor, and an
+The model's parameters are views of flat buckets. This rank's part of each is a plain tensor, and an
 ordinary precision wrapper over these tensors, in the same groups and at the same positions, does
 all the work of a step: it measures (reducing over the ranks), decides, places and steps. This
-module gets gradients to it and parameters back.
+module reduces gradients to it and gathers parameters back.
 """
 
 from __future__ import annotations
@@ -50,28 +50,27 @@ from mp_optim.zero.transport import Reducer
 Build = Callable[[list[dict[str, Any]]], WrappedOptimizer]
 
 _OURS = "an optimizer"
-"""What ranks share that are compared."""
+"""Words for the thing that ranks share, in comparisons."""
 
 
 class DistributedOptimizer(CompositeOptimizer):
     """ZeRO over the ranks of ``process_groups.dp``. Collective: all of them build it, step it and
     zero it alike. They start from the first one's parameters.
 
-    ``state`` and ``state_dict`` show what this rank owns, as flat shards of the natural shape
-    (:class:`~mp_optim.core.flat_shard.FlatShard`), or plain tensors where every rank has
-    everything. Gradients of parameters that no rank used are zeros.
+    ``state`` and ``state_dict`` have this rank's part, as flat shards of the natural shape
+    (:class:`~mp_optim.core.flat_shard.FlatShard`), or plain tensors if every rank has everything.
+    Gradients of parameters that no rank used are zeros.
 
     Args:
         param_groups: groups of the model's parameters, with ``param_names``.
-        config: ``data_parallel_sharding_strategy`` and what is said there about reducing and
-            gathering.
+        config: ``data_parallel_sharding_strategy`` and the settings of reducing and gathering.
         grad_scaler: loss scale, or None for 1.
-        build: makes the precision wrapper from groups of the owned tensors.
+        build: returns the precision wrapper of groups of the owned tensors.
         process_groups: ``dp`` is required.
-        model_chunks: modules that hold the parameters; in their order gradients are expected, and
-            before their forwards gathered parameters are waited for.
-        divisor: what sums of gradients are divided by with ``grad_reduce_op="avg"``; by default the
-            ranks of ``dp``.
+        model_chunks: modules that hold the parameters. Gradients are expected in their order, and
+            their forwards wait for gathered parameters.
+        divisor: divisor of gradients with ``grad_reduce_op="avg"``; by default the number of ranks
+            of ``dp``.
 
     Attributes:
         shards: the wrapper of the owned tensors, its only member.
@@ -140,7 +139,7 @@ class DistributedOptimizer(CompositeOptimizer):
 
     @property
     def grad_reducer(self) -> Reducer:
-        """What reduces the gradients."""
+        """The reducer of gradients."""
         return self._model.reducer
 
     @contextlib.contextmanager
@@ -160,7 +159,7 @@ class DistributedOptimizer(CompositeOptimizer):
         self._model.gatherer.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, and ``main_grad`` and what was reduced."""
+        """Clear gradients, ``main_grad`` and reduced gradients."""
         super().zero_grad(set_to_none=True)
         self.grad_reducer.zero()
 
@@ -219,16 +218,17 @@ class DistributedOptimizer(CompositeOptimizer):
     # -- what is going on -------------------------------------------------------------------------
 
     def own_metrics(self) -> dict[str, float]:
-        """As of every optimizer; and bytes of gradients and parameters that were reduced and
-        gathered in the last step, counted once each, whatever way they took."""
+        """Return the metrics of every optimizer, and the bytes of gradients and parameters that
+        were reduced and gathered in the last step, each counted once."""
         return {**super().own_metrics(), **self._model.bytes}
 
 
 class ReducedGrads(GradsOfMembers):
-    """What a rank owns of the reduced gradients.
+    """This rank's part of the reduced gradients.
 
     Args:
-        trained: slots with a gradient. owned: the wrapper's gradients of the owned tensors.
+        trained: slots with a gradient.
+        owned: the wrapper's gradients of the owned tensors.
     """
 
     def __init__(
@@ -244,8 +244,8 @@ class ReducedGrads(GradsOfMembers):
         return self._owned_sums() if self._model.steps_everything else super().sums()
 
     def _owned_sums(self) -> Measurement:
-        """Where each rank steps everything, it measures what it would own, so that the sum is made
-        of the same parts as with sharding."""
+        """Return the sums of owned parts, if each rank steps everything, so that the norm has the
+        same summands as with sharding."""
         optimizer = self._optimizer
         over = (optimizer._group,)
         keys = {slot: NormKey(optimizer.norm_key(slot).group, over) for slot in optimizer.slots()}
