@@ -1,6 +1,6 @@
 """``mp-optim COMMAND``: finds the module of a command, and imports no other.
 
-What is wrong is said in a sentence, and tables survive a pipe.
+Errors are printed as one sentence, and tables are not cut in a pipe.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def status_of(command: Callable[[], int]) -> int:
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] == "mp_optim":
             raise
-        if error.name is None:  # transformers, whose own import of a model failed
+        if error.name is None:  # transformers failed to import a model of its own
             return _fail(f"{_sentence(error)} The cause: {_sentence(_first_cause(error))}")
         package = _PACKAGES.get(str(error.name), error.name)
         return _fail(f"this command needs {error.name}: pip install {package}")
@@ -106,7 +106,7 @@ def hf_config(path: Path) -> Any:
     """Return the ``transformers`` config of a file or folder.
 
     Raises:
-        FileNotFoundError: there is no such file or folder.
+        FileNotFoundError: the file or folder does not exist.
         ValueError: transformers refuses it.
     """
     if not path.exists():  # else it would be taken for a name on the Hub

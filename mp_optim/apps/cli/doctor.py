@@ -1,5 +1,5 @@
-"""``mp-optim doctor``: what this machine can do for the optimizer, and the config that follows
-from it. Needs nothing but torch."""
+"""``mp-optim doctor``: the kernels, threads and accelerators that this machine can use, and a
+config for it. Needs nothing but torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What training programs rely on, as checks of any torch optimizer: ``mp-optim conform``.
+"""Checks of any torch optimizer for properties that training programs rely on: ``mp-optim
+conform``.
 
-Stands alone: it imports torch and the optimizer that is checked, and nothing else of this package.
+The package imports torch and the checked optimizer, and nothing else of mp_optim.
 """
 
 from mp_optim.apps.conform import distributed, groups, precision, resume, steps, tensors

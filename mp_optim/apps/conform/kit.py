@@ -1,4 +1,4 @@
-"""What checks are made of: who is checked, what a finding is, and the few words that all use.
+"""The parts of checks: the checked optimizer, findings, and helpers that all checks use.
 
 A check is a plain function of a :data:`Make`. Nothing here needs more than torch.
 """
@@ -25,15 +25,15 @@ many people run lean on it. nice: good to have, and promised by few."""
 
 
 class Nonconformance(Exception):
-    """What a check found: a sentence with the numbers."""
+    """The finding of a check: a sentence with the numbers."""
 
 
 class Refused(Exception):
-    """What was asked for is refused with an error of the optimizer's own: no failure."""
+    """The optimizer refuses a request with its own error, which is not a failure."""
 
 
 class NotApplicable(Exception):
-    """The check says nothing of this optimizer, and why."""
+    """The check does not apply to this optimizer, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Check:
     """One check.
 
     Attributes:
-        function: what is called; raises :class:`Nonconformance`.
+        function: the check; raises :class:`Nonconformance`.
         level: one of :data:`LEVELS`.
-        rules: the rules whose formula it knows; empty where it holds of all.
-        ranks: how many processes carry it out together.
+        rules: rules whose formula it knows; empty if it holds for all.
+        ranks: number of processes that carry it out together.
     """
 
     function: Callable[[Make], None]
@@ -110,7 +110,7 @@ def filled(value: float, *shape: int, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def layers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """A model of two matrices, without biases: there are rules for matrices alone."""
+    """Return a model of two matrices, without biases, because some rules step matrices only."""
     model = nn.Sequential(nn.Linear(64, 72, bias=False), nn.Tanh(), nn.Linear(72, 8, bias=False))
     with torch.no_grad():
         for seed, param in enumerate(model.parameters()):
@@ -146,7 +146,7 @@ def trained(
 
 
 def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Multiply lr of every group, whose number is the optimizer's own business."""
+    """Multiply the learning rate of every group. The optimizer decides the number of groups."""
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * factor
 
@@ -156,7 +156,7 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 
 def through_file(content: dict[str, Any], safely: bool = False) -> dict[str, Any]:
-    """What is loaded of what was saved."""
+    """Save content to a file, and return the loaded content."""
     file = io.BytesIO()
     torch.save(content, file)
     file.seek(0)
@@ -181,7 +181,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """What a tensor holds, compressed or not."""
+    """Return the values of a tensor, compressed or not."""
     plain = torch.empty(tensor.shape, dtype=torch.float64, device="cpu")
     return plain.copy_(tensor.detach())
 
@@ -192,7 +192,7 @@ def require(condition: object, finding: str) -> None:
 
 
 def require_same(found: Iterable[Tensor], expected: Iterable[Tensor], what: str) -> None:
-    """Bit for bit, but for signs of zeros; a NaN is equal to itself."""
+    """Raise unless both are equal bit for bit, except for signs of zeros; NaNs are equal."""
     for index, pair in enumerate(zip(found, expected, strict=True)):
         dtype, other = (tensor.dtype for tensor in pair)
         require(dtype == other, f"{what}: {dtype} instead of {other}")
@@ -230,10 +230,10 @@ def plain(make: Make) -> Make:
 
 
 def make_or_refuse(make: Make, params: Any, **settings: Any) -> torch.optim.Optimizer:
-    """An optimizer; an error of its constructor is an answer, too.
+    """Return an optimizer; an error of its constructor is a refusal.
 
     Raises:
-        Refused: by what it said.
+        Refused: with the text of that error.
     """
     try:
         return make(params, **settings)
@@ -242,10 +242,10 @@ def make_or_refuse(make: Make, params: Any, **settings: Any) -> torch.optim.Opti
 
 
 def step_or_refuse(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
-    """A step; an error for the caller is an answer, too, if nothing was changed.
+    """Take a step; an error is a refusal if nothing was changed.
 
     Raises:
-        Refused: by what it said.
+        Refused: with the text of that error.
     """
     before = [param.detach().clone() for param in params]
     try:
@@ -256,7 +256,7 @@ def step_or_refuse(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -
 
 
 RULES = ("adam", "adamw", "sgd", "lion")
-"""Rules whose formulas checks know."""
+"""Rules whose formulas the checks know."""
 
 
 @dataclass(frozen=True)
@@ -265,8 +265,8 @@ class Subject:
 
     Attributes:
         path: ``package.module.name`` of a class, or of any function ``name(params, **settings)``.
-        settings: keyword arguments for it. Checks set lr, betas, eps, weight_decay and momentum
-            where a formula needs them.
+        settings: its keyword arguments. Checks set lr, betas, eps, weight_decay and momentum if a
+            formula needs them.
         rule: one of :data:`RULES`, whose formulas it promises to follow; None for another one. By
             default the name in lower case, if it is one of them.
     """
@@ -281,10 +281,10 @@ class Subject:
         return name if name in RULES else None
 
     def checks(self, names: Iterable[str] = ()) -> list[Check]:
-        """The checks that say something of its rule; of these names only, if any are given.
+        """Return the checks that apply to its rule; of these names only, if any are given.
 
         Raises:
-            ValueError: there is no check of such a name.
+            ValueError: a check of such a name does not exist.
         """
         wanted = list(names) or list(CHECKS)
         unknown = [name for name in wanted if name not in CHECKS]
@@ -294,10 +294,10 @@ class Subject:
         return [check for check in checks if not check.rules or self.known_rule in check.rules]
 
     def maker(self) -> Make:
-        """What checks call.
+        """Return the function that checks call.
 
         Raises:
-            ValueError: there is nothing of that name, or it is no class or function.
+            ValueError: the name does not exist, or is not a class or function.
         """
         factory = located(self.path)
 
@@ -318,10 +318,10 @@ def has_modes(optimizer: Any) -> bool:
 
 
 def located(path: str) -> Callable[..., Any]:
-    """The object of a dotted name.
+    """Return the object of a dotted name.
 
     Raises:
-        ValueError: there is none, or it cannot be called.
+        ValueError: it does not exist, or is not callable.
     """
     module_name, _, name = path.rpartition(".")
     if not module_name:
@@ -333,10 +333,11 @@ def located(path: str) -> Callable[..., Any]:
 
 
 def parsed(argument: str) -> tuple[str, Any]:
-    """``name=value`` of a command line: a literal of Python, a dtype as torch.bfloat16, or text.
+    """Return name and value of ``name=value``: a literal of Python, a dtype such as torch.bfloat16,
+    or text.
 
     Raises:
-        ValueError: there is no equals sign.
+        ValueError: the equals sign is missing.
     """
     name, sign, text = argument.partition("=")
     if not sign:

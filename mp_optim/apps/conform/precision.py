@@ -30,7 +30,7 @@ from mp_optim.apps.conform.kit import (
 def way(
     make: Make, dtype: torch.dtype, start: float, sizes: list[float], **settings: float
 ) -> Tensor:
-    """How far a weight goes under gradients of these sizes, as float64."""
+    """Return the change of a weight under gradients of these sizes, as float64."""
     param = nn.Parameter(filled(start, 16, 16, dtype=dtype))
     optimizer = make_or_refuse(make, [param], **settings)
     for size in sizes:
@@ -92,7 +92,7 @@ def a_step_without_numbers_is_skipped(make: Make) -> None:
 
 
 def scaled(make: Make, dtype: torch.dtype, scale: float) -> list[Tensor]:
-    """Weights after three steps whose losses were scaled by that."""
+    """Return weights after three steps whose losses were scaled by ``scale``."""
     model = layers(dtype)
     optimizer = make_or_refuse(make, model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)

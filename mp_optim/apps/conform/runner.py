@@ -34,19 +34,19 @@ from mp_optim.apps.conform.kit import (
 )
 
 LIMIT_SECONDS = 90.0
-"""How long one check may take."""
+"""Time limit of one check, in seconds."""
 _POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check came to.
+    """The result of a check.
 
     Attributes:
-        name: of the check.
+        name: name of the check.
         status: ``passes``, ``FAILS``, ``refuses`` (an error for the caller) or ``does not apply``.
-        message: what was found.
-        seconds: how long it took.
+        message: the finding.
+        seconds: its duration.
     """
 
     name: str
@@ -73,7 +73,7 @@ def run(
     """Carry out checks (of these names, or all that apply), in the order of :data:`CHECKS`.
 
     Raises:
-        ValueError: there is no such check, or no such optimizer.
+        ValueError: the check or the optimizer does not exist.
     """
     checks = subject.checks(names)
     for ranks in sorted({check.ranks for check in checks}):
@@ -153,7 +153,7 @@ def _broken(report: Path, done: list[str]) -> str | None:
 
 
 def _end(processes: Sequence[BaseProcess], log: Path) -> str:
-    """How processes ended: by a signal, or with the last line of what they said."""
+    """Describe how processes ended: by a signal, or with the last line of their output."""
     signals = [-p.exitcode for p in processes if p.exitcode is not None and p.exitcode < 0]
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     said = lines[-1][:200] if lines else "nothing was said"
@@ -166,7 +166,7 @@ _PATIENCE = datetime.timedelta(seconds=20)
 
 
 def outcome_of(name: str, make: Make) -> tuple[str, str]:
-    """Carry out one check: its status, and what was found."""
+    """Carry out one check. Return its status and its finding."""
     try:
         CHECKS[name].function(make)
     except Nonconformance as finding:
@@ -183,14 +183,14 @@ def outcome_of(name: str, make: Make) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Work:
-    """What one process is to do: the same on all ranks but for its number.
+    """The work of one process: equal on all ranks except for its number.
 
     Attributes:
-        subject: who is checked.
-        names: of the checks.
-        ranks: how many processes carry them out together.
-        report: the file that findings go to, of all ranks.
-        log: the file that everything else goes to.
+        subject: the checked optimizer.
+        names: names of the checks.
+        ranks: number of processes that carry them out together.
+        report: the file for findings of all ranks.
+        log: the file for all other output.
     """
 
     subject: Subject
@@ -223,7 +223,7 @@ def carry_out(work: Work, rank: int) -> None:
                 if status != PASSES:
                     break  # the other ranks may wait for this one, which lets them go
                 dist.barrier()
-    os._exit(0)  # what the optimizer left running is not waited for
+    os._exit(0)  # without a wait for threads that the optimizer left running
 
 
 def command_of(check: Check, subject: Subject) -> str:

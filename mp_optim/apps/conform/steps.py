@@ -326,7 +326,7 @@ def steps_with_closure(make: Make) -> None:
         return filled(7.0)
 
     before = weights(model)
-    for _ in range(2):  # there are methods whose first step begins statistics alone
+    for _ in range(2):  # the first step of some methods only begins statistics
         enabled.clear()
         returned = optimizer.step(closure)  # type: ignore[arg-type]
         require(enabled, "the closure was not called")

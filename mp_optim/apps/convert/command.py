@@ -77,10 +77,10 @@ def _loaded(options: Options) -> Any:
 
 
 def read(options: Options) -> foreign.ForeignState:
-    """The source.
+    """Read the source.
 
     Raises:
-        ValueError: it does not hold what its format says.
+        ValueError: it is not of the format that was given.
     """
     try:
         state = _read(options)

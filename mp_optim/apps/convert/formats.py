@@ -92,16 +92,16 @@ def from_apex(
     masters: Sequence[Sequence[Tensor | None]] | None,
     names: Sequence[str] | None = None,
 ) -> ForeignState:
-    """State of ``apex.optimizers.FusedAdam``, whose step counts are its groups'.
+    """Return state of ``apex.optimizers.FusedAdam``, whose step counts are in its groups.
 
     Args:
-        state_dict: as ``state_dict()`` gives it.
+        state_dict: result of ``state_dict()``.
         masters: ``[group["params"] for group in optimizer.param_groups_master]``; None without
             ``master_weights``.
-        names: of all parameters in order; not needed if the groups have ``param_names``.
+        names: names of all parameters in order; not needed if the groups have ``param_names``.
 
     Raises:
-        ValueError: names, groups and masters do not fit each other.
+        ValueError: names, groups and masters do not match.
     """
     foreign = positional_state(state_dict, names)
     if masters is None:
@@ -172,7 +172,7 @@ def from_megatron(
 def states_of_members(
     state_dict: Mapping[Any, Any] | Sequence[Mapping[str, Any]],
 ) -> list[Mapping[str, Any]]:
-    """What is saved of each member of a chain, or of the only optimizer."""
+    """Return the saved state of each member of a chain, or of the only optimizer."""
     if not isinstance(state_dict, Mapping):
         return list(state_dict)
     if state_dict and all(isinstance(key, int) or str(key).isdigit() for key in state_dict):
@@ -222,22 +222,22 @@ _GLOBAL = "optimizer_state.pt"
 _VERSION = "0.16.0"
 """The oldest that the layout written here is that of; DeepSpeed refuses state without a version."""
 _SETTINGS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
-"""Of DeepSpeed's Adam; others would replace what its config says."""
+"""Settings of DeepSpeed's Adam; others would replace values of its config."""
 
 
 def from_deepspeed(folder: str | os.PathLike[str], *, step: float | None = None) -> ForeignState:
-    """State of all parameters of a universal checkpoint, in one group without settings.
+    """Return state of all parameters of a universal checkpoint, in one group without settings.
 
-    Tensors are in their parameter's shape, but for those converted from ZeRO-3, which are flat;
+    Tensors have their parameter's shape, except those converted from ZeRO-3, which are flat;
     ``import_state`` gives them their shape.
 
     Args:
-        step: steps taken, where there is no ``step.pt`` (ZeRO-3).
+        folder: folder of the checkpoint.
+        step: number of steps taken, without a ``step.pt`` (ZeRO-3).
 
     Raises:
-        FileNotFoundError: there is no universal checkpoint.
-        ValueError: files are missing or hold something else, listing them; or no file says the
-            step.
+        FileNotFoundError: the folder has no universal checkpoint.
+        ValueError: files are missing or hold something else, listing them; or no file has the step.
     """
     root = Path(folder) / "zero"
     names = sorted(path.parent.relative_to(root).as_posix() for path in root.glob("**/fp32.pt"))

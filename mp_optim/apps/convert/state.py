@@ -28,7 +28,7 @@ from mp_optim.host.host_memory import as_tensor
 from mp_optim.host.torch_types import is_dtensor
 
 _NO_SETTINGS = ("params", "param_names", STEP)
-"""What else a param group has."""
+"""Keys of a param group that are not settings."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ class ForeignState:
         return [name for group in self.groups for name in group.names]
 
     def with_masters(self, masters: Mapping[str, Tensor]) -> ForeignState:
-        """The same state, with FP32 values of some parameters by name."""
+        """Return this state with FP32 values of some parameters, by name."""
         state = dict(self.state)
         for name in masters.keys() & state.keys():
             state[name] = {**state[name], MASTER: masters[name]}
         return replace(self, state=state)
 
     def renamed(self, rename: Callable[[str], str]) -> ForeignState:
-        """The same state under other names.
+        """Return this state under other names.
 
         Raises:
             ValueError: two parameters would have one name.
@@ -91,11 +91,11 @@ def _repeated(names: Iterable[str]) -> list[str]:
 def names_of_groups(
     groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None
 ) -> list[tuple[str, ...]]:
-    """The names of each group's parameters: its own ``param_names``, or ``names``, for all groups
-    one after the other.
+    """Return the names of each group's parameters: its own ``param_names``, or ``names``, for all
+    groups one after the other.
 
     Raises:
-        ValueError: there are no names, not as many as parameters, or some twice.
+        ValueError: names are missing, fewer or more than parameters, or given twice.
     """
     counts = [len(group["params"]) for group in groups]
     if names is None:
@@ -118,11 +118,12 @@ def names_of_groups(
 def positional_state(
     state_dict: Mapping[str, Any], names: Sequence[str] | None, step: float | None = None
 ) -> ForeignState:
-    """A torch-shaped state dict by name. Where a parameter's state has no ``step``, it is its
-    group's, or ``common_step`` (Megatron), or ``step``.
+    """Return a torch-shaped state dict by name. A parameter without ``step`` gets its group's, or
+    ``common_step`` (Megatron), or ``step``.
 
     Raises:
-        ValueError: names are missing, a value is no tensor or number, or nothing says the step.
+        ValueError: names are missing, a value is neither a tensor nor a number, or the step is
+            unknown.
     """
     if not {"param_groups", "state"} <= state_dict.keys():
         raise ValueError(
@@ -191,7 +192,7 @@ def import_state(
             written.
     """
     stack = stack_of(optimizer)
-    stack.share_settings()  # what was set since the last step says what state there is
+    stack.share_settings()  # the latest settings decide which state a slot has
     slots = {stack.slot_name(slot): slot for slot in stack.slots() if stack.slot_state(slot)}
     foreign = foreign.renamed(matched_names(foreign.names, slots).__getitem__)
     missing = sorted(slots.keys() - set(foreign.names))
@@ -356,11 +357,11 @@ def from_file(path: str | os.PathLike[str]) -> ForeignState:
 
 
 def from_checkpoint(path: str | os.PathLike[str]) -> ForeignState:
-    """The optimizer's part of the newest version in a folder that ``mp_optim.checkpoint.save``
-    wrote; no model needed.
+    """Return the optimizer's part of the newest version in a folder of
+    ``mp_optim.checkpoint.save``; no model is needed.
 
     Raises:
-        FileNotFoundError: there is no complete checkpoint.
+        FileNotFoundError: the folder has no complete checkpoint.
         ValueError: it has no optimizer, or state in compact forms, which no other library reads.
     """
     saved = open_checkpoint(path)

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import torch
 
 _BY_NUMBER = {"complex", "_MEM_FORMAT_ENCODING"}
-"""What may be called with a number: all else would be something of that size."""
+"""Names that may be called with a number; any other would allocate an object of that size."""
 _LEGACY_PICKLES = 5
 """In a file that ``torch.save`` wrote before it wrote archives; elements follow."""
 _ARCHIVE = b"PK\x03\x04"

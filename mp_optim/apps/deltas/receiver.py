@@ -22,20 +22,21 @@ Weights = nn.Module | Mapping[str, Tensor]
 def apply_delta(
     model: Weights, delta: WeightDelta | Sequence[WeightDelta], after: Position | None = None
 ) -> Position:
-    """Give a copy of the model the published values. All is checked before anything is written.
+    """Write published values to a copy of the model. Everything is checked before anything is
+    written.
 
     Args:
         model: a module of plain parameters, or tensors by name.
-        delta: one publication: what its rank gave, or what all ranks gave.
-        after: what the call before returned; None if the copy has the weights that the trainer had
-            at ``track_changes()``, or whatever else if the publication is a full one.
+        delta: one publication: of its rank, or of all ranks.
+        after: result of the previous call; None if the copy has the weights that the trainer had at
+            ``track_changes()``, or any weights if the publication is a full one.
 
     Returns:
-        Where the copy is now, for the next call.
+        The position of the copy, for the next call.
 
     Raises:
         ValueError: the publication does not follow ``after`` (some were missed, it was taken
-            already, it is of another run), parts are missing, or a parameter is not there or of
+            already, it is of another run), parts are missing, or a parameter is missing or of
             another shape or dtype; naming it, with the cure. Nothing was written.
     """
     if isinstance(model, nn.Module):

@@ -23,8 +23,8 @@ LARGE, LARGE_ROUNDING = 10 << 20, 2 << 20
 
 
 def allocated_bytes(size: int) -> int:
-    """What torch's CUDA allocator takes for a tensor of so many bytes: whole 512 bytes, from 10 MiB
-    on whole 2 MiB (``c10/cuda/CUDACachingAllocator.cpp``)."""
+    """Return the bytes that torch's CUDA allocator takes for a tensor: multiples of 512 bytes, from
+    10 MiB on multiples of 2 MiB (``c10/cuda/CUDACachingAllocator.cpp``)."""
     unit = LARGE_ROUNDING if size >= LARGE else ROUNDING
     return math.ceil(size / unit) * unit
 
@@ -35,9 +35,9 @@ class Moment:
 
     Attributes:
         phase: "forward" or "backward".
-        activations: what is saved for backward, and what an operation needs meanwhile.
-        logits: of these, tensors over the vocabulary.
-        grads: gradients of parameters that are there already.
+        activations: tensors saved for backward, and temporary tensors of an operation.
+        logits: the part of these with tensors over the vocabulary.
+        grads: gradients of parameters that exist already.
     """
 
     phase: str
@@ -63,10 +63,10 @@ class Timeline:
     grads: int = 0
 
     def peak(self, held: Callable[[int], int] = lambda grads: grads) -> Moment:
-        """The moment at which activations and gradients are most.
+        """Return the moment at which activations and gradients are largest.
 
         Args:
-            held: bytes of gradients that are on the device when so many have been made. The
+            held: returns bytes of gradients on the device for the bytes that backward has made. The
                 moment's ``grads`` are these.
         """
         found = max(self.moments, key=lambda each: each.activations + held(each.grads))
@@ -74,12 +74,12 @@ class Timeline:
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages that operations make, from then until nobody holds them.
+    """Counts the storages that operations allocate, until they are freed.
 
     Args:
-        rounded: bytes that a tensor of so many bytes takes.
+        rounded: returns the bytes that a tensor takes.
         vocabulary: length of the last dimension of logits.
-        known: storages that were there before, and are not counted.
+        known: storages that existed before, and are not counted.
     """
 
     def __init__(
@@ -180,13 +180,13 @@ def track(
     vocabulary: int | None = None,
 ) -> Timeline:
     """Run forward and backward once and count their memory; with fake tensors, if the model has
-    such.
+    them.
 
     Args:
-        model: without gradients; it has them afterwards.
+        model: a model without gradients; it has them afterwards.
         loss_of: makes the inputs, too, so that they are counted.
-        rounded: bytes that a tensor of so many bytes takes.
-        vocabulary: length of the last dimension of logits, to tell them from other activations.
+        rounded: returns the bytes that a tensor takes.
+        vocabulary: length of the last dimension of logits, which tells them from other activations.
     """
     tensors = [*model.parameters(), *model.buffers()]
     tracker = Tracker(rounded, vocabulary, [each.untyped_storage() for each in tensors])
@@ -215,14 +215,15 @@ def trace(
     *,
     vocabulary: int | None = None,
 ) -> Timeline:
-    """The memory of a forward and a backward on an accelerator, without memory or accelerator.
+    """Return the memory of a forward and a backward on an accelerator, without memory or
+    accelerator.
 
-    Operations are those of the host, over fake tensors: attention is fused there, too, and what a
-    kernel takes for itself is in no count.
+    The operations are the host's, over fake tensors. Attention is fused there, too, and temporary
+    memory of kernels is not counted.
 
     Args:
-        model: whose tensors :func:`as_fake` made fake; it has no gradients afterwards.
-        fake: what it returned.
+        model: a model whose tensors :func:`as_fake` made fake; it has no gradients afterwards.
+        fake: result of :func:`as_fake`.
         loss_of: given the model, makes inputs and returns the loss.
         vocabulary: length of the last dimension of logits.
     """
@@ -262,11 +263,11 @@ def _empty(like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a micro-batch of one accelerator is.
+    """A micro-batch of one accelerator.
 
     Attributes:
         seq: tokens of a sequence; pictures have their model's size.
-        size: sequences, or pictures.
+        size: number of sequences, or of pictures.
     """
 
     seq: int = 4096

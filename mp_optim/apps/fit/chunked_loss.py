@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 ROWS = 512
-"""Tokens whose logits exist at a time."""
+"""Number of tokens whose logits exist at a time."""
 IGNORED = -100
 """The label that transformers leaves out of the loss."""
 _HEAD_THEN_LOSS = re.compile(
@@ -34,7 +34,7 @@ def can_chunk(model: Any) -> bool:
 
 
 def chunk_loss(model: Any, rows: int = ROWS) -> Callable[[], None]:
-    """Have a model's loss compute logits of some tokens at a time, in training mode.
+    """Make a model's loss compute logits of some tokens at a time, in training mode.
 
     The loss is that of ``transformers``' ``ForCausalLMLoss``. Evaluation and generation stay as
     they are. Backward multiplies by the head once more; Liger's kernel, which avoids this, is
@@ -42,10 +42,10 @@ def chunk_loss(model: Any, rows: int = ROWS) -> Callable[[], None]:
 
     Args:
         model: a causal language model of ``transformers``, before adapters are added to it.
-        rows: tokens whose logits exist at a time.
+        rows: number of tokens whose logits exist at a time.
 
     Returns:
-        A function that gives the model its own loss again.
+        A function that restores the model's own loss.
 
     Raises:
         ValueError: the model changes its logits before the loss.

@@ -179,11 +179,11 @@ def shipped() -> dict[str, Any]:
 
 
 def program(options: Options) -> Program:
-    """What is trained.
+    """Return the program that is trained.
 
     Raises:
         ValueError: the model is neither shipped, nor a path, nor a function.
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
     """
     if ":" in options.model:
         return _program_of(options)
@@ -349,7 +349,7 @@ def limits_of(options: Options) -> Limits:
 
 
 def rates_of(options: Options) -> Rates:
-    """What is assumed of a rank's bus, memory and disk."""
+    """Return the assumed rates of a rank's bus, memory and disk."""
     if options.rates is None:
         return Rates()
     *memory, disk = (rate * GB for rate in options.rates)
@@ -357,10 +357,10 @@ def rates_of(options: Options) -> Rates:
 
 
 def fitted(options: Options) -> tuple[Estimate, Program]:
-    """The first settings that fit, or those of which least is missing.
+    """Return the first settings that fit, or those that lack least.
 
     Raises:
-        ValueError, TypeError: options that contradict, or a model that cannot be built.
+        ValueError, TypeError: options contradict, or a model cannot be built.
     """
     made = program(options)
     return choose(options, made, candidates(options)), made

@@ -1,6 +1,5 @@
-"""Whether training fits a machine: activations from a trace, the rest from a plan, and the first
-of some settings that fits.
-"""
+"""Estimates of training on a machine: activations from a trace, other memory from a plan; and the
+first settings that fit."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.factory.memory_plan import MemoryPlan
 
 ERROR = 0.05
-"""Share by which published peaks exceed the estimate at most, rounded up to a percent
+"""Largest share by which published peaks exceed the estimate, rounded up to a percent
 (``tools/fit_published.py`` prints the comparison)."""
 SOLD = 0.98
 """Share of a card's nominal memory that torch reports as its total: 23.5 to 23.7 GiB of an RTX 4090
@@ -52,15 +51,15 @@ RESERVE = "CUDA and libraries"
 
 @dataclass(frozen=True)
 class Blocks:
-    """Bytes of parameters that FSDP2 gathers: of the largest block, and of what is in no block."""
+    """Bytes that FSDP2 gathers: parameters of the largest block, and those outside blocks."""
 
     largest: int = 0
     root: int = 0
 
 
 def blocks_of(model: nn.Module) -> Blocks:
-    """Of a ``transformers`` model, whose ``_no_split_modules`` names its blocks; a model that names
-    none is one block."""
+    """Return the blocks of a ``transformers`` model, whose ``_no_split_modules`` names them; a
+    model that names none is one block."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     found = [module for module in model.modules() if type(module).__name__ in names]
     sizes = [sum(param.nbytes for param in block.parameters()) for block in found]
@@ -114,14 +113,15 @@ class Estimate:
         return sum(self.moments[self.moment].values())
 
     def slack(self, limits: Limits) -> float:
-        """Share by which the estimate of the accelerator may be too low; negative if the estimate
-        itself is too much."""
+        """Return the share by which the accelerator's estimate may be too low; negative if it does
+        not fit itself."""
         return (limits.device - self.device) / max(self.device - limits.reserve, 1)
 
     def missing(self, limits: Limits, error: float = 0.0) -> dict[str, int]:
-        """Bytes beyond each limit; empty if it fits.
+        """Return the bytes beyond each limit; empty if it fits.
 
         Args:
+            limits: bytes of each memory.
             error: share by which the estimate of the accelerator may be too low.
         """
         device = self.device + int(error * (self.device - limits.reserve))
@@ -136,7 +136,8 @@ class Estimate:
 def gradients_held(
     plan: MemoryPlan, config: OptimizerConfig, layout: Layout, accumulates: bool
 ) -> Callable[[int], int]:
-    """Bytes of gradients on the accelerator when backward has made so many."""
+    """Return a function: bytes of gradients on the accelerator, for the bytes that backward has
+    made."""
     planned = plan.accelerator.grads
     if config.release_gradients:
         return lambda made: min(made, planned)
@@ -160,8 +161,8 @@ def estimate(
 ) -> Estimate:
     """Add up a plan and a trace.
 
-    With FSDP2 two blocks' parameters are whole at a time (one is computed, the next comes), one
-    block's gradients, and what is in no block.
+    With FSDP2 two blocks' parameters are whole at a time (one is computed, one is gathered), one
+    block's gradients, and everything outside blocks.
     """
     config, layout = candidate.config, candidate.layout
     held = gradients_held(plan, config, layout, accumulates)
@@ -250,7 +251,7 @@ def search(
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes a second of one rank, for the model of a step's time: what is assumed of a machine.
+    """Assumed bytes a second of one rank, for the model of a step's time.
 
     Attributes:
         machine: bus, host memory and device memory.

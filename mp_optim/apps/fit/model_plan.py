@@ -57,12 +57,12 @@ class ParamSpec:
 
 
 def specs_of(source: Any, dtype: torch.dtype | None = None) -> list[ParamSpec]:
-    """Parameters of a model; tied ones once, under their first name.
+    """Return the parameters of a model; tied ones once, under their first name.
 
     Args:
         source: a module (on any device, also meta), a list of modules, a ``transformers`` config
             (its model is built on the meta device), or parameter specs.
-        dtype: instead of the source's own; a config without one is taken as bfloat16.
+        dtype: replaces the source's own; a config without one is taken as bfloat16.
 
     Raises:
         TypeError: the source is something else.
@@ -104,8 +104,8 @@ def _meta_model(config: Any, dtype: torch.dtype | None) -> Any:
 
 
 Sharding = Literal["no_shard", "fsdp2"]
-"""What is spread over the data-parallel ranks: nothing but what the config's distributed optimizer
-spreads, or parameters, gradients and state (FSDP2)."""
+"""The tensors that data-parallel ranks shard: those of the config's distributed optimizer, or
+parameters, gradients and state (FSDP2)."""
 
 
 @dataclass(frozen=True)
@@ -114,15 +114,14 @@ class Layout:
 
     Attributes:
         dp: data-parallel ranks of the dense parameters; the experts' are dp // ep.
-        tp: tensor-parallel ranks. Every matrix is split along its first dimension that tp
-            divides (Megatron splits some along the other one: the bytes are the same); vectors are
-            held by all.
-        ep: expert-parallel ranks, taken out of dp, as Megatron does.
-        sharding: what dp shards: "no_shard" nothing but what the config's distributed optimizer
-            does, "fsdp2" parameters, gradients and state.
+        tp: tensor-parallel ranks. Every matrix is split along its first dimension that tp divides
+            (Megatron splits some along the other one: the bytes are equal); all ranks hold vectors.
+        ep: expert-parallel ranks, taken out of dp, as in Megatron.
+        sharding: "no_shard" for the config's distributed optimizer alone, "fsdp2" for parameters,
+            gradients and state over dp.
 
     Raises:
-        ValueError: a size that cannot be, naming it.
+        ValueError: a size is not possible, naming it.
     """
 
     dp: int = 1
@@ -180,7 +179,7 @@ def _split(shape: tuple[int, ...], tp: int, whole: bool) -> tuple[int, ...]:
 
 
 def _meta_param(spec: ParamSpec, layout: Layout) -> nn.Parameter:
-    """What the first data-parallel rank keeps of a parameter of :func:`_model_shard`."""
+    """Return the first data-parallel rank's part of a parameter of :func:`_model_shard`."""
     shape = spec.shape
     if layout.sharding == "fsdp2" and shape:
         ranks = layout.dp // layout.ep if spec.is_expert else layout.dp
@@ -194,17 +193,18 @@ def _meta_param(spec: ParamSpec, layout: Layout) -> nn.Parameter:
 
 
 def plan(source: Any, config: OptimizerConfig, layout: Layout | None = None) -> MemoryPlan:
-    """Bytes per rank of a model and its optimizer, allocating nothing.
+    """Return the bytes per rank of a model and its optimizer; allocate nothing.
 
     Args:
         source: a module (also on the meta device), a ``transformers`` config, or a list of
             :class:`ParamSpec`.
-        config: what :func:`mp_optim.get_megatron_optimizer` would be given.
-        layout: how the model is spread; by default over one rank. With
-            ``use_distributed_optimizer`` its ``dp`` ranks share what the config says.
+        config: the config of :func:`mp_optim.get_megatron_optimizer`.
+        layout: sizes of the parallel groups; by default one rank. With
+            ``use_distributed_optimizer`` its ``dp`` ranks shard as the config sets.
 
     Raises:
-        ValueError, TypeError: whatever the config, the source or the layout would raise when built.
+        ValueError, TypeError: any error that the config, the source or the layout raises when
+            built.
     """
     layout = layout or Layout()
     dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
@@ -251,7 +251,7 @@ _FORM = (
 
 
 def form_of(config: OptimizerConfig) -> str:
-    """What a config's form of optimizer state is called in a sweep."""
+    """Return the name of a config's form of optimizer state in a sweep."""
     dtypes = dict.fromkeys((config.exp_avg_dtype, config.exp_avg_sq_dtype))
     moments = " and ".join(MOMENT_WORDS[dtype] for dtype in dtypes)
     if config.keeps_remainders:

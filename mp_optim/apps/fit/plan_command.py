@@ -109,7 +109,7 @@ def _settings(optimizer: Path) -> dict[str, Any]:
 
 
 def table(rows: list[tuple[str, MemoryPlan]], options: Options) -> Table:
-    """One line a plan; what does not fit is red."""
+    """Return a table with one line a plan; plans that do not fit are red."""
     from rich.table import Table
 
     shown = Table(title=f"GiB per rank: {options.model.stem}, {_words(options.layout)}")

@@ -1,5 +1,5 @@
-"""The time of an optimizer step whose state is stored in host memory: arithmetic on rates of the
-bus, of host memory and of the device. Nothing here is measured.
+"""The time of an optimizer step with state in host memory: arithmetic on rates of the bus, of host
+memory and of the device. Nothing here is measured.
 
 ``docs/benchmarks/streaming.md`` has tables and the assumptions.
 """

@@ -14,7 +14,7 @@ from mp_optim.apps.integrations.trainer_args import class_and_settings, log_own_
 
 
 class MpOptimArgs(BaseModel):
-    """What the plugin adds to axolotl's YAML."""
+    """Fields that the plugin adds to axolotl's YAML."""
 
     mp_optim: dict[str, Any] = {}
     """``optimizer``, the name of a class of :mod:`mp_optim.optimizers` (``AdamW`` by default), and

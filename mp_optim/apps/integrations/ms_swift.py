@@ -23,10 +23,11 @@ class MpOptimCallback(OptimizerCallback):  # type: ignore[misc]
 
 
 def settings_of(text: str) -> dict[str, Any]:
-    """ "offload=1.0,state=8bit" as names and values; what is no Python literal is a string.
+    """Return the names and values of "offload=1.0,state=8bit"; a value that is not a Python literal
+    is a string.
 
     Raises:
-        ValueError: a part is no name=value.
+        ValueError: a part is not name=value.
     """
     settings: dict[str, Any] = {}
     for part in filter(None, text.replace(" ", "").split(",")):

@@ -1,5 +1,5 @@
-"""What a Hugging Face Trainer is told: the class to train with, and what it is called with, from
-its arguments; and the norm of gradients that it does not see."""
+"""Arguments for a Hugging Face Trainer: the optimizer class and its settings, from the Trainer's
+arguments; and the norm of gradients that the Trainer does not see."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ OptimizerClass = tuple[type[StackOptimizer], dict[str, Any]]
 
 
 def class_and_settings(arguments: Any, chosen: Mapping[str, Any]) -> OptimizerClass:
-    """What ``Trainer.optimizer_cls_and_kwargs`` takes.
+    """Return the value for ``Trainer.optimizer_cls_and_kwargs``.
 
     Args:
-        arguments: ``TrainingArguments``: rate, betas and eps are taken from here (Muon's are those
-            of its AdamW). Weight decay is in the groups that the Trainer makes.
+        arguments: ``TrainingArguments``, with learning rate, betas and eps (for Muon those of its
+            AdamW). Weight decay is in the groups that the Trainer makes.
         chosen: ``optimizer``, the name of a class (``AdamW`` by default), and its settings.
 
     Raises:
-        ValueError: there is no such class.
+        ValueError: the class does not exist.
     """
     settings = dict(chosen)
     name = settings.pop("optimizer", "AdamW")

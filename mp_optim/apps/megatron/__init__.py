@@ -1,9 +1,8 @@
 """Megatron's own program with this optimizer, by one line: :func:`install`, before ``pretrain``.
 
 Or ``python -m mp_optim.megatron pretrain_gpt.py ARGS``; or name by name, for a program that builds
-its optimizer itself: what steps is ours, and what only says how (configs, keys, overrides, the
-scheduler) is Megatron's own, for it is taken here as it is.
-Nothing here is imported without Megatron.
+its optimizer itself. The optimizers are this package's; configs, keys, overrides and the scheduler
+are Megatron's own, which are accepted unchanged. Nothing here is imported without Megatron.
 """
 
 import importlib
@@ -41,7 +40,7 @@ _MEGATRONS = {
     "get_standard_config_overrides": _FACTORY,
     "param_group_override_to_tuple": _SCHEDULER,
 }
-"""What is Megatron's own, and where it is."""
+"""Names that are Megatron's own, and their modules."""
 
 __all__ = [
     "ChainedOptimizer",

@@ -33,7 +33,7 @@ _OWN = ("_chunks", "_elsewhere", "_prepared", "init_state_fn")
 
 @dataclass
 class _Prepared:
-    """Gradients that were measured, and what has been decided of their step so far."""
+    """Measured gradients, and the decisions about their step so far."""
 
     grads: StepGrads
     measurement: Measurement
@@ -134,7 +134,7 @@ class MegatronFace(torch.optim.Optimizer):
         self.stack.reload_model_params(values)
 
     def prepare_model_params_for_param_sync(self) -> None:
-        """Before evaluation: parameters are what forward reads, whenever a step has returned."""
+        """Do nothing: parameters are complete whenever a step has returned."""
         self.stack.finish_param_sync()
 
     def has_grad_norm_group(self, grad_norm_group: str) -> bool:
@@ -144,7 +144,7 @@ class MegatronFace(torch.optim.Optimizer):
 
     @property
     def grad_norms_by_group(self) -> dict[str, float]:
-        """Of the last step: the norms of gradients that are clipped by one of their own."""
+        """The last step's norms of gradients that are clipped by a norm of their own."""
         norms = self.stack.counts.settle().norms
         return {key: norms[key] for key in norms if key not in (MAIN_NORM, EXCLUDED)}
 
@@ -174,11 +174,11 @@ class MegatronFace(torch.optim.Optimizer):
 
     @in_own_modes
     def prepare_grads(self) -> bool:
-        """Measure this step's gradients; True if some are not finite, and then the step is over:
-        the loss scale has followed, and there is nothing to step with.
+        """Measure this step's gradients. True if some are not finite: then the step is over, and
+        the loss scale has been updated.
 
         Raises:
-            ValueError: what :meth:`step` refuses before anything is stepped.
+            ValueError: the error of :meth:`step` before anything is stepped.
         """
         stack = self.stack
         stack.check_lists()
@@ -195,7 +195,7 @@ class MegatronFace(torch.optim.Optimizer):
         return verdict.found_inf
 
     def get_grad_norm(self) -> float:
-        """Of the prepared gradients, unscaled and not clipped, over all ranks."""
+        """Return the norm of the prepared gradients, unscaled and not clipped, over all ranks."""
         norms = self._require("get_grad_norm").verdict.norms
         return norms.get(MAIN_NORM, 0.0)
 
@@ -284,13 +284,13 @@ class MegatronFace(torch.optim.Optimizer):
     # -- checkpoints
 
     def state_dict(self, is_loading: bool = False) -> Any:
-        """The stack's; of one that data-parallel ranks share out, what all of them have alike, and
-        :meth:`save_parameter_state` writes the rest. ``is_loading`` is for Megatron's callers and
-        changes nothing."""
+        """Return the stack's state dict; of a stack that data-parallel ranks shard, the part that
+        is equal on all of them (:meth:`save_parameter_state` writes the rest). ``is_loading`` is
+        ignored, for Megatron's callers."""
         return torch_format.alike_state_dict(self.stack)
 
     def load_state_dict(self, state_dict: Any, *, convert: bool = False) -> None:
-        """What :meth:`state_dict` made, or ``dist_checkpointing.load`` loaded.
+        """Load a result of :meth:`state_dict`, or of ``dist_checkpointing.load``.
 
         Raises:
             ValueError: it does not fit; nothing was loaded.
@@ -321,7 +321,7 @@ class MegatronFace(torch.optim.Optimizer):
         torch_format.load_parameter_state(self.stack, filename)
 
     def save_state_dict_to_file(self, filename: str) -> None:
-        """Write what this rank has, all of it: what Megatron asks of a layer-wise optimizer."""
+        """Write all of this rank's state, as Megatron does for a layer-wise optimizer."""
         torch.save(self.stack.state_dict(), filename)
 
     def load_state_dict_from_file(self, filename: str) -> None:
@@ -339,19 +339,20 @@ class MegatronFace(torch.optim.Optimizer):
         sharding_type: str | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> dict[Any, Any]:
-        """What ``dist_checkpointing`` saves, or loads into; :meth:`load_state_dict` takes what it
-        loaded. Collective over the data-parallel ranks with a distributed optimizer.
+        """Return the tensors that ``dist_checkpointing`` saves, or loads into;
+        :meth:`load_state_dict` accepts the loaded ones. Collective over the data-parallel ranks
+        with a distributed optimizer.
 
         Args:
-            model_sharded_state_dict: of the model's parameters.
-            is_loading: what is to be loaded, else what is to be saved.
-            sharding_type: instead of the one in the metadata.
-            metadata: Megatron's. In saving, ``distrib_optim_sharding_type`` becomes the form that
-                was written, so that a checkpoint that holds this dict says what is in it.
+            model_sharded_state_dict: sharded state dict of the model's parameters.
+            is_loading: True for a load, False for a save.
+            sharding_type: replaces the one in the metadata.
+            metadata: Megatron's. In saving, ``distrib_optim_sharding_type`` becomes the written
+                form, so that a checkpoint with this dict names its form.
 
         Raises:
-            ValueError: Megatron's form cannot hold this state, or is not read here; with what to
-                use.
+            ValueError: Megatron's form cannot hold this state, or is not read here; with the form
+                to use.
         """
         from mp_optim.apps.megatron import dist_checkpointing  # needs Megatron
 
