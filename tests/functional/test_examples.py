@@ -67,7 +67,7 @@ def test_all_parameters_of_a_language_model_are_trained(machine: str, tmp_path: 
     assert losses[-1] < 0.2 * losses[0]
 
 
-def test_a_sharded_mixture_learns_alike_on_host_and_disk(tmp_path: Path) -> None:
+def test_sharded_mixture_learns_alike_on_host_and_disk(tmp_path: Path) -> None:
     """Also from weights that rank 0 reads from a folder, if they are the same."""
     path = str(EXAMPLES / "fsdp2_qwen3_moe.py")
     first, last = losses_in(run_program_of_ranks(2, path))
@@ -95,7 +95,7 @@ def test_bad_batches_are_skipped_and_named() -> None:
     assert "skip_step_sigma_factor" in late[150] and "inf or nan" in late[180]
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+def test_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     """Fewer and more again; the loss goes on falling where it stopped."""
     path, last = str(EXAMPLES / "any_ranks.py"), 1.0
     for ranks, end in ((3, 30), (2, 60), (3, 90)):

@@ -210,7 +210,7 @@ def carried_out(page: str) -> tuple[nn.Module, Any]:
 
 @pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize("page", BUILDERS)
-def test_the_lines_of_a_program_are_carried_out(page: str) -> None:
+def test_lines_of_a_program_are_carried_out(page: str) -> None:
     model, optimizer = carried_out(page)
     ours = getattr(optimizer, "optim", optimizer)  # what torchft wraps
     assert isinstance(ours, mp_optim.AdamW)
@@ -222,7 +222,7 @@ def test_the_lines_of_a_program_are_carried_out(page: str) -> None:
         assert {float(state["step"]) for state in ours.state.values()} == {48.0}
 
 
-def test_the_lines_of_miles_give_its_module_our_function(
+def test_lines_of_miles_give_its_module_our_function(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A module that imports Megatron's function by its name, after ``install()``."""
@@ -255,7 +255,7 @@ def flattened(tree: Any, above: str = "") -> dict[str, Tensor]:
 
 @pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize("main_params", ["fp32", "remainder16"])
-def test_the_state_survives_flat_safetensors(tmp_path: Path, main_params: str) -> None:
+def test_state_survives_flat_safetensors(tmp_path: Path, main_params: str) -> None:
     """lerobot: state in one file, groups as JSON beside it, whose keys have to be those that the
     new optimizer has."""
     known: Known = {}

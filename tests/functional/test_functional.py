@@ -60,7 +60,7 @@ def test_gradient_accumulation_is_one_batch_in_parts() -> None:
     assert abs(whole.losses[-1] - parts.losses[-1]) < 0.1
 
 
-def test_a_wrong_curve_is_noticed() -> None:
+def test_wrong_curve_is_noticed() -> None:
     golden = load_golden("moe_bf16")
     wrong = Curve(
         [*golden.losses[:-1], golden.losses[-1] + 0.05],

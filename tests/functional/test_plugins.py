@@ -36,7 +36,7 @@ def fit(layers: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[float, flo
     return losses[0], losses[-1]
 
 
-def test_a_builder_that_imports_module_and_class() -> None:
+def test_builder_that_imports_module_and_class() -> None:
     """verl: ``optimizer_impl``, ``optimizer``, ``override_optimizer_config``."""
     override = {"offload": 1.0, "state": "8bit"}
     cls = getattr(importlib.import_module("mp_optim"), "AdamW")  # noqa: B009
@@ -55,7 +55,7 @@ def by_class_path(path: str, params: Any, lr: float, arguments: list[str]) -> An
     return getattr(importlib.import_module(module), name)(params, lr=lr, **settings)
 
 
-def test_a_builder_by_class_path_with_arguments_of_text() -> None:
+def test_builder_by_class_path_with_arguments_of_text() -> None:
     layers = model()
     adapters = [{"params": list(layers[0].parameters()), "lr": 1e-2}]
     adapters.append({"params": list(layers[2].parameters()), "lr": 2e-2})
@@ -75,7 +75,7 @@ def test_a_builder_by_class_path_with_arguments_of_text() -> None:
         by_class_path("mp_optim.AdamW", adapters, 1e-3, ["stochastic_rounding='False'"])
 
 
-def test_a_builder_that_passes_params_by_name() -> None:
+def test_builder_that_passes_params_by_name() -> None:
     """NeMo Automodel: ``_target_: mp_optim.AdamW``; ``foreach=False`` with tensor parallelism."""
     layers = model()
     optimizer = mp_optim.AdamW(

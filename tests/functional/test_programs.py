@@ -44,7 +44,7 @@ def test_losses_are_those_of_torchs_adamw_in_fp32(
 
 
 @pytest.mark.parametrize("case", PROGRAMS)
-def test_a_resumed_run_goes_on_to_the_bit(case: str, tmp_path: Path) -> None:
+def test_resumed_run_goes_on_to_the_bit(case: str, tmp_path: Path) -> None:
     main, how = program(f"examples/{case.split()[0]}").main, PROGRAMS[case]
     whole = main(str(tmp_path / "run"), **how, **SETTINGS)
     resumed = main(str(tmp_path / "run"), resume=True, **how, **SETTINGS)

@@ -66,7 +66,7 @@ def test_flags_go_over_the_file_and_the_file_over_defaults() -> None:
         ("model:\n  vocab_size: 100", "vocab_size=100: at least 256"),
     ],
 )
-def test_a_bad_file_is_explained_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+def test_bad_file_is_explained_in_one_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(SystemExit) as stopped:
@@ -111,7 +111,7 @@ run: {steps: 2, global_batch_size: 8, micro_batch_size: 2, save_interval: 2}
         train(parse_command_line(["--config", str(config), "--run.layout", "zero1"]))
 
 
-def test_a_run_leaves_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_leaves_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, _ = load_case("moe_bf16_offload_03")
     run = dataclasses.replace(
         config.run, steps=4, save_interval=4, eval_interval=2, output_dir=str(tmp_path)
@@ -169,7 +169,7 @@ def small(folder: Path, *flags: str) -> TrainConfig:
     return parse_command_line([*file, *flags])
 
 
-def test_a_run_is_extended_and_keeps_the_newest_checkpoints(
+def test_run_is_extended_and_keeps_the_newest_checkpoints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def rates() -> list[float]:

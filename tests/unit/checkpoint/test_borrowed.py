@@ -165,7 +165,7 @@ def test_who_writes_state_beside_the_step_writes_what_is_copied(tmp_path, reader
 
 
 @pytest.mark.parametrize("how", ["data", "reload", "followed", "moved"])
-def test_the_model_is_written_by_anybody(tmp_path, reader, how):
+def test_model_is_written_by_anybody(tmp_path, reader, how):
     model, optimizer = build("bf16", 0.5)
     run(model, optimizer, 2)
     both = begin_both(tmp_path, model, optimizer, reader, 0.2)
@@ -183,7 +183,7 @@ def test_the_model_is_written_by_anybody(tmp_path, reader, how):
     assert_same_moment(*both, reader)
 
 
-def test_the_model_moves_to_an_accelerator(tmp_path, reader):
+def test_model_moves_to_an_accelerator(tmp_path, reader):
     """With it what is not offloaded: what is read stays."""
     with simulated_accelerator() as simulation:
         model = torch.nn.Linear(16, 16, dtype=torch.bfloat16)
@@ -204,7 +204,7 @@ def test_the_model_moves_to_an_accelerator(tmp_path, reader):
 
 
 @pytest.mark.parametrize("then", ["step", "reload"])
-def test_a_torch_optimizer_is_borrowed_from_too(tmp_path, reader, then):
+def test_torch_optimizer_is_borrowed_from_too(tmp_path, reader, then):
     model = torch.nn.Linear(8, 8, dtype=torch.bfloat16)
     optimizer = HybridDeviceOptimizer(
         model.named_parameters(),
@@ -229,7 +229,7 @@ def test_a_torch_optimizer_is_borrowed_from_too(tmp_path, reader, then):
     assert_same_moment(*both, reader)
 
 
-def test_a_write_that_nobody_announced_fails_the_save(tmp_path, reader):
+def test_write_that_nobody_announced_fails_the_save(tmp_path, reader):
     model, optimizer = build("bf16", 0.5)
     run(model, optimizer, 2)
     held = [s["exp_avg"] for s in optimizer.state_dict()["state"].values()]
@@ -273,7 +273,7 @@ def test_several_files_hold_what_one_holds(tmp_path, monkeypatch):
     assert differing(snapshot(*other), snapshot(model, optimizer)) == []
 
 
-def test_a_file_that_fails_stops_the_others(tmp_path, monkeypatch):
+def test_file_that_fails_stops_the_others(tmp_path, monkeypatch):
     model, optimizer = build("bf16", 0.5)
     run(model, optimizer, 1)
     use_small_files(monkeypatch)

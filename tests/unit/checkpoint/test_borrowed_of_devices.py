@@ -102,7 +102,7 @@ def test_the_bits_are_those_of_the_call_and_training_is_the_same(tmp_path, sched
     assert checkpoint.verify(handle.path)
 
 
-def test_the_call_does_not_wait_for_the_device(tmp_path):
+def test_call_does_not_wait_for_the_device(tmp_path):
     with simulated_accelerator() as simulation, saves_of(simulation) as saves:
         model = torch.nn.Linear(16, 16)
         for param in model.parameters():
@@ -203,7 +203,7 @@ def test_who_writes_beside_the_step_waits(tmp_path, write, place):
         assert differences(expected, handle.wait()) == []
 
 
-def test_a_parameter_that_is_written_without_a_trace_fails_the_save(tmp_path):
+def test_parameter_that_is_written_without_a_trace_fails_the_save(tmp_path):
     with simulated_accelerator() as simulation, saves_of(simulation) as saves:
         run = trained(Schedule(fraction=1.0), simulation)
         handle = checkpoint.save(tmp_path, run.model, run.optimizer, asynchronous=True)

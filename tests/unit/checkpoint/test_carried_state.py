@@ -30,7 +30,7 @@ def alone(tmp_path):
     dist.destroy_process_group()
 
 
-def test_the_width_of_remainders_in_state_dicts(alone):
+def test_width_of_remainders_in_state_dicts(alone):
     model, optimizer = build("bf16-remainder", 0.5)
     train(model, optimizer, 2)
     state = optimizer.state_dict()

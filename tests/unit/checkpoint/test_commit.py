@@ -75,7 +75,7 @@ def test_leftovers_of_interrupted_saves_are_ignored_and_cleared(tmp_path, traine
     assert names(tmp_path) == ["latest", "version-2"]
 
 
-def test_a_version_without_manifest_is_not_complete(tmp_path, trained):
+def test_version_without_manifest_is_not_complete(tmp_path, trained):
     checkpoint.save(tmp_path, *trained, keep=None)
     checkpoint.save(tmp_path, *trained, keep=None)
     (tmp_path / "version-2" / "manifest.json").unlink()
@@ -134,7 +134,7 @@ def test_errors_list_what_is_missing_unexpected_and_mis_shaped(tmp_path):
     checkpoint.load(tmp_path, module(a=2, b=3, c=(4, 1)).bfloat16(), None, convert=True)
 
 
-def test_the_model_alone_then_its_optimizer_follows(tmp_path, trained):
+def test_model_alone_then_its_optimizer_follows(tmp_path, trained):
     model, optimizer = trained
     checkpoint.save(tmp_path, model, optimizer, extra={"step": 2})
     other, fresh = build("bf16", 1.0, seed=5)
@@ -154,7 +154,7 @@ def test_the_model_alone_then_its_optimizer_follows(tmp_path, trained):
     assert_same(fresh.state[other.dense], moments)
 
 
-def test_a_model_saved_alone_has_no_optimizer_to_load(tmp_path, trained):
+def test_model_saved_alone_has_no_optimizer_to_load(tmp_path, trained):
     checkpoint.save(tmp_path, trained[0], None)
     checkpoint.load(tmp_path, build("bf16", seed=2)[0], None)
     with pytest.raises(ValueError, match=r"missing \['optimizer.state.exp_avg.bias'"):
@@ -244,7 +244,7 @@ def test_one_save_at_a_time(tmp_path, gate, trained):
 
 
 @pytest.mark.parametrize("waited", [False, True])
-def test_a_failure_is_heard_once(tmp_path, monkeypatch, trained, waited):
+def test_failure_is_heard_once(tmp_path, monkeypatch, trained, waited):
     def full(*_):
         raise OSError(28, "No space left on device")
 

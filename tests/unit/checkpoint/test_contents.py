@@ -75,7 +75,7 @@ def unnamed(seed=0, **settings):
     ids=["module", "chunks", "compiled", "parallel"],
 )
 @pytest.mark.parametrize("averaged", [False, True])
-def test_an_export_without_names_takes_the_models(tmp_path, given, averaged):
+def test_export_without_names_takes_the_models(tmp_path, given, averaged):
     model, optimizer = unnamed(ema_decay=0.5) if averaged else unnamed()
     (path,) = checkpoint.export_safetensors(
         tmp_path, optimizer, model=given(model), averaged=averaged
@@ -89,7 +89,7 @@ def test_an_export_without_names_takes_the_models(tmp_path, given, averaged):
         )
 
 
-def test_an_export_under_made_up_names_is_refused(tmp_path):
+def test_export_under_made_up_names_is_refused(tmp_path):
     _, optimizer = unnamed()
     with pytest.raises(ValueError, match=r"group0\.param0: .* no names.*model="):
         checkpoint.export_safetensors(tmp_path / "out", optimizer)
@@ -180,7 +180,7 @@ def test_export_says_what_to_install(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_tool(tmp_path, capsys):
+def test_tool(tmp_path, capsys):
     def run(*command):
         status = main(["inspect", *map(str, command)])
         said = capsys.readouterr()

@@ -112,7 +112,7 @@ def test_any_flipped_bit_or_cut(victim, data):
 
 
 @pytest.mark.parametrize("place", ["first", "middle", "last"])
-def test_a_flipped_element_is_noticed_without_verify(victim, place):
+def test_flipped_element_is_noticed_without_verify(victim, place):
     """The last byte of the last tensor, and others: an error that names the file."""
     path = victim.file("__0_0.distcp")
     content = bytearray(path.read_bytes())
@@ -181,7 +181,7 @@ class FullDisk(io.FileIO):
 
 @pytest.mark.parametrize("room", [0, 5_000, 25_000])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_disk_is_called_by_its_name(tmp_path, monkeypatch, room, asynchronous):
+def test_full_disk_is_called_by_its_name(tmp_path, monkeypatch, room, asynchronous):
     held = build("bf16", 0.5)
     checkpoint.save(tmp_path, *held, extra={"n": 1})
     FullDisk.left = room

@@ -55,7 +55,7 @@ def test_views_are_the_memory_and_are_found_by_their_offsets(case):
 @pytest.mark.parametrize(
     ("shape", "start", "count"), [((2, 3), -1, 2), ((2, 3), 5, 2), ((), 1, 1), ((2, 0), 0, 1)]
 )
-def test_a_range_outside_is_refused(shape, start, count):
+def test_range_outside_is_refused(shape, start, count):
     with pytest.raises(ValueError, match="not inside a tensor of shape"):
         FlatShard(torch.zeros(count), shape, start)
 

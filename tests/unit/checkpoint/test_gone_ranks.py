@@ -19,7 +19,7 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("what", ["background", "first save", "load"])
-def test_the_rank_that_is_gone_is_named_and_nobody_else(ranks, what):
+def test_rank_that_is_gone_is_named_and_nobody_else(ranks, what):
     for found in ranks[1]:
         assert found[what]["said"].startswith("MissingRanksError: ")
         assert (
@@ -33,6 +33,6 @@ def test_groups_of_our_own_have_the_timeout_of_the_job(ranks):
     assert [found["timeout"] for found in ranks[1]] == [TIMEOUT.total_seconds()] * len(OTHERS)
 
 
-def test_the_checkpoint_before_is_whole(ranks):
+def test_checkpoint_before_is_whole(ranks):
     assert [path.name for path in checkpoint.versions(ranks[0] / "saved")] == ["version-1"]
     checkpoint.verify(ranks[0] / "saved")

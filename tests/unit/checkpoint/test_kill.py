@@ -58,7 +58,7 @@ class Victims:
         pytest.param(50, "async", 1, marks=pytest.mark.slow),
     ],
 )
-def test_the_newest_complete_checkpoint_survives(tmp_path, kills, mode, keep):
+def test_newest_complete_checkpoint_survives(tmp_path, kills, mode, keep):
     victims = Victims(tmp_path, mode, keep)
     chance = random.Random(kills)
     digests: dict[int, str] = {}

@@ -36,7 +36,7 @@ def test_moments_in_blocks_are_cut_where_blocks_end(ranks):
         assert resumed and "fused.exp_avg" in text and "convert=True" in text
 
 
-def test_a_model_without_an_optimizer(ranks):
+def test_model_without_an_optimizer(ranks):
     for rank in ranks:
         joined, text = rank["model"]
         assert joined and "model_parallel= beside an optimizer" in text
@@ -62,7 +62,7 @@ def test_what_cannot_be_told_apart_is_refused_with_the_ways_out(ranks, what, tex
                 assert way in rank["refused"][what]
 
 
-def test_a_whole_parameter_beside_parts_has_the_weights_of_its_remainders(ranks):
+def test_whole_parameter_beside_parts_has_the_weights_of_its_remainders(ranks):
     for rank in ranks:
         text, unchanged = rank["other weights"]
         assert text.startswith("ValueError: ") and "copied" in text and unchanged

@@ -71,5 +71,5 @@ def test_call_names_the_argument_that_differs(ranks, name, on_rank_1, on_rank_0)
         assert rank["versions"] == "['version-1']"
 
 
-def test_a_failed_save_leaves_nothing(ranks):
+def test_failed_save_leaves_nothing(ranks):
     assert ranks[0]["left"] == "[]"

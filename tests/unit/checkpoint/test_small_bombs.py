@@ -212,7 +212,7 @@ def test_plain_data_is_read_as_torch_reads_it(tmp_path: Path) -> None:
     assert repr(restored) == repr(data)
 
 
-def test_a_link_out_of_the_folder_is_not_followed(version: Path, tmp_path: Path) -> None:
+def test_link_out_of_the_folder_is_not_followed(version: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("hidden")
     for path in (version / "manifest.json", version.parent / "latest"):

@@ -141,7 +141,7 @@ def test_no_code_in_plain_data_runs(tmp_path, new):
     assert canary.exists()  # they do work
 
 
-def test_a_pickle_that_is_no_plain_data_is_never_read(tmp_path, new):
+def test_pickle_that_is_no_plain_data_is_never_read(tmp_path, new):
     canary = tmp_path / "ran"
     bomb = bombs(canary)["system, protocol 2"]
     for name in (".metadata", "extra.pkl"):
@@ -273,7 +273,7 @@ def test_tensors_lie_in_the_folder(new, to):
                     door()
 
 
-def test_a_link_within_the_folder_is_fine(new):
+def test_link_within_the_folder_is_fine(new):
     (new / "__0_0.distcp").rename(new / "data")
     (new / "__0_0.distcp").symlink_to("data")
     checkpoint.load(new.parent, *target(), verify=True)

@@ -43,7 +43,7 @@ def test_versions_are_counted_and_not_sorted_as_words(tmp_path):
     ("keep", "left"),
     [(1, [4]), (2, [3, 4]), (4, [1, 2, 3, 4]), (9, [1, 2, 3, 4]), (None, [1, 2, 3, 4])],
 )
-def test_the_oldest_go_first_and_the_new_one_counts(tmp_path, keep, left):
+def test_oldest_go_first_and_the_new_one_counts(tmp_path, keep, left):
     for number in (1, 2, 3):
         version(tmp_path, number)
     target = begin(tmp_path)
@@ -65,7 +65,7 @@ def test_the_oldest_go_first_and_the_new_one_counts(tmp_path, keep, left):
         (140, ["abcd"]),
     ],
 )
-def test_a_file_of_an_export_is_filled_to_the_byte(tmp_path, limit, files):
+def test_file_of_an_export_is_filled_to_the_byte(tmp_path, limit, files):
     sizes = {
         "a": 5,
         "b": 5,

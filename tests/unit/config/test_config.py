@@ -138,7 +138,7 @@ def test_a_bad_setting_is_named(settings, names):
         OptimizerConfig(**settings)
 
 
-def test_an_unknown_field_names_the_nearest():
+def test_unknown_field_names_the_nearest():
     with pytest.raises(TypeError, match="did you mean 'optimizer'"):
         OptimizerConfig(optimiser="adam")
     with pytest.raises(TypeError, match="muon_use_nesterov"):
@@ -156,7 +156,7 @@ def test_dtypes_are_torch_dtypes_or_names(name):
     assert OptimizerConfig(bf16=True, params_dtype=name).params_dtype is torch.bfloat16
 
 
-def test_a_fraction_of_zero_may_be_chosen():
+def test_fraction_of_zero_may_be_chosen():
     assert OptimizerConfig(
         optimizer_cpu_offload=True, optimizer_offload_fraction=0.0
     ).optimizer_cpu_offload

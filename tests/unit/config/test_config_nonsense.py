@@ -261,7 +261,7 @@ def test_what_means_the_same_is_kept_in_one_form(name: str, value: Any, kept: An
         ({"optimizer": "ademamix"}, "build pytorch_optimizer.AdEMAMix below Float16"),
     ],
 )
-def test_a_wrong_kind_of_value_says_what_to_write(settings: dict[str, Any], message: str) -> None:
+def test_wrong_kind_of_value_says_what_to_write(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         OptimizerConfig(**settings)
     assert message in str(caught.value)
@@ -349,8 +349,6 @@ def test_other_names_are_taken_as_the_field(typed: dict[str, Any], meant: dict[s
         ({"optimizer": "lion", "eps": 1e-8}, "eps=1e-08: optimizer='lion' has none"),
     ],
 )
-def test_a_setting_under_two_names_or_of_another_rule(
-    settings: dict[str, Any], message: str
-) -> None:
+def test_setting_under_two_names_or_of_another_rule(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         OptimizerConfig(**settings)

@@ -56,7 +56,7 @@ def test_torch_shaped_classes_take_hyperparameters_of_their_row(name: str) -> No
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_row_takes_its_defaults_and_names_what_is_wrong(rule: str) -> None:
+def test_row_takes_its_defaults_and_names_what_is_wrong(rule: str) -> None:
     row, wrong = RULES[rule], object()
     group = {"lr": 0.1, "weight_decay": 0.0, **row.defaults}
     row.check(group)

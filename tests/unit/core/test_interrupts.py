@@ -159,7 +159,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
 
 @pytest.mark.parametrize("stack", ["in place", "sync", "overlap", "fp32"])
 @pytest.mark.parametrize("call", [0, 1])
-def test_a_kernel_that_raises_in_place_is_not_gone_on_from(stack, call, monkeypatch, tmp_path):
+def test_kernel_that_raises_in_place_is_not_gone_on_from(stack, call, monkeypatch, tmp_path):
     model, optimizer = built(STACKS[stack])
     backward(model, optimizer, 0)
     optimizer.step()
@@ -223,7 +223,7 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize("stack", ["in place", "sync", "overlap", "speculative", "reference"])
-def test_a_wrong_setting_of_any_group_is_found_before_anything_is_stepped(stack):
+def test_wrong_setting_of_any_group_is_found_before_anything_is_stepped(stack):
     model, optimizer = built(STACKS[stack])
     for step in range(2):
         backward(model, optimizer, step)

@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_refused_before_any_slot_is_loaded():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-8bit", "bf16-remainder"])
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
-def test_a_state_object_shows_what_the_optimizer_shows(precision, fraction):
+def test_state_object_shows_what_the_optimizer_shows(precision, fraction):
     """Whatever layers are around it: a main param, another place, a chain of parts."""
     model, optimizer = build(precision, fraction)
     train(model, optimizer, 2)

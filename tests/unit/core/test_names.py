@@ -114,7 +114,7 @@ def names_of(stack: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("wrap", sorted(WRAPS))
-def test_a_wrapped_model_saves_and_loads_as_the_plain_one(wrap: str, tmp_path: Path) -> None:
+def test_wrapped_model_saves_and_loads_as_the_plain_one(wrap: str, tmp_path: Path) -> None:
     model, bare = WRAPS[wrap](), plain()
     stack, expected = trained(model), trained(bare)
     assert names_of(stack) == sorted(NAMES) == sorted(name for name, _ in stack.named_main_params())
@@ -185,7 +185,7 @@ def test_groups_of_the_callers_have_the_models_names() -> None:
     )
 
 
-def test_a_group_that_is_added_without_names_gets_the_models() -> None:
+def test_group_that_is_added_without_names_gets_the_models() -> None:
     model = eager(plain())
     model.layers.requires_grad_(False)
     stack = get_megatron_optimizer(CONFIG, model)
@@ -198,7 +198,7 @@ def test_a_group_that_is_added_without_names_gets_the_models() -> None:
         stack.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
 
 
-def test_an_override_that_matches_nothing_is_refused_with_the_nearest_names(caplog: Any) -> None:
+def test_override_that_matches_nothing_is_refused_with_the_nearest_names(caplog: Any) -> None:
     for key, message in (
         (
             ParamKey(name="layer.0.module.weight"),

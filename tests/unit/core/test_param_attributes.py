@@ -63,7 +63,7 @@ def ranks() -> Iterator[None]:
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("attribute", REFUSED)
-def test_a_refused_attribute_is_named_at_every_door(attribute: str, door: str) -> None:
+def test_refused_attribute_is_named_at_every_door(attribute: str, door: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     if door == "bf16":
         model.bfloat16()

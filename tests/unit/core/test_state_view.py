@@ -52,7 +52,7 @@ READINGS = {
 
 
 @pytest.mark.parametrize("reading", READINGS)
-def test_a_state_that_is_kept_is_read_as_it_is_now(reading):
+def test_state_that_is_kept_is_read_as_it_is_now(reading):
     """Of moments in blocks it has FP32 copies."""
     model, optimizer = build("bf16-4bit", experts=False)
     train(model, optimizer, 1)
@@ -67,7 +67,7 @@ def test_a_state_that_is_kept_is_read_as_it_is_now(reading):
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
-def test_a_replaced_tensor_is_found_under_its_new_identity_alone(fraction):
+def test_replaced_tensor_is_found_under_its_new_identity_alone(fraction):
     model, optimizer = build("bf16", fraction, experts=False)
     train(model, optimizer, 2)
     before = [

@@ -21,7 +21,7 @@ def static(cache: Path, *options: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_step_of_each_rule_leaves_the_recorded_bits(tmp_path: Path) -> None:
+def test_step_of_each_rule_leaves_the_recorded_bits(tmp_path: Path) -> None:
     """The library's self-test, by its compiled kernels."""
     assert "sm_90: same bits as reference;" in static(tmp_path, "--proof", "--arches", "90")
 
@@ -42,7 +42,7 @@ def test_compiled_kernels_have_the_bits_of_reference_on_every_target(
     assert printed.count(" forms, 0 not in the list;") == len(arches), printed
 
 
-def test_the_list_has_every_rule_and_each_form_once() -> None:
+def test_list_has_every_rule_and_each_form_once() -> None:
     known = forms.read()
     assert len(known) == len(set(known))
     kernels = {form.kernel for form in known}

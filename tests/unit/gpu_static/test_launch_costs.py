@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton's assembler is for Linux")
 
 
-def test_a_schedule_compiles_in_its_first_steps_alone_and_then_asks_triton_no_more(
+def test_schedule_compiles_in_its_first_steps_alone_and_then_asks_triton_no_more(
     tmp_path: Path,
 ) -> None:
     """A kernel of Adam and two of sums, for two groups, other rates, and missing gradients."""

@@ -80,7 +80,7 @@ SHARED = """
 """
 
 
-def test_a_block_has_memory_of_its_own() -> None:
+def test_block_has_memory_of_its_own() -> None:
     found = carried_out(SHARED.format(barrier="bar.sync 0;", other=128), count=128, blocks=2)
     assert found.tolist() == [n ^ 32 for n in range(128)]
 
@@ -114,7 +114,7 @@ def test_what_another_block_reads_must_not_be_written() -> None:
     assert carried_out(body.replace("70", "7")).tolist() == [0] * 64  # one block, and a barrier
 
 
-def test_an_access_outside_of_every_tensor_is_refused() -> None:
+def test_access_outside_of_every_tensor_is_refused() -> None:
     with pytest.raises(OutOfBoundsError, match="near a tensor of 252 bytes"):
         carried_out("st.global.b32 [%rd5], %r4;", count=63)
     with pytest.raises(OutOfBoundsError):
@@ -123,19 +123,19 @@ def test_an_access_outside_of_every_tensor_is_refused() -> None:
         carried_out(SHARED.format(barrier="", other=0), shared=252)
 
 
-def test_a_wide_access_lies_at_a_multiple_of_its_width() -> None:
+def test_wide_access_lies_at_a_multiple_of_its_width() -> None:
     with pytest.raises(MisalignedError, match="8 bytes"):
         carried_out("ld.global.v2.b32 {%r5, %r6}, [%rd4]; st.global.b32 [%rd5], %r5;")
 
 
-def test_a_barrier_that_some_threads_miss_is_refused() -> None:
+def test_barrier_that_some_threads_miss_is_refused() -> None:
     with pytest.raises(DivergedError, match=r"bar\.sync"):
         carried_out("setp.lt.s32 %p1, %r2, 32; @%p1 bra $L_x; bar.sync 0;\n$L_x:")
     with pytest.raises(DivergedError, match=r"shfl\.sync"):
         carried_out("setp.lt.s32 %p1, %r2, 5; @%p1 shfl.sync.bfly.b32 %r5, %r4, 5, 31, -1;")
 
 
-def test_an_approximation_is_refused_where_bits_are_promised() -> None:
+def test_approximation_is_refused_where_bits_are_promised() -> None:
     with pytest.raises(InexactError, match=r"div\.full\.f32"):
         carried_out("div.full.f32 %r5, %r4, %r4;")
     with pytest.raises(InexactError, match=r"add\.f32"):  # the assembler may contract it

@@ -33,7 +33,7 @@ def test_no_other_module_names_torch_cuda() -> None:
     assert named == {}
 
 
-def test_the_host_is_no_accelerator(monkeypatch) -> None:
+def test_host_is_no_accelerator(monkeypatch) -> None:
     monkeypatch.setattr(accelerator.CUDA, "is_capturing", lambda: True)
     cpu, cuda, meta = (accelerator.torch.device(name) for name in ("cpu", "cuda", "meta"))
     assert accelerator.accelerator_of(cuda) is accelerator.CUDA

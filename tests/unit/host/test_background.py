@@ -12,7 +12,7 @@ def failing() -> None:
     raise ValueError("told")
 
 
-def test_a_call_returns_or_raises_and_its_thread_serves_the_next():
+def test_call_returns_or_raises_and_its_thread_serves_the_next():
     threads = set()
     for number in range(50):
         result, thread = in_background(
@@ -25,7 +25,7 @@ def test_a_call_returns_or_raises_and_its_thread_serves_the_next():
         in_background(failing).result(timeout=30)
 
 
-def test_a_call_that_does_not_return_holds_up_no_other():
+def test_call_that_does_not_return_holds_up_no_other():
     gate = threading.Event()
     stuck = in_background(gate.wait)
     assert in_background(lambda: "done").result(timeout=30) == "done"

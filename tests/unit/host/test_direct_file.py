@@ -91,7 +91,7 @@ def _no_whole_block(move, file, views, offset):
 
 
 @pytest.mark.parametrize("less", [_a_block, _no_whole_block])
-def test_a_system_that_does_less_than_asked_is_asked_again(tmp_path, monkeypatch, less):
+def test_system_that_does_less_than_asked_is_asked_again(tmp_path, monkeypatch, less):
     for name in ("preadv", "pwritev"):
         monkeypatch.setattr(os, name, functools.partial(less, getattr(os, name)))
     data, back = aligned(4 * DISK_BLOCK), aligned(4 * DISK_BLOCK)
@@ -102,7 +102,7 @@ def test_a_system_that_does_less_than_asked_is_asked_again(tmp_path, monkeypatch
     assert torch.equal(back, data)
 
 
-def test_a_file_that_was_cut_is_said_so(tmp_path, monkeypatch):
+def test_file_that_was_cut_is_said_so(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "preadv", lambda file, views, offset: 0)
     with closing(DirectFile(tmp_path, 2 * DISK_BLOCK)) as file:
         ticket = file.read_into(aligned(DISK_BLOCK), DISK_BLOCK)
@@ -133,7 +133,7 @@ def _in_memory(folder: Path) -> bool:
     return mounts[max(mounts, key=len)] in ("tmpfs", "ramfs")
 
 
-def test_a_file_system_without_direct_access_is_said_so(tmp_path, monkeypatch):
+def test_file_system_without_direct_access_is_said_so(tmp_path, monkeypatch):
     refuse_direct(monkeypatch)
     with closing(DirectFile(tmp_path, 10)) as file:
         assert not file.direct
@@ -166,7 +166,7 @@ def test_nothing_is_left_by_a_process_that_is_killed(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_goes_away_takes_nothing_with_it(tmp_path):
+def test_folder_that_goes_away_takes_nothing_with_it(tmp_path):
     folder = tmp_path / "state"
     folder.mkdir()
     data, back = aligned(2 * PIECE), aligned(2 * PIECE)
@@ -188,13 +188,13 @@ def test_a_folder_that_goes_away_takes_nothing_with_it(tmp_path):
         (sys.executable, "this is no folder; choose another"),
     ],
 )
-def test_a_place_that_cannot_be_written_is_refused(folder, said):
+def test_place_that_cannot_be_written_is_refused(folder, said):
     with pytest.raises(OSError, match=said) as error:
         DirectFile(folder, 10)
     assert folder in str(error.value)
 
 
-def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path):
+def test_full_disk_is_noticed_before_anything_is_written(tmp_path):
     with pytest.raises(OSError, match=r"asked for, \d+ free; free space") as error:
         DirectFile(tmp_path, 1 << 50)
     assert error.value.errno == errno.ENOSPC and str(tmp_path) in str(error.value)
@@ -225,7 +225,7 @@ file.close()
 """
 
 
-def test_a_limit_on_files_is_said_when_made_and_when_written(tmp_path):
+def test_limit_on_files_is_said_when_made_and_when_written(tmp_path):
     """And the file goes on."""
     making, writing = run_forked_program("-c", LIMITED, str(tmp_path)).splitlines()
     for line in (making, writing):

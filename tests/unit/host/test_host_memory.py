@@ -27,7 +27,7 @@ def test_allocations_do_not_overlap_and_are_aligned() -> None:
     )
 
 
-def test_a_system_without_huge_pages_gets_ordinary_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_without_huge_pages_gets_ordinary_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     assert not zeros_host(HUGE_FROM).any()
     monkeypatch.undo()

@@ -108,7 +108,7 @@ def test_without_a_runtime_it_says_why(error: Exception) -> None:
         page_locked(SIZE, CUDA)
 
 
-def test_a_runtime_that_refuses_leaves_nothing(runtime: LockingRuntime) -> None:
+def test_runtime_that_refuses_leaves_nothing(runtime: LockingRuntime) -> None:
     runtime.status = 2
     with (
         mock.patch.object(host_memory.torch, "zeros", side_effect=RuntimeError) as kernel,
@@ -121,7 +121,7 @@ def test_a_runtime_that_refuses_leaves_nothing(runtime: LockingRuntime) -> None:
     assert what == "register" and not is_mapped(address)
 
 
-def test_a_forked_child_neither_has_nor_unregisters_it(runtime: LockingRuntime) -> None:
+def test_forked_child_neither_has_nor_unregisters_it(runtime: LockingRuntime) -> None:
     memory = page_locked(SIZE, CUDA)
     address = memory.data_ptr()
     child = os.fork()

@@ -28,7 +28,7 @@ SIMULATED = device_at(DEVICE)
 
 @pytest.mark.native
 @pytest.mark.parametrize("mode", MODES)
-def test_a_bucket_is_one_copy_in_each_direction(mode: str) -> None:
+def test_bucket_is_one_copy_in_each_direction(mode: str) -> None:
     """Whatever its parameters; no tensor of them is told to the allocator by itself."""
     with simulated_accelerator() as simulation:
         params = [nn.Parameter(torch.ones(16)) for _ in range(12)]
@@ -156,7 +156,7 @@ class Registering(Transfer):
 @locks
 @pytest.mark.native
 @pytest.mark.parametrize("mode", MODES)
-def test_an_optimizer_registers_what_it_holds_and_leaves_nothing(mode: str) -> None:
+def test_optimizer_registers_what_it_holds_and_leaves_nothing(mode: str) -> None:
     with locking_runtime(KIND) as runtime:
         params = [nn.Parameter(torch.ones(size)) for size in (4096, 1, 100_000)]
         optimizer = HybridDeviceOptimizer(

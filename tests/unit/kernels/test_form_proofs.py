@@ -85,7 +85,7 @@ def test_triton_steps_as_reference_when_a_form_is_wrong(
     assert all(map(torch.equal, found, trained("adamw", "reference")))
 
 
-def test_a_choice_of_triton_proves_nothing_until_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_of_triton_proves_nothing_until_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(selection, "prove", None)
     _, proof = selection._proven.__wrapped__("triton", CPU, True)

@@ -104,7 +104,7 @@ def test_eight_bits_hold_the_upper_24() -> None:
 
 
 @pytest.mark.parametrize("dtype", BITS)
-def test_a_parameter_written_by_somebody_else_is_never_far_from_its_main_param(
+def test_parameter_written_by_somebody_else_is_never_far_from_its_main_param(
     dtype: torch.dtype,
 ) -> None:
     """Remainders of other values: half a unit of the last bit at most, and nothing at zero."""

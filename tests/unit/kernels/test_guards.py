@@ -95,7 +95,7 @@ def raw(made: TensorLists) -> list[list[Tensor]]:
     return [made.grad, made.main, *made.state.values()]
 
 
-def test_an_empty_tensor_at_the_end_loses_the_launch_in_apex(standins: Gpu) -> None:
+def test_empty_tensor_at_the_end_loses_the_launch_in_apex(standins: Gpu) -> None:
     made = lists(1000, 2000, 0)
     amp_c.module().multi_tensor_adam(CHUNK_ELEMENTS, flag(), raw(made), *adam_args())
     assert torch.equal(made.main[0], lists(1000, 2000, 0).main[0]), (
@@ -103,7 +103,7 @@ def test_an_empty_tensor_at_the_end_loses_the_launch_in_apex(standins: Gpu) -> N
     )
 
 
-def test_an_empty_list_kills_the_process(standins: Gpu) -> None:
+def test_empty_list_kills_the_process(standins: Gpu) -> None:
     for module in (amp_c.module(), te.modules()["transformer_engine_torch"]):
         with pytest.raises(SegmentationFaultError):
             module.multi_tensor_l2norm(CHUNK_ELEMENTS, flag(), [[]], True)
@@ -119,7 +119,7 @@ def test_wrong_dtypes_and_strides_go_unnoticed(standins: Gpu) -> None:
     assert len(GPU.damage) >= 2
 
 
-def test_a_step_that_is_a_tensor_is_not_taken(standins: Gpu) -> None:
+def test_step_that_is_a_tensor_is_not_taken(standins: Gpu) -> None:
     with pytest.raises(TypeError, match="incompatible function arguments"):
         amp_c.module().multi_tensor_adam(
             CHUNK_ELEMENTS, flag(), raw(lists(5)), *adam_args(torch.tensor(1.0))
@@ -140,7 +140,7 @@ def test_host_memory_is_refused_by_apex_and_corrupted_by_transformer_engine(stan
 
 
 @each_library
-def test_a_launch_holds_one_dtype_per_list(standins: Gpu, name: str) -> None:
+def test_launch_holds_one_dtype_per_list(standins: Gpu, name: str) -> None:
     kinds = [
         (torch.float32, None),
         (torch.bfloat16, torch.bfloat16),
@@ -161,7 +161,7 @@ def test_a_launch_holds_one_dtype_per_list(standins: Gpu, name: str) -> None:
     assert standins.damage == []
 
 
-def test_a_launch_is_refused_for_everything_kernels_do_not_check(standins: Gpu) -> None:
+def test_launch_is_refused_for_everything_kernels_do_not_check(standins: Gpu) -> None:
     good, full = [[torch.zeros(4)], [torch.zeros(4)]], [torch.float32] * 2
     check_launch("k", good, full)
     bad: list[Any] = [
@@ -360,7 +360,7 @@ def split_lists(values: list[float], grads: list[float]) -> TensorLists:
     return made
 
 
-def test_a_nan_shows_in_the_parameter_beside_a_remainder(standins: Gpu) -> None:
+def test_nan_shows_in_the_parameter_beside_a_remainder(standins: Gpu) -> None:
     """CUDA's NaN, split by Transformer Engine, is a bfloat16 -0.0: the model would run on."""
     made = split_lists([1.0, 2.0], [math.nan, 1.0])
     te_backend = TransformerEngineBackend(te.modules()["transformer_engine_torch"])
@@ -370,7 +370,7 @@ def test_a_nan_shows_in_the_parameter_beside_a_remainder(standins: Gpu) -> None:
     assert standins.calls[-1] == "multi_tensor_adam_param_remainder"
 
 
-def test_a_zero_parameter_has_no_remainder(standins: Gpu) -> None:
+def test_zero_parameter_has_no_remainder(standins: Gpu) -> None:
     """A parameter zeroed from outside: the kernel would borrow from the zero and make a NaN."""
     made, theirs = (
         split_lists([0.0, -0.0, 1.0], [0.5, 0.5, 0.5]),

@@ -171,7 +171,7 @@ def test_blocks_with_zeros_denormals_and_values_that_are_no_numbers(kernels: Ker
 
 
 @pytest.mark.parametrize("second", [torch.float16, torch.uint8])
-def test_a_root_far_below_its_block_is_stored_as_the_smallest_code(
+def test_root_far_below_its_block_is_stored_as_the_smallest_code(
     kernels: Kernels, second: torch.dtype
 ) -> None:
     def make() -> TensorLists:
@@ -257,7 +257,7 @@ def test_sums_of_mixed_dtypes_and_strides_and_of_nothing(kernels: Kernels) -> No
 
 
 @pytest.mark.parametrize("output", [torch.bfloat16, torch.float32])
-def test_a_repeated_launch_follows_gradients_and_written_weights(
+def test_repeated_launch_follows_gradients_and_written_weights(
     kernels: Kernels, output: torch.dtype
 ) -> None:
     case = Case(output=output, aligned=True)

@@ -82,7 +82,7 @@ def test_gradients_are_measured_only_as_they_are(name):
 @pytest.mark.parametrize(
     "settings", [{}, {"offload": 1.0}, {"offload": 1.0, "offload_place": "streamed"}], ids=str
 )
-def test_a_pruned_parameter_is_not_stepped_beyond_its_end(dtype, settings):
+def test_pruned_parameter_is_not_stepped_beyond_its_end(dtype, settings):
     """``param.data = param.data[:n]`` has the old address and version."""
     param = nn.Parameter(torch.zeros(64, dtype=dtype))
     optimizer = mp_optim.SGD([("p", param)], lr=1.0, **settings)

@@ -114,7 +114,7 @@ def with_sizes(forms: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize(("case", "state", "noisy", "large"), with_sizes(drawn(STATES, NOISY)))
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_large_finite_gradient_makes_no_nan(
+def test_large_finite_gradient_makes_no_nan(
     case: Case, state: str, noisy: bool, large: float, backend: str
 ) -> None:
     """Neither in the step, nor in those after it, nor where it comes again; and an element's step
@@ -168,7 +168,7 @@ def test_kernels_for_gpus_have_the_same_bits(case: Case, state: str, noisy: bool
 @pytest.mark.parametrize("state", ["fp16", "8bit", "4bit"])
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_infinite_second_moment_in_blocks_is_one_to_its_own_element(
+def test_infinite_second_moment_in_blocks_is_one_to_its_own_element(
     state: str, noisy: bool, backend: str
 ) -> None:
     """Which stands still, as with FP32 moments, and is not moved by what a finite root divides."""

@@ -126,7 +126,7 @@ def test_calls_from_several_threads_do_not_mix() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_has_threads_of_its_own() -> None:
+def test_forked_child_has_threads_of_its_own() -> None:
     """OpenMP's threads and ours stay with the parent: a child that waited for them would hang."""
     grads = [torch.full((300_000,), 2.0)]
     set_host_threads(2)

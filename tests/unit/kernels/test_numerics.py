@@ -155,7 +155,7 @@ def fp64_adam(
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB])
-def test_a_hundred_steps_stay_close_to_fp64(cls: Any, backend: str) -> None:
+def test_hundred_steps_stay_close_to_fp64(cls: Any, backend: str) -> None:
     generator = torch.Generator().manual_seed(0)
     main = torch.randn(4096, generator=generator)
     exact, m, v = main.double(), torch.zeros(4096).double(), torch.zeros(4096).double()

@@ -140,9 +140,7 @@ def test_broken_installations_are_a_reason_and_no_crash(
         )
 
 
-def test_a_kernel_that_raises_is_a_reason(
-    accelerator: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernel_that_raises_is_a_reason(accelerator: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
 
@@ -176,7 +174,7 @@ def test_without_a_gpu_a_named_backend_says_so(
             choose_backend("apex", CPU)
 
 
-def test_the_host_part_of_a_named_backend_is_native_and_says_that_bits_differ(
+def test_host_part_of_a_named_backend_is_native_and_says_that_bits_differ(
     standins: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accelerator = torch.device("meta")  # plays the place where apex's kernels do not run

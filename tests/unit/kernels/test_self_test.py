@@ -107,7 +107,7 @@ def test_wrong_kernel_is_found_before_it_writes_a_parameter(
         selection.forget()
 
 
-def test_a_driver_that_refuses_the_assemblers_code_is_named() -> None:
+def test_driver_that_refuses_the_assemblers_code_is_named() -> None:
     class Refused(ReferenceBackend):
         name = "triton"
 

@@ -385,7 +385,7 @@ def held_warps(variant: dict[str, Any]) -> int:
     return int(REGISTERS // (registers * threads) * variant["warps"])
 
 
-def test_a_multiprocessor_holds_16_warps_of_a_kernel_and_nothing_is_spilled(
+def test_multiprocessor_holds_16_warps_of_a_kernel_and_nothing_is_spilled(
     compiled: dict[str, dict[str, Any]],
 ) -> None:
     """A step with fewer waits for memory. Sums have all their loads under way at once; 4-bit codes
@@ -406,7 +406,7 @@ def test_a_multiprocessor_holds_16_warps_of_a_kernel_and_nothing_is_spilled(
     reason=f"not compiled by Triton {tritons.OLDEST}, the oldest supported: "
     f"PYTHONPATH=tests python -m support.tritons --fetch {tritons.OLDEST}",
 )
-def test_the_oldest_supported_triton_compiles_every_kernel(tmp_path: Path) -> None:
+def test_oldest_supported_triton_compiles_every_kernel(tmp_path: Path) -> None:
     """Users have the Triton that their torch brings; the newest takes more than those before it.
     Its assembler is more generous with registers."""
     compiled = tritons.compiled(tritons.OLDEST, "90", tmp_path)

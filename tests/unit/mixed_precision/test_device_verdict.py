@@ -66,7 +66,7 @@ def bits(value: Any) -> Any:
     st.sampled_from([math.inf, 1e-3, 1.0, 1e10]),
     st.one_of(st.none(), st.integers(0, 2**40)),
 )
-def test_the_bits_are_those_of_the_host(sums, scale, clip, threshold, zeros):
+def test_bits_are_those_of_the_host(sums, scale, clip, threshold, zeros):
     names = [EXCLUDED, MAIN_NORM, "mtp", "other"][: len(sums)]
     measurement = Measurement(
         dict(zip(names, torch.tensor(sums, dtype=torch.float64), strict=True)),
@@ -155,7 +155,7 @@ WATCHED: dict[str, Any] = {
         ("bf16", "lion", {}),
     ],
 )
-def test_a_step_reads_nothing(precision, rule, settings, monkeypatch):
+def test_step_reads_nothing(precision, rule, settings, monkeypatch):
     model, optimizer = small(precision, optimizer=rule, **settings, **WATCHED)
     for seed in (8, 9):  # makes tables, and proves the kernels of a first step and of others
         give_grads(model, optimizer, seed)
@@ -171,7 +171,7 @@ def test_a_step_reads_nothing(precision, rule, settings, monkeypatch):
     assert optimizer.metrics()["steps"] == 5 and optimizer.metrics()["skipped_steps"] == 1
 
 
-def test_a_chain_reads_nothing(monkeypatch):
+def test_chain_reads_nothing(monkeypatch):
     model, optimizer = build("fp16", fused_backend="triton")
     train(model, optimizer, 1)
     for step in range(2):
@@ -182,7 +182,7 @@ def test_a_chain_reads_nothing(monkeypatch):
         assert result.success
 
 
-def test_the_watch_would_see_somebody_who_waits(monkeypatch):
+def test_watch_would_see_somebody_who_waits(monkeypatch):
     model, optimizer = small()
     give_grads(model, optimizer, 0)
     optimizer.step()  # makes tables
@@ -287,7 +287,7 @@ def test_every_look_at_the_state_takes_a_skipped_step_back(look):
 # -- where the host has to know -------------------------------------------------------------------
 
 
-def test_a_hybrid_whose_host_part_is_empty_steps_without_waiting(monkeypatch):
+def test_hybrid_whose_host_part_is_empty_steps_without_waiting(monkeypatch):
     params = {name: nn.Parameter(torch.ones(300)) for name in "ab"}
     inner = HybridDeviceOptimizer(
         list(params.items()),
@@ -312,7 +312,7 @@ def test_a_hybrid_whose_host_part_is_empty_steps_without_waiting(monkeypatch):
 # -- the result -----------------------------------------------------------------------------------
 
 
-def test_a_result_is_a_small_tuple_that_is_read_when_it_has_to_be():
+def test_result_is_a_small_tuple_that_is_read_when_it_has_to_be():
     reads: list[int] = []
     result = StepResult.later(lambda: reads.append(1) or (True, 2.5, None, ""))
     assert len(result) == 3 and not reads and not result.is_known
@@ -339,7 +339,7 @@ def test_a_result_is_a_small_tuple_that_is_read_when_it_has_to_be():
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_verdict_takes_few_launches(scaled: bool) -> None:
+def test_verdict_takes_few_launches(scaled: bool) -> None:
     key, sums = NormKey(), torch.ones((), dtype=torch.float64)
     scaling = [torch.full((1,), 0.5, dtype=torch.float64)] if scaled else []
     config = config_for("fp16" if scaled else "bf16")

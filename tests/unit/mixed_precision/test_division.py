@@ -19,7 +19,7 @@ from support.cuda_division import DividesAsCuda
 from support.models import build, config_for, same_bits, tokens_of
 
 
-def test_the_mode_divides_as_it_says() -> None:
+def test_mode_divides_as_it_says() -> None:
     values = torch.arange(1.0, 1000.0)
     with DividesAsCuda() as mode:
         off = values / 3.0
@@ -103,7 +103,7 @@ def test_whole_steps_have_the_bits_of_the_host(precision: str, rule: str) -> Non
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_loss_scale_lies_where_the_loss_does(precision: str) -> None:
+def test_loss_scale_lies_where_the_loss_does(precision: str) -> None:
     model = nn.Linear(
         4, 4, device="meta", dtype=torch.bfloat16 if precision == "bf16" else torch.float16
     )

@@ -286,7 +286,7 @@ def equal(a, b):
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
-def test_a_refused_load_names_the_cause_and_changes_nothing(fraction):
+def test_refused_load_names_the_cause_and_changes_nothing(fraction):
     model, source = build("fp16", 0.0, initial_loss_scale=8.0)
     train(model, source, 2)
     good = source.state_dict()
@@ -328,7 +328,7 @@ def test_bits_are_lost_on_request_only():
         optimizer.load_state_dict(state, convert=True)
 
 
-def test_a_torch_optimizer_below_goes_back_to_having_no_state():
+def test_torch_optimizer_below_goes_back_to_having_no_state():
     def stack():
         torch.manual_seed(0)
         model = nn.Linear(3, 2)

@@ -65,7 +65,7 @@ def error_after(spike: str, sigma: float) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("spike", ["batch", "layer"])
-def test_a_run_recovers_from_spikes_with_the_rule_and_not_without(spike):
+def test_run_recovers_from_spikes_with_the_rule_and_not_without(spike):
     clean, skips_of_clean = error_after("none", 6.0)
     with_rule, skips = error_after(spike, 6.0)
     without, _ = error_after(spike, math.inf)
@@ -136,7 +136,7 @@ def test_nothing_is_skipped_before_half_of_the_window_and_spikes_are_afterwards(
     assert metrics["skipped_steps/over_threshold"] == 0
 
 
-def test_a_spike_of_the_loss_alone_is_skipped_and_says_so():
+def test_spike_of_the_loss_alone_is_skipped_and_says_so():
     param, optimizer = one()
     for number in range(12):
         optimizer.health.report_loss(torch.tensor(2.0 + wave(number)))
@@ -148,7 +148,7 @@ def test_a_spike_of_the_loss_alone_is_skipped_and_says_so():
     assert step(param, optimizer, 1.0).success  # it was for one step
 
 
-def test_an_overflow_leaves_the_window_as_it_is_and_counts_apart():
+def test_overflow_leaves_the_window_as_it_is_and_counts_apart():
     param, optimizer = one()
     for number in range(12):
         step(param, optimizer, wave(number))
@@ -204,7 +204,7 @@ def test_device_decides_as_the_host_without_waiting(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_resumed_run_decides_as_one_that_went_on(tmp_path: Path):
+def test_resumed_run_decides_as_one_that_went_on(tmp_path: Path):
     param, optimizer = one()
     for number in range(20):
         optimizer.health.report_loss(wave(3 * number))
@@ -261,7 +261,7 @@ def test_norms_and_updates_are_those_that_torch_computes(precision, fraction):
     assert metrics["update_step"] == 2 and 0 < metrics["update_ratio"] < 1
 
 
-def test_a_skipped_step_is_said_with_the_parameters_that_did_it(caplog):
+def test_skipped_step_is_said_with_the_parameters_that_did_it(caplog):
     model, optimizer = build("fp32", log_param_grad_norms=1, grad_norm_skip_threshold=50.0)
     for param in model.parameters():
         param.grad = torch.full_like(param, 0.01)

@@ -87,7 +87,7 @@ def test_gradients_that_are_not_finite_name_their_norm_group(bad, groups, caplog
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
 
-def test_a_norm_over_the_threshold_is_said_with_both_numbers(caplog):
+def test_norm_over_the_threshold_is_said_with_both_numbers(caplog):
     model, optimizer = small("fp16", loss_scale_window=2, **THRESHOLD)
     step(model, optimizer)
     result = step(model, optimizer, norm=20.0)
@@ -148,7 +148,7 @@ def test_warnings_are_the_same_when_the_device_decides(caplog):
 
 
 @needs_interpreter
-def test_a_verdict_of_the_device_is_said_when_it_is_settled(caplog, monkeypatch):
+def test_verdict_of_the_device_is_said_when_it_is_settled(caplog, monkeypatch):
     model, optimizer = small("fp16", fused_backend="triton")
     step(model, optimizer)
     for param in model.values():

@@ -76,7 +76,7 @@ def test_adapters_that_came_after_the_optimizer_are_named() -> None:
     assert warned(fresh.step) == [] and fresh.metrics()["grad_norm"] > 0
 
 
-def test_an_expert_part_without_tokens_is_nothing_to_warn_of() -> None:
+def test_expert_part_without_tokens_is_nothing_to_warn_of() -> None:
     model, stack = build("bf16")
     for name, param in model.named_parameters():
         param.grad = None if "experts" in name else torch.ones_like(param)
@@ -109,7 +109,7 @@ def skipped(stack: Any, model: nn.Module, steps: int, look: bool = False) -> lis
         (torch.float16, {"fp16": True}, 1),  # at its minimum of 1 after 33 of them
     ],
 )
-def test_the_1st_10th_and_100th_skipped_step_in_a_row_names_the_parameter(
+def test_1st_10th_and_100th_skipped_step_in_a_row_names_the_parameter(
     dtype, settings, count
 ) -> None:
     model = regression(dtype)
@@ -122,7 +122,7 @@ def test_the_1st_10th_and_100th_skipped_step_in_a_row_names_the_parameter(
 
 
 @pytest.mark.parametrize("clip_grad", [1.0, 0.0])
-def test_a_good_step_ends_the_row_and_a_dynamic_scale_finds_its_place_in_silence(
+def test_good_step_ends_the_row_and_a_dynamic_scale_finds_its_place_in_silence(
     clip_grad: float,
 ) -> None:
     model, stack = fp16(clip_grad=clip_grad)

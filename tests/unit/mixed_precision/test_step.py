@@ -52,7 +52,7 @@ def test_norm_threshold_skips_without_a_chain():
     assert_untouched(before, snapshot(model, optimizer))
 
 
-def test_the_growth_step_divides_by_the_scale_of_backward():
+def test_growth_step_divides_by_the_scale_of_backward():
     def run(window):
         model, optimizer = build(
             "fp16", loss_scale_window=window, optimizer="sgd", sgd_momentum=0.0, clip_grad=0.0
@@ -331,7 +331,7 @@ def test_no_step_keeps_gradients_alive(fraction, mode):
 
 
 @pytest.mark.parametrize("was_on", [True, False])
-def test_a_step_leaves_the_garbage_collector_alone(was_on):
+def test_step_leaves_the_garbage_collector_alone(was_on):
     seen = []
 
     class Timer:

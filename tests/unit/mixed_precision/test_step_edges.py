@@ -35,7 +35,7 @@ def one_param(precision, values, **settings):
 
 
 @each_backend
-def test_a_norm_at_the_threshold_is_stepped_and_one_above_it_is_not(backend):
+def test_norm_at_the_threshold_is_stepped_and_one_above_it_is_not(backend):
     for threshold, is_stepped in ((5.0, True), (math.nextafter(5.0, 0.0), False)):
         model, optimizer = one_param(
             "fp32", [3.0, 4.0], grad_norm_skip_threshold=threshold, fused_backend=backend
@@ -46,7 +46,7 @@ def test_a_norm_at_the_threshold_is_stepped_and_one_above_it_is_not(backend):
 
 
 @each_backend
-def test_a_step_skipped_by_the_threshold_is_a_clean_one_to_the_loss_scale(backend):
+def test_step_skipped_by_the_threshold_is_a_clean_one_to_the_loss_scale(backend):
     """Its gradients are finite: the scale is not too large, and grows as after any other step."""
     _model, optimizer = one_param(
         "fp16",
@@ -122,7 +122,7 @@ def test_whatever_is_written_to_a_parameter_its_main_param_still_rounds_to(form,
 
 
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
-def test_a_rate_that_is_written_in_place_before_the_step_is_the_steps(mode):
+def test_rate_that_is_written_in_place_before_the_step_is_the_steps(mode):
     """A tensor lr, as schedulers of compiled loops fill it; what was begun with the old value is
     not used."""
 

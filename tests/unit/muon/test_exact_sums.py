@@ -87,7 +87,7 @@ def test_any_cut_gives_the_same_digits(monkeypatch, shape, piece):
 
 
 @pytest.mark.parametrize("value", [2.0**-149, 1e-30, 1.0, 3.0e38])
-def test_the_smallest_and_the_largest_numbers(value):
+def test_smallest_and_the_largest_numbers(value):
     values = torch.full((3, 2), value)
     top = float(largest_magnitude(values))
     assert sums_of(values, top).tolist() == [[2 * float(values[0, 0]) ** 2] * 3]

@@ -110,7 +110,7 @@ def test_singular_values_come_near_one(kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_batched_product_does_what_the_loop_does(dtype):
+def test_batched_product_does_what_the_loop_does(dtype):
     """What an accelerator does with a stack, here on the CPU."""
     stack, polynomials = random(3, 24, 16), coefficients("quintic", 5)
     norms = stack.flatten(1).norm(dim=1)[:, None, None]
@@ -188,7 +188,7 @@ def test_a_bad_setting_is_named(settings, reason):
         RuleOptimizer(MuonRule(), [{"params": [nn.Parameter(random(2, 2))], **settings}])
 
 
-def test_a_vector_is_refused_by_name():
+def test_vector_is_refused_by_name():
     with pytest.raises(ValueError, match=r"bias has shape \(3,\): muon steps matrices"):
         RuleOptimizer(
             MuonRule(), [("weight", nn.Parameter(random(3, 3))), ("bias", nn.Parameter(random(3)))]

@@ -37,7 +37,7 @@ def stepped(shapes, places, **settings) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("products", ["medium", "highest"])
-def test_a_matrix_has_the_bits_that_it_has_alone(products):
+def test_matrix_has_the_bits_that_it_has_alone(products):
     shapes = [*SHAPES, *SHAPES, (3, 64, 128), *SHAPES[:3], (2, 128, 64)]
     places = list(range(len(shapes)))
     together = stepped(shapes, places, fp32_matmul_prec=products)

@@ -62,7 +62,7 @@ def test_grams_are_as_near_the_iteration_in_fp64(name, kind):
             assert apart(rounded, "gram", polynomials) < 1.6 * standard + more
 
 
-def test_a_gram_does_not_depend_on_what_is_stepped_beside_it():
+def test_gram_does_not_depend_on_what_is_stepped_beside_it():
     polynomials = coefficients("polar_express", 6)
     stack = random(3, 32, 96).bfloat16()
     alone = [matrix.clone() for matrix in stack]

@@ -166,7 +166,7 @@ def test_triton_kernels_have_the_bits_of_the_reference(form: dict[str, Any]) -> 
 
 @needs_kernels
 @pytest.mark.parametrize("momentum", [0.95, 0.5, 0.2])
-def test_the_momentum_is_numpys_in_fp64(momentum: float) -> None:
+def test_momentum_is_numpys_in_fp64(momentum: float) -> None:
     """Product and sum in FP64, then one rounding: for a gradient that is much larger or smaller
     than the momentum, too."""
     shape = (40, 64)

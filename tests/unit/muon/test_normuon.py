@@ -125,7 +125,7 @@ def test_turned_on_after_steps_it_is_refused_until_the_group_begins_anew():
         optimizer.step()
 
 
-def test_a_negative_moment_is_refused():
+def test_negative_moment_is_refused():
     _, optimizer = stepped(random(4, 6), [random(4, 6, seed=1)])
     saved = optimizer.state_dict()
     saved["state"][0][MOMENT] = saved["state"][0][MOMENT] - 1.0
@@ -150,7 +150,7 @@ def trained(net, optimizer, steps):
 @pytest.mark.parametrize(
     "offload", [{}, {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}]
 )
-def test_the_classes_and_the_config_say_the_same_and_go_on_after_a_resume(offload, tmp_path):
+def test_classes_and_the_config_say_the_same_and_go_on_after_a_resume(offload, tmp_path):
     fields = {
         "muon_moment2_method": "normuon",
         "muon_beta2": 0.8,
@@ -177,7 +177,7 @@ def test_the_classes_and_the_config_say_the_same_and_go_on_after_a_resume(offloa
     assert all(map(torch.equal, after, trained(plain, torch_shaped, range(6))))
 
 
-def test_a_checkpoint_without_the_moment_is_refused_by_name(tmp_path):
+def test_checkpoint_without_the_moment_is_refused_by_name(tmp_path):
     nets = [model(), model()]
     without, wants = (
         get_megatron_optimizer(

@@ -215,7 +215,7 @@ def test_disk_is_read_in_backward_when_steps_are_speculated(
 
 
 @pytest.mark.parametrize("folder", [False, True], ids=["memory", "disk"])
-def test_a_released_gradient_comes_up_with_its_window(tmp_path: Path, folder: bool) -> None:
+def test_released_gradient_comes_up_with_its_window(tmp_path: Path, folder: bool) -> None:
     how = {"offload_place": "streamed", "offload_mode": "overlap", "release_gradients": True}
     model, optimizer = build(tmp_path if folder else None, **how, **ON_DISK)
     elements = sum(param.numel() for param in model.parameters())
@@ -235,7 +235,7 @@ def test_a_released_gradient_comes_up_with_its_window(tmp_path: Path, folder: bo
     assert differing(snapshot(model, optimizer), snapshot(*expected)) == []
 
 
-def test_a_parameter_that_does_not_fit_with_its_gradient_is_refused() -> None:
+def test_parameter_that_does_not_fit_with_its_gradient_is_refused() -> None:
     """A released gradient takes room in the window."""
     how = {"offload_place": "streamed", "optimizer": "lamb", "stream_window_bytes": 120_000}
     build(**how)
@@ -243,7 +243,7 @@ def test_a_parameter_that_does_not_fit_with_its_gradient_is_refused() -> None:
         build(**how, offload_mode="overlap", release_gradients=True)
 
 
-def test_a_parameter_that_is_cut_while_its_gradient_waits_is_refused_by_name() -> None:
+def test_parameter_that_is_cut_while_its_gradient_waits_is_refused_by_name() -> None:
     """The others of its bucket get ready in a later backward."""
     model, optimizer = build(offload_mode="speculative", clip_grad=0.0)
     train(model, optimizer, 2)
@@ -260,7 +260,7 @@ def test_a_parameter_that_is_cut_while_its_gradient_waits_is_refused_by_name() -
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
-def test_a_disk_that_fails_ahead_of_the_step_breaks_nothing(
+def test_disk_that_fails_ahead_of_the_step_breaks_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """The worker's failure is that of the step, which can be taken again."""
@@ -285,7 +285,7 @@ def test_a_disk_that_fails_ahead_of_the_step_breaks_nothing(
 
 
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
-def test_a_disk_that_fails_during_backward_is_an_error_of_the_step(
+def test_disk_that_fails_during_backward_is_an_error_of_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     model, optimizer = on_disk(tmp_path, "streamed", mode)

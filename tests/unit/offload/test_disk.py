@@ -71,7 +71,7 @@ def cached_bytes(hybrid):
 
 
 @pytest.mark.parametrize("place", ["host", "streamed"])
-def test_a_step_reads_and_writes_past_the_page_cache(tmp_path, place):
+def test_step_reads_and_writes_past_the_page_cache(tmp_path, place):
     model, optimizer = build(tmp_path, place=place)
     (hybrid,) = hybrids(optimizer)
     if not hybrid.stepper.host_part.settings.state_file.file.direct:
@@ -94,7 +94,7 @@ def test_a_step_reads_and_writes_past_the_page_cache(tmp_path, place):
 # -- what fails -----------------------------------------------------------------------------------
 
 
-def test_a_folder_that_is_not_there_is_refused_and_one_that_goes_is_not_missed(tmp_path):
+def test_folder_that_is_not_there_is_refused_and_one_that_goes_is_not_missed(tmp_path):
     folder = tmp_path / "state"
     with pytest.raises(FileNotFoundError, match="the folder does not exist; make it"):
         build(folder)
@@ -114,7 +114,7 @@ def test_a_folder_that_is_not_there_is_refused_and_one_that_goes_is_not_missed(t
         ("open", errno.EROFS, "the file system is read-only; choose another folder"),
     ],
 )
-def test_a_disk_that_cannot_take_it_is_refused_before_anything(
+def test_disk_that_cannot_take_it_is_refused_before_anything(
     tmp_path, monkeypatch, call, error, said
 ):
     def refuse(*_, **__):
@@ -143,7 +143,7 @@ def failing(move, after, error=errno.EIO):
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 @pytest.mark.parametrize("place", ["host", "streamed"])
-def test_a_disk_that_fails_breaks_the_step_off(tmp_path, monkeypatch, place, call):
+def test_disk_that_fails_breaks_the_step_off(tmp_path, monkeypatch, place, call):
     model, optimizer = build(tmp_path, place=place)
     train(model, optimizer, 2)
     weights = copy.deepcopy(model.state_dict())
@@ -162,7 +162,7 @@ def test_a_disk_that_fails_breaks_the_step_off(tmp_path, monkeypatch, place, cal
     assert differing(train(model, optimizer, 2, 2), expected) == []
 
 
-def test_a_disk_that_fails_before_the_first_window_breaks_nothing(tmp_path, monkeypatch):
+def test_disk_that_fails_before_the_first_window_breaks_nothing(tmp_path, monkeypatch):
     model, optimizer = build(tmp_path, fraction=0.7)
     train(model, optimizer, 2)
     monkeypatch.setattr(os, "preadv", failing(os.preadv, after=0))
@@ -174,7 +174,7 @@ def test_a_disk_that_fails_before_the_first_window_breaks_nothing(tmp_path, monk
     assert differing(train(model, optimizer, 2, 2), expected) == []
 
 
-def test_a_disk_that_fails_when_backward_begins_is_told_by_the_step(tmp_path, monkeypatch):
+def test_disk_that_fails_when_backward_begins_is_told_by_the_step(tmp_path, monkeypatch):
     model, optimizer = build(tmp_path, offload_mode="speculative")
     for step in range(2):
         go_backward(model, step)
@@ -191,7 +191,7 @@ def test_a_disk_that_fails_when_backward_begins_is_told_by_the_step(tmp_path, mo
 
 @pytest.mark.parametrize("releases", [False, True])
 @pytest.mark.parametrize("place", ["host", "streamed"])
-def test_a_rule_may_keep_nothing_of_a_parameter_that_is_stepped_where_it_lies(
+def test_rule_may_keep_nothing_of_a_parameter_that_is_stepped_where_it_lies(
     tmp_path, place, releases
 ):
     fields = {"dtype": torch.float32, "optimizer": "sgd", "sgd_momentum": 0.0}

@@ -79,7 +79,7 @@ def writes_what_it_holds(params, optimizer, held, saved):
 @pytest.mark.parametrize("place", ["host", "streamed"])
 @pytest.mark.parametrize("before", [0, 1], ids=["before a step", "after a step"])
 @pytest.mark.parametrize("work", [steps, loads, scales, reads, saves, writes_what_it_holds])
-def test_a_forked_child_leaves_its_parents_state_alone(tmp_path, place, before, work):
+def test_forked_child_leaves_its_parents_state_alone(tmp_path, place, before, work):
     expected, alone = build(None, "host")
     params, optimizer = build(str(tmp_path), place)
     alone.stack.init_state()
@@ -117,7 +117,7 @@ def backward(params, seed):
 @pytest.mark.parametrize(
     ("place", "mode"), [("host", "overlap"), ("host", "speculative"), ("streamed", "overlap")]
 )
-def test_a_child_that_is_forked_between_backward_and_step(tmp_path, place, mode, work):
+def test_child_that_is_forked_between_backward_and_step(tmp_path, place, mode, work):
     """What was begun belongs to the parent: the child waits for none of it."""
     expected, alone = build(None, "host")
     params, optimizer = build(str(tmp_path), place, mode)

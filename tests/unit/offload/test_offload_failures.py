@@ -57,7 +57,7 @@ def goes_on_like(pair, other):
 
 @each_early
 @pytest.mark.parametrize("error", [ValueError, MemoryError, SystemExit, KeyboardInterrupt])
-def test_a_job_that_raises(mode, error, monkeypatch):
+def test_job_that_raises(mode, error, monkeypatch):
     pair, other = ready(mode)
     with monkeypatch.context() as patch:
         patch.setattr(BackwardJob, "run", lambda job: (_ for _ in ()).throw(error("no such luck")))
@@ -84,7 +84,7 @@ def test_step_raises_the_error_of_a_backward_hook(mode, error, monkeypatch):
     goes_on_like(pair, other)
 
 
-def test_a_kernel_that_raises_in_the_worker(monkeypatch):
+def test_kernel_that_raises_in_the_worker(monkeypatch):
     pair, other = ready("speculative")
     carry_out, calls = RuleExecutor.carry_out, []
 
@@ -103,7 +103,7 @@ def test_a_kernel_that_raises_in_the_worker(monkeypatch):
     goes_on_like(pair, other)
 
 
-def test_a_kernel_that_raises_when_a_bucket_is_stepped_again(monkeypatch):
+def test_kernel_that_raises_when_a_bucket_is_stepped_again(monkeypatch):
     """The clip fires, buckets are stepped again in step(), and one of them fails: none is
     stepped."""
     pair, other = ready("speculative", fraction=1.0, experts=False)
@@ -126,7 +126,7 @@ def test_a_kernel_that_raises_when_a_bucket_is_stepped_again(monkeypatch):
     goes_on_like(pair, other)
 
 
-def test_a_slow_worker_is_waited_for(monkeypatch):
+def test_slow_worker_is_waited_for(monkeypatch):
     pair, other = ready("speculative", experts=False)
     run_job = BackwardJob.run
     monkeypatch.setattr(BackwardJob, "run", lambda job: (time.sleep(0.15), run_job(job)))
@@ -140,7 +140,7 @@ class FunctionJob(Job):
         self.run = action
 
 
-def test_a_worker_goes_with_its_owner():
+def test_worker_goes_with_its_owner():
     worker, threads = Worker("short-lived"), []
     worker.submit(FunctionJob(lambda: threads.append(threading.current_thread())))
     worker.drain()
@@ -148,7 +148,7 @@ def test_a_worker_goes_with_its_owner():
     assert not threads[0].is_alive()
 
 
-def test_a_worker_that_cannot_begin():
+def test_worker_that_cannot_begin():
     def fail():
         raise MemoryError("no pinned memory")
 
@@ -242,7 +242,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_the_interpreter_ends_in_the_middle_of_work(end):
+def test_interpreter_ends_in_the_middle_of_work(end):
     code, status = ENDS[end]
     script = SCRIPT.format(end=code)
     ended = end_forked_program("-c", script, timeout=240)  # a hang; torch may take long to end

@@ -282,7 +282,7 @@ def test_any_schedule(events, waits, **settings):
 # -- gradients: what comes, what does not, what is reduced later ----------------------------------
 
 
-def test_an_expert_without_gradient_does_not_stop_its_bucket():
+def test_expert_without_gradient_does_not_stop_its_bucket():
     results = []
     for mode in MODES:
         model, optimizer = build_mode(mode, bucket_bytes=1 << 20, experts=False, fraction=1.0)
@@ -418,7 +418,7 @@ def test_one_bad_element_under_speculation_changes_nothing(precision, bad):
 
 @each_early
 @pytest.mark.parametrize("bad", [math.nan, 1e38])
-def test_the_first_step_may_fail(mode, bad):
+def test_first_step_may_fail(mode, bad):
     """Nothing was ever stepped then, and nothing is taken back."""
     results = []
     for which in ("sync", mode):
@@ -433,7 +433,7 @@ def test_the_first_step_may_fail(mode, bad):
     assert differing(*results) == []
 
 
-def test_a_huge_finite_gradient_that_is_skipped_leaves_no_trace():
+def test_huge_finite_gradient_that_is_skipped_leaves_no_trace():
     model, optimizer = build_mode("speculative", clip_grad=0.0, grad_norm_skip_threshold=1e6)
     run(model, optimizer, 3)
     before, hits = snapshot(model, optimizer), counts(optimizer, "hits")
@@ -506,7 +506,7 @@ def test_every_hyperparameter_of_every_group_reaches_the_worker():
 # -- checkpoints, memory, what is reported --------------------------------------------------------
 
 
-def test_a_checkpoint_at_any_moment_equals_that_of_sync(tmp_path):
+def test_checkpoint_at_any_moment_equals_that_of_sync(tmp_path):
     found = {}
     for mode in MODES:
         model, optimizer = build_mode(mode, clip_grad=0.0)
@@ -603,7 +603,7 @@ def test_speculation_pauses_and_resumes():
 # -- alone, and what cannot be --------------------------------------------------------------------
 
 
-def test_the_worker_leaves_cores_to_others(monkeypatch):
+def test_worker_leaves_cores_to_others(monkeypatch):
     from mp_optim.kernels.native import NativeBackend
     from mp_optim.offload.worker import occupy, threads_beside_backward
 

@@ -258,7 +258,7 @@ def test_grad_is_none_and_the_gradient_is_still_known(mode):
 
 
 @each_early
-def test_the_gradient_that_is_not_finite_is_named(mode):
+def test_gradient_that_is_not_finite_is_named(mode):
     model, optimizer = build(mode, fraction=1.0, bucket_bytes=1)
     model.dense.register_hook(lambda grad: grad.fill_(math.inf))
     before = params_of(model)
@@ -361,7 +361,7 @@ def test_main_grad_is_refused():
         get_megatron_optimizer(config, model)
 
 
-def test_an_optimizer_that_waits_for_step_is_refused():
+def test_optimizer_that_waits_for_step_is_refused():
     model = TinyMoE(DTYPES["bf16"])
     inner = HybridDeviceOptimizer(model.parameters(), 1.0, FusedAdam, FusedAdam, lr=1e-3)
     config = config_for("bf16", 1.0, offload_mode="overlap", release_gradients=True)

@@ -426,7 +426,7 @@ def test_all_is_well_with_every_wait(with_every_wait):
     assert [found for _, found, _ in with_every_wait] == [(False, False)] * len(SCENARIOS)
 
 
-def test_an_optimizer_may_go_while_its_parameters_are_on_their_way_up():
+def test_optimizer_may_go_while_its_parameters_are_on_their_way_up():
     """The last step of a run; what is allocated next is page-locked, too."""
     with simulated_accelerator() as simulation:
         param = torch.nn.Parameter(torch.ones(8))

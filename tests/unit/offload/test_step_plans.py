@@ -41,7 +41,7 @@ def test_who_is_stepped_on_the_host(sizes, fraction, chosen):
 
 
 @pytest.mark.parametrize("fraction", [-0.001, 1.001, float("nan")])
-def test_a_fraction_is_between_0_and_1(fraction):
+def test_fraction_is_between_0_and_1(fraction):
     with pytest.raises(ValueError, match="offload_fraction"):
         plan_offload([1], fraction)
 
@@ -64,7 +64,7 @@ def test_buckets_are_filled_to_the_byte_and_not_beyond():
         (0, 0, 1),
     ],
 )
-def test_a_model_is_cut_into_sixteen_buckets_unless_they_were_too_small_or_too_large(
+def test_model_is_cut_into_sixteen_buckets_unless_they_were_too_small_or_too_large(
     total, most, bucket
 ):
     assert fitting_bucket_bytes(total, most) == bucket
@@ -80,7 +80,7 @@ def test_backward_keeps_two_threads_and_a_quarter(threads, share, monkeypatch):
     assert worker_threads(None) == share and worker_threads(5) == 5
 
 
-def test_a_description_counts_elements_and_bytes_by_group_place_and_dtype():
+def test_description_counts_elements_and_bytes_by_group_place_and_dtype():
     model = nn.ParameterDict(
         {
             "a": nn.Parameter(torch.ones(1000, dtype=torch.bfloat16)),

@@ -47,7 +47,7 @@ def test_offload_to_cpu_moves_nothing_and_changes_nothing():
 # -- steps that fail ------------------------------------------------------------------------------
 
 
-def test_a_kernel_that_raises_breaks_the_step_off(monkeypatch):
+def test_kernel_that_raises_breaks_the_step_off(monkeypatch):
     model, optimizer = build()
     train(model, optimizer, 2)
     weights = copy.deepcopy(model.state_dict())
@@ -109,7 +109,7 @@ class Recorded(AdversarialTransfer):
         return super().download(to, sources, after)
 
 
-def test_the_next_window_comes_up_before_one_is_stepped(monkeypatch):
+def test_next_window_comes_up_before_one_is_stepped(monkeypatch):
     """An upload waits for the steps that were queued before it."""
     model, optimizer = build()
     calls, carry_out = [], RuleExecutor.carry_out
@@ -142,7 +142,7 @@ class CountingTransfer(AdversarialTransfer):
 
 @pytest.mark.parametrize("window", [4096, 8192, 1 << 20])
 @pytest.mark.parametrize("form", ["fp32", "8-bit"])
-def test_the_device_holds_windows_in_a_step_and_nothing_after_it(form, window):
+def test_device_holds_windows_in_a_step_and_nothing_after_it(form, window):
     compact = {"use_precision_aware_optimizer": True} if form != "fp32" else {}
     model, optimizer = build(window=window, **compact, **FORMS[form])
     (hybrid,) = hybrids(optimizer)
@@ -177,7 +177,7 @@ def test_what_cannot_be_streamed_is_refused_by_name(fields, said):
         build(**fields)
 
 
-def test_the_window_that_a_refusal_names_is_large_enough():
+def test_window_that_a_refusal_names_is_large_enough():
     with pytest.raises(ValueError, match="set stream_window_bytes to at least that") as error:
         build(optimizer="lamb")
     needed = int(re.search(r"big takes (\d+) bytes", str(error.value))[1])
@@ -187,7 +187,7 @@ def test_the_window_that_a_refusal_names_is_large_enough():
     assert differing(train(*build(optimizer="lamb", window=needed), 2), expected) == []
 
 
-def test_a_parameter_that_comes_later_must_fit_too():
+def test_parameter_that_comes_later_must_fit_too():
     _, optimizer = build(optimizer="lamb", window=LARGEST)
     large = nn.Parameter(torch.ones(LARGEST))
     with pytest.raises(ValueError, match="stream_window_bytes"):

@@ -60,7 +60,7 @@ def test_what_waits_is_dropped_and_what_runs_is_waited_for(worker):
 
 
 @pytest.mark.parametrize("forget", [False, True])
-def test_a_failure_is_told_once_unless_it_is_discarded(worker, forget):
+def test_failure_is_told_once_unless_it_is_discarded(worker, forget):
     (job,) = submit(worker, HeldJob("the third bucket", error=KeyError("x"), is_free=False))
     job.free.set()
     if forget:

@@ -25,7 +25,7 @@ def step(layers: nn.Module, optimizer: torch.optim.Optimizer, count: int = 1) ->
         optimizer.step()
 
 
-def test_a_checkpoint_under_other_settings(tmp_path: Path) -> None:
+def test_checkpoint_under_other_settings(tmp_path: Path) -> None:
     """Placement and mode may be others than those of the run that saved."""
     first = model()
     optimizer = mp_optim.AdamW(first.named_parameters(), lr=1e-2)

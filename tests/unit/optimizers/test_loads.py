@@ -64,7 +64,7 @@ def test_settings_go_by_name_and_are_copies(rule: str, steps: int) -> None:
 @pytest.mark.parametrize("place", [{}, {"offload": 1.0, "offload_mode": "overlap"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rule", RULES)
-def test_the_state_of_the_beginning_begins_anew(
+def test_state_of_the_beginning_begins_anew(
     rule: str, dtype: torch.dtype, place: dict[str, Any]
 ) -> None:
     """As a learning-rate finder does it: the start is kept, tried from, and restored."""
@@ -140,7 +140,7 @@ def test_no_momentum_of_older_versions_of_torch_goes_on() -> None:
 
 
 @pytest.mark.parametrize("rule", ["AdamW", "LAMB"])
-def test_a_rule_that_counts_wants_a_number_of_steps(rule: str) -> None:
+def test_rule_that_counts_wants_a_number_of_steps(rule: str) -> None:
     saved = copy.deepcopy(stepped(getattr(mp_optim, rule)(named("w"))).state_dict())
     del saved["state"][0]["step"]
     with pytest.raises(ValueError, match=r"missing \['step'\]"):
@@ -195,7 +195,7 @@ def test_what_is_asked_in_the_middle_of_a_step_says_so(
 # -- refused, and nothing changed -----------------------------------------------------------------
 
 
-def test_a_file_in_the_place_of_a_checkpoint(tmp_path: Path) -> None:
+def test_file_in_the_place_of_a_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "saved"
     path.write_text("mine")
     with pytest.raises(FileExistsError, match="saved is a file, and a checkpoint is a"):
@@ -213,7 +213,7 @@ def test_extra_that_cannot_be_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.filterwarnings("ignore:float16 parameters are stepped without")
-def test_a_plain_step_after_one_with_a_grad_scaler_divides_by_nothing(dtype: torch.dtype) -> None:
+def test_plain_step_after_one_with_a_grad_scaler_divides_by_nothing(dtype: torch.dtype) -> None:
     def run(scales: bool) -> list[Tensor]:
         param = nn.Parameter(torch.ones(4, dtype=dtype))
         optimizer = mp_optim.SGD([("w", param)], lr=0.125)

@@ -139,7 +139,7 @@ def test_muon_warns_when_it_can_only_guess() -> None:
 
 
 @pytest.mark.parametrize("mark", [{"optimizer": "adam"}, {"use_muon": False}])
-def test_a_group_that_says_which(mark: dict[str, object]) -> None:
+def test_group_that_says_which(mark: dict[str, object]) -> None:
     net = Net()
     groups = [
         {"params": [net.hidden.weight], "use_muon": True, "optimizer": "muon"},

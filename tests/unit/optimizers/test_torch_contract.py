@@ -118,7 +118,7 @@ def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 @pytest.mark.parametrize("form", ["fp32", "remainder16", "remainder8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_dtype_that_changed_since_a_save_is_named(dtype: torch.dtype, form: str) -> None:
+def test_dtype_that_changed_since_a_save_is_named(dtype: torch.dtype, form: str) -> None:
     """As adapters of peft that were bfloat16, and that ``load_adapter`` makes float32."""
     layers = model(dtype)
     optimizer = mp_optim.AdamW(layers.parameters(), lr=1e-2, main_params=form)
@@ -281,7 +281,7 @@ def test_step_is_not_called_when_a_grad_scaler_found_an_inf(dtype: torch.dtype) 
 # -- copies ----------------------------------------------------------------------------------------
 
 
-def test_a_copied_schedule_drives_the_copied_optimizer() -> None:
+def test_copied_schedule_drives_the_copied_optimizer() -> None:
     """As skorch, Ray and ``spawn`` copy all three; what a copy of two does is the kit's."""
     optimizer = mp_optim.AdamW(model().parameters(), lr=1e-2)
     its_own, schedule = copy.deepcopy((optimizer, schedulers.StepLR(optimizer, 3)))
@@ -290,7 +290,7 @@ def test_a_copied_schedule_drives_the_copied_optimizer() -> None:
     assert optimizer.param_groups[0]["lr"] == 1e-2
 
 
-def test_a_copied_optimizer_alone_has_parameters_of_its_own() -> None:
+def test_copied_optimizer_alone_has_parameters_of_its_own() -> None:
     """As torch's."""
     param = nn.Parameter(torch.ones(4))
     optimizer = mp_optim.AdamW([param])
@@ -396,14 +396,14 @@ def test_names_of_others_are_answered_in_words_of_the_class(name: str) -> None:
     assert not others or "of OptimizerConfig" in said
 
 
-def test_a_parameter_that_cannot_be_trained() -> None:
+def test_parameter_that_cannot_be_trained() -> None:
     param = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     param.grad = torch.zeros_like(param)
     with pytest.raises(TypeError, match=r"group0.param0 is torch.float64"):
         mp_optim.AdamW([param]).step()
 
 
-def test_a_loss_scale_of_torchs_costs_no_copy_to_the_device() -> None:
+def test_loss_scale_of_torchs_costs_no_copy_to_the_device() -> None:
     """Each step makes one; a number that is brought to a device is waited for."""
 
     places: list[str] = []

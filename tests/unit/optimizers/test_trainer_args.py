@@ -85,7 +85,7 @@ def norms_of_run(folder: Path, **chosen: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
-def test_the_norm_of_gradients_that_were_released_is_logged(mode: str, tmp_path: Path) -> None:
+def test_norm_of_gradients_that_were_released_is_logged(mode: str, tmp_path: Path) -> None:
     kept = norms_of_run(tmp_path / "kept")
     released = norms_of_run(tmp_path / "released", offload_mode=mode, release_gradients=True)
     assert released == pytest.approx(kept, rel=1e-2) and min(kept) > 0  # torch's rounds to bfloat16

@@ -26,7 +26,7 @@ def build(split, **second):
 @pytest.mark.parametrize(
     "differing", [{"lr": 0.5}, {"weight_decay": 0.0}, {"betas": (0.5, 0.9)}, {"eps": 1e-3}]
 )
-def test_a_group_made_of_groups_with_other_settings_is_refused(differing):
+def test_group_made_of_groups_with_other_settings_is_refused(differing):
     """Whose settings would hold? Nothing is loaded."""
     _, saved = build(True, **differing)
     model, optimizer = build(False)

@@ -168,7 +168,7 @@ def test_every_trainable_parameter_is_claimed_once():
         check_claims([model], [{"params": list(model.parameters())}, {"params": [model.weight]}])
 
 
-def test_a_model_with_nothing_to_train_is_refused_unless_its_groups_are_given():
+def test_model_with_nothing_to_train_is_refused_unless_its_groups_are_given():
     model = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(ValueError, match=r"no trainable parameter .2 are frozen"):
         get_megatron_optimizer(CONFIG, model)
@@ -192,7 +192,7 @@ def test_a_model_with_nothing_to_train_is_refused_unless_its_groups_are_given():
         ({"max_lr": 1e-9}, "below min_lr"),
     ],
 )
-def test_an_override_without_effect_is_refused(override, message):
+def test_override_without_effect_is_refused(override, message):
     config = OptimizerConfig(lr=1e-3, min_lr=1e-4)
     with pytest.raises(ValueError, match=message):
         get_param_groups([nn.Linear(2, 2)], config, {ParamKey(name="*"): override})

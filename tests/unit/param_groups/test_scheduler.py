@@ -189,6 +189,6 @@ def test_scheduler_leaves_no_hook_when_it_is_deleted():
     assert gone() is None and not optimizer._optimizer_load_state_dict_post_hooks
 
 
-def test_a_max_lr_that_no_group_follows_is_told():
+def test_max_lr_that_no_group_follows_is_told():
     with pytest.warns(UserWarning, match=r"max_lr=1\.0 has no effect"):
         OptimizerParamScheduler(Holder({"max_lr": 5.0}, {"max_lr": 3.0}), **BASE)

@@ -29,7 +29,7 @@ def _busy_like_gloo(begun: threading.Event, done: threading.Event) -> None:
     done.set()
 
 
-def test_a_thread_that_works_is_waited_for() -> None:
+def test_thread_that_works_is_waited_for() -> None:
     begun, done = threading.Event(), threading.Event()
     thread = threading.Thread(target=_busy_like_gloo, args=(begun, done), daemon=True)
     thread.start()
@@ -39,14 +39,14 @@ def test_a_thread_that_works_is_waited_for() -> None:
     thread.join()
 
 
-def test_the_name_is_the_one_that_torch_gives() -> None:
+def test_name_is_the_one_that_torch_gives() -> None:
     store = dist.HashStore()
     group = dist.ProcessGroupGloo(store, 0, 1)
     group.allreduce([torch.ones(1)]).wait()
     assert list(last_collectives._states())
 
 
-def test_a_thread_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(last_collectives, "_states", lambda: "R")
     monkeypatch.setattr(last_collectives, "_EXIT_PATIENCE", 0.05)
     begun = time.monotonic()
@@ -54,7 +54,7 @@ def test_a_thread_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
     assert 0.05 <= time.monotonic() - begun < 2.0
 
 
-def test_a_stack_with_ranks_registers_it() -> None:
+def test_stack_with_ranks_registers_it() -> None:
     said = run_forked_program("-c", _PROGRAM)
     assert said.splitlines()[-1] == "finished"
 

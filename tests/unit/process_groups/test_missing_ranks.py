@@ -85,7 +85,7 @@ def test_ranks_that_differ_are_named_though_the_store_ends_with_the_first(told):
         assert "rank 1 has 'lr=0.01 of the group of 0.weight'" in said
 
 
-def test_a_failure_is_forgotten_when_the_job_begins_again(tmp_path):
+def test_failure_is_forgotten_when_the_job_begins_again(tmp_path):
     """The store is the same, and so are all names; nobody is late by the new timeout."""
     for failed, again in results_of_ranks("lives", 2, tmp_path):
         assert failed.startswith("MissingRanksError: ")

@@ -40,7 +40,7 @@ def lacking(source: str) -> list[str]:
     return found
 
 
-def test_the_check_sees_what_it_is_for():
+def test_check_sees_what_it_is_for():
     source = (
         "import torch\ntorch.zeros(3, dtype=torch.float32)\n"
         "torch.ones(2, device='cpu')\nself.zeros(1)\n"

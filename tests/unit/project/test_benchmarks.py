@@ -49,7 +49,7 @@ def test_every_benchmark_refuses_kernels_that_do_not_fit(said: list[str]) -> Non
 
 
 @needs_kernels
-def test_the_doctor_names_kernels_that_do_not_fit(said: list[str]) -> None:
+def test_doctor_names_kernels_that_do_not_fit(said: list[str]) -> None:
     (row,) = (line for line in said if line.startswith("native kernels"))
     assert "none: _native" in row and "has interface" in row
     (chosen,) = (line for line in said if line.startswith("cpu  reference"))

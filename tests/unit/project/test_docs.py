@@ -169,7 +169,7 @@ def _members(node: ast.ClassDef) -> set[str]:
     return names
 
 
-def test_the_recipe_for_a_rule_names_the_files_that_one_touches():
+def test_recipe_for_a_rule_names_the_files_that_one_touches():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     recipe = text[text.index("\n## Rules\n") : text.index("\n## Backends\n")]
     named = set(re.findall(r"`(mp_optim/[\w/]+\.\w+)`", recipe))
@@ -237,7 +237,7 @@ def test_examples_of_zero_and_fsdp2_run(monkeypatch):
         torch.distributed.destroy_process_group()
 
 
-def test_the_examples_of_checkpoints_run(tmp_path, monkeypatch):
+def test_examples_of_checkpoints_run(tmp_path, monkeypatch):
     model = small_model()
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=True), model)
     loss_of(model).backward()
@@ -258,7 +258,7 @@ def test_the_examples_of_checkpoints_run(tmp_path, monkeypatch):
         assert words[:2] == ["mp-optim", "inspect"] and main(words[1:]) == 0
 
 
-def test_the_examples_of_audits_run(capsys, tmp_path):
+def test_examples_of_audits_run(capsys, tmp_path):
     settings, goes_back = blocks_of("docs/audit.md", "python")
     names = {}
     exec(settings, names)
@@ -278,7 +278,7 @@ def test_the_examples_of_audits_run(capsys, tmp_path):
     optimizer.step()
 
 
-def test_the_examples_of_settings_run(capsys):
+def test_examples_of_settings_run(capsys):
     plans, averages, clip = blocks_of("docs/settings.md", "python")
     exec(plans, {"model": small_model()})
     assert "moments" in capsys.readouterr().out
@@ -307,7 +307,7 @@ def test_the_examples_of_settings_run(capsys):
     assert torch.equal(attention["query"].weight, before * halved)
 
 
-def test_the_examples_of_health_run():
+def test_examples_of_health_run():
     model, blocks = small_model(), blocks_of("docs/health.md", "python")
     found = {
         "model": model,
@@ -320,7 +320,7 @@ def test_the_examples_of_health_run():
     assert metrics["steps"] == 2 and "param_grad_norm/0.weight" in metrics
 
 
-def test_the_examples_of_deltas_run(tmp_path):
+def test_examples_of_deltas_run(tmp_path):
     trainer, reader = blocks_of("docs/deltas.md", "python")
     model = small_model()
     receiver = deepcopy(model)
@@ -459,7 +459,7 @@ def train_some_steps(model, fp32, optimizer):
     optimizer.step()
 
 
-def test_the_way_from_other_libraries_runs(tmp_path, monkeypatch):
+def test_way_from_other_libraries_runs(tmp_path, monkeypatch):
     """Every block of docs/migrate.md in order: Python as it stands, commands as their programs take
     them."""
     monkeypatch.chdir(tmp_path)

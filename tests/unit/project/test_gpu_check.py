@@ -39,7 +39,7 @@ def test_gpu_check_writes_a_part_at_once_and_lists_it_as_done(tmp_path: Path) ->
     assert listed.count("there") == 1 and all(name in listed for name in PARTS)
 
 
-def test_the_second_part_says_which_kernels_auto_takes(
+def test_second_part_says_which_kernels_auto_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU it fails unless those are Triton's: all other parts would be of a slower backend."""
@@ -103,7 +103,7 @@ def test_what_fails_is_one_line_and_takes_nothing_with_it(
     assert f"Failed: {wrong.cause}" in (tmp_path / "gpu.md").read_text()
 
 
-def test_a_part_that_takes_too_long_is_ended() -> None:
+def test_part_that_takes_too_long_is_ended() -> None:
     outcome = run_apart("rates", SIZES, MACHINE, limit=0.2)
     assert outcome.section is None and outcome.cause == "took more than 0 s"
 

@@ -114,7 +114,7 @@ def names(model: nn.Module) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("client", ["hf_trainer", "trl", "accelerate", "timm", "peft"])
-def test_the_lines_of_the_clients_run(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_the_clients_run(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if client == "timm":  # compiling is not what is shown, and takes seconds
         monkeypatch.setattr(torch, "compile", lambda model: model)
     blocks = blocks_of(f"clients/{client}.md", "python")
@@ -127,7 +127,7 @@ def test_the_lines_of_the_clients_run(client: str, monkeypatch: pytest.MonkeyPat
         train(model, built.optimizer)
 
 
-def test_the_lines_of_lightning_run() -> None:
+def test_lines_of_lightning_run() -> None:
     (block,) = blocks_of("clients/lightning.md", "python")
     known = names(small_model())
     exec(block, known)
@@ -135,7 +135,7 @@ def test_the_lines_of_lightning_run() -> None:
     train(student.layers, student.configure_optimizers())
 
 
-def test_the_lines_of_torchtitan_run() -> None:
+def test_lines_of_torchtitan_run() -> None:
     from torchtitan.components.optimizer import ParamGroupConfig
 
     from mp_optim.apps.integrations.torchtitan import MpOptimizersContainer
@@ -155,7 +155,7 @@ def built(module: str, name: str, **settings: Any) -> None:
     train(model, cls(model.parameters(), **settings))
 
 
-def test_the_lines_of_configs_name_what_is_there() -> None:
+def test_lines_of_configs_name_what_is_there() -> None:
     (verl,) = map(yaml.safe_load, blocks_of("clients/verl.md", "yaml"))
     optim = verl["actor_rollout_ref"]["actor"]["optim"]
     others = optim["override_optimizer_config"]
@@ -172,7 +172,7 @@ def test_the_lines_of_configs_name_what_is_there() -> None:
     built("mp_optim", settings.pop("optimizer"), lr=1e-2, **settings)
 
 
-def test_the_lines_with_a_class_path_name_what_is_there() -> None:
+def test_lines_with_a_class_path_name_what_is_there() -> None:
     (line,) = blocks_of("clients/class_path.md", "text")
     _, path, _, *arguments = shlex.split(line)
     (toml,) = blocks_of("clients/class_path.md", "toml")
@@ -187,7 +187,7 @@ def test_the_lines_with_a_class_path_name_what_is_there() -> None:
     built(module, name, lr=1e-2, **settings)
 
 
-def test_the_line_of_ms_swift_adds_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_of_ms_swift_adds_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = ModuleType("swift.optimizers")
     vars(stand_in).update(OptimizerCallback=object, optimizers_map={})
     monkeypatch.setitem(sys.modules, "swift", ModuleType("swift"))
@@ -204,7 +204,7 @@ def test_the_line_of_ms_swift_adds_the_optimizer(monkeypatch: pytest.MonkeyPatch
     built("mp_optim", "AdamW", lr=1e-2, **vars(module)["settings_of"](arguments[1]))
 
 
-def test_the_quickstart_runs(
+def test_quickstart_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -217,7 +217,7 @@ def test_the_quickstart_runs(
     assert known["resumed"] < 0.02 and known["success"]
 
 
-def test_the_line_at_the_door_runs() -> None:
+def test_line_at_the_door_runs() -> None:
     (block,) = blocks_of("index.md", "python")
     known = names(small_model())
     exec(block, known)

@@ -45,7 +45,7 @@ def test_import_loads_no_heavy_modules() -> None:
     assert "mp_optim.optimizers.classes" in loaded and HEAVY & loaded == set()
 
 
-def test_a_program_without_numpy() -> None:
+def test_program_without_numpy() -> None:
     """torch brings none; several ranks are not tried, as torch itself needs it there."""
     command = [sys.executable, "-c", WITHOUT_NUMPY]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -195,7 +195,7 @@ def test_small_updates_add_up() -> None:
     assert before[0, 0] != dequantized(param)[0, 0]
 
 
-def test_a_skipped_step_leaves_codes_and_scales() -> None:
+def test_skipped_step_leaves_codes_and_scales() -> None:
     model, stack = build("fp16", 0.5)
     train(model, stack, 2)
     before = everything(model, stack)
@@ -240,7 +240,7 @@ def test_values_written_from_outside_are_followed(fraction: float) -> None:
             assert torch.equal(dict(stack.named_main_params())[name], dequantized(param))
 
 
-def test_a_parameter_may_become_float8_later() -> None:
+def test_parameter_may_become_float8_later() -> None:
     """A 16-bit parameter is replaced by a float8 one at its place, and back."""
     weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
     half = nn.Parameter(weight.bfloat16())
@@ -257,9 +257,7 @@ def test_a_parameter_may_become_float8_later() -> None:
 
 
 @pytest.mark.parametrize("fractions", [(0.0, 1.0), (1.0, 0.5)])
-def test_a_checkpoint_continues_with_the_same_bits(
-    tmp_path, fractions: tuple[float, float]
-) -> None:
+def test_checkpoint_continues_with_the_same_bits(tmp_path, fractions: tuple[float, float]) -> None:
     model, stack = build("bf16", fractions[0])
     train(model, stack, 3)
     checkpoint.save(tmp_path, model, stack)
@@ -417,7 +415,7 @@ def float8_param(*shape: int) -> nn.Parameter:
         (torch.ones(0, 1), "the number of blocks along each"),
     ],
 )
-def test_a_scale_that_does_not_fit_is_named(scale: Tensor | None, text: str) -> None:
+def test_scale_that_does_not_fit_is_named(scale: Tensor | None, text: str) -> None:
     param = float8_param(8, 4)
     param.fp8_scale = scale
     with pytest.raises(ValueError, match=text):
@@ -443,7 +441,7 @@ def test_what_cannot_be_stepped_is_refused(tmp_path) -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_a_float8_gradient_is_refused() -> None:
+def test_float8_gradient_is_refused() -> None:
     param = nn.Parameter(torch.zeros(8, 4, dtype=E4M3))
     param.fp8_scale = torch.ones(())
     stack = get_megatron_optimizer(config_for("bf16"), nn.ParameterList([param]))

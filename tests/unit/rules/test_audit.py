@@ -102,7 +102,7 @@ def test_each_element_is_drawn_as_often_as_the_rate_says(rate):
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("rule", RULES)
-def test_a_clean_step_has_no_alarm_and_the_bits_of_one_that_is_not_audited(rule, place, tmp_path):
+def test_clean_step_has_no_alarm_and_the_bits_of_one_that_is_not_audited(rule, place, tmp_path):
     form = list(FORMS)[(list(RULES).index(rule) + list(PLACES).index(place)) % len(FORMS)]
     settings = {**FORMS[form]}
     if rule == "cautious adamw" and place in ("streamed", "disk"):  # parameters stay whole
@@ -158,7 +158,7 @@ def test_what_the_program_does_between_steps_is_no_alarm(place, backend):
         (written_wrong("exp_avg_sq", 7), {"exp_avg_sq"}),
     ],
 )
-def test_a_flip_in_a_step_is_named(fault, tensors, place, tmp_path):
+def test_flip_in_a_step_is_named(fault, tensors, place, tmp_path):
     params, optimizer = stack(place, "adamw", tmp_path)
     step(params, optimizer, 2)
     with faulty(fault, few=400), pytest.raises(mp_optim.AuditError) as caught:
@@ -201,7 +201,7 @@ def test_after_an_alarm_nothing_is_stepped_or_saved_until_a_load():
     step(params, optimizer, 2)
 
 
-def test_a_warning_names_the_elements_and_training_goes_on():
+def test_warning_names_the_elements_and_training_goes_on():
     params, optimizer = stack(audit_action="warn")
     step(params, optimizer)
     with warnings.catch_warnings(record=True) as caught:

@@ -92,7 +92,7 @@ def test_standalone_needs_fp32_dense_gradients():
         FusedAdam([half]).step()
 
 
-def test_a_tensor_learning_rate_is_obeyed():
+def test_tensor_learning_rate_is_obeyed():
     found, _ = run(lambda ps: FusedAdam(ps, lr=torch.tensor(LR, dtype=torch.float64)))
     expected, _ = run(lambda ps: FusedAdam(ps, lr=LR))
     assert torch.equal(found, expected)

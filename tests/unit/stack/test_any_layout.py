@@ -118,7 +118,7 @@ def test_momentum_in_blocks_loads_where_a_rank_owns_nothing_of_a_matrix(pool, pr
     assert attempt(pool, case) == Verdict()
 
 
-def test_a_number_is_a_case():
+def test_number_is_a_case():
     cases = [draw(number) for number in range(300)]
     assert cases == [draw(number) for number in range(300)]
     assert eval(repr(cases[7]).replace("inf", "math.inf"), {**globals(), "math": math}) == cases[7]
@@ -148,7 +148,7 @@ def test_one_bit_too_many_is_seen(pool, world, rule, monkeypatch):
 
 
 @pytest.mark.parametrize(("what", "said"), [("dies", "exit status -6"), ("sleeps", "Timeout")])
-def test_a_rank_that_dies_or_hangs_is_a_fault_of_its_case(what, said):
+def test_rank_that_dies_or_hangs_is_a_fault_of_its_case(what, said):
     """And the next case finds new processes."""
     with Pool(short_timeout=2.0) as fragile:
         assert not attempt(fragile, ADAM).faults

@@ -49,7 +49,7 @@ def hold(lock, way):
 
 
 @pytest.mark.parametrize("way", ["value", "none", "loop", "through"])
-def test_a_signal_in_a_program_comes_where_python_may_be_interrupted(way):
+def test_signal_in_a_program_comes_where_python_may_be_interrupted(way):
     """None comes between the last operation of a block and the call that leaves it: the lock would
     be held for good."""
     module: dict[str, Any] = {}

@@ -110,7 +110,7 @@ def test_nothing_steps_saves_or_loads_in_the_block(tmp_path):
         pass
 
 
-def test_an_interrupt_while_weights_come_back_is_remembered(monkeypatch):
+def test_interrupt_while_weights_come_back_is_remembered(monkeypatch):
     model, optimizer = build("bf16", ema_decay=0.9)
     train(model, optimizer, 2)
     saved = {name: value.clone() for name, value in model.state_dict().items()}
@@ -134,7 +134,7 @@ def test_an_interrupt_while_weights_come_back_is_remembered(monkeypatch):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16-remainder"])
-def test_a_checkpoint_without_averages_starts_them_from_its_main_params(precision, tmp_path):
+def test_checkpoint_without_averages_starts_them_from_its_main_params(precision, tmp_path):
     model, optimizer = build(precision)
     train(model, optimizer, 3)
     checkpoint.save(tmp_path, model, optimizer)

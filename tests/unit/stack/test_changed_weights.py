@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written():
 
 @pytest.mark.parametrize("bitmaps", [True, False])
 @pytest.mark.parametrize("lr", [1e-6, 1e-2])
-def test_a_file_holds_all_of_it(tmp_path, bitmaps, lr):
+def test_file_holds_all_of_it(tmp_path, bitmaps, lr):
     model, optimizer = build("bf16")
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -137,7 +137,7 @@ def test_a_file_holds_all_of_it(tmp_path, bitmaps, lr):
         assert torch.equal(*indices)
 
 
-def test_the_file_is_what_trls_reader_expects(tmp_path):
+def test_file_is_what_trls_reader_expects(tmp_path):
     """huggingface/trl#5937: names from keys that end in .val, gaps of indices in .idx."""
     from safetensors import safe_open
 
@@ -166,7 +166,7 @@ def test_the_file_is_what_trls_reader_expects(tmp_path):
         assert all(torch.equal(file.get_tensor(name), p) for name, p in named(model).items())
 
 
-def test_a_damaged_file_is_refused(tmp_path):
+def test_damaged_file_is_refused(tmp_path):
     model, optimizer = build("bf16")
     optimizer.track_changes()
     train(model, optimizer, 1)

@@ -78,7 +78,7 @@ def test_model_chunks_are_one_optimizer():
     assert optimizer.step().success
 
 
-def test_a_chain_grows_by_kind_and_answers_for_its_parts():
+def test_chain_grows_by_kind_and_answers_for_its_parts():
     model, optimizer = build("bf16", 0.5)
     dense, experts = optimizer.chained_optimizers
     late = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
@@ -100,7 +100,7 @@ def test_a_chain_grows_by_kind_and_answers_for_its_parts():
     assert ChainedOptimizer([dense]).optimizer is dense.optimizer
 
 
-def test_a_chain_needs_parts_of_one_config():
+def test_chain_needs_parts_of_one_config():
     def part(**settings):
         return FP32Optimizer(
             FusedAdam([nn.Parameter(torch.ones(1))]), config_for("fp32", **settings)
@@ -155,7 +155,7 @@ def test_fp16_needs_a_loss_scale():
         )
 
 
-def test_a_config_changed_since_and_wrong_arguments_are_refused():
+def test_config_changed_since_and_wrong_arguments_are_refused():
     config = config_for("fp32")
     config.optimizer = "adamw"
     with pytest.raises(ValueError, match=r"optimizer='adamw'.*did you mean 'adam'"):
@@ -178,7 +178,7 @@ def test_without_parameters_there_is_nothing_to_do():
 
 
 @given(st.lists(st.integers(0, 1000), max_size=30), st.floats(0, 1))
-def test_a_plan_holds_at_least_the_fraction_and_needs_its_last_choice(sizes, fraction):
+def test_plan_holds_at_least_the_fraction_and_needs_its_last_choice(sizes, fraction):
     chosen = plan_offload(sizes, fraction)
     held = sum(sizes[i] for i in chosen)
     assert held >= fraction * sum(sizes) - 1e-9 * sum(sizes)

@@ -56,7 +56,7 @@ def test_ranks_agree_on_norm_and_skipping(ranks):
         assert rank["agreement"] == {"norm": pytest.approx(7.0, rel=1e-12), "skipped": True}
 
 
-def test_a_rank_without_experts_takes_part(ranks):
+def test_rank_without_experts_takes_part(ranks):
     assert [rank["experts"] for rank in ranks] == [
         {"norm": 5.0, "stubs": [False, True]},
         {"norm": 5.0, "stubs": [True, False]},

@@ -52,7 +52,7 @@ class Meaning(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_replaced_parameter_is_shown_as_it_is_evaluated(dtype):
+def test_replaced_parameter_is_shown_as_it_is_evaluated(dtype):
     """No step comes between that would have found it."""
     param = nn.Parameter(torch.full((3,), 4.0, dtype=dtype))
     inner = Meaning([param], lr=1.0)
@@ -79,7 +79,7 @@ class Interrupted(Meaning):
         raise KeyboardInterrupt
 
 
-def test_an_evaluation_that_is_broken_off_is_not_trained_on():
+def test_evaluation_that_is_broken_off_is_not_trained_on():
     params = [nn.Parameter(torch.full((3,), 4.0)) for _ in range(2)]
     inner = Interrupted([{"params": [param]} for param in params], lr=1.0)
     optimizer = FP32Optimizer(inner, config_for("fp32", clip_grad=0.0))
@@ -122,7 +122,7 @@ ORDERS = [(1, 0, 2, 3), (1, 2, 3, 0), (3, 2, 1, 0)]
 
 @pytest.mark.parametrize("make", [wrapped, wrapped_hybrid])
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_wrapper_refuses_parameters_that_change_places(make, order):
+def test_wrapper_refuses_parameters_that_change_places(make, order):
     """State stays with its place, so a parameter would go on with another's moments."""
     params = [nn.Parameter(torch.full((3,), float(value))) for value in range(4)]
     optimizer = make(params)

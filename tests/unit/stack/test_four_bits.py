@@ -33,7 +33,7 @@ def alone() -> list[torch.optim.Optimizer]:
     return found
 
 
-def test_an_optimizer_alone_shows_float32_and_takes_it_back() -> None:
+def test_optimizer_alone_shows_float32_and_takes_it_back() -> None:
     """As the stack does: shapes that are the parameter's, no scales, and no bit lost."""
     shown = []
     for optimizer, again in zip(alone(), alone(), strict=True):
@@ -59,7 +59,7 @@ def test_an_optimizer_alone_shows_float32_and_takes_it_back() -> None:
     assert all(torch.equal(param, shown[0]) for param in shown)
 
 
-def test_a_second_moment_has_no_such_form() -> None:
+def test_second_moment_has_no_such_form() -> None:
     with pytest.raises(ValueError, match=r"exp_avg_sq_dtype=torch\.uint4: must be one of"):
         OptimizerConfig(
             lr=1e-3, bf16=True, use_precision_aware_optimizer=True, exp_avg_sq_dtype="uint4"

@@ -103,7 +103,7 @@ def test_what_is_refused_shows_nothing(dtype: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("thawed_before_resume", [True, False])
 @pytest.mark.parametrize("place", ["device", "host"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_parameter_that_is_thawed_and_saved_before_its_first_step(
+def test_parameter_that_is_thawed_and_saved_before_its_first_step(
     dtype: str, place: str, thawed_before_resume: bool, via: str, tmp_path: Path
 ) -> None:
     ends = []

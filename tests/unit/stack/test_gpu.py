@@ -176,7 +176,7 @@ def test_no_step_synchronises_and_the_bits_are_those_of_the_host_path(kind, monk
     assert all(same_bits(params[name], value) for name, value in host[1].items())
 
 
-def test_a_verdict_on_the_device_is_settled_before_the_stepping_kernels_are_done():
+def test_verdict_on_the_device_is_settled_before_the_stepping_kernels_are_done():
     model = torch.nn.Linear(8192, 8192, bias=False).bfloat16().cuda()
     optimizer = get_megatron_optimizer(config_for("bf16", fused_backend="triton"), model)
     model.weight.grad = torch.ones_like(model.weight)

@@ -160,7 +160,7 @@ def test_out_and_in_again_continues_bit_for_bit(tmp_path, precision, way):
     assert all(same_bits(p.detach(), expected[1][n]) for n, p in other.named_parameters())
 
 
-def test_a_checkpoint_of_ours_is_exported_without_its_model(tmp_path):
+def test_checkpoint_of_ours_is_exported_without_its_model(tmp_path):
     model, optimizer = build("bf16", 0.5)
     train(model, optimizer, 2)
     checkpoint.save(tmp_path, model, optimizer)
@@ -510,7 +510,7 @@ def command(*arguments):
     assert main(["convert", *map(str, arguments)]) == 0
 
 
-def test_the_command_goes_round(tmp_path, capsys):
+def test_command_goes_round(tmp_path, capsys):
     """torch -> mp_optim -> universal -> mp_optim -> torch: the same bits."""
     _, adamw, masters = bf16_run(torch.optim.AdamW)
     torch.save({"step": 3, "optimizer": adamw.state_dict()}, tmp_path / "adamw.pt")

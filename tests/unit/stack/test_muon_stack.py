@@ -146,7 +146,7 @@ def test_fused_qkv_weights_are_cut_by_the_models_config():
         ({"kv_channels": 2, "attention_output_gate": False}, None, (4, 2, 2)),
     ],
 )
-def test_a_gate_and_the_parameters_own_word_cut_a_fused_weight(sizes, said, parts):
+def test_gate_and_the_parameters_own_word_cut_a_fused_weight(sizes, said, parts):
     model = Megatron(num_attention_heads=4, num_query_groups=2, **sizes)
     model.linear_qkv = nn.Linear(8, 2 * sum(parts), bias=False)
     if said:
@@ -165,7 +165,7 @@ def trained(model, optimizer):
 
 @pytest.mark.parametrize("style", ["config", "torch"])
 @pytest.mark.parametrize("marked", ["0", "1"])
-def test_a_matrix_marked_use_muon_false_is_the_scalar_optimizers(style, marked):
+def test_matrix_marked_use_muon_false_is_the_scalar_optimizers(style, marked):
     """As one that an override, or a group, gives to it."""
 
     def build(by_mark):
@@ -235,7 +235,7 @@ def test_tensor_parallel_parts_have_the_bits_of_one_process(ranks):
         ] == []
 
 
-def test_a_part_without_a_partition_dim_is_refused(ranks):
+def test_part_without_a_partition_dim_is_refused(ranks):
     assert "wide is tensor_model_parallel and has no partition_dim" in ranks[0]["unknown partition"]
 
 

@@ -123,7 +123,7 @@ def test_checkpoints_with_and_without(tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["bf16", EIGHT_BITS])
-def test_a_moment_that_stayed_is_zero_after_a_load_of_state_without_one(precision):
+def test_moment_that_stayed_is_zero_after_a_load_of_state_without_one(precision):
     """The moment is stepped on though nothing reads it: not the one from before the load."""
     saved = build(precision, adam_beta1=0.0, adam_beta2=0.95)
     train(*saved, 2)
@@ -140,7 +140,7 @@ def test_a_moment_that_stayed_is_zero_after_a_load_of_state_without_one(precisio
 
 
 @pytest.mark.parametrize("precision", ["bf16", EIGHT_BITS])
-def test_a_moment_that_is_dropped_takes_its_scales_along(precision):
+def test_moment_that_is_dropped_takes_its_scales_along(precision):
     saved = build(precision, adam_beta1=0.5, adam_beta2=0.95)
     train(*saved, 2)
     model, optimizer = build(precision, adam_beta1=0.0, adam_beta2=0.95, seed=5)

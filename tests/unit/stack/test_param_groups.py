@@ -141,7 +141,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("face", "what"), PAIRS)
-def test_a_group_that_is_refused_leaves_the_optimizer_as_it_was(face: str, what: str) -> None:
+def test_group_that_is_refused_leaves_the_optimizer_as_it_was(face: str, what: str) -> None:
     """Beside one that was never asked; and the next group is taken."""
     dtype, build = FACES[face]
     group, said = REFUSED[what]
@@ -166,7 +166,7 @@ def test_a_group_that_is_refused_leaves_the_optimizer_as_it_was(face: str, what:
     assert alike(*ends)
 
 
-def test_the_parts_that_one_group_becomes_are_added_together() -> None:
+def test_parts_that_one_group_becomes_are_added_together() -> None:
     optimizer = mp_optim.Muon([("w", late(torch.float32))], lr=0.1)
     for built in (False, True):
         if built:
@@ -389,7 +389,7 @@ def test_torchs_global_hooks_run_once_a_step(face: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("offload", [0.0, 1.0])
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_compiled_step_before_the_first_one(whole: bool, offload: float) -> None:
+def test_compiled_step_before_the_first_one(whole: bool, offload: float) -> None:
     """The whole of a train step, or ``optimizer.step`` alone."""
 
     def trained(is_compiled: bool) -> list[Tensor]:

@@ -70,7 +70,7 @@ def test_resume_in_another_layout_continues_bit_for_bit(tmp_path, precision, exp
         assert_same((train(model, optimizer, 4, start=4), final(model)), expected)
 
 
-def test_an_interrupted_save_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
+def test_interrupted_save_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
     model, optimizer = build("bf16", 0.5)
     train(model, optimizer, 2)
     checkpoint.save(tmp_path, model, optimizer, extra={"step": 2})
@@ -104,7 +104,7 @@ def test_what_cannot_be_loaded_is_refused_at_save(tmp_path):
     assert checkpoint.load(tmp_path, *build("bf16")) == {"step": 1}
 
 
-def test_a_refused_load_changes_nothing(tmp_path):
+def test_refused_load_changes_nothing(tmp_path):
     def schedule(optimizer, **settings):
         return OptimizerParamScheduler(
             optimizer, 0.0, 1e-2, 0.0, 0, 10, "cosine", 0.0, 0.0, 0, "constant", **settings
@@ -139,7 +139,7 @@ def test_loading_into_another_model_names_what_differs(tmp_path):
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.3, 0.5, 0.77, 1.0])
-def test_the_plan_reaches_the_fraction_with_little_excess(fraction):
+def test_plan_reaches_the_fraction_with_little_excess(fraction):
     sizes = [50, 1, 0, 7, 300, 7, 20]
     chosen = plan_offload(sizes, fraction)
     total = sum(sizes[i] for i in chosen)

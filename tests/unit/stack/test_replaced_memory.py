@@ -148,7 +148,7 @@ def test_another_dtype_is_followed_or_refused_alike(
         assert torch.equal(p.detach().float().view(-1), torch.arange(64.0) - 1)
 
 
-def test_a_gradient_of_another_shape_is_refused(place: dict[str, Any]) -> None:
+def test_gradient_of_another_shape_is_refused(place: dict[str, Any]) -> None:
     for shape in ((4, 8), (4, 16), (16, 8)):
         named = pair(torch.float32, 8, 8)
         optimizer = sgd(named, **place)
@@ -178,7 +178,7 @@ def test_memory_that_was_freed_is_refused(dtype: torch.dtype, place: dict[str, A
 # -- memory that elements share ----------------------------------------------------------------
 
 
-def test_an_expanded_parameter_is_refused_before_anything_is_stepped(place: dict[str, Any]) -> None:
+def test_expanded_parameter_is_refused_before_anything_is_stepped(place: dict[str, Any]) -> None:
     first = nn.Parameter(torch.ones(4))
     wide = nn.Parameter(torch.ones(4, 1).expand(4, 4))
     optimizer = sgd([("first", first), ("wide", wide)], **place)

@@ -56,7 +56,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_whole_parameter_decides(ranks: list[dict[str, Any]], layout: str) -> None:
+def test_whole_parameter_decides(ranks: list[dict[str, Any]], layout: str) -> None:
     """Of all of them a rank holds fewer elements than ``BELOW``."""
     expected = {name: torch.Size(shape).numel() < BELOW for name, shape in SHAPES.items()}
     for rank in ranks:

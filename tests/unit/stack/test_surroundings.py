@@ -127,7 +127,7 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.parametrize("around", SURROUNDINGS)
 @pytest.mark.parametrize("stack", STACKS)
-def test_the_bits_are_those_of_ordinary_surroundings(stack, around, undisturbed, tmp_path):
+def test_bits_are_those_of_ordinary_surroundings(stack, around, undisturbed, tmp_path):
     seen = program(STACKS[stack], tmp_path, SURROUNDINGS[around])
     assert len(seen) == len(undisturbed[stack])
     assert all(map(same_bits, seen, undisturbed[stack]))
@@ -152,7 +152,7 @@ def test_gradients_made_in_inference_mode_are_stepped(mode):
     assert all(map(same_bits, *results))
 
 
-def test_a_parameter_made_in_inference_mode_is_refused_by_name():
+def test_parameter_made_in_inference_mode_is_refused_by_name():
     with torch.inference_mode():
         model = nn.Linear(4, 4)
     with pytest.raises(TypeError, match=r"weight .*inference_mode"):

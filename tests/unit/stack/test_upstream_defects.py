@@ -69,7 +69,7 @@ def test_megatron_4046_main_params_replaced_below_the_wrapper():
     assert all(same_bits(a, b) for a, b in zip(run(True), run(False), strict=True))
 
 
-def test_a_replacement_with_new_values_is_followed():
+def test_replacement_with_new_values_is_followed():
     model, optimizer = build("bf16", 1.0, experts=False)
     train(model, optimizer, 1)
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_memory_put_under_a_parameter_is_followed(precision, fraction):
     assert (model.dense.detach() - 3).abs().max() < 0.1
 
 
-def test_a_cast_model_gets_main_params_or_is_refused():
+def test_cast_model_gets_main_params_or_is_refused():
     model, optimizer = build("bf16", experts=False)
     before = model.scale.detach().clone()
     model.bfloat16()  # scale was FP32

@@ -111,7 +111,7 @@ def test_without_a_listener_backward_waits_for_nothing(nccl: list[int]) -> None:
         assert optimizer.step().success and not nccl
 
 
-def test_the_result_is_that_of_one_process(nccl: list[int]) -> None:
+def test_result_is_that_of_one_process(nccl: list[int]) -> None:
     model, optimizer = layers(8, offload_mode="speculative", **OFFLOADED)
     plain = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(8)))
     plain.load_state_dict(model.state_dict())

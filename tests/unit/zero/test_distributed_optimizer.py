@@ -244,7 +244,7 @@ def test_gan_trains_as_without_sharding_when_late_gradients_are_cleared(ranks):
         assert set(rank["gan"].values()) == {ranks[0]["gan"]["plain"]}
 
 
-def test_a_rank_without_work_in_a_pass_joins_its_reduction(ranks):
+def test_rank_without_work_in_a_pass_joins_its_reduction(ranks):
     """The promise that collectives have one order whatever had a gradient: with each pass reduced
     at once, a rank cannot know how many the others have."""
     for rank in ranks:
@@ -269,7 +269,7 @@ def test_ranks_that_disagree_are_named_on_every_rank(ranks):
         assert "rank 2 has 'lr=0.3 of the group of w50' where rank 0 has 'lr=0.1 of" in found["lr"]
 
 
-def test_a_rank_that_is_gone_is_named_and_nobody_hangs(ranks):
+def test_rank_that_is_gone_is_named_and_nobody_hangs(ranks):
     for rank in ranks[:3]:
         found = rank["dead"]
         assert "failed: rank 3 of [0, 1, 2, 3] did not report within" in found["told"]

@@ -41,7 +41,7 @@ def test_whole_parameters_on_one_rank_give_the_bits_of_no_sharding(ranks, seed, 
             )  # other parts of the sum of squares
 
 
-def test_a_matrix_that_is_most_of_the_model_costs_other_ranks_nothing(ranks):
+def test_matrix_that_is_most_of_the_model_costs_other_ranks_nothing(ranks):
     """Neither in the buffer that the model looks into, nor while gradients are exchanged."""
     for rank in ranks:
         assert rank["whole 1 muon"]["whole"]["buffer"] < 1.05
@@ -59,7 +59,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("what, strategy", OTHERWISE)
-def test_a_rank_that_does_something_else_is_named_and_nothing_is_stepped(ranks, what, strategy):
+def test_rank_that_does_something_else_is_named_and_nothing_is_stepped(ranks, what, strategy):
     for rank in ranks:
         found = rank["otherwise"][what, strategy]
         assert SAID[what] in found["told"] and found["kept"] == (what != "nothing")
@@ -83,7 +83,7 @@ def test_fsdp_ranks_with_other_settings_are_named_and_nothing_is_stepped(ranks):
         assert max(run["seconds"] for run in rank["fsdp"].values()) < 4
 
 
-def test_a_rank_that_steps_twice_is_named(ranks):
+def test_rank_that_steps_twice_is_named(ranks):
     for rank in ranks:
         told = rank["twice"]["told"]
         assert (
@@ -94,7 +94,7 @@ def test_a_rank_that_steps_twice_is_named(ranks):
 
 
 @pytest.mark.parametrize("off, skips", [(0.0, False), (3.0, True)])
-def test_the_device_leaves_everything_as_it_is_where_ranks_disagree(off, skips):
+def test_device_leaves_everything_as_it_is_where_ranks_disagree(off, skips):
     """Nothing is stepped before the host hears of it."""
     config = OptimizerConfig(clip_grad=1.0)
     sums = {name: torch.tensor(4.0, dtype=torch.float64) for name in (MAIN_NORM, EXCLUDED)}

@@ -111,7 +111,7 @@ def test_backward_reduces_again_after_no_sync(strategy, fails):
     assert optimizer.step().success
 
 
-def test_a_bucket_of_one_parameter_shares_no_memory_with_what_was_there():
+def test_bucket_of_one_parameter_shares_no_memory_with_what_was_there():
     """torch's ``_flatten_dense_tensors`` of one tensor is that tensor."""
     model = nn.ParameterDict({"only": nn.Parameter(torch.ones(4))})
     old = model["only"].data
@@ -170,7 +170,7 @@ def test_two_parameters_in_one_memory_are_refused():
     sharded(fine)
 
 
-def test_a_dtensor_is_refused():
+def test_dtensor_is_refused():
     mesh = dist.init_device_mesh("cpu", (1,))
     model = nn.ParameterDict(
         {"w": nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))}
@@ -196,7 +196,7 @@ def test_zero_sized_parameters_keep_their_shape(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_group_of_frozen_parameters_is_kept_and_left_alone(strategy):
+def test_group_of_frozen_parameters_is_kept_and_left_alone(strategy):
     model = nn.ParameterDict(
         {
             "frozen": nn.Parameter(torch.ones(3), requires_grad=False),
@@ -228,7 +228,7 @@ def test_a_group_of_frozen_parameters_is_kept_and_left_alone(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_unused_parameter_does_not_get_its_last_gradient_again(strategy):
+def test_unused_parameter_does_not_get_its_last_gradient_again(strategy):
     model = nn.ParameterDict({"a": nn.Parameter(torch.ones(3)), "b": nn.Parameter(torch.ones(3))})
     optimizer = sharded(
         model,
@@ -362,7 +362,7 @@ def test_autograd_notices_parameters_that_a_load_writes(strategy):
         loss.backward()
 
 
-def test_a_second_optimizer_takes_over_and_models_can_be_pickled():
+def test_second_optimizer_takes_over_and_models_can_be_pickled():
     model = nn.Linear(3, 3)
     first = sharded(model)
     gone, grads_of_first = weakref.ref(first), memory_of(model.bias.main_grad)
@@ -391,7 +391,7 @@ class _Fails(torch.autograd.Function):
         raise RuntimeError("backward broke off")
 
 
-def test_a_round_that_a_failed_backward_has_begun_is_launched_whole(monkeypatch):
+def test_round_that_a_failed_backward_has_begun_is_launched_whole(monkeypatch):
     """Other ranks have launched all of it."""
     model = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
     optimizer = sharded(model, strategy="optim_grads", overlap_grad_reduce=True, bucket_size=300)

@@ -87,7 +87,7 @@ def test_bad_arguments_are_named(ranks, bucket_size):
         plan_flat([4], ranks, bucket_size)
 
 
-def test_a_difference_names_ranks_and_lines():
+def test_difference_names_ranks_and_lines():
     assert difference([["a", "b"], ["a", "b"]], [4, 5]) is None
     said = difference([["a", "x"], ["a", "b"], ["a", "b"], ["a"]], [4, 5, 6, 7])
     assert said == "rank 4 has 'x' where rank 5 has 'b'; rank 7 has 'nothing' where rank 5 has 'b'"

@@ -54,7 +54,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 @pytest.mark.parametrize("command", [("list",), ("verify",), ("diff", "there")])
-def test_a_checkpoint_that_is_not_there(
+def test_checkpoint_that_is_not_there(
     capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
 ) -> None:
     sentence = said(capsys, "inspect", *command, "nowhere")
@@ -72,7 +72,7 @@ def test_a_checkpoint_that_is_not_there(
         ({"state": 3}, "no state dict of an optimizer"),
     ],
 )
-def test_a_source_that_is_no_state(
+def test_source_that_is_no_state(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: object, words: str
 ) -> None:
     source, target = tmp_path / "file", tmp_path / "out"
@@ -85,7 +85,7 @@ def test_a_source_that_is_no_state(
     assert words in sentence and str(source) in sentence and not target.exists()
 
 
-def test_a_failed_import_of_a_model_tells_its_cause(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_import_of_a_model_tells_its_cause(capsys: pytest.CaptureFixture[str]) -> None:
     """transformers raises ModuleNotFoundError without a name, whatever the cause is."""
 
     def command() -> int:
@@ -99,7 +99,7 @@ def test_a_failed_import_of_a_model_tells_its_cause(capsys: pytest.CaptureFixtur
     assert "Qwen3ForCausalLM" in text and "torchvision::nms" in text and "None" not in text
 
 
-def test_a_closed_pipe_ends_a_command_silently() -> None:
+def test_closed_pipe_ends_a_command_silently() -> None:
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -132,7 +132,7 @@ def test_plan_prints_table_and_smallest_fraction(
         (["--state", "4bit", "--release-gradients"], "4-bit and 8-bit moments"),
     ],
 )
-def test_a_plan_in_words_of_the_classes(
+def test_plan_in_words_of_the_classes(
     config: Path, capsys: pytest.CaptureFixture[str], words: list[str], form: str
 ) -> None:
     """As ``mp_optim.AdamW(..., state=..., main_params=...)`` would be."""

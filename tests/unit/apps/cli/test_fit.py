@@ -102,7 +102,7 @@ def test_adapters_alone_have_gradients(config: Path, capsys: pytest.CaptureFixtu
     assert "LoraConfig(r=4" in said["recipes"]["Python"]
 
 
-def test_a_model_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
         textwrap.dedent("""
@@ -191,7 +191,7 @@ def test_fit_refuses_in_a_sentence(
 
 
 @pytest.mark.parametrize("command", [("plan",), ("fit", "--gpu", "1GB", "--ram", "1GB")])
-def test_a_config_that_cannot_be_is_named(
+def test_config_that_cannot_be_is_named(
     command: tuple[str, ...], config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for wrong, reason in (({"hidden_size": 65}, "not a multiple of"), ({"hidden_size": -64}, "")):

@@ -34,7 +34,7 @@ def test_command_of_two_ranks_is_torchruns() -> None:
     assert command.startswith("torchrun --standalone --nproc-per-node 2 --no-python python -c ")
 
 
-def test_a_crash_and_a_hang_are_findings() -> None:
+def test_crash_and_a_hang_are_findings() -> None:
     subject = Subject("support.odd_optimizers.DyingAdamW")
     names = ["a_warm_up_from_zero_is_harmless", "zero_grad_clears", "hooks_run"]
     found = {each.name: (each.status, each.message) for each in run(subject, names, limit=8.0)}
@@ -45,7 +45,7 @@ def test_a_crash_and_a_hang_are_findings() -> None:
     }
 
 
-def test_the_rank_that_failed_speaks() -> None:
+def test_rank_that_failed_speaks() -> None:
     subject = Subject("support.odd_optimizers.OneSidedAdamW")
     names = ["fsdp2_trains_as_one_process", "meshes_may_be_mixed"]
     found = list(run(subject, names))
@@ -53,7 +53,7 @@ def test_the_rank_that_failed_speaks() -> None:
     assert {each.message for each in found} == {"raised RuntimeError: rank 1 is out of memory"}
 
 
-def test_a_refusal_is_no_failure_and_may_change_nothing() -> None:
+def test_refusal_is_no_failure_and_may_change_nothing() -> None:
     class Refusing(built()):  # type: ignore[misc]
         def step(self, closure: Any = None) -> Any:
             for param in self.param_groups[0]["params"]:
@@ -70,7 +70,7 @@ def test_a_refusal_is_no_failure_and_may_change_nothing() -> None:
     assert status == FAILS and "left its mark" in message
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["conform", "torch.optim.AdamW", "--args", "lr=0.01", "--only", ALIASING, "hooks_run"]
     assert main(command) == 0  # no must has failed
     shown = capsys.readouterr().out

@@ -17,7 +17,7 @@ def test_what_is_right_passes(name: str) -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_mutant_is_named(mutant: str) -> None:
+def test_mutant_is_named(mutant: str) -> None:
     status, finding = outcome_of(MUTANTS[mutant][0], built(mutant))
     assert status == FAILS and finding
 

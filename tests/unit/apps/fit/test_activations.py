@@ -83,7 +83,7 @@ def allocated(model: Any) -> tuple[int, int]:
 
 @pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", list(MODELS))
-def test_the_peak_is_that_of_real_allocations(name: str, checkpointing: bool) -> None:
+def test_peak_is_that_of_real_allocations(name: str, checkpointing: bool) -> None:
     timeline = traced(built(name, checkpointing))
     peak = timeline.peak()
     real, grads = allocated(built(name, checkpointing))

@@ -128,7 +128,7 @@ def test_layouts_divide_what_they_should() -> None:
     assert params(dp=4, ep=4, sharding="fsdp2") == 16 * 32 + 16 + 2 * 16 * 32
 
 
-def test_the_smallest_fraction_fits_and_the_next_smaller_does_not() -> None:
+def test_smallest_fraction_fits_and_the_next_smaller_does_not() -> None:
     specs = [ParamSpec(f"layer{index}.weight", (128, 128)) for index in range(64)]
     config = OptimizerConfig(lr=1e-3, bf16=True)
     limit = 10 * 2**20
@@ -145,7 +145,7 @@ def test_the_smallest_fraction_fits_and_the_next_smaller_does_not() -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_a_save_in_the_background_may_hold_a_copy_of_what_it_writes(fraction: float) -> None:
+def test_save_in_the_background_may_hold_a_copy_of_what_it_writes(fraction: float) -> None:
     model = nn.Linear(1000, 500, bias=False, dtype=torch.bfloat16)
     for decay, each in ((None, 2 + 4 + 8), (0.9, 2 + 4 + 8 + 4)):
         config = OptimizerConfig(

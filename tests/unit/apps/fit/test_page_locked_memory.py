@@ -77,7 +77,7 @@ class ChargingTransfer(Transfer):
         ("8-bit", True, 700),
     ],
 )
-def test_a_plan_says_what_a_run_is_charged(
+def test_plan_says_what_a_run_is_charged(
     mode: str, precision: str, pins: bool, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = OptimizerConfig(
@@ -166,6 +166,6 @@ def table() -> list[str]:
     return lines
 
 
-def test_the_table_in_the_docs_is_what_is_charged() -> None:
+def test_table_in_the_docs_is_what_is_charged() -> None:
     expected = "\n".join(table())
     assert expected in DOCS.read_text(), expected

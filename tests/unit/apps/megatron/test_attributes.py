@@ -35,7 +35,7 @@ def test_everything_that_megatron_reads_is_listed() -> None:
             assert not tool.unlisted(tool.read_in(source)), source
 
 
-def test_the_table_of_the_document_is_the_present_one() -> None:
+def test_table_of_the_document_is_the_present_one() -> None:
     document = tool.DOCUMENT.read_text()
     assert tool.with_table(document) == document, "run tools/megatron_attributes.py --write"
 

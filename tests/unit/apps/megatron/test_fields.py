@@ -32,7 +32,7 @@ def test_no_field_of_the_installed_megatron_is_unknown(owner: tool.ConfigClass) 
     assert not set(names) - set(owner.meanings)
 
 
-def test_the_committed_tables_are_the_present_ones() -> None:
+def test_committed_tables_are_the_present_ones() -> None:
     document = tool.DOCUMENT.read_text()
     tables = tool.tables_in(document)
     version = tool.version_of(INSTALLED)
@@ -61,7 +61,7 @@ def other_than(value: Any) -> Any:
     ],
     ids=lambda each: getattr(each, "name", each),
 )
-def test_a_refused_field_of_any_version_is_refused(owner: tool.ConfigClass, name: str) -> None:
+def test_refused_field_of_any_version_is_refused(owner: tool.ConfigClass, name: str) -> None:
     """Also of versions that are not installed."""
     fields: dict[str, Any] = {"lr": 1e-3, "optimizer": "adam", name: False}
     of_optimizer = owner.name == "OptimizerConfig"
@@ -83,7 +83,7 @@ def of_kind(kind: Kind, table: dict[str, Any], config: type) -> list[str]:
 
 
 @pytest.mark.parametrize("name", of_kind(Kind.WITHOUT_EFFECT, OPTIMIZER_FIELDS, OptimizerConfig))
-def test_a_field_without_effect_changes_nothing(name: str) -> None:
+def test_field_without_effect_changes_nothing(name: str) -> None:
     config = OptimizerConfig(lr=1e-3)
     plain = config_from_megatron(config)
     setattr(config, name, other_than(getattr(config, name)))
@@ -130,7 +130,7 @@ class OfTomorrow:
     telepathy: bool = False
 
 
-def test_a_field_that_is_not_known_is_accepted_as_long_as_it_is_not_set() -> None:
+def test_field_that_is_not_known_is_accepted_as_long_as_it_is_not_set() -> None:
     assert config_from_megatron(OfTomorrow()).lr == 1e-3
     with pytest.raises(ValueError, match=r"^telepathy=True .*does not know the field"):
         config_from_megatron(OfTomorrow(telepathy=True))

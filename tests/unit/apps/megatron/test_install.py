@@ -70,7 +70,7 @@ def test_who_imported_the_name_before_or_asks_for_it_later_gets_ours() -> None:
         del sys.modules[program.__name__]
 
 
-def test_a_megatron_whose_factory_takes_something_new_is_named(
+def test_megatron_whose_factory_takes_something_new_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def newer(config: Any, model_chunks: Any, buckets_of_tomorrow: Any) -> None: ...
@@ -195,7 +195,7 @@ def scheduled(optimizer: Any, model: nn.Module) -> tuple[list[Any], list[float]]
     ],
     ids=str,
 )
-def test_a_rate_that_the_config_leaves_open_is_the_schedulers(settings: dict[str, Any]) -> None:
+def test_rate_that_the_config_leaves_open_is_the_schedulers(settings: dict[str, Any]) -> None:
     """And no step is taken before there is one."""
     model, optimizer = build(lr=None, **settings)
     assert any(group["lr"] is None for group in optimizer.param_groups)
@@ -209,7 +209,7 @@ def test_a_rate_that_the_config_leaves_open_is_the_schedulers(settings: dict[str
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_state_dict_goes_on_in_another_process_to_the_bit(tmp_path: Path) -> None:
+def test_state_dict_goes_on_in_another_process_to_the_bit(tmp_path: Path) -> None:
     model, optimizer = build()
     train(model, optimizer, range(4))
     saved = {
@@ -240,7 +240,7 @@ def test_process_groups_are_those_of_megatron() -> None:
 
 
 @pytest.mark.parametrize("missing", ["dp", "expt_dp", "mp", "tp_ep_pp"])
-def test_a_collection_without_a_group_that_is_needed_is_refused(missing: str) -> None:
+def test_collection_without_a_group_that_is_needed_is_refused(missing: str) -> None:
     groups = dict.fromkeys({"dp", "expt_dp", "mp", "tp_ep_pp"} - {missing})
     config = core.OptimizerConfig(lr=1e-2)
     with pytest.raises(ValueError, match=rf"^{missing} process group is required"):
@@ -264,14 +264,14 @@ def test_overrides_that_megatron_makes_for_every_model_need_not_match() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_constant_loss_scale_changes_no_step_of_bf16() -> None:
+def test_constant_loss_scale_changes_no_step_of_bf16() -> None:
     """A power of two: exact where nothing overflows."""
     (model, optimizer), (other, scaled) = build(), build(loss_scale=128.0)
     assert scaled.get_loss_scale().item() == 128.0
     assert train(model, optimizer, range(4)) == train(other, scaled, range(4))
 
 
-def test_a_program_is_run_with_it(tmp_path: Path) -> None:
+def test_program_is_run_with_it(tmp_path: Path) -> None:
     script = tmp_path / "pretrain.py"
     script.write_text(
         "import sys\n"

@@ -62,7 +62,7 @@ def theirs() -> Iterator[Any]:
 
 @pytest.mark.parametrize("chosen", ["adam", "muon"])
 @pytest.mark.parametrize("layer_wise", [False, True])
-def test_the_factory_of_core_0_16_gives_ours(theirs: Any, chosen: str, layer_wise: bool) -> None:
+def test_factory_of_core_0_16_gives_ours(theirs: Any, chosen: str, layer_wise: bool) -> None:
     """Whatever the config says: it is asked for Muon. On one rank, layer by layer is all of it."""
     if muon.get_megatron_muon_optimizer is theirs:
         pytest.skip("this Megatron's calls get_megatron_optimizer")
@@ -88,9 +88,7 @@ def test_the_factory_of_core_0_16_gives_ours(theirs: Any, chosen: str, layer_wis
     assert all(map(torch.equal, ours, same))
 
 
-def test_an_older_factory_that_takes_something_new_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_older_factory_that_takes_something_new_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def newer(config: Any, model_chunks: Any, telepathy: bool = False) -> None: ...
 
     newer.__module__ = core.__name__

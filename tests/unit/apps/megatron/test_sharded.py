@@ -85,7 +85,7 @@ ASKED = [(run, BUCKETS if "shared" in run else None) for run in RUNS]
 
 
 @pytest.mark.parametrize(("run", "sharding"), [*ASKED, ("bf16", BUCKETS), ("shared out", None)])
-def test_a_resumed_run_is_the_uninterrupted_one(
+def test_resumed_run_is_the_uninterrupted_one(
     run: str, sharding: str | None, tmp_path: Path
 ) -> None:
     model, optimizer = built(**RUNS[run])
@@ -324,7 +324,7 @@ def test_ours_goes_on_under_megatrons_own(
     assert losses == pytest.approx(expected, rel=1e-4)
 
 
-def test_the_distributed_optimizer_is_switched_on_and_off(tmp_path: Path) -> None:
+def test_distributed_optimizer_is_switched_on_and_off(tmp_path: Path) -> None:
     model, optimizer = built(**SHARED)
     gpt.train(model, optimizer, range(3))
     gpt.save(tmp_path, model, optimizer, {TYPE: BUCKETS})
@@ -412,7 +412,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     assert all(torch.equal(after[key], before[key]) for key in before)
 
 
-def test_a_parameter_that_the_model_does_not_save_is_named() -> None:
+def test_parameter_that_the_model_does_not_save_is_named() -> None:
     model, optimizer = built()
     state = model.module.sharded_state_dict()
     del state["output_layer.weight"]

@@ -155,7 +155,7 @@ def test_what_a_step_refuses_is_refused_when_gradients_are_prepared() -> None:
     assert by_parts(optimizer)[0]
 
 
-def test_a_step_that_nobody_clipped_is_refused() -> None:
+def test_step_that_nobody_clipped_is_refused() -> None:
     model, optimizer = build(clip_grad=1e-3)
     backward(model, optimizer, 0)
     before = model.dense.detach().clone()
@@ -187,7 +187,7 @@ def test_main_params_are_reloaded_from_a_checkpoint_in_full_precision() -> None:
     assert same_bits(mains["dense"], model.dense.detach().float())
 
 
-def test_the_logged_rate_is_found() -> None:
+def test_logged_rate_is_found() -> None:
     model = TinyMoE(torch.bfloat16)
     model.embed.is_embedding_or_output_parameter = True
     config = core.OptimizerConfig(lr=1e-2, decoupled_lr=5e-3, bf16=True)
@@ -197,7 +197,7 @@ def test_the_logged_rate_is_found() -> None:
     assert rate == optimizer.config.lr
 
 
-def test_a_mimo_model_is_refused() -> None:
+def test_mimo_model_is_refused() -> None:
     mimo = type("MimoModel", (nn.Linear,), {})(2, 2)
     with pytest.raises(ValueError, match="clipped by a norm from outside"):
         megatron.get_megatron_optimizer(core.OptimizerConfig(lr=1.0), [mimo])
