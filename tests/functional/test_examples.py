@@ -61,7 +61,9 @@ def losses_in(written: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("machine", ["24GB", "16GB"])
-def test_all_parameters_of_a_language_model_are_trained(machine: str, tmp_path: Path) -> None:
+def test_full_finetune_trains_all_parameters_of_a_language_model(
+    machine: str, tmp_path: Path
+) -> None:
     disk = str(tmp_path) if machine == "24GB" else ""
     losses = program("examples/full_finetune").main(machine, disk=disk, lr=3e-3, steps=30)
     assert losses[-1] < 0.2 * losses[0]

@@ -155,7 +155,7 @@ def scale_rows(optimizer):
 
 
 @pytest.mark.parametrize("write", [write_all, write_mains, write_view, load_other, scale_rows])
-def test_who_writes_state_beside_the_step_writes_what_is_copied(tmp_path, reader, write):
+def test_background_save_copies_state_before_other_writers(tmp_path, reader, write):
     model, optimizer = build("bf16", 0.5)
     run(model, optimizer, 2)
     both = begin_both(tmp_path, model, optimizer, reader)

@@ -191,7 +191,7 @@ WRITERS = [
         (step_in_parts, {"place": "streamed", "is_on_disk": True}),
     ],
 )
-def test_who_writes_beside_the_step_waits(tmp_path, write, place):
+def test_writers_wait_for_background_save_of_devices(tmp_path, write, place):
     fraction = 0.3 if write is write_what_is_handed_out else 1.0
     schedule = Schedule(fraction=fraction, mode="sync", averages=write is write_averages, **place)
     expected = saved_plainly(trained(schedule.plain), tmp_path / "plain")

@@ -50,7 +50,7 @@ def test_width_of_remainders_in_state_dicts(alone):
 
 
 @pytest.mark.parametrize("way", ["state", "load_slot_state"])
-def test_one_slot_takes_a_remainder_of_32_bits(way):
+def test_slot_loads_a_remainder_of_32_bits(way):
     source, target = build("bf16-8bit", seed=1), build("bf16-8bit", seed=7)
     train(*source, 2)
     state = dict(source[1].state[source[0].dense])

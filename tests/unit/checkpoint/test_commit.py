@@ -48,7 +48,7 @@ def test_retention(tmp_path, trained, keep, left):
     assert checkpoint.load(tmp_path / f"version-{left[0]}", *build("bf16")) == {"step": left[0] - 1}
 
 
-def test_what_is_made_durable_is_all_there(tmp_path, trained, monkeypatch):
+def test_commit_syncs_every_file_before_publishing(tmp_path, trained, monkeypatch):
     """What a program still holds back when it asks for a file to be on the disk may never be."""
     lengths, fsync = {}, os.fsync
 
@@ -233,7 +233,7 @@ def test_background_save_waits_for_none_of_another_optimizer_and_path(tmp_path, 
     assert first.wait(60) == tmp_path / "first" / "version-1"
 
 
-def test_one_save_at_a_time(tmp_path, gate, trained):
+def test_save_waits_for_the_previous_save_of_a_path(tmp_path, gate, trained):
     first = checkpoint.save(tmp_path, *trained, extra={"n": 1}, asynchronous=True)
     threading.Timer(0.2, gate.set).start()
     begun = time.monotonic()

@@ -92,7 +92,7 @@ def test_boxes_that_do_not_are_refused(tmp_path: Path, boxes: Boxes) -> None:
     ("dtype", "said"),
     [("Tensor", "it has the dtype 'Tensor'"), ("float33", "float33"), (1, "index.json")],
 )
-def test_what_is_no_dtype_is_refused_by_name(tmp_path: Path, dtype: Any, said: str) -> None:
+def test_load_refuses_unknown_dtypes_by_name(tmp_path: Path, dtype: Any, said: str) -> None:
     version = checkpoint.save(tmp_path, Holder(1.0), None)
     index = json.loads((version / "index.json").read_text())
     index["entries"]["model.weight"][0] = dtype

@@ -53,7 +53,7 @@ def test_model_without_an_optimizer(ranks):
         ("one name", "global_names makes one name of layers.0.local_experts.0"),
     ],
 )
-def test_what_cannot_be_told_apart_is_refused_with_the_ways_out(ranks, what, text):
+def test_save_refuses_indistinguishable_parts_with_ways_out(ranks, what, text):
     for rank in ranks:
         assert rank["refused"][what].startswith("ValueError: ")
         assert text in rank["refused"][what]

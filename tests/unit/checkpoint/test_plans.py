@@ -66,7 +66,7 @@ def planned(held_of_ranks):
         ),
     ],
 )
-def test_one_name_for_two_things_is_refused(other, said):
+def test_save_plan_refuses_one_name_for_two_tensors(other, said):
     own = Held("w", torch.float32, (4, 2))
     with pytest.raises(ValueError, match=said):
         planned([(own,), (other,)])

@@ -16,7 +16,7 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("what", ["different", "grown", "background_", "exported"])
-def test_what_two_ranks_did(ranks, what):
+def test_ranks_gather_results_of_two_ranks(ranks, what):
     assert [rank[what] for rank in ranks] == [True, True]
 
 

@@ -294,7 +294,7 @@ def other_weights(common: dict[str, Any]) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_what_is_beside_the_tensors(
+def test_load_refuses_plain_data_that_does_not_fit(
     tmp_path: Path, damage: Callable[[Any], None], form: str, message: str
 ) -> None:
     """The last is a main param here, and a remainder in the file."""
@@ -334,7 +334,7 @@ def test_remainders_beside_other_weights_than_theirs(tmp_path: Path) -> None:
 # -- ranks ----------------------------------------------------------------------------------------
 
 
-def test_what_one_rank_alone_refuses(tmp_path: Path) -> None:
+def test_load_fails_on_all_ranks_when_one_refuses(tmp_path: Path) -> None:
     run_ranks("refused", 2, str(tmp_path), timeout=120)
     found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     assert found[0].keys() == found[1].keys() and len(found[0]) == 4

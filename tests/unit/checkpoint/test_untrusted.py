@@ -115,7 +115,7 @@ def new(tmp_path, tmp_path_factory):
     return tmp_path / "new" / version.name
 
 
-def test_no_code_in_plain_data_runs(tmp_path, new):
+def test_load_runs_no_code_of_plain_data(tmp_path, new):
     canary = tmp_path / "ran"
     canary.with_suffix(".py").write_text(f"open({str(canary)!r}, 'w')")
     torch.save(Calls(os.system, f"touch {canary}"), canary.with_suffix(".pt"))
@@ -153,7 +153,7 @@ def test_pickle_that_is_no_plain_data_is_never_read(tmp_path, new):
 
 
 @pytest.mark.parametrize("name", ["common.json", "__0_0.distcp"])
-def test_no_code_runs_elsewhere(tmp_path, new, name):
+def test_load_runs_no_code_of_other_files(tmp_path, new, name):
     version, canary = new, tmp_path / "ran"
     torch.save(Calls(os.system, f"touch {canary}"), tmp_path / "bomb")
     bomb = (tmp_path / "bomb").read_bytes()
@@ -189,7 +189,7 @@ NAMES = {
     st.booleans(),
 )
 @settings(max_examples=400, deadline=None)
-def test_no_global_can_be_called_or_changed(found, changes):
+def test_unpickler_calls_and_changes_no_global(found, changes):
     """Whatever a pickle names, it gets a record that does nothing, or an error."""
     module, name = found
     own = vars(sys.modules[module]).get(name)

@@ -232,7 +232,7 @@ def step(config: OptimizerConfig, field: str) -> None:
         ("offload_bucket_bytes", "4096", 4096),
     ],
 )
-def test_what_means_the_same_is_kept_in_one_form(name: str, value: Any, kept: Any) -> None:
+def test_config_normalizes_equal_settings(name: str, value: Any, kept: Any) -> None:
     company = BESIDE.get(name, {})
     found = getattr(OptimizerConfig(**{**company, name: value}), name)
     assert found == kept and type(found) is type(kept)

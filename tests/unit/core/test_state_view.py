@@ -10,7 +10,7 @@ from support.models import build, config_for, same_bits, train
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_it_holds_what_has_state_and_nothing_else(fraction):
+def test_state_view_lists_exactly_slots_with_state(fraction):
     model = nn.ParameterDict(
         {name: nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for name in "abc"}
     )

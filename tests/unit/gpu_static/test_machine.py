@@ -85,7 +85,7 @@ def test_block_has_memory_of_its_own() -> None:
     assert found.tolist() == [n ^ 32 for n in range(128)]
 
 
-def test_what_no_barrier_orders_is_a_race() -> None:
+def test_ptx_machine_reports_a_race_without_a_barrier() -> None:
     with pytest.raises(RaceError, match="reads what another wrote"):
         carried_out(SHARED.format(barrier="", other=128))
     with pytest.raises(RaceError, match="reads what another wrote"):
@@ -102,7 +102,7 @@ def test_two_threads_that_write_an_address_are_a_race() -> None:
         carried_out(body.format(0) + body.format(64), blocks=2)
 
 
-def test_what_another_block_reads_must_not_be_written() -> None:
+def test_ptx_machine_refuses_writes_that_another_block_reads() -> None:
     body = """
 	ld.global.b32 %r5, [%rd2];
 	bar.sync 0;
@@ -157,7 +157,7 @@ def test_approximation_is_refused_where_bits_are_promised() -> None:
         "add.s32 %r5, %r39, 1;",
     ],
 )
-def test_what_it_does_not_know_is_an_error(line: str) -> None:
+def test_ptx_machine_refuses_unknown_instructions(line: str) -> None:
     with pytest.raises(PtxError):
         carried_out(line)
 

@@ -23,7 +23,7 @@ def names_of_cuda(path: Path) -> Iterator[int]:
             yield node.lineno
 
 
-def test_no_other_module_names_torch_cuda() -> None:
+def test_accelerator_is_the_only_module_with_torch_cuda() -> None:
     named = {
         str(path.relative_to(PACKAGE)): lines
         for path in PACKAGE.rglob("*.py")

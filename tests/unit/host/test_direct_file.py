@@ -115,7 +115,7 @@ def bytes_from_the_disk() -> int:
     return int(text.split("\nread_bytes:")[1].split()[0])
 
 
-def test_what_was_just_written_is_read_from_the_disk(tmp_path):
+def test_direct_file_reads_bytes_just_written(tmp_path):
     """A page cache would have it."""
     window = aligned(PIECE)
     with closing(DirectFile(tmp_path, PIECE)) as file:
@@ -153,7 +153,7 @@ def test_memory_of_a_transfer_that_nobody_waits_for_stays(tmp_path):
     assert torch.equal(back, data)
 
 
-def test_nothing_is_left_by_a_process_that_is_killed(tmp_path):
+def test_direct_file_leaves_no_file_when_the_process_is_killed(tmp_path):
     program = (
         "import os, signal, sys, torch\n"
         "from mp_optim.host.direct_file import DirectFile\n"

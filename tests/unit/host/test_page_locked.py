@@ -60,7 +60,7 @@ def test_just_the_pages_of_it_are_locked(runtime: LockingRuntime, size: int) -> 
     assert locked_bytes() == before
 
 
-def test_it_is_unregistered_once_and_before_it_is_unmapped(runtime: LockingRuntime) -> None:
+def test_page_locked_memory_is_unregistered_once_before_unmapping(runtime: LockingRuntime) -> None:
     memory = page_locked(SIZE, CUDA)
     address = memory.data_ptr()
     part = cut(memory, 4096, torch.Size([5]), torch.float32)
@@ -77,7 +77,7 @@ def test_it_is_unregistered_once_and_before_it_is_unmapped(runtime: LockingRunti
     assert not is_mapped(address)
 
 
-def test_what_is_dropped_in_a_capture_is_released_after_it(runtime: LockingRuntime) -> None:
+def test_page_locked_memory_dropped_in_a_capture_is_released_later(runtime: LockingRuntime) -> None:
     """A collection of garbage may come at any time; a wait for the device would end the capture."""
     memory = page_locked(SIZE, CUDA)
     address = memory.data_ptr()
@@ -162,7 +162,7 @@ def test_memory_that_is_alive_when_the_interpreter_ends_is_left_to_the_driver() 
     assert run("pass") == "['register']"
 
 
-def test_what_allocators_take() -> None:
+def test_page_locked_bytes_match_allocators() -> None:
     sizes = [0, 1, 2, 3, 64, 65, REGISTERED_FROM - 1]
     assert [power_of_two(size) for size in sizes] == [0, 1, 2, 4, 64, 128, REGISTERED_FROM]
     assert [page_locked_bytes(size) for size in sizes] == list(map(power_of_two, sizes))

@@ -127,7 +127,7 @@ NONE_AT_ALL = (
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_what_cannot_be_had_is_replaced_and_said_once(
+def test_transfer_replaces_missing_page_locked_memory_with_one_warning(
     transfer: CudaTransfer, runtime: LockingRuntime, monkeypatch: pytest.MonkeyPatch, works: bool
 ) -> None:
     runtime.status = 2

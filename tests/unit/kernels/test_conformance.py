@@ -271,7 +271,7 @@ def test_state_in_fewer_bits(candidate: Candidate, moments: torch.dtype, remaind
 
 
 @pytest.mark.parametrize("rule", KERNEL_RULES)
-def test_nothing_and_tensors_of_no_elements(candidate: Candidate, rule: str) -> None:
+def test_backend_steps_empty_lists_and_empty_tensors(candidate: Candidate, rule: str) -> None:
     many = () if candidate.is_interpreted else ((5,) * 35 + (0,), (5,) * 40 + (0, 0))
     for sizes in ((), (0,), (0, 0), (5, 0), (0, 5), *many):
         ours, theirs = (lists_of(rule, candidate.device, sizes=sizes) for _ in range(2))

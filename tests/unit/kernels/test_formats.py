@@ -126,7 +126,7 @@ def test_join_keeps_a_written_zero_and_infinity_whatever_the_remainder(dtype: to
 @pytest.mark.parametrize(("dtype", "second"), BLOCKED)
 @given(seed=seeds, n=st.integers(1, 1500), decades=st.floats(0.0, 12.0))
 @settings(max_examples=30, deadline=None)
-def test_what_was_decoded_is_stored_as_the_same_bits(
+def test_codecs_store_decoded_values_with_equal_bits(
     dtype: torch.dtype, second: bool, seed: int, n: int, decades: float
 ) -> None:
     value = values(seed, n, decades)
@@ -162,9 +162,7 @@ def test_codes_equal_numpy_and_err_by_half_a_step(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8, torch.uint8])
 @pytest.mark.parametrize("noise", [None, Noise(1, 2)])
-def test_what_is_finite_is_stored_as_something_finite(
-    dtype: torch.dtype, noise: Noise | None
-) -> None:
+def test_codecs_store_finite_values_as_finite(dtype: torch.dtype, noise: Noise | None) -> None:
     large = (3.39e38, 3.4e38, torch.finfo(torch.float32).max)
     value = values(0, 3 * BLOCK)
     value[5::BLOCK], value[7::BLOCK] = torch.tensor(large), -torch.tensor(large)

@@ -22,7 +22,7 @@ def steps() -> bool:
 @pytest.mark.parametrize(
     "threads", range(len(NO_NUMBERS)), ids=lambda index: str(NO_NUMBERS[index])[:12]
 )
-def test_what_is_no_number_of_threads_is_refused_and_breaks_nobody(threads):
+def test_set_host_threads_refuses_invalid_numbers(threads):
     for set_threads in (set_host_threads, set_thread_share):
         with pytest.raises(ValueError, match=r"host_threads=.*whole number from 1 to"):
             set_threads(NO_NUMBERS[threads])

@@ -51,7 +51,7 @@ def given_back(tensor):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("form", CASES)
 @pytest.mark.parametrize("trouble", [sliced, given_back])
-def test_no_kernel_is_launched_over_what_does_not_fit(name, form, trouble):
+def test_kernels_refuse_lists_that_do_not_fit(name, form, trouble):
     """Column by column; also where something about a list is known already."""
     backend, scalars = backend_of(name), AdamScalars.at(GROUP, 2)
     for column in columns_of(lists_of(1, SIZES, KEYS["adam"], CASES[form])):

@@ -135,7 +135,7 @@ def test_large_finite_gradient_makes_no_nan(
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_it_may_be_the_first_of_all(name: str, backend: str) -> None:
+def test_large_gradient_may_be_the_first(name: str, backend: str) -> None:
     case = CASES[name]
     for state in case.states:
         run = Run(case, state=state, backend=backend)

@@ -55,7 +55,7 @@ def test_missing_kernels_are_said_once_at_construction(without_compiler: Path, h
     assert "install a wheel" in said and "MP_OPTIM_NATIVE=off" in said
 
 
-def test_who_asks_for_torch_operations_is_not_warned(without_compiler: Path) -> None:
+def test_missing_kernels_give_no_warning_when_torch_is_named(without_compiler: Path) -> None:
     assert said_by(without_compiler, STACK, MP_OPTIM_NATIVE="off") == ""
 
 

@@ -80,7 +80,7 @@ def test_on_the_host_native_comes_first() -> None:
     )
 
 
-def test_one_that_is_slightly_wrong_is_not_usable(
+def test_selection_refuses_a_slightly_wrong_backend(
     accelerator: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = sys.modules["amp_C"]
@@ -220,7 +220,7 @@ CODES = {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"}
         ({**TE, "bf16": True, **BF16, "stochastic_rounding": True}, "stochastic_rounding=True"),
     ],
 )
-def test_what_a_library_cannot_do_is_refused(settings: dict[str, Any], words: str) -> None:
+def test_selection_refuses_rules_that_a_library_lacks(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError) as caught:
         OptimizerConfig(lr=0.1, **settings)
     assert words in str(caught.value)
@@ -235,7 +235,7 @@ def test_rules_refuse_what_the_config_would(standins: Gpu) -> None:
         FusedAdam([torch.zeros(3)], backend="apex", exp_avg_dtype=torch.bfloat16)
 
 
-def test_what_transformer_engine_stores_in_fewer_bits_is_stepped_by_it(standins: Gpu) -> None:
+def test_transformer_engine_steps_its_compact_state(standins: Gpu) -> None:
     model = nn.Linear(8, 8).bfloat16()
     config = OptimizerConfig(
         lr=0.01,

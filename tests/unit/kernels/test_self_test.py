@@ -51,7 +51,7 @@ def one_bit_off(tensor: Tensor) -> None:
     tensor.copy_(torch.nextafter(tensor, torch.full_like(tensor, torch.inf)))
 
 
-def test_one_that_is_right_is_exact() -> None:
+def test_self_test_finds_a_correct_backend_exact() -> None:
     proof = proven(lambda lists: None)
     assert proof.usable and proof.exact and proof.reason == "same bits as reference"
 

@@ -209,7 +209,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     return counted
 
 
-def test_one_launch_however_many_tensors(launched: list[tuple[int, bool]]) -> None:
+def test_triton_launches_once_for_any_number_of_tensors(launched: list[tuple[int, bool]]) -> None:
     check("adam", [300] * 40 + [9000], Case(aligned=True))
     assert launched == [(42, True)]
 
@@ -224,7 +224,7 @@ def with_one_odd(lists: TensorLists, column: str, place: int) -> TensorLists:
 
 @pytest.mark.parametrize("rule", ["adam", "lamb"])
 @pytest.mark.parametrize("column", ["grad", "main", "exp_avg", "exp_avg_sq", "output"])
-def test_one_odd_address_makes_a_launch_of_its_own(
+def test_triton_launches_unaligned_tensors_separately(
     launched: list[tuple[int, bool]], column: str, rule: str
 ) -> None:
     sizes, case = [300, 9000, 0, 8192, 5], Case(aligned=True)
@@ -322,7 +322,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     return tritons.compiled(None, "90", tmp_path_factory.mktemp("triton"))
 
 
-def test_no_scalar_is_compiled_into_a_kernel(compiled: dict[str, dict[str, Any]]) -> None:
+def test_triton_kernels_have_no_compiled_in_scalars(compiled: dict[str, dict[str, Any]]) -> None:
     """Triton compiles integers that are 1 into the code; other steps and learning rates must not
     compile anew."""
     check_whole(compiled)
@@ -346,7 +346,9 @@ def check_whole(compiled: dict[str, dict[str, Any]]) -> None:
     }
 
 
-def test_nothing_is_contracted_flushed_or_approximate(compiled: dict[str, dict[str, Any]]) -> None:
+def test_triton_kernels_have_no_contraction_flush_or_approximation(
+    compiled: dict[str, dict[str, Any]],
+) -> None:
     """``.rn`` is what keeps the assembler from contracting a multiplication with an addition."""
     check_exact(compiled)
 

@@ -163,7 +163,7 @@ DOORS = [
     st.integers(0, 2),
     st.booleans(),
 )
-def test_what_leaves_is_the_model_as_it_is_now(
+def test_state_dict_has_the_models_present_values(
     tmp_path_factory, write, door, precision, place, steps, mid_backward
 ):
     model, optimizer = make(precision, place)

@@ -122,7 +122,7 @@ def test_limits_are_medians_and_distances_from_them_to_the_bit():
         assert result.success
 
 
-def test_nothing_is_skipped_before_half_of_the_window_and_spikes_are_afterwards():
+def test_skip_rule_skips_spikes_after_half_a_window():
     param, optimizer = one()
     for number in range(7):
         step(param, optimizer, wave(number))

@@ -74,7 +74,7 @@ def test_growth_step_divides_by_the_scale_of_backward():
         assert (a.float() - b.float()).abs().max() <= 2 * 2.0**-10 * b.float().abs().max()
 
 
-def test_one_scaler_for_the_whole_chain():
+def test_chain_has_one_scaler():
     model, optimizer = build("fp16", hysteresis=1)
     assert len({id(part.grad_scaler) for part in optimizer.chained_optimizers}) == 1
     optimizer.scale_loss(model(tokens_of(0))).backward()
@@ -316,7 +316,7 @@ def test_state_that_was_moved_away_and_back_is_stepped_where_it_is_now(
 @pytest.mark.parametrize(
     ("fraction", "mode"), [(0.0, "sync"), (0.5, "sync"), (0.5, "overlap"), (0.5, "speculative")]
 )
-def test_no_step_keeps_gradients_alive(fraction, mode):
+def test_step_keeps_no_gradients_alive(fraction, mode):
     model, optimizer = build("bf16", fraction, offload_mode=mode)
     gradients = []
     for step in range(4):

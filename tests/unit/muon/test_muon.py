@@ -55,7 +55,7 @@ def stepped(value, grads, **settings):
     ids=["nesterov", "plain", "momentum", "spectral"],
 )
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
-def test_it_is_torchs_muon(shape, ours, torchs):
+def test_muon_equals_torchs_muon(shape, ours, torchs):
     grads = [random(*shape, seed=1 + step) for step in range(20)]
     param = nn.Parameter(random(*shape))
     oracle = torch.optim.Muon([param], lr=0.02, weight_decay=0.1, **torchs)

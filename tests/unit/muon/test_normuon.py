@@ -48,7 +48,7 @@ def orthogonal(matrix):
 @pytest.mark.parametrize(
     "shape", [(12, 20), (20, 12), (7, 300), (1, 9), (9, 1), (3, 8, 5)], ids=str
 )
-def test_it_is_the_formula(shape, backend):
+def test_normuon_equals_its_formula(shape, backend):
     grads = [random(*shape, seed=1 + step) for step in range(5)]
     found, optimizer = stepped(random(*shape), grads, backend=backend)
     p = random(*shape).double().numpy()
@@ -75,7 +75,7 @@ def test_it_is_the_formula(shape, backend):
     ids=["fused"],
 )
 @pytest.mark.parametrize("precision", ["medium", "highest"])
-def test_what_is_a_matrix_of_its_own_keeps_a_norm_of_its_own(rows, settings, precision):
+def test_normuon_keeps_a_norm_for_each_matrix(rows, settings, precision):
     value, grads = random(16, 6), [random(16, 6, seed=step) for step in range(1, 4)]
     whole, _ = stepped(value, grads, fp32_matmul_prec=precision, **settings)
     for part in rows:

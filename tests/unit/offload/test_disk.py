@@ -258,7 +258,7 @@ def test_killed_within_a_step_and_resumed_from_the_last_checkpoint(tmp_path):
         ({"window": 4096}, "smallest part of .* takes 18432 bytes; set stream_window"),
     ],
 )
-def test_what_cannot_lie_on_a_disk_is_refused_by_name(tmp_path, fields, said):
+def test_disk_refuses_unsupported_optimizers_by_name(tmp_path, fields, said):
     with pytest.raises(ValueError, match=said):
         build(tmp_path, **fields)
     assert list(tmp_path.iterdir()) == []

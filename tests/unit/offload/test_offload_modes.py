@@ -303,7 +303,7 @@ def test_expert_without_gradient_does_not_stop_its_bucket():
     assert counts(optimizer, "hits") >= 3
 
 
-def test_what_backward_left_behind_is_handed_over():
+def test_step_takes_over_unfinished_work_of_backward():
     """One parameter of a bucket gets no gradient; when later buckets are complete, the rest of it
     is stepped early."""
     model = nn.ParameterList(torch.randn(600).bfloat16() for _ in range(6))
@@ -393,7 +393,7 @@ def test_hooks_follow_parameters_and_go_with_the_optimizer():
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_one_bad_element_under_speculation_changes_nothing(precision, bad):
+def test_speculation_changes_nothing_when_one_element_is_not_finite(precision, bad):
     model, optimizer = build_mode("speculative", precision, clip_grad=0.0)
     run(model, optimizer, 3)
     before = snapshot(model, optimizer)

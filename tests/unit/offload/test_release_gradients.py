@@ -348,7 +348,7 @@ OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
         ),
     ],
 )
-def test_what_cannot_release_is_refused(settings, text):
+def test_release_gradients_refuses_unsupported_settings(settings, text):
     with pytest.raises(ValueError, match=f"release_gradients=True: .*{text}"):
         OptimizerConfig(lr=1e-3, bf16=True, release_gradients=True, **settings)
 

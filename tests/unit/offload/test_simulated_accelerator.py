@@ -422,7 +422,7 @@ def test_every_missing_wait_is_noticed(site, with_every_wait):
     assert is_wrong, "the bits were right in every schedule"
 
 
-def test_all_is_well_with_every_wait(with_every_wait):
+def test_simulated_accelerator_finds_nothing_with_every_wait(with_every_wait):
     assert [found for _, found, _ in with_every_wait] == [(False, False)] * len(SCENARIOS)
 
 

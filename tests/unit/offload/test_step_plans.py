@@ -36,7 +36,7 @@ from support.models import config_for
         ([6, 6, 1, 1], 0.5, {3, 1}),  # of equal ones that are not needed the first is dropped
     ],
 )
-def test_who_is_stepped_on_the_host(sizes, fraction, chosen):
+def test_step_plan_splits_slots_by_place(sizes, fraction, chosen):
     assert plan_offload(sizes, fraction) == chosen
 
 

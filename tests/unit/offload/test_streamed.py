@@ -172,7 +172,7 @@ def test_device_holds_windows_in_a_step_and_nothing_after_it(form, window):
         ({"window": 100}, "stream_window_bytes=100: must be a whole number"),
     ],
 )
-def test_what_cannot_be_streamed_is_refused_by_name(fields, said):
+def test_streaming_refuses_unsupported_optimizers_by_name(fields, said):
     with pytest.raises(ValueError, match=said):
         build(**fields)
 

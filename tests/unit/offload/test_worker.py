@@ -38,7 +38,7 @@ def submit(worker, *jobs):
     return jobs
 
 
-def test_nothing_in_progress_is_discarded_at_once(worker):
+def test_worker_discards_at_once_when_idle(worker):
     worker.discard()
     (job,) = submit(worker, HeldJob())
     worker.drain()
@@ -49,7 +49,7 @@ def test_nothing_in_progress_is_discarded_at_once(worker):
     assert job.thread is thread
 
 
-def test_what_waits_is_dropped_and_what_runs_is_waited_for(worker):
+def test_worker_drops_queued_jobs_and_waits_for_the_running_one(worker):
     running, waiting = submit(worker, HeldJob(is_free=False), HeldJob("never"))
     threading.Timer(0.2, running.free.set).start()
     worker.discard()

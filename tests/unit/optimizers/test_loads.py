@@ -108,7 +108,7 @@ def test_state_of_the_beginning_begins_anew(
     ],
 )
 @pytest.mark.parametrize("steps", [0, 1])
-def test_what_is_no_state_dict(state_dict: Any, said: str, steps: int) -> None:
+def test_load_refuses_values_that_are_no_state_dict(state_dict: Any, said: str, steps: int) -> None:
     with pytest.raises(ValueError, match=said):
         stepped(mp_optim.AdamW(named("a")), steps).load_state_dict(state_dict)
 
@@ -132,7 +132,7 @@ def test_state_of_torchs_sgd_goes_on(settings: dict[str, Any]) -> None:
         torch.testing.assert_close(here[0][1], there[0][1], rtol=1e-6, atol=1e-7)
 
 
-def test_no_momentum_of_older_versions_of_torch_goes_on() -> None:
+def test_load_accepts_missing_momentum_of_older_torch() -> None:
     there = stepped(torch.optim.SGD(named("w"), lr=0.1)).state_dict()
     ours = mp_optim.SGD(named("w"), lr=0.5)
     ours.load_state_dict({**there, "state": {0: {"momentum_buffer": None}}})
@@ -154,7 +154,7 @@ def test_rule_that_counts_wants_a_number_of_steps(rule: str) -> None:
 
 
 @pytest.mark.parametrize("from_inside", [True, False])
-def test_what_is_asked_in_the_middle_of_a_step_says_so(
+def test_optimizer_refuses_calls_in_the_middle_of_a_step(
     from_inside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By another thread, or a signal's handler; and nothing is taken for broken off."""

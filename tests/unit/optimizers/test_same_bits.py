@@ -107,7 +107,7 @@ def _offloaded(offload: float, how: dict[str, str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap", "speculative"])
-def test_all_dtypes_in_one_optimizer(mode: str) -> None:
+def test_optimizer_steps_all_dtypes_together(mode: str) -> None:
     """As two optimizers with a dtype each, for nothing is shared but the step."""
     params = [
         nn.Parameter(torch.linspace(-1, 1, 300).to(dtype))

@@ -46,7 +46,7 @@ def losses(
     return result
 
 
-def test_nothing_is_clipped_unless_asked() -> None:
+def test_classes_do_not_clip_by_default() -> None:
     params = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
     for param in params:
         param.grad = torch.full((4,), 50.0)

@@ -42,7 +42,7 @@ def test_learning_rate_betas_and_eps_are_those_of_the_arguments(name: str, tmp_p
         assert given == {((0.8, 0.9), 1e-6)}
 
 
-def test_what_is_chosen_goes_first(tmp_path: Path) -> None:
+def test_trainer_args_prefer_chosen_settings(tmp_path: Path) -> None:
     arguments = TrainingArguments(str(tmp_path), learning_rate=1e-5, use_cpu=True)
     cls, settings = class_and_settings(arguments, {"lr": 3e-4})
     assert cls is mp_optim.AdamW and settings["lr"] == 3e-4

@@ -88,7 +88,7 @@ def test_our_step_reads_fp32_main_grad() -> None:
     assert step()[1] == pytest.approx(1e-3 * 1000**0.5)
 
 
-def test_what_fails_is_one_line_and_takes_nothing_with_it(
+def test_gpu_check_reports_a_failed_part_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = Results(tmp_path)

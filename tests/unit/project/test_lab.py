@@ -20,7 +20,7 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert left.value.code == 2
 
 
-def test_what_a_night_and_the_levels_run_exists() -> None:
+def test_lab_names_existing_tests_for_the_night() -> None:
     unchanged = levels.CHOOSE_THEMSELVES + levels.NAME_BACKENDS
     named = [*nightly.KILL_TESTS, *levels.TESTS, *levels.BRANCHES]
     assert all(list(ROOT.glob(f"tests/unit/*/test_{name}.py")) for name in unchanged)

@@ -422,7 +422,7 @@ def test_scale_that_does_not_fit_is_named(scale: Tensor | None, text: str) -> No
         get_megatron_optimizer(config_for("bf16"), nn.ParameterList([param]))
 
 
-def test_what_cannot_be_stepped_is_refused(tmp_path) -> None:
+def test_float8_refuses_unsupported_optimizers(tmp_path) -> None:
     with pytest.raises(TypeError, match="FP32Optimizer takes float32 parameters"):
         get_megatron_optimizer(config_for("fp32"), nn.ParameterList([float8_param(8, 4)]))
     with pytest.raises(
@@ -450,7 +450,7 @@ def test_float8_gradient_is_refused() -> None:
         stack.step()
 
 
-def test_what_cannot_be_quantised_is_named() -> None:
+def test_quantize_weights_names_unsupported_modules() -> None:
     with pytest.raises(ValueError, match=r"dtype=torch\.bfloat16: must be one of"):
         quantize_weights(nn.Linear(4, 4), torch.bfloat16)
     with pytest.raises(ValueError, match=r"is selected for torch\.float8"):

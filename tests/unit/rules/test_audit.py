@@ -81,7 +81,7 @@ def audited_step(params, optimizer):
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.3, 0.02])
-def test_each_element_is_drawn_as_often_as_the_rate_says(rate):
+def test_audit_draws_elements_at_its_rate(rate):
     sizes = [300, 0, 1, 256, 70_000, 5_000]
     ends = list(accumulate(map(blocks_of, sizes)))
     times, draws = [torch.zeros(size) for size in sizes], 4000 if rate < 1.0 else 20
@@ -124,7 +124,7 @@ def test_clean_step_has_no_alarm_and_the_bits_of_one_that_is_not_audited(rule, p
 
 
 @pytest.mark.parametrize("place, backend", [("device", "auto"), ("streamed", "reference")])
-def test_what_the_program_does_between_steps_is_no_alarm(place, backend):
+def test_audit_raises_no_alarm_for_writes_between_steps(place, backend):
     params, optimizer = stack(place, state="8bit", backend=backend)
     step(params, optimizer, 2)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -237,7 +237,7 @@ def test_rules_that_read_more_than_elements_are_refused_by_name(rule):
         ),
     ],
 )
-def test_what_cannot_be_audited_is_refused(fields, says):
+def test_audit_refuses_unsupported_optimizers(fields, says):
     with pytest.raises(ValueError) as caught:
         mp_optim.OptimizerConfig(lr=1e-3, **fields)
     assert says in str(caught.value)

@@ -132,7 +132,7 @@ def test_number_is_a_case():
 
 
 @pytest.mark.parametrize(("world", "rule"), [("threads", "adam"), ("processes", "sgd")])
-def test_one_bit_too_many_is_seen(pool, world, rule, monkeypatch):
+def test_layout_fuzzer_finds_one_wrong_bit(pool, world, rule, monkeypatch):
     """Ranks that compute with another learning rate than they should, by a last bit."""
     from lab.layout_fuzz import alone
 

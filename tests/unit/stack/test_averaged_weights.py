@@ -85,7 +85,7 @@ def test_200_steps_follow_a_float64_oracle(dtype):
 # -- evaluation -----------------------------------------------------------------------------------
 
 
-def test_nothing_steps_saves_or_loads_in_the_block(tmp_path):
+def test_averaged_weights_refuse_step_save_and_load_in_the_block(tmp_path):
     model, optimizer = build("bf16", ema_decay=0.9)
     train(model, optimizer, 1)
     saved, before = optimizer.state_dict(), everything(model, optimizer)

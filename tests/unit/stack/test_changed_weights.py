@@ -48,7 +48,7 @@ def test_parameters_that_come_and_go():
     published(model, optimizer, receiver)
 
 
-def test_it_costs_nothing_when_it_is_off_and_says_what_is_missing():
+def test_changed_weights_cost_nothing_when_off():
     model, optimizer = build("bf16")
     with pytest.raises(RuntimeError, match="call track_changes"):
         optimizer.changed_weights()

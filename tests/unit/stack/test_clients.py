@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import (
 from support.models import build, same_bits, train
 
 
-def test_one_cycle_lr_cycles_betas_too():
+def test_onecycle_lr_cycles_betas_too():
     model, optimizer = build("bf16", 0.5)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=10)
     seen = set()

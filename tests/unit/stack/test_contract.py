@@ -50,7 +50,7 @@ def test_state_is_a_view_by_current_tensor():
     assert optimizer.state[model.dense]["exp_avg"].eq(1).all()
 
 
-def test_what_a_hook_adds_goes_into_a_checkpoint_and_state_beside_it_does_not(tmp_path):
+def test_state_dict_hooks_reach_checkpoints(tmp_path):
     model, optimizer = build("bf16")
     states = []
 

@@ -105,7 +105,7 @@ class Counting(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("members", [1, 2])
-def test_what_no_state_dict_can_hold_is_named_where_it_would_be_lost(members):
+def test_foreign_state_outside_state_dicts_is_refused_by_name(members):
     params = [nn.Parameter(torch.ones(3)) for _ in range(members)]
     config = config_for("fp32", clip_grad=0.0)
     parts = [FP32Optimizer(Counting([param], lr=0.1), config) for param in params]

@@ -106,7 +106,7 @@ def built(name, dtype=torch.float32, place=alone):
 
 @pytest.mark.parametrize("place", [alone, on_the_host])
 @pytest.mark.parametrize("name", OF_GROUPS + OTHERS)
-def test_it_trains_as_it_does_alone(name, place):
+def test_foreign_optimizer_trains_as_it_does_alone(name, place):
     plain = model_of(torch.float32)
     expected = train(alone(name, list(plain.parameters())), plain, range(STEPS))
     optimizer, model = built(name, place=place)
@@ -126,7 +126,7 @@ def test_in_16_bits_it_follows_what_it_is_in_32(name):
 @pytest.mark.parametrize("way", ["state dict", "checkpoint"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OF_GROUPS + OTHERS)
-def test_it_goes_on_where_it_was_saved(name, dtype, way, tmp_path):
+def test_foreign_optimizer_resumes_from_a_save(name, dtype, way, tmp_path):
     optimizer, model = built(name, dtype)
     train(optimizer, model, range(STEPS))
     weights = copy.deepcopy(model.state_dict())
@@ -186,7 +186,7 @@ def test_adafactor_has_the_bits_of_torchs(dtype, offload):
     assert are_same(train(optimizer, model, range(STEPS)), expected)
 
 
-def test_what_a_scheduler_writes_goes_down_and_what_the_optimizer_writes_comes_up():
+def test_foreign_optimizer_shares_settings_in_both_directions():
     optimizer, model = built("prodigy")
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     for step in range(3):
@@ -235,7 +235,7 @@ def test_weights_for_evaluation_are_shown_at_every_face(face):
     ("name", "what"),
     [("aggmo", "dict"), ("kron", "str"), ("conda", "Projector"), ("madgrad", "'k'")],
 )
-def test_what_cannot_be_kept_of_a_state_is_named_where_it_would_be_lost(name, what, tmp_path):
+def test_foreign_state_that_cannot_be_saved_is_refused_by_name(name, what, tmp_path):
     optimizer, model = built(name)
     train(optimizer, model, range(2))
     for leave in (optimizer.state_dict, partial(checkpoint.save, tmp_path, model, optimizer)):

@@ -78,7 +78,7 @@ def alike(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_refused_shows_nothing(dtype: str, tmp_path: Path) -> None:
+def test_refused_load_of_frozen_state_shows_nothing(dtype: str, tmp_path: Path) -> None:
     run = Run(tmp_path, dtype)
     run.step()
     saved = copy.deepcopy(run.optimizer.state_dict())

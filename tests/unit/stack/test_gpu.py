@@ -59,7 +59,7 @@ def test_work_in_backward_survives_a_clip_that_changes_nothing_on_a_gpu(limit):
         assert metrics["speculation_stale"] > 0
 
 
-def test_one_gradient_stream_gives_the_same_bits_on_cpu_and_gpu():
+def test_equal_gradients_give_equal_bits_on_cpu_and_gpu():
     weights = [
         torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (1, 1000, 300_001)
     ]
@@ -164,7 +164,7 @@ def steady(kind, **settings):
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_no_step_synchronises_and_the_bits_are_those_of_the_host_path(kind, monkeypatch):
+def test_gpu_step_does_not_synchronize_and_keeps_bits(kind, monkeypatch):
     results, params, optimizer = steady(kind)
     assert optimizer.verdict_device() is not None and not all(success for success, _, _ in results)
     monkeypatch.setattr(

@@ -419,7 +419,7 @@ def test_compiled_step_before_the_first_one(whole: bool, offload: float) -> None
 @pytest.mark.parametrize("setting", [{"lr": -1.0}, {"maximize": True}, {"lr": "x"}])
 @pytest.mark.parametrize("releases", [False, True])
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
-def test_what_is_refused_in_backward_is_named_by_the_step(
+def test_step_names_settings_refused_in_backward(
     mode: str, releases: bool, setting: dict[str, Any]
 ) -> None:
     """In two micro-batches, of which the second one comes with the setting; once it is mended the

@@ -89,7 +89,7 @@ def test_interrupted_save_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_what_cannot_be_loaded_is_refused_at_save(tmp_path):
+def test_save_refuses_state_that_cannot_be_loaded(tmp_path):
     model, optimizer = build("bf16")
     checkpoint.save(tmp_path, model, optimizer, extra={"step": 1})
     with pytest.raises(ValueError, match="numbers, strings, tensors"):

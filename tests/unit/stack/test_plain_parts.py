@@ -24,6 +24,6 @@ def test_parts_have_the_bits_of_one_process(ranks, rule, layout):
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_stepped_in_parts_is_refused_by_name(ranks, what):
+def test_plain_parts_refuse_unsupported_rules_by_name(ranks, what):
     for rank in ranks:
         assert REFUSED[what].says in rank[f"refused {what}"]

@@ -135,7 +135,7 @@ def check(form, place, helper):
 
 
 @pytest.mark.parametrize("form", ["fp32", pytest.param("bf16-8bit8", marks=pytest.mark.slow)])
-def test_what_was_moved_by_hand_is_read_saved_and_loaded_where_it_is(simulation, form):
+def test_state_moved_by_hand_is_saved_and_loaded_in_place(simulation, form):
     """Nothing brings it back but who asks for it."""
     model, optimizer = build(form)
     train(model, optimizer, 2)
@@ -180,7 +180,7 @@ def test_state_follows_a_model_that_moves_between_steps(simulation, dtype, offlo
 # -- the rule -------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_taken_is_refused_and_nothing_has_changed(simulation):
+def test_state_assignment_refuses_unsupported_values(simulation):
     model, optimizer = build("bf16", "host")
     train(model, optimizer, 1)
     before, there = found(model, optimizer), on_accelerator(optimizer)
@@ -211,7 +211,7 @@ def test_what_cannot_be_taken_is_refused_and_nothing_has_changed(simulation):
     assert on_accelerator(optimizer) == there and not differing(found(model, optimizer), before)
 
 
-def test_no_look_keeps_parameters_or_memory_alive(simulation):
+def test_reading_state_keeps_no_memory_alive(simulation):
     model, optimizer = build("bf16-4bit")
     train(model, optimizer, 1)
     view, state = optimizer.state, optimizer.state[model.dense]

@@ -87,7 +87,7 @@ def listened(optimizer: DistributedOptimizer, under_way: list[int]) -> list[int]
 
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
-def test_all_buckets_but_two_are_told_of_before_the_step(
+def test_buckets_except_two_are_announced_before_the_step(
     nccl: list[int], mode: str, strategy: str
 ) -> None:
     model, optimizer = layers(

@@ -97,7 +97,7 @@ def test_ranks_agree_on_a_fraction(ranks):
     assert all(same == fraction and said.endswith(text) for same, said in others)
 
 
-def test_all_ranks_start_from_the_first_ones_parameters(ranks):
+def test_distributed_optimizer_starts_from_first_ranks_parameters(ranks):
     assert [rank["start"] for rank in ranks] == ["[[1.0], [2.0]]"] * 4
 
 
@@ -105,7 +105,7 @@ def test_gradients_are_added_in_fp32_in_the_order_of_ranks(ranks):
     assert all(len(rank["sums"]) == 5 and all(rank["sums"].values()) for rank in ranks)
 
 
-def test_it_trains_like_one_process(ranks):
+def test_distributed_optimizer_trains_like_one_process(ranks):
     size = 4
     model = SmallMoE(torch.float32)
     optimizer = get_megatron_optimizer(config_for("fp32"), model, expert_predicate=is_expert)
@@ -177,7 +177,7 @@ def test_training_goes_on_bit_for_bit(ranks, layout):
             assert resumed == straight, how
 
 
-def test_one_process_loads_the_checkpoint_of_four(ranks, folder):
+def test_distributed_checkpoint_of_four_loads_in_one_process(ranks, folder):
     model = SmallMoE(torch.bfloat16)
     optimizer = get_megatron_optimizer(config_for("bf16"), model, expert_predicate=is_expert)
     checkpoint.load(folder / "optim", model, optimizer)

@@ -440,7 +440,7 @@ def test_parameters_may_be_used_anyhow_once_they_were_waited_for(experts):
     assert optimizer.step().success
 
 
-def test_one_process_has_to_say_so():
+def test_distributed_optimizer_refuses_a_ddp_model():
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="DistributedDataParallel, which reduces gradients"):
         get_megatron_optimizer(
@@ -542,7 +542,7 @@ def test_megatrons_buffers_are_taken_as_they_are(precision):
     }
 
 
-def test_what_megatrons_buffers_decide_cannot_be_set_here():
+def test_config_refuses_settings_of_megatrons_buffers():
     model = MegatronDDP(nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 3)))
     for settings in (
         {"bucket_size": 5},

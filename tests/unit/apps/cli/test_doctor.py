@@ -30,7 +30,7 @@ def row_of(text: str, backend: str) -> list[str]:
     return next(line.split() for line in table if line.split()[:1] == [backend])
 
 
-def test_it_shows_every_backend_and_a_config_that_works(text: str) -> None:
+def test_doctor_shows_every_backend_and_a_working_config(text: str) -> None:
     for name in BACKENDS[1:]:
         usable, exact = row_of(text, name)[2:4]
         assert (usable, exact) in {("yes", "yes"), ("yes", "no"), ("no", "-")}
@@ -49,12 +49,12 @@ def test_it_shows_every_backend_and_a_config_that_works(text: str) -> None:
 
 
 @pytest.mark.skipif(native_library().handle is None, reason="no native kernels here")
-def test_it_shows_the_instruction_set(text: str) -> None:
+def test_doctor_shows_the_instruction_set(text: str) -> None:
     assert f"native kernels {native_library().level} of" in " ".join(text.split())
     assert row_of(text, "native")[2:4] == ["yes", "yes"]
 
 
-def test_it_says_why_there_are_no_native_kernels() -> None:
+def test_doctor_names_the_cause_when_native_kernels_are_missing() -> None:
     text = run_without_triton(MP_OPTIM_NATIVE="off")
     assert row_of(text, "native")[2:] == [
         "no",
@@ -69,5 +69,5 @@ def test_it_says_why_there_are_no_native_kernels() -> None:
 
 
 @pytest.mark.gpu
-def test_it_knows_the_gpu(text: str) -> None:
+def test_doctor_shows_the_gpu(text: str) -> None:
     assert torch.cuda.get_device_name(0) in text and "cuda:0  " in text

@@ -66,7 +66,7 @@ def test_shipped_models_have_the_parameters_of_their_cards(name: str) -> None:
     assert sum(param.numel() for param in model.parameters()) == PUBLISHED[name]
 
 
-def test_what_fits_stays_on_the_accelerator(
+def test_fit_keeps_a_model_that_fits_on_the_accelerator(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, said = answer(capsys, "--model", config, "--gpu", "4GB", "--ram", "8GB")
@@ -82,7 +82,7 @@ def test_what_fits_stays_on_the_accelerator(
     assert moments["step"]["moments and averages"] == 8 * params
 
 
-def test_what_does_not_fit_says_what_is_missing(
+def test_fit_names_missing_bytes_when_a_model_does_not_fit(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ("--model", config, "--gpu", "1GB", "--ram", "8GB")

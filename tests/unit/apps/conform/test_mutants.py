@@ -12,7 +12,7 @@ NAMED_BY = sorted({check for check, _, _ in MUTANTS.values()})
 
 
 @pytest.mark.parametrize("name", NAMED_BY)
-def test_what_is_right_passes(name: str) -> None:
+def test_conform_passes_a_correct_optimizer(name: str) -> None:
     assert outcome_of(name, built()) == (PASSES, "")
 
 
@@ -26,7 +26,7 @@ def test_there_are_enough() -> None:
     assert len(MUTANTS) >= 40 and set(NAMED_BY) <= set(CHECKS)
 
 
-def test_what_the_right_one_fails_is_what_it_never_promised() -> None:
+def test_conform_fails_plain_adamw_only_in_unpromised_checks() -> None:
     """Parameters of 16 bits are stepped in 16 bits, and shapes of state are not looked at."""
     checks = Subject("support.plain_adamw.PlainAdamW", rule="adamw").checks()
     here = [c for c in checks if c.ranks == 1 and c.name != "a_compiled_step_is_the_same"]

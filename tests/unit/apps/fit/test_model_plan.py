@@ -163,7 +163,7 @@ SEVEN_BILLION = [ParamSpec(f"layer{index}.weight", (4096, 4096)) for index in ra
 
 
 @pytest.mark.parametrize("limit", [24, 12])
-def test_what_does_not_fit_is_told_in_gib_with_what_would(limit: int) -> None:
+def test_plan_names_gib_and_fitting_settings_when_a_model_does_not_fit(limit: int) -> None:
     """7 billion parameters on a card of 24 GiB, and on one of 12."""
     config = OptimizerConfig(lr=1e-5, bf16=True)
     with pytest.raises(ValueError, match="on the host the accelerator still") as caught:

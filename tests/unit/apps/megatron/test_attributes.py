@@ -57,18 +57,18 @@ def names(owner: str, kind: str) -> set[str]:
 
 
 @pytest.mark.parametrize("owner", ANSWERS)
-def test_what_is_listed_as_read_is_read(owner: str) -> None:
+def test_megatron_attributes_listed_as_read_are_read(owner: str) -> None:
     by_torch = {"_local_tensor"}  # as to_local()
     assert not names(owner, "read") - words_of_the_package() - by_torch
 
 
-def test_what_is_listed_as_refused_of_a_parameter_is_refused() -> None:
+def test_megatron_attributes_listed_as_refused_are_refused_on_parameters() -> None:
     """That they are, at every door, is in ``tests/unit/core``."""
     assert names("parameter", "refused") == REFUSED.keys()
 
 
 @pytest.mark.parametrize("name", sorted(names("group", "refused")))
-def test_what_is_listed_as_refused_of_a_group_is_refused(name: str) -> None:
+def test_megatron_attributes_listed_as_refused_are_refused_on_groups(name: str) -> None:
     overrides = {ParamKey(name="*"): {name: True}}
     with pytest.raises(ValueError, match=rf"override {name}=True"):
         get_megatron_optimizer(OptimizerConfig(lr=1e-2), nn.Linear(2, 2), overrides)

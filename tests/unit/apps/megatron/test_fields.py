@@ -25,7 +25,7 @@ CONFIGS["DistributedDataParallelConfig"] = DistributedDataParallelConfig
 
 
 @pytest.mark.parametrize("owner", tool.CLASSES, ids=lambda owner: owner.name)
-def test_no_field_of_the_installed_megatron_is_unknown(owner: tool.ConfigClass) -> None:
+def test_fields_of_the_installed_megatron_are_known(owner: tool.ConfigClass) -> None:
     read = tool.fields_in(INSTALLED, owner)
     names = [spec.name for spec in dataclasses.fields(CONFIGS[owner.name])]
     assert sorted(read) == sorted(names)
@@ -99,7 +99,7 @@ def in_ddp(**settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", of_kind(Kind.DDP, DDP_FIELDS, DistributedDataParallelConfig))
-def test_what_its_ddp_does_is_left_to_it(name: str) -> None:
+def test_install_leaves_reductions_to_megatrons_ddp(name: str) -> None:
     value = other_than(getattr(DistributedDataParallelConfig(), name))
     config = OptimizerConfig(lr=1e-3)
     chunks = [in_ddp(**{name: value})]
@@ -174,7 +174,9 @@ STREAMS = "chunked_optimizer_state_offload"
         ({"offload_optimizer_states": True}, (True, 1.0, "streamed", 256 << 20)),
     ],
 )
-def test_what_its_chunks_ask_for_is_streamed(theirs: dict[str, Any], ours: tuple[Any, ...]) -> None:
+def test_install_streams_state_when_megatron_offloads_chunks(
+    theirs: dict[str, Any], ours: tuple[Any, ...]
+) -> None:
     """Also of versions that are not installed."""
     fields = {
         "lr": 1e-3,

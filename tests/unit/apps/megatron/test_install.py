@@ -53,7 +53,7 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
     return losses
 
 
-def test_who_imported_the_name_before_or_asks_for_it_later_gets_ours() -> None:
+def test_install_replaces_names_imported_before_and_after() -> None:
     theirs = core.get_megatron_optimizer
     program = ModuleType("a_training_program")
     program.get_megatron_optimizer = theirs  # type: ignore[attr-defined]
@@ -84,7 +84,7 @@ def test_megatron_whose_factory_takes_something_new_is_named(
 
 
 @pytest.mark.usefixtures("installed")
-def test_it_trains_as_the_same_settings_of_ours_do() -> None:
+def test_install_trains_like_equal_settings_of_our_config() -> None:
     from mp_optim import get_megatron_optimizer
 
     model, optimizer = build(clip_grad=0.5, weight_decay=0.1)
@@ -96,7 +96,7 @@ def test_it_trains_as_the_same_settings_of_ours_do() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_what_a_training_loop_asks_around_a_step() -> None:
+def test_installed_optimizer_answers_calls_of_the_training_loop() -> None:
     model, optimizer = build()
     parts = optimizer.chained_optimizers
     assert len(parts) == 2

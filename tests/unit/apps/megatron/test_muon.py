@@ -31,14 +31,14 @@ def test_over_its_ddp_it_has_the_bits_of_one_process(ranks: list[Any], rank: int
     assert sharded == pytest.approx(alone, rel=1e-12)
 
 
-def test_what_its_ddp_has_laid_out_whole_is_stepped_whole(ranks: list[Any]) -> None:
+def test_muon_steps_whole_matrices_of_megatrons_ddp(ranks: list[Any]) -> None:
     first, second = (rank["shapes"] for rank in ranks)
     assert sorted([first["first.weight"], second["first.weight"]]) == [[0, 16], [16, 16]]
     assert first["second.weight"][0] + second["second.weight"][0] == 256
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_each_rank_goes_on_from_its_own_file(ranks: list[Any], rank: int) -> None:
+def test_muon_resumes_each_rank_from_its_own_file(ranks: list[Any], rank: int) -> None:
     for name, value in ranks[rank]["gone on"].items():
         assert torch.equal(ranks[rank]["resumed"][name], value), name
 

@@ -42,7 +42,7 @@ def test_parameters_are_the_parts_that_megatron_says(ranks: list[Any], layout: s
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_saved_there_is_what_was_loaded(ranks: list[Any], layout: str) -> None:
+def test_own_checkpoint_saves_the_loaded_values(ranks: list[Any], layout: str) -> None:
     assert [rank[layout][2] for rank in ranks] == [[]] * 4
 
 
@@ -51,7 +51,7 @@ def test_training_goes_on_to_the_bit(ranks: list[Any], layout: str) -> None:
     assert [rank[layout][3] for rank in ranks] == [True] * 4
 
 
-def test_what_megatron_calls_an_optimizer_saves_and_loads_too(tmp_path: Path) -> None:
+def test_installed_optimizer_saves_and_loads_own_checkpoints(tmp_path: Path) -> None:
     def build() -> tuple[Any, Any]:
         model = TinyMoE(torch.bfloat16)
         config = core.OptimizerConfig(lr=1e-2, bf16=True)

@@ -106,7 +106,7 @@ def test_resumed_run_is_the_uninterrupted_one(
 
 
 @pytest.mark.parametrize("run", ["bf16", "offloaded", "shared out", "shared out, fp32"])
-def test_what_is_saved_in_the_background_is_what_it_was(run: str, tmp_path: Path) -> None:
+def test_sharded_background_save_has_the_values_of_its_call(run: str, tmp_path: Path) -> None:
     """Megatron writes host tensors as they are by then."""
     model, optimizer = built(**RUNS[run])
     gpt.train(model, optimizer, range(3))
@@ -375,7 +375,7 @@ def joined(folder: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["shared", "split"])
-def test_one_process_goes_on_where_two_were(name: str, of_two_ranks: Path) -> None:
+def test_sharded_checkpoint_of_two_processes_resumes_in_one(name: str, of_two_ranks: Path) -> None:
     expected = joined(of_two_ranks, name)
     model, optimizer = built()
     gpt.load(of_two_ranks / name, model, optimizer)

@@ -126,7 +126,7 @@ def asks(name: str) -> Callable[[Any], Any]:
 
 
 @pytest.mark.parametrize("name", ["get_grad_norm", "step_with_ready_grads"])
-def test_what_is_asked_before_gradients_are_prepared_is_refused(name: str) -> None:
+def test_step_in_parts_refuses_calls_before_prepare_grads(name: str) -> None:
     _, optimizer = build()
     with pytest.raises(RuntimeError, match=rf"^{name}: no gradients are prepared"):
         asks(name)(optimizer)
@@ -143,7 +143,7 @@ def test_gradients_that_are_not_finite_leave_nothing_to_step_with() -> None:
     assert same_bits(before, model.dense)
 
 
-def test_what_a_step_refuses_is_refused_when_gradients_are_prepared() -> None:
+def test_prepare_grads_refuses_settings_that_step_refuses() -> None:
     model, optimizer = build()
     backward(model, optimizer, 0)
     before = model.dense.detach().clone()
