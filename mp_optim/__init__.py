@@ -1,7 +1,7 @@
 """A Megatron-style mixed-precision optimizer stack. Start at :func:`get_megatron_optimizer`."""
 
 import mp_optim.host.torch_import
-import mp_optim.monitor  # noqa: F401  whose observers every optimizer has
+import mp_optim.monitor  # noqa: F401  registers the observers of every optimizer
 from mp_optim import checkpoint
 from mp_optim.apps.deltas import apply_delta
 from mp_optim.apps.fit.model_plan import plan

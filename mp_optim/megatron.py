@@ -1,6 +1,6 @@
-"""Megatron's own program with this optimizer: ``mp_optim.megatron.install()`` before ``pretrain``.
+"""Use this optimizer in Megatron: call ``mp_optim.megatron.install()`` before ``pretrain``.
 
-``python -m mp_optim.megatron pretrain_gpt.py ARGS`` does the same without a change of the program.
+``python -m mp_optim.megatron pretrain_gpt.py ARGS`` calls it without a change of the program.
 The code is in :mod:`mp_optim.apps.megatron`.
 """
 

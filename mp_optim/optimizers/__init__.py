@@ -1,5 +1,7 @@
-"""The rules as torch optimizers, ``cls(params, lr=..., ...)``: the same stack below. Their classes
-are in :mod:`mp_optim.optimizers.classes`."""
+"""Optimizers with torch's signature, ``cls(params, lr=..., ...)``, over the mixed-precision stack.
+
+The classes are in :mod:`mp_optim.optimizers.classes`.
+"""
 
 from mp_optim.optimizers.base import StackOptimizer
 

@@ -1,4 +1,4 @@
-"""Adafactor: torch's rule below the mixed-precision wrapper."""
+"""Adafactor: ``torch.optim.Adafactor`` inside the mixed-precision wrapper."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from mp_optim.offload.hybrid import HybridDeviceOptimizer
 
 
 class Adafactor(Float16OptimizerWithFloat16Params):
-    """``torch.optim.Adafactor`` (Shazeer & Stern 2018) on FP32 main params, which are on the
-    accelerator or in host memory.
+    """``torch.optim.Adafactor`` (Shazeer & Stern 2018) on FP32 main params.
 
-    The settings of this package's rules (``state``, ``main_params``, ``backend`` and so on) do not
-    apply. A rank that holds a part of a parameter keeps the row and column means of that part.
+    Main params are on the accelerator or in host memory. The settings of this package's own
+    optimizers (``state``, ``main_params``, ``backend`` and so on) do not apply. A rank that holds a
+    shard of a parameter keeps the row and column means of that shard.
 
     Args:
         params: parameters, named parameters or param groups; bf16 and FP32 in any mix.
-        lr: upper limit of the relative step, a number or a tensor.
-        beta2_decay: exponent of the weight ``t ** beta2_decay`` of a gradient in the averages.
-        eps: floor of the second moment's root (None: FP32's epsilon), and of a parameter's root
-            mean square.
-        d: limit of the direction's root mean square.
+        lr: upper limit of the relative step size, a number or a tensor.
+        beta2_decay: exponent of the weight ``t ** beta2_decay`` that a gradient has in the second
+            moment at step ``t``.
+        eps: two floors: of the second moment's square root (None: FP32's machine epsilon), and of
+            a parameter's root mean square.
+        d: upper limit of the update direction's root mean square.
         weight_decay: factor of the decoupled weight decay.
-        foreach: as in torch.
-        maximize: as in torch.
-        offload: share of the parameters' elements whose state is kept and stepped in host memory,
-            0.0 to 1.0.
+        foreach: True for torch's multi-tensor implementation; None lets torch choose.
+        maximize: True to maximize the loss.
+        offload: share of the parameters' elements that have their state and their step in host
+            memory, 0.0 to 1.0.
         offload_mode: work during backward: ``"sync"`` (none) or ``"overlap"`` (gradients are copied
             to the host).
-        max_grad_norm: norm to which all gradients together are clipped; None does not clip.
+        max_grad_norm: limit of the global gradient norm; None does not clip.
 
     Raises:
-        TypeError, ValueError: a setting or a parameter's dtype is not supported, naming it.
+        TypeError: a parameter's dtype is not supported.
+        ValueError: a setting is out of range or not supported.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
-"""StackOptimizer: a stack with the signature of a torch optimizer, ``cls(params, **settings)``;
-what it is asked for beside its rule's hyperparameters becomes a config.
+"""StackOptimizer: base of optimizer classes with torch's signature, ``cls(params, **settings)``.
+
+Settings that are not hyperparameters of the optimizer's rule become an OptimizerConfig.
 """
 
 from __future__ import annotations
@@ -40,34 +41,36 @@ from mp_optim.rules.rule_optimizer import RuleOptimizer, executor_of
 
 _TRAINED = (torch.bfloat16, torch.float16, torch.float32, *FLOAT8_DTYPES)
 _FP16 = (
-    "float16 parameters are stepped without a loss scale, and small gradients are lost in float16: "
+    "float16 parameters are stepped without a loss scale, and small gradients underflow: "
     "use torch.amp.GradScaler (scaler.scale(loss).backward(), scaler.step(optimizer), "
     "scaler.update()), or bfloat16"
 )
 
 
 class StackOptimizer(WrappedOptimizer):
-    """What the classes of :mod:`mp_optim.optimizers` have in common: a stack that looks as a torch
-    optimizer does, over any mix of 16-bit and FP32 parameters, with nobody's loss scale but that of
-    a ``GradScaler``.
+    """Base of the optimizer classes: a mixed-precision stack with torch's optimizer interface.
 
-    What steps is built at the first step, or when state is first asked for. Until then parameters
-    may be replaced: by ``fully_shard``, by accelerate, by ``model.to(...)``. With
-    ``release_gradients`` it is built at once.
+    Parameters may be any mix of 16-bit and FP32. The only loss scale is that of a ``GradScaler``.
+
+    The executor and the main params are built at the first step or the first read of state. Until
+    then parameters may be replaced, by ``fully_shard``, by accelerate or by ``model.to(...)``. With
+    ``release_gradients`` the constructor builds them.
 
     Args:
-        params: parameters, named parameters or groups, of any mix of bfloat16, float16 and float32.
-        defaults: the rule's hyperparameters.
-        settings: of :class:`~mp_optim.optimizers.settings.StackSettings`.
+        params: parameters, named parameters or param groups, of any mix of bfloat16, float16 and
+            float32.
+        defaults: hyperparameters of the rule, by name.
+        settings: values of :class:`~mp_optim.optimizers.settings.StackSettings`, by name.
 
     Raises:
-        TypeError, ValueError: a setting is unknown, out of range or without effect, naming it.
+        TypeError: a setting is unknown.
+        ValueError: a setting is out of range, contradicts another one, or has no effect.
     """
 
     rule = "adam"
     last_step: StepResult | None = None
-    """What became of the last step: whether it was taken, and the gradient norm before clipping;
-    None before the first."""
+    """Result of the last step: whether it was taken, and the gradient norm before clipping. None
+    before the first step."""
 
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], settings: Mapping[str, Any]
@@ -75,7 +78,7 @@ class StackOptimizer(WrappedOptimizer):
         self._warned_of_fp16 = self._is_begun = False
         self._found_inf: Tensor | None = None
         self._patched_step: Any = None
-        # type(optimizer)(params, **optimizer.defaults) builds another one
+        # Plain values, because callers build copies by type(optimizer)(params, **defaults).
         defaults = {key: plain_setting(settings.get(key, defaults[key])) for key in defaults}
         settings = {key: value for key, value in settings.items() if key not in defaults}
         self._given_settings = settings
@@ -83,22 +86,22 @@ class StackOptimizer(WrappedOptimizer):
         config = config_of(self.rule, settings, [*inspect.signature(type(self)).parameters][1:])
         given = {**construction_of(config), **RULES[self.rule].fixed, **defaults}
         self._empty = RuleOptimizer(rule_of(config), [{"params": []}], **given)
-        """The rule's optimizer without parameters, which checks settings."""
-        self._of_rule = tuple(defaults)  # a wrapper (timm's Lookahead) adds its own
-        # not WrappedOptimizer's, which builds at once what steps
+        """The rule's optimizer without parameters, used to check settings."""
+        self._of_rule = tuple(defaults)  # a wrapper (timm's Lookahead) adds defaults of its own
+        # Skip WrappedOptimizer.__init__, which would build the executor now.
         MegatronOptimizer.__init__(self, params, defaults, config, None)
         warn_of_missing_kernels(config.fused_backend, self.rule, self.param_groups)
         if config.release_gradients:
-            self._build()  # the first backward releases already
+            self._build()  # hooks must be registered before the first backward
 
-    # -- what is built late -----------------------------------------------------------------------
+    # -- deferred construction --------------------------------------------------------------------
 
     @property
     def stack(self) -> StackOptimizer:
-        """This optimizer, with what steps built.
+        """Build the executor if necessary, and return this optimizer.
 
         Raises:
-            TypeError: a parameter's dtype cannot be trained, naming it.
+            TypeError: the dtype of a parameter is not supported; names the parameter.
         """
         if not self._is_built:
             self._build()
@@ -131,7 +134,7 @@ class StackOptimizer(WrappedOptimizer):
 
     @property
     def has_modes(self) -> bool:
-        """None of these rules has; asking builds nothing."""
+        """Always False. Unlike the inherited property, this one does not build the executor."""
         return False
 
     def _forget_engine(self) -> None:
@@ -152,28 +155,38 @@ class StackOptimizer(WrappedOptimizer):
                 f"{name} is {param.dtype}: parameters are bfloat16, float16, "
                 "float32 or float8; convert the model, or freeze the parameter"
             )
-        alone = config.param_remainder_bits == NO_REMAINDER.name
-        if param.dtype == torch.float16 and alone and config.keeps_remainders:
+        has_no_main = config.param_remainder_bits == NO_REMAINDER.name
+        if param.dtype == torch.float16 and has_no_main and config.keeps_remainders:
             raise TypeError(
-                f"{name} is float16: main_params='none' steps "
-                "bfloat16 parameters as they are; a float16 one has too few exponents for steps to "
-                "be rounded into. Convert the model to bfloat16, or leave main_params='fp32'"
+                f"{name} is float16: main_params='none' supports only bfloat16, because float16 "
+                "has too few exponent bits for rounded steps; convert the model to bfloat16, or "
+                "leave main_params='fp32'"
             )
 
     @property
     def _hyperparameters(self) -> dict[str, Any]:
-        """The rule's own of ``defaults``, where wrappers (Lookahead's) put theirs, too."""
+        """The rule's entries of ``defaults``, without those that wrappers (Lookahead) add."""
         return {name: self.defaults[name] for name in self._of_rule}
 
     # -- stepping ---------------------------------------------------------------------------------
 
-    @_disable_dynamo  # what is built at the first step outlives a trace
+    @_disable_dynamo  # objects built in the first step must not be part of a trace
     def step(self, closure: Closure | None = None) -> Any:
-        """One step; returns the closure's loss, or None. Gradients with an inf or nan change
-        nothing, and are told of (:attr:`last_step`, warnings).
+        """Take one optimizer step.
+
+        If a gradient holds an inf or nan, parameters and state are unchanged; :attr:`last_step` and
+        a warning report it.
+
+        Args:
+            closure: function that evaluates the model and returns the loss; called with gradients
+                enabled.
+
+        Returns:
+            The closure's loss; None without a closure.
 
         Raises:
-            ValueError: a hyperparameter is out of range, naming it; nothing was stepped.
+            TypeError: the dtype of a parameter is not supported; raised by the first step.
+            ValueError: a hyperparameter is out of range; no parameter is stepped.
         """
         loss = None
         if closure is not None:
@@ -195,14 +208,18 @@ class StackOptimizer(WrappedOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether ``GradScaler.step`` leaves dividing by the loss scale to :meth:`step`, which does
-        it in FP32. torch divides gradients in place, but not those of float16."""
+        """True if ``GradScaler.step`` leaves the division by the loss scale to :meth:`step`.
+
+        This is so for float16 parameters, because ``GradScaler`` cannot unscale float16 gradients
+        in place. :meth:`step` divides in FP32.
+        """
         trained = (param for _, param in iter_slots(self.param_groups) if param.requires_grad)
         return any(param.dtype == torch.float16 for param in trained)
 
     @property
     def found_inf(self) -> Tensor | None:
-        """Not 0 if gradients hold an inf or nan. A ``GradScaler`` sets it for one step."""
+        """A scalar that is not 0 if gradients hold an inf or nan; set by a ``GradScaler`` for one
+        step."""
         return self._found_inf
 
     @found_inf.setter
@@ -210,8 +227,8 @@ class StackOptimizer(WrappedOptimizer):
         del self.found_inf
         self._found_inf = value
         if value is not None and float(value) != 0.0:
-            # As of torch's optimizers that are not fused: accelerate takes a call of the step that
-            # it has patched for a step that was taken.
+            # Replace step instead of returning early from it: accelerate patches ``step`` and
+            # counts a call of its patch as a step taken.
             self._patched_step = vars(self).get("step")
             vars(self)["step"] = self._skip
 
@@ -224,15 +241,15 @@ class StackOptimizer(WrappedOptimizer):
         self._found_inf = self._patched_step = None
 
     def _skip(self, closure: Closure | None = None) -> None:
-        """Stand in for :meth:`step` where a ``GradScaler`` found an inf or nan."""
+        """Replace :meth:`step` for one call after a ``GradScaler`` found an inf or nan."""
         self.last_step = StepResult(False, None, None, "GradScaler found an inf or nan")
 
     # -- groups -----------------------------------------------------------------------------------
 
     @property
     def param_groups(self) -> ParamGroups:
-        """Groups of the parameters that are there now. Until the first step or load they may be
-        edited, or assigned anew, whoever has looked at the state meanwhile."""
+        """The current param groups. Until the first step or load they may be edited or replaced,
+        even after a read of the state."""
         return self._live_groups
 
     @param_groups.setter
@@ -242,22 +259,29 @@ class StackOptimizer(WrappedOptimizer):
         SlotKeyedOptimizer.param_groups.__set__(self, groups)  # type: ignore[attr-defined]
 
     def check_lists(self) -> None:
-        """Raise ValueError as every optimizer. What was built for a look at the state is built
-        again for edited lists."""
+        """Raise ValueError if parameter lists were edited after the first step.
+
+        Before it, discard an executor that was built to read the state; the next step builds it
+        again.
+        """
         if self._is_built and not self._is_begun and self.has_edited_lists():
             self._forget_engine()
         super().check_lists()
 
     def lists_are_known(self) -> None:
-        """As of every optimizer; before the first step lists may be edited."""
+        """Record the current parameter lists, if the executor is built."""
         if self._is_built:
             super().lists_are_known()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. Where it is refused, nothing is changed.
+        """Add a param group, or several if the rule splits it. On an error nothing is changed.
+
+        Args:
+            param_group: ``params`` and settings; missing settings have the optimizer's defaults.
 
         Raises:
-            TypeError, ValueError: what is wrong with a parameter or setting.
+            TypeError: a parameter is not supported.
+            ValueError: a setting is out of range, or a parameter is in another group.
         """
         with self.added_whole():
             for group in self.arranged(param_group):
@@ -278,17 +302,18 @@ class StackOptimizer(WrappedOptimizer):
             SlotKeyedOptimizer.forget_groups(self, count)
 
     def arranged(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """A group as it is given, as the groups that it becomes."""
+        """Return the groups that a group given by the caller is split into; here itself."""
         return [group]
 
     # -- state ------------------------------------------------------------------------------------
 
     def reset_states(self, slots: Sequence[Slot]) -> None:
-        if self._is_built:  # else there is none
+        if self._is_built:  # an optimizer that is not built has no state
             super().reset_states(slots)
 
     def assign_states(self, states: Mapping[Slot, State], *, whole: bool) -> None:
-        # Lightning puts the state of a new optimizer back as it is, when it moves it to the device.
+        # Lightning reads a new optimizer's state and assigns it again to move it to the device.
+        # This must not count as a load.
         has_new = self._is_begun or any(
             not _has_values(self.shown_state(slot), given) for slot, given in states.items()
         )
@@ -302,15 +327,27 @@ class StackOptimizer(WrappedOptimizer):
     def state_dict(
         self, is_loading: bool = False, *, full_precision: bool = False
     ) -> dict[str, Any]:
-        """As torch's: without state before the first step (or look at :attr:`state`)."""
+        """Return the state dict in torch's format.
+
+        ``state`` is empty before the first step or the first read of :attr:`state`.
+
+        Args:
+            is_loading: accepted for compatibility with Megatron, without effect.
+            full_precision: True to return state that is stored in fewer bits as FP32 copies.
+        """
         if not self._is_built:
             return {"state": {}, "param_groups": plain_groups(self.param_groups)}
         self.grad_scaler = None  # a GradScaler saves itself
         return super().state_dict(is_loading, full_precision=full_precision)
 
     def begins_anew(self, state_dict: Mapping[str, Any]) -> bool:
-        """A state dict without state is one from before the first step: state begins anew from the
-        model's weights."""
+        """Reset this optimizer if a state dict has no state, which was saved before the first step.
+
+        The next step then initializes state from the model's weights.
+
+        Returns:
+            True if the optimizer was reset.
+        """
         if state_dict["state"]:
             self.grad_scaler, self._is_begun = None, True
             return False
@@ -323,12 +360,15 @@ class StackOptimizer(WrappedOptimizer):
     # -- copies -----------------------------------------------------------------------------------
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As torch's: a copy is built from what :meth:`__getstate__` gives."""
+        """Pickle by :meth:`__getstate__` and :meth:`__setstate__`, like a torch optimizer."""
         return object.__reduce_ex__(self, protocol)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and ``copy.deepcopy``, as torch's: the parameters are part of it, so an
-        optimizer that is copied together with its model stays that model's. Hooks are not."""
+        """Return parameters, settings and state for pickle and ``copy.deepcopy``, without hooks.
+
+        The parameters are included, so an optimizer that is copied together with its model steps
+        the copied model.
+        """
         groups = [with_names(group) for group in self.param_groups]
         saved = self.state_dict() if self._is_built else None
         return {
@@ -349,7 +389,7 @@ class StackOptimizer(WrappedOptimizer):
 
 
 def _has_values(state: State, given: State) -> bool:
-    """Whether these values, on whatever device, are those of a slot's state."""
+    """True if all given values equal those of a slot's state, regardless of their device."""
     return all(_is_same(state.get(key), value) for key, value in given.items())
 
 
@@ -361,15 +401,14 @@ def _is_same(mine: Any, given: Any) -> bool:
 
 
 class AmpLossScale(ConstantGradScaler):
-    """What a ``GradScaler`` says the loss was multiplied with, for one step; it decides itself what
-    comes after.
+    """Loss scale of a ``GradScaler``, kept for one step. The ``GradScaler`` itself updates it.
 
     Args:
-        scale: one element, FP32, on any device.
+        scale: loss scale, an FP32 tensor of one element on any device.
     """
 
     def __init__(self, scale: Tensor) -> None:
-        super().__init__(1.0)  # on the host: a number's way to a device would be waited for
+        super().__init__(1.0)  # on the host: a copy to the device would synchronize
         self._scale = scale.detach().reshape(1)
 
     def may_shrink(self, scale: float) -> bool:

@@ -1,7 +1,8 @@
-"""The rules as torch optimizers: ``AdamW(params, lr=1e-3, ...)``.
+"""Optimizers with torch's signature: ``AdamW(params, lr=1e-3, ...)``.
 
-Hyperparameters and their defaults are torch's where torch has the rule, else those of its paper. By
-name they also take :class:`~mp_optim.optimizers.settings.StackSettings`.
+Hyperparameters and their defaults are torch's if torch has the optimizer, else those of its paper.
+Each class also has the keyword arguments of
+:class:`~mp_optim.optimizers.settings.StackSettings`.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ _log = logging.getLogger(__name__)
 
 @with_settings
 class Adam(StackOptimizer):
-    """Adam (Kingma & Ba 2015), as torch's.
+    """Adam (Kingma & Ba 2015) with the formula of ``torch.optim.Adam``.
 
     Args:
         params: parameters, named parameters or param groups; bf16, fp16 and FP32 in any mix.
         lr: learning rate, a number or a tensor.
-        betas: decay of the first and of the second moment.
-        eps: number that is added to the denominator.
-        weight_decay: factor of the parameter that is added to its gradient.
+        betas: decay per step of the first and of the second moment, each in [0, 1).
+        eps: number added to the denominator.
+        weight_decay: factor of the L2 penalty: this multiple of the parameter is added to its
+            gradient.
     """
 
     def __init__(
@@ -60,16 +62,20 @@ class Adam(StackOptimizer):
 
 @with_settings
 class AdamW(StackOptimizer):
-    """AdamW (Loshchilov & Hutter 2019), as torch's: each parameter of a group decays.
+    """AdamW (Loshchilov & Hutter 2019) with the formula of ``torch.optim.AdamW``.
+
+    Weight decay applies to every parameter of a group, biases and norms included.
 
     Args:
         params: parameters, named parameters or param groups; bf16, fp16 and FP32 in any mix.
         lr: learning rate, a number or a tensor.
-        betas: decay of the first and of the second moment.
-        eps: number that is added to the denominator.
+        betas: decay per step of the first and of the second moment, each in [0, 1).
+        eps: number added to the denominator.
         weight_decay: factor of the decoupled weight decay.
-        caution: whether updates are cautious (Liang et al. 2024; the name is timm's).
-        cautious_wd: whether weight decay is cautious (Chen et al. 2025; the name is dion's).
+        caution: True for cautious updates (Liang et al. 2024): elements whose update disagrees in
+            sign with their gradient are not updated, and the other updates are enlarged.
+        cautious_wd: True for cautious weight decay (Chen et al. 2025): an element decays only if
+            the update does not move it away from 0.
     """
 
     def __init__(
@@ -90,16 +96,18 @@ class AdamW(StackOptimizer):
 
 @with_settings
 class LAMB(StackOptimizer):
-    """LAMB (You et al. 2020), as apex has it. ``max_grad_norm`` does the clipping.
+    """LAMB (You et al. 2020) with the formula of ``apex.optimizers.FusedLAMB``.
+
+    Unlike apex's, it clips gradients only if ``max_grad_norm`` is set.
 
     Args:
         params: parameters, named parameters or param groups; bf16, fp16 and FP32 in any mix.
         lr: learning rate, a number or a tensor.
-        betas: decay of the first and of the second moment.
-        eps: number that is added to the denominator.
+        betas: decay per step of the first and of the second moment, each in [0, 1).
+        eps: number added to the denominator.
         weight_decay: factor of the decoupled weight decay.
-        grad_averaging: whether the first moment weighs the gradient with ``1 - beta1``.
-        use_nvlamb: whether the learning rate is also adapted where ``weight_decay`` is 0.
+        grad_averaging: True to multiply the gradient by ``1 - beta1`` in the first moment.
+        use_nvlamb: True to adapt the learning rate of parameters without weight decay, too.
     """
 
     rule = "lamb"
@@ -127,10 +135,13 @@ class Lion(StackOptimizer):
     Args:
         params: parameters, named parameters or param groups; bf16, fp16 and FP32 in any mix.
         lr: learning rate, a number or a tensor.
-        betas: weight of the momentum in the step's direction, and decay of the momentum.
+        betas: weight of the momentum in the update direction, and decay per step of the momentum,
+            each in [0, 1).
         weight_decay: factor of the decoupled weight decay.
-        caution: whether updates are cautious (Liang et al. 2024; the name is timm's).
-        cautious_wd: whether weight decay is cautious (Chen et al. 2025; the name is dion's).
+        caution: True for cautious updates (Liang et al. 2024): elements whose update disagrees in
+            sign with their gradient are not updated, and the other updates are enlarged.
+        cautious_wd: True for cautious weight decay (Chen et al. 2025): an element decays only if
+            the update does not move it away from 0.
     """
 
     rule = "lion"
@@ -152,15 +163,16 @@ class Lion(StackOptimizer):
 
 @with_settings
 class SGD(StackOptimizer):
-    """Gradient descent with momentum, as torch's.
+    """Gradient descent with momentum, with the formula of ``torch.optim.SGD``.
 
     Args:
         params: parameters, named parameters or param groups; bf16, fp16 and FP32 in any mix.
         lr: learning rate, a number or a tensor.
-        momentum: decay of the momentum; 0 keeps none.
-        dampening: share of a gradient that is left out of the momentum.
-        weight_decay: factor of the parameter that is added to its gradient.
-        nesterov: whether the momentum is Nesterov's.
+        momentum: decay per step of the momentum; 0 keeps none.
+        dampening: share of a gradient that is not added to the momentum.
+        weight_decay: factor of the L2 penalty: this multiple of the parameter is added to its
+            gradient.
+        nesterov: True for Nesterov momentum.
     """
 
     rule = "sgd"
@@ -182,40 +194,45 @@ class SGD(StackOptimizer):
 
 @with_settings
 class Muon(StackOptimizer):
-    """Muon (Jordan 2024) for matrices, AdamW for the rest, with one learning rate for both.
+    """Muon (Jordan 2024) for hidden matrices and AdamW for all other parameters.
 
-    A group is taken apart: its matrices that are neither embeddings nor output layers are Muon's,
-    and what is left becomes a group of its own. ``describe()`` lists both, with the reasons. The
-    model's modules tell embeddings and output layers: pass ``model.named_parameters()`` as it
-    comes, or ``model=``. Without the modules the names tell them: those of the usual families. A
-    group with ``optimizer="adam"`` (or ``use_muon=False``) is AdamW's in any case.
+    The constructor splits each param group in two. Muon steps the matrices that are neither
+    embeddings nor output layers; AdamW steps the other parameters. ``describe()`` lists both parts
+    with the reasons. A group with ``optimizer="adam"`` or ``use_muon=False`` is not split: AdamW
+    steps all of it.
+
+    Embeddings and output layers are found by the model's modules. So pass
+    ``model.named_parameters()`` itself, or ``model=``. Without modules, the parameter names of
+    common model families decide.
 
     Args:
         params: parameters, named parameters or param groups; bf16, fp16 and FP32 in any mix.
-        lr: learning rate, a number or a tensor.
-        weight_decay: factor of the decoupled weight decay, of both rules.
-        momentum: decay of Muon's momentum.
-        nesterov: whether Muon's momentum is Nesterov's.
+        lr: learning rate of both rules, a number or a tensor.
+        weight_decay: factor of the decoupled weight decay of both rules.
+        momentum: decay per step of Muon's momentum.
+        nesterov: True for Nesterov momentum in Muon.
         ns_steps: number of Newton-Schulz steps.
-        adjust_lr_fn: factor of the learning rate of a matrix. None (as torch's) and
-            ``"original"``: sqrt(max(1, rows / columns)). ``"match_rms_adamw"``: 0.2 *
-            sqrt(max(rows, columns)), so that steps are as long as AdamW's, and its learning rate
-            can be kept.
-        betas: decay of AdamW's first and second moment.
-        eps: number that is added to AdamW's denominator. (torch's Muon, which has no AdamW, calls a
-            constant of Newton-Schulz so.)
-        caution: whether updates of both rules are cautious, as of AdamW.
-        cautious_wd: whether weight decay of both rules is cautious, as of AdamW.
-        moment2_method: ``"normuon"`` divides each row of a step, a neuron, by the root of an
-            average of its squares, and keeps the step's norm (Li et al. 2025); None does not.
-        beta2: decay of this average.
-        model: module that holds the parameters, for lists and groups of them. The optimizer does
-            not keep it alive.
+        adjust_lr_fn: factor of a matrix's learning rate. None and ``"original"``:
+            sqrt(max(1, rows / columns)). ``"match_rms_adamw"``: 0.2 * sqrt(max(rows, columns)),
+            which makes updates as large as AdamW's, so that AdamW's learning rate fits.
+        betas: decay per step of AdamW's first and second moment.
+        eps: number added to AdamW's denominator. In ``torch.optim.Muon`` this name is a constant of
+            Newton-Schulz.
+        caution: True for cautious updates (Liang et al. 2024) in both rules: elements whose update
+            disagrees in sign with their gradient are not updated, and the other updates are
+            enlarged.
+        cautious_wd: True for cautious weight decay (Chen et al. 2025) in both rules: an element
+            decays only if the update does not move it away from 0.
+        moment2_method: ``"normuon"`` divides each row of an update by the root of a moving average
+            of its mean square, and keeps the norm of the update (Li et al. 2025). None does not.
+        beta2: decay per step of this average.
+        model: module that holds the parameters, needed if ``params`` is a list or has groups. The
+            optimizer stores a weak reference to it.
     """
 
     rule = "muon"
     _modules: tuple[weakref.ref[nn.Module], ...] = ()
-    """The modules that hold the parameters, as far as they are known."""
+    """Weak references to the modules known to hold the parameters."""
 
     def __init__(
         self,
@@ -281,11 +298,15 @@ NamedTensor = tuple[str, Tensor]
 
 
 def by_rule(group: dict[str, Any], tables: Tables) -> list[dict[str, Any]]:
-    """A group as one or two: Muon's matrices, and the rest.
+    """Split a param group into one of Muon's matrices and one of AdamW's other parameters.
 
     Args:
-        group: its ``params`` as a list.
-        tables: the embeddings and output layers of the model.
+        group: param group with a list as ``params``.
+        tables: embeddings and output layers of the model.
+
+    Returns:
+        The groups that have parameters. A group with ``optimizer`` or ``use_muon=False`` is
+        returned whole.
     """
     settings = {key: value for key, value in group.items() if key not in ("params", "use_muon")}
     chosen = group.get("optimizer", {False: "adam"}.get(group.get("use_muon", True)))
@@ -301,9 +322,9 @@ def by_rule(group: dict[str, Any], tables: Tables) -> list[dict[str, Any]]:
             warn_of_table_shape(member[1], tables.name_of(member[1], member[0]))
     if any(isinstance(member, Tensor) and not tables.knows(member) for member in parts["muon"]):
         warn(
-            "Muon was given parameters without names, so every matrix is stepped by it, embeddings "
-            "and output layers too: pass model.named_parameters(), or model=model, or a group with "
-            'optimizer="adam" for those'
+            "Muon was given parameters without names, so it steps every matrix, embeddings and "
+            "output layers too: pass model.named_parameters(), or model=model, or put embeddings "
+            'and output layers into a group with optimizer="adam"'
         )
     split = [{**settings, "params": parts[rule], "optimizer": rule} for rule in parts]
     return [part for part in split if part["params"]] or split[:1]

@@ -1,5 +1,4 @@
-"""Settings that all torch-shaped classes share, their signature and documentation, and the config
-that they become."""
+"""Keyword arguments that all optimizer classes share, and their conversion into a config."""
 
 from __future__ import annotations
 
@@ -35,61 +34,63 @@ _FORMS = {
     "8bit": ("int8", "uint8", "8", "8-bit", "8bits", "fp8", "float8"),
     "4bit": ("int4", "uint4", "4", "4-bit", "4bits", "nf4"),
 }
-"""Other words for forms of state."""
+"""Synonyms of each storage format, for "did you mean" hints."""
 _REMAINDER_BITS = {"fp32": None, "remainder16": 16, "remainder8": 8, "none": NO_REMAINDER.name}
 
 
 class StackSettings(TypedDict, total=False):
-    """Keyword arguments of every class, in addition to the hyperparameters of its rule.
+    """Keyword arguments of every optimizer class, in addition to its hyperparameters.
 
     Attributes:
-        state: form of the moments: ``"fp32"``, ``"bf16"``, ``"fp16"`` with a scale for each block
-            of 256 elements, ``"8bit"``, or ``"4bit"`` (first moments in 4 bits, second moments in
-            8).
-        min_8bit_size: number of elements below which a parameter keeps FP32 moments, with
-            ``state="8bit"`` or ``"4bit"``; bitsandbytes has 4096.
-        main_params: form of the main param of a 16-bit parameter: ``"fp32"``; for bfloat16 also
-            ``"remainder16"``, the 16 bits that bfloat16 drops (same bits as ``"fp32"``),
-            ``"remainder8"``, the upper 8 of them, or ``"none"``: each step rounds the parameter
-            itself stochastically.
-        stochastic_rounding: whether bfloat16, 8-bit and 4-bit state is rounded stochastically.
+        state: storage format of the moments: ``"fp32"``, ``"bf16"``, ``"fp16"`` with a scale for
+            each block of 256 elements, ``"8bit"``, or ``"4bit"`` (first moments in 4 bits, second
+            moments in 8).
+        min_8bit_size: with ``state="8bit"`` or ``"4bit"``, parameters with fewer elements keep FP32
+            moments; bitsandbytes' default is 4096.
+        main_params: storage format of the main param of a 16-bit parameter: ``"fp32"``; for
+            bfloat16 also ``"remainder16"``, the 16 bits that bfloat16 drops (same bits as
+            ``"fp32"``), ``"remainder8"``, the upper 8 of them, or ``"none"``: each step rounds the
+            parameter itself stochastically.
+        stochastic_rounding: True to round bfloat16, 8-bit and 4-bit state stochastically.
         ema_decay: decay per step of a moving average of each parameter; None keeps none.
             ``averaged_weights()`` evaluates with the averages.
-        ema_dtype: form of these averages: ``"fp32"``, or ``"bf16"`` with ``stochastic_rounding``.
-        offload: share of the parameters' elements whose state is kept in host memory, 0.0 to 1.0;
-            or ``"auto"``: as few as the accelerator's memory allows.
+        ema_dtype: dtype of these averages: ``"fp32"``, or ``"bf16"`` with ``stochastic_rounding``.
+        offload: share of the parameters' elements that have their state in host memory, 0.0 to 1.0;
+            or ``"auto"``: the smallest share that fits the accelerator's memory.
         offload_mode: work during backward: ``"sync"`` (none), ``"overlap"`` (gradients are copied
-            to the host) or ``"speculative"`` (they are stepped there). All three give the same
+            to the host) or ``"speculative"`` (the host also steps them). All three give the same
             bits.
-        offload_place: where offloaded state is stepped: ``"host"``, or ``"streamed"``: on the
+        offload_place: device that steps offloaded parameters: ``"host"``, or ``"streamed"`` for the
             accelerator, window by window. Both give the same bits.
-        stream_window_bytes: bytes of a window of streamed state (default 256 MiB), or text such as
-            ``"64MiB"``.
-        optimizer_state_path: folder on a local disk for an unnamed file with the offloaded state;
-            the file is gone when the process ends. None keeps this state in memory.
-        release_gradients: whether gradients of offloaded parameters leave the accelerator during
-            backward, with ``offload_mode`` overlap or speculative. ``param.grad`` is None after
-            backward then, so that nothing else can read or clip it (use ``max_grad_norm``), and
+        stream_window_bytes: size of a window of streamed state in bytes (default 256 MiB), or text
+            such as ``"64MiB"``.
+        optimizer_state_path: folder on a local disk for an unnamed file with the offloaded state.
+            The file is deleted when the process ends. None keeps this state in memory.
+        release_gradients: True to free gradients of offloaded parameters on the accelerator during
+            backward, with ``offload_mode`` overlap or speculative. ``param.grad`` is then None
+            after backward, so other code cannot read or clip it (use ``max_grad_norm``), and
             ``step()`` ends with ``zero_grad()``.
-        max_grad_norm: norm to which all gradients together are clipped; None does not clip.
-        skip_step_sigma_factor: number of sigma above the median of the last steps at which a
-            gradient norm, or a loss (``optimizer.health.report_loss``), makes a step skipped; inf
+        max_grad_norm: limit of the global gradient norm; None does not clip.
+        skip_step_sigma_factor: number of sigma above the median of the last steps. A step is
+            skipped if its gradient norm or loss (``optimizer.health.report_loss``) is higher; inf
             skips none.
-        skip_step_rolling_interval_length: number of last steps that this median is taken of.
+        skip_step_rolling_interval_length: number of last steps in this median.
         log_param_grad_norms: number of parameters with the largest gradient norms that
-            ``metrics()`` shows.
-        log_update_ratios_interval: steps between two comparisons of each parameter's update with
-            its size; 0 never compares.
-        audit_rate: share of the elements that each step repeats by ``reference`` to compare bits
-            (``docs/audit.md``).
-        audit_action: answer to different bits in an audit: ``"warn"`` or ``"raise"``.
-        backend: kernels of the step, as ``OptimizerConfig.fused_backend``.
-        foreach: accepted as in torch, without effect: every step is fused.
-        fused: accepted as in torch, without effect: every step is fused.
-        amsgrad: only False; there is no AMSGrad here.
-        maximize: only False; negate the loss instead.
-        capturable: only False; steps are not captured in CUDA graphs.
-        differentiable: only False; steps are not differentiable.
+            ``metrics()`` shows; 0 records none.
+        log_update_ratios_interval: number of steps between two comparisons of each parameter's
+            update with its size; 0 never compares.
+        audit_rate: share of the elements that each step repeats with ``reference`` to compare bits
+            (``docs/audit.md``), 0.0 to 1.0.
+        audit_action: reaction to different bits in an audit: ``"warn"`` or ``"raise"``.
+        backend: implementation of the step: ``"auto"``, ``"native"``, ``"reference"``,
+            ``"torch"``, ``"triton"``, ``"apex"`` or ``"transformer_engine"``
+            (``OptimizerConfig.fused_backend``).
+        foreach: accepted for compatibility with torch, without effect: every step is fused.
+        fused: accepted for compatibility with torch, without effect: every step is fused.
+        amsgrad: only False: AMSGrad is not supported.
+        maximize: only False: negate the loss instead.
+        capturable: only False: steps are not captured in CUDA graphs.
+        differentiable: only False: steps are not differentiable.
     """
 
     state: str
@@ -124,13 +125,13 @@ _DEFAULT_OF_FIELD = {field.name: field.default for field in fields(OptimizerConf
 _OF_CONFIG = [name for name in StackSettings.__annotations__ if name in _DEFAULT_OF_FIELD]
 _OF_OFFLOADING = [name for name in _OF_CONFIG if name in OFFLOADING]
 _IN_WORDS = {"ema_dtype": "fp32"}
-"""Fields of the config that have words for values here, with their defaults."""
+"""Settings that take a word where the config's field takes a dtype, with the default word."""
 _SAME = [
     name
     for name in _OF_CONFIG
     if name not in (*_OF_OFFLOADING, *_IN_WORDS, "stochastic_rounding")  # main_params may set that
 ]
-"""Settings that are fields of the config under the same names."""
+"""Settings passed unchanged to the config's field with the same name."""
 _DEFAULTS: dict[str, Any] = {
     "state": "fp32",
     "min_8bit_size": 0,
@@ -142,17 +143,27 @@ _DEFAULTS: dict[str, Any] = {
     **_IN_WORDS,
 }
 _OF_TORCH: dict[str, Any] = {"foreach": None, "fused": None, **dict.fromkeys(NOT_HERE, False)}
-"""Arguments of torch's optimizers that change nothing here, with their defaults."""
+"""Arguments of torch's optimizers that have no effect here, with their defaults."""
+
+
+_RAISES = """Raises:
+    TypeError: an argument is unknown. A parameter's dtype is checked at the first step.
+    ValueError: a value is out of range, contradicts another one, or has no effect.
+"""
 
 
 def with_settings(cls: type[T]) -> type[T]:
-    """Show each of :class:`StackSettings` as an argument of a class, instead of ``**settings``.
+    """Replace ``**settings`` of a class by the names of :class:`StackSettings`.
 
     ``inspect.signature`` (help(), Sphinx, command-line builders) then lists names, types and
-    defaults, and the class's docstring the meanings. Static tools read the same from ``Unpack``.
+    defaults. The class's docstring gets their descriptions and ``Raises:``. Static type checkers
+    read ``Unpack`` instead.
 
     Args:
-        cls: class whose docstring ends with ``Args:`` and whose constructor takes ``**settings``.
+        cls: class with a docstring that ends with ``Args:`` and a constructor with ``**settings``.
+
+    Returns:
+        ``cls`` itself.
     """
     init: Any = cls.__init__
     init.__annotations__ = get_type_hints(init) | get_type_hints(StackSettings)
@@ -173,8 +184,8 @@ def with_settings(cls: type[T]) -> type[T]:
     init.__signature__ = inspect.Signature([*own, *shared], return_annotation=None)
     del init.__annotations__["settings"]
     if cls.__doc__ and StackSettings.__doc__:  # ``python -OO`` drops docstrings
-        meanings = StackSettings.__doc__.partition("Attributes:\n")[2]
-        cls.__doc__ = f"{cls.__doc__.rstrip()}\n{meanings}"
+        meanings = inspect.cleandoc(StackSettings.__doc__).partition("Attributes:\n")[2]
+        cls.__doc__ = f"{inspect.cleandoc(cls.__doc__)}\n{meanings}\n\n{_RAISES}"
     return cls
 
 
@@ -189,28 +200,32 @@ _ARGUMENT = {
     "store_param_remainders": "main_params",
     **{str(dtype): repr(name) for name, dtype in _STATES.items()},
 }
-"""Words of the config's errors, and the same in arguments of a class."""
+"""Names of the config's errors, and the argument of a class that replaces each of them."""
 
 
 def config_of(
     rule: str, settings: Mapping[str, Any], arguments: Sequence[str] = ()
 ) -> OptimizerConfig:
-    """The config of a stack over parameters of any of bfloat16, float16 and float32.
+    """Build the config of a stack over any mix of bfloat16, float16 and float32 parameters.
 
     Args:
-        rule: ``optimizer`` of the config.
-        settings: of :class:`StackSettings`; those that are left out have their defaults.
+        rule: value of the config's ``optimizer``.
+        settings: values of :class:`StackSettings` by name; missing ones have their defaults.
         arguments: names of the class's other arguments, for hints.
 
+    Returns:
+        The config. Its ``lr`` is 0.0, because each param group has its own.
+
     Raises:
-        TypeError: a name is unknown. ValueError: a value is out of range or does nothing.
+        TypeError: a name is unknown.
+        ValueError: a value is out of range, contradicts another one, or has no effect.
     """
     chosen: dict[str, Any] = {**_DEFAULTS, **_without_torchs(settings, arguments)}
     try:
         return OptimizerConfig(
             optimizer=rule,
-            lr=0.0,  # that of each group applies
-            bf16=True,  # which is to say: with main params where they are needed
+            lr=0.0,  # each group's own lr applies
+            bf16=True,  # selects the wrapper that builds main params for 16-bit parameters
             clip_grad=_limit(chosen["max_grad_norm"]),
             fused_backend=chosen["backend"],
             fp32_state_below=chosen["min_8bit_size"],
@@ -230,18 +245,18 @@ def _without_torchs(settings: Mapping[str, Any], arguments: Sequence[str]) -> di
     kept = {}
     for name, value in settings.items():
         if name in NOT_HERE and value:
-            raise ValueError(f"{name}={value!r}: {NOT_HERE[name]}")
+            raise ValueError(f"{name}={value!r}: {NOT_HERE[name]}. Set it to False")
         if name in _DEFAULTS:
             kept[name] = value
         elif name not in _OF_TORCH:
             known = [*arguments, *_DEFAULTS]
-            said = hint(name, known, fields=[*_DEFAULT_OF_FIELD])
-            raise TypeError(f"unexpected argument {name!r}{said}")
+            way_out = hint(name, known, fields=[*_DEFAULT_OF_FIELD])
+            raise TypeError(f"unexpected argument {name!r}{way_out}")
     return kept
 
 
 def _form(rule: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """How state is kept."""
+    """Return the config's fields for the storage format of state and main params."""
     dtype = _choice(chosen, "state", _STATES)
     if chosen["main_params"] == "kahan":
         raise ValueError(f"main_params='kahan': {KAHAN_IS_GONE}; use 'remainder16'")
@@ -253,7 +268,7 @@ def _form(rule: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
     stepped_by = [rule, "adam"] if rule == "muon" else [rule]
     moments = [moment for name in stepped_by for moment in RULES[name].moments]
     stored_as = {moment.dtype_field for moment in moments if moment.dtype_field}
-    second = torch.uint8 if dtype == UINT4 else dtype  # which has no 4-bit form
+    second = torch.uint8 if dtype == UINT4 else dtype  # second moments have no 4-bit format
     forms = {FIRST_DTYPE: dtype, SECOND_DTYPE: second}
     return {
         "use_precision_aware_optimizer": True,
@@ -265,11 +280,11 @@ def _form(rule: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _placement(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    how = {name: chosen[name] for name in _OF_OFFLOADING}
-    if chosen["offload"] == 0.0 and how.items() <= _DEFAULTS.items():
+    offloading = {name: chosen[name] for name in _OF_OFFLOADING}
+    if chosen["offload"] == 0.0 and offloading.items() <= _DEFAULTS.items():
         return {}
     fraction = {"optimizer_offload_fraction": chosen["offload"]}
-    return {"optimizer_cpu_offload": True, **fraction, **how}
+    return {"optimizer_cpu_offload": True, **fraction, **offloading}
 
 
 def _choice(chosen: Mapping[str, Any], name: str, choices: Mapping[str, Any]) -> Any:

@@ -342,7 +342,7 @@ def test_defaults_are_torchs(name: str) -> None:
         ({"betas": "0.9,0.95"}, "betas='0.9,0.95': must be two numbers"),
         ({"lr": "1e-3"}, "lr='1e-3': must be a finite number"),
         ({"release_gradients": True}, "release_gradients=True: .*offload"),
-        ({"amsgrad": True}, "amsgrad=True: there is no amsgrad"),
+        ({"amsgrad": True}, "amsgrad=True: AMSGrad is not supported"),
     ],
 )
 def test_values_that_cannot_be(settings: dict[str, Any], message: str) -> None:
