@@ -1,4 +1,4 @@
-"""What to build: the config, the checks of its fields, and what each backend can do."""
+"""Configuration: the config, the checks of its fields, and the capabilities of each backend."""
 
 from mp_optim.config.optimizer_config import (
     AdamOptimizerConfig,

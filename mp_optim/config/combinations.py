@@ -1,4 +1,4 @@
-"""Checks of a config's fields against each other: contradictions, and fields without effect."""
+"""Checks of combinations of a config's fields: contradictions, and fields without effect."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Holds = Callable[[ConfigFields], bool]
 
 
 def check_config(config: ConfigFields) -> None:
-    """Raise if a value is out of range, contradictory or without effect.
+    """Check all fields of a config, and convert their values in place.
 
     Raises:
-        ValueError: naming field and value.
+        ValueError: a value is out of range, contradicts another one, or has no effect.
     """
     check_fields(config)
     for low, high in _FLOORS:
@@ -69,7 +69,8 @@ _CONTRADICTIONS: tuple[tuple[str, Holds, str], ...] = (
     (
         "muon_moment2_method",
         lambda c: c.muon_moment2_method is not None and c.muon_tp_mode == "blockwise",
-        "is of rows of whole matrices; set muon_tp_mode='duplicated'",
+        "needs the rows of whole matrices, and muon_tp_mode='blockwise' has only shards; set "
+        "muon_tp_mode='duplicated'",
     ),
     (
         "data_parallel_sharding_strategy",
@@ -77,18 +78,18 @@ _CONTRADICTIONS: tuple[tuple[str, Holds, str], ...] = (
             c.use_layer_wise_distributed_optimizer
             and c.data_parallel_sharding_strategy == "no_shard"
         ),
-        "contradicts use_layer_wise_distributed_optimizer=True",
+        "contradicts use_layer_wise_distributed_optimizer=True; set one of them to its default",
     ),
     (
         "release_gradients",
         lambda c: c.release_gradients and c.is_distributed,
-        "gradients of a distributed optimizer lie in its own buckets; set it to False",
+        "gradients of a distributed optimizer are in its own buckets; set it to False",
     ),
     (
         "release_gradients",
         lambda c: c.release_gradients and c.fused_backend in ("apex", "transformer_engine"),
-        "released gradients are measured on the host, where sums of squares have other bits than "
-        "those of fused_backend={config.fused_backend!r}; choose another, or set "
+        "norms of released gradients are computed on the host, with other bits than "
+        "fused_backend={config.fused_backend!r}; choose another backend, or set "
         "release_gradients=False",
     ),
 )
@@ -101,11 +102,11 @@ def _check_table(config: ConfigFields, table: tuple[tuple[str, Holds, str], ...]
 
 
 _ROUNDS_AVERAGES = (
-    "rounded to nearest, an average in bfloat16 would not move; set stochastic_rounding=True, or "
-    "leave it at torch.float32"
+    "rounding to nearest would leave an average in bfloat16 unchanged; set "
+    "stochastic_rounding=True, or leave it at torch.float32"
 )
 _ROUNDS_PARAMS = (
-    "rounded to nearest, a bfloat16 parameter stands still under steps below 2^-9 of it; set "
+    "rounding to nearest leaves a bfloat16 parameter unchanged by steps below 2^-9 of it; set "
     "stochastic_rounding=True, or param_remainder_bits=16"
 )
 _STATE_DTYPES = {
@@ -142,14 +143,13 @@ def _check_precision(config: ConfigFields) -> None:
 
 
 def check_state_forms(settings: Any) -> None:
-    """Check how state is to be stored.
+    """Check the settings for the storage formats of state.
 
     Args:
-        settings: a config, or what a rule is constructed with: the config's fields that are about
-            it, and ``has_no_main_params``.
+        settings: a config, or another object with these fields of it and ``has_no_main_params``.
 
     Raises:
-        ValueError: naming field and value.
+        SettingError: a format is not supported, or needs ``stochastic_rounding``.
     """
     for name, choices in _STATE_DTYPES.items():
         if getattr(settings, name) not in choices:
@@ -167,7 +167,12 @@ def _check_cautions(config: ConfigFields) -> None:
         if getattr(config, name) and why:
             _fail(config, name, why)
         if getattr(config, name) and reads_decoupling and not config.decoupled_weight_decay:
-            _fail(config, name, "needs decoupled_weight_decay=True: else decay is in the gradient")
+            _fail(
+                config,
+                name,
+                "needs decoupled_weight_decay=True, because otherwise the gradient includes the "
+                "decay; set that",
+            )
 
 
 # -- fields without effect ------------------------------------------------------------------------
@@ -211,14 +216,15 @@ _NEEDS: tuple[tuple[str, str, Holds], ...] = (
         lambda c: c.is_distributed,
     ),
 )
-"""Fields whose missing companion costs a run: memory that is not saved, replicas that diverge."""
+"""Fields, the settings that they need, and a test of a config for these settings. Without them, a
+run would take more memory than expected, or its replicas would diverge."""
 
 
 def inert_fields(config: ConfigFields) -> dict[str, str]:
-    """Return the reason for each field that is set and has no effect, and the way out.
+    """Return the fields that are set without effect, each with a reason and a remedy.
 
-    Fields of rules that the config does not use are among them. Other fields without effect are
-    ignored, as in Megatron.
+    They are fields of :data:`_NEEDS` and of rules that the config does not use. Other fields
+    without effect are accepted, as in Megatron.
     """
     rule, tuned = RULES[config.optimizer], RULES[config.elementwise_rule].hyperparameters
     read = {*rule.fields, *(name for own in tuned if own.per_group for name in own.fields)}

@@ -1,7 +1,7 @@
-"""OptimizerConfig: the settings of an optimizer, in Megatron's names; four names of torch and
-Hugging Face are taken as the fields that they mean.
+"""OptimizerConfig: the settings of an optimizer under Megatron's names.
 
-A field exists only if setting it changes something in some config.
+Four names of torch and Hugging Face are accepted as aliases of fields. A field exists only if
+setting it has an effect in some config.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mp_optim.config.rules import RULES
 
 
 def _checked_arguments(cls: type[OptimizerConfig]) -> type[OptimizerConfig]:
-    """Let a config's constructor say what is wrong with the names it is given."""
+    """Make a config's constructor check argument names and resolve aliases."""
     generated = cls.__init__
     known = [field.name for field in fields(cls)]
 
@@ -51,28 +51,41 @@ def _checked_arguments(cls: type[OptimizerConfig]) -> type[OptimizerConfig]:
 @_checked_arguments
 @dataclass(kw_only=True)
 class OptimizerConfig(ConfigFields):
-    """Everything :func:`mp_optim.get_megatron_optimizer` needs to know besides the model.
+    """The settings of :func:`mp_optim.get_megatron_optimizer`, checked at construction.
 
-    ``learning_rate``, ``max_grad_norm``, ``betas`` and ``eps`` are taken as the fields they mean,
-    sizes as text with a unit (``gpu_memory="60GiB"``), and numbers as text.
+    ``learning_rate``, ``max_grad_norm``, ``betas`` and ``eps`` are aliases of fields. Sizes may be
+    text with a unit (``gpu_memory="60GiB"``), and numbers may be text.
 
     Raises:
-        TypeError: an unknown field, naming the nearest one; one that is given under two names.
-        ValueError: a value out of range, contradictory or without effect, naming field and value.
+        TypeError: a field is unknown, or is given under two names.
+        ValueError: a value is out of range, contradicts another one, or has no effect.
     """
 
     def __post_init__(self) -> None:
         self.check()
 
     def check(self) -> None:
-        """Raise if a value is out of range, contradictory or without effect; done at construction,
-        and again by :func:`mp_optim.get_megatron_optimizer` for fields set since. Values are kept
-        as Python's own numbers, and dtypes as torch's."""
+        """Check all fields, and convert values to Python numbers and torch dtypes in place.
+
+        The constructor calls it. :func:`mp_optim.get_megatron_optimizer` calls it again, for fields
+        that were assigned later.
+
+        Raises:
+            ValueError: a value is out of range, contradicts another one, or has no effect.
+        """
         check_config(self)
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> OptimizerConfig:
-        """A config from plain data, such as a YAML mapping."""
+        """Return a config built from plain data, such as a YAML mapping.
+
+        Args:
+            settings: values by field name or alias.
+
+        Raises:
+            TypeError: a field is unknown, or is given under two names.
+            ValueError: a value is out of range, contradicts another one, or has no effect.
+        """
         return cls(**settings)
 
 
@@ -80,36 +93,40 @@ AdamOptimizerConfig = SGDOptimizerConfig = OptimizerConfig
 
 
 def _with_rule(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with the rule under its own name: AdamW is adam with decoupled decay."""
+    """Return the settings with ``optimizer="adamw"`` replaced by ``"adam"``.
+
+    Raises:
+        ValueError: ``"adamw"`` with ``decoupled_weight_decay=False``.
+    """
     rule = settings.get("optimizer")
     if not (isinstance(rule, str) and rule.lower() == "adamw"):
         return settings
     if settings.get("decoupled_weight_decay") is False:
         raise ValueError(
-            f"optimizer={rule!r} with decoupled_weight_decay=False: AdamW decouples it; write "
-            "optimizer='adam'"
+            f"optimizer={rule!r} with decoupled_weight_decay=False: AdamW decouples weight decay; "
+            "write optimizer='adam'"
         )
     return {**settings, "optimizer": "adam"}
 
 
-# -- other names ----------------------------------------------------------------------------------
+# -- aliases --------------------------------------------------------------------------------------
 
 _TAKEN_AS = {"learning_rate": "lr", "max_grad_norm": "clip_grad"}
-"""Names of torch and Hugging Face, and the field that each is taken as."""
+"""Aliases from torch and Hugging Face, and the field that each stands for."""
 _TAKEN_AS_THE_RULES = ("betas", "eps")
-"""Names that are taken as the fields which the rule reads for it: ``betas`` as ``adam_beta1`` and
-``adam_beta2``, or as ``lion_beta1`` and ``lion_beta2``."""
+"""Aliases that depend on the rule: ``betas`` stands for ``adam_beta1`` and ``adam_beta2``, or for
+``lion_beta1`` and ``lion_beta2``."""
 
 
 def _in_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings under the names of fields; names that are no fields stay.
+    """Return the settings with aliases replaced by fields; unknown names are kept.
 
     Raises:
-        TypeError: a field is given twice, under its own name and another, or the rule has nothing
-            of that name.
-        ValueError: ``betas`` that are not two.
+        TypeError: a field is given under its own name and an alias, or the rule does not have the
+            alias.
+        ValueError: ``betas`` is not a sequence of two numbers.
     """
-    # with muon, betas and eps are read by the rule of what is no matrix
+    # With muon, betas and eps belong to the rule of the parameters that are no hidden matrices.
     rule = str(settings.get("optimizer", "adam")).lower()
     if rule == "muon":
         rule = str(settings.get("muon_scalar_optimizer", "adam"))
@@ -121,7 +138,7 @@ def _in_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
             continue
         value, fields = found.pop(name), _TAKEN_AS.get(name) or read.get(name)
         if fields is None:
-            raise TypeError(f"{name}={value!r}: optimizer={rule!r} has none; leave it away")
+            raise TypeError(f"{name}={value!r}: optimizer={rule!r} has no such setting; remove it")
         for field, part in _parts(name, value, fields):
             if field in settings:
                 raise TypeError(
@@ -133,7 +150,7 @@ def _in_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parts(name: str, value: Any, fields: str | tuple[str, ...]) -> list[tuple[str, Any]]:
-    """A setting as the fields that it is taken as."""
+    """Return (field, value) pairs for an alias of one or several fields."""
     if isinstance(fields, str):
         return [(fields, value)]
     if not isinstance(value, (tuple, list)) or len(value) != len(fields):

@@ -1,4 +1,4 @@
-"""Names of settings in other libraries and in Megatron, and their names here, as tables."""
+"""Tables of setting names in other libraries and Megatron, and their names in this package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def by_name(table: Mapping[str, T]) -> dict[str, T]:
-    """Split keys that are several names, separated by spaces, into one key for each name."""
+    """Return a table with one key per name, from keys that hold names separated by spaces."""
     return {name: value for names, value in table.items() for name in names.split()}
 
 
@@ -68,7 +68,7 @@ _FIELDS = {
     "gradient_accumulation_steps accumulate_grad_batches": _MICRO_BATCHES,
     "params model parameters": _MODEL,
 }
-"""Other names, and the field of OptimizerConfig or the way that they mean."""
+"""Names in other libraries, and the field of OptimizerConfig or procedure for each."""
 FIELDS = by_name(_FIELDS)
 
 _SHARE = "offload=1.0, another share, or 'auto'"
@@ -95,27 +95,28 @@ ARGUMENTS = {
     ),
     _MODEL: "params",
 }
-"""The argument of the torch-shaped classes for a field or way."""
+"""Fields or procedures of :data:`FIELDS`, and the argument of the optimizer classes for each."""
 
 NO_GRAPHS = (
     "steps are not captured in CUDA graphs (an eager step of 100 M parameters takes 1.60 ms on an "
     "H100, a graph took 1.64); leave it out, or False in Megatron's config"
 )
 _NO_RULES = (
-    "adafactor and ademamix are no rules of a config; pass it to mp_optim.Adafactor or "
+    "OptimizerConfig has no adafactor and no ademamix; pass it to mp_optim.Adafactor or "
     "pytorch_optimizer.AdEMAMix (docs/migrate.md, 'Any other torch optimizer')"
 )
 _NOT_FIELDS = {**NOT_HERE, "optimizer_cuda_graph": NO_GRAPHS}
-"""Names that are not supported under any name, with the reason and the cure."""
+"""Settings without any equivalent in this package, and the reason or replacement for each."""
 
 
 def hint(name: str, known: Sequence[str], *, fields: Sequence[str] = ()) -> str:
-    """Return the end of an error about an unknown name: the name to use, or the nearest known one.
+    """Return the end of an error about an unknown name: its replacement, or the nearest known name.
 
     Args:
         name: unknown name.
-        known: names that would be accepted.
-        fields: fields of OptimizerConfig, where arguments of a torch-shaped class are known.
+        known: accepted names.
+        fields: names of OptimizerConfig's fields if ``known`` are arguments of an optimizer class;
+            empty if ``known`` are the fields.
     """
     if name in _NOT_FIELDS:
         return f": {_NOT_FIELDS[name]}"

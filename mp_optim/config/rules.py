@@ -1,7 +1,8 @@
-"""The rules, a row each, as data: what a rule keeps of a parameter, and its hyperparameters. The
-config, param groups, checks, checkpoints and the planner read this table;
-:mod:`mp_optim.rules` has their steps. Its second half says what each
-``fused_backend`` has kernels for; that is checked at construction and shown by ``mp-optim doctor``.
+"""Table of the optimizer rules: the state that each keeps per parameter, and its hyperparameters.
+
+The config, param groups, checks, checkpoints and the planner read this table; :mod:`mp_optim.rules`
+has the steps. The second half lists the kernels of each ``fused_backend``, which the config checks
+and ``mp-optim doctor`` shows.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from mp_optim.config.state_forms import FIRST_FORMS, FP32, SECOND_FORMS, StateFo
 # -- Muon's formulas ------------------------------------------------------------------------------
 
 Polynomial = tuple[float, float, float]
-"""(a, b, c) of one step: X <- a X + b (X X^T) X + c (X X^T)^2 X."""
+"""Coefficients (a, b, c) of one Newton-Schulz step: X <- a X + b (X X^T) X + c (X X^T)^2 X."""
 
 POLYNOMIALS: dict[str, tuple[Polynomial, ...]] = {
     "simple": ((3.4445, -4.7750, 2.0315),),
@@ -60,10 +61,12 @@ POLYNOMIALS: dict[str, tuple[Polynomial, ...]] = {
         (1.8750, -1.2500, 0.3750),
     ),
 }
-"""simple: one polynomial for all steps (Jordan 2024, https://kellerjordan.github.io/posts/muon/;
-torch.optim.Muon's). quintic: five, made to follow each other (Cesista,
-https://leloykun.github.io/ponder/muon-opt-coeffs/). polar_express: the best next one after those
-before (Amsel et al. 2025, arXiv:2505.16932), the last for all that follow.
+"""Polynomials of the Newton-Schulz steps, by coefficient type.
+
+simple: one polynomial for all steps (Jordan 2024, https://kellerjordan.github.io/posts/muon/), as
+in torch.optim.Muon. quintic: a cycle of five, optimized together (Cesista,
+https://leloykun.github.io/ponder/muon-opt-coeffs/). polar_express: each is optimal after those
+before it (Amsel et al. 2025, arXiv:2505.16932), and the last one is repeated.
 """
 
 COEFFICIENT_TYPES = tuple(POLYNOMIALS)
@@ -76,18 +79,22 @@ SCALAR_OPTIMIZERS = ("adam", "lion")
 
 
 def coefficients(kind: str, steps: int) -> tuple[Polynomial, ...]:
-    """The polynomial of each step.
+    """Return the polynomial of each Newton-Schulz step.
+
+    Args:
+        kind: key of :data:`POLYNOMIALS`.
+        steps: number of steps.
 
     Raises:
-        ValueError: ``steps`` is not a number of steps that the polynomials are made for.
+        ValueError: ``steps`` is not a whole number >= 1, or with ``quintic`` no multiple of 5.
     """
     table = POLYNOMIALS[kind]
     if steps < 1 or steps != int(steps):
         raise ValueError(f"num_ns_steps={steps!r}: must be a whole number >= 1")
     if kind == "quintic" and steps % len(table):
         raise ValueError(
-            f"num_ns_steps={steps!r}: coefficient_type='quintic' is {len(table)} polynomials that "
-            "follow each other; take a multiple of that, or coefficient_type='simple' or "
+            f"num_ns_steps={steps!r}: coefficient_type='quintic' is a cycle of {len(table)} "
+            f"polynomials; set a multiple of {len(table)}, or coefficient_type='simple' or "
             "'polar_express'"
         )
     if kind == "polar_express":
@@ -96,12 +103,17 @@ def coefficients(kind: str, steps: int) -> tuple[Polynomial, ...]:
 
 
 def scale_factor(mode: str, rows: int, columns: int) -> float:
-    """What an orthogonal step of a (rows, columns) = (out, in) matrix is multiplied with.
+    """Return the factor of an orthogonalized update.
 
-    spectral: sqrt(max(rows, columns)), which gives elements an RMS of one for any shape (Liu et al.
-    2025, arXiv:2502.16982, who multiply 0.2 with it to come near AdamW's). unit_rms_norm: sqrt(rows
-    / columns), which gives the map from RMS to RMS norm 1 (Pethick et al. 2025, arXiv:2502.07529).
-    shape_scaling: sqrt(max(1, rows / columns)) (Jordan 2024).
+    spectral: sqrt(max(rows, columns)), for an RMS of 1 over the elements of any shape (Liu et al.
+    2025, arXiv:2502.16982, who multiply it by 0.2 to match AdamW). unit_rms_norm:
+    sqrt(rows / columns), for a matrix of RMS-to-RMS operator norm 1 (Pethick et al. 2025,
+    arXiv:2502.07529). shape_scaling: sqrt(max(1, rows / columns)) (Jordan 2024).
+
+    Args:
+        mode: one of :data:`SCALE_MODES`.
+        rows: number of output features.
+        columns: number of input features.
     """
     if mode == "spectral":
         return math.sqrt(max(rows, columns, 1))
@@ -109,35 +121,35 @@ def scale_factor(mode: str, rows: int, columns: int) -> float:
     return math.sqrt(ratio if mode == "unit_rms_norm" else max(1.0, ratio))
 
 
-# -- what a row is made of ------------------------------------------------------------------------
+# -- parts of a table row -------------------------------------------------------------------------
 
 CAUTIONS = ("caution", "cautious_wd")
-"""Switches that no group may have in vain."""
+"""Switches that are refused, not ignored, where they have no effect."""
 FIRST_DTYPE, SECOND_DTYPE = "exp_avg_dtype", "exp_avg_sq_dtype"
 
 SECOND_MOMENT_DTYPES = tuple(form.name for form in SECOND_FORMS)
-"""What a second moment can be asked to be stored as; uint8 stands for 8-bit codes."""
+"""Config values for the format of a second moment; uint8 stands for 8-bit codes."""
 
 FIRST_MOMENT_DTYPES = tuple(form.name for form in FIRST_FORMS)
-"""What a first moment, or momentum, can be asked to be stored as; uint8 and uint4 stand for signed
+"""Config values for the format of a first moment or momentum; uint8 and uint4 stand for signed
 codes of 8 and 4 bits."""
 
 Shape = Callable[[torch.Size], torch.Size]
-"""Shape of a moment, given that of the whole parameter."""
+"""Function that returns the shape of a moment from the shape of the whole parameter."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """One of the tensors that a rule keeps of each parameter.
+    """A tensor that a rule keeps for each parameter.
 
     Attributes:
-        name: its key in the state; a name means the same in every rule.
-        dtype_field: field of the config that says what it is stored as; None for always FP32.
-        shape: from the whole parameter's; None for the parameter's own.
-        elementwise: it has an element for each of the parameter, and is split as the parameter is.
-            What is not is kept whole by every rank that shares the parameter, with the same bits;
-            also where plain tensor parallelism cuts the parameter along a dimension that the moment
-            has not.
+        name: key in the state, with one meaning in all rules.
+        dtype_field: field of the config with its storage format; None for always FP32.
+        shape: function from the whole parameter's shape to the moment's; None for the same shape.
+        elementwise: True if it has one element per parameter element and is sharded like the
+            parameter. Otherwise every rank with a shard of the parameter keeps the whole moment,
+            with the same bits. This includes plain tensor parallelism that shards the parameter
+            along a dimension that the moment lacks.
     """
 
     name: str
@@ -147,30 +159,31 @@ class Moment:
 
     @property
     def forms(self) -> tuple[StateForm, ...]:
-        """How it may be stored."""
+        """The storage formats that this moment supports."""
         if self.dtype_field is None:
             return (FP32,)
         return SECOND_FORMS if self.dtype_field == SECOND_DTYPE else FIRST_FORMS
 
     def local_shape(self, local: torch.Size, whole: torch.Size) -> torch.Size:
-        """Return the shape of the moment on a rank that has a part of a parameter.
+        """Return the shape of the moment on a rank with a shard of a parameter.
 
         Args:
-            local: shape of the part. whole: shape of the parameter.
+            local: shape of the shard.
+            whole: shape of the whole parameter.
         """
         return local if self.elementwise or self.shape is None else self.shape(whole)
 
 
 @dataclass(frozen=True)
 class Hyperparameter:
-    """One of a rule's, but for ``lr`` and ``weight_decay``, which all rules have.
+    """A hyperparameter of a rule, except ``lr`` and ``weight_decay``, which all rules have.
 
     Attributes:
-        name: in constructors and param groups.
-        allowed: what it may be there; None where the rule itself looks at it.
-        default: of the rule's class.
-        fields: of the config that it is taken from, with what they may be; several make a tuple.
-        per_group: a param group may have its own.
+        name: name in constructors and param groups.
+        allowed: check of values there; None if the rule itself checks them.
+        default: default of the rule's class.
+        fields: fields of the config with its value, and their checks; several fields make a tuple.
+        per_group: True if a param group may have its own value.
     """
 
     name: str
@@ -182,20 +195,21 @@ class Hyperparameter:
 
 @dataclass(frozen=True)
 class RuleSpec:
-    """One row.
+    """A row of the table: one optimizer rule.
 
     Attributes:
-        name: what ``optimizer`` of the config calls it.
-        moments: what it keeps.
-        hyperparameters: in the order in which they are checked.
-        other_fields: fields of the config that only this rule reads and that are no
-            hyperparameters, with what they may be.
+        name: value of the config's ``optimizer``.
+        moments: tensors that it keeps for each parameter.
+        hyperparameters: hyperparameters, in the order of their checks.
+        other_fields: fields of the config that only this rule reads and that are not
+            hyperparameters, with their checks.
         fixed: hyperparameters that the stack sets itself.
-        reads: what a step of one element depends on: the element, sums over all of the parameter
-            (which ranks that share a parameter reduce), or whole matrices.
-        has_kernels: backends carry it out, but for those whose :class:`Capability` says otherwise;
-            else torch operations do, and kernels for parts of it where that says so.
-        trial: hyperparameters of the self-test of backends that are not the defaults.
+        reads: data that the update of one element depends on: the element, sums over the whole
+            parameter (reduced over the ranks with its shards), or whole matrices.
+        has_kernels: True if backends have kernels for the whole step, except as their
+            :class:`Capability` restricts it. Otherwise torch operations compute the step, and
+            kernels parts of it.
+        trial: hyperparameters that differ from the defaults in the self-test of backends.
     """
 
     name: str
@@ -213,7 +227,8 @@ class RuleSpec:
 
     @property
     def fields(self) -> dict[str, Check]:
-        """The fields of the config that only some rules read, with what they may be."""
+        """The fields of the config that this rule reads, except those of all rules, with their
+        checks."""
         fields: dict[str, Check] = {}
         for each in self.hyperparameters:
             fields |= each.fields
@@ -221,7 +236,7 @@ class RuleSpec:
 
     @property
     def settings(self) -> dict[str, str | tuple[str, ...]]:
-        """Hyperparameters, by the field that each is taken from, or by several."""
+        """The config's field, or tuple of fields, of each hyperparameter by name."""
         return {
             each.name: next(iter(each.fields)) if len(each.fields) == 1 else tuple(each.fields)
             for each in self.hyperparameters
@@ -230,8 +245,10 @@ class RuleSpec:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """Hyperparameters that a param group may have for itself, beside rates and decays; and what
-        the rule is given where it steps what muon leaves over."""
+        """Names of the hyperparameters that a param group may override, except rates and decays.
+
+        As muon's ``muon_scalar_optimizer`` a rule takes only these from the config.
+        """
         return tuple(each.name for each in self.hyperparameters if each.per_group)
 
     @property
@@ -239,15 +256,20 @@ class RuleSpec:
         return {each.name: each.default for each in self.hyperparameters}
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """Check each setting of a param group by itself.
+        """Check each setting of a param group separately.
+
+        Args:
+            group: settings by name, with all hyperparameters of the rule.
 
         Raises:
-            ValueError: naming the setting, its value, and what it must be.
+            ValueError: a setting is out of range or not supported.
         """
         check_shared(group)
         for name in CAUTIONS:
             if group.get(name) and name not in self.defaults:
-                raise ValueError(f"{name}={group[name]!r}: {self.name} has none; leave it away")
+                raise ValueError(
+                    f"{name}={group[name]!r}: {self.name} has no such setting; remove it"
+                )
         for each in self.hyperparameters:
             if each.allowed is not None:
                 check_setting(each.name, group[each.name], each.allowed)
@@ -261,14 +283,14 @@ def _each_row(shape: torch.Size) -> torch.Size:
 
 
 def _tuned(name: str, allowed: Check, default: Any, **fields: Check) -> Hyperparameter:
-    """One that param groups may have for themselves."""
+    """Return a hyperparameter that param groups may override."""
     return Hyperparameter(name, allowed, default, fields, per_group=True)
 
 
 def _chosen(
     name: str, field: str, choices: tuple[str | None, ...], default: str | None, **elsewhere: str
 ) -> Hyperparameter:
-    """One of some words, of which param groups may have others."""
+    """Return a hyperparameter with a choice of words, which param groups may override."""
     check = Choice(choices, tuple(elsewhere.items()))
     return _tuned(name, check, default, **{field: check})
 
@@ -331,7 +353,7 @@ _MUON = RuleSpec(
     "muon",
     (_MOMENTUM, _MOMENT2),
     (
-        replace(_BETAS, fields={}),  # in a stack those of muon_scalar_optimizer, and so eps
+        replace(_BETAS, fields={}),  # a stack takes betas and eps from muon_scalar_optimizer's
         replace(_EPS, fields={}),
         _BIAS_CORRECTION,
         replace(_ADAM_W_MODE, fields={}),
@@ -344,7 +366,7 @@ _MUON = RuleSpec(
             "muon_fp32_matmul_prec",
             MATMUL_PRECISIONS,
             "medium",
-            high="TF32 is not to be had on the host",
+            high="TF32 is not available on CPUs",
         ),
         _tuned("num_ns_steps", WHOLE, 5, muon_num_ns_steps=whole(1, 100)),
         _chosen("coefficient_type", "muon_coefficient_type", COEFFICIENT_TYPES, "quintic"),
@@ -354,7 +376,7 @@ _MUON = RuleSpec(
             "muon_tp_mode",
             TP_MODES,
             "duplicated",
-            distributed="it adds up products in an order that depends on the ranks",
+            distributed="it is not supported, because its order of additions depends on the ranks",
         ),
         Hyperparameter("qkv_split_shapes", None, None, per_group=True),
         _chosen(
@@ -362,8 +384,8 @@ _MUON = RuleSpec(
             "muon_moment2_method",
             MOMENT2_METHODS,
             None,
-            adamuon="a second moment of each element is not kept",
-            namo="a second moment of each matrix is not kept",
+            adamuon="a second moment per element is not supported",
+            namo="a second moment per matrix is not supported",
         ),
         _tuned("beta2", BETA, 0.95, muon_beta2=BETA),
         _CAUTION,
@@ -374,30 +396,29 @@ _MUON = RuleSpec(
     has_kernels=False,
 )
 RULES = {rule.name: rule for rule in (_ADAM, _LAMB, _SGD, _LION, _MUON)}
-"""By name, in the order in which messages list them."""
+"""Rules by name, in the order of messages."""
 OPTIMIZERS = tuple(RULES)
-"""What a config can ask for."""
+"""Values of the config's ``optimizer``."""
 KERNEL_RULES = tuple(rule.name for rule in RULES.values() if rule.has_kernels)
-"""What backends have kernels for. What Muon does not step as a matrix is stepped by one of these;
-of its matrices, backends take the passes over elements."""
+"""Rules that backends have kernels for. One of them steps muon's non-matrix parameters; for muon's
+matrices, backends have kernels for the elementwise passes."""
 RULE_FIELDS = {name: check for rule in RULES.values() for name, check in rule.fields.items()}
-"""Fields of the config that only some rules read, with what they may be."""
+"""Fields of the config that only some rules read, with their checks."""
 _MOMENTS = {moment.name: moment for rule in RULES.values() for moment in rule.moments}
 
 
 def moment_of(key: str) -> Moment:
-    """The moment of a key; for one of no rule here, a moment of the parameter's shape."""
+    """Return the moment with a state key; for an unknown key, a moment of the parameter's shape."""
     return _MOMENTS.get(key) or Moment(key)
 
 
 def is_elementwise(key: str) -> bool:
-    """Whether state has an element for each of the parameter, and so is split as the parameter
-    is."""
+    """True if state has one element per parameter element, and is sharded like the parameter."""
     return moment_of(key).elementwise
 
 
 def rules_in_words(names: tuple[str, ...] = OPTIMIZERS) -> str:
-    """ "adam, sgd or lion": some rules, for messages."""
+    """Return names of rules for a message, such as ``"adam, sgd or lion"``."""
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
@@ -408,16 +429,16 @@ BACKENDS = ("auto", "native", "reference", "torch", "triton", "apex", "transform
 
 @dataclass(frozen=True)
 class Capability:
-    """What the kernels of one backend can do.
+    """Features that the kernels of one backend support.
 
     Attributes:
-        rules: rules there are kernels for.
-        others_by_reference: other rules are carried out by ``reference``, and it is shown; else
-            they are refused.
-        compact: every form of compact state, with stochastic rounding; and ``caution`` and
-            ``cautious_wd``, where a rule has them.
-        bf16_state: without ``compact``, rules that may keep all their moments in bfloat16, and
-            16-bit remainders.
+        rules: rules with kernels.
+        others_by_reference: True if ``reference`` steps other rules, which ``describe()`` shows;
+            False if they are refused.
+        compact: True if every storage format, stochastic rounding, ``caution`` and ``cautious_wd``
+            are supported.
+        bf16_state: without ``compact``, the rules that support bfloat16 for all moments, and 16-bit
+            remainders.
     """
 
     rules: tuple[str, ...] = KERNEL_RULES
@@ -427,7 +448,7 @@ class Capability:
 
 
 OWN_BITS = ("torch", "apex", "transformer_engine")
-"""Backends that need not have the bits of ``reference``."""
+"""Backends that may give other bits than ``reference``."""
 CAPABILITIES = {
     "auto": Capability(others_by_reference=True),
     "native": Capability(),
@@ -439,10 +460,10 @@ CAPABILITIES = {
 
 
 def caution_refusal(backend: str) -> str:
-    """Why a backend cannot be asked for :data:`CAUTIONS`; empty if it can."""
+    """Return the reason why a backend does not support :data:`CAUTIONS`; empty if it does."""
     if CAPABILITIES.get(backend, Capability()).compact:
         return ""
-    return f"fused_backend={backend!r} has no kernels for it; choose another"
+    return f"fused_backend={backend!r} has no kernels for it; choose another backend"
 
 
 def refusal(
@@ -452,12 +473,17 @@ def refusal(
     remainder_bits: int | str | None,
     stochastic: bool,
 ) -> tuple[str, str] | None:
-    """The field of the config that the backend cannot honour, and what to do instead; None if there
-    is none.
+    """Return the first field of the config that a backend does not support, with a reason.
 
     Args:
+        backend: ``fused_backend``.
+        rule: name of the rule that the backend steps.
         moments: ``exp_avg_dtype`` and ``exp_avg_sq_dtype``.
-        remainder_bits: None without remainders.
+        remainder_bits: ``param_remainder_bits``; None without remainders.
+        stochastic: ``stochastic_rounding``.
+
+    Returns:
+        Name of the field and end of the error message; None if the backend supports all fields.
     """
     can = CAPABILITIES.get(backend, Capability())
     if rule not in can.rules and not can.others_by_reference:
@@ -490,18 +516,25 @@ def refusal(
 
 
 def audit_refusal(rule: str, backend: str) -> str | None:
-    """Why steps of a rule by a backend cannot be repeated in part, with the same bits, elsewhere;
-    None if they can."""
+    """Return the reason why ``reference`` cannot repeat a sample of a step with the same bits.
+
+    Args:
+        rule: name of the rule.
+        backend: ``fused_backend``.
+
+    Returns:
+        End of the error message; None if audits are supported.
+    """
     if rule not in RULES or RULES[rule].reads != "elements":
         audited = rules_in_words(tuple(name for name in RULES if RULES[name].reads == "elements"))
         reads = RULES[rule].reads if rule in RULES else "an unknown part"
         return (
-            f"a sample of elements is repeated by itself, and {rule} reads {reads} of whole "
-            f"parameters; choose {audited}, or set it to 0.0"
+            f"an audit repeats single elements, and {rule} reads {reads} of whole parameters; "
+            f"choose {audited}, or set it to 0.0"
         )
     if backend in OWN_BITS:
         return (
-            f"a repetition is compared bit by bit, and fused_backend={backend!r} has bits of its "
-            "own; choose 'auto', or set it to 0.0"
+            f"an audit compares bits with reference, and fused_backend={backend!r} gives other "
+            "bits; choose 'auto', or set it to 0.0"
         )
     return None

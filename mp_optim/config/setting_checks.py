@@ -1,9 +1,9 @@
-"""What a setting may be: a field of the config, which is kept in the form of its kind; and a
-hyperparameter, wherever it is given: in a constructor, a param group, loaded state.
+"""Checks of single settings: fields of the config, and hyperparameters.
 
-Numbers are finite unless a field says otherwise, and a bool is no number. Numpy's scalars count as
-Python's. A field also takes text that spells a number (PyYAML reads 1e-3 as text), a hyperparameter
-also a tensor of one element.
+Fields are converted to the type of the field. Hyperparameters are checked in constructors, param
+groups and loaded state. Numbers must be finite unless a field allows infinity, and a bool is not a
+number. Numpy scalars are accepted as Python numbers. A field also accepts text that spells a number
+(PyYAML reads 1e-3 as text); a hyperparameter also accepts a tensor of one element.
 """
 
 from __future__ import annotations
@@ -25,24 +25,29 @@ import torch
 from torch import Tensor
 
 LARGEST = 1e10
-"""Of a rate, a decay or a factor: far beyond use, and their products still fit FP32."""
+"""Largest rate, decay or factor: far above useful values, and products of them still fit FP32."""
 _LARGEST_FP32 = 3.4028234663852886e38
 
 
 def nearest(name: str, known: Sequence[str], cutoff: float = 0.4) -> str:
-    """A question whether the most similar of the known names was meant; empty if none is
-    similar."""
+    """Return ``"; did you mean ...?"`` with the most similar known name; empty if none is similar.
+
+    Args:
+        name: unknown name.
+        known: accepted names.
+        cutoff: least similarity, 0 to 1, as for ``difflib.get_close_matches``.
+    """
     close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class SettingError(ValueError):
-    """A setting that is refused, in parts for callers that call it by another name.
+    """Error about one setting, with its parts as attributes, so that callers can rename it.
 
     Attributes:
-        name: the setting's name.
-        value: the value that was given.
-        reason: a fact about the value, and how to mend it.
+        name: name of the setting.
+        value: refused value.
+        reason: the fault of the value, and the correction.
     """
 
     def __init__(self, name: str, value: object, reason: str) -> None:
@@ -58,17 +63,23 @@ class SettingError(ValueError):
 # -- fields ---------------------------------------------------------------------------------------
 
 Check = Callable[[Any], Any]
-"""Takes a value and returns it in the form in which it is kept. Raises ValueError with what it must
-be, in words."""
+"""Function that converts a value to the type of its setting. Raises ValueError with the allowed
+values if it cannot."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number between two limits, which belong to it unless they are ``open``.
+    """Check for a number in an interval.
 
     Attributes:
-        whole: only whole numbers; one that is written as a float counts.
-        in_bytes: text with a unit counts too: ``"60GB"``, ``"1.5GiB"``.
+        low: lower limit.
+        high: upper limit.
+        open_low: True if ``low`` itself is not allowed.
+        open_high: True if ``high`` itself is not allowed.
+        may_be_infinite: True if inf is allowed.
+        optional: True if None is allowed.
+        whole: True if only whole numbers are allowed; 2.0 is converted to 2.
+        in_bytes: True if text with a unit is allowed, too: ``"60GB"``, ``"1.5GiB"``.
     """
 
     low: float = 0.0
@@ -82,7 +93,7 @@ class Number:
 
     @property
     def said(self) -> str:
-        """The end of an error."""
+        """The end of an error message, such as ``"must be a finite number >= 0"``."""
         kind = "a number" if self.may_be_infinite else "a finite number"
         kind = "a whole number" if self.whole else kind
         low = f" {'>' if self.open_low else '>='} {self.low:g}"
@@ -110,7 +121,7 @@ class Number:
         return value if isinstance(value, int | float) and not _is_numpys(value) else float(value)
 
     def holds(self, value: Any) -> bool:
-        """True if a value is a number between the limits."""
+        """True if a value is a number in the interval."""
         if not _is_real(value):
             return False
         try:
@@ -128,10 +139,11 @@ whole = partial(Number, whole=True)
 
 @dataclass(frozen=True)
 class Choice:
-    """One of some words.
+    """Check for one of several words.
 
     Attributes:
-        elsewhere: words that are not supported, and why.
+        choices: allowed words; None among them if None is allowed.
+        elsewhere: words of other libraries that are not supported, with a reason for the error.
     """
 
     choices: tuple[str | None, ...]
@@ -154,7 +166,7 @@ _UNITS = {
 
 
 def _from_text(value: Any) -> Any:
-    """The number that text spells; anything else as it is."""
+    """Return the number that text spells; return other values unchanged."""
     if not (isinstance(value, str) and len(value) <= 40 and _NUMBER.fullmatch(value)):
         return value
     return int(value) if value.isdigit() else float(value)
@@ -174,8 +186,11 @@ def _is_numpys(value: object) -> bool:
 
 
 def plain_setting(value: Any) -> Any:
-    """Return a setting as plain data: numpy's numbers and arrays as Python's numbers and lists,
-    other sequences (OmegaConf's ListConfig) as lists. Plain values are returned themselves."""
+    """Return a setting as plain data.
+
+    Numpy numbers and arrays become Python numbers and lists, other sequences (OmegaConf's
+    ListConfig) become lists. Plain values are returned unchanged.
+    """
     if _is_numpys(value) and hasattr(value, "tolist"):
         return value.tolist()
     if not isinstance(value, Sequence) or isinstance(value, str | bytes | range):
@@ -196,8 +211,14 @@ def as_bool(value: Any) -> bool:
 
 
 def as_dtype(value: Any) -> torch.dtype:
-    """A dtype from itself or its name, with or without ``torch.``; ``bf16``, ``fp16`` and ``fp32``
-    are understood."""
+    """Return the dtype that a value is or names.
+
+    Args:
+        value: dtype, or its name with or without ``torch.``; or ``bf16``, ``fp16`` or ``fp32``.
+
+    Raises:
+        ValueError: the value names no dtype.
+    """
     if isinstance(value, torch.dtype):
         return value
     short = str(value).removeprefix("torch.")
@@ -205,7 +226,7 @@ def as_dtype(value: Any) -> torch.dtype:
     dtype = getattr(torch, known, None)
     if not isinstance(dtype, torch.dtype):
         hint = nearest(short, ["float32", "bfloat16", "float16"])
-        raise ValueError(f"not a torch dtype or the name of one{hint}")
+        raise ValueError(f"must be a torch dtype or its name{hint}")
     return dtype
 
 
@@ -232,15 +253,15 @@ def as_folder(value: Any) -> str | None:
 
 
 def as_timers(value: Any) -> Any:
-    said = "must be callable as timers(name, log_level=1), or None"
+    reason = "must be callable as timers(name, log_level=1), or None"
     if value is None:
         return None
     if not callable(value):
-        raise ValueError(said)
+        raise ValueError(reason)
     try:
         inspect.signature(value).bind("optimizer-inner-step", log_level=1)
-    except (TypeError, ValueError):  # it takes something else, or does not say what
-        raise ValueError(said) from None
+    except (TypeError, ValueError):  # other parameters, or no signature to inspect
+        raise ValueError(reason) from None
     return value
 
 
@@ -278,11 +299,15 @@ def _scalar(value: Any) -> Any:
 
 
 def check_setting(name: str, value: Any, check: Check) -> None:
-    """Raise unless a hyperparameter is what is allowed. A tensor of one element counts as a number,
-    text does not.
+    """Check a hyperparameter. A tensor of one element counts as a number; text does not.
+
+    Args:
+        name: name of the hyperparameter, for the error.
+        value: value to check.
+        check: the allowed values.
 
     Raises:
-        SettingError: naming setting and value.
+        SettingError: the value is not allowed.
     """
     plain = _scalar(value)
     if isinstance(check, Number):
@@ -296,7 +321,7 @@ def check_setting(name: str, value: Any, check: Check) -> None:
 
 
 class RefusedSettings(ValueError):
-    """Settings of param groups that no step can be taken with; nothing was stepped."""
+    """Error about settings of param groups, raised before any parameter is stepped."""
 
 
 SCHEDULED = (
@@ -310,15 +335,18 @@ SCHEDULED = (
     "end_wd",
     "wd_mult",
 )
-"""What schedulers read and write in a param group."""
+"""Settings of a param group that schedulers read or write."""
 
 
 def check_schedule(group: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the :data:`SCHEDULED` settings that a group has can be stepped with;
-    ``lr`` may not be None."""
+    """Check the :data:`SCHEDULED` settings of a param group.
+
+    Raises:
+        ValueError: ``lr`` is None, or a setting is not a finite number >= 0.
+    """
     if "lr" in group and group["lr"] is None:
         raise ValueError(
-            "lr=None: no learning rate has been set; set one, or let a scheduler do so before the "
+            "lr=None: no learning rate has been set; set one, or let a scheduler set it before the "
             "first step"
         )
     for name in SCHEDULED:
@@ -327,24 +355,24 @@ def check_schedule(group: Mapping[str, Any]) -> None:
 
 
 NOT_HERE = {
-    "amsgrad": "there is no amsgrad here",
-    "maximize": "negate the loss",
-    "capturable": "steps are not captured in CUDA graphs here",
-    "differentiable": "steps are not differentiable here",
+    "amsgrad": "AMSGrad is not supported",
+    "maximize": "steps always minimize; negate the loss",
+    "capturable": "steps are not captured in CUDA graphs",
+    "differentiable": "steps are not differentiable",
 }
-"""Switches of torch's optimizers that rules here do not have, and what to do."""
+"""Switches of torch's optimizers that are not supported, with the reason or replacement."""
 
 
 def check_shared(group: Mapping[str, Any]) -> None:
-    """The settings that all rules share.
+    """Check the settings of a param group that all rules share.
 
     Raises:
-        ValueError: one is out of range, or a switch of torch's optimizers is on that is not here.
+        ValueError: a setting is out of range, or a switch of :data:`NOT_HERE` is on.
     """
     check_schedule(group)
     for name, instead in NOT_HERE.items():
         if group.get(name):
             raise ValueError(
-                f"{name}={group[name]!r}: {instead}, and set it to False in the param group (or in "
-                "the state dict's, where it comes from one)"
+                f"{name}={group[name]!r}: {instead}. Set it to False in the param group, or in the "
+                "state dict that it is loaded from"
             )

@@ -108,7 +108,10 @@ from mp_optim import OptimizerConfig
             {"optimizer": "muon", "muon_scale_mode": "spectal"},
             "muon_scale_mode='spectal': .*did you mean 'spectral'",
         ),
-        ({"optimizer": "muon", "muon_tp_mode": "distributed"}, "order that depends on the ranks"),
+        (
+            {"optimizer": "muon", "muon_tp_mode": "distributed"},
+            "order of additions depends on the ranks",
+        ),
         ({"optimizer": "muon", "muon_fp32_matmul_prec": "high"}, "TF32"),
         ({"optimizer": "muon", "muon_extra_scale_factor": 0.0}, "muon_extra_scale_factor=0.0"),
         (

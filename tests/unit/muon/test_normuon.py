@@ -100,11 +100,11 @@ def test_refused_by_name(settings, says):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"muon_moment2_method": "adamuon"}, "must be one of .*; a second moment of each element"),
+        ({"muon_moment2_method": "adamuon"}, "must be one of .*; a second moment per element"),
         ({"muon_moment2_method": "normon"}, "did you mean 'normuon'"),
         (
             {"muon_moment2_method": "normuon", "muon_tp_mode": "blockwise"},
-            "muon_moment2_method='normuon': is of rows of whole matrices",
+            "muon_moment2_method='normuon': needs the rows of whole matrices",
         ),
     ],
 )

@@ -146,7 +146,7 @@ def test_rules_without_refuse_the_field_and_the_setting(rule: str) -> None:
     optimizer = RuleOptimizer(rule, [nn.Parameter(torch.ones(3))])
     optimizer.param_groups[0]["caution"] = True
     optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
-    with pytest.raises(ValueError, match=rf"caution=True: {rule} has none"):
+    with pytest.raises(ValueError, match=rf"caution=True: {rule} has no such setting"):
         optimizer.step()
 
 
