@@ -1,1 +1,1 @@
-"""Build the stack from a config and a model, and plan its memory."""
+"""Factory of the optimizer stack for a config and a model, and planner of its memory."""

@@ -1,4 +1,4 @@
-"""Builds the optimizer stack from a config and a model."""
+"""Construction of the optimizer stack from a config and a model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,17 @@ from mp_optim.zero.zero import DistributedOptimizer
 
 @dataclass(frozen=True)
 class StackRequest:
-    """The arguments of :func:`mp_optim.get_megatron_optimizer`, checked; chunks are a list."""
+    """Checked arguments of :func:`mp_optim.get_megatron_optimizer`.
+
+    Attributes:
+        config: config of the stack.
+        chunks: modules of the model.
+        config_overrides: settings by :class:`ParamKey`; None for the standard overrides.
+        process_groups: process groups of this rank.
+        expert_predicate: ``(param, name) -> bool``, True for expert parameters; None for
+            :func:`is_expert_param`.
+        param_groups: groups of the caller, in place of those made from the overrides.
+    """
 
     config: OptimizerConfig
     chunks: Sequence[nn.Module]
@@ -61,20 +71,19 @@ class StackRequest:
 
     @property
     def device(self) -> torch.device:
-        """The device of the first parameter; the host if there is none."""
+        """The device of the first parameter; the CPU if the model has no parameters."""
         params = (param for chunk in self.chunks for param in chunk.parameters())
         return next((local_tensor(param).device for param in params), torch.device("cpu"))
 
     def modules(self) -> Sequence[nn.Module]:
-        """Return modules that hold the parameters to step: the chunks, or a container of the
-        parameters of ``param_groups``, in their order."""
+        """Return the chunks, or with ``param_groups`` one module of the groups' parameters."""
         if self.param_groups is None:
             return self.chunks
         return [container_of(self.param_groups)]
 
 
 def container_of(groups: Iterable[Mapping[str, Any]]) -> nn.Module:
-    """Return a module of the parameters of some groups, in their order, for the planner."""
+    """Return a module with the parameters of param groups, in their order, for the planner."""
     container = nn.Module()
     params = itertools.chain.from_iterable(group["params"] for group in groups)
     for index, param in enumerate(params):
@@ -84,9 +93,17 @@ def container_of(groups: Iterable[Mapping[str, Any]]) -> nn.Module:
 
 
 def build(request: StackRequest) -> MegatronOptimizer:
-    """Build the optimizer stack; the config's offload fraction is a number.
+    """Build the optimizer stack.
 
-    Result and errors are those of :func:`mp_optim.get_megatron_optimizer`.
+    Args:
+        request: checked arguments; the config's offload fraction is a number.
+
+    Returns:
+        One optimizer, or a :class:`ChainedOptimizer` of a dense and an expert part.
+
+    Raises:
+        TypeError: a parameter's dtype is not supported.
+        ValueError: the config does not fit the model or the process groups.
     """
     config, chunks, device = request.config, request.chunks, request.device
     check_serves(config.fused_backend, device)
@@ -114,8 +131,8 @@ def build(request: StackRequest) -> MegatronOptimizer:
         expert_tp=groups_of.expert_tp,
         dp=groups_of.expert_dp,
     )
-    # A rank without parameters of a kind still takes part in that kind's reductions, with an empty
-    # optimizer.
+    # A rank without dense or expert parameters needs an empty optimizer, because the other ranks
+    # wait for it in the reductions of that part.
     kinds = [
         (groups, where)
         for groups, where in ((dense, groups_of), (experts, expert_groups))
@@ -132,8 +149,11 @@ def build(request: StackRequest) -> MegatronOptimizer:
 def _check_partitions(
     config: OptimizerConfig, groups: Sequence[Mapping[str, Any]], ranks: ProcessGroups
 ) -> None:
-    """Raise unless muon, which needs the matrices whole that plain tensor parallelism cuts, can
-    gather them, and may communicate when it steps."""
+    """Raise if muon cannot gather the whole matrices that plain tensor parallelism shards.
+
+    Raises:
+        ValueError: a parameter has no valid partition, or the offload mode forbids collectives.
+    """
     if config.optimizer != "muon" or config.muon_tp_mode == "blockwise":
         return
     for group in groups:
@@ -149,8 +169,8 @@ def _check_partitions(
 def _check_partition(config: OptimizerConfig, name: str, param: Tensor, ranks: int) -> None:
     if config.may_offload and config.offload_mode == "speculative":
         raise ValueError(
-            f"offload_mode='speculative': muon steps {name}, which is split over ranks, by a "
-            "collective, which may not meet those of backward; use 'overlap'"
+            f"offload_mode='speculative': {name} is split over ranks, and muon steps it with a "
+            "collective, which could interleave with those of backward; use 'overlap'"
         )
     if not has_partition_dim(param):
         raise ValueError(
@@ -164,17 +184,17 @@ def _check_partition(config: OptimizerConfig, name: str, param: Tensor, ranks: i
 
 
 def set_up_host(config: OptimizerConfig) -> None:
-    """Set the threads of the process's kernels.
+    """Set the number of threads of the host kernels, if the config has one.
 
-    NOTE: this is one number for the process, that of the last stack. A plan, which builds a stack
-    to add up its memory, must not set it.
+    NOTE: the number is global to the process; the last stack sets it. The planner builds stacks
+    only to measure memory, and must not set it.
     """
     if config.host_threads is not None:
         set_host_threads(config.host_threads)
 
 
 def _grad_scaler(config: OptimizerConfig, device: torch.device) -> MegatronGradScaler | None:
-    if config.loss_scale is not None:  # Megatron scales by it with bf16 too
+    if config.loss_scale is not None:  # applies to bf16, too, as in Megatron
         return ConstantGradScaler(config.loss_scale, device)
     if not config.fp16:
         return None
@@ -190,8 +210,15 @@ def _grad_scaler(config: OptimizerConfig, device: torch.device) -> MegatronGradS
 
 
 def with_data_parallel(groups: ProcessGroups, has_experts: bool) -> ProcessGroups:
-    """Process groups with those for data parallelism; by default all ranks hold copies of
-    everything."""
+    """Return process groups with ``dp`` and ``expert_dp`` set; the default is all ranks.
+
+    Args:
+        groups: process groups of the caller.
+        has_experts: True if this rank has expert parameters.
+
+    Raises:
+        ValueError: there is one process, or the groups of experts contradict each other.
+    """
     if groups.dp is None and not dist.is_initialized():
         raise ValueError(
             "use_distributed_optimizer=True: there is one process; call "
@@ -201,18 +228,17 @@ def with_data_parallel(groups: ProcessGroups, has_experts: bool) -> ProcessGroup
     stats = groups.expert_grad_stats
     if has_experts and groups.expert_dp is None and stats not in (None, groups.grad_stats):
         raise ValueError(
-            "process_groups.expert_grad_stats says that ranks hold different experts, and "
-            "expert_dp is None: set expert_dp to the ranks that hold the same ones (perhaps this "
-            "one alone)"
+            "process_groups.expert_dp=None: expert_grad_stats is set, so ranks hold different "
+            "experts; set expert_dp to the ranks that hold the same experts (or this rank alone)"
         )
     dp = groups.dp or dist.group.WORLD
     expert_dp = groups.expert_dp or dp
-    assert dp is not None and expert_dp is not None  # WORLD is, where there are processes
+    assert dp is not None and expert_dp is not None  # WORLD is set after init_process_group
     if has_experts and expert_dp.size() < dp.size() and stats is None:
         raise ValueError(
             f"process_groups.expert_dp has {expert_dp.size()} of the {dp.size()} ranks of dp, so "
-            "ranks hold different experts; set expert_grad_stats to the ranks that hold different "
-            "ones, or they would disagree on the gradient norm"
+            "ranks hold different experts and would compute different gradient norms; set "
+            "expert_grad_stats to the ranks that hold different experts"
         )
     return dataclasses.replace(groups, dp=dp, expert_dp=expert_dp)
 
@@ -225,12 +251,11 @@ def _part(
     chunks: Sequence[nn.Module],
     data_parallel: int | None,
 ) -> MegatronOptimizer:
-    """The optimizer for the dense or the expert parameters.
+    """Build the optimizer of the dense or of the expert parameters.
 
     Args:
-        data_parallel: how many ranks compute gradients of the loss, by which those of experts are
-            divided too: an expert's gradient adds up what the tokens of several of them
-            contributed.
+        data_parallel: number of ranks that compute gradients of the loss. Expert gradients are
+            divided by it, too, because they are sums over the tokens of these ranks.
     """
     wrapper = Float16OptimizerWithFloat16Params if config.fp16 or config.bf16 else FP32Optimizer
 
@@ -258,14 +283,22 @@ def _part(
 def inner_optimizer(
     config: OptimizerConfig, groups: list[dict[str, Any]], settings: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    """The optimizer below the precision wrapper.
+    """Build the optimizer inside the precision wrapper.
 
     Args:
-        settings: hyperparameters of the rule, for groups that do not have their own.
+        config: config with a number as offload fraction.
+        groups: param groups with names.
+        settings: default hyperparameters of the groups.
+
+    Returns:
+        A :class:`RuleOptimizer`, or with offloading a :class:`HybridDeviceOptimizer`.
     """
     rule, construction = rule_of(config), construction_of(config)
     if config.optimizer_cpu_offload and config.optimizer_offload_fraction == 0.0:
-        warn("optimizer_cpu_offload=True offloads nothing with optimizer_offload_fraction=0.0")
+        warn(
+            "optimizer_cpu_offload=True has no effect with optimizer_offload_fraction=0.0; set the "
+            "fraction"
+        )
     if not config.optimizer_cpu_offload:
         return RuleOptimizer(rule, groups, **construction, **settings)
     return HybridDeviceOptimizer(

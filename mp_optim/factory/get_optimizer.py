@@ -1,4 +1,4 @@
-"""Public entry points: they check the arguments, and choose the settings that were left open."""
+"""Public entry point: checks of the arguments, and choice of the offload fraction."""
 
 from __future__ import annotations
 
@@ -47,37 +47,42 @@ def get_megatron_optimizer(
     """Build the optimizer stack for a model.
 
     Args:
-        config: what to build.
+        config: settings of the stack, checked again here.
         model: a module or a list of model chunks, in their final dtype and on their final device.
-        config_overrides: per-parameter settings; by default :func:`get_standard_config_overrides`.
-        process_groups: whom to agree with on gradient norms; none by default. DTensor parameters
-            bring their own mesh.
-        expert_predicate: ``(param, name) -> bool``, which parameters are experts.
-        param_groups: groups to use instead of those made from the overrides.
-        global_names: what a parameter or buffer is called in the whole model, from its name here:
-            for state dicts and checkpoints, where ranks count layers or experts from 0. By default
-            experts are counted over ``process_groups.ep``, and layers of stages (``pp``) have a
-            ``layer_number``; see :meth:`mp_optim.ModelParallel.of`.
-        settings: none; whatever comes here is named as a field of the config.
+        config_overrides: settings by :class:`ParamKey`. The default is
+            :func:`get_standard_config_overrides`; ``{}`` has no overrides.
+        process_groups: ranks to reduce gradient norms and, with a distributed optimizer, gradients
+            over. The default has none; DTensor parameters have their own mesh.
+        expert_predicate: ``(param, name) -> bool``, True for expert parameters. The default reads
+            the parameter's attributes and name.
+        param_groups: param groups (dicts with ``"params"``), in place of those made from the
+            overrides.
+        global_names: function from the name of a parameter or buffer on this rank to its name in
+            the whole model. State dicts and checkpoints need it if ranks number layers or experts
+            from 0. By default expert numbers are offset by the rank in ``process_groups.ep``, and
+            layer numbers of pipeline stages (``pp``) are read from ``layer_number``; see
+            :meth:`mp_optim.ModelParallel.of`.
+        settings: not supported: set fields of the config instead. Any name here raises TypeError.
 
     Returns:
-        One optimizer; a :class:`ChainedOptimizer` of a dense and an expert part for a MoE. Its
-        ``config`` is the one given, except that ``optimizer_offload_fraction="auto"`` has become
-        the number that was chosen.
+        One optimizer; for a mixture of experts, a :class:`ChainedOptimizer` of a dense and an
+        expert part. Its ``config`` is ``config``, with a number in place of
+        ``optimizer_offload_fraction="auto"``.
 
     Raises:
-        ValueError, TypeError: the config or the model does not fit, naming the field or parameter.
+        TypeError: an argument has the wrong type, or a parameter's dtype is not supported.
+        ValueError: the config is not valid, does not fit the model or the process groups, or needs
+            more host memory than this process may use; an override matches no parameter.
     """
     if settings:
         shown = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         raise TypeError(
             f"get_megatron_optimizer takes no {', '.join(settings)}: settings are fields of the "
-            f"config, as in get_megatron_optimizer(OptimizerConfig({shown}), model)"
+            f"config; write get_megatron_optimizer(OptimizerConfig({shown}), model)"
         )
     if not isinstance(config, OptimizerConfig):
         raise TypeError(
-            f"config is a {type(config).__name__}: the arguments are an OptimizerConfig, then the "
-            "model"
+            f"config is a {type(config).__name__}: pass an OptimizerConfig first, then the model"
         )
     config.check()
     chunks = _chunks_of(model)
@@ -91,8 +96,8 @@ def get_megatron_optimizer(
     if config.optimizer_offload_fraction == "auto":
         if param_groups is not None:
             raise ValueError(
-                "optimizer_offload_fraction='auto' with param_groups=: the planner makes the "
-                "groups itself; give config_overrides instead, or a number (see mp_optim.plan)"
+                "optimizer_offload_fraction='auto' with param_groups=: the planner makes its own "
+                "groups; pass config_overrides instead, or set a number (see mp_optim.plan)"
             )
         config = with_chosen_fraction(request)
         request = dataclasses.replace(request, config=config)
@@ -116,41 +121,45 @@ def _chunks_of(model: Any) -> list[nn.Module]:
     if chunks and all(isinstance(chunk, nn.Module) for chunk in chunks):
         return chunks
     kinds = sorted({type(chunk).__name__ for chunk in chunks if not isinstance(chunk, nn.Module)})
-    what = f"made of {kinds}" if chunks else "missing or empty"
+    given = f"made of {kinds}" if chunks else "missing or empty"
     raise TypeError(
-        f"model is {what}: it must be a module or a list of modules; parameters of your own "
-        'choosing go into param_groups=[{"params": [...]}]'
+        f"model is {given}: it must be a module or a list of modules; to select parameters, pass "
+        'param_groups=[{"params": [...]}], too'
     )
 
 
 def _check_model(config: OptimizerConfig, chunks: Sequence[nn.Module], param_groups: Any) -> None:
-    """Raise if there is nothing to train yet; warn if the config asks for mixed precision of a
-    model without any."""
+    """Check the attributes and dtypes of a model's parameters.
+
+    Warns if ``bf16=True`` and all parameters are FP32.
+
+    Raises:
+        ValueError: an attribute is not valid, or no parameter is trainable.
+    """
     named = list(named_params(chunks))
     trained = [(name, param) for name, param in named if param.requires_grad]
     for name, param in trained:
         check_attributes(name, param)
-    # One process of several may hold nothing that is trained: a stage, an expert's rank.
+    # One rank of several may have no trainable parameters, such as a pipeline stage.
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if not trained and param_groups is None and alone:
         raise ValueError(
             f"the model has no trainable parameter ({len(named)} are frozen): unfreeze some with "
-            "requires_grad_(True), or add adapters (peft) before the optimizer is built. To begin "
-            "with nothing and add groups later, pass param_groups=[]"
+            "requires_grad_(True), or add adapters (peft) before the optimizer is built. To add "
+            "all groups later, pass param_groups=[]"
         )
     kinds = {param.dtype for _, param in named if param.is_floating_point()}
     if config.bf16 and kinds == {torch.float32}:
         warn(
-            "bf16=True, but all parameters are float32: they are stepped as they are, without main "
-            "params. For mixed precision convert the model first (model.bfloat16()); under "
-            "autocast leave bf16 off"
+            "bf16=True, but all parameters are float32 and have no separate main params. For mixed "
+            "precision convert the model first (model.bfloat16()); under autocast set bf16=False"
         )
 
 
 def _check_overrides_match(
     config: OptimizerConfig, chunks: Sequence[nn.Module], overrides: Mapping[ParamKey, Any] | None
 ) -> None:
-    """Raise if an override of the caller's matches no parameter at all; the standard ones may."""
+    """Raise ValueError if an override, except a standard one, matches no parameter."""
     if not overrides:
         return
     standard = {*get_standard_config_overrides(config)}
@@ -178,13 +187,18 @@ def _check_overrides_match(
 def _checked_groups(
     config: OptimizerConfig, chunks: Sequence[nn.Module], groups: Any
 ) -> list[dict[str, Any]]:
-    """The caller's param groups with names: the model's, canonical ones, where they have none."""
+    """Check the caller's param groups, and add canonical parameter names if they have none.
+
+    Raises:
+        TypeError: a group is not a dict with ``"params"``.
+        ValueError: the name of a setting is misspelt.
+    """
     given = [groups] if isinstance(groups, Mapping) else list(groups)
     for index, group in enumerate(given):
         if not isinstance(group, Mapping) or "params" not in group:
-            what = sorted(group) if isinstance(group, Mapping) else f"a {type(group).__name__}"
+            given_as = sorted(group) if isinstance(group, Mapping) else f"a {type(group).__name__}"
             raise TypeError(
-                f'param_groups[{index}] is {what}: give dicts with "params", as in '
+                f'param_groups[{index}] is {given_as}: pass dicts with "params", as in '
                 'param_groups=[{"params": [...], "lr": 1e-4}]'
             )
         check_group_settings(f"param_groups[{index}]", group, config.optimizer)
@@ -199,7 +213,7 @@ def _checked_groups(
 
 
 def _names(chunks: Sequence[nn.Module]) -> dict[int, tuple[set[str], str]]:
-    """By parameter: what it is called in its module, and canonically."""
+    """Return, by parameter id, its names in its module and its canonical name."""
     found: dict[int, tuple[set[str], str]] = {}
     for prefix, chunk in prefixed(chunks):
         own = dict(chunk.named_parameters(remove_duplicate=False))

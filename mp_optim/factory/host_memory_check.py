@@ -1,7 +1,7 @@
-"""Refuse a stack whose host memory is not granted, before any of it is allocated.
+"""Check that the host memory of a stack is available, before any of it is allocated.
 
-The plan of host memory is compared with the limits of :mod:`mp_optim.host.memory_limits`. A plan
-costs a stack on the meta device, so it is made only where an upper bound of it does not fit.
+The check compares the plan of host memory with the limits of :mod:`mp_optim.host.memory_limits`.
+Planning builds a stack on the meta device, so it is skipped if an upper bound of the plan fits.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ _log = logging.getLogger(__name__)
 SWITCH = "MP_OPTIM_HOST_MEMORY_CHECK"
 """Environment variable: ``off`` skips the check."""
 MOST_PER_ELEMENT = 64
-"""Bytes that no form, mode or place takes more of for an element: gradient 4, main param 4, three
-moments 12, average 4, staging 8, back buffers 20, and a third as much for rounding."""
+"""Upper bound of the bytes per element in all settings: gradient 4, main param 4, three moments 12,
+average 4, staging 8, back buffers 20, and about a quarter more for rounding."""
 _MOST_PER_TENSOR = 64 << 10
-"""Bytes in addition to these, for alignment, blocks of a file and pages of small pieces."""
+"""Upper bound of additional bytes per tensor: alignment, file blocks and pages of small pieces."""
 _MOST_WINDOWS = 11
-"""Windows in host memory at a time, at most; staging has fewer buckets of fixed size."""
+"""Upper bound of windows, and of staging buckets, in host memory at the same time."""
 BESIDE = 1 / 32
-"""Share of a plan that a process may take in addition, for temporary tensors and allocators."""
+"""Additional share of a plan for temporary tensors and allocators."""
 _DISK = "free disk space of "
 
 PlanOf = Callable[[OptimizerConfig], MemoryPlan]
 
 
 def check_host_memory(request: StackRequest, *, is_class: bool = False) -> None:
-    """Raise unless the host memory that the stack will take is granted to this process.
+    """Check that this process may allocate the host memory of a stack.
 
     Args:
-        request: the stack; its config's offload fraction is a number.
-        is_class: errors use arguments of the torch-shaped classes, not fields of the config.
+        request: arguments of the stack; the config's offload fraction is a number.
+        is_class: True if errors use arguments of the optimizer classes, not fields of the config.
 
     Raises:
-        ValueError: it is not, with both numbers and the settings that would fit.
+        ValueError: the stack needs more than is left; names both numbers and settings that fit.
     """
     config, device = request.config, request.device
     if device.type == "meta" or not (device.type == "cpu" or config.may_offload):
@@ -66,14 +66,14 @@ def check_host_memory(request: StackRequest, *, is_class: bool = False) -> None:
     if all(bound <= limit.free for limit in _limits(config)):
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the stack itself warns
+        warnings.simplefilter("ignore")  # building the stack repeats these warnings
         try:
             plan_of = _planner(request)
             plan = plan_of(config)
         except (TypeError, ValueError) as error:
-            _log.info("host memory is not planned: building the stack fails likewise (%s)", error)
+            _log.info("host memory is not planned: building the stack fails, too (%s)", error)
             return
-        # Planning imported modules, which took memory themselves.
+        # Read the limits again, because planning imported modules, which take memory.
         limits = _limits(config)
         lacking = _lacking(plan, limits)
         if lacking is not None:
@@ -81,13 +81,13 @@ def check_host_memory(request: StackRequest, *, is_class: bool = False) -> None:
             raise ValueError(_refusal(config, plan, lacking, list(ways), is_class))
 
 
-# -- what is needed, and what is granted ----------------------------------------------------------
+# -- needs and limits -----------------------------------------------------------------------------
 
 
 def _limits(config: OptimizerConfig) -> list[MemoryLimit]:
     """Return the limits of host memory, and of the disk if state is stored there.
 
-    A folder that does not exist has its own error, when the file is made.
+    A missing folder is skipped: creating the file raises an error for it.
     """
     limits, folder = memory_limits(this_host()), config.optimizer_state_path
     if folder is not None and config.may_offload and os.path.isdir(folder):
@@ -97,7 +97,7 @@ def _limits(config: OptimizerConfig) -> list[MemoryLimit]:
 
 
 def _planner(request: StackRequest) -> PlanOf:
-    """Return plans by config; of a model in host memory with everything there."""
+    """Return a function from a config to its plan; a model on the CPU counts as host memory."""
     plan_of, _ = rank_planner(request)
     if request.device.type != "cpu":
         return plan_of
@@ -108,11 +108,12 @@ def _planner(request: StackRequest) -> PlanOf:
 
 
 def in_host_memory(plan: MemoryPlan, config: OptimizerConfig, allocated: int = 0) -> MemoryPlan:
-    """Return the plan of a model in host memory, without the model itself.
+    """Convert the plan for an accelerator into the plan for a model on the CPU, without the model.
 
     Args:
-        plan: the plan of an accelerator. ``sync`` steps in place, without its staging.
-        allocated: bytes of gradients that exist already.
+        plan: plan for an accelerator.
+        config: config of the plan. With ``sync`` in host memory, steps need no staging.
+        allocated: bytes of gradients that are already allocated.
     """
     device, pinned, pageable = plan.accelerator, plan.pinned_host, plan.pageable_host
     if (config.offload_mode, config.offload_place, config.optimizer_state_path) == _IN_PLACE:
@@ -133,7 +134,7 @@ def _with_temporary(size: int) -> int:
 
 
 def _lacking(plan: MemoryPlan, limits: Sequence[MemoryLimit]) -> tuple[MemoryLimit, int] | None:
-    """Return the limit that a plan exceeds by most, and the bytes it needs; None if it fits."""
+    """Return the limit that a plan exceeds by most, and the needed bytes; None if the plan fits."""
     host, disk = _with_temporary(plan.host_total), plan.disk.total
     needs = [(limit, disk if limit.name.startswith(_DISK) else host) for limit in limits]
     beyond = [(limit, need) for limit, need in needs if need > limit.free]
@@ -144,14 +145,14 @@ def _lacking(plan: MemoryPlan, limits: Sequence[MemoryLimit]) -> tuple[MemoryLim
 
 
 class _Change(NamedTuple):
-    """A change of settings: as fields of the config, and as arguments of the classes."""
+    """A change of settings, as fields of the config and as arguments of the classes."""
 
     fields: dict[str, Any]
     arguments: dict[str, Any]
 
 
 def _form(name: str, dtype: str) -> _Change:
-    """Moments in fewer bits, and main params as the 16 bits that bfloat16 drops."""
+    """Return a change to moments of fewer bits, and to 16-bit remainders as main params."""
     moments = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
     in_class = {"state": name, "main_params": "remainder16"}
     return _Change({"use_precision_aware_optimizer": True, **moments}, in_class)
@@ -167,7 +168,7 @@ _ON_DISK = _Change(
 
 
 def _changes(request: StackRequest) -> Iterator[_Change]:
-    """Yield changes of one setting, the ones that cost least first; then of several."""
+    """Yield changes of one setting, the cheapest first; then of several."""
     config = request.config
     faster = [_SYNC] if config.may_offload and config.offload_mode != "sync" else []
     yield from (*faster, _form("bf16", "bfloat16"), _EIGHT_BITS)
@@ -187,13 +188,13 @@ def _changes(request: StackRequest) -> Iterator[_Change]:
 def _fitting(
     request: StackRequest, plan_of: PlanOf, limits: Sequence[MemoryLimit], is_class: bool
 ) -> Iterator[str]:
-    """Yield changes that fit, in words, with the bytes they need of host memory and disk."""
+    """Yield descriptions of changes that fit, with their bytes of host memory and disk."""
     on_device = gpu_limit(request.config, request.device)
     for change in _changes(request):
         try:
             config = replace(request.config, **change.fields)
             plan = plan_of(config if config.may_offload else with_fraction(config, 0.0))
-        except (TypeError, ValueError):  # the rule has no such form, or the place no such mode
+        except (TypeError, ValueError):  # the rule or the place does not support the change
             continue
         if on_device is not None and plan.accelerator.total > on_device:
             continue
@@ -206,7 +207,7 @@ def _fitting(
 
 
 _NOTHING_FITS = (
-    "no other form of state, mode or place fits: shard the state over more ranks, or train fewer "
+    "no other storage format, mode or place fits: shard the state over more ranks, or train fewer "
     "parameters"
 )
 
@@ -220,15 +221,15 @@ def _refusal(
 ) -> str:
     limit, need = lacking
     if limit.name.startswith(_DISK):
-        what, kind = f"optimizer_state_path={config.optimizer_state_path!r}", "disk"
+        setting, kind = f"optimizer_state_path={config.optimizer_state_path!r}", "disk"
     else:
         name = "offload" if is_class else "optimizer_offload_fraction"
         fraction = config.optimizer_offload_fraction if config.may_offload else 0.0
         where = "" if fraction else " with a model on the CPU"
-        what, kind = f"{name}={fraction}{where}", f"host memory ({_by_purpose(plan)})"
+        setting, kind = f"{name}={fraction}{where}", f"host memory ({_by_purpose(plan)})"
     do = f"set {' or '.join(ways)}" if ways else _NOTHING_FITS
     return (
-        f"{what}: the optimizer needs {in_words(need)} of {kind}, and {limit.name} "
+        f"{setting}: the optimizer needs {in_words(need)} of {kind}, and {limit.name} "
         f"({in_words(limit.total)}) leaves {in_words(max(limit.free, 0))}; {do}, or raise the "
         f"limit. {SWITCH}=off skips this check"
     )

@@ -1,5 +1,4 @@
-"""The memory of one rank: the very stack that would be built, built on the meta device and added
-up."""
+"""Plan of one rank's memory: the sizes of the tensors of a stack built on the meta device."""
 
 from __future__ import annotations
 
@@ -28,7 +27,17 @@ from mp_optim.zero.buckets import make_buckets
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes in one kind of memory, by what they are for."""
+    """Bytes in one kind of memory, by purpose.
+
+    Attributes:
+        model_params: model parameters.
+        grads: gradients.
+        main_params: main params and remainders.
+        moments: moments and other state of the rule.
+        averages: moving averages of the main params.
+        staging: staging buffers for transfers.
+        double_buffers: back buffers of speculative steps.
+    """
 
     model_params: int = 0
     grads: int = 0
@@ -36,26 +45,28 @@ class Memory:
     moments: int = 0
     averages: int = 0
     staging: int = 0
-    double_buffers: int = 0  # the back buffer of offload/buckets.py
+    double_buffers: int = 0
 
     @property
     def total(self) -> int:
-        """All of it, in bytes."""
+        """Sum over all purposes, in bytes."""
         return sum(dataclasses.astuple(self))
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that one rank needs, page-locked memory as it is charged. Activations, temporary
-    tensors, scales of float8 parameters and the accelerator's rounding are not in it.
+    """Memory that one rank needs, in bytes. Pinned memory includes its allocator's rounding.
+
+    Activations, temporary tensors, scales of float8 parameters and rounding by the accelerator's
+    allocator are not included.
 
     Attributes:
-        accelerator: memory of the device that holds the model.
-        pinned_host: host memory, page-locked.
+        accelerator: memory of the device with the model.
+        pinned_host: pinned (page-locked) host memory.
         pageable_host: other host memory.
-        disk: of a file in ``optimizer_state_path``.
-        fraction: share of the optimizer on the host.
-        params: trainable elements of the whole model.
+        disk: size of the file in ``optimizer_state_path``.
+        fraction: share of the optimizer that is offloaded, 0.0 to 1.0.
+        params: number of trainable elements of the whole model.
     """
 
     accelerator: Memory = field(default_factory=Memory)
@@ -67,7 +78,7 @@ class MemoryPlan:
 
     @property
     def host_total(self) -> int:
-        """Host bytes, page-locked or not."""
+        """Bytes of host memory, pinned and pageable."""
         return self.pinned_host.total + self.pageable_host.total
 
     @property
@@ -76,15 +87,18 @@ class MemoryPlan:
 
     @property
     def background_save(self) -> int:
-        """Host bytes beside these that ``save(asynchronous=True)`` may hold while it lasts: at most
-        one copy of what it writes."""
+        """Upper bound of the additional host bytes during ``save(asynchronous=True)``: one copy of
+        all saved tensors."""
         return sum(
             place.model_params + place.main_params + place.moments + place.averages
             for place in self._places
         )
 
     def rows(self) -> list[tuple[str, int, int, int, int]]:
-        """(what for, accelerator, pinned host, pageable host, disk) in bytes, and the totals."""
+        """Return rows of (purpose, accelerator, pinned host, pageable host, disk) in bytes.
+
+        The last row has the totals.
+        """
         names = [*(spec.name for spec in dataclasses.fields(Memory)), "total"]
         return [(name.replace("_", " "), *map(attrgetter(name), self._places)) for name in names]
 
@@ -110,28 +124,34 @@ def plan_rank(
     config_overrides: Mapping[ParamKey, Any] | None = None,
     param_groups: Sequence[Mapping[str, Any]] | None = None,
 ) -> MemoryPlan:
-    """Return the bytes that one rank needs, allocating nothing.
+    """Plan the memory of one rank, without allocating tensors.
 
     Args:
-        named: meta parameters as the rank holds them before data parallelism.
-        experts: names of those that are data-parallel over ``expert_ranks``, not ``ranks``.
-        config_overrides: as for :func:`mp_optim.get_megatron_optimizer`.
-        param_groups: groups of these parameters, instead of those made from the overrides.
+        named: meta parameters of the rank with names, before data-parallel sharding.
+        experts: names of the expert parameters.
+        config: config with a number as offload fraction.
+        ranks: number of data-parallel ranks of the dense parameters.
+        expert_ranks: number of data-parallel ranks of the expert parameters.
+        config_overrides: settings by :class:`ParamKey`; None for the standard overrides.
+        param_groups: groups of these parameters, in place of those made from the overrides.
+
+    Raises:
+        ValueError: the config is not valid, or its fraction is ``"auto"``.
     """
     config.check()
     if config.optimizer_offload_fraction == "auto":
         raise ValueError(
-            "optimizer_offload_fraction='auto': a plan is of a number; smallest_fraction finds it"
+            "optimizer_offload_fraction='auto': a plan needs a number; smallest_fraction returns it"
         )
     if config.is_distributed:
         stepped, model_params, grads = _sharded(named, experts, config, ranks, expert_ranks)
     else:
         stepped, model_params = named, sum(param.nbytes for _, param in named)
         trained = [param for _, param in named if param.requires_grad]
-        # in the parameter's dtype, or in 16 bits if that has 8
+        # Gradients have the parameter's dtype; those of 8-bit parameters have 16 bits.
         grads = sum(param.numel() * max(param.itemsize, 2) for param in trained)
     model = nn.Module()
-    model._parameters.update(stepped)  # names may have dots, which its methods refuse
+    model._parameters.update(stepped)  # register_parameter() refuses names with dots
     groups = None
     if param_groups is not None:
         by_id = {id(param): part for (_, param), (_, part) in zip(named, stepped, strict=True)}
@@ -168,13 +188,19 @@ _SHARDING = (
     *("data_parallel_sharding_strategy", "overlap_param_gather", "grad_reduce_in_fp32"),
     *("grad_reduce_op", "reduce_scatter_with_fp32_accumulation", "bucket_size"),
 )
-"""Fields that the optimizer over what one rank owns does without."""
+"""Fields of distributed optimizers, reset to plan the optimizer of one rank's shard."""
 
 
 def with_defaults(
     config: OptimizerConfig, names: Collection[str], **others: Any
 ) -> OptimizerConfig:
-    """The config with some fields as by default, and others as they are given."""
+    """Return the config with the default values of some fields, and given values of others.
+
+    Args:
+        config: config to change.
+        names: fields to reset.
+        others: values of other fields.
+    """
     specs = [spec for spec in dataclasses.fields(config) if spec.name in names]
     defaults: dict[str, Any] = {spec.name: spec.default for spec in specs}
     return replace(config, **{**defaults, **others})
@@ -187,8 +213,10 @@ def _sharded(
     ranks: int,
     expert_ranks: int,
 ) -> tuple[NamedParams, int, int]:
-    """What the first data-parallel rank of a distributed optimizer steps; and bytes of the model's
-    parameters there, and of gradients that stay between steps."""
+    """Return the shards of the first data-parallel rank, and its bytes of parameters and gradients.
+
+    Only gradients that remain allocated between steps are counted.
+    """
     trained = [(name, param) for name, param in named if param.requires_grad]
     dense = [(name, param) for name, param in trained if name not in experts]
     expert = [(name, param) for name, param in trained if name in experts]
@@ -213,24 +241,29 @@ def _sharded(
 
 
 _WHAT = {REMAINDER: "main_params", AVERAGE: "averages"}
-"""What state is, if it is no moment."""
+"""Purposes of state that is not a moment."""
 
 
 def memory_of(optimizer: MegatronOptimizer, config: OptimizerConfig) -> MemoryPlan:
-    """Bytes of an optimizer's tensors; allocates its state if it had none."""
+    """Return the bytes of an optimizer's tensors; allocates its state if it has none yet.
+
+    Args:
+        optimizer: optimizer, usually on the meta device.
+        config: its config.
+    """
     optimizer.init_state()
     kinds = ("accelerator", "pinned_host", "pageable_host", "disk")
     sizes: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
     for member in optimizer.chained_optimizers:
         assert isinstance(member, WrappedOptimizer)  # nothing is distributed here
-        for kind, what, size in (*_reserves(member, config), *_tensors(member, config)):
-            sizes[kind][what] += size
+        for kind, purpose, size in (*_reserves(member, config), *_tensors(member, config)):
+            sizes[kind][purpose] += size
     device, pinned, pageable, disk = (Memory(**of_kind) for of_kind in sizes.values())
     return MemoryPlan(device, pinned, pageable, disk)
 
 
 def _reserves(member: WrappedOptimizer, config: OptimizerConfig) -> Iterator[tuple[str, str, int]]:
-    """Where, what for, and how much memory is taken when stepping begins."""
+    """Yield (kind of memory, purpose, bytes) of memory that is reserved at the first step."""
     if not isinstance(member.executor, PlacedExecutor):
         return
     held, pins_mains = member.executor.stepper.host_part.host_bytes(), config.pin_cpu_params
@@ -249,14 +282,14 @@ def _reserves(member: WrappedOptimizer, config: OptimizerConfig) -> Iterator[tup
     yield "accelerator", "staging", member.executor.stepper.host_part.device_bytes
 
 
-def _taken(what: str, pieces: Sequence[int], is_pinned: bool) -> tuple[str, str, int]:
+def _taken(purpose: str, pieces: Sequence[int], is_pinned: bool) -> tuple[str, str, int]:
     if is_pinned:
-        return "pinned_host", what, sum(map(page_locked_bytes, pieces))
-    return "pageable_host", what, sum(pieces)
+        return "pinned_host", purpose, sum(map(page_locked_bytes, pieces))
+    return "pageable_host", purpose, sum(pieces)
 
 
 def _tensors(member: WrappedOptimizer, config: OptimizerConfig) -> Iterator[tuple[str, str, int]]:
-    """Where, what for, and bytes of main params on the accelerator and of all state."""
+    """Yield (kind of memory, purpose, bytes) of main params on the accelerator and of all state."""
     for slot in filter(member.has_state, member.slots()):
         on_device = member.executor.place(slot) == "device"
         is_reserved = not on_device and config.has_windows

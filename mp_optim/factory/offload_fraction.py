@@ -1,4 +1,4 @@
-"""The smallest offload fraction that fits this rank, for ``optimizer_offload_fraction="auto"``."""
+"""Choice of the smallest offload fraction that fits, for ``optimizer_offload_fraction="auto"``."""
 
 from __future__ import annotations
 
@@ -31,12 +31,16 @@ OFFLOADING = frozenset(
         *("offload_bucket_bytes", "pin_cpu_grads", "pin_cpu_params"),
     )
 )
-"""Fields that are about what is offloaded."""
+"""Fields of the config for offloading."""
 
 
 def with_fraction(config: OptimizerConfig, fraction: float) -> OptimizerConfig:
-    """The config with another share of the optimizer on the host; fields that then do nothing are
-    as by default."""
+    """Return the config with another offload fraction; 0.0 also resets all fields for offloading.
+
+    Args:
+        config: config to change.
+        fraction: share of the parameter elements to offload, 0.0 to 1.0.
+    """
     if fraction == 0.0:
         return with_defaults(config, OFFLOADING)
     return replace(
@@ -50,16 +54,18 @@ def least(
     gpu_memory: int,
     steps: int = 64,
 ) -> MemoryPlan:
-    """Return the plan with the smallest offload fraction, in ``steps``-ths, that fits.
+    """Return the plan with the smallest offload fraction that fits.
 
     Args:
-        plan_of: returns the plan of a config.
+        plan_of: function from a config to its plan.
+        config: config to change the fraction of.
         gpu_memory: bytes on the accelerator for parameters, gradients and optimizer.
+        steps: number of equal intervals between the fractions 0 and 1 that are tried.
 
     Raises:
-        ValueError: none fits, with the bytes that are missing.
+        ValueError: no fraction fits; names the needed bytes and other settings.
     """
-    # Nothing first: a little that is streamed, in large windows, may take more.
+    # Try 0.0 separately: a small streamed share with large windows may need more memory.
     low, high = 0, 0
     best = plan_of(with_fraction(config, 0.0))
     if best.accelerator.total > gpu_memory:
@@ -72,7 +78,7 @@ def least(
             f"{in_words(best.accelerator.grads)} for gradients; "
             f"{_way_out(plan_of, config, gpu_memory)}"
         )
-    while low < high:  # beyond that, more on the host is never more on the accelerator
+    while low < high:  # above 0.0, a larger fraction never needs more on the accelerator
         middle = (low + high) // 2
         tried = plan_of(with_fraction(config, middle / steps))
         if tried.accelerator.total <= gpu_memory:
@@ -83,7 +89,7 @@ def least(
 
 
 def in_words(size: int) -> str:
-    """Return a number of bytes in the largest unit of which there is one."""
+    """Return a number of bytes as text, in GiB, MiB or bytes."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
         if size >= unit:
             return f"{size / unit:.2f} {name}"
@@ -93,7 +99,7 @@ def in_words(size: int) -> str:
 def _way_out(
     plan_of: Callable[[OptimizerConfig], MemoryPlan], config: OptimizerConfig, gpu_memory: int
 ) -> str:
-    """Return the cure where parameters and gradients alone do not fit."""
+    """Return the end of the error if the whole optimizer is offloaded and does not fit."""
     if gpu_memory < 1 << 20:
         return f"it is a number of bytes: write '{gpu_memory}GiB' if you meant GiB"
     ways = (
@@ -106,23 +112,26 @@ def _way_out(
     try:
         config = replace(config, offload_mode="overlap", release_gradients=True)
         held = plan_of(config).accelerator.total
-    except ValueError:  # not with a distributed optimizer, or with streamed state
+    except ValueError:  # the config does not support released gradients
         return ways
     fits = "fits" if held <= gpu_memory else "is still too much"
     return (
-        "let gradients leave during backward (release_gradients=True with "
+        "free gradients during backward (release_gradients=True with "
         f"offload_mode='overlap'): {in_words(held)}, which {fits}; or {ways}"
     )
 
 
 _SHARE = 0.75
-"""Share of an accelerator that parameters, gradients and optimizer may take, without
-``gpu_memory``."""
+"""Default share of an accelerator's memory for parameters, gradients and optimizer."""
 
 
 def gpu_limit(config: OptimizerConfig, device: torch.device) -> int | None:
-    """Return the bytes of the accelerator that parameters, gradients and optimizer may take; None
-    for a model on the host without ``gpu_memory``."""
+    """Return the bytes on the accelerator for parameters, gradients and optimizer.
+
+    Returns:
+        ``gpu_memory``, or by default three quarters of the device; None for a model on the CPU
+        without ``gpu_memory``.
+    """
     accelerator = accelerator_of(device)
     if config.gpu_memory is not None or accelerator is None:
         return config.gpu_memory
@@ -130,15 +139,17 @@ def gpu_limit(config: OptimizerConfig, device: torch.device) -> int | None:
 
 
 def with_chosen_fraction(request: StackRequest) -> OptimizerConfig:
-    """The config with the smallest fraction, in 64ths, that leaves the accelerator within its
-    limit.
+    """Return the config with the smallest offload fraction, in 64ths, that fits the accelerator.
 
-    Ranks that share out a parameter (a distributed optimizer's, or a DTensor's) take the largest of
-    theirs. A model on the host with no ``gpu_memory`` has nothing to be moved out of: 0.
+    Ranks that share sharded parameters (of a distributed optimizer, or DTensors) agree on their
+    largest fraction. A model on the CPU without ``gpu_memory`` has fraction 0.
+
+    Args:
+        request: arguments of the stack, with ``optimizer_offload_fraction="auto"``.
 
     Raises:
-        ValueError: it does not fit with everything on the host, on this rank or one of those,
-            saying what is missing.
+        ValueError: even fraction 1.0 does not fit on this rank or a rank that shares parameters;
+            names the needed bytes.
     """
     config = request.config
     limit = gpu_limit(config, request.device)
@@ -166,11 +177,13 @@ def with_chosen_fraction(request: StackRequest) -> OptimizerConfig:
 def rank_planner(
     request: StackRequest,
 ) -> tuple[Callable[[OptimizerConfig], MemoryPlan], list[ProcessGroup]]:
-    """Return the plan of this rank's memory as a function of the config, and the process groups
-    that share out its parameters. The request's config decides whether the optimizer is
-    distributed."""
+    """Return a function from a config to this rank's plan, and process groups of its parameters.
+
+    The process groups are those over which parameters are sharded. The request's config decides
+    whether the optimizer is distributed.
+    """
     is_expert = request.expert_predicate or is_expert_param
-    held = list(named_params(request.modules()))  # frozen ones too
+    held = list(named_params(request.modules()))  # includes frozen parameters
     metas = {id(param): _on_meta(param) for _, param in held}
     named = [(name, metas[id(param)]) for name, param in held]
     experts = {name for name, param in held if is_expert(param, name)}
@@ -194,7 +207,7 @@ def rank_planner(
 
 
 def _on_meta(param: Tensor) -> nn.Parameter:
-    """What this rank holds of a parameter, without data, with the attributes that were set."""
+    """Return a meta tensor for this rank's shard of a parameter, with its attributes."""
     values = torch.empty_like(local_tensor(param), device="meta")
     meta = nn.Parameter(values, requires_grad=param.requires_grad)
     for name, value in vars(param).items():

@@ -1,5 +1,7 @@
-"""A config as its rule, and as the arguments of the rule's optimizer. How to write another rule is
-said in CONTRIBUTING.md."""
+"""Conversion of a config into its rule and the arguments of the rule's optimizer.
+
+CONTRIBUTING.md describes how to write another rule.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,14 @@ assert {*NAMED_RULES, MuonRule.name} == {*RULES}
 
 
 def rule_of(config: OptimizerConfig) -> Rule:
-    """Return the rule that a config asks for."""
+    """Return the rule of a config."""
     if config.optimizer == MuonRule.name:
         return MuonRule(config.muon_scalar_optimizer)
     return NAMED_RULES[config.optimizer]
 
 
 def settings_of(config: OptimizerConfig) -> dict[str, Any]:
-    """Return the rate, the decay and the hyperparameters of the config's rule."""
+    """Return learning rate, weight decay and hyperparameters of the config's rule, by name."""
     rule, scalar = RULES[config.optimizer], RULES[config.elementwise_rule]
     sources = dict(rule.settings)
     if scalar is not rule:
@@ -39,7 +41,7 @@ def settings_of(config: OptimizerConfig) -> dict[str, Any]:
 
 
 def construction_of(config: OptimizerConfig) -> dict[str, Any]:
-    """Return the other arguments of the rule's optimizer: the backend, and how state is stored."""
+    """Return the rule optimizer's other arguments: storage formats, backend, audits, seed."""
     same = [spec.name for spec in fields(StatePrecision) if spec.name != "seed"]
     return {
         **{name: getattr(config, name) for name in same},

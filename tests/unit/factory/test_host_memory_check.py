@@ -105,7 +105,7 @@ def test_disk_space_is_compared_with_the_bytes_of_the_file(grant, tmp_path, monk
 def test_message_says_so_where_nothing_fits(grant, monkeypatch):
     grant(MIB)
     model = params()
-    with pytest.raises(ValueError, match="no other form of state, mode or place fits"):
+    with pytest.raises(ValueError, match="no other storage format, mode or place fits"):
         step(model, mp_optim.AdamW(model))
     monkeypatch.setenv("MP_OPTIM_HOST_MEMORY_CHECK", "off")
     step(model, mp_optim.AdamW(model))

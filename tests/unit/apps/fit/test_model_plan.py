@@ -233,7 +233,7 @@ def test_auto_refuses_what_it_cannot_do() -> None:
         get_megatron_optimizer(
             auto(), linears(), param_groups=[{"params": list(linears().parameters())}]
         )
-    with pytest.raises(ValueError, match="a plan is of a number"):
+    with pytest.raises(ValueError, match="a plan needs a number"):
         plan(linears(), auto())
     with pytest.raises(ValueError, match="gpu_memory=1000: has no effect"):
         OptimizerConfig(lr=1e-3, gpu_memory=1000)
