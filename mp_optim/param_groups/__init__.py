@@ -1,1 +1,1 @@
-"""Param groups: hyperparameters by parameter, and their schedules."""
+"""Param groups: assignment of hyperparameters to parameters, and their schedules."""

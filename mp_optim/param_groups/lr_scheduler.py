@@ -1,4 +1,4 @@
-"""Learning rate and weight decay as functions of the number of steps (or samples) done."""
+"""Schedules of learning rate and weight decay over the number of steps or samples."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ WD_STYLES = ("constant", "linear", "cosine")
 
 
 def decay_factor(style: str, done: float) -> float:
-    """What is left of ``max - min`` after a share ``done`` in [0, 1] of the decay, or of WSD's
-    cooldown: 1 at 0, 0 at 1. ``exponential`` is 2*0.5**x - 1 (Megatron)."""
+    """Return the remaining share of ``max - min`` in a decay: 1.0 at its start, 0.0 at its end.
+
+    Args:
+        style: one of :data:`WSD_STYLES`; others count as linear. ``exponential`` is
+            2 * 0.5**done - 1, as in Megatron.
+        done: completed share of the decay, or of WSD's cooldown, 0.0 to 1.0.
+    """
     if style == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * done))
     if style == "exponential":
@@ -27,39 +32,39 @@ def decay_factor(style: str, done: float) -> float:
 
 
 class OptimizerParamScheduler:
-    """Sets ``lr`` and ``weight_decay`` of every param group.
+    """Scheduler of ``lr`` and ``weight_decay`` in the param groups of an optimizer.
 
-    A group's own ``max_lr``, ``min_lr``, ``start_wd``, ``end_wd``, ``wd_mult`` and ``lr_mult`` win
-    over the arguments; groups of :func:`mp_optim.get_megatron_optimizer` have ``max_lr``, and
-    ``min_lr`` if the config says it. Tensor learning rates are filled in place. All ``*_steps`` are
-    in the unit that :meth:`step` is called with.
+    ``max_lr``, ``min_lr``, ``start_wd``, ``end_wd``, ``wd_mult`` and ``lr_mult`` of a param group
+    take precedence over the arguments. Groups of :func:`mp_optim.get_megatron_optimizer` have
+    ``max_lr``, and ``min_lr`` if the config sets it. Learning rates that are tensors are filled in
+    place. All ``*_steps`` have the unit of :meth:`step`, such as steps or samples.
 
-    A state dict of the optimizer brings the saved limits of its groups. The two flags decide
-    between these limits and the limits at construction, whichever of optimizer and scheduler is
-    loaded, and in either order.
+    A state dict of the optimizer has the saved limits of its groups. The two flags decide between
+    these limits and those at construction. Optimizer and scheduler may be loaded in either order.
 
     Args:
-        optimizer: anything with ``param_groups``.
-        init_lr: where warmup starts.
-        max_lr: top of the schedule.
-        min_lr: floor of the schedule.
-        lr_warmup_steps: end of the warmup.
-        lr_decay_steps: end of the whole schedule.
+        optimizer: optimizer, or another object with ``param_groups``.
+        init_lr: learning rate at the start of the warmup.
+        max_lr: highest learning rate.
+        min_lr: lowest learning rate; None for 0.0.
+        lr_warmup_steps: number of steps of the warmup.
+        lr_decay_steps: number of steps of the whole schedule, warmup included.
         lr_decay_style: constant, linear, cosine, inverse-square-root or WSD.
-        start_wd: weight decay at the start.
+        start_wd: weight decay at the start of its ramp.
         end_wd: weight decay at the end of its ramp.
-        wd_incr_steps: length of the ramp.
+        wd_incr_steps: number of steps of the ramp.
         wd_incr_style: shape of the ramp: constant, linear or cosine.
-        use_checkpoint_opt_param_scheduler: take the checkpoint's settings at load, with a warning
-            that names those that differ from this object's.
-        override_opt_param_scheduler: keep this object's settings, and the limits that each group
-            had when this object was built, at every load of the optimizer or the scheduler. The
-            load of the optimizer sets ``lr`` and ``weight_decay`` again at once.
-        wsd_decay_steps: length of WSD's cooldown.
-        lr_wsd_decay_style: shape of WSD's cooldown: linear, cosine, exponential or minus_sqrt.
+        use_checkpoint_opt_param_scheduler: True to load settings from the checkpoint. A warning
+            names the ones that differ from this object's.
+        override_opt_param_scheduler: True to keep this object's settings, and each group's limits
+            at construction, when the optimizer or the scheduler is loaded. Loading the optimizer
+            then also sets ``lr`` and ``weight_decay`` again.
+        wsd_decay_steps: number of steps of WSD's cooldown; required for WSD.
+        lr_wsd_decay_style: shape of WSD's cooldown: linear, cosine, exponential or minus_sqrt;
+            required for WSD.
 
     Raises:
-        ValueError: naming the argument and its value.
+        ValueError: an argument is out of range, or contradicts another one.
     """
 
     _LIMITS = ("max_lr", "min_lr", "start_wd", "end_wd")
@@ -141,7 +146,11 @@ class OptimizerParamScheduler:
             )
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
-        """The learning rate of a group at ``num_steps``."""
+        """Return the learning rate of a param group at ``num_steps``, before ``lr_mult``.
+
+        Args:
+            param_group: param group; its ``max_lr`` and ``min_lr`` take precedence.
+        """
         top: float = param_group.get("max_lr", self.max_lr)
         floor: float = param_group.get("min_lr", self.min_lr)
         done, warmup, end = self.num_steps, self.lr_warmup_steps, self.lr_decay_steps
@@ -163,7 +172,12 @@ class OptimizerParamScheduler:
         return floor + (top - floor) * left
 
     def get_wd(self, param_group: dict[str, Any] | None = None) -> float:
-        """The weight decay of a group at ``num_steps``, before ``wd_mult``."""
+        """Return the weight decay of a param group at ``num_steps``, before ``wd_mult``.
+
+        Args:
+            param_group: param group; its ``start_wd`` and ``end_wd`` take precedence. None for the
+                arguments of this object.
+        """
         group = param_group or {}
         start, end = group.get("start_wd", self.start_wd), group.get("end_wd", self.end_wd)
         if self.wd_incr_style == "constant" or self.num_steps >= self.wd_incr_steps:
@@ -172,7 +186,11 @@ class OptimizerParamScheduler:
         return float(end - (end - start) * left)
 
     def step(self, increment: int = 1) -> None:
-        """Count ``increment`` more steps and set every group's ``lr`` and ``weight_decay``."""
+        """Advance the schedule, and set every group's ``lr`` and ``weight_decay``.
+
+        Args:
+            increment: number to add to ``num_steps``, in steps or samples.
+        """
         self.num_steps += increment
         for group in self.optimizer.param_groups:
             lr = self.get_lr(group) * group.get("lr_mult", 1.0)
@@ -184,31 +202,40 @@ class OptimizerParamScheduler:
             group["weight_decay"] = self.get_wd(group) * group.get("wd_mult", 1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings."""
+        """Return settings and ``num_steps`` as a dict of numbers and strings."""
         return {name: getattr(self, name) for name in (*self._SETTINGS, "num_steps")}
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raise what :meth:`load_state_dict` would raise; change nothing."""
+        """Check a state dict like :meth:`load_state_dict`, without loading it.
+
+        Args:
+            state_dict: result of :meth:`state_dict`.
+
+        Raises:
+            ValueError: a setting differs from this object's, and neither flag is set.
+        """
         if self.override_opt_param_scheduler or self.use_checkpoint_opt_param_scheduler:
             return
         for name in self._SETTINGS:
             saved = state_dict.get(name, getattr(self, name))
             if saved != getattr(self, name):
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} here, {saved!r} in the checkpoint; set "
+                    f"{name}={getattr(self, name)!r}: the checkpoint has {saved!r}; set "
                     "use_checkpoint_opt_param_scheduler or override_opt_param_scheduler"
                 )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where the saved scheduler was and set the groups at once. Loading twice is
-        loading once.
+        """Load ``num_steps`` and settings, and set ``lr`` and ``weight_decay`` of the groups.
 
-        Without ``override_opt_param_scheduler``, a group whose limit equals this object's gets the
-        loaded limit. A warning names settings that change, and groups that keep limits of their
-        own.
+        Without ``override_opt_param_scheduler``, a group with a limit equal to this object's gets
+        the loaded limit. A warning names settings that change, and groups with other limits, which
+        they keep. A second load of one state dict has no effect.
+
+        Args:
+            state_dict: result of :meth:`state_dict`.
 
         Raises:
-            ValueError: the settings differ, and neither flag is set.
+            ValueError: a setting differs from this object's, and neither flag is set.
         """
         self.check_state_dict(state_dict)
         self.num_steps = state_dict["num_steps"]
@@ -240,7 +267,7 @@ class OptimizerParamScheduler:
             words = [f"{name}={value!r} ({before[name]!r} here)" for name, value in changed.items()]
             own = f", and these groups keep limits of their own: {', '.join(kept)}" if kept else ""
             warn(
-                f"the checkpoint's schedule counts: {', '.join(words)}{own}; set "
+                f"the checkpoint's schedule is loaded: {', '.join(words)}{own}; set "
                 "override_opt_param_scheduler=True to keep this scheduler's settings"
             )
 
@@ -251,14 +278,14 @@ class OptimizerParamScheduler:
         return [{name: group[name] for name in self._LIMITS if name in group} for group in groups]
 
     def _restore_limits(self) -> None:
-        """Give each group the limits that it had when this object was built."""
+        """Reset the limits of each group to their values when this object was built."""
         for group, limits in zip(self.optimizer.param_groups, self._limits, strict=False):
             for name in self._LIMITS:
                 group.pop(name, None)
             group.update(limits)
 
     def _watch_loads(self) -> None:
-        """Register :meth:`_after_load` with the optimizer, or with the one that it wraps."""
+        """Register :meth:`_after_load` as a hook of the optimizer, or of the one inside it."""
         hooked = self.optimizer
         while not hasattr(hooked, "_optimizer_load_state_dict_post_hooks"):
             hooked = getattr(hooked, "optimizer", None)
@@ -274,7 +301,7 @@ class OptimizerParamScheduler:
         weakref.finalize(self, handle.remove)
 
     def _after_load(self) -> None:
-        """Restore this object's limits, or warn that the loaded ones count."""
+        """Restore this object's limits, or warn about loaded limits that differ from them."""
         if self.override_opt_param_scheduler:
             self._restore_limits()
             self.step(0)
@@ -289,7 +316,7 @@ class OptimizerParamScheduler:
         ]
         if differ:
             warn(
-                f"the loaded param groups bring limits that the schedule reads: {differ[0]}"
+                f"the loaded param groups change limits of the schedule: {differ[0]}"
                 f"{f' and {len(differ) - 1} more' if len(differ) > 1 else ''}; set "
-                "override_opt_param_scheduler=True to keep those of this run"
+                "override_opt_param_scheduler=True to keep the limits of this run"
             )

@@ -1,6 +1,4 @@
-"""Param groups: which parameters share hyperparameters, decided by declared overrides; and the
-settings that groups and overrides may have.
-"""
+"""Param groups made from overrides, and checks of the settings in groups and overrides."""
 
 from __future__ import annotations
 
@@ -26,7 +24,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ParamPredicate:
-    """A named test of a parameter; two with one name are the same."""
+    """A named test of a parameter. Predicates with equal names compare as equal.
+
+    Attributes:
+        name: name of the test.
+        fn: function from a parameter to True if it passes.
+    """
 
     name: str
     fn: Callable[[Tensor], bool] = field(compare=False)
@@ -34,7 +37,13 @@ class ParamPredicate:
 
 @dataclass(frozen=True)
 class ParamWithNamePredicate:
-    """A named test of a parameter and its FQN; two with one name are the same."""
+    """A named test of a parameter and its fully qualified name (FQN). Predicates with equal names
+    compare as equal.
+
+    Attributes:
+        name: name of the test.
+        fn: function from a parameter and its FQN to True if it passes.
+    """
 
     name: str
     fn: Callable[[Tensor, str], bool] = field(compare=False)
@@ -46,13 +55,13 @@ def _tuple(value: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class ParamKey:
-    """Which parameters an override is for: those that any of the conditions matches.
+    """Selector of the parameters of an override. A parameter matches if any condition holds.
 
     Attributes:
-        name: shell patterns of FQNs.
-        attr: names of attributes that must be truthy.
-        predicate: tests of a parameter.
-        with_name_predicate: tests of a parameter and its FQN.
+        name: shell pattern, or patterns, of fully qualified parameter names (FQNs).
+        attr: name, or names, of attributes that are truthy on matching parameters.
+        predicate: test, or tests, of a parameter.
+        with_name_predicate: test, or tests, of a parameter and its FQN.
     """
 
     name: str | tuple[str, ...] = ()
@@ -61,7 +70,12 @@ class ParamKey:
     with_name_predicate: ParamWithNamePredicate | tuple[ParamWithNamePredicate, ...] = ()
 
     def matches(self, param: Tensor, param_name: str) -> bool:
-        """Whether any condition holds."""
+        """True if a parameter meets any condition.
+
+        Args:
+            param: parameter to test.
+            param_name: its FQN.
+        """
         if any(fnmatch.fnmatchcase(param_name, pattern) for pattern in _tuple(self.name)):
             return True
         if any(bool(getattr(param, attr, False)) for attr in _tuple(self.attr)):
@@ -72,8 +86,24 @@ class ParamKey:
 
 
 class ParamGroupOverride(TypedDict, total=False):
-    """Settings of the parameters a :class:`ParamKey` matches; any hyperparameter of the rule may be
-    among them."""
+    """Settings of the parameters that a :class:`ParamKey` matches.
+
+    Other hyperparameters that the rule allows per param group may be set, too.
+
+    Attributes:
+        max_lr: highest learning rate of the schedule.
+        min_lr: lowest learning rate of the schedule.
+        start_wd: weight decay at the start of its ramp.
+        end_wd: weight decay at the end of its ramp.
+        wd_mult: factor of the weight decay; 0.0 turns it off.
+        lr_mult: factor of the learning rate.
+        eps: number added to the denominator.
+        betas: decay per step of the moments.
+        momentum: decay per step of the momentum.
+        optimizer: with muon, the rule that steps the parameters: muon or
+            ``muon_scalar_optimizer``.
+        qkv_split_shapes: with muon, numbers of rows of the parts of a fused QKV weight.
+    """
 
     max_lr: float
     min_lr: float
@@ -85,7 +115,6 @@ class ParamGroupOverride(TypedDict, total=False):
     betas: tuple[float, ...]
     momentum: float
     optimizer: str
-    """With muon: which of muon and ``muon_scalar_optimizer`` steps the parameters."""
     qkv_split_shapes: tuple[int, ...]
 
 
@@ -101,8 +130,9 @@ class _TableTest:
     """A test of a parameter that depends on whether it is an embedding or output layer.
 
     Attributes:
-        test: of a parameter, and whether it is one.
-        tables: the model's; attributes and names alone decide until the factory sets it.
+        test: function of a parameter and a bool, True for an embedding or output layer.
+        tables: embeddings and output layers of the model. Until the factory sets it, attributes and
+            names decide.
     """
 
     test: Callable[[Tensor, bool], bool]
@@ -125,7 +155,7 @@ def _is_vector_like(param: Tensor, is_table: bool) -> bool:
 
 
 def _with_tables(key: ParamKey, tables: Tables) -> ParamKey:
-    """A key whose tests know the embeddings and output layers of a model."""
+    """Return a key with a model's embeddings and output layers set in its tests."""
     tests = tuple(
         replace(test, fn=replace(test.fn, tables=tables))
         if isinstance(test.fn, _TableTest)
@@ -148,13 +178,17 @@ def _no_weight_decay(param: Tensor, name: str, spared: Sequence[str] = ()) -> bo
 
 
 def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
-    """No weight decay for biases and 1-D parameters; ``decoupled_lr`` for embedding and output
-    parameters.
+    """Return the default overrides of a config.
 
-    Embedding and output parameters are those with a truthy ``is_embedding_or_output_parameter``. If
-    the attribute is absent, the factory decides by their modules: ``nn.Embedding`` and kin, tied
-    parameters, Hugging Face's ``get_output_embeddings()``; and by the names that model families
-    have for their output layers.
+    Biases and 1-D parameters get no weight decay. Embedding and output parameters get
+    ``decoupled_lr``, if the config sets it. They are parameters with a truthy
+    ``is_embedding_or_output_parameter``. Without that attribute the factory decides by module
+    (``nn.Embedding`` and similar, tied parameters, Hugging Face's ``get_output_embeddings()``),
+    then by the names that model families use.
+
+    Args:
+        config: ``apply_wd_to_qk_layernorm``, ``decoupled_lr``, ``decoupled_min_lr`` and ``min_lr``
+            are read.
     """
     undecayed = (
         _key("no_weight_decay_but_qk", partial(_no_weight_decay, spared=_QK_LAYERNORMS))
@@ -174,15 +208,20 @@ def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, Par
 def get_mup_config_overrides(
     config: OptimizerConfig, mup_width_mult: float, optimizer_type: str = "adam"
 ) -> dict[ParamKey, ParamGroupOverride]:
-    """Learning rates that transfer across width (Yang et al. 2022, table 8).
+    """Return overrides for muP: learning rates that transfer across width (Yang et al. 2022,
+    table 8).
 
     Adam: hidden matrices get ``lr / width`` and ``eps / width``. SGD: vector-like parameters and
-    embeddings get ``lr * width``. With ``optimizer="muon"`` hidden matrices are Muon's, whose scale
-    modes take care of width: nothing is overridden.
+    embeddings get ``lr * width``. For ``optimizer="muon"`` there are no overrides, because Muon's
+    scale modes depend on the width.
 
     Args:
-        mup_width_mult: width of this model over the width the rates were tuned at, > 0.
-        optimizer_type: whose rule, adam or sgd.
+        config: config with ``lr``; its ``min_lr`` is scaled, too.
+        mup_width_mult: width of this model divided by the width that ``lr`` was tuned at, > 0.
+        optimizer_type: formula to use, adam or sgd.
+
+    Raises:
+        ValueError: an argument is out of range, or ``config.lr`` is None.
     """
     if not mup_width_mult > 0.0:
         raise ValueError(f"mup_width_mult={mup_width_mult!r}: must be > 0")
@@ -203,7 +242,16 @@ def get_mup_config_overrides(
 def check_config_overrides_consistency(
     config: OptimizerConfig, config_overrides: Overrides | None
 ) -> None:
-    """Raise ValueError if an override sets what only the whole stack can have."""
+    """Check that no override changes a setting of the whole stack.
+
+    Args:
+        config: config of the stack.
+        config_overrides: settings by :class:`ParamKey`; None for none.
+
+    Raises:
+        ValueError: an override of ``optimizer``, ``optimizer_cpu_offload``, ``fp16`` or ``bf16``
+            differs from the config. ``optimizer`` may be either rule of a muon config.
+    """
     rules = {config.optimizer, config.elementwise_rule}
     for override in (config_overrides or {}).values():
         for name, value in override.items():
@@ -212,7 +260,8 @@ def check_config_overrides_consistency(
             if name in OF_THE_STACK and value != getattr(config, name):
                 raise ValueError(
                     f"override {name}={value!r} differs from the config's "
-                    f"{getattr(config, name)!r}; it is one setting for the whole stack"
+                    f"{getattr(config, name)!r}, which is one setting for the whole stack; remove "
+                    "the override"
                 )
 
 
@@ -247,19 +296,27 @@ def get_param_groups(
     config_overrides: Overrides | None = None,
     expert_predicate: Callable[[Tensor, str], bool] | None = None,
 ) -> list[dict[str, Any]]:
-    """One group per combination of overrides and expert or not; dense first, then in order of
-    appearance.
+    """Build one param group per combination of overrides, separately for experts.
 
-    Frozen parameters are left out; tied ones appear once, under their first name.
+    Dense groups come first, then groups are in order of appearance. Frozen parameters are omitted.
+    Tied parameters appear once, under their first name.
+
+    Args:
+        model_chunks: modules of the model.
+        config: config with ``lr``.
+        config_overrides: settings by :class:`ParamKey`; None for none.
+        expert_predicate: ``(param, name) -> bool``, True for expert parameters. The default reads
+            the parameter's attributes and name.
 
     Returns:
         Groups with ``params``, ``param_names``, ``lr``, ``max_lr``, ``min_lr``, ``weight_decay``,
-        ``wd_mult``, ``lr_mult``, ``is_expert_parallel``, ``is_decoupled_lr`` and what overrides
-        add.
+        ``wd_mult``, ``lr_mult``, ``is_expert_parallel``, ``is_decoupled_lr`` and other settings
+        of overrides. ``min_lr`` is present only if config or override set it.
 
     Raises:
-        ValueError: lr is missing, or two overrides disagree. TypeError: a complex parameter, by
-            name.
+        TypeError: a trainable parameter is complex or not floating-point.
+        ValueError: ``lr`` is None, an override is not valid, or two overrides of a parameter
+            disagree.
     """
     lr = _required_lr(config)
     check_config_overrides_consistency(config, config_overrides)
@@ -320,8 +377,15 @@ def _group(
 def check_claims(
     model_chunks: Sequence[nn.Module], param_groups: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Raise ValueError unless every trainable parameter is in exactly one group; names the first
-    that is not."""
+    """Check that every trainable parameter is in exactly one param group.
+
+    Args:
+        model_chunks: modules of the model.
+        param_groups: groups with parameters or (name, parameter) pairs as ``params``.
+
+    Raises:
+        ValueError: a parameter is in no group or several; names the first one.
+    """
     claims: Counter[int] = Counter()
     for group in param_groups:
         claims.update(id(item[1] if isinstance(item, tuple) else item) for item in group["params"])
@@ -337,9 +401,9 @@ def check_claims(
 
 
 OF_THE_STACK = ("optimizer", "optimizer_cpu_offload", "fp16", "bf16")
-"""What one stack has one of."""
+"""Settings that are equal for all param groups of a stack."""
 _INSTEAD = {"lr": "max_lr", "weight_decay": "wd_mult, start_wd and end_wd"}
-"""What schedules set, and what of an override they set it from."""
+"""Settings that schedules overwrite, and the settings of an override that schedules read."""
 _SETTINGS_OF_ANY = (
     *("params", "param_names", "is_expert_parallel", "is_decoupled_lr", "optimizer"),
     *SCHEDULED,
@@ -354,10 +418,17 @@ _RATES = [name for name in SCHEDULED if name != "initial_lr"]
 
 
 def checked_override(config: OptimizerConfig, override: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an override with lists as tuples. The executor checks the rule's hyperparameters.
+    """Check an override, except the rule's hyperparameters, which the executor checks.
+
+    Args:
+        config: config of the stack.
+        override: settings by name.
+
+    Returns:
+        The override with tuples in place of lists.
 
     Raises:
-        ValueError: a setting is unknown or would do nothing, or a rate is out of range.
+        ValueError: a setting is unknown or has no effect, or a rate is out of range.
     """
     known = [*_RATES, *RULES[config.optimizer].overrides, *OF_THE_STACK]
     for name, value in override.items():
@@ -367,8 +438,8 @@ def checked_override(config: OptimizerConfig, override: Mapping[str, Any]) -> di
             )
         if name not in known:
             raise ValueError(
-                f"override {name}={value!r}: no setting of a param group of "
-                f"{config.optimizer!r}{nearest(name, known)}"
+                f"override {name}={value!r}: param groups of {config.optimizer!r} have no such "
+                f"setting{nearest(name, known)}"
             )
     for name in override.keys() & set(_RATES):
         check_setting(name, override[name], RATE)
@@ -382,11 +453,17 @@ def checked_override(config: OptimizerConfig, override: Mapping[str, Any]) -> di
 
 
 def check_group_settings(where: str, group: Mapping[str, Any], rule: str) -> None:
-    """Raise if the name of a setting of a param group is misspelt. Keys of the caller's own, which
-    resemble no setting, are allowed. The executor checks values.
+    """Check for misspelt settings in a caller's param group.
+
+    Keys that resemble no setting are allowed. The executor checks the values.
+
+    Args:
+        where: name of the group, for the error.
+        group: settings by name.
+        rule: ``optimizer`` of the config.
 
     Raises:
-        ValueError: naming the group and the key.
+        ValueError: a key is not a setting, and resembles one.
     """
     known = [*_SETTINGS_OF_ANY, *RULES[rule].overrides]
     for name, value in group.items():
@@ -394,4 +471,4 @@ def check_group_settings(where: str, group: Mapping[str, Any], rule: str) -> Non
         if name in _AS_ELSEWHERE:
             hint = f"; did you mean {_AS_ELSEWHERE[name]!r}?"
         if name not in known and hint:
-            raise ValueError(f"{where}: {name}={value!r} is no setting of a param group{hint}")
+            raise ValueError(f"{where}: {name}={value!r} is not a setting of a param group{hint}")

@@ -1,5 +1,6 @@
-"""Which parameters of a model are embeddings, output layers or hidden matrices, and so which of
-them Muon orthogonalizes.
+"""Classification of parameters into embeddings, output layers and hidden matrices.
+
+Muon orthogonalizes only hidden matrices.
 """
 
 from __future__ import annotations
@@ -24,19 +25,21 @@ from mp_optim.host.calls import warn
 _TABLE_WORDS = {"emb", "embs", "embed", "embeds", "embedding", "embeddings"}
 _TABLE_NAMES = {"wte", "wpe", "relative_attention_bias"}
 _ANYWHERE = {"embed_tokens", "word_embeddings", "lm_head", "output_layer", "embed_out", "to_logits"}
-"""Parts of an FQN that are an embedding or output layer wherever they stand."""
+"""Parts of a parameter name (FQN) that mark an embedding or output layer at any position."""
 _OUTSIDE_BLOCKS = (
     *("shared", "output", "head", "head.fc", "score", "qa_outputs"),
     *("classifier", "classifier.dense", "classifier.out_proj"),
 )
-"""Ends of an FQN that are one where no part of the FQN is a number, as those of blocks are."""
+"""Ends of an FQN that mark an embedding or output layer, if no part of the FQN is a number. Numbers
+mark layers inside a block."""
 
 
 def _by_name(name: str, *, is_table: bool) -> bool:
-    """Whether the usual model families call an embedding or output layer so.
+    """True if common model families use a name for an embedding or output layer.
 
     Args:
-        is_table: False of a parameter whose module is known and is no lookup table.
+        name: FQN of a parameter.
+        is_table: False if the parameter's module is known to be a matrix product, not a lookup.
     """
     parts = name.split(".")
     if _ANYWHERE & set(parts):
@@ -51,7 +54,7 @@ def _by_name(name: str, *, is_table: bool) -> bool:
 
 
 def _is_lookup(module: nn.Module) -> bool:
-    """Whether a module's own parameters are rows that are looked up."""
+    """True if a module looks up rows of its own parameters."""
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return True
     return "Embedding" in type(module).__name__ and not _is_product(module)
@@ -63,14 +66,14 @@ def _is_product(module: nn.Module) -> bool:
 
 
 class Tables:
-    """The embeddings and output layers among the parameters of some modules.
+    """Registry of the embeddings and output layers of some modules.
 
-    Megatron's attribute ``is_embedding_or_output_parameter`` decides where it is set. Else the
-    module that holds a parameter decides, or one that it is tied to: ``nn.Embedding`` and kin, and
-    the module that Hugging Face's ``get_output_embeddings()`` returns. Else the name does.
+    Megatron's attribute ``is_embedding_or_output_parameter`` decides if it is set. Otherwise the
+    modules decide that hold the parameter or are tied to it: ``nn.Embedding`` and similar, and the
+    module from Hugging Face's ``get_output_embeddings()``. Otherwise the name decides.
 
     Args:
-        chunks: the modules; without any, attributes and names alone decide.
+        chunks: modules to search; without modules, attributes and names decide.
     """
 
     def __init__(self, chunks: Sequence[nn.Module] = ()) -> None:
@@ -90,15 +93,20 @@ class Tables:
                 self._why.setdefault(id(param), "in the output layer")
 
     def knows(self, param: Tensor) -> bool:
-        """Whether the modules hold a parameter."""
+        """True if the modules hold a parameter."""
         return id(param) in self._names
 
     def name_of(self, param: Tensor, default: str) -> str:
-        """A parameter's FQN in the modules."""
+        """Return a parameter's FQN in the modules, or ``default`` if they do not hold it."""
         return self._names.get(id(param), default)
 
     def why(self, param: Tensor, name: str) -> str | None:
-        """Why a parameter counts as an embedding or output layer; None if it is neither."""
+        """Return the reason why a parameter is an embedding or output layer; None if it is neither.
+
+        Args:
+            param: parameter to classify.
+            name: its name, used if the modules do not hold it.
+        """
         marked = param_attributes.marked_embedding_or_output(param)
         if marked is not None:
             return "is_embedding_or_output_parameter" if marked else None
@@ -117,8 +125,14 @@ def _output_of(module: nn.Module) -> nn.Module | None:
 
 
 def module_of(params: Any) -> nn.Module | None:
-    """The module whose ``named_parameters()`` or ``parameters()`` is given; None of any other
-    iterable, and of one that has begun."""
+    """Return the module that a ``named_parameters()`` or ``parameters()`` generator belongs to.
+
+    Args:
+        params: first argument of an optimizer class.
+
+    Returns:
+        The module; None for any other iterable, or a generator that has yielded already.
+    """
     if (
         not isinstance(params, GeneratorType)
         or inspect.getgeneratorstate(params) != inspect.GEN_CREATED
@@ -134,15 +148,23 @@ def module_of(params: Any) -> nn.Module | None:
 
 
 def _whole_shape(param: Tensor) -> torch.Size:
-    """The shape of what a tensor may be a flat part of."""
+    """Return the shape of the whole parameter that a tensor is or is a flat shard of."""
     whole = param_attributes.shard_info(param).whole_shape
     return param.shape if whole is None else whole
 
 
 def is_hidden_matrix(param: Tensor, name: str, is_expert: bool, tables: Tables) -> bool:
-    """Whether Muon steps a parameter unless an override says otherwise: a matrix, or an expert's
-    stack of matrices, that is neither an embedding nor an output layer, and whose ``use_muon`` is
-    not false."""
+    """True if Muon steps a parameter by default.
+
+    It is a matrix, or a 3-D stack of expert matrices. It is neither an embedding nor an output
+    layer, and its attribute ``use_muon`` is not False.
+
+    Args:
+        param: parameter to classify.
+        name: its FQN.
+        is_expert: True for an expert parameter.
+        tables: embeddings and output layers of the model.
+    """
     dims = len(_whole_shape(param))
     return (
         (dims == 2 or (dims == 3 and is_expert))
@@ -152,25 +174,35 @@ def is_hidden_matrix(param: Tensor, name: str, is_expert: bool, tables: Tables) 
 
 
 _TABLE_ROWS, _TABLE_RATIO = 1024, 8
-"""A matrix outside of numbered blocks that has at least so many rows, and so many times its
-columns, may be an embedding or output layer with an unusual name."""
+"""Least number of rows, and least ratio of rows to columns, of a matrix that may be an embedding or
+output layer with an unusual name."""
 
 
 def warn_of_table_shape(param: Tensor, name: str) -> None:
-    """Warn if a matrix of Muon's has the shape of an embedding or output layer."""
+    """Warn if a matrix that Muon steps has the shape of an embedding or output layer.
+
+    Args:
+        param: matrix that Muon steps.
+        name: its FQN; names with numbers, which are in blocks, are skipped.
+    """
     shape = _whole_shape(param)
     is_tall = len(shape) == 2 and shape[0] >= max(_TABLE_ROWS, _TABLE_RATIO * shape[1])
     if is_tall and not any(part.isdigit() for part in name.split(".")):
         warn(
-            f"Muon orthogonalizes {name}: its shape {tuple(shape)} is that of an embedding or "
-            "output layer, and neither its module nor its name is; if it is one, set "
+            f"Muon orthogonalizes {name}: its shape {tuple(shape)} is typical of an embedding or "
+            "output layer, but its module and name are not; if it is one, set "
             'optimizer="adam" in its group, or in an override of get_megatron_optimizer'
         )
 
 
 def choice_notes(param_groups: Iterable[Mapping[str, Any]], tables: Tables) -> tuple[str, ...]:
-    """Lines that list the matrices that Muon orthogonalizes, and those that it does not, with the
-    reasons."""
+    """Return lines that list the matrices that Muon orthogonalizes, and other matrices with the
+    reason.
+
+    Args:
+        param_groups: groups with ``optimizer`` set.
+        tables: embeddings and output layers of the model.
+    """
     by_muon: Counter[str] = Counter()
     others: dict[str, Counter[str]] = {}
     for group in param_groups:
@@ -192,7 +224,7 @@ def _named(group: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _pattern(name: str) -> str:
-    """A name that layers share, with a star for each number."""
+    """Return an FQN with a star for each number, equal for all layers."""
     return re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name)
 
 
@@ -201,12 +233,12 @@ def _listed(names: Counter[str]) -> str:
 
 
 class MuonAssignment:
-    """The choice, for each parameter of a model, of the rule that steps it, and of how a fused QKV
-    weight is cut.
+    """Assignment of a model's parameters to muon or its scalar rule, and splits of QKV weights.
 
     Args:
-        model_chunks: the modules that hold the parameters.
-        tables: the embeddings and output layers of these modules.
+        model_chunks: modules that hold the parameters.
+        config: config with ``optimizer="muon"``.
+        tables: embeddings and output layers of these modules.
     """
 
     def __init__(
@@ -221,12 +253,19 @@ class MuonAssignment:
     def settings(
         self, param: Tensor, name: str, is_expert: bool, override: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the overrides of a parameter with ``optimizer`` among them, and
-        ``qkv_split_shapes`` where it is fused.
+        """Return the override of a parameter with ``optimizer`` added.
+
+        ``qkv_split_shapes`` is added for a fused QKV weight.
+
+        Args:
+            param: parameter to assign.
+            name: its FQN.
+            is_expert: True for an expert parameter.
+            override: settings for the parameter.
 
         Raises:
-            ValueError: it is fused, and neither model nor override says how; or it is no matrix and
-                an override says ``muon``.
+            ValueError: the split of a fused QKV weight is unknown or does not fit its rows, or an
+                override assigns muon to a non-matrix.
         """
         is_hidden = is_hidden_matrix(param, name, is_expert, self._tables)
         own = "muon" if is_hidden else self._config.muon_scalar_optimizer
@@ -238,21 +277,25 @@ class MuonAssignment:
         shape = _whole_shape(param)
         if len(shape) < 2:
             raise ValueError(
-                f"{name} has shape {tuple(shape)}: override optimizer='muon' is for matrices"
+                f"{name} has shape {tuple(shape)}: muon steps only matrices; remove the override "
+                "optimizer='muon'"
             )
         parts = override.get("qkv_split_shapes", self._qkv_parts(param, name))
         if parts is None:
             return {**override, "optimizer": chosen}
         if (height := shape[-2]) % sum(parts):
             raise ValueError(
-                f"{name} has {height} rows, which is no multiple of the sum of "
-                f"qkv_split_shapes={parts}"
+                f"{name} has {height} rows, not a multiple of the sum of qkv_split_shapes={parts}; "
+                "correct the shapes"
             )
         return {**override, "optimizer": chosen, "qkv_split_shapes": parts}
 
     def _qkv_parts(self, param: Tensor, name: str) -> tuple[int, ...] | None:
-        """Megatron's rows per query group: queries, a gate where the model's attention has one,
-        keys, values."""
+        """Return the numbers of rows per query group in Megatron's layout of a fused QKV weight.
+
+        They are of queries, of the gate if the model has one, of keys and of values. None if the
+        parameter is not fused or is not to be split.
+        """
         fused = param_attributes.is_qkv(param) or name.endswith("linear_qkv.weight")
         if not self._config.muon_split_qkv or not fused:
             return None
@@ -266,9 +309,9 @@ class MuonAssignment:
         if not heads or not groups or not width:
             raise ValueError(
                 f"{name} is a fused QKV weight and muon_split_qkv=True, but the model's config "
-                "does not say how it is laid out (num_attention_heads, num_query_groups, "
-                "kv_channels); override qkv_split_shapes=(rows of Q, of K, of V in each group), or "
-                "set muon_split_qkv=False"
+                "lacks its layout (num_attention_heads, num_query_groups, kv_channels); override "
+                "qkv_split_shapes=(rows of Q, of K, of V in each group), or set "
+                "muon_split_qkv=False"
             )
         queries = heads // groups * width
         gate = (queries,) if getattr(sizes, "attention_output_gate", False) else ()

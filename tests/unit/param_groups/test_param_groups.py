@@ -188,7 +188,7 @@ def test_model_with_nothing_to_train_is_refused_unless_its_groups_are_given():
         ({"maxlr": 1.0}, "override maxlr=1.0.*did you mean 'max_lr'"),
         ({"lr": 1.0}, "use max_lr"),
         ({"weight_decay": 1.0}, "use wd_mult"),
-        ({"momentum": 0.5}, "no setting of a param group of 'adam'"),
+        ({"momentum": 0.5}, "param groups of 'adam' have no such setting"),
         ({"max_lr": 1e-9}, "below min_lr"),
     ],
 )

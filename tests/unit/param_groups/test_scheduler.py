@@ -105,7 +105,7 @@ def test_f8_loading_is_absolute_idempotent_and_applied_at_once():
 def test_scheduler_refuses_other_settings_when_neither_flag_is_set():
     state = OptimizerParamScheduler(Holder(), **{**BASE, "max_lr": 3.0}).state_dict()
     scheduler = OptimizerParamScheduler(Holder(), **BASE, use_checkpoint_opt_param_scheduler=False)
-    with pytest.raises(ValueError, match=r"max_lr=1\.0 here, 3\.0"):
+    with pytest.raises(ValueError, match=r"max_lr=1\.0: the checkpoint has 3\.0"):
         scheduler.load_state_dict(state)
 
 
