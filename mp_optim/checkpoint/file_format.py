@@ -339,8 +339,8 @@ def _check_saved(entries: Mapping[str, Saved], sizes: Mapping[str, int]) -> None
             are_numbers = _are_counts((box.start, box.length))
             if not are_numbers or box.start + box.length > sizes.get(box.file, -1):
                 raise ValueError(
-                    f"{name} lies at bytes {box.start} to {box.start + box.length} of "
-                    f"{box.file!r}, which are not there"
+                    f"{name} is at bytes {box.start} to {box.start + box.length} of "
+                    f"{box.file!r}, which has fewer"
                 )
 
 

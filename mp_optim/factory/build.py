@@ -221,7 +221,7 @@ def with_data_parallel(groups: ProcessGroups, has_experts: bool) -> ProcessGroup
     """
     if groups.dp is None and not dist.is_initialized():
         raise ValueError(
-            "use_distributed_optimizer=True: there is one process; call "
+            "use_distributed_optimizer=True: the job has one process; call "
             "torch.distributed.init_process_group first (torchrun starts several), or set it to "
             "False"
         )

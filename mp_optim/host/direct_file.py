@@ -126,7 +126,7 @@ class DirectFile:
         """
         if os.getpid() != self._owner:
             raise RuntimeError(
-                f"the optimizer's state lies in a file in {self.path.parent} that belongs to the "
+                f"the optimizer's state is in a file in {self.path.parent} that belongs to the "
                 f"process this one was forked from (optimizer_state_path; process {self._owner}), "
                 "and goes on changing with its steps: a forked child can neither step nor read nor "
                 "load it. Build an optimizer in the child and load a checkpoint there, start the "

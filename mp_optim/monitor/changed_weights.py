@@ -256,7 +256,7 @@ def _check_trackable(stack: MegatronOptimizer) -> None:
     """Raise ValueError if weights cannot be published, saying why."""
     if stack.has_quantized_params:
         raise ValueError(
-            "track_changes: there are parameters in 8 bits, whose scales change with their "
+            "track_changes: parameters are in 8 bits, and their scales change with their "
             "values: publish the whole weights"
         )
     unnamed = [group for group in stack.param_groups if not has_names(group)]

@@ -649,8 +649,8 @@ def work_in_backward(
             if has_main_grad(param):
                 raise ValueError(
                     f"release_gradients=True: the parameter at {slot} has a main_grad, which "
-                    "belongs to what made it (Megatron's DistributedDataParallel) and cannot be "
-                    "let go; set it to False"
+                    "belongs to Megatron's DistributedDataParallel and cannot be "
+                    "released; set it to False"
                 )
         stepper.release_gradients()
     stepper.schedule.grads.use_source(source)

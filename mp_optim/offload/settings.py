@@ -144,7 +144,7 @@ def _check_windows(
     devices = {local_tensor(param).device: name for _, name, param in params}
     if len(devices) > 1:
         raise ValueError(
-            f"{asked}: {' and '.join(devices.values())} lie on different devices "
+            f"{asked}: {' and '.join(devices.values())} are on different devices "
             f"({', '.join(map(str, devices))}); {way_out}"
         )
 
@@ -167,6 +167,6 @@ def only_accelerator(devices: Iterable[torch.device]) -> torch.device:
     found = sorted(names - {"cpu", "meta"})
     if len(found) > 1:
         raise ValueError(
-            f"parameters lie on several accelerators {found}; build one optimizer per device"
+            f"parameters are on several accelerators {found}; build one optimizer per device"
         )
     return torch.device(found[0] if found else "meta" if names == {"meta"} else "cpu")

@@ -56,7 +56,7 @@ def apply_delta(
 
 def _check_parts(parts: Sequence[WeightDelta]) -> None:
     if not parts:
-        raise ValueError("apply_delta: there is no delta")
+        raise ValueError("apply_delta: delta is empty; pass the publications of all ranks")
     found, expected = [part.part for part in parts], [*range(parts[0].parts)]
     if found != expected or len({(part.number, part.is_full) for part in parts}) > 1:
         said = [f"part {part.part} of publication {part.number}" for part in parts]
