@@ -107,7 +107,7 @@ def drawn(seed, folder):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_bits_are_those_of_the_call_and_training_is_the_same(tmp_path, reader, seed):
+def test_background_save_has_bits_of_its_call_while_training_goes_on(tmp_path, reader, seed):
     chance, mode, form, settings = drawn(seed, tmp_path)
     fraction = chance.choice([0.6, 1.0])
     settings["adversarial"] = mode != "sync"

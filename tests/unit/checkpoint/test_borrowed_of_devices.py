@@ -88,7 +88,7 @@ def name_of(schedule):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=name_of)
-def test_the_bits_are_those_of_the_call_and_training_is_the_same(tmp_path, schedule):
+def test_background_save_of_device_has_bits_of_its_call(tmp_path, schedule):
     plain = trained(schedule.plain)
     expected = saved_plainly(plain, tmp_path / "plain")
     with on_device(schedule, tmp_path / "later") as (run, handle, saves):

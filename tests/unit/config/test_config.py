@@ -136,7 +136,7 @@ from mp_optim import OptimizerConfig
         ),
     ],
 )
-def test_a_bad_setting_is_named(settings, names):
+def test_config_refuses_bad_setting_by_name(settings, names):
     with pytest.raises(ValueError, match=names.replace("(", r"\(")):
         OptimizerConfig(**settings)
 

@@ -55,7 +55,7 @@ def test_load_state_dict_fits_and_loads_each_state_once():
     assert optimizer.calls == {"fit": 2, "load": 2}
 
 
-def test_what_does_not_fit_is_refused_before_any_slot_is_loaded():
+def test_load_refuses_wrong_shape_before_any_slot_is_loaded():
     saved = stepped(5, 7).state_dict()
     saved["state"][1]["exp_avg"] = torch.zeros(8)
     optimizer = CountingAdam([torch.nn.Parameter(torch.ones(size)) for size in (5, 7)])

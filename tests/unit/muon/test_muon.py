@@ -183,7 +183,7 @@ def test_zero_and_enormous_gradients_make_finite_steps():
         ({"weight_decay": -1.0}, "weight_decay"),
     ],
 )
-def test_a_bad_setting_is_named(settings, reason):
+def test_muon_rule_refuses_bad_setting_by_name(settings, reason):
     with pytest.raises(ValueError, match=reason):
         RuleOptimizer(MuonRule(), [{"params": [nn.Parameter(random(2, 2))], **settings}])
 

@@ -161,7 +161,7 @@ def programs(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(program=programs())
-def test_the_bits_of_the_device(
+def test_offloaded_program_has_bits_of_the_device(
     tmp_path_factory: pytest.TempPathFactory, program: dict[str, Any]
 ) -> None:
     check(tmp_path_factory.mktemp("state"), program)

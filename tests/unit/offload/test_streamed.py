@@ -23,7 +23,7 @@ from support.streamed import FORMS, LARGEST, build, give_gradients, programs, tr
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(program=programs())
-def test_the_bits_of_the_device(program):
+def test_streamed_state_has_bits_of_the_device(program):
     expected = train(*build(place="device", **program), 3)
     assert differing(train(*build(**program), 3), expected) == []
 

@@ -94,7 +94,7 @@ def test_deltas_are_taken_in_order_or_refused():
     assert all(torch.equal(copy[name], p) for name, p in named(model).items())
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_written():
+def test_apply_delta_refuses_mismatch_before_anything_is_written():
     model, optimizer = build("bf16")
     optimizer.track_changes()
     train(model, optimizer, 1)

@@ -394,7 +394,7 @@ def test_sharded_checkpoint_of_two_processes_resumes_in_one(name: str, of_two_ra
 # -- what is refused ------------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+def test_load_changes_nothing_when_state_is_missing(tmp_path: Path) -> None:
     model, optimizer = built()
     gpt.train(model, optimizer, range(2))
     gpt.save(tmp_path, model, optimizer, {})
