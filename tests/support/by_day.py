@@ -18,5 +18,5 @@ def asked_for(request: pytest.FixtureRequest) -> list[str]:
 
 
 def is_asked_for(is_by_day: bool, times: tuple[str, ...]) -> bool:
-    """What a rank that was told ``times`` asks of each case."""
+    """True if ``times`` selects a case that runs by day, or one that runs at night."""
     return (DAY if is_by_day else NIGHT) in times

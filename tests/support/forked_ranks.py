@@ -64,7 +64,7 @@ class _Server:
         self._requests.write(line.encode())
 
     def events(self) -> Iterator[dict[str, int]]:
-        """What it says now; it has said something."""
+        """Yield the events that the server has written; block until the first."""
         read = os.read(self.answers.fileno(), 65536)
         assert read, "a rank server ended"
         *lines, self._rest = (self._rest + read).split(b"\n")

@@ -42,7 +42,7 @@ class CaseOptions:
 
 @dataclass
 class Curve:
-    """What a case is judged by, one value a step."""
+    """Values that a case is compared by, one per step."""
 
     losses: list[float]
     grad_norms: list[float | None]
@@ -113,7 +113,7 @@ def _train_interrupted(config: TrainConfig, at: int, output_dir: Path) -> Curve:
 
 
 def golden_path(name: str) -> Path:
-    """Where the golden values of a case lie; those of a case that repeats another one lie there."""
+    """Return the path of a case's golden values, or of the case that it repeats."""
     _, options = load_case(name)
     return CASES / (options.same_as or name) / "golden_values.json"
 

@@ -27,5 +27,5 @@ def print_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Names of what is not the same."""
+    """Return the names whose values differ or that only one of them has."""
     return [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]

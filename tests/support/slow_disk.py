@@ -12,7 +12,7 @@ from mp_optim.offload.state_file import StateFile
 
 
 class _Late:
-    """What is to be done when somebody waits."""
+    """A future that performs its transfer on the first ``wait()``."""
 
     def __init__(self, do: Callable[[], None]) -> None:
         self._do: Callable[[], None] | None = do

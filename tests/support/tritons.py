@@ -71,7 +71,7 @@ def compiled(version: str | None, arch: str, cache: Path) -> dict[str, dict[str,
 
 
 def said_of(version: str) -> str:
-    """What the backend says of a Triton: that it runs on it, or why not."""
+    """Return the backend's answer for a Triton version: supported, or the reason why not."""
     return _with(version, "-c", SAID).strip()
 
 

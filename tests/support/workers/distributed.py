@@ -606,7 +606,7 @@ def parts_of_some(rank: int, own: dict[str, dist.ProcessGroup]) -> str:
 
 
 def disagree(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
-    """What rank 1 or 2 does differently, and what every rank is told."""
+    """Return this rank's error for each way in which ranks may disagree."""
 
     def built(sizes: tuple[int, int], lr: float = 0.1, reverse: bool = False) -> MegatronOptimizer:
         params = [(f"w{size}", nn.Parameter(torch.zeros(size))) for size in sizes]

@@ -72,7 +72,7 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
 
 
 def shapes(optimizer: Any) -> dict[str, list[int]]:
-    """What this rank steps of each parameter."""
+    """Return the shape of this rank's shard by parameter name."""
     of_each = {}
     for part in optimizer.stack.chained_optimizers:
         for whole, owned in zip(part.param_groups, part.shards.param_groups, strict=True):

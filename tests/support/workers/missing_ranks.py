@@ -96,7 +96,7 @@ def stepping(strategy: str, other_settings: bool = False) -> Callable[[], Any]:
 
 
 def objects() -> Callable[[], Any]:
-    """What checkpoints do."""
+    """Return a gather of objects over a Gloo group, as a checkpoint makes one."""
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
 
     def gather() -> list[Any]:
@@ -156,7 +156,7 @@ def written(scenario: Scenario, rank: int, folder: Path) -> Path:
 
 
 def write(scenario: Scenario, rank: int, folder: Path, act: Callable[[], object]) -> None:
-    """What a rank is told, and after how long."""
+    """Write the error that ``act`` raises on this rank, and its duration in seconds."""
     began, told = time.monotonic(), "no error"
     try:
         act()

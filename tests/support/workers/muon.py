@@ -303,7 +303,7 @@ def tensor_parallel() -> dict[str, Tensor]:
 
 
 def unknown_partition() -> str:
-    """What is said of a part whose place in the whole nobody knows."""
+    """Return the error for a partitioned parameter without a partition dimension, or "nothing"."""
     model = model_of(values(-1))
     model.get_parameter("wide").tensor_model_parallel = True
     try:

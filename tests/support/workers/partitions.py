@@ -228,7 +228,7 @@ def without_optimizer(root: Path, tp: dist.ProcessGroup) -> list[Any]:
 
 
 def refused(root: Path, rank: int, world: dist.ProcessGroup) -> dict[str, str]:
-    """What cannot be told apart, and attributes that cannot be."""
+    """Return the error for each ambiguous partition and each impossible attribute."""
     values = wholes(torch.float32, ("fused", "copied"))
     config = OptimizerConfig(lr=1e-2, clip_grad=0.0)
     found = {}

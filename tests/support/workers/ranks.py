@@ -139,7 +139,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def failures(folder: Path, rank: int) -> dict[str, str]:
-    """What each rank hears of a failure of one; nobody waits for ever."""
+    """Return this rank's error for each save that fails on one rank; no save may hang."""
     model, optimizer = stage(rank, ["w"])
     found = {
         "extra": message(lambda: checkpoint.save(folder, model, optimizer, extra={"bad": folder}))

@@ -43,7 +43,7 @@ def clear_moments(optimizer: Any, rank: int) -> None:
 
 
 def refused(source: Layout, target: Layout, folder: Path, rank: int) -> tuple[str, list[str]]:
-    """What was said, and what has changed."""
+    """Return the error of a load into ``target``, and names of values that it changed."""
     model, optimizer = source.build(1)
     train(model, optimizer, range(2))
     clear_moments(optimizer, rank)

@@ -73,7 +73,7 @@ def _first_of(error: BaseException) -> BaseException | None:
 
 
 def write(layout: str, what: str) -> dict[str, Any]:
-    """What a rank is told, and its weights before, after, and after one more step."""
+    """Return this rank's error, and its weights before, after, and after one more step."""
     model, optimizer = built(layout)
     odd = dist.get_rank() == ODD
     values = torch.arange(96.0).view(12, 8) / 50
