@@ -128,7 +128,7 @@ def test_fused_qkv_weights_are_cut_by_the_models_config():
         ValueError, match=r"linear_qkv\.weight is a fused QKV weight and muon_split_qkv=True"
     ):
         get_megatron_optimizer(config, Megatron())
-    with pytest.raises(ValueError, match="16 rows, which is no multiple"):
+    with pytest.raises(ValueError, match="16 rows, not a multiple"):
         get_megatron_optimizer(
             config, Megatron(num_attention_heads=4, num_query_groups=2, kv_channels=3)
         )
