@@ -71,7 +71,7 @@ def compiled(version: str | None, arch: str, cache: Path) -> dict[str, dict[str,
 
 
 def said_of(version: str) -> str:
-    """Return the backend's answer for a Triton version: supported, or the reason why not."""
+    """Return the device that the Triton backend runs on, or the reason why it does not run."""
     return _with(version, "-c", SAID).strip()
 
 
