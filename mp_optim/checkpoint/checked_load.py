@@ -229,7 +229,7 @@ class CheckedLoad:
         if (optimizer := self._own.optimizer) is not None:
             state_dict = self._state_dict(optimizer, tensors)
             optimizer.load_state_dict(state_dict, convert=self._convert)
-        if self._scheduler is not None:  # it may keep what it is given
+        if self._scheduler is not None:  # the scheduler may keep the given object
             self._scheduler.load_state_dict(deepcopy(self._common["scheduler"]))
 
 

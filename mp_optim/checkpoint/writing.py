@@ -511,7 +511,7 @@ class _SummedFile:
                 data = data[self._file.write(data) :]
             end = self._file.tell()
             if end - self._begun >= _BEGIN_EVERY and hasattr(os, "posix_fadvise"):
-                # Linux begins to write what is not going to be read
+                # Linux begins to write pages that are not going to be read
                 count = end - self._begun
                 os.posix_fadvise(self._file.fileno(), self._begun, count, os.POSIX_FADV_DONTNEED)
                 self._begun = end

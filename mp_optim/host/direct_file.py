@@ -215,7 +215,7 @@ class DirectFile:
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {asked}")
         if num_bytes and hasattr(os, "posix_fallocate"):
             os.posix_fallocate(self._buffered, self.num_bytes, num_bytes)
-        else:  # macOS, where only what is free now is known
+        else:  # macOS, which reports only the bytes that are free now
             os.ftruncate(self._buffered, self.num_bytes + num_bytes)
         self.num_bytes += num_bytes
 

@@ -216,7 +216,7 @@ def _encode_blocks(
     if half:
         # The power of two that brings a block's largest value, rounded to 11 bits, into [2^14,
         # 2^15), and its inverse: exact. Of the unrounded value, 2^15 could be a code, and storing
-        # what that stands for would take another scale.
+        # its decoded value would take another scale.
         exponent = ((top.view(torch.int32) + 0x1000) & 0x7F800000) - (14 << 23)
         new_scale = exponent.view(torch.float32)
         inverse = ((254 << 23) - exponent).view(torch.float32)
@@ -263,7 +263,7 @@ def _codes(scaled: Tensor, low: int, high: int, noise: Noise | None) -> Tensor:
     """Whole numbers from ``low`` to ``high``; a second moment's are not negative."""
     if noise is not None:
         bits = _sixteen(noise, scaled, second=low == 0).float()
-        if high == _FOUR_BITS:  # never 0, so what a code stands for keeps that code
+        if high == _FOUR_BITS:  # never 0, so a decoded value keeps its code
             bits += 0.5
         scaled = (scaled + bits * 2.0**-16).floor_()
     return scaled.round().clamp_(low, high)

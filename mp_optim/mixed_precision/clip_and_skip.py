@@ -402,7 +402,7 @@ class DeviceVerdict:
     norms: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, coming: ComingVerdict) -> None:
-        # Multipliers and result refer to the copy alone: they must not keep what refers to them.
+        # Multipliers and result refer to the copy alone: they must not keep this object alive.
         self._coming = coming
         self.found_inf = coming.overflow
         self.multipliers = {

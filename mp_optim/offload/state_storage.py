@@ -265,7 +265,7 @@ class FileSource:
     def resize(self, sizes: Sequence[int]) -> None:
         if list(sizes) != self._sizes:
             self._memory = None
-            self._sizes = list(sizes)  # last: a signal in between leaves what is done again
+            self._sizes = list(sizes)  # last: after a signal in between, the work is done again
 
     def _rooms(self) -> list[Tensor]:
         """Memory for each window; kept from one step to the next."""

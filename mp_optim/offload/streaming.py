@@ -260,8 +260,8 @@ class WindowLane:
         """Step all windows, and the device's slots during the first copy."""
         try:
             coming = lent.fetch(0)
-            # NOTE: a copy that is queued behind a window's waits for all of it. So what queued
-            # steps read of the host goes up first; a window waits for no step.
+            # NOTE: a copy that is queued behind a window's waits for all of it. So host data of
+            # queued steps is uploaded first; a window waits for no step.
             if isinstance(site, HostSite):
                 resident = site.bring(coming)
                 step_device()

@@ -200,7 +200,7 @@ def install(**settings: Any) -> None:
     _theirs.update({name: theirs for name, theirs in present.items() if theirs})
     for name, theirs in _theirs.items():
         _put(theirs, _FACTORIES[name][1])
-    # callers that ask what kind of optimizer they were given
+    # callers that ask for the kind of their optimizer
     theirs = importlib.import_module(_HOME)
     theirs.MegatronOptimizer.register(MegatronFace)
     theirs.ChainedOptimizer.register(ChainedOptimizer)
