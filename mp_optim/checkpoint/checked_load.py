@@ -164,7 +164,7 @@ class CheckedLoad:
         return checks
 
     def _without_hooks(self) -> SlotKeyedOptimizer | None:
-        """The optimizer, if nothing changes what is loaded into it on the way."""
+        """Return the optimizer, if no hook changes the loaded state."""
         optimizer = self._own.optimizer
         if optimizer is None or optimizer._optimizer_load_state_dict_pre_hooks:
             return None
@@ -173,9 +173,9 @@ class CheckedLoad:
     # -- the values -------------------------------------------------------------------------------
 
     def check_values(self) -> None:
-        """Read what may be refused for its values into memory of its own, and raise ValueError if
-        the optimizer does not take it. Hooks for loading may change what is loaded, so an optimizer
-        that has some checks it when they have been called."""
+        """Read state that may be refused for its values into new memory, and raise ValueError if
+        the optimizer refuses it. Hooks may change the loaded state, so an optimizer with hooks
+        checks it after they were called."""
         self._reading.read(self._staged)
         if (optimizer := self._without_hooks()) is None:
             return
@@ -218,10 +218,10 @@ class CheckedLoad:
     # -- writing ----------------------------------------------------------------------------------
 
     def write(self) -> None:
-        """Write what was checked, and call the caller's own code.
+        """Write the checked values, and call the caller's own code.
 
         Raises:
-            Exception: raised by that code. The optimizer refuses to step until something is loaded.
+            Exception: raised by that code. The optimizer refuses to step until a load succeeds.
         """
         self._reading.read(self._live)
         tensors = self._staged | self._live
@@ -288,7 +288,7 @@ def as_read(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _differs(name: str, own: Tensor, saved: Mapping[str, Saved]) -> bool:
-    """True if this was saved in another dtype, or as something else."""
+    """True if this was saved in another dtype or layout."""
     if name not in saved:
         return not name.startswith(MODEL)
     return saved[name].dtype != own.dtype

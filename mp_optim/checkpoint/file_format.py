@@ -151,7 +151,7 @@ def read_checked(folder: Path, files: Files, name: str) -> bytes:
     """Return the content of a text file that is small enough to be checked always.
 
     Raises:
-        ValueError: it is not in the manifest, or not what was written.
+        ValueError: it is not in the manifest, or differs from the written one.
     """
     if name not in files:
         raise ValueError(

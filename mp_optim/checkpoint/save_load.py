@@ -423,14 +423,14 @@ class SaveHandle:
         return path
 
     def wait_for_device(self, timeout: float | None = None) -> None:
-        """Wait until the save has copied what it reads of GPUs: from then on you may write the
-        model's parameters. Steps of optimizers wait by themselves.
+        """Wait until the save has copied the GPU tensors that it reads. After that, code may write
+        the model's parameters. Steps of optimizers wait by themselves.
 
         Args:
-            timeout: seconds; None for as long as it takes.
+            timeout: seconds; None for no limit.
 
         Raises:
-            TimeoutError: it was not done in time; it goes on.
+            TimeoutError: the copies were not complete in time; they go on.
         """
         if not self._device_is_free(timeout):
             raise TimeoutError(f"{self.path}: not yet copied from the device")

@@ -185,7 +185,7 @@ def _check_agreement(
 
 
 class Item(NamedTuple):
-    """A box to write: its elements, or what they are read from."""
+    """A box to write: its elements, or the source that they are read from."""
 
     entry: Held
     place: Box
@@ -215,12 +215,11 @@ class Writing:
     _lent: SaveBorrow | None = field(default=None, repr=False)
 
     def take_snapshot(self) -> None:
-        """Make sure that what is written are the bits of now: borrow what the optimizer keeps, and
-        parameters on accelerators; copy the rest to the host.
+        """Fix the bits to write: lease the optimizer's state and parameters on accelerators; copy
+        other tensors to the host.
 
-        NOTE: the model's tensors on the host are copied because any code may write them; the
-        optimizer's state is written by this package alone, which announces its writes. Buffers
-        are written in forward.
+        NOTE: the model's tensors on the host are copied because any code may write them; only this
+        package writes the optimizer's state, and announces its writes. Forward writes buffers.
         """
         lendable = {
             at: value
@@ -245,7 +244,7 @@ class Writing:
         return lent is None or lent.wait_for_devices(timeout)
 
     def give_back(self) -> None:
-        """Borrow nothing any more, and drop what was copied."""
+        """End all leases, and drop the copies."""
         if self._lent is not None:
             self._lent.give_back()
             self._lent, self.items = None, []
@@ -262,7 +261,7 @@ class Writing:
         return _write_files(list(zip(_by_file(self.items, threads), paths, strict=False)))
 
     def finish(self, written: list[WrittenFile]) -> dict[str, FileSum]:
-        """On the first rank, after all have written: write what is where.
+        """On the first rank, after all have written: write the index.
 
         Returns:
             The files of all ranks.
@@ -289,7 +288,7 @@ def _lendable(item: Item) -> Tensor | None:
 
 
 def _lent_of_device(item: Item, lent: SaveBorrow, params: Collection[str]) -> StagedBytes | None:
-    """What is to be written, if it is on an accelerator and may be lent."""
+    """Return the lease of an item's bytes, if they are on an accelerator and may be leased."""
     value, name = item.content, item.entry.name
     if not isinstance(value, Tensor) or not is_plain(value) or not value.nbytes:
         return None
@@ -458,8 +457,8 @@ def _written(
 
 
 class _SummedFile:
-    """A new file, summed up before it is written, so that what was meant is on record, not what
-    arrived. One buffer is filled while the other is written in the background."""
+    """A new file, summed up before it is written, so that the checksums are of the intended bytes,
+    not of the stored ones. One buffer is filled while the other is written in the background."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -486,7 +485,7 @@ class _SummedFile:
             left -= end - begin
 
     def _room(self, wanted: int) -> tuple[int, int]:
-        """Where in the buffer the next bytes go, at most so many."""
+        """Return the place in the buffer for the next bytes, at most ``wanted``."""
         if self._used == _BUFFER:
             self._put()
         begin, end = self._used, min(_BUFFER, self._used + wanted)
@@ -517,7 +516,7 @@ class _SummedFile:
                 self._begun = end
 
     def finish(self) -> FileSum:
-        """Write the rest and wait until everything is on the disk."""
+        """Write the remaining bytes and wait until all are on the disk."""
         if self._used:
             self._put()
         if self._writing is not None:

@@ -64,7 +64,7 @@ class StepMark:
             wait_for_devices()
 
     def open_state(self) -> None:
-        """Announce that any state may be written, by this package or by a caller who gets it.
+        """Announce that any state may be written, by this package or by a caller with access to it.
 
         Background saves read a copy from then on. All writers call this, except the kernel launches
         of a step.

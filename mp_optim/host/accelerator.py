@@ -121,8 +121,8 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
 
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a device the current one: kernels launch on the current device's stream whatever they
-    are handed. Nothing for the host."""
+    """Make a device the current one, because kernels launch on the current device's stream. Do
+    nothing for the host."""
     accelerator = accelerator_of(device)
     return nullcontext() if accelerator is None else accelerator.on(device)
 

@@ -42,8 +42,8 @@ def torch_threads_flush() -> bool:
 
 def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a public call to run without autograd, outside of inference mode and with denormal
-    numbers kept, whatever the caller's modes are. Only the calling thread's modes are set; they
-    are restored at the end."""
+    numbers kept, in any mode of the caller. Only the calling thread's modes are set; they are
+    restored at the end."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -258,7 +258,7 @@ class DirectFile:
 
     @contextlib.contextmanager
     def explained(self, what: str) -> Iterator[None]:
-        """Errors of the system inside name what was done to which file, and the way out."""
+        """Add the operation, the file and the remedy to the system's errors."""
         try:
             yield
         except OSError as error:
@@ -295,7 +295,7 @@ _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def _keep_from_parent() -> None:
-    """In a forked child: let what is written to mapped memory stay in this process."""
+    """In a forked child, keep writes to mapped memory in this process."""
     private = mmap.MAP_PRIVATE | _MAP_FIXED | _NORESERVE
     both = mmap.PROT_READ | mmap.PROT_WRITE
     for file in list(_live):

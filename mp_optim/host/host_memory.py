@@ -192,7 +192,7 @@ class Block:
         return tensor
 
     def reset(self) -> None:
-        """Hand everything out again. The caller makes sure that what was taken is not used."""
+        """Make all memory available again. The caller ensures that no former tensor is used."""
         self._used = 0
 
 

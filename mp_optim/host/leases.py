@@ -111,7 +111,7 @@ class Lease:
 
     @in_own_modes
     def copy_rest(self, take: Take) -> None:
-        """Copy what was not read yet: the tensor's memory may be written from here on."""
+        """Copy the bytes that were not read yet, so that the tensor's memory may be written."""
         with self._lock:
             if self.is_unread:
                 self._notice_writes()
@@ -546,9 +546,9 @@ def give_memory(tensor: Tensor, memory: Tensor) -> None:
 
 
 def before_writing(*lists: Iterable[Tensor | None]) -> None:
-    """Announce that tensors are about to be written, or handed to code that may: copy what saves
-    have not read of them; of accelerators, wait until saves read nothing any more. Free while no
-    save is under way."""
+    """Announce that tensors are about to be written, or passed to code that may write them. Copy
+    the bytes that saves have not read; for accelerators, wait until saves have read everything.
+    Costs nothing without a save in progress."""
     for lent in tuple(borrows):
         waits = False
         for tensors in lists:

@@ -97,7 +97,7 @@ def read(options: Options) -> foreign.ForeignState:
 
 
 def _check_memory(state: foreign.ForeignState) -> None:
-    """Raise ValueError for an expanded tensor: written out it would take what the file has not."""
+    """Raise ValueError for an expanded tensor, which would take more bytes than the file has."""
     for name, tensors in state.state.items():
         for key, value in tensors.items():
             stored = value.untyped_storage().nbytes()

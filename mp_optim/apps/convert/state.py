@@ -176,19 +176,21 @@ def import_state(
     main_from_model: bool = False,
     convert: bool = False,
 ) -> None:
-    """Load foreign state by parameter name. Hyperparameters stay what they are configured to be.
+    """Load foreign state by parameter name. Hyperparameters keep their configured values.
 
-    The model's parameters take the values of the FP32 ones that are imported, rounded. A parameter
-    that was never stepped gets zeros and keeps its value. Sharded parameters take their part; every
-    rank is given the whole state.
+    The model's parameters take the imported FP32 values, rounded. A parameter that was never
+    stepped gets zeros and keeps its value. Sharded parameters take their part; every rank is given
+    the whole state.
 
     Args:
-        main_from_model: start from the model's value where there is no FP32 value for a 16-bit
-            parameter.
-        convert: round state to the dtypes configured here also where that loses bits.
+        optimizer: the optimizer, or the object that holds it.
+        foreign: the state to load.
+        main_from_model: True to start from the model's value if a 16-bit parameter has no FP32
+            value.
+        convert: True to round state to the dtypes configured here, also if bits are lost.
 
     Raises:
-        ValueError: names or shapes do not fit, or bits would be lost, listing what; nothing was
+        ValueError: names or shapes do not fit, or bits would be lost, listing them; nothing was
             written.
     """
     stack = stack_of(optimizer)

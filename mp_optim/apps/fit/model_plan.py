@@ -295,14 +295,14 @@ def smallest_fraction(
     host_memory: int | None = None,
     steps: int = 64,
 ) -> MemoryPlan:
-    """The plan with the smallest offload fraction, in ``steps``-ths, that fits.
+    """Return the plan with the smallest offload fraction, in ``steps``-ths, that fits.
 
     Args:
         gpu_memory: bytes on the accelerator for parameters, gradients and optimizer.
-        host_memory: bytes on the host, if that is limited.
+        host_memory: bytes on the host, or None for no limit.
 
     Raises:
-        ValueError: none fits, saying what is missing.
+        ValueError: no fraction fits, with the missing bytes.
     """
     specs = specs_of(source)
     best = least(lambda chosen: plan(specs, chosen, layout), config, gpu_memory, steps)

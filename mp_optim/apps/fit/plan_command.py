@@ -53,10 +53,10 @@ class Options:
 
 
 def load(options: Options) -> tuple[Any, OptimizerConfig]:
-    """The model's config and the optimizer's: AdamW for bf16 unless the options say otherwise.
+    """Return the model's config and the optimizer's: AdamW for bf16 unless the options differ.
 
     Raises:
-        ValueError: a file does not hold what it should, or settings contradict.
+        ValueError: a file has other content, or settings contradict.
     """
     config = _config(options)
     return hf_config(options.model), config

@@ -37,12 +37,12 @@ def class_and_settings(arguments: Any, chosen: Mapping[str, Any]) -> OptimizerCl
 
 
 def log_own_norm(trainer: Any) -> None:
-    """Have a Trainer log the norm of its last step as ``grad_norm`` where gradients leave the
-    device during backward (``release_gradients``): it measures before ``step()``, and then they are
-    gone. Otherwise it logs what it measured.
+    """Make a Trainer log the norm of its last step as ``grad_norm`` if gradients leave the device
+    during backward (``release_gradients``). The Trainer measures before ``step()``, when they
+    are gone. Otherwise it logs its own norm.
 
     Args:
-        trainer: its ``log``, which is there to be overridden, is replaced; before ``train()``.
+        trainer: the Trainer, whose method ``log`` is replaced; call this before ``train()``.
     """
     log = trainer.log
 

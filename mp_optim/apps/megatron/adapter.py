@@ -284,9 +284,9 @@ class MegatronFace(torch.optim.Optimizer):
     # -- checkpoints
 
     def state_dict(self, is_loading: bool = False) -> Any:
-        """Return the stack's state dict; of a stack that data-parallel ranks shard, the part that
-        is equal on all of them (:meth:`save_parameter_state` writes the rest). ``is_loading`` is
-        ignored, for Megatron's callers."""
+        """Return the stack's state dict; for a stack that data-parallel ranks shard, the part that
+        is equal on all of them (:meth:`save_parameter_state` writes the other part).
+        ``is_loading`` is ignored, for Megatron's callers."""
         return torch_format.alike_state_dict(self.stack)
 
     def load_state_dict(self, state_dict: Any, *, convert: bool = False) -> None:

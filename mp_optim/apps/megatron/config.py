@@ -1,10 +1,10 @@
-"""Megatron's ``OptimizerConfig`` in the terms of ours.
+"""Conversion of Megatron's ``OptimizerConfig`` to this package's config.
 
-Megatron's sets every field for every optimizer and reads those that count; ours refuses a field
-that would be ignored. So what means nothing for the optimizer at hand is left out here, and what
-ours has no use for is accepted at Megatron's default and refused by name otherwise
-(the tables here say which is which, and ``tools/megatron_fields.py`` prints them into
-docs/migrate.md, so what is documented is what is done).
+Megatron sets every field for every optimizer and reads those that count; the config here refuses a
+field that would be ignored. So fields without a meaning for the chosen optimizer are left out.
+Fields that this package does not support are accepted at Megatron's default and refused by name
+otherwise. ``tools/megatron_fields.py`` prints the tables of this module into docs/migrate.md, so
+the document states the behaviour.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mp_optim.host.calls import warn
 
 
 class Kind(Enum):
-    """What happens to a field."""
+    """The treatment of a field."""
 
     SAME = "same"
     RENAMED = "other name"
@@ -39,12 +39,12 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a field is here.
+    """The meaning of a field of Megatron's here.
 
     Attributes:
-        name: of the field here, if that is another.
-        note: what to know, or to use instead.
-        values: of the field there that are called otherwise here.
+        name: name of the field here, if it differs.
+        note: a note for users, or the replacement.
+        values: values of the field there that have other names here.
     """
 
     kind: Kind
@@ -189,15 +189,15 @@ def config_from_megatron(
     model_chunks: Sequence[nn.Module] = (),
     own_settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> OptimizerConfig:
-    """Our config from Megatron's.
+    """Return the config here for Megatron's.
 
     Args:
         config: ``megatron.core.optimizer.OptimizerConfig``, or any dataclass with such fields.
-        model_chunks: the model; Megatron's DDP brings settings of its own.
-        own_settings: fields of our config that are set beside them.
+        model_chunks: the model; Megatron's DDP adds its own settings.
+        own_settings: fields of the config here that are set in addition.
 
     Raises:
-        ValueError: a field asks for what there is none of here, naming it and what to use.
+        ValueError: a field's value is not supported here, naming it and the replacement.
     """
     if isinstance(config, OptimizerConfig):
         return config
@@ -221,11 +221,11 @@ def config_from_megatron(
 
 
 def _settings_of_streaming(config: Any) -> dict[str, Any]:
-    """What Megatron's own fields for state that rests on the host and is stepped on the device ask
-    for.
+    """Return settings for Megatron's fields for state that is stored in host memory and stepped on
+    the device.
 
     Raises:
-        ValueError: beside ``optimizer_cpu_offload``, which Megatron refuses, too.
+        ValueError: together with ``optimizer_cpu_offload``, which Megatron refuses, too.
     """
     is_chunked = getattr(config, "chunked_optimizer_state_offload", False)
     share = float(getattr(config, "optimizer_state_offload_fraction", 1.0)) if is_chunked else 1.0
@@ -266,13 +266,13 @@ def _accepted_fields(config: Any, meanings: Mapping[str, Meaning]) -> Iterator[t
 
 
 def _settings_of_ddp(chunk: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What the config of Megatron's DDP decides.
+    """Return the settings that Megatron's DDP config decides.
 
     Args:
-        settings: ours so far.
+        settings: settings here so far.
 
     Raises:
-        ValueError: it does not fit, naming the field.
+        ValueError: a field does not fit, naming it.
     """
     kinds = ("buffers", "expert_parallel_buffers")
     buffers = [buffer for kind in kinds for buffer in getattr(chunk, kind, ())]

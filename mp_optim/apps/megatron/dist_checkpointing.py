@@ -49,11 +49,11 @@ from mp_optim.zero.zero import DistributedOptimizer
 SHARDING_TYPE = "distrib_optim_sharding_type"
 """In Megatron's metadata: in which form its distributed optimizer writes, or wrote."""
 _NO_PREFIX = "chained_optim_avoid_prefix"
-"""There: parts of a chain are told apart by their parameters' names alone."""
+"""A key of Megatron's: names of parameters alone distinguish the parts of a chain."""
 _RESHARDABLE, _BUCKETS = "fully_reshardable", "dp_reshardable"
 _WRITTEN_AS_RESHARDABLE = (_RESHARDABLE, _BUCKETS, "fully_sharded_model_space")
 _FLOAT16_MAIN, _DISTRIBUTED_MAIN = "fp32_param", "param"
-"""What Megatron's Float16 optimizer calls a main param, and its distributed one."""
+"""Keys of a main param in Megatron's Float16 optimizer and in its distributed one."""
 _STATE = "param_state"
 """Key of the tensors, by running index."""
 
@@ -63,10 +63,10 @@ ModelTensor = Any
 
 
 def _is_of_distributed(sharding_type: str | None) -> bool:
-    """Whether Megatron's distributed optimizer reads the form of a sharding type.
+    """True if Megatron's distributed optimizer reads the form of a sharding type.
 
     Raises:
-        ValueError: there is no such type here, naming it.
+        ValueError: the type is not supported here, naming it.
     """
     if sharding_type is not None and sharding_type not in _WRITTEN_AS_RESHARDABLE:
         raise ValueError(
@@ -77,8 +77,8 @@ def _is_of_distributed(sharding_type: str | None) -> bool:
 
 
 def _key_of(part: MegatronOptimizer, slot: Slot, key: str, is_distributed: bool) -> str:
-    """What a state tensor is called. In Megatron's layer-wise optimizer main params of Muon's
-    matrices are called as in its Float16 optimizer, all others as in a distributed one."""
+    """Return the key of a state tensor. In Megatron's layer-wise optimizer main params of Muon's
+    matrices have the keys of its Float16 optimizer, all others those of a distributed one."""
     if key != MASTER:
         return key
     is_float16 = param_at(part.param_groups, slot).dtype != torch.float32
@@ -106,7 +106,7 @@ class _Part:
         return self.rule is None or group.get("optimizer") == self.rule
 
     def tensors(self, of_part: Mapping[int, Any]) -> dict[int, Any]:
-        """Those of our part's tensors, by the running index of their slots, that belong here."""
+        """Return the part's tensors that belong here, by the running index of their slots."""
         groups = self.part.param_groups
         slots = enumerate(self.part.slots())
         held = {index for index, slot in slots if self.holds(groups[slot.group])}
@@ -165,16 +165,16 @@ def sharded_state_dict(
     metadata: dict[str, Any],
     sharding_type: str | None,
 ) -> dict[Any, Any]:
-    """What ``dist_checkpointing.save`` takes. Collective if some part is distributed.
+    """Return the argument of ``dist_checkpointing.save``. Collective if some part is distributed.
 
     Args:
         elsewhere: for each part, the groups that only other ranks have.
-        metadata: the sharding type in it becomes that which is written.
+        metadata: its sharding type becomes the written one.
 
     Raises:
-        ValueError: a parameter is not in the model's state dict, its state has not the parameter's
-            shape, or parameters were stepped a different number of times; naming it.
-        BrokenOffError: the last step or load was broken off half-way.
+        ValueError: a parameter is not in the model's state dict, its state has another shape, or
+            parameters were stepped a different number of times; naming it.
+        BrokenOffError: the last step or load was interrupted.
     """
     stack.step_mark.check("sharded_state_dict")
     is_distributed = _is_of_distributed(sharding_type or metadata.get(SHARDING_TYPE))
@@ -198,10 +198,10 @@ def sharded_state_dict(
 
 
 def _common_step(stack: MegatronOptimizer) -> float | None:
-    """How often every slot was stepped; None without any that is stepped.
+    """Return the number of steps of every slot; None if no slot is stepped.
 
     Raises:
-        ValueError: not all as often, naming two.
+        ValueError: two slots have different numbers, naming them.
     """
     first: tuple[str, float] | None = None
     for slot in stack.slots():
@@ -252,8 +252,8 @@ def _saved_part(
 def _saved_states(
     part: MegatronOptimizer, is_distributed: bool
 ) -> Iterator[tuple[Slot, State, bool]]:
-    """As :func:`whole_states`, without steps; Megatron's distributed optimizer has a main param of
-    FP32 parameters too."""
+    """Return the states of :func:`whole_states`, without steps. Megatron's distributed optimizer
+    has a main param of FP32 parameters too."""
     for slot, whole, only_here in whole_states(part):
         state = {key: value for key, value in whole.items() if key != "step"}
         param = param_at(part.param_groups, slot)
@@ -266,11 +266,11 @@ def _saved_states(
 
 
 def _model_tensors(model_sharded_state_dict: Any, part: MegatronOptimizer) -> list[ModelTensor]:
-    """The model's sharded tensor of each parameter of a part: it says where in the whole model this
-    rank's are, whatever the parallelism.
+    """Return the model's sharded tensor of each parameter of a part, which has this rank's place in
+    the whole model, for any parallelism.
 
     Raises:
-        ValueError: it has none, naming the parameter.
+        ValueError: a parameter has none, naming it.
     """
     if not part.slots():
         return []
@@ -335,12 +335,12 @@ def requested_state_dict(
     sharding_type: str | None,
     chunks: Sequence[nn.Module],
 ) -> dict[Any, Any]:
-    """What ``dist_checkpointing.load`` fills. The tensors are new ones, on the host: the stack
-    takes them over when all have been checked.
+    """Return the tensors that ``dist_checkpointing.load`` fills. They are new tensors on the host:
+    the stack takes them over when all have been checked.
 
     Raises:
-        ValueError: a parameter is not in the model's state dict, or the checkpoint has a form that
-            is not read here; naming it.
+        ValueError: a parameter is not in the model's state dict, or the form of the checkpoint is
+            not read here; naming it.
     """
     stack.init_state()
     kind = sharding_type or metadata.get(SHARDING_TYPE)
@@ -369,8 +369,8 @@ def requested_state_dict(
 
 
 def _empty(part: MegatronOptimizer, slot: Slot) -> State:
-    """Room for what is loaded. What a checkpoint has no elements for (vocabulary that is padded
-    otherwise) keeps the model's values, and moments of zero."""
+    """Return memory for loaded elements. Elements that the checkpoint does not have (a vocabulary
+    with other padding) keep the model's values, and moments of zero."""
     param = param_at(part.param_groups, slot)
     state: State = {}
     for key in part.full_slot_state(slot):
@@ -387,11 +387,11 @@ def _empty(part: MegatronOptimizer, slot: Slot) -> State:
 def _requested_buckets(
     part: MegatronOptimizer, chunks: Sequence[nn.Module], prefix: str
 ) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """What is asked for of a part: its settings, and the tensors by running index in it.
+    """Return the request for a part: its settings, and the tensors by running index in it.
 
     Raises:
-        ValueError: there are no buckets here, Megatron keeps Muon's matrices otherwise, or a
-            parameter is in none.
+        ValueError: the model has no buckets, Megatron stores Muon's matrices in another way, or a
+            parameter is in no bucket.
     """
     if part.config.optimizer == "muon":
         raise ValueError(
@@ -481,11 +481,11 @@ def _bucket_tensors(
 
 
 def plain_state_dict(stack: MegatronOptimizer, loaded: Mapping[Any, Any]) -> dict[str, Any]:
-    """What ``dist_checkpointing.load`` returned, as a plain state dict for the stack's
+    """Return the result of ``dist_checkpointing.load`` as a plain state dict for the stack's
     ``load_state_dict``, which checks it as a whole before anything is written.
 
     Raises:
-        ValueError: param groups do not match, or nothing says how many steps were taken.
+        ValueError: param groups do not match, or the number of steps is missing.
     """
     numbered = sorted(key for key in loaded if isinstance(key, int))
     parts: list[Mapping[str, Any]] = [loaded[key] for key in numbered] or [loaded]
@@ -511,8 +511,8 @@ def plain_state_dict(stack: MegatronOptimizer, loaded: Mapping[Any, Any]) -> dic
 
 
 def _loaded_step(parts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> float:
-    """The steps taken: Megatron says so in one of two places, and for optimizers that need no
-    number in none, which is taken as 1."""
+    """Return the number of steps. Megatron stores it in one of two places, or nowhere for
+    optimizers without a count, which is taken as 1."""
     for part in parts:
         common = part.get("state", {}).get("common_step")
         if common is not None:
@@ -522,10 +522,11 @@ def _loaded_step(parts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[st
 
 
 def _as_shard(live: Any, elements: Tensor | None) -> Any:
-    """Loaded elements in the form in which a stack shows what it has of a parameter.
+    """Return loaded elements in the form in which a stack exports its part of a parameter.
 
     Args:
-        live: the stack's own tensor. elements: flat; None if this rank has none.
+        live: the stack's own tensor.
+        elements: flat; None if this rank has none.
     """
     local = live.local if isinstance(live, FlatShard) else live
     value = local.detach().float() if elements is None else elements.to(local.device)

@@ -37,7 +37,7 @@ from mp_optim.zero import composite
 
 _HOME = "megatron.core.optimizer"
 _REQUIRED_GROUPS = ("dp", "expt_dp", "mp", "tp_ep_pp")
-"""What Megatron, too, requires in a collection of groups."""
+"""Groups that Megatron, too, requires in a collection."""
 _theirs: dict[str, Any] = {}
 """Megatron's own factories, by name, while ours are in their place."""
 _settings: dict[str, Any] = {}
@@ -52,18 +52,18 @@ def get_megatron_optimizer(
     pg_collection: Any = None,
     dump_param_to_param_group_map: str | None = None,
 ) -> ChainedOptimizer:
-    """Megatron's factory: its arguments in, a stack of ours out.
+    """Build a stack of this package from the arguments of Megatron's factory.
 
     Args:
         config: Megatron's ``OptimizerConfig``.
         model_chunks: modules, wrapped in Megatron's DDP or not.
         config_overrides: by parameter; Megatron's standard ones by default.
-        use_gloo_process_groups: there is nothing here that needs any.
+        use_gloo_process_groups: ignored, because nothing here needs any.
         pg_collection: Megatron's process groups; by default those of ``parallel_state``.
-        dump_param_to_param_group_map: not in this version.
+        dump_param_to_param_group_map: not supported.
 
     Raises:
-        ValueError: a setting of Megatron's has no counterpart here, naming it.
+        ValueError: a setting of Megatron's is not supported here, naming it.
         RuntimeError: the program has replaced a part of Megatron's that is not called here, naming
             it.
     """
@@ -125,15 +125,15 @@ _FACTORIES: dict[str, tuple[str, Callable[..., ChainedOptimizer]]] = {
     "get_megatron_optimizer": (_HOME, get_megatron_optimizer),
     "get_megatron_muon_optimizer": (f"{_HOME}.muon", get_megatron_muon_optimizer),
 }
-"""Ours by the names of Megatron's, and where theirs are; they take what theirs take, from core 0.16
-on."""
+"""Factories here by the names of Megatron's, with the modules of the latter. They take the
+arguments of Megatron's, from core 0.16 on."""
 
 
 def _without_idle(
     overrides: Mapping[Any, Any], config: Any, chunks: Sequence[nn.Module]
 ) -> dict[Any, Any]:
-    """The overrides but for those that Megatron makes for every model and that this one has no
-    parameter for; what a caller has added has to match some."""
+    """Return the overrides without those that Megatron makes for every model and that match no
+    parameter of this one. An override that the caller added must match."""
     optimizer = importlib.import_module(_HOME)
     standard = {*optimizer.get_standard_config_overrides(config)}
     if mup := getattr(optimizer, "get_mup_config_overrides", None):
@@ -169,7 +169,8 @@ def _groups(pg_collection: Any) -> ProcessGroups | None:
 
 
 def _is_expert(param: Tensor, name: str) -> bool:
-    """As Megatron has it: with one expert-parallel rank, experts are as dense as the rest."""
+    """True if a parameter is an expert's. As in Megatron, with one expert-parallel rank experts
+    count as dense."""
     is_reduced: bool | None = getattr(param, "allreduce", None)
     return is_expert_param(param, name) if is_reduced is None else not is_reduced
 
@@ -207,10 +208,11 @@ def install(**settings: Any) -> None:
 
 
 def _present(name: str) -> Any:
-    """Megatron's factory; None if this version has none, or one that only calls another.
+    """Return Megatron's factory; None if this version has none, or one that only calls another.
 
     Raises:
-        RuntimeError: it takes what ours does not, or is a program's own; naming it.
+        RuntimeError: it has arguments that are not supported here, or belongs to a program; naming
+            it.
     """
     home, ours = _FACTORIES[name]
     try:
@@ -254,7 +256,7 @@ def _put(present: Any, wanted: Any) -> None:
 
 
 def grad_scaler_from_megatron(scaler: Any) -> MegatronGradScaler | None:
-    """Our grad scaler from one of Megatron's (or ours, as it is), with what it counts.
+    """Return a grad scaler with the state of one of Megatron's (or one of this package, unchanged).
 
     Raises:
         TypeError: it is neither constant nor dynamic.
@@ -339,15 +341,15 @@ class FP32Optimizer(MegatronFace):
 
 
 class ChainedOptimizer(MegatronFace):
-    """See :class:`mp_optim.ChainedOptimizer`. As in Megatron, the factory returns one whatever the
-    number of its parts; without parts it has nothing to step. ``isinstance`` takes it for
-    Megatron's class once :func:`install` was called.
+    """See :class:`mp_optim.ChainedOptimizer`. As in Megatron, the factory returns one for any
+    number of parts; without parts it steps nothing. After :func:`install`, ``isinstance``
+    accepts it as Megatron's class.
 
     Args:
         chained_optimizers: objects of the wrappers here, or of :func:`get_megatron_optimizer`.
 
     Raises:
-        TypeError: one is another's.
+        TypeError: one is of another class.
     """
 
     def __init__(self, chained_optimizers: Sequence[Any]) -> None:
@@ -409,4 +411,4 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
         self.init_state()
 
     def update_fp32_param_by_new_param(self) -> None:
-        """Nothing to do: copies follow what is written into the parameters."""
+        """Do nothing: copies follow values that are written into the parameters."""

@@ -1,11 +1,11 @@
-"""State of ``--ckpt-format torch``: what every data-parallel rank has alike in the state dict, and
-the state that these ranks share out in a file of its own, written by the first of them.
+"""State of ``--ckpt-format torch``: the state that is equal on every data-parallel rank in the
+state dict, and the sharded state in a file of its own, written by the first of these ranks.
 
-What Megatron's Float16 optimizer saved there is read, too: FP32 copies and moments by position in
-its param groups.
+State of Megatron's Float16 optimizer is read, too: FP32 copies and moments by position in its param
+groups.
 
-Of a stack Megatron saves settings of param groups, known by what they are and not by their order,
-and state of which data-parallel ranks have parts, put together on one of them.
+Megatron saves settings of param groups, identified by their values and not by their order, and
+sharded state of data-parallel ranks, put together on one of them.
 """
 
 from __future__ import annotations
@@ -203,10 +203,10 @@ Range = tuple[int, int]
 REQUEST = "mp_optim_request"
 """Key in a state dict that ``dist_checkpointing`` loads: how it was asked for."""
 _KIND = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-"""Settings that tell groups apart in every version of Megatron."""
+"""Settings that distinguish groups in every version of Megatron."""
 _OF_THIS_RANK = ("params", "param_names", "param_checksums", "fqns")
 _NOT_IDENTITY = ("lr", "weight_decay", "step", *_OF_THIS_RANK)
-"""What changes as training goes on, or differs between ranks, and so tells nothing apart."""
+"""Settings that change during training, or differ between ranks, and so distinguish no groups."""
 
 
 # -- settings of param groups
@@ -254,12 +254,12 @@ def groups_with_settings(
 
 
 def matched_settings(live: SavedSettings, saved: Sequence[Mapping[str, Any]]) -> SavedSettings:
-    """The settings that a group takes from saved ones: of the group of its kind, and of those the
-    one that is most like it. Experts are a kind of their own only in some layouts, so for want of
-    it a dense group will do, and the other way round.
+    """Return the saved settings for a group: those of its kind, and of these the most similar.
+    Experts are a separate kind only in some layouts, so without a group of their kind a dense
+    group matches, and vice versa.
 
     Raises:
-        ValueError: there is none of its kind, or two are as like it; naming the settings.
+        ValueError: no group of its kind was saved, or two are equally similar; naming the settings.
     """
     wanted = _identity(live).items()
     kind: list[Mapping[str, Any]] = []
@@ -297,7 +297,7 @@ def _identity(group: Mapping[str, Any]) -> SavedSettings:
 
 
 def kind_of(group: Mapping[str, Any], keys: Sequence[str] = _KIND) -> tuple[Any, ...]:
-    """The settings that tell groups apart. NeMo keeps some of them under ``pre_<name>``."""
+    """Return the settings that distinguish groups. NeMo keeps some of them under ``pre_<name>``."""
     return tuple(group.get(key, group.get(f"pre_{key}")) for key in keys)
 
 
@@ -311,17 +311,18 @@ def _kind_in_words(group: Mapping[str, Any]) -> str:
 def whole_states(
     part: MegatronOptimizer, rank: int | None = None
 ) -> Iterator[tuple[Slot, State, bool]]:
-    """The state of every slot of a part that has any; copies, so that the next step does not write
-    what is still being saved. Collective over its data-parallel ranks if it is distributed.
+    """Yield the state of every slot of a part that has state, as copies, so that the next step does
+    not write tensors that are still being saved. Collective over its data-parallel ranks if it
+    is distributed.
 
     Args:
-        rank: which of these ranks is given what they share out; by default, of each parameter, the
+        rank: the data-parallel rank that gets sharded state; by default, for each parameter, the
             rank that has most of it: most parameters are on one rank whole.
 
     Yields:
-        A slot; its FP32 tensors, over all of the parameter on this model-parallel rank, on their
-        own memory, and ``step`` (only ``step`` if another data-parallel rank has been given the
-        rest); and whether no other data-parallel rank has it.
+        A slot; its FP32 tensors, over all of the parameter on this model-parallel rank, in their
+        own memory, and ``step`` (only ``step`` if another data-parallel rank got the tensors); and
+        True if no other data-parallel rank has it.
     """
     if not isinstance(part, DistributedOptimizer):
         yield from ((slot, _copied_state(part, slot), False) for slot in part.slots())
@@ -350,8 +351,8 @@ def flat_shard_of(state: State) -> FlatShard | None:
 
 
 def _copied_state(part: MegatronOptimizer, slot: Slot) -> State:
-    """A slot's state in FP32; not the live tensors on the host, for what saves in the background
-    copies from accelerators only."""
+    """Return a slot's state in FP32; copies of host tensors, because background saves of Megatron
+    copy from accelerators only."""
     state = dict(part.full_slot_state(slot))
     for key, value in state.items():
         if isinstance(value, Tensor) and value.device.type == "cpu":
