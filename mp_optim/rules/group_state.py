@@ -122,8 +122,8 @@ class GroupState:
 
     def has_moved(self, kept: LaunchCache) -> bool:
         """Return whether state of a set has other memory than at the last step, or another form."""
-        if kept.watched:
-            return kept.watched.has_moved()
+        if kept.watched:  # .data = .data.t() of a square tensor keeps address and shape
+            return kept.watched.has_moved() or not all(map(Tensor.is_contiguous, kept.watched))
         return self.forms_of(kept) != kept.forms
 
     def _watched_of(self, kept: LaunchCache) -> CachedTensorList:

@@ -354,6 +354,8 @@ class RuleState(StateStore):
                     f"{tuple(given)} and {given_dtype}, and is kept as {tuple(shape)} and {dtype}; "
                     "give it memory of that form"
                 )
+            if not value.is_contiguous():  # kernels read memory in its order
+                give_memory(value, value.data.contiguous())
             if not value.is_contiguous():
                 value.data = value.data.contiguous()
         self.uncounted_live(slot)

@@ -258,3 +258,20 @@ def test_state_of_one_parameter_begins_again_when_it_is_cleared() -> None:
     params[0].grad = params[1].grad = torch.ones(8)
     optimizer.step()
     assert [float(optimizer.state[param]["step"]) for param in params] == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"offload": 1.0, "offload_mode": "speculative"}])
+def test_step_follows_state_transposed_in_place_of_its_memory(settings: dict[str, object]) -> None:
+    weights = []
+    for transposed in (lambda value: value.t(), lambda value: value.t().contiguous()):
+        param = nn.Parameter(torch.arange(64.0).reshape(8, 8))
+        optimizer = mp_optim.AdamW([("square", param)], lr=1e-2, **settings)
+        for seed in range(4):
+            generator = torch.Generator().manual_seed(seed)
+            param.grad = torch.randn(8, 8, generator=generator)
+            optimizer.step()
+            if seed == 1:
+                moment = optimizer.state[param]["exp_avg"]
+                moment.data = transposed(moment.data)
+        weights.append(param.detach().clone())
+    assert torch.equal(*weights)
