@@ -176,7 +176,7 @@ class ConfigFields:
     log_param_grad_norms: int = 0
     """Number of largest parameter gradient norms that ``metrics()`` shows; 0 records none. Norms
     are recorded for every parameter, without another read of gradients. Ranks with shards reduce
-    one more vector."""
+    one more vector. The first step decides whether norms are recorded."""
     log_update_ratios_interval: int = 0
     """Number of steps between two comparisons of each parameter's update with its size; 0 never
     compares. Such a step holds a temporary copy of this rank's main params, 4 bytes per element on

@@ -256,6 +256,7 @@ class Engine:
         process_groups: ranks that agree on the norm.
         norm_names: norm groups that any rank has; None until ranks have exchanged them.
         has_compared: True if ranks have compared their settings.
+        keeps_param_sums: True if steps keep the sums of single parameters, decided by the first.
         compared: lines that ranks which share parameters compare in each step, besides settings.
     """
 
@@ -269,6 +270,7 @@ class Engine:
     process_groups: ProcessGroups
     norm_names: list[str] | None = None
     has_compared: bool = False
+    keeps_param_sums: bool = False
     compared: Sequence[str] = ()
 
     def agreed_sums(
@@ -302,12 +304,15 @@ class Engine:
         if not self.has_compared:
             common.check(config, self.param_groups)
             self.has_compared = True
+            # Later changes on one rank are named by the reduction of the norm. They must not change
+            # which collectives this rank takes part in.
+            self.keeps_param_sums = bool(config.log_param_grad_norms)
         if known:
             each = measure_rest(grads, known, held, config.fused_backend, device)
         else:
             each = measure(grads, config.fused_backend, device)
         is_alone = ranks is None and len(all_keys) == 1 and not all_keys[0].shard_groups
-        are_more = config.log_num_zeros_in_grad or config.log_param_grad_norms
+        are_more = config.log_num_zeros_in_grad or self.keeps_param_sums
         if on_host and is_alone and not are_more and each.device.type == "cpu":
             name = all_keys[0].group
             return Measurement(
@@ -320,7 +325,7 @@ class Engine:
         if self.norm_names is None or ranks is None:
             self.norm_names = norm_groups(all_keys, ranks)
         numbers = common.numbers(config, self.param_groups, keys, all_keys, over, self.compared)
-        if config.log_param_grad_norms:
+        if self.keeps_param_sums:
             split_over = [(*over, *split) for split in self.mains.split_over()]
             params = of_parameters(each, indices, split_over)
         return agree(sums, zeros, ranks, self.norm_names, numbers, common.copies, params)

@@ -43,6 +43,7 @@ OTHERWISE = [
     ("clip_grad", "optim"),
     ("clip_grad", "optim_grads"),
     ("log_num_zeros_in_grad", "optim"),
+    ("log_param_grad_norms", "optim"),
     ("nothing", "optim_grads"),
 ]
 

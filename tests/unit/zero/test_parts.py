@@ -54,6 +54,7 @@ SAID = {
     "count": "rank 1 has 'step 3' where rank 0 has 'step 2'",
     "clip_grad": "rank 1 has 'clip_grad=2.0' where rank 0 has 'clip_grad=1.0'; nothing was stepped",
     "log_num_zeros_in_grad": "rank 1 has 'log_num_zeros_in_grad=True' where",
+    "log_param_grad_norms": "rank 1 has 'log_param_grad_norms=3' where",
     "nothing": "no error",
 }
 
