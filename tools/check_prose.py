@@ -26,8 +26,8 @@ CEILINGS = {
     "docstrings": 3.8,
     "comments": 4.4,
     "errors": 3.6,
-    "test docstrings": 36.2,
-    "test names": 8.0,
+    "test docstrings": 34.6,
+    "test names": 0.0,
     "documents": 8.0,
 }
 """Habits per 1,000 words (test names: per 1,000 names) that each kind may have. Only lower them."""

@@ -189,5 +189,7 @@ def test_run_is_extended_and_keeps_the_newest_checkpoints(
         [4e-3 * (1 - step / 8) for step in range(4, 8)]
     )
     assert [version.name for version in checkpoint.versions(folder)] == ["version-8"]
-    with pytest.raises(SystemExit, match=r"schedule is not that of the run.*'cosine' here"):
+    with pytest.raises(
+        SystemExit, match=r"schedule is not that of the run.*lr_decay_style='cosine'"
+    ):
         main(small(tmp_path, *again, "--scheduler.lr-decay-style", "cosine"), console)

@@ -23,6 +23,7 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.config.combinations import inert_fields
 from mp_optim.config.fields import ConfigFields
 from mp_optim.config.other_names import NO_GRAPHS, by_name
+from mp_optim.config.rules import RULES
 from mp_optim.host.calls import warn
 
 
@@ -215,7 +216,8 @@ def config_from_megatron(
     if config.optimizer == "lion":
         warn(_LION)
     settings |= own_settings
-    while inert := inert_fields(ConfigFields(**settings)):
+    is_known = settings["optimizer"] in RULES  # another one is refused below, by name
+    while is_known and (inert := inert_fields(ConfigFields(**settings))):
         settings = {key: settings[key] for key in settings if key not in inert}
     return OptimizerConfig(**{**settings, **own_settings})
 

@@ -83,7 +83,7 @@ REFUSED = {
         "muon",
         OFFLOAD | {"offload_mode": "speculative"},
         CUTS["rows"],
-        "offload_mode='speculative': muon steps cut, which is split over ranks",
+        "offload_mode='speculative': cut is split over ranks, and muon steps it",
     ),
     "stride": Refused(
         "muon",

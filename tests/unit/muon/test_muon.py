@@ -173,7 +173,7 @@ def test_zero_and_enormous_gradients_make_finite_steps():
         ({"coefficient_type": "cubic"}, "coefficient_type='cubic'"),
         (
             {"coefficient_type": "quintic", "num_ns_steps": 6},
-            "num_ns_steps=6: coefficient_type='quintic' is 5",
+            "num_ns_steps=6: coefficient_type='quintic' is a cycle of 5",
         ),
         ({"num_ns_steps": 0}, "num_ns_steps=0"),
         ({"fp32_matmul_prec": "high"}, "fp32_matmul_prec='high'"),

@@ -120,7 +120,7 @@ def test_refused_load_changes_nothing(tmp_path):
     checkpoint.save(tmp_path, model, optimizer, schedule(optimizer))
     strict = schedule(fresh, use_checkpoint_opt_param_scheduler=False)
     strict.lr_decay_steps = 20
-    with pytest.raises(ValueError, match="lr_decay_steps=20 here, 10 in the checkpoint"):
+    with pytest.raises(ValueError, match="lr_decay_steps=20: the checkpoint has 10"):
         checkpoint.load(tmp_path, other, fresh, strict)
     assert all(same_bits(p.detach(), before[n]) for n, p in other.named_parameters())
     assert {float(state["step"]) for state in fresh.state.values()} == {0.0}

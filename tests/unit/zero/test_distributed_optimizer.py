@@ -156,7 +156,7 @@ def test_experts_without_their_groups_are_refused(ranks):
             "expert_dp has 2 of the 4 ranks of dp" in no_stats
             and "set expert_grad_stats" in no_stats
         )
-        assert "expert_dp is None: set expert_dp" in no_dp
+        assert "process_groups.expert_dp=None" in no_dp
 
 
 def test_tensor_parallel_duplicates_and_shared_parameters_count_once(ranks):

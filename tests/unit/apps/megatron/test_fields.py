@@ -203,3 +203,11 @@ def test_install_streams_state_when_megatron_offloads_chunks(
     if config.optimizer_cpu_offload:
         with pytest.raises(ValueError, match="choose one"):
             config_from_megatron(newest(**{**theirs, "optimizer_cpu_offload": True}))
+
+
+@pytest.mark.parametrize("optimizer", ["adaptive_muon", "soap"])
+def test_config_refuses_megatrons_other_optimizers_by_name(optimizer: str) -> None:
+    fields = [("optimizer", str, optimizer), ("lr", float, 1e-3), ("bf16", bool, True)]
+    config = dataclasses.make_dataclass("Config", fields)()
+    with pytest.raises(ValueError, match=f"optimizer='{optimizer}': must be one of"):
+        config_from_megatron(config, [], {})

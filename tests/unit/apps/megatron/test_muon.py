@@ -80,7 +80,7 @@ def test_factory_of_core_0_16_gives_ours(theirs: Any, chosen: str, layer_wise: b
 
     name = "layer_wise_distributed_optimizer"
     if layer_wise:
-        with pytest.raises(ValueError, match="there is one process"):
+        with pytest.raises(ValueError, match="the job has one process"):
             build(muon.get_megatron_muon_optimizer, chosen, **{name: True})
         return
     ours = build(muon.get_megatron_muon_optimizer, chosen, **{name: False})
