@@ -404,7 +404,7 @@ _TENSOR, _STORAGE = object(), object()
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles ``_TENSOR`` as a contiguous tensor over bytes that follow."""
+    """Pickles ``_TENSOR`` as a contiguous tensor, with its bytes behind the pickle."""
 
     def __init__(self, file: io.BytesIO, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         super().__init__(file, protocol=_PICKLE_PROTOCOL)

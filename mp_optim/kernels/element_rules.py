@@ -129,7 +129,7 @@ RULE_SCALARS: dict[str, Any] = {
 
 # -- text -----------------------------------------------------------------------------------------
 #
-# Every operation is one IEEE operation in FP32, rounded once: see ``backends/reference.py``.
+# Every operation is one IEEE operation in FP32, rounded once: see ``kernels/reference.py``.
 
 _LARGEST = torch.finfo(torch.float32).max
 AnyAdam = AdamScalars | LambScalars

@@ -110,7 +110,7 @@ class TensorLists:
         )
 
     def only(self, *keys: str) -> TensorLists:
-        """The lists with no state but that of some keys."""
+        """Return the lists with the state of these keys only."""
         state = {key: self.state[key] for key in keys if key in self.state}
         source = self.source
         if source is not None:

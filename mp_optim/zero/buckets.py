@@ -59,7 +59,7 @@ class FlatBucketPlan:
 
     @classmethod
     def even(cls, placed: Sequence[ParamRange], shard: int, ranks: int) -> FlatBucketPlan:
-        """Shards of one size."""
+        """Return a plan whose shards all have ``shard`` elements."""
         return cls(tuple(placed), tuple(range(0, shard * ranks + 1, shard)))
 
     @property

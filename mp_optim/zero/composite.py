@@ -194,7 +194,7 @@ class CompositeOptimizer(MegatronOptimizer):
     # -- what is going on -------------------------------------------------------------------------
 
     def describe(self) -> Description:
-        """The members' rows, with the groups numbered as they are here."""
+        """Return the members' descriptions as one, with the composite's numbers of groups."""
         rows: list[DescriptionRow] = []
         notes: list[str] = []
         first_group = 0

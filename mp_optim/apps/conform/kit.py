@@ -127,7 +127,7 @@ def backward(model: nn.Module, step: int, scale: float = 1.0) -> None:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> None:
-    """Some steps, each with a batch and random numbers of its own."""
+    """Take some steps, each with its own batch and random numbers."""
     for step in range(first, first + steps):
         optimizer.zero_grad()
         backward(model, step)

@@ -113,8 +113,8 @@ class _Part:
         return {index: value for index, value in of_part.items() if index in held}
 
     def groups(self) -> list[SavedSettings]:
-        """Settings of the groups as Megatron has them. Its Muon has one group for matrices that are
-        cut by rows and those that are not, and does not name its own rule."""
+        """Return the settings of this part's groups in Megatron's form. Megatron's Muon has one
+        group for matrices cut by rows and for others, and does not name its rule."""
         live = zip(group_settings_of(self.part), self.part.param_groups, strict=True)
         here = [settings for settings, group in live if group["params"] and self.holds(group)]
         groups = [*here, *(group for group in self.elsewhere if self.holds(group))]

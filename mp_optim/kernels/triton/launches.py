@@ -204,8 +204,7 @@ def step_form(
 
 
 def on_host(multiplier: Multiplier, flag: Tensor | None = None) -> float | None:
-    """The multiplier as a number, or None if nothing is to be written, which a flag may ask for,
-    too; waits for the device."""
+    """Return the multiplier as a number; None if a flag forbids writing. Wait for the device."""
     if flag is not None and flag.item():
         return None
     if not isinstance(multiplier, Tensor):

@@ -1,5 +1,5 @@
-"""The kernels. Importing this package imports Triton; ``backends/triton/backend.py`` does so when
-it is first asked.
+"""The kernels. Importing this package imports Triton; ``kernels/triton/backend.py`` does so at
+its first use.
 
 A launch covers all tensors that share dtypes. Its tables lie on the device: for each program the
 tensor it works on (``owners``), for each tensor its first program (``firsts``), its size and the
