@@ -85,15 +85,28 @@ _END_WITHIN = 2.0
 
 
 def _serve(calls: _Calls) -> None:
-    """Run the calls of a queue until it ends with None."""
+    """Run the calls of a queue until it ends with None.
+
+    NOTE: the thread drops a call before its waiter goes on. Otherwise the waiter could delete an
+    optimizer that the call still refers to.
+    """
     while (call := calls.get()) is not None:
         future, work = call
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(work())
-            except BaseException as error:  # the caller of the future's methods gets it
-                future.set_exception(error)
-        del call, future, work  # an idle thread keeps no job alive
+        del call
+        if not future.set_running_or_notify_cancel():
+            del future, work
+            continue
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as raised:  # the caller of the future's methods gets it
+            error = raised
+        del work
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+        del future, result, error
 
 
 class Worker:

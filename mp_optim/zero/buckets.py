@@ -1,12 +1,12 @@
-"""Which rank owns which elements, and the flat memory that parameters and gradients look into.
+"""Flat buckets: the elements that each rank owns, and the memory of which parameters and gradients
+are views.
 
-Parameters are laid one after another, row-major, into buckets; a bucket is cut into as many shards
-as there are ranks, equal ones or between parameters, and a rank owns one of them. Every parameter
-and every shard starts at a multiple of :data:`SHARD_ALIGNMENT` elements.
+Parameters are stored one after another, row-major, in buckets. A bucket is cut into one shard for
+each rank, equal ones or between parameters. Every parameter and every shard starts at a multiple of
+:data:`SHARD_ALIGNMENT` elements.
 
-The buffers are new memory, made without autograd and detached from it: nothing is flattened from
-tensors that autograd knows, and a group of one parameter shares no memory with what the model had
-before.
+The buffers are new memory, made without autograd and detached from it: no tensor that autograd
+knows is flattened, and a group of one parameter shares no memory with the model's former tensor.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class ParamRange:
 
     @property
     def elements(self) -> slice:
-        """Where it lies in the bucket."""
+        """Slice of the parameter's elements in the bucket."""
         return slice(self.start, self.start + self.numel)
 
 
 @dataclass(frozen=True, slots=True)
 class FlatBucketPlan:
-    """Where parameters lie in one bucket.
+    """Places of parameters in one bucket.
 
     Attributes:
         placed: the parameters, in the order of their places; they do not overlap.
-        bounds: where each rank's shard begins, and where the last one ends.
+        bounds: first element of each rank's shard, and the end of the last one.
     """
 
     placed: tuple[ParamRange, ...]
@@ -68,12 +68,12 @@ class FlatBucketPlan:
         return self.bounds[-1]
 
     def owned(self, rank: int) -> tuple[int, int]:
-        """First element of a rank's shard, and the one after its last."""
+        """Return the first element of a rank's shard, and the one after its last."""
         return self.bounds[rank], self.bounds[rank + 1]
 
     def fragment(self, item: ParamRange, rank: int) -> tuple[int, int]:
-        """What a rank owns of a parameter, as [start, stop) within the parameter; (0, 0) if
-        nothing."""
+        """Return a rank's part of a parameter as [start, stop) within the parameter; (0, 0) if it
+        has none."""
         first, last = self.owned(rank)
         start, stop = max(first - item.start, 0), min(last - item.start, item.numel)
         return (start, stop) if start < stop else (0, 0)
@@ -92,15 +92,15 @@ def aligned(numel: int) -> int:
 def plan_flat(
     sizes: Sequence[int], ranks: int, bucket_size: int | None = None
 ) -> list[FlatBucketPlan]:
-    """Buckets whose shards may begin and end anywhere in a parameter.
+    """Return plans of buckets whose shards may begin and end anywhere in a parameter.
 
     Parameters are taken from the last to the first, because backward produces their gradients in
     that order.
 
     Args:
-        sizes: elements of each parameter. One without elements lies in no bucket.
-        ranks: how many ranks share the buckets.
-        bucket_size: a bucket is closed as soon as it holds so many elements; None makes one bucket.
+        sizes: elements of each parameter. One without elements is in no bucket.
+        ranks: number of ranks that share the buckets.
+        bucket_size: number of elements from which on a bucket is closed; None makes one bucket.
 
     Raises:
         ValueError: ``ranks`` or ``bucket_size`` is less than 1.
