@@ -13,9 +13,8 @@ import tyro
 COMMANDS = {
     "programs": ("lab.any_program.command", "random programs against an oracle in numpy"),
     "layouts": ("lab.layout_fuzz.command", "random layouts of ranks against one process"),
-    "mutants": ("lab.mutation.command", "small faults, and whether a test notices them"),
+    "mutants": ("lab.mutants", "small faults, and whether a test notices them"),
     "levels": ("lab.levels", "tests that step something, by each level of native kernels"),
-    "host-memory": ("lab.host_memory", "random stacks in processes whose memory is limited"),
     "nightly": ("lab.nightly", "all of these and the kill tests, as long as a night"),
 }
 """Module and meaning of each. A module has ``Options`` and ``main(options)``, which returns the

@@ -49,9 +49,6 @@ def machines(options: Options) -> dict[str, list[list[str]]]:
     """The commands of each machine, arguments of Python. A command that fails ends its machine."""
     lab, pytest = [str(ROOT / "tests" / "lab")], ["-m", "pytest", "-q"]
     seed = options.seed if options.seed is not None else int(f"{date.today():%Y%m%d}")
-    mutants = [*lab, "mutants"]
-    kept = ["--out", str(options.output / f"mutants-{seed}")]
-    sample = ["--size", str(options.mutants), "--seed", str(seed)]
     return {
         "programs": [[*lab, "programs", "--programs", str(options.programs), "--seed", str(seed)]],
         "layouts": [[*lab, "layouts", "--layouts", str(options.layouts), "--seed", str(seed)]],
@@ -62,9 +59,10 @@ def machines(options: Options) -> dict[str, list[list[str]]]:
         "accelerator": [[*pytest, "-n", "auto", "-p", "support.on_accelerator", *ON_ACCELERATOR]],
         "kill": [[*pytest, *KILL_TESTS]],
         "mutants": [
-            [*mutants, "cover", *kept],
-            [*mutants, "try", *kept, *sample],
-            [*mutants, "report", *kept],
+            [
+                *(*lab, "mutants", "--out", str(options.output / f"mutants-{seed}")),
+                *("--size", str(options.mutants), "--seed", str(seed)),
+            ]
         ],
     }
 
