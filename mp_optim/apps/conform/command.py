@@ -1,4 +1,4 @@
-"""Check any torch optimizer for what training programs rely on.
+"""Check a torch optimizer for properties that training programs rely on.
 
 $ mp-optim conform torch.optim.AdamW
 $ mp-optim conform package.Optimizer --args lr=1e-3 state_dtype=torch.bfloat16 --rule adamw
@@ -26,26 +26,28 @@ class Options:
     optimizer: tyro.conf.Positional[str] = ""
     """Dotted name of a class, or of a function that takes parameters and settings."""
     args: tuple[str, ...] = ()
-    """Settings for it, as name=value."""
+    """Keyword arguments of the optimizer, as name=value."""
     rule: Annotated[str, tyro.conf.arg(metavar="{adam,adamw,sgd,lion,none}")] = ""
-    """Whose formula it follows; by default its own name in lower case, if it is one of these."""
+    """Rule whose formula the optimizer follows. The default is its own name in lower case, if that
+    is a
+    rule."""
     only: tuple[str, ...] = ()
-    """Names of checks; all if empty."""
+    """Names of the checks to run. The default is all."""
     level: Literal["must", "should", "nice"] = "must"
-    """Down to which level a failure makes exit status 1."""
+    """Lowest level of a check whose failure sets exit status 1."""
     list: bool = False
-    """Show all checks, and carry out none."""
+    """List all checks, and run none."""
 
 
 def show_checks() -> None:
-    """Every check with its level and statement."""
+    """Print every check with its level and statement."""
     for check in CHECKS.values():
         rules = f" ({', '.join(check.rules)})" if check.rules else ""
         print(f"{check.level:6} {check.subject:11} {check.name}{rules}: {check.statement}")
 
 
 def show(outcome: Outcome) -> None:
-    """A line for one outcome, as soon as it is known."""
+    """Print one line for an outcome."""
     check, message = outcome.check, f": {outcome.message}" if outcome.message else ""
     print(f"{check.level:6} {outcome.status:14} {check.name}{message}", flush=True)
     if outcome.failed:
@@ -53,7 +55,7 @@ def show(outcome: Outcome) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Carry out a command line; returns the exit status."""
+    """Run a command line, and return the exit status."""
     options = tyro.cli(Options, args=arguments, prog="mp-optim conform", description=__doc__)
     if options.list:
         show_checks()

@@ -1,4 +1,4 @@
-"""Distributed: two ranks with FSDP2, checkpoints that are resharded, meshes that are mixed."""
+"""Checks on two ranks: FSDP2, resharded checkpoints and mixed meshes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from mp_optim.apps.conform.kit import (
 
 
 def whole_weights(model: nn.Module) -> list[torch.Tensor]:
-    """Weights as they are over all ranks."""
+    """Return the full weights, gathered from all ranks."""
     values = [param.detach() for param in model.parameters()]
     return [v.full_tensor() if isinstance(v, DTensor) else v.clone() for v in values]
 
@@ -48,7 +48,7 @@ def sharded_layers() -> nn.Module:
 
 
 def shared_folder() -> Path:
-    """A new folder that both ranks know."""
+    """Return the path of a new folder, equal on both ranks."""
     made: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(made)
     return Path(made[0])
@@ -56,7 +56,7 @@ def shared_folder() -> Path:
 
 @should(ranks=2)
 def fsdp2_trains_as_one_process(make: Make) -> None:
-    """A model that fully_shard split over two ranks trains as it does in one process."""
+    """A model sharded by fully_shard over two ranks trains as it does in one process."""
     plain, sharded = layers(), sharded_layers()
     train(plain, make(plain.parameters()), 4)
     train(sharded, make_or_refuse(make, sharded.parameters()), 4)
@@ -66,7 +66,7 @@ def fsdp2_trains_as_one_process(make: Make) -> None:
 
 @should(ranks=2)
 def a_sharded_checkpoint_resumes(make: Make) -> None:
-    """Saved and loaded by torch.distributed.checkpoint on two ranks, a run goes on to the bit."""
+    """A run that torch.distributed.checkpoint saves on two ranks resumes bit for bit."""
     model = sharded_layers()
     optimizer = make_or_refuse(make, model.parameters())
     train(model, optimizer, 3)
@@ -86,7 +86,7 @@ def a_sharded_checkpoint_resumes(make: Make) -> None:
 
 @should(ranks=2)
 def a_checkpoint_is_resharded(make: Make) -> None:
-    """What two ranks saved as shards goes on in a model that is not sharded, and back."""
+    """A checkpoint that two ranks save as shards resumes without sharding, and the reverse."""
     for first, second in ((sharded_layers(), layers()), (layers(), sharded_layers())):
         optimizer = make_or_refuse(make, first.parameters())
         train(first, optimizer, 3)
@@ -106,8 +106,9 @@ def a_checkpoint_is_resharded(make: Make) -> None:
 
 @should(ranks=2)
 def meshes_may_be_mixed(make: Make) -> None:
-    """One optimizer steps DTensors of two meshes beside a plain tensor, as models with tensor
-    parallelism in parts have them."""
+    """One optimizer steps DTensors of two meshes together with a plain tensor, as models with
+    partial
+    tensor parallelism need."""
     line = init_device_mesh("cpu", (2,))
     plane = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     laid: list[Callable[[torch.Tensor], torch.Tensor]] = [
@@ -130,7 +131,8 @@ def meshes_may_be_mixed(make: Make) -> None:
 
 @should(ranks=2)
 def a_rank_may_have_nothing_of_a_parameter(make: Make) -> None:
-    """A parameter of one row on two ranks, empty on the second, is stepped as if whole."""
+    """A parameter of one row on two ranks, empty on the second rank, is stepped as if it were
+    whole."""
     mesh = init_device_mesh("cpu", (2,))
     param = nn.Parameter(distribute_tensor(noise(1, 16), mesh, [Shard(0)]))
     alone = nn.Parameter(noise(1, 16))
@@ -146,7 +148,7 @@ def a_rank_may_have_nothing_of_a_parameter(make: Make) -> None:
 
 @nice(ranks=2)
 def zero_redundancy_wraps_it(make: Make) -> None:
-    """torch's ZeroRedundancyOptimizer shards it over two ranks, and trains as one process."""
+    """torch's ZeroRedundancyOptimizer shards it over two ranks, and trains as one process does."""
     plain, spread = layers(), layers()
     train(plain, make(plain.parameters()), 3)
     maker: Any = make

@@ -1,4 +1,4 @@
-"""Param groups: added, removed, merged, reordered, each with settings of its own."""
+"""Checks of param groups: adding, removing, merging, reordering, and settings of each group."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def two_groups(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
 
 
 def as_without(make: Make, change: Callable[[Any], None]) -> None:
-    """A change of an optimizer's groups between two steps leaves the numbers as they would be, or
-    is refused at the next step; parameters of one shape, which nothing but identity tells apart."""
+    """Change an optimizer's groups between two steps, and require equal numbers, or an error at the
+    next
+    step. All parameters have one shape, so only their identity distinguishes them."""
     results = []
     for is_changed in (False, True):
         params = [nn.Parameter(noise(12, 8, seed=seed)) for seed in range(2)]
@@ -50,7 +51,7 @@ def as_without(make: Make, change: Callable[[Any], None]) -> None:
 
 @must("adam", "adamw", "sgd", "lion")
 def each_group_has_its_settings(make: Make) -> None:
-    """lr and weight_decay of a group are for that group alone."""
+    """lr and weight_decay of a group apply to that group alone."""
     params = [nn.Parameter(noise(6, 8, seed=seed)) for seed in range(2)]
     groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.05, "weight_decay": 0.5}]
     both = make(groups, lr=0.01, weight_decay=0.0)
@@ -67,7 +68,7 @@ def each_group_has_its_settings(make: Make) -> None:
 
 @must()
 def a_group_may_be_added_later(make: Make) -> None:
-    """add_param_group after some steps: the new group is trained, with defaults filled in."""
+    """A group added with add_param_group after some steps is trained, with defaults filled in."""
     model = layers()
     first, second = model.parameters()
     optimizer = make([first])
@@ -83,8 +84,9 @@ def a_group_may_be_added_later(make: Make) -> None:
 
 @must("adam", "adamw", "sgd", "lion")
 def a_group_added_later_steps_as_new(make: Make) -> None:
-    """A group added before the first step, or after three, steps as in an optimizer of its own,
-    and the others go on."""
+    """A group added before the first step, or after three steps, is stepped as in an optimizer of
+    its
+    own, and the other groups continue unchanged."""
     for first in (0, 3):
         params = [nn.Parameter(noise(6, 8, seed=seed)) for seed in range(2)]
         alone = [nn.Parameter(noise(6, 8, seed=seed)) for seed in range(2)]
@@ -102,13 +104,13 @@ def a_group_added_later_steps_as_new(make: Make) -> None:
 
 @should()
 def groups_may_be_reordered(make: Make) -> None:
-    """State goes with its parameters when groups change places, or the change is refused."""
+    """State stays with its parameters when groups change places, or the change is refused."""
     as_without(make, lambda optimizer: optimizer.param_groups.reverse())
 
 
 @should()
 def groups_may_be_merged(make: Make) -> None:
-    """State goes with a parameter that is moved into another group, or the move is refused."""
+    """State stays with a parameter that is moved into another group, or the move is refused."""
 
     def merge(optimizer: Any) -> None:
         optimizer.param_groups[0]["params"].extend(optimizer.param_groups[1]["params"])
@@ -119,7 +121,8 @@ def groups_may_be_merged(make: Make) -> None:
 
 @should()
 def a_group_may_be_removed(make: Make) -> None:
-    """A group that is taken out is no longer stepped, and the rest goes on; or it is refused."""
+    """A removed group is no longer stepped and the other groups continue, or the removal is
+    refused."""
     model = layers()
     optimizer = make_or_refuse(make, two_groups(model.parameters()))
     train(model, optimizer, 2)
@@ -134,7 +137,7 @@ def a_group_may_be_removed(make: Make) -> None:
 
 @should()
 def keys_of_others_are_kept(make: Make) -> None:
-    """A key that a program wrote into a group (a name, a schedule's mark) is saved and loaded."""
+    """A key that a program writes into a group (a name, a schedule's mark) is saved and loaded."""
     model = layers()
     optimizer = make_or_refuse(make, two_groups(model.parameters()))
     for index, group in enumerate(optimizer.param_groups):
@@ -148,7 +151,7 @@ def keys_of_others_are_kept(make: Make) -> None:
 
 @must()
 def a_generator_of_parameters_is_taken(make: Make) -> None:
-    """Parameters may come from a generator, also inside a group."""
+    """Parameters may be given as a generator, also inside a group."""
     model = layers()
     optimizer = make_or_refuse(make, [{"params": model.parameters()}])
     count = len(optimizer.param_groups[0]["params"])
@@ -160,7 +163,7 @@ def a_generator_of_parameters_is_taken(make: Make) -> None:
 
 @nice()
 def named_parameters_are_taken(make: Make) -> None:
-    """model.named_parameters() is taken, as by torch from 2.6 on."""
+    """model.named_parameters() is accepted, as in torch from 2.6 on."""
     model = layers()
     optimizer = make_or_refuse(make, model.named_parameters())
     before = weights(model)
@@ -170,7 +173,7 @@ def named_parameters_are_taken(make: Make) -> None:
 
 @should()
 def a_parameter_in_two_groups_is_refused(make: Make) -> None:
-    """A parameter that is in two groups raises: it would be stepped twice."""
+    """A parameter in two groups raises an error, because it would be stepped twice."""
     model = layers()
     try:
         make([*two_groups(model.parameters()), {"params": list(model.parameters())[:1]}])
@@ -181,7 +184,7 @@ def a_parameter_in_two_groups_is_refused(make: Make) -> None:
 
 @nice()
 def no_parameters_are_refused(make: Make) -> None:
-    """An empty list of parameters raises: it was a generator that is used up, most often."""
+    """An empty list of parameters raises an error, because it is usually an exhausted generator."""
     try:
         make([])
     except Exception:

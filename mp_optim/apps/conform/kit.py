@@ -1,6 +1,6 @@
-"""The parts of checks: the checked optimizer, findings, and helpers that all checks use.
+"""Parts of checks: the checked optimizer, findings, and helpers for all checks.
 
-A check is a plain function of a :data:`Make`. Nothing here needs more than torch.
+A check is a plain function of a :data:`Make`. This module needs only torch.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ import torch
 from torch import Tensor, nn
 
 Make = Callable[..., torch.optim.Optimizer]
-"""``make(params, **settings)``: an optimizer of the class that is checked, with the settings that
-were asked for unless a check sets others."""
+"""``make(params, **settings)``: returns an optimizer of the checked class. Settings given here
+replace
+the user's."""
 
 MUST, SHOULD, NICE = LEVELS = ("must", "should", "nice")
-"""must: torch promises it, and without it a run is silently wrong or breaks. should: programs that
-many people run lean on it. nice: good to have, and promised by few."""
+"""must: torch promises it, and a run without it is silently wrong or breaks. should: widely used
+programs rely on it. nice: good to have, and promised by few."""
 
 
 class Nonconformance(Exception):
-    """The finding of a check: a sentence with the numbers."""
+    """Failure of a check: a sentence with the numbers."""
 
 
 class Refused(Exception):
-    """The optimizer refuses a request with its own error, which is not a failure."""
+    """The optimizer refuses a request with its own error. This is not a failure."""
 
 
 class NotApplicable(Exception):
-    """The check does not apply to this optimizer, with the reason."""
+    """The check does not apply to this optimizer; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class Check:
     Attributes:
         function: the check; raises :class:`Nonconformance`.
         level: one of :data:`LEVELS`.
-        rules: rules whose formula it knows; empty if it holds for all.
-        ranks: number of processes that carry it out together.
+        rules: rules whose formula the check knows; empty if it applies to all.
+        ranks: number of processes that run it together.
     """
 
     function: Callable[[Make], None]
@@ -62,12 +63,12 @@ class Check:
 
     @property
     def statement(self) -> str:
-        """The promise, in a sentence."""
+        """The promise that the check tests, as one sentence."""
         return " ".join((self.function.__doc__ or "").partition("\n\n")[0].split())
 
 
 CHECKS: dict[str, Check] = {}
-"""Every check by its name, in the order in which they are carried out."""
+"""Every check by its name, in the order in which they run."""
 
 Function = Callable[[Make], None]
 
@@ -99,7 +100,7 @@ def nice(*rules: str, ranks: int = 1) -> Callable[[Function], Function]:
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers of a normal distribution, the same at each call."""
+    """Return numbers of a normal distribution, the same at each call."""
     generator = torch.Generator("cpu").manual_seed(seed)
     drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
     return drawn.to(dtype)
@@ -119,7 +120,7 @@ def layers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def backward(model: nn.Module, step: int, scale: float = 1.0) -> None:
-    """Add the gradients of one batch, which the step's number draws."""
+    """Add the gradients of one batch. The number of the step seeds the batch."""
     dtype = next(model.parameters()).dtype
     x, y = noise(16, 64, seed=2 * step, dtype=dtype), noise(16, 8, seed=2 * step + 1)
     loss = (model(x).float() - y).square().mean() * scale
@@ -127,7 +128,7 @@ def backward(model: nn.Module, step: int, scale: float = 1.0) -> None:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> None:
-    """Take some steps, each with its own batch and random numbers."""
+    """Take some steps, each with its own batch and seed."""
     for step in range(first, first + steps):
         optimizer.zero_grad()
         backward(model, step)
@@ -138,7 +139,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first:
 def trained(
     make: Make, steps: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    """A model with its optimizer, after some steps."""
+    """Return a model and its optimizer after some steps."""
     model = layers(dtype)
     optimizer = make(model.parameters())
     train(model, optimizer, steps)
@@ -165,12 +166,12 @@ def through_file(content: dict[str, Any], safely: bool = False) -> dict[str, Any
 
 
 def saved(optimizer: torch.optim.Optimizer, safely: bool = False) -> dict[str, Any]:
-    """The state dict, through a file."""
+    """Return the optimizer's state dict, saved to a file and loaded."""
     return through_file(optimizer.state_dict(), safely)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Every tensor of nested dicts and lists."""
+    """Yield every tensor in nested dicts and lists."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -181,7 +182,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor, compressed or not."""
+    """Return the values of a tensor, also of a quantized one."""
     plain = torch.empty(tensor.shape, dtype=torch.float64, device="cpu")
     return plain.copy_(tensor.detach())
 
@@ -192,7 +193,7 @@ def require(condition: object, finding: str) -> None:
 
 
 def require_same(found: Iterable[Tensor], expected: Iterable[Tensor], what: str) -> None:
-    """Raise unless both are equal bit for bit, except for signs of zeros; NaNs are equal."""
+    """Raise unless two tensors are equal bit for bit, except for signs of zeros; NaNs are equal."""
     for index, pair in enumerate(zip(found, expected, strict=True)):
         dtype, other = (tensor.dtype for tensor in pair)
         require(dtype == other, f"{what}: {dtype} instead of {other}")
@@ -207,7 +208,7 @@ def require_same(found: Iterable[Tensor], expected: Iterable[Tensor], what: str)
 
 
 def require_close(found: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
-    """No element differs by more than the tolerance; NaN by nothing at all."""
+    """Raise if an element differs by more than the tolerance, or is NaN."""
     found, expected = found.detach().double(), expected.detach().double()
     off = (found - expected).abs()
     if not bool((off <= tolerance).all()):
@@ -217,13 +218,13 @@ def require_close(found: Tensor, expected: Tensor, tolerance: float, what: str) 
 
 
 def percent(share: float) -> str:
-    """Return a share in whole percent, without the sign of a zero."""
+    """Return a share in whole percent; 0 has no sign."""
     text = f"{100 * share:.0f}"
     return "0 %" if text == "-0" else f"{text} %"
 
 
 def plain(make: Make) -> Make:
-    """Return a maker of the optimizer without the settings that give it another formula."""
+    """Return a ``make`` without the user's settings that change the formula."""
     group = make([nn.Parameter(noise(4, 6))]).param_groups[0]
     off = {name: 0 for name in ("nesterov", "dampening", "amsgrad", "maximize") if group.get(name)}
     return lambda params, **settings: make(params, **{**off, **settings})
@@ -267,8 +268,8 @@ class Subject:
         path: ``package.module.name`` of a class, or of any function ``name(params, **settings)``.
         settings: its keyword arguments. Checks set lr, betas, eps, weight_decay and momentum if a
             formula needs them.
-        rule: one of :data:`RULES`, whose formulas it promises to follow; None for another one. By
-            default the name in lower case, if it is one of them.
+        rule: one of :data:`RULES`, whose formulas the optimizer follows; None for another rule. The
+            default is the name in lower case, if that is a rule.
     """
 
     path: str
@@ -281,10 +282,13 @@ class Subject:
         return name if name in RULES else None
 
     def checks(self, names: Iterable[str] = ()) -> list[Check]:
-        """Return the checks that apply to its rule; of these names only, if any are given.
+        """Return the checks that apply to the optimizer's rule.
+
+        Args:
+            names: names of checks; all if empty.
 
         Raises:
-            ValueError: a check of such a name does not exist.
+            ValueError: no check has a name.
         """
         wanted = list(names) or list(CHECKS)
         unknown = [name for name in wanted if name not in CHECKS]
@@ -294,7 +298,7 @@ class Subject:
         return [check for check in checks if not check.rules or self.known_rule in check.rules]
 
     def maker(self) -> Make:
-        """Return the function that checks call.
+        """Return the ``make`` of this optimizer, for the checks.
 
         Raises:
             ValueError: the name does not exist, or is not a class or function.
@@ -311,14 +315,14 @@ class Subject:
 
 
 def has_modes(optimizer: Any) -> bool:
-    """It averages weights, and steps in the mode of training alone (Schedule-Free)."""
+    """True if the optimizer averages weights and steps only in training mode (Schedule-Free)."""
     return callable(getattr(optimizer, "train", None)) and callable(
         getattr(optimizer, "eval", None)
     )
 
 
 def located(path: str) -> Callable[..., Any]:
-    """Return the object of a dotted name.
+    """Return the object with a dotted name.
 
     Raises:
         ValueError: it does not exist, or is not callable.
@@ -333,8 +337,9 @@ def located(path: str) -> Callable[..., Any]:
 
 
 def parsed(argument: str) -> tuple[str, Any]:
-    """Return name and value of ``name=value``: a literal of Python, a dtype such as torch.bfloat16,
-    or text.
+    """Return name and value of the text ``name=value``.
+
+    The value is a Python literal, a dtype such as torch.bfloat16, or text.
 
     Raises:
         ValueError: the equals sign is missing.

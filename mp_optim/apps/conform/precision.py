@@ -1,4 +1,4 @@
-"""Precision: bfloat16 and float16, loss scales, autocast, compiled steps."""
+"""Checks of precision: bfloat16, float16, loss scales, autocast and compiled steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mp_optim.apps.conform.kit import (
 def way(
     make: Make, dtype: torch.dtype, start: float, sizes: list[float], **settings: float
 ) -> Tensor:
-    """Return the change of a weight under gradients of these sizes, as float64."""
+    """Return the change of a weight in float64 after steps with the given gradients."""
     param = nn.Parameter(filled(start, 16, 16, dtype=dtype))
     optimizer = make_or_refuse(make, [param], **settings)
     for size in sizes:
@@ -41,7 +41,8 @@ def way(
 
 @should()
 def bfloat16_weights_move_at_1e_6(make: Make) -> None:
-    """Steps that are smaller than a bfloat16 weight's last place add up: 64 of 1e-6 on 0.001."""
+    """64 steps of 1e-6 move a bfloat16 weight of 0.001, although each is smaller than its last
+    place."""
     start = float(filled(0.001, dtype=torch.bfloat16))
     sizes = [1.0] * 64
     expected = way(make, torch.float32, start, sizes, lr=1e-6)
@@ -54,8 +55,8 @@ def bfloat16_weights_move_at_1e_6(make: Make) -> None:
 
 @should()
 def bfloat16_keeps_its_second_moment(make: Make) -> None:
-    """State of bfloat16 parameters follows gradients that become smaller: steps are not a third
-    off float32's."""
+    """The state of bfloat16 parameters follows gradients that become smaller: steps differ from
+    float32's by less than a third."""
     sizes = [1.0] * 20 + [0.05] * 300
     expected = way(make, torch.float32, 1.0, sizes, lr=0.01)
     found = way(make, torch.bfloat16, 1.0, sizes, lr=0.01)
@@ -65,7 +66,7 @@ def bfloat16_keeps_its_second_moment(make: Make) -> None:
 
 @should()
 def float16_steps_are_finite(make: Make) -> None:
-    """Small float16 gradients (1e-5, squares underflow) make steps no larger than float32's."""
+    """Small float16 gradients (1e-5, squares underflow) cause steps no larger than float32's."""
     expected = way(make, torch.float32, 1.0, [1e-5] * 2, lr=0.01).abs().max()
     found = way(make, torch.float16, 1.0, [1e-5] * 2, lr=0.01)
     require(found.isfinite().all(), "float16 weights are not finite after two steps")
@@ -75,7 +76,7 @@ def float16_steps_are_finite(make: Make) -> None:
 
 @must()
 def a_step_without_numbers_is_skipped(make: Make) -> None:
-    """Under a GradScaler a step with inf in a gradient changes no weight and no state."""
+    """With a GradScaler, a step with an inf in a gradient changes no weight and no state."""
     model, optimizer = trained(make)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     train(model, optimizer, 2)
@@ -92,7 +93,7 @@ def a_step_without_numbers_is_skipped(make: Make) -> None:
 
 
 def scaled(make: Make, dtype: torch.dtype, scale: float) -> list[Tensor]:
-    """Return weights after three steps whose losses were scaled by ``scale``."""
+    """Return the weights after three steps with losses multiplied by ``scale``."""
     model = layers(dtype)
     optimizer = make_or_refuse(make, model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
@@ -108,14 +109,14 @@ def scaled(make: Make, dtype: torch.dtype, scale: float) -> list[Tensor]:
 
 @must()
 def a_loss_scale_leaves_no_trace(make: Make) -> None:
-    """A GradScaler's scale of 1024 comes to the bits of a scale of 1."""
+    """A GradScaler's scale of 1024 gives the same bits as a scale of 1."""
     expected = scaled(make, torch.float32, 1.0)
     require_same(scaled(make, torch.float32, 1024.0), expected, "with a scale of 1024")
 
 
 @nice()
 def float16_parameters_work_under_a_grad_scaler(make: Make) -> None:
-    """float16 parameters are stepped under a GradScaler, with no trace of the scale."""
+    """float16 parameters are stepped with a GradScaler, and the scale does not change them."""
     expected = scaled(make, torch.float16, 64.0)
     for found, right in zip(scaled(make, torch.float16, 1024.0), expected, strict=True):
         require_close(found, right, 0.005, "with a scale of 1024 instead of 64")
@@ -123,7 +124,7 @@ def float16_parameters_work_under_a_grad_scaler(make: Make) -> None:
 
 @should()
 def autocast_does_not_reach_a_step(make: Make) -> None:
-    """A step inside autocast comes to the bits of one outside."""
+    """A step inside autocast gives the same bits as a step outside."""
     results = []
     for enabled in (False, True):
         param = nn.Parameter(noise(24, 16))
@@ -139,7 +140,7 @@ def autocast_does_not_reach_a_step(make: Make) -> None:
 
 @should()
 def a_default_dtype_does_not_reach_a_step(make: Make) -> None:
-    """torch.set_default_dtype(float64), or bfloat16 while a model is made, changes no number."""
+    """torch.set_default_dtype(float64), or bfloat16 while a model is built, changes no number."""
     expected = layers()
     train(expected, make(expected.parameters()), 3)
     for dtype in (torch.float64, torch.bfloat16):
@@ -155,7 +156,7 @@ def a_default_dtype_does_not_reach_a_step(make: Make) -> None:
 
 @nice()
 def a_compiled_step_is_the_same(make: Make) -> None:
-    """torch.compile takes a step in, and it comes to the same."""
+    """torch.compile traces a step, and the result is the same."""
     results = []
     for is_compiled in (False, True):
         torch._dynamo.reset()
@@ -177,7 +178,7 @@ def a_compiled_step_is_the_same(make: Make) -> None:
 
 @nice()
 def threads_do_not_change_bits(make: Make) -> None:
-    """One thread and two come to the same bits."""
+    """One thread and two threads give the same bits."""
     results, number = [], torch.get_num_threads()
     try:
         for threads in (1, 2):

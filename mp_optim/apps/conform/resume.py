@@ -1,4 +1,4 @@
-"""Resuming: state dicts, from before the first step to the middle of accumulation; copies."""
+"""Checks of resuming: state dicts before the first step, during accumulation, and copies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ from mp_optim.apps.conform.kit import (
 
 
 def resumed_after(make: Make, steps: int, dtype: torch.dtype = torch.float32) -> None:
-    """Six steps in one run, and with a new process after some of them, come to the same bits."""
+    """Take six steps in one run, and in a run that is resumed after some of them; require equal
+    bits."""
     whole = layers(dtype)
     train(whole, make(whole.parameters()), 6)
     first, optimizer = trained(make, steps, dtype)
@@ -50,31 +51,32 @@ def resumed_after(make: Make, steps: int, dtype: torch.dtype = torch.float32) ->
 
 @must()
 def resumes_before_the_first_step(make: Make) -> None:
-    """A state dict of an optimizer that has not stepped loads, and training is as without it."""
+    """A state dict of an optimizer that has not stepped can be loaded, and training does not
+    change."""
     resumed_after(make, 0)
 
 
 @must()
 def resumes_after_the_first_step(make: Make) -> None:
-    """A run that was saved after its first step goes on to the same bits."""
+    """A run saved after its first step resumes bit for bit."""
     resumed_after(make, 1)
 
 
 @must()
 def resumes_to_the_bit(make: Make) -> None:
-    """A run that was saved in its middle goes on to the same bits."""
+    """A run saved after several steps resumes bit for bit."""
     resumed_after(make, 3)
 
 
 @must()
 def resumes_with_bfloat16_parameters(make: Make) -> None:
-    """A run of bfloat16 parameters goes on to the same bits: no state loses its dtype."""
+    """A run with bfloat16 parameters resumes bit for bit; all state keeps its dtype."""
     resumed_after(make, 3, torch.bfloat16)
 
 
 @must()
 def resumes_in_the_middle_of_accumulation(make: Make) -> None:
-    """Saved between two micro-batches, with the gradients of the first, it goes on as it was."""
+    """A run saved between two micro-batches, with gradients of the first, resumes bit for bit."""
     results = []
     for is_saved in (False, True):
         model, optimizer = trained(make, 2)
@@ -97,7 +99,7 @@ def resumes_in_the_middle_of_accumulation(make: Make) -> None:
 
 @must()
 def a_state_loads_over_another(make: Make) -> None:
-    """Going back: a state loaded into an optimizer that went on takes it back to the same bits."""
+    """A state loaded into an optimizer that has stepped since restores the same bits."""
     model, optimizer = trained(make, 3)
     state, then = saved(optimizer), copy.deepcopy(model.state_dict())
     train(model, optimizer, 3, 3)
@@ -110,7 +112,7 @@ def a_state_loads_over_another(make: Make) -> None:
 
 @must()
 def what_was_loaded_is_saved_again(make: Make) -> None:
-    """A state that was loaded and saved before any step is the one that was loaded."""
+    """A state that is loaded and saved again without a step is unchanged."""
     model, optimizer = trained(make, 3)
     state = saved(optimizer)
     fresh = make(copy.deepcopy(model).parameters())
@@ -144,7 +146,7 @@ def a_state_dict_is_plain_data(make: Make) -> None:
 
 @should()
 def a_loaded_state_is_a_copy(make: Make) -> None:
-    """Two optimizers that were given one state dict do not write into each other's state."""
+    """Two optimizers that load one state dict do not write into each other's state."""
     model, optimizer = trained(make, 2)
     state = optimizer.state_dict()
     others = [copy.deepcopy(model) for _ in range(2)]
@@ -158,7 +160,7 @@ def a_loaded_state_is_a_copy(make: Make) -> None:
 
 @must()
 def another_models_state_is_refused(make: Make) -> None:
-    """A state of other groups or other numbers of parameters raises, and changes nothing."""
+    """A state with other groups or other numbers of parameters raises, and changes nothing."""
     _, optimizer = trained(make, 2)
     smaller = make(list(layers().parameters())[:1])
     before = tensors_in(saved(optimizer)["state"])
@@ -173,14 +175,14 @@ def another_models_state_is_refused(make: Make) -> None:
 
 @should()
 def a_state_of_other_shapes_is_refused(make: Make) -> None:
-    """A state whose tensors have other shapes than the parameters raises when it is loaded."""
+    """Loading a state whose tensors have other shapes than the parameters raises."""
     wide, narrow = nn.Parameter(noise(96, 64)), nn.Parameter(noise(64, 72))
     optimizers = [make([wide]), make([narrow])]
     for optimizer, param in zip(optimizers, (wide, narrow), strict=True):
         param.grad = noise(*param.shape, seed=1)
         optimizer.step()
     if not any(tensor.dim() for tensor in tensors_in(optimizers[0].state_dict()["state"])):
-        return  # no state that has a shape
+        return  # no tensor of this state has a shape to compare
     try:
         optimizers[1].load_state_dict(saved(optimizers[0]))
     except Exception:
@@ -190,12 +192,14 @@ def a_state_of_other_shapes_is_refused(make: Make) -> None:
 
 @must()
 def weights_loaded_alone_are_stepped_from(make: Make) -> None:
-    """A model that is loaded without its optimizer trains on from the loaded weights."""
+    """A model that is loaded without its optimizer continues from the loaded weights."""
     for dtype in (torch.float32, torch.bfloat16):
         model, optimizer = trained(make, 3, dtype)
         other = {name: value * 0 + 3.0 for name, value in model.state_dict().items()}
         model.load_state_dict(other)
-        set_rates(optimizer, 1e-3)  # a large rate may move weights of 3.0 far, and rightly so
+        set_rates(
+            optimizer, 1e-3
+        )  # Use a small rate, because a large one may rightly move weights of 3.0 far.
         train(model, optimizer, 1, 3)
         for now in weights(model):
             off = float((now.float() - 3.0).abs().max())
@@ -204,7 +208,7 @@ def weights_loaded_alone_are_stepped_from(make: Make) -> None:
 
 @must()
 def weights_written_by_hand_are_kept(make: Make) -> None:
-    """Weights that a program writes between steps (clamps, swaps, merges) stay written."""
+    """Weights that a program writes between steps (clamps, swaps, merges) keep their values."""
     for dtype in (torch.float32, torch.bfloat16):
         model, optimizer = trained(make, 2, dtype)
         with torch.no_grad():
@@ -217,8 +221,9 @@ def weights_written_by_hand_are_kept(make: Make) -> None:
 
 
 def goes_on_as(make: Make, copied: Callable[[Any], Any]) -> None:
-    """A copy of model and optimizer trains its own model, as the original would; copied before the
-    first step, and later."""
+    """Require that a copy of model and optimizer trains its own model as the original would, copied
+    before
+    the first step and later."""
     model, optimizer = trained(make)
     for first in (0, 2):
         other, its_own = copied((model, optimizer))
@@ -229,19 +234,19 @@ def goes_on_as(make: Make, copied: Callable[[Any], Any]) -> None:
 
 @should()
 def a_deepcopy_goes_on(make: Make) -> None:
-    """copy.deepcopy of a model with its optimizer goes on as the original, in its own memory."""
+    """copy.deepcopy of a model and its optimizer continues as the original, in its own memory."""
     goes_on_as(make, copy.deepcopy)
 
 
 @nice()
 def a_pickle_goes_on(make: Make) -> None:
-    """Pickled with its model, as spawn and Ray do it, an optimizer goes on as the original."""
+    """An optimizer pickled with its model, as spawn and Ray do, continues as the original does."""
     goes_on_as(make, lambda pair: pickle.loads(pickle.dumps(pair)))
 
 
 @should()
 def state_dicts_by_name_resume(make: Make) -> None:
-    """get_ and set_optimizer_state_dict of torch.distributed.checkpoint resume to the bit."""
+    """get_ and set_optimizer_state_dict of torch.distributed.checkpoint resume bit for bit."""
     first, optimizer = trained(make, 3)
     state, second = get_optimizer_state_dict(first, optimizer), copy.deepcopy(first)
     fresh = make(second.parameters())
@@ -253,8 +258,9 @@ def state_dicts_by_name_resume(make: Make) -> None:
 
 @should()
 def asking_for_state_is_no_step(make: Make) -> None:
-    """get_optimizer_state_dict before the first step changes no later one: state that is stepped
-    into being counts no step."""
+    """get_optimizer_state_dict before the first step does not change later steps. The step that it
+    takes
+    to create state is not counted."""
     plain, asked = layers(), layers()
     train(plain, make(plain.parameters()), 2)
     optimizer = make(asked.parameters())

@@ -1,7 +1,7 @@
-"""Carrying out checks in processes of their own: a crash or a hang is a finding like any other.
+"""Runner of checks in separate processes, where a crash or a hang is a finding, too.
 
-What a process finds goes to a file, line by line, so that a check that ends the process is known by
-the line that is missing. :func:`command_of` returns the command that shows a finding alone.
+A process writes its findings to a file, line by line. A missing line identifies the check that
+ended the process. :func:`command_of` returns the command that repeats one check alone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Outcome:
 
     Attributes:
         name: name of the check.
-        status: ``passes``, ``FAILS``, ``refuses`` (an error for the caller) or ``does not apply``.
+        status: ``passes``, ``FAILS``, ``refuses`` (raises an error for the caller) or ``does not
+            apply``.
         message: the finding.
         seconds: its duration.
     """
@@ -70,10 +71,10 @@ class Outcome:
 def run(
     subject: Subject, names: Sequence[str] = (), limit: float = LIMIT_SECONDS
 ) -> Generator[Outcome, None, None]:
-    """Carry out checks (of these names, or all that apply), in the order of :data:`CHECKS`.
+    """Run checks in the order of :data:`CHECKS`, and yield their outcomes.
 
     Raises:
-        ValueError: the check or the optimizer does not exist.
+        ValueError: a check or the optimizer does not exist.
     """
     checks = subject.checks(names)
     for ranks in sorted({check.ranks for check in checks}):
@@ -85,7 +86,7 @@ def run(
 
 
 def _job(subject: Subject, names: list[str], ranks: int, limit: float) -> Iterator[Outcome]:
-    """Outcomes of one set of processes, which ends at the first check that ends them."""
+    """Yield outcomes of one set of processes, until a check ends them."""
     with tempfile.TemporaryDirectory() as folder:
         report, log = Path(folder, "report"), Path(folder, "log")
         report.touch()
@@ -115,7 +116,7 @@ def _job(subject: Subject, names: list[str], ranks: int, limit: float) -> Iterat
 
 
 def _started(work: Work, rank: int) -> BaseProcess:
-    """One process, forked from a server that has imported torch once for all of them."""
+    """Start one process, forked from a server that imports torch once for all of them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([carry_out.__module__, "torch._dynamo"])
     process = context.Process(target=carry_out, args=(work, rank), daemon=True)
@@ -129,7 +130,7 @@ def _lines(report: Path) -> list[dict[str, Any]]:
 
 
 def _complete(report: Path, ranks: int) -> list[Outcome]:
-    """Checks that all ranks have ended, or that one has failed; the first to fail speaks."""
+    """Return outcomes of the checks that all ranks have ended, or that one rank has failed."""
     found: dict[str, list[dict[str, Any]]] = {}
     for line in _lines(report):
         if "name" in line:
@@ -147,7 +148,7 @@ def _has_passed(line: dict[str, Any]) -> bool:
 
 
 def _broken(report: Path, done: list[str]) -> str | None:
-    """The check that was begun and never ended."""
+    """Return the check that was started and did not end."""
     begun = [line["begun"] for line in _lines(report) if "begun" in line]
     return next((name for name in begun if name not in done), None)
 
@@ -166,7 +167,7 @@ _PATIENCE = datetime.timedelta(seconds=20)
 
 
 def outcome_of(name: str, make: Make) -> tuple[str, str]:
-    """Carry out one check. Return its status and its finding."""
+    """Run one check, and return its status and its finding."""
     try:
         CHECKS[name].function(make)
     except Nonconformance as finding:
@@ -183,12 +184,12 @@ def outcome_of(name: str, make: Make) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one process: equal on all ranks except for its number.
+    """The work of one process, equal on all ranks except for the rank's number.
 
     Attributes:
         subject: the checked optimizer.
         names: names of the checks.
-        ranks: number of processes that carry them out together.
+        ranks: number of processes that run them together.
         report: the file for findings of all ranks.
         log: the file for all other output.
     """
@@ -201,7 +202,7 @@ class Work:
 
 
 def carry_out(work: Work, rank: int) -> None:
-    """Carry checks out; the process ends with it."""
+    """Run the checks, and exit the process."""
     output = os.open(work.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for number in (1, 2):
         os.dup2(output, number)
@@ -221,14 +222,13 @@ def carry_out(work: Work, rank: int) -> None:
             report.write(json.dumps(found) + "\n")
             if work.ranks > 1:
                 if status != PASSES:
-                    break  # the other ranks may wait for this one, which lets them go
+                    break  # the exit ends the other ranks, which may wait for this one
                 dist.barrier()
-    os._exit(0)  # without a wait for threads that the optimizer left running
+    os._exit(0)  # does not wait for threads that the optimizer left running
 
 
 def command_of(check: Check, subject: Subject) -> str:
-    """Return the shell command that carries out one check and ends with an error where the
-    optimizer does not conform."""
+    """Return the shell command that runs one check, and fails if the optimizer does not conform."""
     start = "python -c"
     lines = [f"import torch, {check.function.__module__} as checks, {kit.__name__} as kit"]
     if check.ranks > 1:

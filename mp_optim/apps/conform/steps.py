@@ -1,4 +1,4 @@
-"""Steps: formulas, counts, gradients, closures, hooks."""
+"""Checks of steps: formulas, counts, gradients, closures and hooks."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ def adam_steps(
     eps: float,
     eps_before_correction: bool = False,
 ) -> Tensor:
-    """Adam of Kingma & Ba without decay, in float64; with the epsilon hat of their section 2 if
-    asked."""
+    """Return the weights of Adam (Kingma & Ba) without decay, in float64.
+
+    Optionally with the epsilon hat of their section 2.
+    """
     param = start.detach().double().clone()
     mean, square = param * 0, param * 0
     for count, gradient in enumerate(gradients, 1):
@@ -58,7 +60,7 @@ def adam_steps(
 def take_steps(
     make: Make, start: Tensor, gradients: Sequence[Tensor | None], **settings: Any
 ) -> Tensor:
-    """One parameter, stepped with these gradients; None where it has none."""
+    """Step one parameter with the given gradients; None stands for no gradient."""
     param = nn.Parameter(start.clone())
     optimizer = make([param], **settings)
     for gradient in gradients:
@@ -69,7 +71,7 @@ def take_steps(
 
 @must("adam", "adamw")
 def first_step_follows_adam(make: Make) -> None:
-    """The first step is lr in each element, by bias corrections of both moments."""
+    """The first step moves each element by lr, because both moments are bias-corrected."""
     start, gradient = noise(8, 12), noise(8, 12, seed=1) * 10.0
     found = take_steps(
         plain(make), start, [gradient], lr=0.01, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.0
@@ -80,7 +82,7 @@ def first_step_follows_adam(make: Make) -> None:
 
 @must("adam", "adamw")
 def ten_steps_follow_adam(make: Make) -> None:
-    """Ten steps with changing gradients follow the formula, within 2 % for few bits of state."""
+    """Ten steps with changing gradients follow the formula, within 2 % for compact state."""
     start = noise(8, 12)
     gradients = [noise(8, 12, seed=step) * (1.0 + step % 3) for step in range(10)]
     found = take_steps(
@@ -119,7 +121,7 @@ def eps_is_added_after_bias_correction(make: Make) -> None:
 
 @must("adamw", "lion")
 def decay_is_decoupled(make: Make) -> None:
-    """With a gradient of zeros a weight decays by lr * weight_decay of itself."""
+    """With a zero gradient, a weight decays by lr * weight_decay of itself."""
     start = noise(8, 12)
     found = take_steps(plain(make), start, [start * 0], lr=0.1, weight_decay=0.5)
     require_close(found, start * (1 - 0.1 * 0.5), 1e-6, "after a step of decay alone")
@@ -127,7 +129,8 @@ def decay_is_decoupled(make: Make) -> None:
 
 @must("adam")
 def decay_is_part_of_the_gradient(make: Make) -> None:
-    """Adam's weight decay is added to the gradient: alone, it moves each weight by lr."""
+    """Adam's weight decay is added to the gradient: with a zero gradient, it moves each weight by
+    lr."""
     start = noise(8, 12)
     found = take_steps(plain(make), start, [start * 0], lr=0.01, weight_decay=0.5)
     require_close(found, start - 0.01 * start.sign(), 1e-5, "after a step of decay alone")
@@ -135,7 +138,7 @@ def decay_is_part_of_the_gradient(make: Make) -> None:
 
 @must("sgd")
 def steps_follow_sgd(make: Make) -> None:
-    """SGD with momentum follows torch's formula, in which the first gradient counts whole."""
+    """SGD with momentum follows torch's formula: the first gradient has full weight."""
     start = noise(8, 12)
     gradients = [noise(8, 12, seed=step) for step in range(4)]
     found = take_steps(plain(make), start, gradients, lr=0.01, momentum=0.9, weight_decay=0.1)
@@ -148,7 +151,7 @@ def steps_follow_sgd(make: Make) -> None:
 
 @must("lion")
 def steps_follow_lion(make: Make) -> None:
-    """Lion follows its paper: the sign of one average, and another that is kept."""
+    """Lion follows its paper: it steps by the sign of one average, and stores another one."""
     start = noise(8, 12)
     gradients = [noise(8, 12, seed=step) for step in range(4)]
     found = take_steps(make, start, gradients, lr=0.01, betas=(0.8, 0.9), weight_decay=0.1)
@@ -175,7 +178,7 @@ def a_late_parameter_is_stepped_as_a_new_one(make: Make) -> None:
 
 @must("adam", "adamw", "sgd", "lion")
 def steps_without_a_gradient_do_not_count(make: Make) -> None:
-    """A parameter that had no gradient for three steps goes on as if they had not been."""
+    """A parameter without a gradient for three steps continues as if these had not been taken."""
     given = [noise(4, 6, seed=step) for step in range(2)]
     with_gap = [given[0], None, None, None, given[1]]
     settings = {"lr": 0.01, "weight_decay": 0.1}
@@ -186,7 +189,7 @@ def steps_without_a_gradient_do_not_count(make: Make) -> None:
 
 @must()
 def no_gradient_is_no_step(make: Make) -> None:
-    """A parameter without gradient stays as it is, decay included, while others are stepped."""
+    """A parameter without gradient is unchanged, decay included, while others are stepped."""
     used, unused = nn.Parameter(noise(4, 6)), nn.Parameter(noise(4, 6, seed=1))
     optimizer = make([used, unused])
     for step in range(3):
@@ -198,7 +201,7 @@ def no_gradient_is_no_step(make: Make) -> None:
 
 @must()
 def every_parameter_is_stepped(make: Make) -> None:
-    """One step moves every parameter that has a gradient, and leaves finite numbers."""
+    """One step moves every parameter that has a gradient, and all results are finite."""
     model = layers()
     before = weights(model)
     train(model, make(model.parameters()), 2)
@@ -209,7 +212,7 @@ def every_parameter_is_stepped(make: Make) -> None:
 
 @must()
 def the_rate_is_read_at_each_step(make: Make) -> None:
-    """lr of a param group counts from the step after it was set: at 0 nothing moves."""
+    """A new lr of a param group applies from the next step on; at lr=0 no parameter moves."""
     model, optimizer = trained(make)
     held = optimizer.param_groups
     train(model, optimizer, 2)
@@ -222,7 +225,7 @@ def the_rate_is_read_at_each_step(make: Make) -> None:
 
 @must()
 def a_warm_up_from_zero_is_harmless(make: Make) -> None:
-    """A first step at lr 0, as schedules with a warm-up take it, leaves finite weights alone."""
+    """A first step at lr=0, as in schedules with a warm-up, leaves finite weights unchanged."""
     model, optimizer = trained(make)
     before, rates = weights(model), [group["lr"] for group in optimizer.param_groups]
     set_rates(optimizer, 0.0)
@@ -236,7 +239,7 @@ def a_warm_up_from_zero_is_harmless(make: Make) -> None:
 
 @must()
 def torchs_schedulers_drive_it(make: Make) -> None:
-    """Schedulers of torch set lr by their formula, step after step."""
+    """torch's schedulers set lr by their formula, step after step."""
     model, optimizer = trained(make)
     rate = float(optimizer.param_groups[0]["lr"])
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (step + 1))
@@ -249,7 +252,7 @@ def torchs_schedulers_drive_it(make: Make) -> None:
 
 @must()
 def runs_repeat_to_the_bit(make: Make) -> None:
-    """The same run twice comes to the same bits."""
+    """Two equal runs give the same bits."""
     results = []
     for _ in range(2):
         model = layers()
@@ -260,7 +263,7 @@ def runs_repeat_to_the_bit(make: Make) -> None:
 
 @must()
 def a_step_writes_in_place(make: Make) -> None:
-    """A step leaves the same leaf tensors in the same memory, with no graph behind them."""
+    """A step keeps the same leaf tensors in the same memory, without a graph."""
     model = layers()
     params = list(model.parameters())
     memory = [param.data_ptr() for param in params]
@@ -272,7 +275,7 @@ def a_step_writes_in_place(make: Make) -> None:
 
 @should()
 def a_step_is_seen_by_autograd(make: Make) -> None:
-    """A step counts in each parameter's version: a backward through old values raises."""
+    """A step increases each parameter's version, so a backward through old values raises."""
     model, optimizer = trained(make, 1)
     before = [param._version for param in model.parameters()]
     backward(model, 1)
@@ -284,9 +287,9 @@ def a_step_is_seen_by_autograd(make: Make) -> None:
 
 @must()
 def zero_grad_clears(make: Make) -> None:
-    """zero_grad removes gradients, or fills them with zeros if asked to keep them."""
+    """zero_grad removes gradients, or with set_to_none=False fills them with zeros."""
     model, optimizer = trained(make)
-    for _ in range(2):  # before the first step, and after it
+    for _ in range(2):  # Test before the first step, and after it.
         backward(model, 0)
         optimizer.zero_grad(set_to_none=False)
         kept = [param.grad for param in model.parameters()]
@@ -299,7 +302,7 @@ def zero_grad_clears(make: Make) -> None:
 
 @should()
 def gradients_are_left_alone(make: Make) -> None:
-    """A step leaves gradients as they were: they are logged, averaged and used again."""
+    """A step does not change gradients, because programs log, average and reuse them."""
     decays = "weight_decay" in make(layers().parameters()).param_groups[0]
     for settings in ({}, {"weight_decay": 0.1}) if decays else ({},):
         model = layers()
@@ -315,7 +318,7 @@ def gradients_are_left_alone(make: Make) -> None:
 
 
 def steps_with_closure(make: Make) -> None:
-    """A closure is called with gradients enabled, and step returns its loss."""
+    """Step with a closure; require gradients enabled in it, and its loss returned."""
     model = layers()
     optimizer, enabled = make(model.parameters()), []
 
@@ -326,7 +329,7 @@ def steps_with_closure(make: Make) -> None:
         return filled(7.0)
 
     before = weights(model)
-    for _ in range(2):  # the first step of some methods only begins statistics
+    for _ in range(2):  # The first step of some methods only initializes statistics.
         enabled.clear()
         returned = optimizer.step(closure)  # type: ignore[arg-type]
         require(enabled, "the closure was not called")
@@ -337,20 +340,20 @@ def steps_with_closure(make: Make) -> None:
 
 @must()
 def a_closure_is_called_and_its_loss_returned(make: Make) -> None:
-    """step(closure) calls it with gradients enabled, and returns its loss."""
+    """step(closure) calls the closure with gradients enabled, and returns its loss."""
     steps_with_closure(make)
 
 
 @nice()
 def a_closure_has_gradients_under_no_grad(make: Make) -> None:
-    """step(closure) enables gradients for it where the caller has disabled them."""
+    """step(closure) enables gradients for the closure if the caller has disabled them."""
     with torch.no_grad():
         steps_with_closure(make)
 
 
 @should()
 def hooks_run(make: Make) -> None:
-    """Hooks of torch.optim run: before and after a step, a state dict and a load."""
+    """torch.optim's hooks run: before and after a step, a state dict and a load."""
     model, seen = layers(), list[str]()
     optimizer = make(model.parameters())
     optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
@@ -367,8 +370,9 @@ def hooks_run(make: Make) -> None:
 
 @should("adam", "adamw", "sgd", "lion")
 def a_nan_stays_where_it_is(make: Make) -> None:
-    """A NaN or inf in one element of a gradient leaves the steps of all others as they are, or the
-    whole step is skipped."""
+    """A NaN or inf in one element of a gradient does not change the steps of other elements, or the
+    whole
+    step is skipped."""
     start, gradient = noise(8, 12), noise(8, 12, seed=1)
     clean = take_steps(make, start, [gradient])
     for bad in (math.nan, math.inf):
@@ -383,7 +387,7 @@ def a_nan_stays_where_it_is(make: Make) -> None:
 
 @should()
 def lr_may_be_a_tensor(make: Make) -> None:
-    """lr as a tensor, as compiled programs have it, steps as the number does, or is refused."""
+    """lr as a tensor, as in compiled programs, gives the same step as a number, or is refused."""
     results = []
     for rate in (0.01, filled(0.01)):
         model = layers()
@@ -396,12 +400,14 @@ def lr_may_be_a_tensor(make: Make) -> None:
 
 @nice()
 def maximize_climbs(make: Make) -> None:
-    """maximize=True steps as negated gradients do."""
+    """maximize=True gives the same steps as negated gradients."""
     if "maximize" not in inspect.signature(type(make([nn.Parameter(noise(4, 6))]))).parameters:
         raise NotApplicable("it has no maximize")
     try:
         make_or_refuse(make, [nn.Parameter(noise(4, 6))], maximize=True)
-    except Refused as error:  # the argument is there for torch's callers, and only False
+    except (
+        Refused
+    ) as error:  # The argument exists only for compatibility with torch, and accepts only False.
         raise NotApplicable("it has no maximize") from error
     gradients = [noise(4, 6, seed=step) for step in range(3)]
     found = take_steps(make, noise(4, 6), gradients, maximize=True)
@@ -411,7 +417,7 @@ def maximize_climbs(make: Make) -> None:
 
 @nice()
 def settings_that_cannot_be_are_refused(make: Make) -> None:
-    """A negative lr raises when the optimizer is made."""
+    """A negative lr raises an error in the constructor."""
     try:
         make([nn.Parameter(noise(4, 6))], lr=-1.0)
     except Exception:

@@ -1,4 +1,4 @@
-"""Tensors: of every shape and layout, replaced, frozen, tied; state; memory."""
+"""Checks of tensors: shapes, layouts, replacement, freezing, tying, state and memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mp_optim.apps.conform.kit import (
 
 
 def steps_of_shape(make: Make, *shape: int) -> None:
-    """A parameter of that shape beside a matrix: both are stepped, or it is refused."""
+    """Step a parameter of a shape together with a matrix; require that both move, or an error."""
     params = [nn.Parameter(noise(6, 8)), nn.Parameter(noise(*shape, seed=1))]
     optimizer = make_or_refuse(make, params)
     before = [param.detach().clone() for param in params]
@@ -54,13 +54,14 @@ def vectors_are_stepped(make: Make) -> None:
 
 @must()
 def scalars_are_stepped(make: Make) -> None:
-    """A parameter of no dimension, as logit scales are, is stepped, or refused."""
+    """A parameter of no dimension, such as a logit scale, is stepped, or refused."""
     steps_of_shape(make)
 
 
 @must()
 def empty_parameters_are_no_harm(make: Make) -> None:
-    """A parameter of no elements, as shards have them, breaks nothing, or is refused."""
+    """A parameter without elements, as shards may be, is accepted or refused; other steps do not
+    change."""
     steps_of_shape(make, 0, 4)
 
 
@@ -71,7 +72,7 @@ def kernels_of_convolutions_are_stepped(make: Make) -> None:
 
 
 def as_contiguous(make: Make, laid: Callable[[Tensor], Tensor], grad: bool, *shape: int) -> None:
-    """A parameter (or its gradient) in another layout comes to what a contiguous one does."""
+    """Require that a parameter or gradient in another layout gives the bits of a contiguous one."""
     results = []
     for layout in (lambda tensor: tensor, laid):
         param = nn.Parameter(noise(*shape) if grad else layout(noise(*shape)))
@@ -86,25 +87,26 @@ def as_contiguous(make: Make, laid: Callable[[Tensor], Tensor], grad: bool, *sha
 
 @must()
 def transposed_parameters_are_stepped_right(make: Make) -> None:
-    """A parameter whose memory is transposed comes to the same as a contiguous one."""
+    """A parameter with transposed memory gives the same result as a contiguous one."""
     as_contiguous(make, lambda tensor: tensor.t().contiguous().t(), False, 12, 8)
 
 
 @must()
 def sliced_parameters_are_stepped_right(make: Make) -> None:
-    """A parameter that is a column slice of more memory comes to the same as one of its own."""
+    """A parameter that is a column slice of a larger tensor gives the same result as a separate
+    one."""
     as_contiguous(make, lambda t: torch.cat([t, t], 1)[:, : t.shape[1]], False, 12, 8)
 
 
 @must()
 def transposed_gradients_are_read_right(make: Make) -> None:
-    """A gradient whose memory is laid out otherwise than its parameter's is read right."""
+    """A gradient with another memory layout than its parameter's is read correctly."""
     as_contiguous(make, lambda tensor: tensor.t().contiguous().t(), True, 12, 8)
 
 
 @should()
 def expanded_gradients_are_read_right(make: Make) -> None:
-    """A gradient that repeats one row by a stride of 0 is read right."""
+    """A gradient that repeats one row by a stride of 0 is read correctly."""
     results = []
     for is_expanded in (False, True):
         param = nn.Parameter(noise(12, 8))
@@ -119,13 +121,13 @@ def expanded_gradients_are_read_right(make: Make) -> None:
 
 @must()
 def channels_last_is_stepped_right(make: Make) -> None:
-    """A kernel in channels_last comes to the same as a contiguous one, or is refused."""
+    """A channels_last kernel gives the same result as a contiguous one, or is refused."""
     as_contiguous(make, lambda t: t.to(memory_format=torch.channels_last), False, 4, 3, 5, 5)
 
 
 @must()
 def frozen_parameters_stay(make: Make) -> None:
-    """A parameter that is frozen between steps stays, and is trained again when it is not."""
+    """A parameter frozen between steps is unchanged, and is trained again when it is unfrozen."""
     model, optimizer = trained(make, 2)
     first = next(model.parameters())
     first.requires_grad_(False)
@@ -139,7 +141,7 @@ def frozen_parameters_stay(make: Make) -> None:
 
 @must()
 def tied_parameters_step_once(make: Make) -> None:
-    """A parameter used twice in a model is one parameter: one step with the sum of gradients."""
+    """A parameter used twice in a model is stepped once, with the sum of its gradients."""
     tied, plain = nn.Parameter(noise(8, 8) / 4), nn.Parameter(noise(8, 8) / 4)
     model = nn.ModuleList([nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)])
     for layer in model:
@@ -158,7 +160,7 @@ def tied_parameters_step_once(make: Make) -> None:
 
 @must()
 def a_replaced_parameter_is_followed(make: Make) -> None:
-    """A parameter that a wrapper replaces in param_groups is trained, and the old one left."""
+    """A parameter that a wrapper replaces in param_groups is trained, and the old one is not."""
     model, optimizer = trained(make, 1)
     other = layers()
     optimizer.param_groups[0]["params"][:] = list(other.parameters())
@@ -171,7 +173,8 @@ def a_replaced_parameter_is_followed(make: Make) -> None:
 
 @must()
 def parameters_replaced_before_the_first_step_are_followed(make: Make) -> None:
-    """Parameters replaced before the first step, as wrappers do, train as if given at first."""
+    """Parameters replaced before the first step, as wrappers do, train as if they were the first
+    ones."""
     expected = layers()
     train(expected, make(expected.parameters()), 3)
     model, other = layers(), layers()
@@ -183,7 +186,7 @@ def parameters_replaced_before_the_first_step_are_followed(make: Make) -> None:
 
 @must()
 def data_may_be_swapped(make: Make) -> None:
-    """param.data in new memory, as offloading programs set it, is what is stepped."""
+    """A step writes to the new memory after param.data is assigned, as offloading programs do."""
     results = []
     for is_swapped in (False, True):
         model, optimizer = trained(make)
@@ -214,7 +217,7 @@ def mixed_dtypes_are_stepped(make: Make) -> None:
             apart = float((here.detach() - there.detach()).abs().max())
             if second == torch.float32 and apart > 1e-6:
                 raise NotApplicable("parameters of one group are stepped by what all of them have")
-            places = 2.0 * torch.finfo(here.dtype).eps  # rounding may be by chance
+            places = 2.0 * torch.finfo(here.dtype).eps  # Rounding may be stochastic.
             require_close(here, there, max(1e-5, places), f"{here.dtype} in one group with others")
 
 
@@ -245,7 +248,7 @@ def complex_parameters_step_as_pairs(make: Make) -> None:
 
 @nice()
 def it_can_be_made_on_meta(make: Make) -> None:
-    """An optimizer over parameters of the meta device is made without memory for them."""
+    """An optimizer for parameters on the meta device is built without memory for them."""
     with torch.device("meta"):
         model = nn.Linear(1 << 16, 1 << 16, bias=False)
     optimizer = make(model.parameters())
@@ -256,7 +259,8 @@ def it_can_be_made_on_meta(make: Make) -> None:
 
 
 def with_state(make: Make, change: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Weights after five steps, every tensor of state replaced by another after the third."""
+    """Return the weights after five steps, with every tensor of state replaced after the third
+    step."""
     model, optimizer = trained(make, 3)
     for param in model.parameters():
         state: dict[str, Any] = optimizer.state[param]
@@ -269,14 +273,14 @@ def with_state(make: Make, change: Callable[[Tensor], Tensor]) -> list[Tensor]:
 
 @should()
 def state_may_be_moved_by_hand(make: Make) -> None:
-    """state[p][key] = state[p][key].to(...), as programs of RL move it, changes no number."""
+    """state[p][key] = state[p][key].to(...), as RL programs do, changes no number."""
     moved = with_state(make, lambda value: value.detach().to(value.device, copy=True))
     require_same(moved, with_state(make, lambda value: value), "with state in new memory")
 
 
 @should()
 def state_that_is_assigned_counts(make: Make) -> None:
-    """What is assigned to optimizer.state is what the next step uses: zeros change it."""
+    """The next step uses tensors assigned to optimizer.state: zeros change the step."""
     emptied = with_state(make, lambda value: value * 0 if value.dim() else value)
     untouched = with_state(make, lambda value: value)
     if not any((a != b).any() for a, b in zip(emptied, untouched, strict=True)):
@@ -301,7 +305,7 @@ def state_is_keyed_by_parameters(make: Make) -> None:
 
 
 def bytes_of_tensors() -> int:
-    """Memory of all tensors that are alive, each storage once."""
+    """Return the bytes of all live tensors; each storage counts once."""
     gc.collect()
     alive = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
     storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in alive}
@@ -310,7 +314,7 @@ def bytes_of_tensors() -> int:
 
 @must()
 def memory_does_not_grow(make: Make) -> None:
-    """After the first steps no step leaves more memory held."""
+    """After the first steps, further steps do not increase allocated memory."""
     model, optimizer = trained(make, 3)
     before = bytes_of_tensors()
     train(model, optimizer, 8, 3)
@@ -320,7 +324,7 @@ def memory_does_not_grow(make: Make) -> None:
 
 @should()
 def gradients_are_let_go(make: Make) -> None:
-    """zero_grad frees a gradient's memory: no step keeps a reference to it."""
+    """zero_grad frees the memory of gradients: no step keeps a reference to them."""
     model, optimizer = trained(make, 2)
     backward(model, 2)
     held = [weakref.ref(param.grad) for param in model.parameters()]
@@ -333,7 +337,7 @@ def gradients_are_let_go(make: Make) -> None:
 
 @nice()
 def it_goes_when_it_is_deleted(make: Make) -> None:
-    """An optimizer without references is freed, and its state with it."""
+    """An optimizer without references is freed, together with its state."""
     _, optimizer = trained(make, 2)
     reference = weakref.ref(optimizer)
     del optimizer

@@ -1,6 +1,7 @@
-"""Optimizer state of other libraries, in and out. Each format is a module of pure functions from
-and to :class:`ForeignState`, which is by parameter name; :func:`import_state` and
-:func:`export_state` connect it to an optimizer. `docs/migrate.md` shows every way.
+"""Import and export of optimizer state in formats of other libraries.
+
+Each format is a module of pure functions from and to :class:`ForeignState`, which is keyed by
+parameter name. :func:`import_state` and :func:`export_state` connect it to an optimizer.
 """
 
 from mp_optim.apps.convert.formats import (

@@ -4,7 +4,7 @@ $ mp-optim convert --source-format torch --source adamw.pt --names names.json --
 $ mp-optim convert --source-format checkpoint --source runs/x/checkpoints \
     --target-format deepspeed --target universal
 
-What --target-format mp_optim writes is loaded by
+Load a file of --target-format mp_optim with
 mp_optim.apps.convert.import_state(optimizer, from_file(path)).
 """
 
@@ -25,23 +25,23 @@ from mp_optim.apps.convert.torch_files import load_plain_file
 
 @dataclass
 class Options:
-    """From where to where.
+    """Source and target of a conversion.
 
     Attributes:
         source: a file; for deepspeed the folder of a universal checkpoint; for checkpoint a folder
-            of mp_optim's.
+            written by mp_optim.checkpoint.save.
         target: a file; for torch and deepspeed a folder.
-        source_format: torch: a state dict. megatron: of one rank that holds whole parameters. apex:
+        source_format: torch: a state dict. megatron: state of one rank with whole parameters. apex:
             {"optimizer": state dict, "masters": [group["params"] for group in
-            optimizer.param_groups_master]}. mp_optim: what this tool wrote.
-        target_format: what to write.
+            optimizer.param_groups_master]}. mp_optim: a file of this command.
+        target_format: format of the target.
         names: names of the parameters in the order of the source's param groups: a JSON list, or
-            one in a line. Not needed where the source has them.
+            one name a line. Not needed if the source has them.
         fp32_names: parameters that the model itself keeps in FP32 (megatron).
-        masters: file with the FP32 copies that were stepped, by name (torch).
-        key: where the state is in the source file, such as "optimizer"; dots lead deeper.
-        step: steps taken, where the source does not say.
-        strip_prefix: taken off the front of every name that has it, such as "module.".
+        masters: file with the FP32 main params, by name (torch).
+        key: key of the state in the source file, such as "optimizer"; dots separate nested keys.
+        step: number of steps taken, if the source does not have it.
+        strip_prefix: prefix to remove from names that have it, such as "module.".
     """
 
     source: Path
@@ -64,7 +64,7 @@ def _names(path: Path | None) -> list[str] | None:
 
 
 def _loaded(options: Options) -> Any:
-    """The part of the source file that ``--key`` names."""
+    """Return the part of the source file that ``--key`` names."""
     content = load_plain_file(options.source)
     for part in filter(None, options.key.split(".")):
         if not isinstance(content, Mapping) or part not in content:
@@ -80,7 +80,7 @@ def read(options: Options) -> foreign.ForeignState:
     """Read the source.
 
     Raises:
-        ValueError: it is not of the format that was given.
+        ValueError: the source has another format.
     """
     try:
         state = _read(options)
@@ -130,7 +130,7 @@ def _read(options: Options) -> foreign.ForeignState:
 
 
 def write(state: foreign.ForeignState, options: Options) -> None:
-    """The target."""
+    """Write the target."""
     if options.target_format == "deepspeed":
         foreign.to_deepspeed(state, options.target)
     elif options.target_format == "mp_optim":
@@ -143,7 +143,7 @@ def write(state: foreign.ForeignState, options: Options) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Convert, and say what; returns the exit status."""
+    """Convert, print a summary, and return the exit status."""
     prog = "mp-optim convert"
     options = tyro.cli(Options, args=arguments, prog=prog, description=__doc__)
     state = read(options)

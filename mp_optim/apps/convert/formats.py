@@ -35,17 +35,17 @@ def from_torch(
     masters: Mapping[str, Tensor] | None = None,
     step: float | None = None,
 ) -> ForeignState:
-    """State of a torch optimizer.
+    """Return the state of a torch optimizer.
 
     Args:
-        state_dict: as ``state_dict()`` gives it.
-        names: of all parameters in the order in which the optimizer was given them; not needed if
-            it was given named parameters.
-        masters: the FP32 copies that were stepped for 16-bit parameters, by name.
-        step: steps taken, for optimizers that do not count them (SGD).
+        state_dict: result of ``state_dict()``.
+        names: names of all parameters, in the order of the optimizer's param groups; not needed if
+            the optimizer has named parameters.
+        masters: FP32 main params of 16-bit parameters, by name.
+        step: number of steps taken, for optimizers that do not count them (SGD).
 
     Raises:
-        ValueError: names are missing, or masters are of unknown parameters.
+        ValueError: names are missing, or masters belong to unknown parameters.
     """
     foreign = positional_state(state_dict, names, step)
     masters = masters or {}
@@ -55,11 +55,14 @@ def from_torch(
 
 
 def to_torch(foreign: ForeignState, *, param_names: bool = True) -> dict[str, Any]:
-    """A state dict that ``torch.optim.AdamW.load_state_dict`` takes, over FP32 parameters (see
-    :func:`fp32_params`).
+    """Return a state dict for ``torch.optim.AdamW.load_state_dict`` over FP32 parameters.
+
+    :func:`fp32_params` returns these parameters.
 
     Args:
-        param_names: name the parameters in the groups, as torch does if it was given named ones.
+        foreign: state to convert.
+        param_names: True to add names of parameters to the groups, as torch does for named
+            parameters.
     """
     names = foreign.names
     index_of = {name: index for index, name in enumerate(names)}
@@ -80,7 +83,7 @@ def to_torch(foreign: ForeignState, *, param_names: bool = True) -> dict[str, An
 
 
 def fp32_params(foreign: ForeignState) -> dict[str, Tensor]:
-    """The FP32 values of all parameters that have one, by name."""
+    """Return the FP32 values of all parameters that have one, by name."""
     return {name: state[MASTER] for name, state in foreign.state.items() if MASTER in state}
 
 
@@ -135,19 +138,20 @@ def from_megatron(
     fp32_names: Collection[str] = (),
     step: float | None = None,
 ) -> ForeignState:
-    """State of one rank that holds whole parameters (no distributed optimizer, no tensor
-    parallelism).
+    """Return the state of one Megatron rank with whole parameters.
+
+    The rank has no distributed optimizer and no tensor parallelism.
 
     Args:
-        state_dict: ``state_dict()``; for a chain its list, or the dict by number that Megatron
-            makes of it on disk.
-        names: of all parameters, in the order of ``optimizer.param_groups``, member after member.
-        fp32_names: parameters that the model itself keeps in FP32 (routers, say), which have no
+        state_dict: ``state_dict()``; for a chained optimizer its list, or the dict by number that
+            Megatron writes to disk.
+        names: names of all parameters, in the order of ``optimizer.param_groups`` of each member.
+        fp32_names: parameters that the model itself keeps in FP32 (such as routers); they have no
             copy.
-        step: steps taken, if the state does not say.
+        step: number of steps taken, if the state does not have it.
 
     Raises:
-        ValueError: names and state do not fit each other.
+        ValueError: names and state do not match.
     """
     members = states_of_members(state_dict)
     counts = []
@@ -220,16 +224,17 @@ _FILES = {"fp32": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 _VALUE = "param"
 _GLOBAL = "optimizer_state.pt"
 _VERSION = "0.16.0"
-"""The oldest that the layout written here is that of; DeepSpeed refuses state without a version."""
+"""Oldest DeepSpeed version with the layout written here. DeepSpeed refuses state without a version.
+"""
 _SETTINGS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
-"""Settings of DeepSpeed's Adam; others would replace values of its config."""
+"""Settings of DeepSpeed's Adam. Other settings would replace values of its config."""
 
 
 def from_deepspeed(folder: str | os.PathLike[str], *, step: float | None = None) -> ForeignState:
-    """Return state of all parameters of a universal checkpoint, in one group without settings.
+    """Return the state of all parameters of a universal checkpoint, in one group without settings.
 
     Tensors have their parameter's shape, except those converted from ZeRO-3, which are flat;
-    ``import_state`` gives them their shape.
+    ``import_state`` reshapes them.
 
     Args:
         folder: folder of the checkpoint.
@@ -237,7 +242,7 @@ def from_deepspeed(folder: str | os.PathLike[str], *, step: float | None = None)
 
     Raises:
         FileNotFoundError: the folder has no universal checkpoint.
-        ValueError: files are missing or hold something else, listing them; or no file has the step.
+        ValueError: files are missing or have other content, listing them; or the step is unknown.
     """
     root = Path(folder) / "zero"
     names = sorted(path.parent.relative_to(root).as_posix() for path in root.glob("**/fp32.pt"))
@@ -289,19 +294,19 @@ def to_deepspeed(
     *,
     groups: Sequence[Sequence[str]] | None = None,
 ) -> Path:
-    """Write the optimizer's part of a universal checkpoint; the model states next to it are
-    DeepSpeed's.
+    """Write the optimizer's part of a universal checkpoint. DeepSpeed writes the model states.
 
     Args:
-        groups: names of the parameters of DeepSpeed's groups, which may be others; by default as
-            they are here.
+        folder: folder of the checkpoint.
+        foreign: state to write.
+        groups: names of the parameters in DeepSpeed's groups; by default the groups of ``foreign``.
 
     Returns:
         The folder ``zero``.
 
     Raises:
-        ValueError: a parameter has no FP32 value, or no moments of Adam's, listing them; nothing
-            was written.
+        ValueError: a parameter has no FP32 value, or no moments of Adam, listing them; no file was
+            written.
     """
     missing = [
         f"{name}.{key}"
@@ -333,5 +338,5 @@ def to_deepspeed(
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """On the CPU, with memory of its own: a view would take its whole storage along."""
+    """Return a copy on the CPU with its own memory; a view would save its whole storage."""
     return tensor.detach().to("cpu", copy=True).contiguous()

@@ -1,5 +1,7 @@
-"""Optimizer state by parameter name, which all formats have in common: into an optimizer and out of
-it, into a file and out of it, out of a checkpoint."""
+"""Optimizer state keyed by parameter name, the common form of all formats.
+
+It is imported into and exported from an optimizer, and read from a file or a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +47,11 @@ class ForeignState:
     """Optimizer state by parameter name.
 
     Attributes:
-        groups: every parameter once.
-        state: for each name its state tensors: ``step`` (FP32, 0-d), moments under torch's keys
-            (``exp_avg``, ``exp_avg_sq``, ``momentum_buffer``, ...) in the parameter's shape,
-            ``master_param`` (FP32) if there is one. Empty for a parameter that was never stepped.
-        grad_scaler: Megatron's dynamic loss scale, if there was one.
+        groups: param groups; every parameter is in one of them.
+        state: state tensors of each parameter: ``step`` (FP32, 0-d), moments under torch's keys
+            (``exp_avg``, ``exp_avg_sq``, ``momentum_buffer``, ...) in the parameter's shape, and an
+            optional ``master_param`` (FP32). Empty for a parameter without a step.
+        grad_scaler: Megatron's dynamic loss scale; None without one.
     """
 
     groups: tuple[ForeignGroup, ...]
@@ -58,7 +60,7 @@ class ForeignState:
 
     @property
     def names(self) -> list[str]:
-        """All names in order."""
+        """Return all names in order."""
         return [name for group in self.groups for name in group.names]
 
     def with_masters(self, masters: Mapping[str, Tensor]) -> ForeignState:
@@ -91,8 +93,11 @@ def _repeated(names: Iterable[str]) -> list[str]:
 def names_of_groups(
     groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None
 ) -> list[tuple[str, ...]]:
-    """Return the names of each group's parameters: its own ``param_names``, or ``names``, for all
-    groups one after the other.
+    """Return the names of each group's parameters: its own ``param_names``, or part of ``names``.
+
+    Args:
+        groups: param groups.
+        names: names of the parameters of all groups, in order.
 
     Raises:
         ValueError: names are missing, fewer or more than parameters, or given twice.
@@ -118,8 +123,10 @@ def names_of_groups(
 def positional_state(
     state_dict: Mapping[str, Any], names: Sequence[str] | None, step: float | None = None
 ) -> ForeignState:
-    """Return a torch-shaped state dict by name. A parameter without ``step`` gets its group's, or
-    ``common_step`` (Megatron), or ``step``.
+    """Return a torch-shaped state dict, keyed by name.
+
+    A parameter without ``step`` gets the step of its group, or ``common_step`` (Megatron), or
+    ``step``.
 
     Raises:
         ValueError: names are missing, a value is neither a tensor nor a number, or the step is
@@ -178,23 +185,24 @@ def import_state(
 ) -> None:
     """Load foreign state by parameter name. Hyperparameters keep their configured values.
 
-    The model's parameters take the imported FP32 values, rounded. A parameter that was never
-    stepped gets zeros and keeps its value. Sharded parameters take their part; every rank is given
-    the whole state.
+    The model's parameters are set to the imported FP32 values, rounded. A parameter without a step
+    gets
+    zeros as state and keeps its value. For sharded parameters, every rank passes the whole state
+    and
+    loads its shard.
 
     Args:
         optimizer: the optimizer, or the object that holds it.
         foreign: the state to load.
-        main_from_model: True to start from the model's value if a 16-bit parameter has no FP32
-            value.
+        main_from_model: True to use the model's value for a 16-bit parameter without an FP32 value.
         convert: True to round state to the dtypes configured here, also if bits are lost.
 
     Raises:
-        ValueError: names or shapes do not fit, or bits would be lost, listing them; nothing was
+        ValueError: names or shapes do not match, or bits would be lost, listing them; nothing was
             written.
     """
     stack = stack_of(optimizer)
-    stack.share_settings()  # the latest settings decide which state a slot has
+    stack.share_settings()  # current settings decide which state a slot has
     slots = {stack.slot_name(slot): slot for slot in stack.slots() if stack.slot_state(slot)}
     foreign = foreign.renamed(matched_names(foreign.names, slots).__getitem__)
     missing = sorted(slots.keys() - set(foreign.names))
@@ -227,12 +235,12 @@ def import_state(
 
 
 def _write_params(stack: Any, slots: Mapping[str, Slot], whole: dict[str, Tensor]) -> None:
-    # FP32 parameters that are stepped elsewhere have a copy outside the state
+    # FP32 parameters that are stepped in host memory have a copy outside the state.
     stack.reload_model_params(whole)
     for name, value in whole.items():
         slot = slots[name]
         param = param_at(stack.param_groups, slot)
-        if REMAINDER in stack.slot_state(slot):  # rounded as it goes with the remainder
+        if REMAINDER in stack.slot_state(slot):  # Loading the remainder rounds the parameter.
             main = main_param_of(param)
             value = param if main is None else main
         local_tensor(param).copy_(local_tensor(value))
@@ -267,7 +275,7 @@ def _fitting(
 
 
 def _like(label: str, param: Tensor, value: Tensor) -> Tensor:
-    """A whole tensor in the parameter's shape and layout; a flat one is taken row by row."""
+    """Return a whole tensor in the parameter's shape and layout; a flat one is read row by row."""
     if value.dim() == 1 and value.numel() == param.numel():
         value = value.reshape(param.shape)
     if value.shape != param.shape:
@@ -287,10 +295,14 @@ def _like(label: str, param: Tensor, value: Tensor) -> Tensor:
 
 @in_own_modes
 def export_state(optimizer: SlotKeyedOptimizer | OverStack) -> ForeignState:
-    """All state in FP32, whole (collective for sharded parameters), with the FP32 value of every
-    parameter; without averages (``ema_decay``), which the others' optimizers do not keep.
+    """Return all state in FP32 with the FP32 value of every parameter.
 
-    Tensors that are stored so already are the live ones: write or clone them before the next step.
+    Tensors are whole; the call is collective for sharded parameters. Averages (``ema_decay``) are
+    not
+    included, because other libraries' optimizers do not keep them.
+
+    NOTE: tensors that are stored in this form are not copied. Write or clone them before the next
+    step.
     """
     stack = stack_of(optimizer)
     mains = dict(stack.named_main_params())
@@ -303,7 +315,9 @@ def export_state(optimizer: SlotKeyedOptimizer | OverStack) -> ForeignState:
             if key not in (REMAINDER, AVERAGE)
         }
         state[name] = {key: _gathered(value) for key, value in found.items()}
-        if "exp_avg_sq" in found:  # others' Adam keeps one at beta1 = 0, too, and reads nothing
+        if (
+            "exp_avg_sq" in found
+        ):  # Adam of other libraries keeps this moment also with beta1=0, and does not read it.
             zeros = torch.zeros_like(state[name]["exp_avg_sq"])
             state[name].setdefault("exp_avg", zeros)
         if found:
@@ -327,11 +341,14 @@ _FORMAT = "mp_optim foreign state 1"
 
 
 def to_file(foreign: ForeignState, path: str | os.PathLike[str]) -> None:
-    """Write it as plain data that ``torch.load(weights_only=True)`` reads."""
+    """Write the state as plain data for ``torch.load(weights_only=True)``."""
     scaler = foreign.grad_scaler
     groups = [{"names": list(g.names), "settings": dict(g.settings)} for g in foreign.groups]
     states = {}
-    for name, state in foreign.state.items():  # a view would take its whole storage along
+    for (
+        name,
+        state,
+    ) in foreign.state.items():  # Clone, because saving a view saves its whole storage.
         states[name] = {key: value.detach().clone() for key, value in state.items()}
     content = {
         "format": _FORMAT,
@@ -343,11 +360,11 @@ def to_file(foreign: ForeignState, path: str | os.PathLike[str]) -> None:
 
 
 def from_file(path: str | os.PathLike[str]) -> ForeignState:
-    """Read what :func:`to_file` wrote.
+    """Read a file of :func:`to_file`.
 
     Raises:
-        OSError: it cannot be opened.
-        ValueError: it is another kind of file, or damaged.
+        OSError: the file cannot be opened.
+        ValueError: the file has another format, or is damaged.
     """
     content = load_plain_file(path)
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
@@ -360,7 +377,9 @@ def from_file(path: str | os.PathLike[str]) -> ForeignState:
 
 def from_checkpoint(path: str | os.PathLike[str]) -> ForeignState:
     """Return the optimizer's part of the newest version in a folder of
-    ``mp_optim.checkpoint.save``; no model is needed.
+    ``mp_optim.checkpoint.save``.
+
+    No model is needed.
 
     Raises:
         FileNotFoundError: the folder has no complete checkpoint.
@@ -386,7 +405,7 @@ def from_checkpoint(path: str | os.PathLike[str]) -> ForeignState:
         key, name = key_and_fqn(entry)
         if key and name in state:
             state[name][key] = saved.read(entry)
-    for name, tensors in state.items():  # the FP32 value of one that has no copy is the model's
+    for name, tensors in state.items():  # Without a main param, the FP32 value is the model's.
         model = saved.entries.get(f"{MODEL}{name}")
         if tensors and MASTER not in tensors and model and model.dtype == torch.float32:
             tensors[MASTER] = saved.read(f"{MODEL}{name}")

@@ -1,9 +1,8 @@
-"""Files of ``torch.save`` from other programs.
+"""Reader of ``torch.save`` files from other programs, which may be malicious.
 
-Nothing in their pickles is called, and they take no more memory than they have bytes. Torch's own
-safe unpickler makes objects of any size that a pickle names: ``bytearray(n)`` is eight bytes in a
-file and n in memory, a compressed record a thousandth. So a pickle is checked before torch reads
-it.
+It calls no function that a pickle names, and uses no more memory than the file has bytes. torch's
+safe unpickler creates objects of any size: ``bytearray(n)`` is eight bytes in a file and n in
+memory, and a compressed record a thousandth. So each pickle is checked before torch reads it.
 """
 
 from __future__ import annotations
@@ -21,12 +20,13 @@ import torch
 _BY_NUMBER = {"complex", "_MEM_FORMAT_ENCODING"}
 """Names that may be called with a number; any other would allocate an object of that size."""
 _LEGACY_PICKLES = 5
-"""In a file that ``torch.save`` wrote before it wrote archives; elements follow."""
+"""Number of pickles at the start of a file in torch's format before archives; elements follow them.
+"""
 _ARCHIVE = b"PK\x03\x04"
 
 
 class Record:
-    """Takes the place of a pickled object, and can do nothing."""
+    """Inert stand-in for a pickled object."""
 
     def __new__(cls, *args: Any, **_: Any) -> Record:
         is_sized = bool(args) and isinstance(args[0], (int, float))
@@ -57,12 +57,10 @@ def _mentions_bytes(args: tuple[Any, ...]) -> bool:
 
 
 class InertUnpickler(pickle.Unpickler):
-    """Makes records of a class of its own of everything that a pickle names: nothing that is
-    imported is called, or can be changed."""
+    """Unpickler that makes a record of every object that a pickle names, and imports nothing."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        # An unpickler's memory grows to the highest number that a pickle gives an object; picklers
-        # give them in order.
+        # An unpickler's memory grows to the highest memo index; picklers number objects in order.
         start = stream.tell()
         for count, (opcode, number, _) in enumerate(pickletools.genops(stream)):
             if opcode.name.endswith("PUT") and not 0 <= int(number or 0) <= count:
@@ -79,19 +77,19 @@ class InertUnpickler(pickle.Unpickler):
 
 
 def load_plain_file(path: str | os.PathLike[str]) -> Any:
-    """Return the plain data and tensors of a file of ``torch.save``, or read nothing.
+    """Return the plain data and tensors of a ``torch.save`` file.
 
     Raises:
         OSError: the file cannot be opened.
-        ValueError: it is no such file, damaged, holds objects of classes, or would take more memory
-            than it has bytes.
+        ValueError: the file has another format, is damaged, holds objects of classes, or would take
+            more memory than it has bytes.
     """
     with open(path, "rb") as file:
         try:
             _check_pickles(file)
             file.seek(0)
             return torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # zipfile's, pickle's, RuntimeError, and more
+        except Exception as error:  # Errors of zipfile, pickle, RuntimeError and more.
             first = (str(error).splitlines() or [""])[0]
             raise ValueError(
                 f"{os.fspath(path)} is not a whole file of torch.save with nothing but plain data "
@@ -101,8 +99,10 @@ def load_plain_file(path: str | os.PathLike[str]) -> Any:
 
 
 def _check_pickles(file: BinaryIO) -> None:
-    """Raise an Exception unless torch may read the pickles of a file, which is an archive if it
-    begins like one, as for torch."""
+    """Raise an exception unless torch may read the pickles of a file.
+
+    As in torch, a file is an archive if it begins like one.
+    """
     is_archive = file.read(len(_ARCHIVE)) == _ARCHIVE
     file.seek(0)
     if not is_archive:
@@ -117,7 +117,7 @@ def _check_pickles(file: BinaryIO) -> None:
         if record.compress_type != zipfile.ZIP_STORED:
             raise ValueError(f"its record {record.filename!r} is compressed")
         if record.filename.endswith(".pkl"):
-            # ZipFile.read wants checksums that torch can leave out
+            # Do not use ZipFile.read: it needs checksums, and torch can omit them.
             file.seek(record.header_offset + 26)
             lengths = struct.unpack("<HH", file.read(4))
             file.seek(sum(lengths), os.SEEK_CUR)
