@@ -1,4 +1,4 @@
-"""``python -m mp_optim.apps.cli``: the same as ``mp-optim``."""
+"""Entry point of ``python -m mp_optim.apps.cli``, equal to the command ``mp-optim``."""
 
 import sys
 

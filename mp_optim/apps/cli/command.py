@@ -1,6 +1,6 @@
-"""``mp-optim COMMAND``: finds the module of a command, and imports no other.
+"""``mp-optim COMMAND``: finds the module of a command, and imports only that.
 
-Errors are printed as one sentence, and tables are not cut in a pipe.
+Errors are printed as one sentence. Tables keep their full width in a pipe.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _PACKAGES = {"yaml": "pyyaml"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Carry out a command line, by default this process's; returns the exit status.
+    """Run a command line, by default that of this process, and return the exit status.
 
     Raises:
-        SystemExit: help was asked for (0), or the arguments are not understood (2).
+        SystemExit: help was printed (0), or the arguments are invalid (2).
     """
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name not in COMMANDS:
@@ -59,8 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def status_of(command: Callable[[], int]) -> int:
     """Return the exit status of a command.
 
-    An error of its input becomes one sentence on stderr, and status 1. Ctrl-C gives 130, a reader
-    that closed the pipe 141, as a shell reports these signals.
+    An input error is printed as one sentence on stderr, with status 1. The status is 130 after
+    Ctrl-C
+    and 141 after a closed pipe, as a shell reports these signals.
     """
     try:
         status = command()
@@ -107,9 +108,9 @@ def hf_config(path: Path) -> Any:
 
     Raises:
         FileNotFoundError: the file or folder does not exist.
-        ValueError: transformers refuses it.
+        ValueError: transformers cannot read it.
     """
-    if not path.exists():  # else it would be taken for a name on the Hub
+    if not path.exists():  # Otherwise transformers would take the path for a name on the Hub.
         raise FileNotFoundError(f"--model {path}: no such file or folder")
     import transformers
 
@@ -119,7 +120,7 @@ def hf_config(path: Path) -> Any:
 
 @contextmanager
 def model_errors(model: str) -> Iterator[None]:
-    """Raise ValueError with the model's name where transformers cannot build it from its config."""
+    """Raise ValueError with the model's name if transformers cannot build it from its config."""
     try:
         yield
     except (ImportError, MemoryError):
@@ -134,7 +135,8 @@ def model_errors(model: str) -> Iterator[None]:
 
 
 def console() -> Console:
-    """Stdout: as wide as the terminal, or, in a pipe or file, as the tables need."""
+    """Return a console for stdout: as wide as the terminal, or in a pipe or file as the tables
+    need."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else WIDE)

@@ -1,5 +1,6 @@
-"""``mp-optim doctor``: the kernels, threads and accelerators that this machine can use, and a
-config for it. Needs nothing but torch."""
+"""``mp-optim doctor``: lists the kernels, threads and accelerators of this machine, and a config
+for
+it. Needs only torch."""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ def _pinned() -> str:
 
 
 def _config(has_accelerator: bool) -> str:
-    """One config that runs here as fast as it can with the same bits everywhere."""
+    """Return the fastest config for this machine whose bits do not depend on the machine."""
     half = "bf16" if not has_accelerator or CUDA.has_bf16() else "fp16"
     lines = [
         "from mp_optim import OptimizerConfig",
@@ -117,8 +118,7 @@ def _config(has_accelerator: bool) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what there is on this process's machine, with every backend loaded and stepped;
-    returns the exit status."""
+    """Load and step every backend, print a report, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="mp-optim doctor",
         description="What this machine can do for the optimizer: native kernels, threads, "

@@ -1,4 +1,4 @@
-"""Look into checkpoints: list entries, verify checksums, compare two.
+"""Inspect checkpoints: list entries, verify checksums, compare two checkpoints.
 
 $ mp-optim inspect list runs/quickstart/checkpoints
 $ mp-optim inspect verify PATH
@@ -29,11 +29,10 @@ Checkpoint = Annotated[
 
 
 def list_entries(path: Checkpoint, match: str = "") -> int:
-    """What is in a checkpoint: every tensor with its dtype, shape, bytes and the boxes it was saved
-    in.
+    """List the tensors of a checkpoint with dtype, shape, bytes and the boxes that ranks saved.
 
     Args:
-        match: Only names that contain this.
+        match: show only names that contain this text.
     """
     contents, out = open_checkpoint(path), console()
     shown = {name: each for name, each in contents.entries.items() if match in name}
@@ -50,7 +49,7 @@ def list_entries(path: Checkpoint, match: str = "") -> int:
 
 
 def _table(title: str, first: str, *heads: str) -> Table:
-    """A table in which the names of the first column are never cut short."""
+    """Return a table whose first column is never truncated."""
     from rich.table import Table
 
     table = Table(title=title)
@@ -61,18 +60,17 @@ def _table(title: str, first: str, *heads: str) -> Table:
 
 
 def verify(path: Checkpoint) -> int:
-    """Compare every file with the checksum taken while it was written. Exit status 1 if one
-    differs."""
+    """Compare every file with its checksum. The exit status is 1 if one differs."""
     version = checkpoint.verify(path)
     print(f"{version}: every file is as it was written")
     return 0
 
 
 def diff(a: Checkpoint, b: Checkpoint, all: bool = False) -> int:
-    """Compare two checkpoints entry by entry. Exit status 1 if they differ.
+    """Compare two checkpoints entry by entry. The exit status is 1 if they differ.
 
     Args:
-        all: Show equal entries, too.
+        all: show equal entries, too.
     """
     heads = "entry", "what", "differing", "largest difference", "ulps"
     table = _table(f"{a} against {b}", *heads)
@@ -92,7 +90,7 @@ def diff(a: Checkpoint, b: Checkpoint, all: bool = False) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Carry out a command line; returns the exit status."""
+    """Run a command line, and return the exit status."""
     commands: dict[str, Callable[..., int]] = {"list": list_entries, "verify": verify, "diff": diff}
     status: int = tyro.extras.subcommand_cli_from_dict(
         commands, args=arguments, prog="mp-optim inspect", description=__doc__

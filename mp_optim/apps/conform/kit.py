@@ -171,7 +171,7 @@ def saved(optimizer: torch.optim.Optimizer, safely: bool = False) -> dict[str, A
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Yield every tensor in nested dicts and lists."""
+    """Return every tensor in nested dicts and lists."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The receiver of weight deltas: give a copy of a model the published values."""
+"""Receiver of weight deltas: writes published values to a copy of a model."""
 
 from mp_optim.apps.deltas.receiver import Position, apply_delta
 

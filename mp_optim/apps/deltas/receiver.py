@@ -22,22 +22,23 @@ Weights = nn.Module | Mapping[str, Tensor]
 def apply_delta(
     model: Weights, delta: WeightDelta | Sequence[WeightDelta], after: Position | None = None
 ) -> Position:
-    """Write published values to a copy of the model. Everything is checked before anything is
-    written.
+    """Write published values to a copy of the model. All checks run before the first write.
 
     Args:
         model: a module of plain parameters, or tensors by name.
-        delta: one publication: of its rank, or of all ranks.
+        delta: one publication of one rank, or of all ranks.
         after: result of the previous call; None if the copy has the weights that the trainer had at
-            ``track_changes()``, or any weights if the publication is a full one.
+            ``track_changes()``, or if the publication has all weights.
 
     Returns:
         The position of the copy, for the next call.
 
     Raises:
-        ValueError: the publication does not follow ``after`` (some were missed, it was taken
-            already, it is of another run), parts are missing, or a parameter is missing or of
-            another shape or dtype; naming it, with the cure. Nothing was written.
+        ValueError: the publication does not follow ``after`` (some are missing, it was applied
+            already,
+            or it belongs to another run), parts are missing, or a parameter is missing or has
+            another
+            shape or dtype. The error has the name and the cure; nothing was written.
     """
     if isinstance(model, nn.Module):
         model = dict(model.named_parameters(remove_duplicate=False))

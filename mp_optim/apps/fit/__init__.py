@@ -1,1 +1,1 @@
-"""``mp-optim fit`` and ``plan``: does a model fit a machine, and with which settings."""
+"""``mp-optim fit`` and ``plan``: whether a model fits a machine, and with which settings."""

@@ -1,5 +1,6 @@
-"""The memory of a forward and a backward: both are run once over fake tensors, which have shapes
-and no data, and every storage that lives meanwhile is counted.
+"""Memory of a forward and a backward pass, counted with fake tensors.
+
+Fake tensors have shapes and no data. Every storage that operations allocate is counted.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ LARGE, LARGE_ROUNDING = 10 << 20, 2 << 20
 
 
 def allocated_bytes(size: int) -> int:
-    """Return the bytes that torch's CUDA allocator takes for a tensor: multiples of 512 bytes, from
-    10 MiB on multiples of 2 MiB (``c10/cuda/CUDACachingAllocator.cpp``)."""
+    """Return the bytes that torch's CUDA allocator takes for a tensor.
+
+    They are a multiple of 512 bytes, from 10 MiB on a multiple of 2 MiB
+    (``c10/cuda/CUDACachingAllocator.cpp``).
+    """
     unit = LARGE_ROUNDING if size >= LARGE else ROUNDING
     return math.ceil(size / unit) * unit
 
@@ -36,8 +40,8 @@ class Moment:
     Attributes:
         phase: "forward" or "backward".
         activations: tensors saved for backward, and temporary tensors of an operation.
-        logits: the part of these with tensors over the vocabulary.
-        grads: gradients of parameters that exist already.
+        logits: part of the activations with the vocabulary as a dimension.
+        grads: gradients of parameters that backward has computed.
     """
 
     phase: str
@@ -48,11 +52,11 @@ class Moment:
 
 @dataclass
 class Timeline:
-    """Bytes after every operation of a step that took memory.
+    """Bytes after every operation of a step that allocates memory.
 
     Attributes:
-        moments: in order.
-        saved: bytes that wait for backward when forward is over.
+        moments: moments in order.
+        saved: bytes saved for backward at the end of forward.
         buffers: bytes of the model's buffers.
         grads: bytes of all gradients.
     """
@@ -63,23 +67,24 @@ class Timeline:
     grads: int = 0
 
     def peak(self, held: Callable[[int], int] = lambda grads: grads) -> Moment:
-        """Return the moment at which activations and gradients are largest.
+        """Return the moment with the largest sum of activations and gradients.
 
         Args:
-            held: returns bytes of gradients on the device for the bytes that backward has made. The
-                moment's ``grads`` are these.
+            held: function from the bytes of gradients computed so far to their bytes on the device;
+                the
+                result replaces the moment's ``grads``.
         """
         found = max(self.moments, key=lambda each: each.activations + held(each.grads))
         return Moment(found.phase, found.activations, found.logits, held(found.grads))
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages that operations allocate, until they are freed.
+    """Counter of the storages that operations allocate and free.
 
     Args:
-        rounded: returns the bytes that a tensor takes.
+        rounded: returns the allocated bytes of a tensor.
         vocabulary: length of the last dimension of logits.
-        known: storages that existed before, and are not counted.
+        known: existing storages, which are not counted.
     """
 
     def __init__(
@@ -89,7 +94,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.timeline = Timeline()
         self.phase = "forward"
         self._rounded, self._vocabulary = rounded, vocabulary
-        self._known = known  # held, so that no other storage has the address of one
+        self._known = (
+            known  # Keep references, so that the address of a freed storage is not used again.
+        )
         self._live: dict[int, tuple[str, int]] = {id(storage): ("known", 0) for storage in known}
         self._bytes = {"known": 0, "activations": 0, "logits": 0, "grads": 0}
 
@@ -126,7 +133,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.timeline.moments.append(Moment(self.phase, live, sizes["logits"], sizes["grads"]))
 
     def gradient_is_there(self, param: Tensor) -> None:
-        """A parameter has its gradient, which was counted as an activation until now."""
+        """Count a parameter's new gradient as a gradient, no longer as an activation."""
         assert param.grad is not None
         key = id(param.grad.untyped_storage())
         kind, size = self._live.get(key, ("known", 0))
@@ -137,23 +144,24 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note()
 
     def forward_is_over(self) -> None:
-        """From here on it is backward."""
+        """Mark the end of forward and the start of backward."""
         self.timeline.saved = self._bytes["activations"] + self._bytes["logits"]
         self.phase = "backward"
 
     def is_over(self) -> Timeline:
-        """All that was counted."""
+        """Return the counts of the step."""
         self.timeline.grads = self._bytes["grads"]
         return self.timeline
 
 
 @contextmanager
 def _fused_dropout() -> Iterator[None]:
-    """Take dropout out of fused attention while the context is open.
+    """Remove dropout from fused attention while the context is open.
 
-    The fused kernels of GPUs draw the mask again in backward and store none. The kernel of CPUs has
-    no dropout: torch would fall back to attention with its weights as tensors. The function is
-    replaced because a TorchFunctionMode does not reach forwards that checkpointing runs again.
+    Fused GPU kernels generate the mask again in backward and store none. The CPU kernel has no
+    dropout:
+    torch would fall back to attention that stores its weights. The function is replaced because a
+    TorchFunctionMode does not apply to forwards that checkpointing runs again.
     """
     module: Any = nn.functional
     attention = module.scaled_dot_product_attention
@@ -183,10 +191,10 @@ def track(
     them.
 
     Args:
-        model: a model without gradients; it has them afterwards.
-        loss_of: makes the inputs, too, so that they are counted.
-        rounded: returns the bytes that a tensor takes.
-        vocabulary: length of the last dimension of logits, which tells them from other activations.
+        model: a model without gradients; it has gradients afterwards.
+        loss_of: function from the model to the loss; creates the inputs, which are counted.
+        rounded: returns the allocated bytes of a tensor.
+        vocabulary: length of the last dimension of logits, which identifies them.
     """
     tensors = [*model.parameters(), *model.buffers()]
     tracker = Tracker(rounded, vocabulary, [each.untyped_storage() for each in tensors])
@@ -215,16 +223,16 @@ def trace(
     *,
     vocabulary: int | None = None,
 ) -> Timeline:
-    """Return the memory of a forward and a backward on an accelerator, without memory or
-    accelerator.
+    """Return the memory of a forward and a backward on an accelerator, without using one.
 
-    The operations are the host's, over fake tensors. Attention is fused there, too, and temporary
-    memory of kernels is not counted.
+    The operations are the CPU's, on fake tensors. Attention is fused, too. Temporary memory of
+    kernels
+    is not counted.
 
     Args:
-        model: a model whose tensors :func:`as_fake` made fake; it has no gradients afterwards.
+        model: a model with fake tensors of :func:`as_fake`; it has no gradients afterwards.
         fake: result of :func:`as_fake`.
-        loss_of: given the model, makes inputs and returns the loss.
+        loss_of: function from the model to the loss; creates the inputs.
         vocabulary: length of the last dimension of logits.
     """
     with fake:
@@ -235,11 +243,13 @@ def trace(
 
 
 def as_fake(model: nn.Module) -> FakeTensorMode:
-    """Replace parameters and buffers of a model by fake ones on the host, tied ones by one; returns
-    the mode that they are of."""
+    """Replace parameters and buffers of a model by fake CPU tensors, and return their fake mode.
+
+    Tied tensors are replaced by one tensor.
+    """
     fake = FakeTensorMode()
     made: dict[int, nn.Parameter] = {}
-    originals = list(model.parameters())  # held, so that their ids stay theirs
+    originals = list(model.parameters())  # Keep references, so that no other tensor gets their ids.
     with fake:
         for module in model.modules():
             for name, param in module._parameters.items():
@@ -266,8 +276,8 @@ class Batch:
     """A micro-batch of one accelerator.
 
     Attributes:
-        seq: tokens of a sequence; pictures have their model's size.
-        size: number of sequences, or of pictures.
+        seq: tokens of a sequence; pictures have the model's own size.
+        size: number of sequences or pictures.
     """
 
     seq: int = 4096
@@ -275,19 +285,20 @@ class Batch:
 
 
 LOSSES = ("model", "chunked")
-"""The model's own; or one that computes the logits of some tokens at a time
+"""The model's own loss, or one that computes logits for a part of the tokens at a time
 (:func:`~mp_optim.apps.fit.chunked_loss.chunk_loss`)."""
 
 
 def build_hf(config: Any, *, attention: str = "sdpa", lora: int = 0) -> nn.Module:
-    """The model of a ``transformers`` config on the meta device, in training mode.
+    """Build the model of a ``transformers`` config on the meta device, in training mode.
 
     Args:
-        attention: "sdpa": fused; "eager": its weights are tensors.
-        lora: rank of peft's adapters on all linear layers; 0 trains everything.
+        config: config of the model.
+        attention: "sdpa" for fused attention, or "eager", which stores attention weights.
+        lora: rank of peft's adapters on all linear layers; 0 trains all parameters.
 
     Raises:
-        ValueError: the class that the config names is not in transformers.
+        ValueError: transformers has no class with the config's name.
     """
     import transformers
 
@@ -318,15 +329,16 @@ def build_hf(config: Any, *, attention: str = "sdpa", lora: int = 0) -> nn.Modul
 
 
 def checkpoint_blocks(model: Any, on: bool = True) -> None:
-    """Have each block of a ``transformers`` model keep its input alone, and run forward again in
-    backward; or no longer.
+    """Turn activation checkpointing of a ``transformers`` model's blocks on or off.
 
     Raises:
-        ValueError: the model's class has no such thing.
+        ValueError: the model's class does not support it.
     """
     how = {"use_reentrant": False, "preserve_rng_state": False}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # names that every version knows
+        warnings.simplefilter(
+            "ignore", FutureWarning
+        )  # Every version of transformers has these names.
         if on:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
         else:
@@ -341,8 +353,10 @@ def _with_adapters(model: Any, rank: int) -> Any:
 
 @contextmanager
 def _one_sequence_each() -> Iterator[None]:
-    """Have transformers take each row for one sequence, as it does with data: of fake tensors it
-    cannot tell, and would make masks that no training has."""
+    """Make transformers treat each row as one sequence, as it does with real data.
+
+    With fake tensors it cannot find this out, and would allocate masks that training does not have.
+    """
     from transformers import masking_utils
 
     name = "find_packed_sequence_indices"
@@ -355,10 +369,10 @@ def _one_sequence_each() -> Iterator[None]:
 
 
 def hf_loss(batch: Batch) -> Callable[[nn.Module], Tensor]:
-    """Return a function that computes the loss of a ``transformers`` model over a micro-batch.
+    """Return a function that computes the loss of a ``transformers`` model for a micro-batch.
 
     Raises:
-        ValueError: the model takes neither tokens nor pictures.
+        ValueError: the model's input is neither tokens nor pictures.
     """
 
     def loss_of(model: nn.Module) -> Tensor:
@@ -385,7 +399,7 @@ def hf_loss(batch: Batch) -> Callable[[nn.Module], Tensor]:
 
 
 def _check_positions(model: nn.Module, seq: int) -> None:
-    """Raise ValueError if a model that has learned positions has fewer."""
+    """Raise ValueError if a model has fewer learned positions than tokens."""
     for name, module in model.named_modules():
         is_learned = name.rpartition(".")[2] in ("position_embeddings", "wpe", "embed_positions")
         if is_learned and isinstance(module, nn.Embedding) and module.num_embeddings < seq:

@@ -1,5 +1,6 @@
-"""A causal language model's loss without the logits of all tokens: the head multiplies some rows at
-a time, forward and again in backward.
+"""Loss of a causal language model without the logits of all tokens.
+
+The head multiplies some rows at a time, in forward and again in backward.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ _HEAD_THEN_LOSS = re.compile(
 
 
 def can_chunk(model: Any) -> bool:
-    """True if the model's loss takes the head's product as it is. Models that scale or cap their
-    logits in between (Gemma, Granite, Cohere) must make them."""
+    """True if the model's loss uses the product of its head unchanged.
+
+    Models that scale or cap their logits (Gemma, Granite, Cohere) are not supported.
+    """
     forward = getattr(type(model), "forward", None)
     try:
         return _HEAD_THEN_LOSS.search(inspect.getsource(forward)) is not None  # type: ignore[arg-type]
@@ -34,11 +37,12 @@ def can_chunk(model: Any) -> bool:
 
 
 def chunk_loss(model: Any, rows: int = ROWS) -> Callable[[], None]:
-    """Make a model's loss compute logits of some tokens at a time, in training mode.
+    """Replace a model's loss, in training mode, by one that computes logits of ``rows`` tokens at a
+    time.
 
-    The loss is that of ``transformers``' ``ForCausalLMLoss``. Evaluation and generation stay as
-    they are. Backward multiplies by the head once more; Liger's kernel, which avoids this, is
-    faster on a GPU.
+    The loss is ``transformers``' ``ForCausalLMLoss``. Evaluation and generation do not change.
+    Backward
+    multiplies by the head once more; Liger's kernel, which avoids this, is faster on a GPU.
 
     Args:
         model: a causal language model of ``transformers``, before adapters are added to it.

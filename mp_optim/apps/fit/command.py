@@ -1,5 +1,6 @@
-"""Whether a model can be trained on a machine, activations included, and what to type: in Python,
-for Hugging Face's Trainer, TRL, torchtitan and Megatron.
+"""Whether a model can be trained on a machine, activations included, and a program that does it.
+
+Programs are printed for Python, Hugging Face's Trainer, TRL, torchtitan and Megatron.
 
 $ mp-optim fit --model Qwen3-8B --gpu 24GB --ram 64GB --seq 4096
 $ mp-optim fit --model path/to/config.json --gpu 80GB --gpus 2 --ram 512GB --disk 2TB --json
@@ -62,63 +63,69 @@ AUTO = "auto"
 class Options:
     """The training and the machine.
 
-    GB are as memory is sold. A card of 24GB has 24 GiB (24 * 2**30 bytes), of which torch reports
-    98 %; a size in GiB is taken as torch reports it. A host of 64GB has 64 GiB. A disk's GB are
-    10**9 bytes."""
+    GB are units that memory is sold in. A card of 24GB has 24 GiB (24 * 2**30 bytes), of which
+    torch
+    reports 98 %; a size in GiB is used unchanged. A host of 64GB has 64 GiB. A disk's GB are 10**9
+    bytes.
+    """
 
     model: str
-    """A name that is shipped (its last part will do), a Hugging Face config.json or its folder,
-    or file.py:function, which returns a model and a function of the model that returns the loss."""
+    """Name of a shipped model (the last part is enough), a Hugging Face config.json or its folder,
+    or
+    file.py:function, which returns a model and a function from the model to the loss."""
     gpu: str
     """Memory of one accelerator."""
     ram: str
     """Memory of the host."""
     gpus: int = 1
-    """Accelerators of the host, data-parallel."""
+    """Number of accelerators of the host, used data-parallel."""
     disk: str = "0GB"
-    """Space on a local disk for the optimizer's state."""
+    """Space on a local disk for optimizer state."""
     seq: int = 4096
     """Tokens of a sequence."""
     batch: int = 1
-    """Sequences, or pictures, of a micro-batch on one accelerator."""
+    """Sequences or pictures of a micro-batch on one accelerator."""
     accumulation: int = 1
     """Micro-batches of a step."""
     lora: int = 0
-    """Rank of adapters on all linear layers (peft); 0 trains everything."""
+    """Rank of peft's adapters on all linear layers; 0 trains all parameters."""
     checkpointing: Literal["auto", "on", "off"] = "auto"
-    """Whether blocks run forward again in backward."""
+    """Activation checkpointing: blocks run forward again in backward."""
     loss: Literal["auto", "model", "chunked"] = "auto"
-    """The model's own, or logits of some tokens at a time, which takes another product with the
-    head in backward."""
+    """The model's own loss, or logits of some tokens at a time, which costs another product with
+    the head
+    in backward."""
     attention: Literal["sdpa", "eager"] = "sdpa"
-    """Fused, or with its weights as tensors."""
+    """Fused attention, or attention that stores its weights."""
     main_params: Literal["exact", "remainder8", "none"] = "exact"
-    """remainder8: main params of 24 bits, 1 byte a parameter less. none: bfloat16 parameters alone,
-    rounded stochastically. Both train to other bits than FP32 main params."""
+    """remainder8: main params of 24 bits, 1 byte a parameter less. none: only bfloat16 parameters,
+    rounded
+    stochastically. Both train to other bits than FP32 main params."""
     reserve: str = "1GiB"
-    """Memory of each accelerator that CUDA, its libraries and rounding take: assumed."""
+    """Memory of each accelerator for CUDA, its libraries and rounding: an assumption."""
     host_reserve: str = "4GiB"
-    """Memory of the host that the system and other processes take: assumed."""
+    """Memory of the host for the system and other processes: an assumption."""
     rates: tuple[float, float, float, float, float] | None = None
     """GB/s of one accelerator: the bus up and down while both are busy, host memory, device memory
-    (reading and writing together), disk. By default a desktop of PCIe 4 with two channels of
-    DDR5-5600, and 3 GB/s of disk: assumed."""
+    (reading and writing together), disk. The default assumes a desktop with PCIe 4, two channels of
+    DDR5-5600, and a disk of 3 GB/s."""
     json: bool = False
-    """Print data instead of text."""
+    """Print JSON instead of text."""
 
 
 _UNITS = {"": 30, "G": 30, "GB": 30, "GIB": 30, "T": 40, "TB": 40, "TIB": 40, "MB": 20, "MIB": 20}
 
 
 def bytes_of(name: str, text: str, *, decimal: bool = False) -> int:
-    """Bytes of a size as people write it.
+    """Return the bytes of a size such as "24GB".
 
     Args:
-        name: of the option.
-        decimal: whether GB are 10**9 bytes, as on a disk.
+        text: the size.
+        name: name of the option, for the error.
+        decimal: True if GB are 10**9 bytes, as on a disk.
 
     Raises:
-        ValueError: the text is no size.
+        ValueError: the text is not a size.
     """
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]*)\s*", text, re.IGNORECASE)
     if match is None or match[2].upper() not in _UNITS:
@@ -129,7 +136,7 @@ def bytes_of(name: str, text: str, *, decimal: bool = False) -> int:
 
 
 def check(options: Options) -> None:
-    """Raise ValueError if a number of the options cannot be."""
+    """Raise ValueError if a number among the options is not possible."""
     for name in ("gpus", "seq", "batch", "accumulation"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} {getattr(options, name)}: must be at least 1")
@@ -137,7 +144,7 @@ def check(options: Options) -> None:
         raise ValueError(f"--lora {options.lora}: must be a rank, or 0 for no adapters")
     if options.rates is not None and not all(0 < rate < math.inf for rate in options.rates):
         raise ValueError(f"--rates {options.rates}: each must be more than 0 GB/s")
-    limits_of(options)  # each size is one
+    limits_of(options)  # Each of these is a size in bytes.
 
 
 # -- the model ------------------------------------------------------------------------------------
@@ -155,13 +162,13 @@ class Program:
 
     @property
     def base(self) -> Any:
-        """The model without adapters around it."""
+        """The model without adapters."""
         model: Any = self.model
         return model.get_base_model() if hasattr(model, "peft_config") else model
 
     @contextmanager
     def losing(self, loss: str) -> Iterator[None]:
-        """Give the model a loss of ``LOSSES`` while the context is open."""
+        """Set a loss of ``LOSSES`` while the context is open."""
         if loss != "chunked":
             yield
             return
@@ -173,13 +180,13 @@ class Program:
 
 
 def shipped() -> dict[str, Any]:
-    """Configs of common models by their name at Hugging Face: shapes, as in their config.json."""
+    """Return configs of common models by their name at Hugging Face."""
     text = files("mp_optim.apps.fit").joinpath("models.json").read_text(encoding="utf-8")
     return json.loads(text)  # type: ignore[no-any-return]
 
 
 def program(options: Options) -> Program:
-    """Return the program that is trained.
+    """Return the model to train, with its loss.
 
     Raises:
         ValueError: the model is neither shipped, nor a path, nor a function.
@@ -208,7 +215,7 @@ def program(options: Options) -> Program:
 
 
 _TUNED = re.compile(r"(-(hf|instruct|chat|base|it|sft|dpo|v\d+(\.\d+)?|\d{4}))+$")
-"""Ends of names that tell how a model was trained, and not its shape."""
+"""Endings of names that describe a model's training, not its shape."""
 
 
 def named(model: str) -> tuple[str, str]:
@@ -241,7 +248,8 @@ def _last_part(name: str) -> str:
 
 
 def _auto_class(architectures: Sequence[str]) -> str:
-    """Return the name of the class of transformers that loads ``LlamaForCausalLM`` and others."""
+    """Return the name of the transformers class that loads an architecture such as
+    ``LlamaForCausalLM``."""
     import transformers
 
     name = architectures[0]
@@ -252,7 +260,7 @@ def _auto_class(architectures: Sequence[str]) -> str:
 
 
 def _program_of(options: Options) -> Program:
-    """A function of a file: ``(model, loss_of)``."""
+    """Return the program of a function in a file, which returns ``(model, loss_of)``."""
     path, _, name = options.model.rpartition(":")
     spec = importlib.util.spec_from_file_location("model_to_fit", path)
     if spec is None or spec.loader is None or not Path(path).exists():
@@ -285,7 +293,7 @@ _FORMS: dict[str, tuple[dict[str, str], ...]] = {
     ),
     "none": ({"state": "8bit", "main_params": "none"},),
 }
-"""Settings for each ``--main-params``, the most bytes first."""
+"""Settings for each ``--main-params``, in order of decreasing bytes."""
 _RELEASED = {"offload": 1.0, "offload_mode": "overlap", "release_gradients": True}
 _STREAMED = {"offload_place": "streamed"}
 _FRACTIONS = (0.25, 0.5, 0.75, 1.0)
@@ -293,9 +301,9 @@ _PATH = "/mnt/nvme"
 
 
 def candidates(options: Options) -> Iterator[Candidate]:
-    """Yield settings in the order of docs/settings.md.
+    """Yield settings in the order of preference.
 
-    State is on the accelerator, sharded over ranks, in fewer bits, partly on the host (stepped
+    State is on the accelerator, sharded over ranks, in compact forms, partly on the host (stepped
     there, then streamed, which takes less of the host), and on a disk. Gradients stay on the
     accelerator until state on the host alone is not enough.
     """
@@ -326,7 +334,7 @@ def _candidate(words: dict[str, Any], layout: Layout) -> Candidate:
 
 
 def ways(options: Options, made: Program) -> list[tuple[bool, str]]:
-    """(checkpointing, loss), the cheapest in time first."""
+    """Return pairs (checkpointing, loss), the fastest first."""
     losses = [loss for loss in LOSSES if options.loss in (AUTO, loss)]
     if not (made.is_hf and can_chunk(made.base)):
         losses = ["model"]
@@ -357,17 +365,17 @@ def rates_of(options: Options) -> Rates:
 
 
 def fitted(options: Options) -> tuple[Estimate, Program]:
-    """Return the first settings that fit, or those that lack least.
+    """Return the first settings that fit, or those with the least missing memory.
 
     Raises:
-        ValueError, TypeError: options contradict, or a model cannot be built.
+        ValueError, TypeError: options contradict each other, or a model cannot be built.
     """
     made = program(options)
     return choose(options, made, candidates(options)), made
 
 
 def choose(options: Options, made: Program, tried: Iterable[Candidate]) -> Estimate:
-    """Return the first candidate with which a program fits, or the one that lacks least."""
+    """Return the first candidate that fits a program, or the one with the least missing memory."""
     specs, blocks = specs_of(made.model), blocks_of(made.model)
     fake = as_fake(made.model)
 
@@ -396,8 +404,9 @@ def choose(options: Options, made: Program, tried: Iterable[Candidate]) -> Estim
 def as_data(found: Estimate, options: Options, made: Program) -> dict[str, Any]:
     """Return the answer as plain data; sizes are in bytes.
 
-    ``fits`` is true if the estimate fits, ``certain`` if it does even when it is too low by
-    ``error``; ``slack`` is the error that it bears.
+    ``fits`` is true if the estimate fits; ``certain`` is true if it fits even when the estimate is
+    too
+    low by ``error``; ``slack`` is the largest error with which it fits.
     """
     limits = limits_of(options)
     missing = found.missing(limits)
@@ -447,7 +456,7 @@ def assumptions(options: Options) -> list[str]:
 
 
 def report(found: Estimate, options: Options, made: Program) -> str:
-    """The answer as text."""
+    """Return the answer as text."""
     limits = limits_of(options)
     lines = [verdict(found, limits), ""]
     lines += [f"settings: {_settings(found)}"]
@@ -506,7 +515,7 @@ def _settings(found: Estimate) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Carry out a command line; returns the exit status: 0 if the estimate fits, 3 if not."""
+    """Run a command line, and return the exit status: 0 if the estimate fits, 3 if not."""
     options = tyro.cli(Options, args=arguments, prog="mp-optim fit", description=__doc__)
     check(options)
     found, made = fitted(options)

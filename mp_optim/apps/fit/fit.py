@@ -1,5 +1,7 @@
-"""Estimates of training on a machine: activations from a trace, other memory from a plan; and the
-first settings that fit."""
+"""Estimates of training memory, and search for the first settings that fit.
+
+A trace gives the activations, and a plan gives the other memory.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,12 @@ class Limits:
         device: bytes of its accelerator, as torch reports them.
         host: bytes of its share of the host's memory.
         disk: bytes of its share of the disk.
-        reserve: bytes of the accelerator outside torch's allocator, and unusable in it: CUDA
-            context (0.45 to 0.5 GiB in torch's out-of-memory messages), workspaces of cuBLAS and
-            cuBLASLt for two threads (4 times 32 MiB from Hopper on, less before), rounding of
-            segments. NCCL is not in it.
+        reserve: bytes of the accelerator outside torch's allocator, or unusable in it: CUDA context
+            (0.45 to 0.5 GiB in torch's out-of-memory messages), workspaces of cuBLAS and cuBLASLt
+            for
+            two threads (4 times 32 MiB from Hopper on, less before), rounding of segments. NCCL is
+            not
+            included.
         host_reserve: bytes of the host for the process, its libraries and the system.
     """
 
@@ -51,15 +55,17 @@ RESERVE = "CUDA and libraries"
 
 @dataclass(frozen=True)
 class Blocks:
-    """Bytes that FSDP2 gathers: parameters of the largest block, and those outside blocks."""
+    """Bytes that FSDP2 gathers: parameters of the largest block, and parameters outside blocks."""
 
     largest: int = 0
     root: int = 0
 
 
 def blocks_of(model: nn.Module) -> Blocks:
-    """Return the blocks of a ``transformers`` model, whose ``_no_split_modules`` names them; a
-    model that names none is one block."""
+    """Return the blocks of a ``transformers`` model, from its ``_no_split_modules``.
+
+    A model without this attribute is one block.
+    """
     names = set(getattr(model, "_no_split_modules", None) or ())
     found = [module for module in model.modules() if type(module).__name__ in names]
     sizes = [sum(param.nbytes for param in block.parameters()) for block in found]
@@ -72,9 +78,9 @@ class Candidate:
     """Settings to try.
 
     Attributes:
-        words: as :class:`mp_optim.AdamW` takes them.
-        config: the same, with the settings of ranks.
-        layout: how the model is spread.
+        words: settings as arguments of :class:`mp_optim.AdamW`.
+        config: the same settings as a config, with the settings of ranks.
+        layout: parallel layout of the model.
     """
 
     words: Mapping[str, Any]
@@ -84,15 +90,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of one rank, with some settings.
+    """Bytes of one rank with some settings.
 
     Attributes:
         candidate: the settings.
-        checkpointing: whether blocks run forward again in backward.
+        checkpointing: True if blocks run forward again in backward.
         loss: "model" or "chunked".
         plan: parameters, gradients and optimizer.
-        moments: by moment ("forward or backward", "step"), bytes of the accelerator by purpose.
-        seconds: of the optimizer's step by a model, nothing hidden; None where there is no model.
+        moments: bytes of the accelerator by purpose, for "forward or backward" and "step".
+        seconds: estimated duration of the optimizer's step without overlap; None without an
+            estimate.
     """
 
     candidate: Candidate
@@ -104,17 +111,18 @@ class Estimate:
 
     @property
     def moment(self) -> str:
-        """When the accelerator holds most."""
+        """The moment at which the accelerator holds most."""
         return max(self.moments, key=lambda name: sum(self.moments[name].values()))
 
     @property
     def device(self) -> int:
-        """Bytes of the accelerator then, with the reserve."""
+        """Largest bytes of the accelerator, with the reserve."""
         return sum(self.moments[self.moment].values())
 
     def slack(self, limits: Limits) -> float:
-        """Return the share by which the accelerator's estimate may be too low; negative if it does
-        not fit itself."""
+        """Return the share by which the accelerator's estimate may be too low and still fit;
+        negative if it
+        does not fit."""
         return (limits.device - self.device) / max(self.device - limits.reserve, 1)
 
     def missing(self, limits: Limits, error: float = 0.0) -> dict[str, int]:
@@ -136,12 +144,14 @@ class Estimate:
 def gradients_held(
     plan: MemoryPlan, config: OptimizerConfig, layout: Layout, accumulates: bool
 ) -> Callable[[int], int]:
-    """Return a function: bytes of gradients on the accelerator, for the bytes that backward has
-    made."""
+    """Return a function from the bytes of gradients computed so far to their bytes on the
+    accelerator."""
     planned = plan.accelerator.grads
     if config.release_gradients:
         return lambda made: min(made, planned)
-    if config.is_distributed or accumulates:  # a buffer, or those of the micro-batches before
+    if (
+        config.is_distributed or accumulates
+    ):  # A bucket's buffer, or the gradients of earlier micro-batches.
         return lambda made: planned
     if layout.sharding == "fsdp2":
         return lambda made: made // layout.dp
@@ -161,8 +171,8 @@ def estimate(
 ) -> Estimate:
     """Add up a plan and a trace.
 
-    With FSDP2 two blocks' parameters are whole at a time (one is computed, one is gathered), one
-    block's gradients, and everything outside blocks.
+    With FSDP2, the parameters of two blocks are gathered at a time (one computes, the next one is
+    gathered), the gradients of one block, and all tensors outside blocks.
     """
     config, layout = candidate.config, candidate.layout
     held = gradients_held(plan, config, layout, accumulates)
@@ -189,7 +199,7 @@ def estimate(
 
 
 Traced = Callable[[bool, str], Timeline]
-"""The timeline with blocks checkpointed or not, and with a loss."""
+"""Function from (checkpointing, loss) to the timeline."""
 
 
 def search(
@@ -205,11 +215,14 @@ def search(
     """Return the first candidate that fits, in the first way (checkpointing, loss) that fits.
 
     The first pass accepts a candidate only if it fits when the estimate is too low by
-    :data:`ERROR`. The second pass accepts one that fits by the estimate. If none fits, the
-    candidate that lacks least is returned; bytes of the accelerator count twice.
+    :data:`ERROR`.
+    The second pass accepts one that fits by the estimate. If none fits, the candidate with the
+    least
+    missing memory is returned; bytes of the accelerator count twice.
 
-    A trace takes seconds. So a candidate that is too much without activations is not traced, and
-    the last way, which takes least, is traced before the others.
+    A trace takes seconds. So a candidate that does not fit without activations is not traced, and
+    the
+    last way, which needs least memory, is traced before the others.
     """
     listed = list(candidates)
     bare = Timeline([Moment("forward", 0, 0, 0)])
@@ -231,12 +244,12 @@ def search(
         )
 
     def lacks(found: Estimate) -> int:
-        missing = found.missing(limits)  # a host's memory can be extended, so it counts once
+        missing = found.missing(limits)  # Host memory counts once, because it can be extended.
         return sum(missing.values()) + missing.get("accelerator", 0)
 
     for error in (ERROR, 0.0):
         for at in range(len(listed)):
-            for way in (None, ways[-1]):  # the cheapest to know first
+            for way in (None, ways[-1]):  # Trace the candidate that needs least memory first.
                 if estimated(at, way).missing(limits, error):
                     break
             else:
@@ -251,7 +264,7 @@ def search(
 
 @dataclass(frozen=True)
 class Rates:
-    """Assumed bytes a second of one rank, for the model of a step's time.
+    """Assumed rates of one rank in bytes a second, for the estimate of a step's duration.
 
     Attributes:
         machine: bus, host memory and device memory.
@@ -263,14 +276,17 @@ class Rates:
 
 
 def step_seconds(found: Estimate, rates: Rates) -> Estimate:
-    """Return the estimate with seconds of the optimizer's step, nothing of it hidden behind
-    backward, by ``apps/fit/step_time.py``: the device steps its share at the rate of its memory,
-    then the host's share is stepped there or streamed; state on a disk is read and written once."""
+    """Return the estimate with the duration of the optimizer's step, without overlap.
+
+    ``apps/fit/step_time.py`` has the model: the device steps its share at the rate of its memory.
+    Then
+    the host's share is stepped there or streamed. State on a disk is read and written once.
+    """
     return replace(found, seconds=_seconds(found, rates, found.candidate.config.offload_place))
 
 
 def place_seconds(found: Estimate, rates: Rates) -> dict[str, float]:
-    """Return the seconds of a step for each ``offload_place``; empty if no state is on the host."""
+    """Return the seconds of a step for each ``offload_place``; empty without state on the host."""
     if not found.plan.fraction or found.plan.disk.total:
         return {}
     return {place: _seconds(found, rates, place) for place in ("host", "streamed")}
@@ -286,7 +302,9 @@ def _seconds(found: Estimate, rates: Rates, place: str) -> float:
     form = Form("as planned", state, reads_param=False)
     seconds = (params - away) * (GRAD + form.update) / rates.machine.device
     if away and place == "streamed":
-        comes_too = 2 if config.release_gradients else 0  # the gradient, which waits on the host
+        comes_too = (
+            2 if config.release_gradients else 0
+        )  # The gradient, which is stored on the host.
         carried = replace(form, state=form.state + comes_too)
         seconds += streamed(rates.machine, carried, away)
     elif away:

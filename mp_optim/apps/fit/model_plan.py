@@ -1,6 +1,7 @@
-"""Plans for a whole model that a layout spreads over ranks.
+"""Memory plans for a whole model that a parallel layout spreads over ranks.
 
-One plan, a sweep over offload fractions and forms of state, and the smallest fraction that fits.
+It has one plan, a sweep over offload fractions and forms of state, and a search for the smallest
+fraction that fits.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class ParamSpec:
 
     Attributes:
         name: FQN.
-        shape: of the whole parameter, before any sharding.
-        dtype: of the model's parameter.
-        is_expert: whether it belongs to a routed expert.
-        trainable: whether it gets gradients and state.
-        vector_like: whether tensor parallelism leaves it whole whatever its shape.
+        shape: shape of the whole parameter, before any sharding.
+        dtype: dtype of the model's parameter.
+        is_expert: True for a parameter of a routed expert.
+        trainable: True if it has gradients and state.
+        vector_like: True if tensor parallelism never shards it.
     """
 
     name: str
@@ -52,7 +53,7 @@ class ParamSpec:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Number of elements of the whole parameter."""
         return torch.Size(self.shape).numel()
 
 
@@ -61,11 +62,12 @@ def specs_of(source: Any, dtype: torch.dtype | None = None) -> list[ParamSpec]:
 
     Args:
         source: a module (on any device, also meta), a list of modules, a ``transformers`` config
-            (its model is built on the meta device), or parameter specs.
-        dtype: replaces the source's own; a config without one is taken as bfloat16.
+            (its
+            model is built on the meta device), or parameter specs.
+        dtype: dtype that replaces the source's; a config without a dtype is taken as bfloat16.
 
     Raises:
-        TypeError: the source is something else.
+        TypeError: the source has another type.
     """
     if hasattr(source, "to_diff_dict") and hasattr(source, "model_type"):
         return specs_of(_meta_model(source, dtype))
@@ -104,8 +106,9 @@ def _meta_model(config: Any, dtype: torch.dtype | None) -> Any:
 
 
 Sharding = Literal["no_shard", "fsdp2"]
-"""The tensors that data-parallel ranks shard: those of the config's distributed optimizer, or
-parameters, gradients and state (FSDP2)."""
+"""Tensors that data-parallel ranks shard: those of the config's distributed optimizer, or
+parameters,
+gradients and state (FSDP2)."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +149,8 @@ _EXPERT = re.compile(r"experts\.(\d+)\.")
 
 
 def _model_shard(specs: Sequence[ParamSpec], layout: Layout) -> list[ParamSpec]:
-    """The parameters that the first rank of a model copy holds, in the shapes it holds them in."""
-    numbers: dict[str, int] = {}  # of parameters that are one expert's own; not of stacks of all
+    """Return the parameters on the first rank of a model copy, with their local shapes."""
+    numbers: dict[str, int] = {}  # Parameters of single experts, not stacks of all experts.
     for spec in specs:
         if spec.is_expert and (match := _EXPERT.search(spec.name)):
             numbers[spec.name] = int(match[1])
@@ -159,7 +162,7 @@ def _model_shard(specs: Sequence[ParamSpec], layout: Layout) -> list[ParamSpec]:
             raise ValueError(f"ep={layout.ep}: does not divide the {count} experts of {spec.name}")
         if number is not None and number >= count // layout.ep:
             continue
-        if spec.is_expert and number is None and layout.ep > 1:  # a stack of all experts
+        if spec.is_expert and number is None and layout.ep > 1:  # A stack of all experts.
             if not shape or shape[0] % layout.ep:
                 raise ValueError(
                     f"ep={layout.ep}: does not divide the experts of {spec.name}, shape {shape}"
@@ -172,14 +175,14 @@ def _model_shard(specs: Sequence[ParamSpec], layout: Layout) -> list[ParamSpec]:
 def _split(shape: tuple[int, ...], tp: int, whole: bool) -> tuple[int, ...]:
     if tp == 1 or whole or len(shape) < 2:
         return shape
-    for dim in range(len(shape) - 2, len(shape)):  # of a stack, the matrices
+    for dim in range(len(shape) - 2, len(shape)):  # The matrices of a stack.
         if shape[dim] % tp == 0:
             return (*shape[:dim], shape[dim] // tp, *shape[dim + 1 :])
     return shape
 
 
 def _meta_param(spec: ParamSpec, layout: Layout) -> nn.Parameter:
-    """Return the first data-parallel rank's part of a parameter of :func:`_model_shard`."""
+    """Return the first data-parallel rank's shard of a parameter of :func:`_model_shard`."""
     shape = spec.shape
     if layout.sharding == "fsdp2" and shape:
         ranks = layout.dp // layout.ep if spec.is_expert else layout.dp
@@ -193,18 +196,18 @@ def _meta_param(spec: ParamSpec, layout: Layout) -> nn.Parameter:
 
 
 def plan(source: Any, config: OptimizerConfig, layout: Layout | None = None) -> MemoryPlan:
-    """Return the bytes per rank of a model and its optimizer; allocate nothing.
+    """Return the bytes per rank of a model and its optimizer, without allocating memory.
 
     Args:
         source: a module (also on the meta device), a ``transformers`` config, or a list of
             :class:`ParamSpec`.
         config: the config of :func:`mp_optim.get_megatron_optimizer`.
         layout: sizes of the parallel groups; by default one rank. With
-            ``use_distributed_optimizer`` its ``dp`` ranks shard as the config sets.
+            ``use_distributed_optimizer``
+            its ``dp`` ranks shard as the config sets.
 
     Raises:
-        ValueError, TypeError: any error that the config, the source or the layout raises when
-            built.
+        ValueError, TypeError: the config, the source or the layout is not valid.
     """
     layout = layout or Layout()
     dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
@@ -269,15 +272,16 @@ def sweep(
 ) -> list[tuple[str, MemoryPlan]]:
     """Return the name and the plan of every form of state and every fraction, in this order.
 
-    The config's own form is first if it is none of these. Forms that the config's rule does not
-    have are left out."""
+    The config's own form is first if it is not among these. Forms that the config's rule does not
+    support are left out.
+    """
     specs = specs_of(source)
     own = form_of(config)
     configs = {} if own in forms else {own: config}
     for name, form in forms.items():
         try:
             configs[name] = config if name == own else with_defaults(config, _FORM, **form)
-        except ValueError:  # the rule has no such moments
+        except ValueError:  # The rule has no such moments.
             continue
     return [
         (name, plan(specs, with_fraction(in_form, fraction), layout))
@@ -299,7 +303,7 @@ def smallest_fraction(
 
     Args:
         gpu_memory: bytes on the accelerator for parameters, gradients and optimizer.
-        host_memory: bytes on the host, or None for no limit.
+        host_memory: bytes on the host; None for no limit.
 
     Raises:
         ValueError: no fraction fits, with the missing bytes.

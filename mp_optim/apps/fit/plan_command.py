@@ -1,4 +1,4 @@
-"""What a model and its optimizer take on one rank, before anything is allocated.
+"""Memory of a model and its optimizer on one rank, planned without allocating any.
 
 $ mp-optim plan --model path/to/config.json --dp 8 --ep 8 --gpu-memory 80
 $ mp-optim plan --model path/to/config.json --gpu-memory 24 --state 8bit --release-gradients
@@ -29,41 +29,42 @@ Gibibytes = Annotated[float | None, tyro.conf.arg(metavar="GIB")]
 
 @dataclass
 class Options:
-    """What to plan for. Memory is in GiB (2**30 bytes) on one rank."""
+    """Model, settings and limits of a plan. Memory is in GiB (2**30 bytes) on one rank."""
 
     model: Path
     """A Hugging Face config.json, or the folder it is in."""
     optimizer: Path | None = None
     """A YAML file with fields of OptimizerConfig; by default AdamW for bf16."""
     state: Literal["fp32", "bf16", "fp16", "8bit", "4bit"] | None = None
-    """How moments are kept, in words of mp_optim.AdamW, as are the next three."""
+    """Form of the moments. This option and the next three are arguments of mp_optim.AdamW."""
     main_params: Literal["fp32", "remainder16", "remainder8", "none"] | None = None
-    """What is kept beside a bf16 parameter."""
+    """Form of the main params of bf16 parameters."""
     offload_mode: Literal["sync", "overlap", "speculative"] | None = None
-    """When the host works."""
+    """Work on the host during backward."""
     release_gradients: bool = False
-    """Gradients leave the accelerator during backward; offload-mode is overlap, if not given."""
+    """Free gradients on the accelerator during backward; the default of offload-mode becomes
+    overlap."""
     layout: tyro.conf.OmitArgPrefixes[Layout] = field(default_factory=Layout)
     gpu_memory: Gibibytes = None
-    """GiB that may be taken of the accelerator: finds the smallest fraction on the host for it."""
+    """GiB of the accelerator to use; the smallest offload fraction that fits is found."""
     host_memory: Gibibytes = None
-    """GiB that the host has for this rank."""
+    """GiB of the host for this rank."""
     fractions: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    """Shares of the optimizer on the host, one line of the table each."""
+    """Offload fractions, one line of the table each."""
 
 
 def load(options: Options) -> tuple[Any, OptimizerConfig]:
     """Return the model's config and the optimizer's: AdamW for bf16 unless the options differ.
 
     Raises:
-        ValueError: a file has other content, or settings contradict.
+        ValueError: a file has other content, or settings contradict each other.
     """
     config = _config(options)
     return hf_config(options.model), config
 
 
 def _config(options: Options) -> OptimizerConfig:
-    """The optimizer's config, from a YAML file or in words of the torch-shaped classes."""
+    """Return the optimizer's config, from a YAML file or from optimizer class arguments."""
     words = _words_of_classes(options)
     if options.optimizer is None:
         return config_of("adam", words)
@@ -73,7 +74,7 @@ def _config(options: Options) -> OptimizerConfig:
             "or the file"
         )
     settings = _settings(options.optimizer)
-    if not OFFLOADING.isdisjoint(settings):  # each line of the table has its own share
+    if not OFFLOADING.isdisjoint(settings):  # Each line of the table has its own fraction.
         settings.setdefault("optimizer_cpu_offload", True)
         settings.setdefault("optimizer_offload_fraction", 1.0)
     return OptimizerConfig.from_dict(settings)
@@ -93,7 +94,7 @@ def _words_of_classes(options: Options) -> dict[str, Any]:
 
 
 def _settings(optimizer: Path) -> dict[str, Any]:
-    """Fields of the optimizer's config, from a YAML file."""
+    """Return fields of the optimizer's config, from a YAML file."""
     import yaml
 
     try:
@@ -109,7 +110,7 @@ def _settings(optimizer: Path) -> dict[str, Any]:
 
 
 def table(rows: list[tuple[str, MemoryPlan]], options: Options) -> Table:
-    """Return a table with one line a plan; plans that do not fit are red."""
+    """Return a table with one line for each plan; plans that do not fit are red."""
     from rich.table import Table
 
     shown = Table(title=f"GiB per rank: {options.model.stem}, {_words(options.layout)}")
@@ -134,10 +135,10 @@ def _words(layout: Layout) -> str:
 
 
 def report(source: Any, config: OptimizerConfig, options: Options) -> int:
-    """Print the memory that a model takes; returns the exit status.
+    """Print the memory of a model, and return the exit status.
 
     Args:
-        source: the model's config, as Hugging Face has it.
+        source: the model's Hugging Face config.
     """
     with model_errors(str(options.model)):
         specs = specs_of(source)
@@ -169,6 +170,6 @@ def report(source: Any, config: OptimizerConfig, options: Options) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Carry out a command line; returns the exit status."""
+    """Run a command line, and return the exit status."""
     options = tyro.cli(Options, args=arguments, prog="mp-optim plan", description=__doc__)
     return report(*load(options), options)

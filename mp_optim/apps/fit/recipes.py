@@ -1,6 +1,5 @@
-"""Programs that train with the answer of ``mp-optim fit``: Python, Hugging Face's Trainer, TRL,
-torchtitan and Megatron.
-"""
+"""Programs that train with the settings of ``mp-optim fit``: Python, Hugging Face's Trainer, TRL,
+torchtitan and Megatron."""
 
 from __future__ import annotations
 
@@ -16,15 +15,15 @@ class Recipe:
     """The model and batch that the programs train.
 
     Attributes:
-        model: name or path, as a user gives it to ``from_pretrained``.
-        auto_class: class of transformers that loads it.
+        model: name or path for ``from_pretrained``.
+        auto_class: class of transformers that loads the model.
         batch: sequences of a micro-batch.
         seq: tokens of a sequence.
-        gpus: ranks.
+        gpus: number of ranks.
         accumulation: micro-batches of a step.
         lora: rank of adapters, or 0.
-        attention: "sdpa", which transformers takes by itself, or "eager".
-        lr: a learning rate to begin with.
+        attention: "sdpa", the default of transformers, or "eager".
+        lr: first guess of the learning rate.
     """
 
     model: str
@@ -60,7 +59,8 @@ def _arguments(values: Mapping[str, Any]) -> str:
 
 
 def _imports(*lines: str) -> list[str]:
-    """Imports, after the allocator's setting, which torch reads when it is imported."""
+    """Return the imports. The allocator's setting is above them, because torch reads it when
+    imported."""
     return ["import os", "", _ALLOCATOR, "", *lines, ""]
 
 
@@ -70,7 +70,7 @@ _CHUNKED = "from mp_optim.apps.fit.chunked_loss import chunk_loss"
 
 
 def _model_lines(found: Estimate, recipe: Recipe, *, chunked: bool) -> list[str]:
-    """The model, its loss and its adapters."""
+    """Return lines that build the model, its loss and its adapters."""
     plain = ", attn_implementation='eager'" if recipe.attention == "eager" else ""
     lines = [
         f"model = transformers.{recipe.auto_class}.from_pretrained("
@@ -88,7 +88,7 @@ def _adapters(recipe: Recipe) -> str:
 
 
 def python_lines(found: Estimate, recipe: Recipe) -> str:
-    """Return the lines that make a model and its optimizer, ready for a loop."""
+    """Return lines that build a model and its optimizer, ready for a loop."""
     chunked = found.loss == "chunked"
     lines = _imports(
         "import mp_optim",
@@ -140,7 +140,7 @@ def _training_arguments(found: Estimate, recipe: Recipe) -> dict[str, Any]:
         "per_device_train_batch_size": recipe.batch,
         "gradient_accumulation_steps": recipe.accumulation,
         "gradient_checkpointing": found.checkpointing,
-        "max_grad_norm": 0.0,  # the optimizer clips
+        "max_grad_norm": 0.0,  # The optimizer clips.
     }
     if found.candidate.layout.sharding == "fsdp2":
         arguments |= {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2}}
@@ -156,7 +156,7 @@ _OURS = "from mp_optim.apps.integrations.trainer_args import class_and_settings,
 
 
 def trainer_lines(found: Estimate, recipe: Recipe) -> str:
-    """Return arguments and Trainer of transformers; ``data`` is the user's."""
+    """Return arguments and Trainer of transformers; the user adds ``data``."""
     chunked = found.loss == "chunked"
     arguments = _arguments(_training_arguments(found, recipe))
     return "\n".join(
@@ -177,10 +177,10 @@ def trainer_lines(found: Estimate, recipe: Recipe) -> str:
 
 
 def trl_lines(found: Estimate, recipe: Recipe) -> str:
-    """Return arguments and trainer of TRL's supervised fine-tuning; ``data`` is the user's.
+    """Return arguments and trainer of TRL's supervised fine-tuning; the user adds ``data``.
 
-    TRL computes the loss of some tokens at a time by itself, and would run a bf16 model under
-    autocast, which keeps FP32 copies.
+    TRL itself computes the loss of some tokens at a time. It would run a bf16 model under autocast,
+    which keeps FP32 copies.
     """
     arguments = _training_arguments(found, recipe) | {"max_length": recipe.seq, "bf16": False}
     adapters = f"peft_config={_adapters(recipe)}, " if recipe.lora else ""
@@ -198,7 +198,7 @@ def trl_lines(found: Estimate, recipe: Recipe) -> str:
 
 
 def torchtitan_lines(found: Estimate, recipe: Recipe) -> str:
-    """The container of optimizers."""
+    """Return lines for torchtitan's optimizer container."""
     words = dict(found.candidate.words)
     of_group = f"optimizer_name='AdamW', optimizer_kwargs={{'lr': {recipe.lr!r}}}"
     return "\n".join(
@@ -218,13 +218,13 @@ _OWN_FIELDS = {
     "offload_place": ("streamed", "offload_place=streamed"),
     "main_params": ("remainder8", "param_remainder_bits=8"),
 }
-"""Settings without an argument of Megatron's: the value, and the field that ``--set`` takes."""
+"""Settings without a Megatron argument: the value, and the field for ``--set``."""
 
 
 def megatron_lines(found: Estimate, recipe: Recipe) -> str:
-    """A command line of Megatron's program, or why there is none."""
+    """Return a command line of Megatron's program, or the reason why none exists."""
     words = found.candidate.words
-    no_such = words.get("main_params") == "none"  # nor has its command line a word for that
+    no_such = words.get("main_params") == "none"  # Megatron's command line has no argument for it.
     if no_such or words.get("release_gradients") or found.candidate.layout.sharding == "fsdp2":
         return (
             "# none: Megatron's gradients lie in its own buffers, it has no FSDP2 of torch's and\n"
