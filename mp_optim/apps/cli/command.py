@@ -60,8 +60,7 @@ def status_of(command: Callable[[], int]) -> int:
     """Return the exit status of a command.
 
     An input error is printed as one sentence on stderr, with status 1. The status is 130 after
-    Ctrl-C
-    and 141 after a closed pipe, as a shell reports these signals.
+    Ctrl-C and 141 after a closed pipe, as a shell reports these signals.
     """
     try:
         status = command()

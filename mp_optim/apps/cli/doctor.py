@@ -1,6 +1,5 @@
 """``mp-optim doctor``: lists the kernels, threads and accelerators of this machine, and a config
-for
-it. Needs only torch."""
+for it. Needs only torch."""
 
 from __future__ import annotations
 

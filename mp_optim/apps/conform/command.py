@@ -29,8 +29,7 @@ class Options:
     """Keyword arguments of the optimizer, as name=value."""
     rule: Annotated[str, tyro.conf.arg(metavar="{adam,adamw,sgd,lion,none}")] = ""
     """Rule whose formula the optimizer follows. The default is its own name in lower case, if that
-    is a
-    rule."""
+    is a rule."""
     only: tuple[str, ...] = ()
     """Names of the checks to run. The default is all."""
     level: Literal["must", "should", "nice"] = "must"

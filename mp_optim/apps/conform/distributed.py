@@ -107,8 +107,7 @@ def a_checkpoint_is_resharded(make: Make) -> None:
 @should(ranks=2)
 def meshes_may_be_mixed(make: Make) -> None:
     """One optimizer steps DTensors of two meshes together with a plain tensor, as models with
-    partial
-    tensor parallelism need."""
+    partial tensor parallelism need."""
     line = init_device_mesh("cpu", (2,))
     plane = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     laid: list[Callable[[torch.Tensor], torch.Tensor]] = [

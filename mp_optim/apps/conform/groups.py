@@ -32,8 +32,7 @@ def two_groups(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
 
 def as_without(make: Make, change: Callable[[Any], None]) -> None:
     """Change an optimizer's groups between two steps, and require equal numbers, or an error at the
-    next
-    step. All parameters have one shape, so only their identity distinguishes them."""
+    next step. All parameters have one shape, so only their identity distinguishes them."""
     results = []
     for is_changed in (False, True):
         params = [nn.Parameter(noise(12, 8, seed=seed)) for seed in range(2)]
@@ -85,8 +84,7 @@ def a_group_may_be_added_later(make: Make) -> None:
 @must("adam", "adamw", "sgd", "lion")
 def a_group_added_later_steps_as_new(make: Make) -> None:
     """A group added before the first step, or after three steps, is stepped as in an optimizer of
-    its
-    own, and the other groups continue unchanged."""
+    its own, and the other groups continue unchanged."""
     for first in (0, 3):
         params = [nn.Parameter(noise(6, 8, seed=seed)) for seed in range(2)]
         alone = [nn.Parameter(noise(6, 8, seed=seed)) for seed in range(2)]

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 Make = Callable[..., torch.optim.Optimizer]
 """``make(params, **settings)``: returns an optimizer of the checked class. Settings given here
-replace
-the user's."""
+replace the user's."""
 
 MUST, SHOULD, NICE = LEVELS = ("must", "should", "nice")
 """must: torch promises it, and a run without it is silently wrong or breaks. should: widely used

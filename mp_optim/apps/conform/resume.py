@@ -222,8 +222,7 @@ def weights_written_by_hand_are_kept(make: Make) -> None:
 
 def goes_on_as(make: Make, copied: Callable[[Any], Any]) -> None:
     """Require that a copy of model and optimizer trains its own model as the original would, copied
-    before
-    the first step and later."""
+    before the first step and later."""
     model, optimizer = trained(make)
     for first in (0, 2):
         other, its_own = copied((model, optimizer))
@@ -259,8 +258,7 @@ def state_dicts_by_name_resume(make: Make) -> None:
 @should()
 def asking_for_state_is_no_step(make: Make) -> None:
     """get_optimizer_state_dict before the first step does not change later steps. The step that it
-    takes
-    to create state is not counted."""
+    takes to create state is not counted."""
     plain, asked = layers(), layers()
     train(plain, make(plain.parameters()), 2)
     optimizer = make(asked.parameters())

@@ -371,8 +371,7 @@ def hooks_run(make: Make) -> None:
 @should("adam", "adamw", "sgd", "lion")
 def a_nan_stays_where_it_is(make: Make) -> None:
     """A NaN or inf in one element of a gradient does not change the steps of other elements, or the
-    whole
-    step is skipped."""
+    whole step is skipped."""
     start, gradient = noise(8, 12), noise(8, 12, seed=1)
     clean = take_steps(make, start, [gradient])
     for bad in (math.nan, math.inf):

@@ -4,8 +4,8 @@ $ mp-optim convert --source-format torch --source adamw.pt --names names.json --
 $ mp-optim convert --source-format checkpoint --source runs/x/checkpoints \
     --target-format deepspeed --target universal
 
-Load a file of --target-format mp_optim with
-mp_optim.apps.convert.import_state(optimizer, from_file(path)).
+Load a file of --target-format mp_optim with mp_optim.apps.convert.import_state(optimizer,
+from_file(path)).
 """
 
 from __future__ import annotations

@@ -224,8 +224,8 @@ _FILES = {"fp32": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 _VALUE = "param"
 _GLOBAL = "optimizer_state.pt"
 _VERSION = "0.16.0"
-"""Oldest DeepSpeed version with the layout written here. DeepSpeed refuses state without a version.
-"""
+"""Oldest DeepSpeed version with the layout written here. DeepSpeed refuses state without a
+version."""
 _SETTINGS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
 """Settings of DeepSpeed's Adam. Other settings would replace values of its config."""
 

@@ -186,10 +186,8 @@ def import_state(
     """Load foreign state by parameter name. Hyperparameters keep their configured values.
 
     The model's parameters are set to the imported FP32 values, rounded. A parameter without a step
-    gets
-    zeros as state and keeps its value. For sharded parameters, every rank passes the whole state
-    and
-    loads its shard.
+    gets zeros as state and keeps its value. For sharded parameters, every rank passes the whole
+    state and loads its shard.
 
     Args:
         optimizer: the optimizer, or the object that holds it.
@@ -298,8 +296,7 @@ def export_state(optimizer: SlotKeyedOptimizer | OverStack) -> ForeignState:
     """Return all state in FP32 with the FP32 value of every parameter.
 
     Tensors are whole; the call is collective for sharded parameters. Averages (``ema_decay``) are
-    not
-    included, because other libraries' optimizers do not keep them.
+    not included, because other libraries' optimizers do not keep them.
 
     NOTE: tensors that are stored in this form are not copied. Write or clone them before the next
     step.

@@ -20,8 +20,8 @@ import torch
 _BY_NUMBER = {"complex", "_MEM_FORMAT_ENCODING"}
 """Names that may be called with a number; any other would allocate an object of that size."""
 _LEGACY_PICKLES = 5
-"""Number of pickles at the start of a file in torch's format before archives; elements follow them.
-"""
+"""Number of pickles at the start of a file in torch's format before archives; elements follow
+them."""
 _ARCHIVE = b"PK\x03\x04"
 
 

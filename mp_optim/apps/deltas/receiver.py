@@ -35,10 +35,8 @@ def apply_delta(
 
     Raises:
         ValueError: the publication does not follow ``after`` (some are missing, it was applied
-            already,
-            or it belongs to another run), parts are missing, or a parameter is missing or has
-            another
-            shape or dtype. The error has the name and the cure; nothing was written.
+            already, or it belongs to another run), parts are missing, or a parameter is missing or
+            has another shape or dtype. The error has the name and the cure; nothing was written.
     """
     if isinstance(model, nn.Module):
         model = dict(model.named_parameters(remove_duplicate=False))

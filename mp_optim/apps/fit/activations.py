@@ -71,8 +71,7 @@ class Timeline:
 
         Args:
             held: function from the bytes of gradients computed so far to their bytes on the device;
-                the
-                result replaces the moment's ``grads``.
+                the result replaces the moment's ``grads``.
         """
         found = max(self.moments, key=lambda each: each.activations + held(each.grads))
         return Moment(found.phase, found.activations, found.logits, held(found.grads))
@@ -159,9 +158,8 @@ def _fused_dropout() -> Iterator[None]:
     """Remove dropout from fused attention while the context is open.
 
     Fused GPU kernels generate the mask again in backward and store none. The CPU kernel has no
-    dropout:
-    torch would fall back to attention that stores its weights. The function is replaced because a
-    TorchFunctionMode does not apply to forwards that checkpointing runs again.
+    dropout: torch would fall back to attention that stores its weights. The function is replaced
+    because a TorchFunctionMode does not apply to forwards that checkpointing runs again.
     """
     module: Any = nn.functional
     attention = module.scaled_dot_product_attention
@@ -226,8 +224,7 @@ def trace(
     """Return the memory of a forward and a backward on an accelerator, without using one.
 
     The operations are the CPU's, on fake tensors. Attention is fused, too. Temporary memory of
-    kernels
-    is not counted.
+    kernels is not counted.
 
     Args:
         model: a model with fake tensors of :func:`as_fake`; it has no gradients afterwards.

@@ -41,8 +41,8 @@ def chunk_loss(model: Any, rows: int = ROWS) -> Callable[[], None]:
     time.
 
     The loss is ``transformers``' ``ForCausalLMLoss``. Evaluation and generation do not change.
-    Backward
-    multiplies by the head once more; Liger's kernel, which avoids this, is faster on a GPU.
+    Backward multiplies by the head once more; Liger's kernel, which avoids this, is faster on a
+    GPU.
 
     Args:
         model: a causal language model of ``transformers``, before adapters are added to it.

@@ -64,15 +64,13 @@ class Options:
     """The training and the machine.
 
     GB are units that memory is sold in. A card of 24GB has 24 GiB (24 * 2**30 bytes), of which
-    torch
-    reports 98 %; a size in GiB is used unchanged. A host of 64GB has 64 GiB. A disk's GB are 10**9
-    bytes.
+    torch reports 98 %; a size in GiB is used unchanged. A host of 64GB has 64 GiB. A disk's GB are
+    10**9 bytes.
     """
 
     model: str
     """Name of a shipped model (the last part is enough), a Hugging Face config.json or its folder,
-    or
-    file.py:function, which returns a model and a function from the model to the loss."""
+    or file.py:function, which returns a model and a function from the model to the loss."""
     gpu: str
     """Memory of one accelerator."""
     ram: str
@@ -93,14 +91,12 @@ class Options:
     """Activation checkpointing: blocks run forward again in backward."""
     loss: Literal["auto", "model", "chunked"] = "auto"
     """The model's own loss, or logits of some tokens at a time, which costs another product with
-    the head
-    in backward."""
+    the head in backward."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Fused attention, or attention that stores its weights."""
     main_params: Literal["exact", "remainder8", "none"] = "exact"
     """remainder8: main params of 24 bits, 1 byte a parameter less. none: only bfloat16 parameters,
-    rounded
-    stochastically. Both train to other bits than FP32 main params."""
+    rounded stochastically. Both train to other bits than FP32 main params."""
     reserve: str = "1GiB"
     """Memory of each accelerator for CUDA, its libraries and rounding: an assumption."""
     host_reserve: str = "4GiB"
@@ -405,8 +401,7 @@ def as_data(found: Estimate, options: Options, made: Program) -> dict[str, Any]:
     """Return the answer as plain data; sizes are in bytes.
 
     ``fits`` is true if the estimate fits; ``certain`` is true if it fits even when the estimate is
-    too
-    low by ``error``; ``slack`` is the largest error with which it fits.
+    too low by ``error``; ``slack`` is the largest error with which it fits.
     """
     limits = limits_of(options)
     missing = found.missing(limits)

@@ -36,10 +36,8 @@ class Limits:
         disk: bytes of its share of the disk.
         reserve: bytes of the accelerator outside torch's allocator, or unusable in it: CUDA context
             (0.45 to 0.5 GiB in torch's out-of-memory messages), workspaces of cuBLAS and cuBLASLt
-            for
-            two threads (4 times 32 MiB from Hopper on, less before), rounding of segments. NCCL is
-            not
-            included.
+            for two threads (4 times 32 MiB from Hopper on, less before), rounding of segments. NCCL
+            is not included.
         host_reserve: bytes of the host for the process, its libraries and the system.
     """
 
@@ -121,8 +119,7 @@ class Estimate:
 
     def slack(self, limits: Limits) -> float:
         """Return the share by which the accelerator's estimate may be too low and still fit;
-        negative if it
-        does not fit."""
+        negative if it does not fit."""
         return (limits.device - self.device) / max(self.device - limits.reserve, 1)
 
     def missing(self, limits: Limits, error: float = 0.0) -> dict[str, int]:
@@ -215,14 +212,11 @@ def search(
     """Return the first candidate that fits, in the first way (checkpointing, loss) that fits.
 
     The first pass accepts a candidate only if it fits when the estimate is too low by
-    :data:`ERROR`.
-    The second pass accepts one that fits by the estimate. If none fits, the candidate with the
-    least
-    missing memory is returned; bytes of the accelerator count twice.
+    :data:`ERROR`. The second pass accepts one that fits by the estimate. If none fits, the
+    candidate with the least missing memory is returned; bytes of the accelerator count twice.
 
     A trace takes seconds. So a candidate that does not fit without activations is not traced, and
-    the
-    last way, which needs least memory, is traced before the others.
+    the last way, which needs least memory, is traced before the others.
     """
     listed = list(candidates)
     bare = Timeline([Moment("forward", 0, 0, 0)])
@@ -279,8 +273,7 @@ def step_seconds(found: Estimate, rates: Rates) -> Estimate:
     """Return the estimate with the duration of the optimizer's step, without overlap.
 
     ``apps/fit/step_time.py`` has the model: the device steps its share at the rate of its memory.
-    Then
-    the host's share is stepped there or streamed. State on a disk is read and written once.
+    Then the host's share is stepped there or streamed. State on a disk is read and written once.
     """
     return replace(found, seconds=_seconds(found, rates, found.candidate.config.offload_place))
 

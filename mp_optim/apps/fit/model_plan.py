@@ -62,8 +62,7 @@ def specs_of(source: Any, dtype: torch.dtype | None = None) -> list[ParamSpec]:
 
     Args:
         source: a module (on any device, also meta), a list of modules, a ``transformers`` config
-            (its
-            model is built on the meta device), or parameter specs.
+            (its model is built on the meta device), or parameter specs.
         dtype: dtype that replaces the source's; a config without a dtype is taken as bfloat16.
 
     Raises:
@@ -107,8 +106,7 @@ def _meta_model(config: Any, dtype: torch.dtype | None) -> Any:
 
 Sharding = Literal["no_shard", "fsdp2"]
 """Tensors that data-parallel ranks shard: those of the config's distributed optimizer, or
-parameters,
-gradients and state (FSDP2)."""
+parameters, gradients and state (FSDP2)."""
 
 
 @dataclass(frozen=True)
@@ -203,8 +201,7 @@ def plan(source: Any, config: OptimizerConfig, layout: Layout | None = None) -> 
             :class:`ParamSpec`.
         config: the config of :func:`mp_optim.get_megatron_optimizer`.
         layout: sizes of the parallel groups; by default one rank. With
-            ``use_distributed_optimizer``
-            its ``dp`` ranks shard as the config sets.
+            ``use_distributed_optimizer`` its ``dp`` ranks shard as the config sets.
 
     Raises:
         ValueError, TypeError: the config, the source or the layout is not valid.

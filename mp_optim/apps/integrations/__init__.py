@@ -1,1 +1,1 @@
-"""Objects that other programs ask for by their dotted path. Each imports its program."""
+"""Classes that other programs import by their dotted path. Each module imports its program."""

@@ -1,6 +1,7 @@
-"""axolotl's plugin: ``plugins: [mp_optim.apps.integrations.axolotl.MpOptimPlugin]`` in the YAML,
-and
-below ``mp_optim:`` what to train with.
+"""Plugin for axolotl.
+
+Add ``plugins: [mp_optim.apps.integrations.axolotl.MpOptimPlugin]`` to the YAML, and the optimizer's
+settings below ``mp_optim:``.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ class MpOptimArgs(BaseModel):
 
 
 class MpOptimPlugin(BasePlugin):  # type: ignore[misc]
-    """Trains with a class of :mod:`mp_optim.optimizers`; learning rate, betas, eps and weight
-    decay are axolotl's own."""
+    """Plugin that trains with a class of :mod:`mp_optim.optimizers`.
+
+    Learning rate, betas, eps and weight decay are those of axolotl.
+    """
 
     def get_input_args(self) -> str:
         return f"{__name__}.{MpOptimArgs.__name__}"
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """The Trainer builds its optimizer later, from this, over groups of its own making."""
+        """Set the optimizer class. The Trainer builds the optimizer later, with its own param
+        groups."""
         chosen = cfg.mp_optim or {}
         trainer.optimizer_cls_and_kwargs = class_and_settings(trainer.args, chosen)
         log_own_norm(trainer)

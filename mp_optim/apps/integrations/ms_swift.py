@@ -1,5 +1,7 @@
-"""ms-swift's ``--optimizer mp_optim --optim_args "offload=1.0,state=8bit"``, once a file that
-imports this module is among its ``--external_plugins``."""
+"""Optimizer callback for ms-swift: ``--optimizer mp_optim --optim_args "offload=1.0,state=8bit"``.
+
+One of the files in ``--external_plugins`` must import this module.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,11 @@ from mp_optim.apps.integrations.trainer_args import class_and_settings, log_own_
 
 
 class MpOptimCallback(OptimizerCallback):  # type: ignore[misc]
-    """Trains with a class of :mod:`mp_optim.optimizers`, ``optimizer=`` of ``--optim_args``
-    (``AdamW`` by default); learning rate, betas, eps and weight decay are ms-swift's own."""
+    """Callback that trains with a class of :mod:`mp_optim.optimizers`.
+
+    ``optimizer=`` of ``--optim_args`` is its name (``AdamW`` by default). Learning rate, betas, eps
+    and weight decay are those of ms-swift.
+    """
 
     def create_optimizer(self, model: Any = None) -> Any:
         chosen = settings_of(self.args.optim_args or "")
@@ -23,8 +28,9 @@ class MpOptimCallback(OptimizerCallback):  # type: ignore[misc]
 
 
 def settings_of(text: str) -> dict[str, Any]:
-    """Return the names and values of "offload=1.0,state=8bit"; a value that is not a Python literal
-    is a string.
+    """Return the names and values of text such as "offload=1.0,state=8bit".
+
+    A value that is not a Python literal is a string.
 
     Raises:
         ValueError: a part is not name=value.

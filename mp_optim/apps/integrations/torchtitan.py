@@ -1,4 +1,4 @@
-"""torchtitan's container of optimizers, with the optimizers of this package by their names."""
+"""Optimizer container for torchtitan, which knows the optimizers of this package by name."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import mp_optim.optimizers.classes as ours
 
 
 class MpOptimizersContainer(OptimizersContainer):  # type: ignore[misc]
-    """``optimizer_name`` of a ``ParamGroupConfig`` names a class of :mod:`mp_optim.optimizers`.
+    """Container of optimizers; ``optimizer_name`` names a class of :mod:`mp_optim.optimizers`.
 
-    Hyperparameters stand in ``optimizer_kwargs``; ``state``, ``offload`` and the like, which a
-    whole optimizer has, in ``optimizer_factory_kwargs_by_name``.
+    ``optimizer_kwargs`` has hyperparameters. ``optimizer_factory_kwargs_by_name`` has settings of a
+    whole optimizer, such as ``state`` and ``offload``.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):  # type: ignore[misc]
-        """The fields of torchtitan's."""
+        """torchtitan's config of the container."""
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:

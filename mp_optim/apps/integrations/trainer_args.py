@@ -1,5 +1,4 @@
-"""Arguments for a Hugging Face Trainer: the optimizer class and its settings, from the Trainer's
-arguments; and the norm of gradients that the Trainer does not see."""
+"""Arguments for a Hugging Face Trainer, and its log of the gradient norm."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ def class_and_settings(arguments: Any, chosen: Mapping[str, Any]) -> OptimizerCl
 
     Args:
         arguments: ``TrainingArguments``, with learning rate, betas and eps (for Muon those of its
-            AdamW). Weight decay is in the groups that the Trainer makes.
+            AdamW). The Trainer's param groups have the weight decay.
         chosen: ``optimizer``, the name of a class (``AdamW`` by default), and its settings.
 
     Raises:
@@ -37,9 +36,10 @@ def class_and_settings(arguments: Any, chosen: Mapping[str, Any]) -> OptimizerCl
 
 
 def log_own_norm(trainer: Any) -> None:
-    """Make a Trainer log the norm of its last step as ``grad_norm`` if gradients leave the device
-    during backward (``release_gradients``). The Trainer measures before ``step()``, when they
-    are gone. Otherwise it logs its own norm.
+    """Make a Trainer log the optimizer's norm as ``grad_norm`` if ``release_gradients`` is set.
+
+    The Trainer measures gradients before ``step()``, when released gradients are freed already.
+    Without ``release_gradients`` it logs its own norm.
 
     Args:
         trainer: the Trainer, whose method ``log`` is replaced; call this before ``train()``.
@@ -48,7 +48,9 @@ def log_own_norm(trainer: Any) -> None:
 
     def with_norm(logs: dict[str, float], *args: Any, **named: Any) -> None:
         prepared = trainer.optimizer
-        stack = stack_of(getattr(prepared, "optimizer", prepared))  # below accelerate's wrapper
+        stack = stack_of(
+            getattr(prepared, "optimizer", prepared)
+        )  # accelerate wraps the optimizer.
         is_ours = isinstance(stack, MegatronOptimizer)
         if "grad_norm" in logs and is_ours and stack.config.release_gradients:
             logs = {**logs, "grad_norm": stack.metrics()["grad_norm"]}

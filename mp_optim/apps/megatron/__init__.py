@@ -1,14 +1,14 @@
-"""Megatron's own program with this optimizer, by one line: :func:`install`, before ``pretrain``.
+"""Megatron's own program with this optimizer: call :func:`install` before ``pretrain``.
 
-Or ``python -m mp_optim.megatron pretrain_gpt.py ARGS``; or name by name, for a program that builds
-its optimizer itself. The optimizers are this package's; configs, keys, overrides and the scheduler
-are Megatron's own, which are accepted unchanged. Nothing here is imported without Megatron.
+Or run ``python -m mp_optim.megatron pretrain_gpt.py ARGS``, or import names from here in a program
+that builds its optimizer itself. The optimizers are this package's. Configs, keys, overrides and
+the scheduler are Megatron's own, accepted unchanged. No module here is imported without Megatron.
 """
 
 import importlib
 from typing import Any
 
-from mp_optim.apps.megatron.adapter import MegatronFace
+from mp_optim.apps.megatron.adapter import MegatronAdapter
 from mp_optim.apps.megatron.config import config_from_megatron
 from mp_optim.apps.megatron.install import (
     ChainedOptimizer,
@@ -40,7 +40,7 @@ _MEGATRONS = {
     "get_standard_config_overrides": _FACTORY,
     "param_group_override_to_tuple": _SCHEDULER,
 }
-"""Names that are Megatron's own, and their modules."""
+"""Names that are imported from Megatron, and their modules."""
 
 __all__ = [
     "ChainedOptimizer",
@@ -49,7 +49,7 @@ __all__ = [
     "FP32Optimizer",
     "Float16OptimizerWithFloat16Params",
     "HybridDeviceOptimizer",
-    "MegatronFace",
+    "MegatronAdapter",
     "config_from_megatron",
     "get_megatron_optimizer",
     "install",

@@ -1,4 +1,4 @@
-"""``python -m mp_optim.megatron SCRIPT ARGS``: a program of Megatron's, with this optimizer."""
+"""``python -m mp_optim.megatron SCRIPT ARGS``: run a Megatron program with this optimizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mp_optim.apps.megatron.install import install
 
 
 def main() -> None:
-    """Run the script that the arguments begin with."""
+    """Run the script that is the first argument."""
     parser = argparse.ArgumentParser("python -m mp_optim.megatron", description=__doc__)
     parser.add_argument(
         "--set",
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """A field and its value: a Python literal, or else a string."""
+    """Return a field and its value: a Python literal, or a string."""
     name, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not FIELD=VALUE")

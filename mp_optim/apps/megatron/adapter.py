@@ -1,4 +1,4 @@
-"""A stack as Megatron's training loop, logging and checkpointing ask for it."""
+"""Adapter of a stack to Megatron's training loop, logging and checkpointing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mp_optim.zero.zero import DistributedOptimizer
 
 _CHUNK = re.compile(r"model(\d+)$")
 _OWN = ("_chunks", "_elsewhere", "_prepared", "init_state_fn")
-"""Attributes of a face itself; all others are the stack's."""
+"""Attributes of an adapter itself; all others are the stack's."""
 
 
 @dataclass
@@ -42,16 +42,15 @@ class _Prepared:
     clipped: bool = False
 
 
-class MegatronFace(torch.optim.Optimizer):
-    """Passes everything on to a stack, and answers what only Megatron asks.
+class MegatronAdapter(torch.optim.Optimizer):
+    """Adapter that forwards to a stack and adds the methods that only Megatron calls.
 
-    One object that forwards, so that the stacks themselves need not grow by every method that a
-    program of Megatron's calls around a step. By itself it is a part of a chain, as Megatron's
-    single optimizers are.
+    The stacks themselves do not have these methods. Alone, it is one part of a chain, like
+    Megatron's single optimizers.
 
     Args:
         stack: the optimizer of :func:`mp_optim.get_megatron_optimizer`.
-        chunks: the model that state belongs to.
+        chunks: modules of the model.
         elsewhere: for each part of the stack, the param groups that only other ranks have.
     """
 
@@ -64,14 +63,17 @@ class MegatronFace(torch.optim.Optimizer):
         chunks: Sequence[nn.Module] = (),
         elsewhere: Sequence[Sequence[SavedSettings]] | None = None,
     ) -> None:
-        # NOTE: torch's constructor would make groups of its own; all there is belongs to the stack.
+        # NOTE: torch's constructor is not called, because it would make param groups; the stack has
+        # all.
         self.__dict__["stack"] = stack
         self._chunks, self._elsewhere = list(chunks), elsewhere
 
     def __getattr__(self, name: str) -> Any:
-        if name == "stack":  # of an object that is being unpickled
+        if name == "stack":  # The object is being unpickled.
             raise AttributeError(name)
-        if name == "chained_optimizers":  # Megatron's callers tell a chain from its parts by it
+        if (
+            name == "chained_optimizers"
+        ):  # Megatron's callers use this attribute to recognize a chain.
             raise AttributeError("a part of a chain has no chained_optimizers")
         return getattr(self.stack, name)
 
@@ -93,12 +95,12 @@ class MegatronFace(torch.optim.Optimizer):
         return repr(self.stack)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MegatronFace, (self.stack,)
+        return MegatronAdapter, (self.stack,)
 
     # -- methods that torch's class has and the stack overrides
 
     def step(self, closure: Any = None) -> Any:
-        """``(success, grad_norm, num_zeros_in_grad)``."""
+        """Step, and return ``(success, grad_norm, num_zeros_in_grad)``."""
         return self.stack.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -108,17 +110,17 @@ class MegatronFace(torch.optim.Optimizer):
         self.stack.add_param_group(param_group)
 
     def _get_state(self) -> Any:
-        """State by parameter, under the name that programs call on Megatron's optimizers."""
+        """Return state by parameter, under the name that Megatron's callers use."""
         return self.stack.state
 
     # -- around a step
 
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
-        """Take the model's present values into the main params.
+        """Copy the model's current values into the main params.
 
         Args:
-            state_dict: a checkpoint of Megatron's with the model's values in full precision
-                (``model``, or ``model0`` and on), or such values by name; used where given.
+            state_dict: a Megatron checkpoint with the model's values in full precision (``model``,
+                or ``model0`` and so on), or such values by name; they replace the model's values.
         """
         named: dict[str, Any] = dict(state_dict or {})
         if isinstance(named.get("model"), Mapping):
@@ -134,25 +136,25 @@ class MegatronFace(torch.optim.Optimizer):
         self.stack.reload_model_params(values)
 
     def prepare_model_params_for_param_sync(self) -> None:
-        """Do nothing: parameters are complete whenever a step has returned."""
+        """Do nothing, because all parameters are complete when a step returns."""
         self.stack.finish_param_sync()
 
     def has_grad_norm_group(self, grad_norm_group: str) -> bool:
-        """Whether a parameter of this rank is clipped by a norm of its own of that name."""
+        """True if a parameter of this rank is clipped by a separate norm of this name."""
         keys = (self.stack.norm_key(slot) for slot in self.stack.slots())
         return any(key.group == grad_norm_group for key in keys)
 
     @property
     def grad_norms_by_group(self) -> dict[str, float]:
-        """The last step's norms of gradients that are clipped by a norm of their own."""
+        """The last step's norms of gradients that are clipped by a separate norm."""
         norms = self.stack.counts.settle().norms
         return {key: norms[key] for key in norms if key not in (MAIN_NORM, EXCLUDED)}
 
     def get_grad_stats_parallel_group(self) -> ProcessGroup | None:
-        """The ranks that agree on the gradient norm; None for this one alone.
+        """Return the ranks that compute the gradient norm together; None for this rank alone.
 
         Raises:
-            ValueError: the dense and the expert part have different ones.
+            ValueError: the dense and the expert part have different groups.
         """
         if not self.grads_states_parallel_group_is_shared():
             raise ValueError(
@@ -163,7 +165,7 @@ class MegatronFace(torch.optim.Optimizer):
         return ranks[0] if ranks else None
 
     def grads_states_parallel_group_is_shared(self) -> bool:
-        """Whether all parts agree on the gradient norm over the same ranks."""
+        """True if all parts compute the gradient norm over the same ranks."""
         members = [member.norm_ranks() for member in self.stack.chained_optimizers]
         return all(ranks == members[0] for ranks in members)
 
@@ -174,11 +176,13 @@ class MegatronFace(torch.optim.Optimizer):
 
     @in_own_modes
     def prepare_grads(self) -> bool:
-        """Measure this step's gradients. True if some are not finite: then the step is over, and
-        the loss scale has been updated.
+        """Measure the gradients of this step.
+
+        Returns:
+            True if some are not finite. The step is skipped then, and the loss scale is updated.
 
         Raises:
-            ValueError: the error of :meth:`step` before anything is stepped.
+            ValueError: an error of :meth:`step` before any parameter is stepped.
         """
         stack = self.stack
         stack.check_lists()
@@ -200,10 +204,13 @@ class MegatronFace(torch.optim.Optimizer):
         return norms.get(MAIN_NORM, 0.0)
 
     def clip_grad_norm(self, clip_grad: float) -> float:
-        """Step with gradients clipped to this norm (0: as they are); returns the norm before.
+        """Take the step with gradients clipped to a norm, and return the norm before clipping.
+
+        Args:
+            clip_grad: the norm; 0 does not clip.
 
         Raises:
-            RuntimeError: nothing is prepared, or its gradients are not finite.
+            RuntimeError: no gradients are prepared, or they are not finite.
         """
         prepared = self._require("clip_grad_norm")
         prepared.verdict = self._decided(prepared.measurement, prepared.judge, clip_grad)
@@ -211,10 +218,10 @@ class MegatronFace(torch.optim.Optimizer):
         return self.get_grad_norm()
 
     def count_zeros(self) -> int:
-        """Zero elements of the prepared gradients, over all ranks.
+        """Return the number of zero elements of the prepared gradients, over all ranks.
 
         Raises:
-            ValueError: they are not counted.
+            ValueError: the config does not count them.
         """
         zeros = self._require("count_zeros").verdict.num_zeros
         if zeros is None:
@@ -226,10 +233,13 @@ class MegatronFace(torch.optim.Optimizer):
 
     @in_own_modes
     def step_with_ready_grads(self) -> bool:
-        """Step with the prepared gradients; True unless ``grad_norm_skip_threshold`` forbids.
+        """Take the step with the prepared gradients.
+
+        Returns:
+            True, unless ``grad_norm_skip_threshold`` skips the step.
 
         Raises:
-            RuntimeError: it was neither said how to clip it nor that it is not to be clipped.
+            RuntimeError: clipping was neither requested nor disabled.
         """
         prepared = self._require("step_with_ready_grads")
         norm, limit = prepared.verdict.grad_norm or 0.0, self.stack.config.clip_grad
@@ -246,8 +256,8 @@ class MegatronFace(torch.optim.Optimizer):
 
     @in_own_modes
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[Any]:
-        """This rank's gradients that count in a norm, by default the main one: FP32 copies,
-        unscaled."""
+        """Return this rank's unscaled FP32 gradients that count in a norm, by default the global
+        norm."""
         if self._prepared is None:
             with self.stack.step_mark.step(self.stack):
                 self.stack.collect_grads()
@@ -284,21 +294,24 @@ class MegatronFace(torch.optim.Optimizer):
     # -- checkpoints
 
     def state_dict(self, is_loading: bool = False) -> Any:
-        """Return the stack's state dict; for a stack that data-parallel ranks shard, the part that
-        is equal on all of them (:meth:`save_parameter_state` writes the other part).
-        ``is_loading`` is ignored, for Megatron's callers."""
-        return torch_format.alike_state_dict(self.stack)
+        """Return the stack's state dict.
+
+        For a stack that data-parallel ranks shard, it is the part that is equal on all of them;
+        :meth:`save_parameter_state` writes the other part. ``is_loading`` is ignored; Megatron
+        passes it.
+        """
+        return torch_format.common_state_dict(self.stack)
 
     def load_state_dict(self, state_dict: Any, *, convert: bool = False) -> None:
         """Load a result of :meth:`state_dict`, or of ``dist_checkpointing.load``.
 
         Raises:
-            ValueError: it does not fit; nothing was loaded.
+            ValueError: it does not match; no state was loaded.
         """
         is_mapping, parts = isinstance(state_dict, Mapping), states_of_members(state_dict)
         if is_mapping and state_dict.get(torch_format.APART):
             torch_format.load_common(self.stack, state_dict)
-        elif any(COPIES in part for part in parts):  # of Megatron's Float16 optimizer
+        elif any(COPIES in part for part in parts):  # State of Megatron's Float16 optimizer.
             torch_format.load_positional(self.stack, parts, convert=convert)
         elif is_mapping and REQUEST in state_dict:
             from mp_optim.apps.megatron.dist_checkpointing import plain_state_dict
@@ -308,15 +321,15 @@ class MegatronFace(torch.optim.Optimizer):
             self.stack.load_state_dict(state_dict, convert=convert)
 
     def save_parameter_state(self, filename: str) -> None:
-        """Write state that data-parallel ranks share out, into a file that the first of them
-        writes. Collective over them."""
+        """Write state that data-parallel ranks shard into one file, on the first of them.
+        Collective."""
         torch_format.save_parameter_state(self.stack, filename)
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
-        """Load what :meth:`save_parameter_state` wrote, with any number of data-parallel ranks.
+        """Load a file of :meth:`save_parameter_state`, on any number of data-parallel ranks.
 
         Raises:
-            ValueError: it was written by another optimizer, or does not fit; nothing was loaded.
+            ValueError: another optimizer wrote it, or it does not match; no state was loaded.
         """
         torch_format.load_parameter_state(self.stack, filename)
 
@@ -325,10 +338,11 @@ class MegatronFace(torch.optim.Optimizer):
         torch.save(self.stack.state_dict(), filename)
 
     def load_state_dict_from_file(self, filename: str) -> None:
-        """Load what :meth:`save_state_dict_to_file` wrote on the same rank of as many.
+        """Load a file that :meth:`save_state_dict_to_file` wrote on this rank. The number of ranks
+        must be the same.
 
         Raises:
-            ValueError: it does not fit; nothing was loaded.
+            ValueError: it does not match; no state was loaded.
         """
         self.stack.load_state_dict(load_plain_file(filename))
 
@@ -339,22 +353,25 @@ class MegatronFace(torch.optim.Optimizer):
         sharding_type: str | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> dict[Any, Any]:
-        """Return the tensors that ``dist_checkpointing`` saves, or loads into;
-        :meth:`load_state_dict` accepts the loaded ones. Collective over the data-parallel ranks
-        with a distributed optimizer.
+        """Return the tensors that ``dist_checkpointing`` saves or loads.
+
+        :meth:`load_state_dict` accepts the loaded tensors. With a distributed optimizer the call is
+        collective over the data-parallel ranks.
 
         Args:
             model_sharded_state_dict: sharded state dict of the model's parameters.
             is_loading: True for a load, False for a save.
-            sharding_type: replaces the one in the metadata.
-            metadata: Megatron's. In saving, ``distrib_optim_sharding_type`` becomes the written
-                form, so that a checkpoint with this dict names its form.
+            sharding_type: replaces the type in the metadata.
+            metadata: Megatron's metadata. A save sets ``distrib_optim_sharding_type`` to the
+                written form, so that the checkpoint names its form.
 
         Raises:
-            ValueError: Megatron's form cannot hold this state, or is not read here; with the form
-                to use.
+            ValueError: Megatron's form cannot hold this state, or is not supported; names a form to
+                use.
         """
-        from mp_optim.apps.megatron import dist_checkpointing  # needs Megatron
+        from mp_optim.apps.megatron import (
+            dist_checkpointing,
+        )  # Imported here, because it needs Megatron.
 
         elsewhere = self._elsewhere or [[] for _ in self.stack.chained_optimizers]
         settings: dict[str, Any] = {} if metadata is None else metadata

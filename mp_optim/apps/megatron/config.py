@@ -1,10 +1,9 @@
 """Conversion of Megatron's ``OptimizerConfig`` to this package's config.
 
-Megatron sets every field for every optimizer and reads those that count; the config here refuses a
-field that would be ignored. So fields without a meaning for the chosen optimizer are left out.
-Fields that this package does not support are accepted at Megatron's default and refused by name
-otherwise. ``tools/megatron_fields.py`` prints the tables of this module into docs/migrate.md, so
-the document states the behaviour.
+Megatron sets every field for every optimizer, and reads those of the chosen one. This package's
+config refuses fields without effect, so they are left out. Unsupported fields are accepted at
+Megatron's default and refused by name otherwise. ``tools/megatron_fields.py`` prints the tables of
+this module into docs/migrate.md.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Meaning:
-    """The meaning of a field of Megatron's here.
+    """Meaning of a Megatron field in this package.
 
     Attributes:
-        name: name of the field here, if it differs.
+        name: name of the field in this package, if it differs.
         note: a note for users, or the replacement.
-        values: values of the field there that have other names here.
+        values: Megatron values of the field that have other names here.
     """
 
     kind: Kind
@@ -136,7 +135,8 @@ OPTIMIZER_FIELDS: dict[str, Meaning] = _OURS | by_name(
         "optimizer_cuda_graph": _refused(NO_GRAPHS),
     }
 )
-"""By field of ``OptimizerConfig``; those of ours that are not named are the same there."""
+"""Meanings of ``OptimizerConfig``'s fields. Fields of this package that are missing here are
+equal."""
 
 DDP_FIELDS: dict[str, Meaning] = by_name(
     {
@@ -173,7 +173,7 @@ DDP_FIELDS: dict[str, Meaning] = by_name(
         "megatron_fsdp_cache_param_bucket_views": _FSDP,
     }
 )
-"""By field of ``DistributedDataParallelConfig``."""
+"""Meanings of ``DistributedDataParallelConfig``'s fields."""
 
 _LAYER_WISE = "use_layer_wise_distributed_optimizer"
 _UNKNOWN = Meaning(
@@ -190,15 +190,15 @@ def config_from_megatron(
     model_chunks: Sequence[nn.Module] = (),
     own_settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> OptimizerConfig:
-    """Return the config here for Megatron's.
+    """Return this package's config for a Megatron config.
 
     Args:
         config: ``megatron.core.optimizer.OptimizerConfig``, or any dataclass with such fields.
         model_chunks: the model; Megatron's DDP adds its own settings.
-        own_settings: fields of the config here that are set in addition.
+        own_settings: fields of this package's config to set in addition.
 
     Raises:
-        ValueError: a field's value is not supported here, naming it and the replacement.
+        ValueError: a field's value is not supported; names the field and the replacement.
     """
     if isinstance(config, OptimizerConfig):
         return config
@@ -216,7 +216,7 @@ def config_from_megatron(
     if config.optimizer == "lion":
         warn(_LION)
     settings |= own_settings
-    is_known = settings["optimizer"] in RULES  # another one is refused below, by name
+    is_known = settings["optimizer"] in RULES  # Any other value is refused below, by name.
     while is_known and (inert := inert_fields(ConfigFields(**settings))):
         settings = {key: settings[key] for key in settings if key not in inert}
     return OptimizerConfig(**{**settings, **own_settings})
@@ -227,7 +227,7 @@ def _settings_of_streaming(config: Any) -> dict[str, Any]:
     the device.
 
     Raises:
-        ValueError: together with ``optimizer_cpu_offload``, which Megatron refuses, too.
+        ValueError: ``optimizer_cpu_offload`` is set, too; Megatron also refuses this.
     """
     is_chunked = getattr(config, "chunked_optimizer_state_offload", False)
     share = float(getattr(config, "optimizer_state_offload_fraction", 1.0)) if is_chunked else 1.0
@@ -249,10 +249,10 @@ def _settings_of_streaming(config: Any) -> dict[str, Any]:
 
 
 def _accepted_fields(config: Any, meanings: Mapping[str, Meaning]) -> Iterator[tuple[str, Any]]:
-    """The fields of a dataclass of Megatron's, with their values.
+    """Return the fields of a Megatron dataclass, with their values.
 
     Raises:
-        ValueError: one is set that is refused, or not known; naming it and what to use.
+        ValueError: an unsupported or unknown field is set; names the field and the replacement.
     """
     for spec in dataclasses.fields(config):
         name, value = spec.name, getattr(config, spec.name)
@@ -271,10 +271,10 @@ def _settings_of_ddp(chunk: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that Megatron's DDP config decides.
 
     Args:
-        settings: settings here so far.
+        settings: settings so far.
 
     Raises:
-        ValueError: a field does not fit, naming it.
+        ValueError: a field contradicts the settings; names it.
     """
     kinds = ("buffers", "expert_parallel_buffers")
     buffers = [buffer for kind in kinds for buffer in getattr(chunk, kind, ())]
@@ -284,8 +284,9 @@ def _settings_of_ddp(chunk: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     decided = {} if gathers is None else {"overlap_param_gather": gathers}
     splits = chunk.ddp_config.use_distributed_optimizer
     if settings.get(_LAYER_WISE, False):
-        # Megatron's DDP has laid every matrix out in the part of one rank, so the distributed
-        # optimizer finds it whole there.
+        # Megatron's DDP stores every matrix whole in the shard of one rank, so the distributed
+        # optimizer
+        # has whole matrices.
         if not splits and ranks > 1:
             raise ValueError(
                 f"{_LAYER_WISE}=True, and the model's ddp_config has "

@@ -1,12 +1,13 @@
-"""Optimizer state for ``megatron.core.dist_checkpointing``, as Megatron's own optimizers write it.
+"""Optimizer state for ``megatron.core.dist_checkpointing``, in the form of Megatron's own
+optimizers.
 
-Two forms are written. Without a sharding type in the metadata: that of Megatron's Float16 and FP32
-optimizers, ``optimizer.state.fp32_param.<name>`` and the moments. With one: that of its distributed
-optimizer's ``fully_reshardable``, ``optimizer.state.param.<name>``. Either has whole parameters, so
-it is loaded in any layout, and with the distributed optimizer on or off.
+Two forms are written. Without a sharding type in the metadata it is the form of Megatron's Float16
+and FP32 optimizers: ``optimizer.state.fp32_param.<name>`` and the moments. With a sharding type it
+is its distributed optimizer's ``fully_reshardable``: ``optimizer.state.param.<name>``. Both have
+whole parameters, so they load in any layout, with or without the distributed optimizer.
 
-A third is read where the model is cut into the same buckets: ``dp_reshardable``, tensors as long as
-the buckets of Megatron's DistributedDataParallel.
+A third form, ``dp_reshardable``, is read if the model is divided into the same buckets. Its tensors
+have the size of the buckets of Megatron's DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -47,26 +48,26 @@ from mp_optim.mixed_precision import MegatronOptimizer
 from mp_optim.zero.zero import DistributedOptimizer
 
 SHARDING_TYPE = "distrib_optim_sharding_type"
-"""In Megatron's metadata: in which form its distributed optimizer writes, or wrote."""
+"""Key in Megatron's metadata: the form that its distributed optimizer writes or wrote."""
 _NO_PREFIX = "chained_optim_avoid_prefix"
-"""A key of Megatron's: names of parameters alone distinguish the parts of a chain."""
+"""Key in Megatron's metadata: only names of parameters distinguish the parts of a chain."""
 _RESHARDABLE, _BUCKETS = "fully_reshardable", "dp_reshardable"
 _WRITTEN_AS_RESHARDABLE = (_RESHARDABLE, _BUCKETS, "fully_sharded_model_space")
 _FLOAT16_MAIN, _DISTRIBUTED_MAIN = "fp32_param", "param"
-"""Keys of a main param in Megatron's Float16 optimizer and in its distributed one."""
+"""Keys of a main param in Megatron's Float16 optimizer and in its distributed optimizer."""
 _STATE = "param_state"
-"""Key of the tensors, by running index."""
+"""Key of the state tensors, by running index."""
 
 ModelTensor = Any
-"""One parameter of the model's sharded state dict: Megatron's ``ShardedTensor``, or the
-``ShardedTensorFactory`` that makes some of it."""
+"""One parameter of the model's sharded state dict: Megatron's ``ShardedTensor``, or a
+``ShardedTensorFactory`` that makes several."""
 
 
 def _is_of_distributed(sharding_type: str | None) -> bool:
     """True if Megatron's distributed optimizer reads the form of a sharding type.
 
     Raises:
-        ValueError: the type is not supported here, naming it.
+        ValueError: the type is not supported; names it.
     """
     if sharding_type is not None and sharding_type not in _WRITTEN_AS_RESHARDABLE:
         raise ValueError(
@@ -77,8 +78,11 @@ def _is_of_distributed(sharding_type: str | None) -> bool:
 
 
 def _key_of(part: MegatronOptimizer, slot: Slot, key: str, is_distributed: bool) -> str:
-    """Return the key of a state tensor. In Megatron's layer-wise optimizer main params of Muon's
-    matrices have the keys of its Float16 optimizer, all others those of a distributed one."""
+    """Return the key of a state tensor.
+
+    In Megatron's layer-wise optimizer, main params of Muon's matrices have the keys of its Float16
+    optimizer, and all others the keys of its distributed optimizer.
+    """
     if key != MASTER:
         return key
     is_float16 = param_at(part.param_groups, slot).dtype != torch.float32
@@ -88,13 +92,13 @@ def _key_of(part: MegatronOptimizer, slot: Slot, key: str, is_distributed: bool)
 
 @dataclass(frozen=True)
 class _Part:
-    """The parameters of one of our parts that one optimizer of Megatron's chain steps.
+    """The parameters of one part of the stack that one optimizer of Megatron's chain steps.
 
     Attributes:
-        index: index of our part in the stack.
-        part: our part.
-        rule: the rule that steps them where Megatron has an optimizer for each rule; else None.
-        elsewhere: the settings of groups that only other ranks have.
+        index: index of the part in the stack.
+        part: the part.
+        rule: its rule, if Megatron has one optimizer for each rule; else None.
+        elsewhere: settings of groups that only other ranks have.
     """
 
     index: int
@@ -106,15 +110,17 @@ class _Part:
         return self.rule is None or group.get("optimizer") == self.rule
 
     def tensors(self, of_part: Mapping[int, Any]) -> dict[int, Any]:
-        """Return the part's tensors that belong here, by the running index of their slots."""
+        """Return the tensors of these parameters, by the running index of their slots."""
         groups = self.part.param_groups
         slots = enumerate(self.part.slots())
         held = {index for index, slot in slots if self.holds(groups[slot.group])}
         return {index: value for index, value in of_part.items() if index in held}
 
     def groups(self) -> list[SavedSettings]:
-        """Return the settings of this part's groups in Megatron's form. Megatron's Muon has one
-        group for matrices cut by rows and for others, and does not name its rule."""
+        """Return the settings of this part's groups in Megatron's form.
+
+        Megatron's Muon has one group for all matrices, and does not name its rule.
+        """
         live = zip(group_settings_of(self.part), self.part.param_groups, strict=True)
         here = [settings for settings, group in live if group["params"] and self.holds(group)]
         groups = [*here, *(group for group in self.elsewhere if self.holds(group))]
@@ -134,13 +140,16 @@ _NOT_IN_MEGATRONS_MUON = ("optimizer", "qkv_split_shapes")
 def megatrons_parts(
     stack: MegatronOptimizer, elsewhere: Sequence[Sequence[SavedSettings]], *, is_distributed: bool
 ) -> list[_Part]:
-    """The parts of Megatron's chain in its order: the first of ours, and those with parameters on
-    some rank. Without a distributed optimizer, Megatron's Muon and its scalar optimizer are parts
-    of their own, Muon's first, each dense before expert.
+    """Return the parts of Megatron's chain in its order.
+
+    They are the first part, and parts with parameters on some rank. Without a distributed
+    optimizer, Megatron's Muon and its scalar optimizer are separate parts: Muon's first, each dense
+    before expert.
 
     Args:
-        elsewhere: for each part of ours, the groups that only other ranks have.
-        is_distributed: whether the form is that of the distributed optimizer.
+        stack: the stack.
+        elsewhere: for each part of the stack, the groups that only other ranks have.
+        is_distributed: True for the form of the distributed optimizer.
     """
     ours = list(zip(stack.chained_optimizers, elsewhere, strict=True))
     whole = [
@@ -165,15 +174,15 @@ def sharded_state_dict(
     metadata: dict[str, Any],
     sharding_type: str | None,
 ) -> dict[Any, Any]:
-    """Return the argument of ``dist_checkpointing.save``. Collective if some part is distributed.
+    """Return the argument of ``dist_checkpointing.save``. Collective if a part is distributed.
 
     Args:
         elsewhere: for each part, the groups that only other ranks have.
-        metadata: its sharding type becomes the written one.
+        metadata: its sharding type is set to the written one.
 
     Raises:
         ValueError: a parameter is not in the model's state dict, its state has another shape, or
-            parameters were stepped a different number of times; naming it.
+            parameters have different numbers of steps; names it.
         BrokenOffError: the last step or load was interrupted.
     """
     stack.step_mark.check("sharded_state_dict")
@@ -225,11 +234,11 @@ def _saved_part(
     is_distributed: bool,
     step: float | None,
 ) -> dict[str, Any]:
-    """One part of a chain as Megatron's optimizer of that part saves it.
+    """Return one part of a chain in the form of Megatron's optimizer for that part.
 
     Args:
-        tensors: of our part, by the running index of their slots.
-        step: how often every slot was stepped; None of a rule that does not count.
+        tensors: state tensors, by the running index of their slots.
+        step: number of steps of every slot; None for a rule without a count.
     """
     part = of_megatron.part
     stepped = {} if step is None else {"step": int(step)}
@@ -252,8 +261,10 @@ def _saved_part(
 def _saved_states(
     part: MegatronOptimizer, is_distributed: bool
 ) -> Iterator[tuple[Slot, State, bool]]:
-    """Return the states of :func:`whole_states`, without steps. Megatron's distributed optimizer
-    has a main param of FP32 parameters too."""
+    """Return the states of :func:`whole_states`, without steps.
+
+    Megatron's distributed optimizer also has a main param for FP32 parameters.
+    """
     for slot, whole, only_here in whole_states(part):
         state = {key: value for key, value in whole.items() if key != "step"}
         param = param_at(part.param_groups, slot)
@@ -266,11 +277,12 @@ def _saved_states(
 
 
 def _model_tensors(model_sharded_state_dict: Any, part: MegatronOptimizer) -> list[ModelTensor]:
-    """Return the model's sharded tensor of each parameter of a part, which has this rank's place in
-    the whole model, for any parallelism.
+    """Return the model's sharded tensor of each parameter of a part.
+
+    It has this rank's position in the whole model, for any parallelism.
 
     Raises:
-        ValueError: a parameter has none, naming it.
+        ValueError: a parameter has none; names it.
     """
     if not part.slots():
         return []
@@ -295,11 +307,11 @@ def _placed(
     states: Iterable[tuple[Slot, State, bool]],
     is_distributed: bool,
 ) -> Iterator[tuple[int, dict[str, ModelTensor]]]:
-    """State tensors of a part's parameters, placed as these are, by running index.
+    """Return sharded state tensors by running index, with the positions of the model's tensors.
 
     Args:
-        states: of every slot, tensors of the local parameter's shape, and whether no other
-            data-parallel rank saves them, so that this one has to.
+        states: for every slot, tensors of the local parameter's shape, and True if this rank must
+            save them because no other data-parallel rank does.
     """
     of_model = _model_tensors(model_sharded_state_dict, part)
     pairs = zip(states, of_model, strict=True)
@@ -316,7 +328,7 @@ def _placed(
             prefix = f"optimizer.state.{called}"
             sharded = make_sharded_optimizer_tensor(of_param, value, prefix=prefix)
             if only_here:
-                place = sharded.replica_id  # its last coordinate is the data-parallel one
+                place = sharded.replica_id  # The last coordinate is the data-parallel rank.
                 first = (*place[:-1], 0) if isinstance(place, tuple) else 0
                 sharded = replace(sharded, replica_id=first)
             tensors[called] = sharded
@@ -335,12 +347,13 @@ def requested_state_dict(
     sharding_type: str | None,
     chunks: Sequence[nn.Module],
 ) -> dict[Any, Any]:
-    """Return the tensors that ``dist_checkpointing.load`` fills. They are new tensors on the host:
-    the stack takes them over when all have been checked.
+    """Return the tensors for ``dist_checkpointing.load`` to fill.
+
+    They are new tensors on the host. The stack copies them after all have been checked.
 
     Raises:
         ValueError: a parameter is not in the model's state dict, or the form of the checkpoint is
-            not read here; naming it.
+            not supported; names it.
     """
     stack.init_state()
     kind = sharding_type or metadata.get(SHARDING_TYPE)
@@ -369,8 +382,11 @@ def requested_state_dict(
 
 
 def _empty(part: MegatronOptimizer, slot: Slot) -> State:
-    """Return memory for loaded elements. Elements that the checkpoint does not have (a vocabulary
-    with other padding) keep the model's values, and moments of zero."""
+    """Return memory for loaded elements.
+
+    Elements that the checkpoint does not have (a vocabulary with other padding) keep the model's
+    values, and moments of zero.
+    """
     param = param_at(part.param_groups, slot)
     state: State = {}
     for key in part.full_slot_state(slot):
@@ -387,10 +403,10 @@ def _empty(part: MegatronOptimizer, slot: Slot) -> State:
 def _requested_buckets(
     part: MegatronOptimizer, chunks: Sequence[nn.Module], prefix: str
 ) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """Return the request for a part: its settings, and the tensors by running index in it.
+    """Return the request for a part: its settings, and the tensors by running index.
 
     Raises:
-        ValueError: the model has no buckets, Megatron stores Muon's matrices in another way, or a
+        ValueError: the model has no buckets, Megatron stores Muon's matrices in another form, or a
             parameter is in no bucket.
     """
     if part.config.optimizer == "muon":
@@ -406,7 +422,7 @@ def _requested_buckets(
             "--dist-ckpt-optim-fully-reshardable"
         )
     ranks, dp = part.process_groups.grad_stats, part.process_groups.dp
-    assert dp is not None  # its constructor asks for it
+    assert dp is not None  # The constructor requires it.
     domain = f"optimizer.distributed.dp_group_idx_{0 if ranks is None else ranks.rank()}"
     is_expert = any(group.get("is_expert_parallel") for group in part.param_groups)
     places = dict(_places(chunks, domain, expert=is_expert))
@@ -432,8 +448,11 @@ def _requested_buckets(
 def _places(
     chunks: Sequence[Any], domain: str, *, expert: bool
 ) -> Iterator[tuple[int, tuple[str, int, int]]]:
-    """By a parameter's id, where Megatron's buffers have it: the key of the bucket's tensors, their
-    length without padding at the end, and the start of the parameter in them."""
+    """Return, by parameter id, the parameter's place in Megatron's buffers.
+
+    A place is the key of the bucket's tensors, their length without padding at the end, and the
+    start of the parameter in them.
+    """
     attribute = "expert_parallel_buffers" if expert else "buffers"
     buffers = chain.from_iterable(getattr(chunk, attribute) for chunk in chunks)
     for number, buffer in enumerate(buffers):
@@ -447,10 +466,10 @@ def _places(
 def _bucket_tensors(
     part: MegatronOptimizer, slot: Slot, place: tuple[str, int, int]
 ) -> Iterator[tuple[str, Any]]:
-    """A tensor for each key, of the elements that this rank has; none if it has no elements.
+    """Return one tensor for each key, with the elements of this rank; none if it has no elements.
 
     Args:
-        place: of :func:`_places`.
+        place: place from :func:`_places`.
     """
     bucket, length, first = place
     for key, value in part.full_slot_state(slot).items():
@@ -481,22 +500,23 @@ def _bucket_tensors(
 
 
 def plain_state_dict(stack: MegatronOptimizer, loaded: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the result of ``dist_checkpointing.load`` as a plain state dict for the stack's
-    ``load_state_dict``, which checks it as a whole before anything is written.
+    """Return the result of ``dist_checkpointing.load`` as a plain state dict for the stack.
+
+    The stack's ``load_state_dict`` checks all of it before it writes any state.
 
     Raises:
         ValueError: param groups do not match, or the number of steps is missing.
     """
     numbered = sorted(key for key in loaded if isinstance(key, int))
     parts: list[Mapping[str, Any]] = [loaded[key] for key in numbered] or [loaded]
-    # an FP32 optimizer has its param groups at the top
+    # An FP32 optimizer has its param groups at the top.
     inner: list[Mapping[str, Any]] = [part.get("optimizer", part) for part in parts]
     groups = [group for part in inner for group in part.get("param_groups", ())]
     step = _loaded_step(inner, groups)
     state: dict[int, State] = {}
     for index, slot in enumerate(stack.slots()):
         if "step" not in stack.slot_state(slot):
-            continue  # never trained
+            continue  # The parameter was never trained.
         tensors = dict(loaded.get(_STATE, {}).get(index, {}))
         for main in {_FLOAT16_MAIN, _DISTRIBUTED_MAIN} & tensors.keys():
             tensors[MASTER] = tensors.pop(main)
@@ -511,8 +531,11 @@ def plain_state_dict(stack: MegatronOptimizer, loaded: Mapping[Any, Any]) -> dic
 
 
 def _loaded_step(parts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> float:
-    """Return the number of steps. Megatron stores it in one of two places, or nowhere for
-    optimizers without a count, which is taken as 1."""
+    """Return the number of steps.
+
+    Megatron stores it in one of two places, or nowhere for optimizers without a count; then it is
+    1.
+    """
     for part in parts:
         common = part.get("state", {}).get("common_step")
         if common is not None:
@@ -526,7 +549,7 @@ def _as_shard(live: Any, elements: Tensor | None) -> Any:
 
     Args:
         live: the stack's own tensor.
-        elements: flat; None if this rank has none.
+        elements: flat tensor; None if this rank has no elements.
     """
     local = live.local if isinstance(live, FlatShard) else live
     value = local.detach().float() if elements is None else elements.to(local.device)

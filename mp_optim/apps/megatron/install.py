@@ -1,6 +1,4 @@
-"""Our factory where Megatron's callers have imported theirs, and Megatron's wrappers with
-Megatron's arguments: its config, its grad scaler, any optimizer.
-"""
+"""Replacement of Megatron's factory by this package's, and wrappers with Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mp_optim import mixed_precision as precision
-from mp_optim.apps.megatron.adapter import MegatronFace
+from mp_optim.apps.megatron.adapter import MegatronAdapter
 from mp_optim.apps.megatron.config import config_from_megatron
 from mp_optim.apps.megatron.patches import (
     check_replacements,
@@ -39,9 +37,9 @@ _HOME = "megatron.core.optimizer"
 _REQUIRED_GROUPS = ("dp", "expt_dp", "mp", "tp_ep_pp")
 """Groups that Megatron, too, requires in a collection."""
 _theirs: dict[str, Any] = {}
-"""Megatron's own factories, by name, while ours are in their place."""
+"""Megatron's own factories by name, while they are replaced."""
 _settings: dict[str, Any] = {}
-"""Fields of our config that :func:`install` was given."""
+"""Fields of this package's config that the caller gave to :func:`install`."""
 
 
 def get_megatron_optimizer(
@@ -57,14 +55,14 @@ def get_megatron_optimizer(
     Args:
         config: Megatron's ``OptimizerConfig``.
         model_chunks: modules, wrapped in Megatron's DDP or not.
-        config_overrides: by parameter; Megatron's standard ones by default.
-        use_gloo_process_groups: ignored, because nothing here needs any.
+        config_overrides: settings by parameter key; Megatron's standard overrides by default.
+        use_gloo_process_groups: ignored, because this package needs no such groups.
         pg_collection: Megatron's process groups; by default those of ``parallel_state``.
         dump_param_to_param_group_map: not supported.
 
     Raises:
-        ValueError: a setting of Megatron's is not supported here, naming it.
-        RuntimeError: the program has replaced a part of Megatron's that is not called here, naming
+        ValueError: a Megatron setting is not supported; names it.
+        RuntimeError: the program has replaced a Megatron function that is not called here; names
             it.
     """
     if dump_param_to_param_group_map is not None:
@@ -112,8 +110,11 @@ def get_megatron_muon_optimizer(
     layer_wise_distributed_optimizer: bool = False,
     pg_collection: Any = None,
 ) -> ChainedOptimizer:
-    """Megatron's factory of Muon, of core 0.16; :func:`get_megatron_optimizer` with ``muon`` in the
-    config, or ``dist_muon``."""
+    """Build a Muon stack from the arguments of ``get_megatron_muon_optimizer`` of Megatron core
+    0.16.
+
+    It is :func:`get_megatron_optimizer` with ``muon`` or ``dist_muon`` in the config.
+    """
     of_muon = copy.copy(config)
     of_muon.optimizer = "dist_muon" if layer_wise_distributed_optimizer else "muon"
     return get_megatron_optimizer(
@@ -125,15 +126,19 @@ _FACTORIES: dict[str, tuple[str, Callable[..., ChainedOptimizer]]] = {
     "get_megatron_optimizer": (_HOME, get_megatron_optimizer),
     "get_megatron_muon_optimizer": (f"{_HOME}.muon", get_megatron_muon_optimizer),
 }
-"""Factories here by the names of Megatron's, with the modules of the latter. They take the
-arguments of Megatron's, from core 0.16 on."""
+"""Factories of this package, with the names and modules of Megatron's.
+
+They accept the arguments of Megatron's factories, from core 0.16 on.
+"""
 
 
 def _without_idle(
     overrides: Mapping[Any, Any], config: Any, chunks: Sequence[nn.Module]
 ) -> dict[Any, Any]:
-    """Return the overrides without those that Megatron makes for every model and that match no
-    parameter of this one. An override that the caller added must match."""
+    """Return the overrides without Megatron's standard ones that match no parameter of the model.
+
+    An override that the caller added must match.
+    """
     optimizer = importlib.import_module(_HOME)
     standard = {*optimizer.get_standard_config_overrides(config)}
     if mup := getattr(optimizer, "get_mup_config_overrides", None):
@@ -148,10 +153,10 @@ def _without_idle(
 
 
 def _groups(pg_collection: Any) -> ProcessGroups | None:
-    """Megatron's process groups in our form; None where there is one process.
+    """Return Megatron's process groups as this package's; None for a single process.
 
     Raises:
-        ValueError: one is missing in a collection that was given, naming it.
+        ValueError: a given collection lacks one; names it.
     """
     if pg_collection is not None:
         for name in _REQUIRED_GROUPS:
@@ -169,25 +174,26 @@ def _groups(pg_collection: Any) -> ProcessGroups | None:
 
 
 def _is_expert(param: Tensor, name: str) -> bool:
-    """True if a parameter is an expert's. As in Megatron, with one expert-parallel rank experts
-    count as dense."""
+    """True if a parameter belongs to an expert. As in Megatron, experts count as dense with one
+    expert-parallel rank."""
     is_reduced: bool | None = getattr(param, "allreduce", None)
     return is_expert_param(param, name) if is_reduced is None else not is_reduced
 
 
 def install(**settings: Any) -> None:
-    """Let Megatron's callers get our optimizer; call it before ``pretrain``. A second call changes
-    the settings alone.
+    """Replace Megatron's factories in all modules that import them. Call it before ``pretrain``.
+
+    A second call only changes the settings.
 
     Args:
-        settings: fields of :class:`mp_optim.OptimizerConfig` that Megatron's config has no word
-            for, such as ``offload_mode="speculative"``; they come on top of Megatron's.
+        settings: fields of :class:`mp_optim.OptimizerConfig` that Megatron's config does not have,
+            such as ``offload_mode="speculative"``; they are added to Megatron's.
 
     Raises:
-        ImportError: Megatron is not there.
-        RuntimeError: its factory takes arguments that are not known here, or the program has
-            replaced a part of it that is not called here; naming them.
-        TypeError: a setting is no field of our config, naming it.
+        ImportError: Megatron is not installed.
+        RuntimeError: Megatron's factory has unknown arguments, or the program has replaced a
+            Megatron function that is not called here; names it.
+        TypeError: a setting is not a field of the config; names it.
     """
     names = {spec.name for spec in dataclasses.fields(OptimizerConfig)}
     if unknown := sorted(settings.keys() - names):
@@ -203,7 +209,7 @@ def install(**settings: Any) -> None:
         _put(theirs, _FACTORIES[name][1])
     # callers that ask for the kind of their optimizer
     theirs = importlib.import_module(_HOME)
-    theirs.MegatronOptimizer.register(MegatronFace)
+    theirs.MegatronOptimizer.register(MegatronAdapter)
     theirs.ChainedOptimizer.register(ChainedOptimizer)
 
 
@@ -211,8 +217,7 @@ def _present(name: str) -> Any:
     """Return Megatron's factory; None if this version has none, or one that only calls another.
 
     Raises:
-        RuntimeError: it has arguments that are not supported here, or belongs to a program; naming
-            it.
+        RuntimeError: it has arguments that are not supported, or belongs to a program; names it.
     """
     home, ours = _FACTORIES[name]
     try:
@@ -238,7 +243,7 @@ def _present(name: str) -> Any:
 
 
 def uninstall() -> None:
-    """Give Megatron's callers their own back."""
+    """Restore Megatron's own factories."""
     _settings.clear()
     for name, theirs in _theirs.items():
         _put(_FACTORIES[name][1], theirs)
@@ -246,7 +251,7 @@ def uninstall() -> None:
 
 
 def _put(present: Any, wanted: Any) -> None:
-    """Replace a function in every module that has imported it, under whatever name."""
+    """Replace a function in every module that has imported it, under any name."""
     for of_module, module in list(sys.modules.items()):
         if of_module.startswith("mp_optim."):
             continue
@@ -256,7 +261,9 @@ def _put(present: Any, wanted: Any) -> None:
 
 
 def grad_scaler_from_megatron(scaler: Any) -> MegatronGradScaler | None:
-    """Return a grad scaler with the state of one of Megatron's (or one of this package, unchanged).
+    """Return a grad scaler with the state of a Megatron grad scaler.
+
+    A grad scaler of this package is returned unchanged.
 
     Raises:
         TypeError: it is neither constant nor dynamic.
@@ -290,11 +297,11 @@ def _stack_over(
     config: Any,
     grad_scaler: Any = None,
 ) -> MegatronOptimizer:
-    """One optimizer over the model's parameters, wrapped.
+    """Return one optimizer over the model's parameters, wrapped.
 
     Args:
-        optimizer: any torch optimizer; None on a rank that has nothing to step.
-        config: Megatron's ``OptimizerConfig``, or ours.
+        optimizer: any torch optimizer; None on a rank without parameters to step.
+        config: Megatron's ``OptimizerConfig``, or this package's.
     """
     if optimizer is None:
         optimizer = FusedAdam([{"params": []}], lr=0.0)
@@ -305,14 +312,14 @@ def _stack_over(
     return wrapper(optimizer, config_from_megatron(config), scaler)
 
 
-class Float16OptimizerWithFloat16Params(MegatronFace):
-    """See :class:`mp_optim.Float16OptimizerWithFloat16Params`.
+class Float16OptimizerWithFloat16Params(MegatronAdapter):
+    """:class:`mp_optim.Float16OptimizerWithFloat16Params` with Megatron's arguments.
 
     Args:
-        optimizer: any torch optimizer; None on a rank that has nothing to step.
-        config: Megatron's ``OptimizerConfig``, or ours.
-        grad_scaler: Megatron's, or ours.
-        init_state_fn: kept for those who ask for it; state is allocated here.
+        optimizer: any torch optimizer; None on a rank without parameters to step.
+        config: Megatron's ``OptimizerConfig``, or this package's.
+        grad_scaler: Megatron's, or this package's.
+        init_state_fn: stored for callers that read it; this package allocates state itself.
     """
 
     def __init__(
@@ -327,8 +334,8 @@ class Float16OptimizerWithFloat16Params(MegatronFace):
         self.init_state_fn = init_state_fn
 
 
-class FP32Optimizer(MegatronFace):
-    """See :class:`mp_optim.FP32Optimizer`."""
+class FP32Optimizer(MegatronAdapter):
+    """:class:`mp_optim.FP32Optimizer` with Megatron's arguments."""
 
     def __init__(
         self,
@@ -340,10 +347,11 @@ class FP32Optimizer(MegatronFace):
         self.init_state_fn = init_state_fn
 
 
-class ChainedOptimizer(MegatronFace):
-    """See :class:`mp_optim.ChainedOptimizer`. As in Megatron, the factory returns one for any
-    number of parts; without parts it steps nothing. After :func:`install`, ``isinstance``
-    accepts it as Megatron's class.
+class ChainedOptimizer(MegatronAdapter):
+    """:class:`mp_optim.ChainedOptimizer` with Megatron's arguments.
+
+    As in Megatron, the factory returns one for any number of parts; without parts it does nothing.
+    After :func:`install`, ``isinstance`` accepts it as Megatron's class.
 
     Args:
         chained_optimizers: objects of the wrappers here, or of :func:`get_megatron_optimizer`.
@@ -355,7 +363,7 @@ class ChainedOptimizer(MegatronFace):
     def __init__(self, chained_optimizers: Sequence[Any]) -> None:
         members: list[MegatronOptimizer] = []
         for member in chained_optimizers:
-            if not isinstance(member, MegatronFace):
+            if not isinstance(member, MegatronAdapter):
                 raise TypeError(
                     f"chained_optimizers holds a {type(member).__name__}: wrap it in a "
                     "Float16OptimizerWithFloat16Params or an FP32Optimizer of mp_optim.megatron"
@@ -373,18 +381,18 @@ class ChainedOptimizer(MegatronFace):
         chunks: Sequence[nn.Module],
         elsewhere: Sequence[Sequence[SavedSettings]],
     ) -> ChainedOptimizer:
-        """A chain over a stack that is built; the arguments are those of :class:`MegatronFace`."""
+        """Return a chain over an existing stack, with the arguments of :class:`MegatronAdapter`."""
         chain = cls.__new__(cls)
-        MegatronFace.__init__(chain, stack, chunks, elsewhere)
+        MegatronAdapter.__init__(chain, stack, chunks, elsewhere)
         return chain
 
     @property
-    def chained_optimizers(self) -> list[MegatronFace]:
-        """The parts, the same objects each time; one part over a stack that has no members."""
+    def chained_optimizers(self) -> list[MegatronAdapter]:
+        """The parts, the same objects at each read; one part for a stack that has no members."""
         stacks = self.stack.chained_optimizers
-        members: list[MegatronFace] = self.__dict__.setdefault("_members", [])
+        members: list[MegatronAdapter] = self.__dict__.setdefault("_members", [])
         if [member.stack for member in members] != stacks:
-            members[:] = [MegatronFace(stack) for stack in stacks]
+            members[:] = [MegatronAdapter(stack) for stack in stacks]
         return members
 
     @property

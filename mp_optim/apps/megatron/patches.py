@@ -1,5 +1,6 @@
-"""Parts of Megatron's optimizer that a program has replaced: param groups are taken from the
-replacement, all other replacements are refused by name.
+"""Parts of Megatron's optimizer that a program has replaced.
+
+Param groups come from the program's own function. Any other replacement is refused by name.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mp_optim.config import OptimizerConfig
 _HOME = "megatron.core.optimizer"
 _GROUPS = "_get_param_groups"
 _OWNERS = ("megatron.core", "torch", "apex", "transformer_engine", "emerging_optimizers")
-"""Packages whose objects Megatron's own modules hold under these names."""
+"""Packages whose objects Megatron's own modules import under these names."""
 _NORMS = ("clip_grad_by_total_norm_fp32", "count_zeros_fp32", "get_grad_norm_fp32")
 _CLASSES = ("Float16OptimizerWithFloat16Params", "FP32Optimizer", "ChainedOptimizer")
 REPLACED_HERE: dict[str, tuple[str, ...]] = {
@@ -31,14 +32,14 @@ REPLACED_HERE: dict[str, tuple[str, ...]] = {
     f"{_HOME}.optimizer": (*_NORMS, *_CLASSES, "MegatronOptimizer", "MixedPrecisionOptimizer"),
     f"{_HOME}.clip_grads": _NORMS,
 }
-"""By module, the functions and classes of Megatron's that this optimizer takes the place of."""
+"""Functions and classes of Megatron that this optimizer replaces, by module."""
 
 
 def check_replacements() -> None:
-    """Raise if a program has put its own code in the place of Megatron's, which is not called here.
+    """Raise if a program has replaced a Megatron function or class that is not called here.
 
     Raises:
-        RuntimeError: naming each replacement and its module.
+        RuntimeError: names each replacement and its module.
     """
     if found := sorted(set(_replacements())):
         raise RuntimeError(
@@ -63,21 +64,23 @@ def _replacements() -> Iterator[str]:
 
 
 def _own(kind: type) -> list[tuple[str, Any]]:
-    """The functions that a class defines; Megatron's HybridDeviceOptimizer has no part in a step
-    here."""
+    """Return the functions that a class defines.
+
+    Megatron's HybridDeviceOptimizer is left out, because it has no part in a step of this package.
+    """
     return [] if kind.__name__ == "HybridDeviceOptimizer" else list(vars(kind).items())
 
 
 def _function(item: Any) -> Any:
-    """The function of a static method, class method or property."""
+    """Return the function of a static method, class method or property."""
     if isinstance(item, property):
         return item.fget
     return getattr(item, "__func__", item)
 
 
 def is_replaced(value: Any) -> bool:
-    """Whether a function or class under a name of Megatron's is neither Megatron's nor of the
-    libraries that Megatron takes it from."""
+    """True if an object with a Megatron name belongs neither to Megatron nor to a library that
+    Megatron imports it from."""
     if not (inspect.isclass(value) or inspect.isroutine(value)):
         return False
     owner = f"{getattr(value, '__module__', None) or 'torch'}."
@@ -85,21 +88,21 @@ def is_replaced(value: Any) -> bool:
 
 
 def full_name(value: Any) -> str:
-    """The full name of a function or class."""
+    """Return the full name of a function or class."""
     return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__name__)}"
 
 
 def replaced_groups(
     config: Any, ours: OptimizerConfig, chunks: Sequence[nn.Module], overrides: Mapping[Any, Any]
 ) -> list[dict[str, Any]] | None:
-    """The param groups of a program's own ``_get_param_groups``; None if it is Megatron's.
+    """Return the param groups of a program's own ``_get_param_groups``; None if it is Megatron's.
 
     Args:
-        config: Megatron's.
-        ours: ours, made from it.
+        config: Megatron's config.
+        ours: this package's config, made from it.
 
     Raises:
-        RuntimeError: with Muon, whose matrices such groups do not name.
+        RuntimeError: the optimizer is Muon, whose matrices such groups do not name.
     """
     function = getattr(importlib.import_module(_HOME), _GROUPS)
     if not is_replaced(function):

@@ -1,11 +1,10 @@
-"""State of ``--ckpt-format torch``: the state that is equal on every data-parallel rank in the
-state dict, and the sharded state in a file of its own, written by the first of these ranks.
+"""State of ``--ckpt-format torch``.
+
+State that is equal on every data-parallel rank is in the state dict. The first of these ranks
+writes the sharded state into a separate file.
 
 State of Megatron's Float16 optimizer is read, too: FP32 copies and moments by position in its param
-groups.
-
-Megatron saves settings of param groups, identified by their values and not by their order, and
-sharded state of data-parallel ranks, put together on one of them.
+groups. Megatron identifies saved param groups by their settings, not by their order.
 """
 
 from __future__ import annotations
@@ -31,16 +30,15 @@ from mp_optim.mixed_precision import MegatronOptimizer
 from mp_optim.zero.zero import DistributedOptimizer
 
 APART = "parameter_state_apart"
-"""Marks a state dict whose state is in a file of :func:`save_parameter_state`."""
+"""Key that marks a state dict whose state is in a file of :func:`save_parameter_state`."""
 _FORMAT = "mp_optim parameter state 1"
 
 
 # -- state that data-parallel ranks share out
 
 
-def alike_state_dict(stack: MegatronOptimizer) -> dict[str, Any]:
-    """A stack's state dict; of one that data-parallel ranks share out, what all of them have alike:
-    settings and loss scale."""
+def common_state_dict(stack: MegatronOptimizer) -> dict[str, Any]:
+    """Return a stack's state dict; with sharded state, only its settings and loss scale."""
     parts = stack.chained_optimizers
     if not any(isinstance(part, DistributedOptimizer) for part in parts):
         return stack.state_dict()
@@ -52,10 +50,10 @@ def alike_state_dict(stack: MegatronOptimizer) -> dict[str, Any]:
 
 
 def load_common(stack: MegatronOptimizer, common: Mapping[str, Any]) -> None:
-    """Load what :func:`alike_state_dict` made of a distributed stack; state stays as it is.
+    """Load a result of :func:`common_state_dict` into a distributed stack; state does not change.
 
     Raises:
-        ValueError: it does not fit this optimizer; nothing was loaded.
+        ValueError: it does not match this optimizer; no setting was loaded.
     """
     plain = stack.state_dict()
     plain["param_groups"] = groups_with_settings(stack, common["param_groups"])
@@ -65,8 +63,10 @@ def load_common(stack: MegatronOptimizer, common: Mapping[str, Any]) -> None:
 
 
 def save_parameter_state(stack: MegatronOptimizer, filename: str) -> None:
-    """Write the state of all slots, whole and in FP32. Collective over each part's data-parallel
-    ranks; a rank that is the first of some part's writes the file of that name."""
+    """Write the state of all slots, whole and in FP32.
+
+    Collective over each part's data-parallel ranks. The first rank of each part writes a file.
+    """
     stack.step_mark.check("save_parameter_state")
     stack.init_state()
     states: list[dict[str, State] | None] = []
@@ -82,11 +82,12 @@ def save_parameter_state(stack: MegatronOptimizer, filename: str) -> None:
 
 
 def load_parameter_state(stack: MegatronOptimizer, filename: str) -> None:
-    """Load what :func:`save_parameter_state` wrote, in any number of data-parallel ranks. Each
-    part's first rank reads its file and hands the others their elements.
+    """Load files of :func:`save_parameter_state`, on any number of data-parallel ranks.
+
+    Each part's first rank reads its file, and sends the other ranks their elements.
 
     Raises:
-        ValueError: it is another file, or does not fit this optimizer; nothing was loaded.
+        ValueError: the file is another one, or does not match this optimizer; no state was loaded.
     """
     parts: list[dict[str, State] | None] = [None] * len(stack.chained_optimizers)
     if any(map(_is_first, stack.chained_optimizers)):
@@ -141,14 +142,14 @@ def _own_elements(part: MegatronOptimizer, slot: Slot, whole: State) -> State:
 def load_positional(
     stack: MegatronOptimizer, saved: Sequence[Mapping[str, Any]], *, convert: bool = False
 ) -> None:
-    """Load it into a stack over the same parameters, with the settings of its param groups.
+    """Load state by position into a stack over the same parameters, with its group settings.
 
     Args:
         saved: the state dict of each part of a chain, or of the only optimizer.
-        convert: round state to the dtypes configured here also where that loses bits.
+        convert: True to round state to the dtypes configured here, also if bits are lost.
 
     Raises:
-        ValueError: parts, param groups or shapes do not fit; nothing was loaded.
+        ValueError: parts, param groups or shapes do not match; no state was loaded.
     """
     parts = [part for part in stack.chained_optimizers if not part.is_stub_optimizer]
     if len(saved) != len(parts):
@@ -174,7 +175,7 @@ def load_positional(
 
 
 def _names(part: MegatronOptimizer, saved: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Names of a part's parameters in the order of the saved groups."""
+    """Return the names of a part's parameters in the order of the saved groups."""
     left = {index: group for index, group in enumerate(part.param_groups) if group["params"]}
     for group in saved:
         count = len(group["params"])
@@ -198,22 +199,22 @@ def _names(part: MegatronOptimizer, saved: Sequence[Mapping[str, Any]]) -> Itera
 
 SavedSettings = dict[str, Any]
 Range = tuple[int, int]
-"""First element of a flattened parameter that a rank has, and how many it has."""
+"""First element of a flattened parameter on a rank, and the number of its elements."""
 
 REQUEST = "mp_optim_request"
-"""Key in a state dict that ``dist_checkpointing`` loads: how it was asked for."""
+"""Key in a state dict for ``dist_checkpointing.load``: the arguments of the request."""
 _KIND = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 """Settings that distinguish groups in every version of Megatron."""
 _OF_THIS_RANK = ("params", "param_names", "param_checksums", "fqns")
 _NOT_IDENTITY = ("lr", "weight_decay", "step", *_OF_THIS_RANK)
-"""Settings that change during training, or differ between ranks, and so distinguish no groups."""
+"""Settings that change during training or differ between ranks, so that they identify no group."""
 
 
 # -- settings of param groups
 
 
 def group_settings_of(part: MegatronOptimizer) -> list[SavedSettings]:
-    """The settings of a part's groups, without its parameters."""
+    """Return the settings of a part's groups, without its parameters."""
     return [
         {key: value for key, value in group.items() if key not in _OF_THIS_RANK}
         for group in plain_groups(part.param_groups)
@@ -221,8 +222,10 @@ def group_settings_of(part: MegatronOptimizer) -> list[SavedSettings]:
 
 
 def groups_elsewhere(stack: MegatronOptimizer) -> list[list[SavedSettings]]:
-    """For each part, groups that only other ranks have (experts, say, of other pipeline stages).
-    Collective over all processes, as Megatron's factory is."""
+    """Return, for each part, groups that only other ranks have, such as experts of another stage.
+
+    Collective over all processes, as Megatron's factory is.
+    """
     here = [group_settings_of(part) for part in stack.chained_optimizers]
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [[] for _ in here]
@@ -234,7 +237,7 @@ def groups_elsewhere(stack: MegatronOptimizer) -> list[list[SavedSettings]]:
         of_ranks = (of_rank[index] for of_rank in everywhere if index < len(of_rank))
         for group in chain.from_iterable(of_ranks):
             identity = _identity(group)
-            # a rank without parameters has a group that says nothing
+            # A rank without parameters has a group without settings.
             if identity not in known and all(key in group for key in _KIND):
                 known.append(identity)
                 others.append(group)
@@ -245,7 +248,7 @@ def groups_elsewhere(stack: MegatronOptimizer) -> list[list[SavedSettings]]:
 def groups_with_settings(
     stack: MegatronOptimizer, saved: Sequence[Mapping[str, Any]]
 ) -> list[SavedSettings]:
-    """The stack's groups, each with the settings of the saved one that is of its kind."""
+    """Return the stack's groups, each with the settings of the matching saved group."""
     groups = plain_groups(stack.param_groups)
     for group in groups:
         if group["params"]:
@@ -254,12 +257,13 @@ def groups_with_settings(
 
 
 def matched_settings(live: SavedSettings, saved: Sequence[Mapping[str, Any]]) -> SavedSettings:
-    """Return the saved settings for a group: those of its kind, and of these the most similar.
-    Experts are a separate kind only in some layouts, so without a group of their kind a dense
-    group matches, and vice versa.
+    """Return the saved settings for a group: the most similar ones of its kind.
+
+    Experts are a separate kind only in some layouts. So without a group of their kind a dense group
+    matches, and vice versa.
 
     Raises:
-        ValueError: no group of its kind was saved, or two are equally similar; naming the settings.
+        ValueError: no group of its kind was saved, or two are equally similar; names the settings.
     """
     wanted = _identity(live).items()
     kind: list[Mapping[str, Any]] = []
@@ -271,7 +275,7 @@ def matched_settings(live: SavedSettings, saved: Sequence[Mapping[str, Any]]) ->
             f"no saved param group has {_kind_in_words(live)}; saved are "
             f"{'; '.join(map(_kind_in_words, saved)) or 'none'}"
         )
-    if "optimizer" in live:  # beside Muon, Megatron names only the scalar optimizer
+    if "optimizer" in live:  # With Muon, Megatron names only the scalar optimizer.
         rule = live["optimizer"]
         kind = [group for group in kind if group.get("optimizer", "muon") == rule] or kind
     likeness = []
@@ -311,24 +315,26 @@ def _kind_in_words(group: Mapping[str, Any]) -> str:
 def whole_states(
     part: MegatronOptimizer, rank: int | None = None
 ) -> Iterator[tuple[Slot, State, bool]]:
-    """Yield the state of every slot of a part that has state, as copies, so that the next step does
-    not write tensors that are still being saved. Collective over its data-parallel ranks if it
-    is distributed.
+    """Yield the state of every slot of a part that has state, as copies.
+
+    The next step does not write to copies that are still being saved. Collective over the part's
+    data-parallel ranks if it is distributed.
 
     Args:
-        rank: the data-parallel rank that gets sharded state; by default, for each parameter, the
-            rank that has most of it: most parameters are on one rank whole.
+        part: the part.
+        rank: data-parallel rank that gets sharded state; by default, for each parameter, the rank
+            with most of its elements, because most parameters are whole on one rank.
 
     Yields:
-        A slot; its FP32 tensors, over all of the parameter on this model-parallel rank, in their
-        own memory, and ``step`` (only ``step`` if another data-parallel rank got the tensors); and
-        True if no other data-parallel rank has it.
+        A slot; its FP32 tensors for the whole parameter on this model-parallel rank, in their own
+        memory, and ``step`` (only ``step`` if another data-parallel rank got the tensors); and True
+        if no other data-parallel rank has them.
     """
     if not isinstance(part, DistributedOptimizer):
         yield from ((slot, _copied_state(part, slot), False) for slot in part.slots())
         return
     group = part.process_groups.dp
-    assert group is not None  # its constructor asks for it
+    assert group is not None  # The constructor requires it.
     own: list[Range | None] = []
     for slot in part.slots():
         shard = flat_shard_of(part.slot_state(slot))
@@ -338,7 +344,7 @@ def whole_states(
     for slot, *of_ranks in zip(part.slots(), *ranges, strict=True):
         state = _copied_state(part, slot)
         if any(of_rank is None for of_rank in of_ranks):
-            yield slot, state, False  # every rank steps all of it
+            yield slot, state, False  # Every rank steps all of it.
             continue
         counts = [count for _, count in of_ranks]
         receiver = counts.index(max(counts)) if rank is None else rank
@@ -346,13 +352,15 @@ def whole_states(
 
 
 def flat_shard_of(state: State) -> FlatShard | None:
-    """A tensor of a slot of which this rank has only some elements; None if it has all."""
+    """Return a tensor of a slot of which this rank has only some elements; None if it has all."""
     return next((value for value in state.values() if isinstance(value, FlatShard)), None)
 
 
 def _copied_state(part: MegatronOptimizer, slot: Slot) -> State:
-    """Return a slot's state in FP32; copies of host tensors, because background saves of Megatron
-    copy from accelerators only."""
+    """Return a slot's state in FP32, with host tensors copied.
+
+    Background saves of Megatron copy tensors only from accelerators.
+    """
     state = dict(part.full_slot_state(slot))
     for key, value in state.items():
         if isinstance(value, Tensor) and value.device.type == "cpu":
@@ -376,7 +384,7 @@ def _put_together(state: State, ranges: Sequence[Range], rank: int, group: Proce
 def _gather(
     shards: Sequence[FlatShard], ranges: Sequence[Range], rank: int, group: ProcessGroup
 ) -> list[Tensor]:
-    """The whole tensors of some shards of one range, on one rank; nothing on the others."""
+    """Return the whole tensors of some shards of one range, on one rank; None on the others."""
     is_nccl = "nccl" in str(dist.get_backend(group))
     device = CUDA.current() if is_nccl else torch.device("cpu")
     largest = max(count for _, count in ranges)

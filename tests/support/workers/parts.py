@@ -25,7 +25,7 @@ from mp_optim import (
     checkpoint,
     get_megatron_optimizer,
 )
-from mp_optim.apps.megatron.adapter import MegatronFace
+from mp_optim.apps.megatron.adapter import MegatronAdapter
 from mp_optim.zero.buckets import plan_whole
 from mp_optim.zero.grad_reducer import start_reduction
 
@@ -312,7 +312,7 @@ def fsdp_disagrees(what: str) -> dict[str, Any]:
         settings |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
         settings["optimizer_state_path"] = str(folder)
     optimizer = get_megatron_optimizer(OptimizerConfig(**settings), model)
-    take = optimizer.step if how != "in parts" else partial(_in_parts, MegatronFace(optimizer))
+    take = optimizer.step if how != "in parts" else partial(_in_parts, MegatronAdapter(optimizer))
     seconds, told = 0.0, []
     for step in range(3):
         optimizer.zero_grad()
@@ -331,7 +331,7 @@ def fsdp_disagrees(what: str) -> dict[str, Any]:
     return {"told": told, "seconds": seconds}
 
 
-def _in_parts(face: MegatronFace) -> None:
+def _in_parts(face: MegatronAdapter) -> None:
     face.prepare_grads()
     face.clip_grad_norm(1.0)
     face.step_with_ready_grads()

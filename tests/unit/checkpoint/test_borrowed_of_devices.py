@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mp_optim import checkpoint
-from mp_optim.apps.megatron.adapter import MegatronFace
+from mp_optim.apps.megatron.adapter import MegatronAdapter
 from mp_optim.checkpoint import save_load
 from mp_optim.checkpoint.reading import compare, open_checkpoint
 from mp_optim.host import leases
@@ -141,7 +141,7 @@ def load_other(run):
 def step_in_parts(run):
     for param in run.model.parameters():
         param.grad = run.simulation.to_device(torch.ones_like(param), DEVICE)
-    face = MegatronFace(run.optimizer)
+    face = MegatronAdapter(run.optimizer)
     face.prepare_grads()
     face.clip_grad_norm(1.0)
     assert face.step_with_ready_grads()
