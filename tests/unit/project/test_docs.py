@@ -10,6 +10,7 @@ import shlex
 from copy import deepcopy
 from pathlib import Path
 
+import api_reference
 import pytest
 import torch
 import tyro
@@ -119,6 +120,23 @@ def test_python_blocks_import_the_modules_that_they_name(document):
         bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
         missing |= {node.id for node in names} - bound
     assert {one for one in missing if one in IMPORTED or hasattr(mp_optim, one)} == set()
+
+
+@pytest.mark.parametrize("path", api_reference.pages(), ids=lambda path: path.stem)
+def test_api_reference_is_up_to_date(path):
+    text = path.read_text()
+    assert api_reference.page(text) == text, "run: python tools/api_reference.py --write"
+
+
+def test_every_public_name_is_in_the_reference():
+    texts = [path.read_text() for path in api_reference.pages()]
+    shown = {
+        name.removeprefix("mp_optim.") for text in texts for name in api_reference.documented(text)
+    }
+    shown |= {*re.findall(r"`(\w+)` (?:and `\w+` )?are other names of", "".join(texts))}
+    shown |= {*re.findall(r"`\w+` and `(\w+)` are other names of", "".join(texts))}
+    assert {*mp_optim.__all__} - {*shown, "checkpoint"} == set()
+    assert "checkpoint.save" in shown
 
 
 def test_words_of_the_glossary_are_names_in_the_code():

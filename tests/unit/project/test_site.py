@@ -18,7 +18,6 @@ import torch
 import yaml
 from torch import nn
 
-import mp_optim
 from support.launch import ROOT
 
 DOCS = ROOT / "docs"
@@ -222,13 +221,3 @@ def test_line_at_the_door_runs() -> None:
     known = names(small_model())
     exec(block, known)
     train(known["model"], known["optimizer"])
-
-
-# -- how the site is made --------------------------------------------------------------------------
-
-
-def test_every_public_name_is_in_the_reference() -> None:
-    reference = "".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
-    shown = {*re.findall(r"::: mp_optim\.(\w+)", reference)}
-    shown |= {*re.findall(r"^`(\w+)` is another name", reference, re.MULTILINE)}
-    assert {*mp_optim.__all__} - shown == set()
