@@ -3,8 +3,7 @@ and stepped into the back buffer.
 
 A result is used only if the step would compute it from the same gradients, settings, step numbers,
 main params and moments. So a change between backward and ``step()`` costs at most repeated work. A
-:class:`GradVersion` identifies a gradient; :class:`Arrivals` holds the versions of this backward,
-and their order.
+:class:`GradVersion` identifies a gradient; :class:`Arrivals` counts the gradients of this backward.
 
 A gradient on an accelerator is the same if its memory, its version and the sums of its bits are the
 same. The version alone misses writes through ``grad.data``, foreign kernels and torch's foreach
@@ -395,17 +394,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Arrivals:
-    """Counts and versions of the gradients of this backward, by slot, and the order of the first
-    backward.
-
-    Attributes:
-        order: slots in the order in which their complete gradients arrived.
-        is_order_known: True after a backward and a step.
-    """
+    """Counts and comparisons of the gradients of this backward, by slot."""
 
     def __init__(self) -> None:
-        self.order: dict[Slot, None] = {}
-        self.is_order_known = False
         self._counts: Counter[Slot] = Counter()
         self._compared: dict[Slot, bool] = {}
 
@@ -476,33 +467,6 @@ class Arrivals:
                 is_same = is_last and self._has_bits(slot, grad, staged)
             if is_same:
                 yield slot, value
-
-    # -- order ------------------------------------------------------------------------------------
-
-    def forget_order(self) -> None:
-        """Forget the order of arrivals, because the slots have changed."""
-        self.is_order_known, self.order = False, {}
-
-    def learn_order(self, slots: Iterable[Slot], updates: SlotUpdates) -> list[Slot] | None:
-        """After the first step that followed a backward: all slots in the order of that, if it is
-        another than theirs, and may be followed.
-
-        Args:
-            updates: of the step.
-        """
-        if not self.order:
-            return None
-        self.is_order_known = True
-        before = list(slots)
-        order = list({**self.order, **dict.fromkeys(before)})
-        return None if order == before or _are_split(updates) else order
-
-
-def _are_split(updates: SlotUpdates) -> bool:
-    """True if other ranks, which may see gradients in another order, hold other parts of a
-    parameter."""
-    layouts = (layout for layout in updates.layouts if layout is not None)
-    return any(updates.shard_groups) or any(layout.splits_matrices for layout in layouts)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -166,9 +166,7 @@ class BackwardScheduler:
             bucket.job = None
         if self._failure is not None:
             return
-        if self.is_last_microbatch:
-            self.arrivals.order.setdefault(slot)
-        elif not self._host_part.releases:
+        if not (self.is_last_microbatch or self._host_part.releases):
             return
         if not (self._host_part.releases or bucket.comes_down):
             self._try((slot,), lambda: None)
@@ -225,8 +223,7 @@ class BackwardScheduler:
         self._bind_tensors()
         self._multiplier = self._predicted_multiplier()
         self.phase = Phase.BACKWARD
-        is_on = self._ahead is not None and self._ahead.is_on
-        self.speculates = is_on and self.arrivals.is_order_known
+        self.speculates = self._ahead is not None and self._ahead.is_on
         if not self.speculates:
             return
         try:

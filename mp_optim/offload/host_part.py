@@ -132,12 +132,6 @@ class HostPart:
         slots = [slot.slot for slot in self.slots]
         self._rule_executor.rows.allocators = dict.fromkeys(slots, file.zeros if file else allocate)
 
-    def follow(self, order: Sequence[Slot]) -> None:
-        """Cut buckets and windows in a new order of slots."""
-        rank = {slot: index for index, slot in enumerate(order)}
-        self.slots.sort(key=lambda slot: rank[slot.slot])
-        self.cut()
-
     def cut(self) -> None:
         """Cut the slots into buckets or windows, with new memory."""
         on_host, settings = self.how.place == "host", self.settings

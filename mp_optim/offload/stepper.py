@@ -75,7 +75,6 @@ class Stepper:
     def cut_buckets(self, slots: Sequence[HostSlot]) -> None:
         """Cut buckets for other slots. Work that backward began is discarded."""
         self.schedule.discard()
-        self.schedule.arrivals.forget_order()
         self.host_part.use_slots(slots)
         self._cut_anew()
 
@@ -139,8 +138,6 @@ class Stepper:
         if self.schedule.is_early:
             if self.host_part.ahead is not None:
                 self.schedule.check_prediction(offloaded)
-            if not self.schedule.arrivals.is_order_known:
-                self._learn_order(offloaded)
             self.schedule.end_iteration()
 
     def _parts(self, updates: SlotUpdates) -> tuple[SlotUpdates, SlotUpdates]:
@@ -256,17 +253,6 @@ class Stepper:
         except Exception:
             self.schedule.discard()
             raise
-
-    # -- what follows from a step -----------------------------------------------------------------
-
-    def _learn_order(self, updates: SlotUpdates) -> None:
-        """After the first backward, cut buckets in the order in which gradients arrived."""
-        before = [slot.slot for slot in self.host_part.slots]
-        order = self.schedule.arrivals.learn_order(before, updates)
-        if order is not None:
-            self.schedule.end_iteration()
-            self.host_part.follow(order)
-            self._cut_anew()
 
     # -- what it says of itself -------------------------------------------------------------------
 

@@ -327,7 +327,7 @@ def test_step_takes_over_unfinished_work_of_backward():
             if step < 2 or at != 5
         ).backward()
         optimizer.step()
-    assert counts(optimizer, "hits") == 6  # of all buckets, twice
+    assert counts(optimizer, "hits") == 9  # of all buckets, in each step
 
 
 @each_early
