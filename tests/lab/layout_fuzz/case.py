@@ -60,12 +60,14 @@ class Layout:
         placements: kind placed: seed of the placements. fsdp: whether units are cut by their last
             dimension.
         settings: fields of the config.
+        place: of the part on the host: host, streamed or disk.
     """
 
     kind: str
     mesh: tuple[tuple[str, int], ...] = ()
     fraction: float = 0.0
     mode: str = "sync"
+    place: str = "host"
     settings: Settings = ()
     placements: int = 0
 
@@ -189,7 +191,7 @@ def grouped(case: Case) -> str:
                     if layout.setting("overlap_grad_reduce")
                     or layout.setting("overlap_param_gather")
                     else "",
-                    f"host {layout.fraction} {layout.mode}" if layout.fraction else "",
+                    f"{layout.place} {layout.fraction} {layout.mode}" if layout.fraction else "",
                 ),
             )
         )

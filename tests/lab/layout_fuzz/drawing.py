@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 from lab.layout_fuzz.case import BadGradient, Case, Disagreement, Layout, Settings
@@ -66,6 +67,7 @@ class _Draw:
         layouts = tuple(
             self.layouts.draw(kind, rule, world, rough, len(kinds) > 1) for kind in kinds
         )
+        layouts = tuple(self.placed(layout, index, rule) for index, layout in enumerate(layouts))
         blocks = all(
             layout.kind in ("copies", "alone") and layout.size("tp") == 1 for layout in layouts
         )
@@ -74,6 +76,18 @@ class _Draw:
         layers = self.model.layers(layouts, rule, precision)
         case = Case(self.seed, world, rule, precision, layers, layouts, rough=rough)
         return self.schedule(case)
+
+    def placed(self, layout: Layout, phase: int, rule: str) -> Layout:
+        """Return a layout whose part on the host is streamed or on a disk, for some seeds.
+
+        A generator of its own draws this, so that nothing else of a case depends on it. Rules with
+        collectives are left out: ranks may cut other windows."""
+        apart = random.Random(f"place {phase} {self.seed}")
+        if not layout.fraction or rule in ("lamb", "muon") or apart.random() < 0.6:
+            return layout
+        if apart.random() < 0.5:
+            return replace(layout, place="disk")
+        return replace(layout, place="streamed", mode="sync")
 
     def main_params(self, precision: str, rule: str, layouts: tuple[Layout, ...]) -> str:
         """Return a precision without main params for a third of the cases that allow it.
@@ -195,7 +209,7 @@ class _Draw:
     def cautions(self, case: Case, found: dict[str, Any]) -> dict[str, Any]:
         """Cautious settings; drawn apart, so that nothing else of a case depends on it. Not of
         Muon, whose tolerance a sign that turns is beyond; and what is counted over ranks is
-        counted by nobody during backward."""
+        counted by nobody during backward, nor in windows."""
         apart = random.Random(f"cautions {self.seed}")
         drawn = {name: True for name in CAUTIONS if apart.random() < 0.3}
         if _ahead_on_ranks(case):
@@ -271,5 +285,8 @@ class _Draw:
 
 
 def _ahead_on_ranks(case: Case) -> bool:
-    """Whether ranks step during backward."""
-    return any(each.mode == "speculative" and each.kind != "alone" for each in case.layouts)
+    """Whether ranks step during backward, or in windows."""
+    return any(
+        each.kind != "alone" and (each.mode == "speculative" or each.place != "host")
+        for each in case.layouts
+    )

@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -50,6 +51,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "master": {"store_param_remainders": False, "exp_avg_dtype": "bfloat16"},
 }
 """Forms of state, by the second word of a precision."""
+PLACES: dict[str, dict[str, Any]] = {
+    "host": {},
+    "streamed": {"offload_place": "streamed", "stream_window_bytes": 16384},
+    "disk": {"optimizer_state_path": gettempdir(), "stream_window_bytes": 65536},
+}
 OTHER_SETTINGS: dict[str, dict[str, Any]] = {
     "averages": {"ema_decay": 0.5},
     "state form": {"use_precision_aware_optimizer": True},
@@ -100,6 +106,7 @@ def config_of(case: Case, layout: Layout) -> OptimizerConfig:
             "optimizer_cpu_offload": True,
             "optimizer_offload_fraction": layout.fraction,
             "offload_mode": layout.mode,
+            **PLACES[layout.place],
         }
     if RULES[case.rule].reads == "elements" and case.seed % 2:
         settings |= {"audit_rate": 1.0, "audit_action": "raise"}

@@ -64,7 +64,9 @@ def _seated(case: Case) -> Case:
     """A layout of one process is a world of one rank."""
     return case.with_(
         layouts=tuple(
-            Layout("alone", (), layout.fraction, layout.mode) if layout.kind == "alone" else layout
+            Layout("alone", (), layout.fraction, layout.mode, layout.place)
+            if layout.kind == "alone"
+            else layout
             for layout in case.layouts
         )
     )

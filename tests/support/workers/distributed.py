@@ -11,7 +11,6 @@ import sys
 import time
 import warnings
 from datetime import timedelta
-from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from mp_optim.apps.fit.model_plan import Layout, plan
 from mp_optim.core.flat_shard import FlatShard
 from mp_optim.process_groups import missing_ranks
 from mp_optim.zero.grad_reducer import start_reduction
-from support.by_day import is_asked_for
 from support.models import DTYPES, config_for, is_expert
 
 missing_ranks._PATIENCE = 5.0
@@ -46,25 +44,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 BYTES = [("no_shard", False), ("optim", False), ("optim", True), ("optim_grads", False)]
 
 
-PLACES = {
-    "host": {},
-    "streamed": {"offload_place": "streamed", "stream_window_bytes": 4096},
-    "disk": {"optimizer_state_path": gettempdir(), "stream_window_bytes": 65536},
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class Case:
     ranks: int
     precision: str
     layout: str
     fraction: float = 0.0
-    rule: str = "adam"
     microbatches: int = 1
-    fp32_reduce: bool = True
     clip: float = 1.0
     mode: str = "sync"
-    place: str = "host"
 
 
 class SmallMoE(nn.Module):
@@ -113,11 +101,8 @@ def build(case: Case, group: dist.ProcessGroup, **more: Any) -> tuple[SmallMoE, 
         "use_distributed_optimizer": True,
         "data_parallel_sharding_strategy": case.layout.split("-")[0],
         "bucket_size": 1500,
-        "optimizer": case.rule,
-        "grad_reduce_in_fp32": case.fp32_reduce,
         "clip_grad": case.clip,
         **({"offload_mode": case.mode} if case.fraction else {}),
-        **PLACES[case.place],
         **SETTINGS[case.layout],
         **more,
     }
@@ -158,72 +143,16 @@ def digest(tensors: dict[str, Tensor]) -> str:
 
 
 def cases() -> list[Case]:
-    """The first case of each kind is what the others of the kind have to equal, bit for bit."""
-    whole = ("no_shard", "optim", "optim_grads")
-    found = []
-    for ranks in (2, 3, 4):
-        found += [Case(ranks, "bf16", layout) for layout in SETTINGS]
-        found += [
-            Case(ranks, "bf16", layout, fraction) for layout in whole for fraction in (0.5, 1.0)
-        ]
-        found += [
-            Case(ranks, "fp16", layout, fraction)
-            for layout, fraction in zip(whole, (0.5, 0.0, 1.0), strict=True)
-        ]
-        found += [
-            Case(ranks, "fp16", layout, microbatches=2)
-            for layout in (*whole, "optim-overlap", "optim_grads-overlap")
-        ]
-    for ranks, rule, clip in (
-        (2, "adam", 0.0),
-        (4, "adam", 0.0),
-        (3, "adam", 1.0),
-        (3, "lamb", 0.0),
-    ):
-        modes = ("sync", "overlap", "speculative") if rule == "adam" else ("sync", "overlap")
-        precision, parts = ("fp16", 1) if clip else ("bf16", 2)
-        found += [
-            Case(ranks, precision, layout, fraction, rule, parts, clip=clip, mode=mode)
-            for layout, fraction in (
-                ("no_shard", 1.0),
-                ("optim", 0.5),
-                ("optim_grads-overlap", 1.0),
-                ("no_shard-overlap", 0.5),
-            )
-            for mode in modes
-        ]
-    for ranks in (3, 4):
-        found += [
-            Case(ranks, "bf16", layout, 0.5, fp32_reduce=False)
-            for layout in (*whole, "optim-overlap")
-        ]
-        found += [Case(ranks, "fp32", layout) for layout in whole]
-        found += [
-            Case(ranks, "bf16", layout, fraction, rule=rule)
-            for rule in ("lamb",)
-            for layout in (*whole, "optim-whole")
-            for fraction in (0.0, 0.5)
-        ]
+    """Return cases of some kinds; all of a kind have the bits of its first. Random layouts
+    (``lab.layout_fuzz``) have the others."""
+    found = [Case(3, "bf16", layout, 0.5) for layout in SETTINGS]
+    found += [Case(4, "fp32", layout) for layout in ("no_shard", "optim")]
     found += [
-        Case(3, compact, layout, 0.5)
-        for layout in whole
-        for compact in ("bf16-8bit", "bf16-stochastic", "bf16-remainder")
-    ]
-    found += [
-        Case(3, "bf16-stochastic", "optim", 0.5, place="streamed"),
-        Case(2, "bf16", "optim_grads-overlap", 1.0, mode="speculative"),
-        Case(3, "bf16-stochastic", "optim_grads", 0.5, place="disk"),
+        Case(2, "bf16", layout, fraction, microbatches=2, clip=0.0, mode=mode)
+        for layout, fraction in (("no_shard", 1.0), ("optim", 0.5), ("optim_grads-overlap", 1.0))
+        for mode in ("sync", "overlap", "speculative")
     ]
     return found
-
-
-def is_by_day(case: Case) -> bool:
-    """By day three ranks do most, two work during backward, and four are in FP32."""
-    if case.precision == "fp32" or case.ranks == 4:
-        return case.ranks == 4 and case.precision == "fp32"
-    if case.ranks == 2:
-        return case.clip == 0.0
-    return case.fp32_reduce and case.microbatches == 1
 
 
 def fraction_for_all(rank: int, group: dist.ProcessGroup) -> list[float | str]:
@@ -251,69 +180,6 @@ def fraction_for_all(rank: int, group: dist.ProcessGroup) -> list[float | str]:
 
 # -- experts on different ranks, tensor-parallel duplicates ---------------------------------------
 
-EXPERT_STEPS = 3
-EXPERT_LAYOUTS = [("no_shard", 0.0), ("optim", 0.0), ("optim_grads", 0.5)]
-
-
-def features(rank: int, step: int) -> Tensor:
-    return torch.randn(12, 24, generator=torch.Generator().manual_seed(step * 10 + rank))
-
-
-class Layered(nn.Module):
-    """A dense layer and some experts of a larger model."""
-
-    def __init__(self, experts: list[int]) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.dense = nn.Linear(24, 24)
-        every = [nn.Linear(24, 24, bias=False) for _ in range(2)]
-        self.experts = nn.ModuleDict({str(e): every[e] for e in experts})
-
-    def dense_loss(self, values: Tensor) -> Tensor:
-        return torch.tanh(self.dense(values)).square().mean()
-
-    def expert_loss(self, expert: int, values: Tensor) -> Tensor:
-        return torch.tanh(self.experts[str(expert)](values)).abs().mean() * 3
-
-
-def experts_on_two_ranks(
-    rank: int, layout: str, fraction: float, groups: dict[str, dist.ProcessGroup]
-) -> Any:
-    """Ranks 0 and 2 hold the first expert, 1 and 3 the second, which sees the features of both
-    ranks of a pair."""
-    mine, pair = rank % 2, (rank // 2 * 2, rank // 2 * 2 + 1)
-    model = Layered([mine])
-    config = config_for(
-        "fp32",
-        fraction,
-        use_distributed_optimizer=True,
-        data_parallel_sharding_strategy=layout,
-        clip_grad=0.05,
-    )
-    ranks = ProcessGroups(
-        dp=dist.group.WORLD, expert_dp=groups["expert_dp"], expert_grad_stats=groups["ep"]
-    )
-    if layout == "optim_grads":
-        ranks = ProcessGroups.from_device_mesh(
-            dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-        )
-    optimizer = get_megatron_optimizer(
-        config, model, expert_predicate=is_expert, process_groups=ranks
-    )
-    norms = []
-    for step in range(EXPERT_STEPS):
-        optimizer.zero_grad()
-        (
-            model.dense_loss(features(rank, step))
-            + model.expert_loss(mine, features(pair[0], step))
-            + model.expert_loss(mine, features(pair[1], step))
-        ).backward()
-        norms.append(optimizer.step().grad_norm)
-    return {
-        "norms": norms,
-        "params": {name: value.clone() for name, value in model.state_dict().items()},
-    }
-
 
 def forgotten_groups(groups: dict[str, dist.ProcessGroup]) -> list[str]:
     """Experts differ between ranks, and the process groups do not say all of it."""
@@ -322,7 +188,7 @@ def forgotten_groups(groups: dict[str, dist.ProcessGroup]) -> list[str]:
         error_of(
             lambda given=given: get_megatron_optimizer(
                 config,
-                Layered([0]),
+                nn.ModuleDict({"experts": nn.Linear(24, 24)}),
                 expert_predicate=is_expert,
                 process_groups=ProcessGroups(**given),
             )
@@ -644,7 +510,7 @@ def leave(rank: int, gone: int, group: dist.ProcessGroup) -> dict[str, Any]:
     return {"told": told, "seconds": time.monotonic() - began}
 
 
-def main(directory: str, *times: str) -> None:
+def main(directory: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     groups = {ranks: dist.new_group(list(range(ranks))) for ranks in (2, 3, 4)}
@@ -656,16 +522,11 @@ def main(directory: str, *times: str) -> None:
     results: dict[str, Any] = {
         repr(case): train(*build(case, groups[case.ranks]), case, rank)
         for case in cases()
-        if rank < case.ranks and is_asked_for(is_by_day(case), times)
+        if rank < case.ranks
     }
-    results["experts"] = [experts_on_two_ranks(rank, *layout, own) for layout in EXPERT_LAYOUTS]
     results["forgotten groups"] = forgotten_groups(own)
-    results["duplicates"] = [
-        duplicates(rank, layout, own) for layout in ("no_shard", "optim", "optim_grads")
-    ]
-    results["resumed"] = {
-        layout: resumed(rank, layout, groups[4], directory) for layout in ("optim", "optim_grads")
-    }
+    results["duplicates"] = [duplicates(rank, layout, own) for layout in ("no_shard", "optim")]
+    results["resumed"] = resumed(rank, "optim", groups[4], directory)
     results["sums"] = sums_are_in_the_order_of_ranks(rank, groups[4])
     results["fraction"] = fraction_for_all(rank, groups[4])
     results["start"] = starts_alike(rank, groups[4])

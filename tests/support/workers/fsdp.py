@@ -17,18 +17,7 @@ from mp_optim import MegatronOptimizer, ProcessGroups, checkpoint, get_megatron_
 from support.models import DTYPES, TinyMoE, config_for, is_expert, tokens_of, train
 from support.moved_by_hand import HELPERS
 
-CASES = [
-    ("adam", "fp32", 0.0),
-    ("adam", "fp32", 0.5),
-    ("adam", "fp32", 1.0),
-    ("lamb", "fp32", 0.0),
-    ("lamb", "fp32", 0.5),
-    ("adam", "bf16", 0.5),
-    ("lamb", "bf16", 1.0),
-    ("adam", "fp16", 0.3),
-    ("adam", "bf16-remainder", 0.0),
-    ("adam", "bf16-remainder", 0.5),
-]
+CASES = [("lamb", "fp32", 0.5), ("adam", "bf16", 0.5), ("adam", "bf16-remainder", 0.0)]
 STEPS = 4
 
 

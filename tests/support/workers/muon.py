@@ -51,7 +51,6 @@ LATE = ("wide1", "wide2")
 """Of these, there is no gradient at the second step."""
 STEPS = 3
 NORMUON = {"muon_moment2_method": "normuon", "muon_beta2": 0.8, "caution": True}
-FRACTIONS = (0.0, 0.5)
 
 
 def values(step: int, shapes: Shapes = SHAPES) -> dict[str, Tensor]:
@@ -278,30 +277,6 @@ def shares() -> dict[str, dict[str, object]]:
     return found
 
 
-def tensor_parallel() -> dict[str, Tensor]:
-    """Plain tensors with Megatron's attributes: matrices split by rows or columns, the others on
-    every rank."""
-    world, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
-    dims = {"fused": 0, "experts.up": 0}  # what divides by four
-
-    def part(name: str, value: Tensor) -> Tensor:
-        return value.chunk(size, dims[name])[rank].clone() if name in dims else value.clone()
-
-    def mark(name: str, param: Tensor) -> None:
-        if name in dims:
-            param.tensor_model_parallel, param.partition_dim = True, dims[name]
-
-    def whole(name: str, main: Tensor) -> Tensor:
-        if name not in dims:
-            return main.detach()
-        parts = [torch.empty_like(main) for _ in range(size)]
-        dist.all_gather(parts, main.detach().contiguous())
-        return torch.cat(parts, dims[name])
-
-    groups = ProcessGroups(grad_stats=world, tp=world, expert_grad_stats=world, expert_tp=world)
-    return train(part, whole, 0.5, groups, mark)
-
-
 def unknown_partition() -> str:
     """Return the error for a partitioned parameter without a partition dimension, or "nothing"."""
     model = model_of(values(-1))
@@ -319,16 +294,13 @@ def main(directory: str) -> None:
     for case, (shape, layout) in CASES.items():
         mesh = DeviceMesh("cpu", torch.arange(torch.Size(shape).numel()).view(shape))
         if mesh.get_coordinate() is not None:
-            for fraction in FRACTIONS:
-                found[f"{case}, {fraction}"] = on_mesh(mesh, layout, fraction)
+            found[case] = on_mesh(mesh, layout, 0.5)
             found[f"{case}, normuon"] = on_mesh(mesh, layout, 0.5, **NORMUON)
         dist.barrier()
     mesh = DeviceMesh("cpu", torch.arange(2))
     if mesh.get_coordinate() is not None:
         found["blockwise"] = on_mesh(mesh, _rows, 0.0, muon_tp_mode="blockwise")
-    found["tensor parallel"] = tensor_parallel()
     found["shares"] = shares()
-    found["normuon"] = by_zero(dist.group.WORLD, bucket_size=3000, **NORMUON)["mains"]
     torch.save(found, f"{directory}/rank{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()

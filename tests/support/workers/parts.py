@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import random
 import sys
 import time
 import warnings
@@ -18,21 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from mp_optim import (
-    MegatronOptimizer,
-    OptimizerConfig,
-    ProcessGroups,
-    checkpoint,
-    get_megatron_optimizer,
-)
+from mp_optim import MegatronOptimizer, OptimizerConfig, ProcessGroups, get_megatron_optimizer
 from mp_optim.apps.megatron.adapter import MegatronAdapter
 from mp_optim.zero.buckets import plan_whole
 from mp_optim.zero.grad_reducer import start_reduction
 
 FOLDER = ""
 RANKS = 3
-PROGRAMS = 6
-STEPS = 3
 OTHERWISE = [
     ("zero_grad", "optim_grads"),
     ("frozen", "optim_grads"),
@@ -48,170 +39,25 @@ OTHERWISE = [
 ]
 
 
-class Routed(nn.Module):
-    """Layers with an expert each; which experts are used is the caller's choice."""
-
-    def __init__(self, widths: list[int], mixed: bool) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(len(widths))
-        self.dense, self.experts = nn.ModuleList(), nn.ModuleList()
-        for width in widths:
-            self.dense.append(nn.Linear(16, 16, bias=mixed))
-            self.experts.append(nn.Linear(16, width, bias=False))
-        for param in self.parameters():
-            param.data = torch.randn(param.shape, generator=generator) * 0.3
-        if mixed:
-            self.experts.bfloat16()
-
-    def forward(self, x: Tensor, used: set[int]) -> Tensor:
-        for index, (dense, expert) in enumerate(zip(self.dense, self.experts, strict=True)):
-            x = torch.tanh(dense(x))
-            if index in used:
-                x = x + expert(x.to(expert.weight.dtype)).float().mean(-1, keepdim=True)
-        return x.square().mean()
-
-
 def digest(model: nn.Module) -> str:
     data = b"".join(p.detach().float().contiguous().numpy().tobytes() for p in model.parameters())
     return hashlib.sha256(data).hexdigest()
 
 
-def program(
-    seed: int, groups: dict[str, dist.ProcessGroup], plain: bool
-) -> tuple[str, list[float]]:
-    """Train a random model; ``plain`` without anything that overlaps or is sharded."""
-    chance = random.Random(seed)
-    widths = [chance.choice((4, 16, 40)) for _ in range(chance.randint(2, 5))]
-    mixed, apart = chance.random() < 0.3, chance.random() < 0.4
-    strategy, overlap = chance.choice(
-        (("optim", True), ("optim_grads", False), ("optim_grads", True), ("no_shard", True))
-    )
-    settings = {
-        "bucket_size": chance.choice((None, 256, 600)),
-        "overlap_grad_reduce": overlap,
-        "data_parallel_sharding_strategy": strategy,
-    }
-    passes = chance.choice((1, 1, 2))
-    if plain:
-        settings |= {"overlap_grad_reduce": False, "data_parallel_sharding_strategy": "no_shard"}
-    model = Routed(widths, mixed)
-    ranks = (
-        ProcessGroups(
-            dp=groups["dp"], expert_dp=groups["expert_dp"], expert_grad_stats=groups["alone"]
-        )
-        if apart
-        else ProcessGroups(dp=groups["dp"])
-    )
-    config = OptimizerConfig(
-        lr=1e-2, use_distributed_optimizer=True, clip_grad=0.0, bf16=mixed, **settings
-    )
-    optimizer: Any = get_megatron_optimizer(
-        config,
-        model,
-        process_groups=ranks,
-        expert_predicate=lambda p, name: name.startswith("experts"),
-    )
-    norms = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for turn in range(passes):
-            mine = random.Random(f"{seed} {step} {turn} {dist.get_rank()}")
-            used = {index for index in range(len(widths)) if mine.random() < 0.5}
-            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(mine.randrange(2**31)))
-            with optimizer.no_sync() if turn < passes - 1 else torch.enable_grad():
-                if mine.random() < 0.9:  # else this rank has no backward pass at all
-                    model(x, used).backward()
-        norms.append(optimizer.step().grad_norm)
-    return digest(model), norms
-
-
 # -- whole parameters on one rank ------------------------------------------------------------------
 
 
-class Uneven(nn.Module):
-    """One matrix is most of the model; one is empty, and there are stacks, vectors and a number."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        generator, chance = torch.Generator().manual_seed(seed), random.Random(seed)
-
-        def weight(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.randn(shape, generator=generator) * 0.3)
-
-        self.table = weight((20, 3000)[seed % 2], 16)
-        self.layers = nn.ParameterList(weight(16, 16) for _ in range(chance.randint(1, 5)))
-        self.stack, self.bias, self.scale = weight(2, 16, 24), weight(16), weight()
-        self.empty = nn.Parameter(torch.zeros(0, 8))
-        self.frozen = nn.Parameter(torch.ones(16), requires_grad=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.table[tokens] * self.frozen
-        for layer in self.layers:
-            x = torch.tanh(x @ layer.to(x.dtype) + self.bias)
-        return (x @ self.stack).float().square().mean() * self.scale.float() + self.empty.sum()
-
-
-WHOLE = {
-    "muon": {"optimizer": "muon"},
-    "muon on the host": {
-        "optimizer": "muon",
-        "optimizer_cpu_offload": True,
-        "optimizer_offload_fraction": 0.5,
-        "offload_mode": "overlap",
-    },
-    "adam": {"optimizer": "adam"},
-    "lamb": {"optimizer": "lamb"},
-}
-KEPT_WHOLE = [(1, rule) for rule in WHOLE]
-SHARED = {
-    "plain": {"data_parallel_sharding_strategy": "no_shard"},
-    "whole": {"use_layer_wise_distributed_optimizer": True},
-    "whole, ZeRO-2": {
-        "use_layer_wise_distributed_optimizer": True,
-        "overlap_grad_reduce": True,
-        "data_parallel_sharding_strategy": "optim_grads",
-    },
-    "whole, overlap": {
-        "use_layer_wise_distributed_optimizer": True,
-        "overlap_grad_reduce": True,
-        "overlap_param_gather": True,
-    },
-}
-
-
-def whole(seed: int, rule: str, how: str, folder: str = "") -> dict[str, Any]:
-    """Train with parameters whole on one rank, or on all; perhaps from a checkpoint on."""
-    dtype = (torch.float32, torch.bfloat16)[seed % 2]
-    model = Uneven(seed).to(dtype)
-    size = sum(p.numel() for p in model.parameters() if p.requires_grad)
+def buffer_of_whole_parameters() -> float:
+    """Return the size of a rank's gradient and parameter buffer, as a share of a model of which one
+    matrix is the most, where Muon's parameters are whole on one rank."""
+    model = nn.ParameterDict({"table": torch.ones(3000, 16), "layer": torch.ones(16, 16)})
     config = OptimizerConfig(
-        lr=1e-2,
-        use_distributed_optimizer=True,
-        clip_grad=0.0,
-        bf16=dtype == torch.bfloat16,
-        **WHOLE[rule],
-        **SHARED[how],
+        lr=1e-2, optimizer="muon", clip_grad=0.0, use_layer_wise_distributed_optimizer=True
     )
-    optimizer: Any = get_megatron_optimizer(config, model)
-    start = 2 if folder else 0
-    if folder:
-        checkpoint.load(folder, model, optimizer)
-    norms = []
-    for step in range(start, start + 2 if not folder else 4):
-        optimizer.zero_grad()
-        tokens = torch.randint(
-            0, 20, (6,), generator=torch.Generator().manual_seed(10 * step + dist.get_rank())
-        )
-        model(tokens).backward()
-        norms.append(optimizer.step().grad_norm)
-    optimizer.finish_param_sync()
-    if not folder:
-        checkpoint.save(f"{FOLDER}/{seed}-{rule}-{how}", model, optimizer)
-    return {
-        "bits": digest(model),
-        "norms": norms,
-        "buffer": model.table.untyped_storage().nbytes() / (size * dtype.itemsize),
-    }
+    optimizer = get_megatron_optimizer(config, model)
+    size = sum(param.numel() for param in model.values())
+    assert optimizer.slots()
+    return float(model["table"].untyped_storage().nbytes() / (4 * size))
 
 
 def largest_exchange(numels: list[int]) -> float:
@@ -371,16 +217,9 @@ def called_twice() -> dict[str, Any]:
 def main(directory: str) -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
-    groups = {
-        "dp": dist.group.WORLD,
-        "expert_dp": dist.new_group(list(range(RANKS))),
-        "alone": dist.new_subgroups(1)[0],
-    }
     global FOLDER
     FOLDER = directory
     found: dict[str, Any] = {}
-    for seed in range(PROGRAMS):
-        found[f"program {seed}"] = [program(seed, groups, plain) for plain in (True, False)]
     found["otherwise"] = {
         (what, strategy): step_otherwise(what, strategy) for what, strategy in OTHERWISE
     }
@@ -389,11 +228,7 @@ def main(directory: str) -> None:
         for what in ("nothing", "path", "lr", "lr, in parts", "gradient", *OTHER_SETTINGS)
     }
     found["twice"] = called_twice()
-    for seed, rule in KEPT_WHOLE:
-        runs = {how: whole(seed, rule, how) for how in SHARED}
-        for how, other in (("plain", "whole"), ("whole", "plain")):
-            runs[f"{how}, resumed"] = whole(seed, rule, how, f"{directory}/{seed}-{rule}-{other}")
-        found[f"whole {seed} {rule}"] = runs
+    found["buffer"] = buffer_of_whole_parameters()
     found["exchange"] = [
         largest_exchange(sizes) for sizes in ([100_000, 300, 5], [5000] * 7, [9000])
     ]
