@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ptx.figures import figures
+
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docs" / "gpu.json"
 PAGE = FILE.with_suffix(".md")
@@ -76,6 +78,7 @@ def page(text: str) -> str:
         "targets": lambda: table(["", *_heads()], _by_target(found["targets"])),
         "hardware": lambda: table(_HARDWARE, _hardware(found["targets"])),
         "features": lambda: table(["", "ran on", "timed on"], _by_feature(found["features"])),
+        "figures": figures,
     }
 
     def made(match: re.Match[str]) -> str:
