@@ -1,131 +1,23 @@
-"""Rules that step each element separately: the scalars of a step, and its arithmetic in torch
-operations.
+"""Rules that step each element separately: the arithmetic of a step in torch operations.
 
-A rule's row in :mod:`mp_optim.config.rules` names its moments in the order of kernel arguments. Its
-scalars are the fields of a class here, in the order of kernel arguments. Native kernels take them
-after the multiplier of the gradients, switches as 0 and 1, and ``caution`` last, which a
-parameter's own scale replaces. Triton kernels take at most ten, without switches, which are
-compiled in.
+The scalars of a step are formed in :mod:`mp_optim.kernels.kernel_args`.
 """
 
 from __future__ import annotations
 
-import math
-from array import array
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from mp_optim.kernels.chunking import Lists, read_mains, read_moment, write_mains, write_moment
 from mp_optim.kernels.kernel_args import (
+    AdamScalars,
     LambScalars,
-    StepInputs,
+    LionScalars,
+    SgdScalars,
     TensorLists,
-    bias_corrections,
-    cautions,
-    fp32,
 )
-
-# -- scalars --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class AdamScalars(StepInputs):
-    """Scalars of one Adam step: FP32 values formed in double."""
-
-    beta1: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    eps: float
-    step_size: float
-    inv_sqrt_bias2: float
-    decay: float
-    l2: float
-    _: KW_ONLY
-    cautious_wd: bool
-    caution: bool
-
-    @classmethod
-    def at(cls, group: Mapping[str, Any], step: int) -> AdamScalars:
-        """From a param group's ``lr``, ``betas``, ``eps``, ``weight_decay`` and flags, at step
-        ``step`` >= 1."""
-        beta1, beta2 = map(float, group["betas"])
-        lr = float(group["lr"])
-        bias1, bias2 = bias_corrections(group, beta1, beta2, step)
-        decay, decoupled = float(group["weight_decay"]), group["adam_w_mode"]
-        averages = beta1, 1 - beta1, beta2, 1 - beta2
-        step_of = group["eps"], lr / bias1, 1 / math.sqrt(bias2)
-        decays = (lr * decay, 0.0) if decoupled else (0.0, decay)
-        return cls(
-            *array("f", (*averages, *step_of, *decays)),
-            **cautions(group),
-            given_lr=lr,
-            given_decay=decay,
-            given_step=int(step),
-            bias_correction=bool(group["bias_correction"]),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class SgdScalars:
-    """Scalars of one SGD step. ``first`` is 1 if the momentum buffer starts with this gradient."""
-
-    lr: float
-    momentum: float
-    one_minus_dampening: float
-    decay: float
-    nesterov: bool
-    first: bool
-
-    @classmethod
-    def at(cls, group: Mapping[str, Any], step: int) -> SgdScalars:
-        """From a param group, at step ``step`` >= 1."""
-        return cls(
-            fp32(float(group["lr"])),
-            fp32(group["momentum"]),
-            fp32(1 - group["dampening"]),
-            fp32(group["weight_decay"]),
-            group["nesterov"],
-            step == 1,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class LionScalars:
-    """Scalars of one Lion step."""
-
-    beta1: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    lr: float
-    decay: float
-    _: KW_ONLY
-    cautious_wd: bool
-    caution: bool
-
-    @classmethod
-    def at(cls, group: Mapping[str, Any], step: int) -> LionScalars:
-        """From a param group; the same at every step."""
-        beta1, beta2 = map(float, group["betas"])
-        lr = float(group["lr"])
-        averages = beta1, 1 - beta1, beta2, 1 - beta2
-        decay = lr * float(group["weight_decay"])
-        return cls(*array("f", (*averages, lr, decay)), **cautions(group))
-
-
-RULE_SCALARS: dict[str, Any] = {
-    "adam": AdamScalars,
-    "sgd": SgdScalars,
-    "lion": LionScalars,
-    "lamb": LambScalars,
-}
-"""The class of scalars of each rule."""
-
 
 # -- text -----------------------------------------------------------------------------------------
 #

@@ -1,5 +1,12 @@
 """Arguments of backends: parallel lists of tensors, scalars rounded once from double, and the
-groups of tensors for one launch, which share the dtypes of all their parts."""
+groups of tensors for one launch, which share the dtypes of all their parts.
+
+A rule's row in :mod:`mp_optim.config.rules` names its moments in the order of kernel arguments. Its
+scalars are the fields of a class here, in the order of kernel arguments. Native kernels take them
+after the multiplier of the gradients, switches as 0 and 1, and ``caution`` last, which a
+parameter's own scale replaces. Triton kernels take at most ten, without switches, which are
+compiled in.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,7 @@ import ctypes
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
@@ -15,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mp_optim.config.rules import CAUTIONS
 from mp_optim.config.state_forms import (
     AVERAGE_FORMS,
     FIRST_FORMS,
@@ -23,7 +29,7 @@ from mp_optim.config.state_forms import (
     blocks_of,
     packed_bytes,
 )
-from mp_optim.core import CachedTensorList, all_same
+from mp_optim.core import CachedTensorList
 from mp_optim.core.slot_state import AVERAGE, REMAINDER, scale_key
 from mp_optim.core.tensors import continue_from
 from mp_optim.kernels.codecs import Noise, is_blocked
@@ -55,8 +61,8 @@ class TensorLists:
         noise: for each tensor, random bits to round state stochastically; None rounds to nearest.
         average_weight: weight of new main params in their averages, an FP32 number; at 1 the
             averages become the main params.
-        prepared: the cached launch of each rule for lists with the same objects in ``main``,
-            ``state`` and ``output`` (:class:`PreparedLaunch`); dropped with the lists.
+        prepared: the cached launch of each rule for these lists (:class:`PreparedLaunch`), reused
+            with other gradients. None for lists that are not kept.
         changed: bitmaps in which kernels mark the elements of weights that get another value
             (``SlotUpdate.changed``), or None. Only for backends that have ``marks_changes``.
         follows: True if ``output`` holds the model's weights, and the step continues from them
@@ -75,11 +81,6 @@ class TensorLists:
     prepared: dict[str, PreparedLaunch] | None = None
     changed: Sequence[Tensor] | None = None
     follows: bool = False
-
-    @property
-    def made_for(self) -> tuple[Any, ...]:
-        """The lists that may be the same in every step."""
-        return self.main, *self.state.values(), self.output, self.changed
 
     def take(self, indices: Sequence[int]) -> TensorLists:
         """Some of the tensors."""
@@ -104,10 +105,8 @@ class TensorLists:
         """The lists without what averages do not read; empty ones where none are kept."""
         if AVERAGE not in self.state or not self.main:
             return TensorLists([], [], {}, [])
-        averages = self.only(REMAINDER, AVERAGE)
-        return replace(
-            averages, output=[None] * len(self.main), source=None, changed=None, follows=False
-        )
+        averages, outputs = self.only(REMAINDER, AVERAGE), [None] * len(self.main)
+        return replace(averages, output=outputs, source=None, changed=None, follows=False)
 
     def only(self, *keys: str) -> TensorLists:
         """Return the lists with the state of these keys only."""
@@ -115,7 +114,7 @@ class TensorLists:
         source = self.source
         if source is not None:
             source = {key: source[key] for key in keys if key in source}
-        return replace(self, state=state, source=source)
+        return replace(self, state=state, source=source, prepared=None)
 
     def in_place(self) -> TensorLists:
         """The lists with present values brought to where they are stepped."""
@@ -157,9 +156,95 @@ class StepInputs:
     bias_correction: bool
 
 
-def cautions(group: Mapping[str, Any]) -> dict[str, bool]:
-    """``caution`` and ``cautious_wd`` of a param group; one that names neither has neither."""
-    return {name: bool(group.get(name)) for name in CAUTIONS}
+@dataclass(frozen=True, slots=True)
+class AdamScalars(StepInputs):
+    """Scalars of one Adam step: FP32 values formed in double."""
+
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    eps: float
+    step_size: float
+    inv_sqrt_bias2: float
+    decay: float
+    l2: float
+    _: KW_ONLY
+    cautious_wd: bool
+    caution: bool
+
+    @classmethod
+    def at(cls, group: Mapping[str, Any], step: int) -> AdamScalars:
+        """From a param group's ``lr``, ``betas``, ``eps``, ``weight_decay`` and flags, at step
+        ``step`` >= 1."""
+        beta1, beta2 = map(float, group["betas"])
+        lr = float(group["lr"])
+        bias1, bias2 = bias_corrections(group, beta1, beta2, step)
+        decay, decoupled = float(group["weight_decay"]), group["adam_w_mode"]
+        averages = beta1, 1 - beta1, beta2, 1 - beta2
+        step_of = group["eps"], lr / bias1, 1 / math.sqrt(bias2)
+        decays = (lr * decay, 0.0) if decoupled else (0.0, decay)
+        return cls(
+            *array("f", (*averages, *step_of, *decays)),
+            cautious_wd=bool(group.get("cautious_wd")),
+            caution=bool(group.get("caution")),
+            given_lr=lr,
+            given_decay=decay,
+            given_step=int(step),
+            bias_correction=bool(group["bias_correction"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SgdScalars:
+    """Scalars of one SGD step. ``first`` is 1 if the momentum buffer starts with this gradient."""
+
+    lr: float
+    momentum: float
+    one_minus_dampening: float
+    decay: float
+    nesterov: bool
+    first: bool
+
+    @classmethod
+    def at(cls, group: Mapping[str, Any], step: int) -> SgdScalars:
+        """From a param group, at step ``step`` >= 1."""
+        return cls(
+            fp32(float(group["lr"])),
+            fp32(group["momentum"]),
+            fp32(1 - group["dampening"]),
+            fp32(group["weight_decay"]),
+            group["nesterov"],
+            step == 1,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LionScalars:
+    """Scalars of one Lion step."""
+
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    lr: float
+    decay: float
+    _: KW_ONLY
+    cautious_wd: bool
+    caution: bool
+
+    @classmethod
+    def at(cls, group: Mapping[str, Any], step: int) -> LionScalars:
+        """From a param group; the same at every step."""
+        beta1, beta2 = map(float, group["betas"])
+        lr = float(group["lr"])
+        averages = beta1, 1 - beta1, beta2, 1 - beta2
+        decay = lr * float(group["weight_decay"])
+        return cls(
+            *array("f", (*averages, lr, decay)),
+            cautious_wd=bool(group.get("cautious_wd")),
+            caution=bool(group.get("caution")),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +296,15 @@ class LambScalars(StepInputs):
         if not self.adapts or param_square == 0.0 or update_square == 0.0:
             return fp32(self.lr)
         return fp32(self.lr * math.sqrt(param_square) / math.sqrt(update_square))
+
+
+RULE_SCALARS: dict[str, Any] = {
+    "adam": AdamScalars,
+    "sgd": SgdScalars,
+    "lion": LionScalars,
+    "lamb": LambScalars,
+}
+"""The class of scalars of each rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,14 +401,12 @@ class PreparedLaunch(NamedTuple):
     """A launch of a rule over whole lists, kept in :attr:`TensorLists.prepared`.
 
     Attributes:
-        made_for: the lists that it is of (:attr:`TensorLists.made_for`).
         kind: dtypes of their tensors.
         sizes: elements of each gradient.
         written: tensors that kernels write, and autograd knows.
         launch: the backend's own.
     """
 
-    made_for: tuple[Any, ...]
     kind: LaunchDtypes
     sizes: array[int]
     written: list[Tensor]
@@ -322,14 +414,13 @@ class PreparedLaunch(NamedTuple):
 
 
 def prepared_launch(lists: TensorLists, rule: str) -> PreparedLaunch | None:
-    """Return the launch that is kept for a rule, if it is of these lists and their gradients have
-    the dtypes and sizes that it was made for."""
+    """Return the launch that is kept for a rule, if the gradients have the dtypes and sizes that it
+    was made for."""
     known, grads = lists.prepared.get(rule) if lists.prepared else None, lists.grad
     if known is None or lists.noise is not None or lists.source is not None:
         return None
     fits = (
         isinstance(grads, CachedTensorList)
-        and all_same(known.made_for, lists.made_for)
         and grads.dtypes == {known.kind.grad}
         and grads.own_sizes == known.sizes
         and grads.stored
@@ -345,7 +436,7 @@ def prepare_launch(rule: str, part: AlikeLists, written: list[Tensor], launch: A
     if lists.noise is None and lists.source is None:
         sizes = CachedTensorList.of(lists.grad).own_sizes
         assert kind is not None
-        lists.prepared[rule] = PreparedLaunch(lists.made_for, kind, sizes, written, launch)
+        lists.prepared[rule] = PreparedLaunch(kind, sizes, written, launch)
 
 
 def continued(lists: TensorLists, kind: LaunchDtypes | None) -> TensorLists:

@@ -31,10 +31,12 @@ from mp_optim.kernels.chunking import (
     take_averages,
     write_outputs,
 )
-from mp_optim.kernels.element_rules import AdamScalars, SgdScalars, gradients
+from mp_optim.kernels.element_rules import gradients
 from mp_optim.kernels.kernel_args import (
+    AdamScalars,
     LambScalars,
     LaunchDtypes,
+    SgdScalars,
     TensorLists,
     alike_lists,
     kept_moments,

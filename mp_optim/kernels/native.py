@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import byref
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
@@ -29,6 +30,7 @@ from mp_optim.config.state_forms import (
 )
 from mp_optim.core import CachedTensorList
 from mp_optim.core.slot_state import AVERAGE
+from mp_optim.core.tensors import continue_from
 from mp_optim.host.calls import tell_autograd
 from mp_optim.kernels import native_library as lib
 from mp_optim.kernels.chunking import mark_written, model_tensors
@@ -63,7 +65,10 @@ _CODES = {
 
 
 class NativeTable:
-    """The C view of tensor lists; keeps the memory that it points to alive."""
+    """The C view of tensor lists; keeps the memory that it points to alive.
+
+    NOTE: the caller of a kernel must hold the table, not only ``tensors``, until the call returns.
+    """
 
     def __init__(
         self,
@@ -108,9 +113,9 @@ class NativeTable:
 
     def take(self, lists: TensorLists) -> None:
         """Take the gradients of the next launch, which are like those of the last."""
-        grads = CachedTensorList.of(lists.grad)
-        self._arrays["grad"] = grads.addresses
-        self.tensors.grad = grads.addresses.buffer_info()[0]
+        assert isinstance(lists.grad, CachedTensorList)
+        self._arrays["grad"] = lists.grad.addresses
+        self.tensors.grad = lists.grad.addresses.buffer_info()[0]
         self.tensors.average_weight = lists.average_weight
 
 
@@ -136,9 +141,10 @@ class NativeBackend(ReferenceBackend):
     ) -> None:
         given = _given(rule, scalars, multiplier)
         if scales is None and (known := prepared_launch(lists, rule)) is not None:
-            continued(lists, known.kind)
+            if lists.follows and not known.launch.tensors.follows:
+                continue_from(lists.main, lists.output, lists.changed)
             known.launch.take(lists)
-            self._call("mp_step", known.launch, *given, None)
+            self.library.call("mp_step", byref(known.launch.tensors), *given, None, thread_count())
             tell_autograd(known.written)
             return
         moments = kept_moments(lists, RULES[rule].moment_names)
@@ -152,7 +158,8 @@ class NativeBackend(ReferenceBackend):
                     bits.fill_(0xFF)  # all changed elements are among all elements
                 continue
             table = _table(alike, kind, moments)
-            self._call("mp_step", table, *given, None if own is None else own.buffer_info()[0])
+            to = None if own is None else own.buffer_info()[0]
+            self.library.call("mp_step", byref(table.tensors), *given, to, thread_count())
             mark_written(alike)
             if own is None:
                 prepare_launch(rule, part, model_tensors(alike), table)
@@ -181,7 +188,9 @@ class NativeBackend(ReferenceBackend):
             else:
                 found = torch.empty_like(sums[: len(indices)])
                 table = _table(alike, kind._replace(output=None), moments)
-                self._call(name, table, *given, found.data_ptr())
+                self.library.call(
+                    name, byref(table.tensors), *given, found.data_ptr(), thread_count()
+                )
             sums[torch.tensor(list(indices), device="cpu")] = found
         return sums
 
@@ -191,7 +200,8 @@ class NativeBackend(ReferenceBackend):
             if kind is None:
                 super().muon_momentum(alike.in_place(), scalars, multiplier)
             else:
-                self._call("mp_muon_momentum", _table(alike, kind, (MOMENTUM,)), values)
+                table = _table(alike, kind, (MOMENTUM,))
+                self.library.call("mp_muon_momentum", byref(table.tensors), values, thread_count())
                 mark_written(alike)
 
     def muon_apply(
@@ -203,7 +213,8 @@ class NativeBackend(ReferenceBackend):
                 super().muon_apply(alike.in_place(), scalars, part_factors)
             else:
                 to = (scalars.decay, scalars.cautious_wd, part_factors.buffer_info()[0])
-                self._call("mp_muon_apply", _table(alike, kind, ()), *to)
+                table = _table(alike, kind, ())
+                self.library.call("mp_muon_apply", byref(table.tensors), *to, thread_count())
                 mark_written(alike)
 
     def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> Tensor:
@@ -221,7 +232,8 @@ class NativeBackend(ReferenceBackend):
             else:
                 here = replace(alike, source=None)  # the first pass brought it
                 table = _table(here, kind, _MOMENTS)
-                self._call("mp_lamb_apply", table, values, part_ratios.buffer_info()[0])
+                to = part_ratios.buffer_info()[0]
+                self.library.call("mp_lamb_apply", byref(table.tensors), values, to, thread_count())
                 mark_written(alike)
 
     def average(self, lists: TensorLists) -> None:
@@ -229,7 +241,8 @@ class NativeBackend(ReferenceBackend):
             if kind is None:
                 super().average(alike)
             else:
-                self._call("mp_average", _table(alike, kind, ()))
+                table = _table(alike, kind, ())
+                self.library.call("mp_average", byref(table.tensors), thread_count())
                 tell_autograd(list(alike.state[AVERAGE]))
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -245,11 +258,9 @@ class NativeBackend(ReferenceBackend):
                 LaunchDtypes(steady[0].dtype), {"grad": steady}
             )  # raises with the tensor that does not fit
         sums = torch.empty(len(steady), dtype=torch.float64, device="cpu")
-        self._call("mp_measure", NativeTable.of_one(steady), sums.data_ptr(), None)
+        table = NativeTable.of_one(steady)
+        self.library.call("mp_measure", byref(table.tensors), sums.data_ptr(), None, thread_count())
         return sums
-
-    def _call(self, name: str, table: NativeTable, *arguments: Any) -> None:
-        self.library.call(name, ctypes.byref(table.tensors), *arguments, thread_count())
 
 
 def _given(rule: str, scalars: Any, multiplier: float) -> tuple[bytes, Any, int]:

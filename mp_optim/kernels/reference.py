@@ -28,7 +28,6 @@ from mp_optim.kernels.chunking import (
 )
 from mp_optim.kernels.codecs import decode, encode_
 from mp_optim.kernels.element_rules import (
-    RULE_SCALARS,
     TEXTS,
     agreements,
     average,
@@ -39,7 +38,7 @@ from mp_optim.kernels.element_rules import (
     descend,
     gradients,
 )
-from mp_optim.kernels.kernel_args import LambScalars, MuonScalars, TensorLists, fp32
+from mp_optim.kernels.kernel_args import RULE_SCALARS, LambScalars, MuonScalars, TensorLists, fp32
 from mp_optim.kernels.sums import combine_pieces, sum_in_pairs, sum_of_squares
 
 Multiplier = Any

@@ -122,7 +122,7 @@ class DoubleBuffer:
             for place, name in enumerate(planned.lists.state, start=1)
         }
         present = {MAIN: planned.lists.main, **planned.lists.state}
-        lists = replace(planned.lists, main=main, state=state, source=present)
+        lists = replace(planned.lists, main=main, state=state, source=present, prepared=None)
         target = planned._replace(mains=main, lists=lists)
         return BackLaunch(planned, target, keys, [tensor._version for tensor in live])
 

@@ -18,8 +18,7 @@ from mp_optim.config.rules import RULES
 from mp_optim.core import CachedTensorList, DeviceMultiplier, Multiplier, SlotUpdate, SlotUpdates
 from mp_optim.core.tensor_layout import ParamLayout, ShardRegion
 from mp_optim.kernels import Backend
-from mp_optim.kernels.element_rules import RULE_SCALARS
-from mp_optim.kernels.kernel_args import TensorLists
+from mp_optim.kernels.kernel_args import RULE_SCALARS, TensorLists
 from mp_optim.kernels.sums import Groups, reduce_rows
 
 Settings = Mapping[str, Any]

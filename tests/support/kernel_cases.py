@@ -14,8 +14,15 @@ from torch import Tensor
 from mp_optim.config.state_forms import BLOCK, blocks_of
 from mp_optim.core.slot_state import AVERAGE, REMAINDER, scale_key
 from mp_optim.kernels.codecs import Noise, encode_, is_blocked, split_
-from mp_optim.kernels.element_rules import RULE_SCALARS, TEXTS
-from mp_optim.kernels.kernel_args import MAIN, LambScalars, MuonScalars, TensorLists, fp32
+from mp_optim.kernels.element_rules import TEXTS
+from mp_optim.kernels.kernel_args import (
+    MAIN,
+    RULE_SCALARS,
+    LambScalars,
+    MuonScalars,
+    TensorLists,
+    fp32,
+)
 from mp_optim.kernels.state_format import moment_specs
 
 ODD = [

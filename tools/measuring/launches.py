@@ -22,8 +22,7 @@ from torch import Tensor
 from triton.runtime import JITFunction
 
 from mp_optim.core import CachedTensorList
-from mp_optim.kernels.element_rules import AdamScalars
-from mp_optim.kernels.kernel_args import TensorLists
+from mp_optim.kernels.kernel_args import AdamScalars, TensorLists
 from ptx.triton_driver import Function, Launch, StaticDriver
 
 FIRST, SCHEDULE = 8, 1000

@@ -23,8 +23,7 @@ from mp_optim.host import accelerator
 from mp_optim.kernels import choose_backend, multi_tensor
 from mp_optim.kernels import chunking as batching
 from mp_optim.kernels.codecs import join
-from mp_optim.kernels.element_rules import AdamScalars, SgdScalars
-from mp_optim.kernels.kernel_args import LambScalars, TensorLists
+from mp_optim.kernels.kernel_args import AdamScalars, LambScalars, SgdScalars, TensorLists
 from mp_optim.kernels.multi_tensor import (
     CHUNK_ELEMENTS,
     MOST_ELEMENTS,

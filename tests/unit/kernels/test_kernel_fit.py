@@ -9,7 +9,7 @@ from torch import nn
 import mp_optim
 from mp_optim.core import CachedTensorList
 from mp_optim.kernels import choose_backend
-from mp_optim.kernels.element_rules import AdamScalars
+from mp_optim.kernels.kernel_args import AdamScalars
 from mp_optim.kernels.triton import triton_backend
 from support.kernel_cases import GROUP, KEYS, Case, lists_of
 from support.kernels import NEED_KERNELS

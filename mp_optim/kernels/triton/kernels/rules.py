@@ -1,5 +1,5 @@
 """Rules that step each element by itself, each with what it does to a tile: a kernel is called like
-its rule, and its scalars come in the order of its class in ``kernels/element_rules.py``."""
+its rule, and its scalars come in the order of its class in ``kernels/kernel_args.py``."""
 
 from typing import Any, NamedTuple
 
