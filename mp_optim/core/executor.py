@@ -51,6 +51,8 @@ class Executor:
 
     writes_settings = False
     """True if a step may write into the groups: learning rates, step counts."""
+    clips = False
+    """True if a rule clips gradients by itself (:meth:`clipped`)."""
 
     def __init__(self, param_groups: ParamGroups) -> None:
         self.param_groups = param_groups
@@ -122,14 +124,13 @@ class Executor:
 
     # -- steps ------------------------------------------------------------------------------------
 
-    def clipped(self, updates: SlotUpdates, grad_norm: float | None) -> SlotUpdates:
+    def clipped(self, updates: SlotUpdates, grad_norm: float) -> SlotUpdates:
         """Return the updates with the multipliers of a rule that clips by itself (LAMB's
         ``max_grad_norm``). Other rules return ``updates``.
 
         Args:
             updates: the updates of the step.
-            grad_norm: global L2 norm of the gradients after their multipliers; None if it was not
-                computed.
+            grad_norm: global L2 norm of the gradients after their multipliers.
         """
         return updates
 

@@ -44,11 +44,13 @@ class StepMark:
         is_set: True from the first write of a step or load until it is complete.
         parked: tensors that are moved to the host; steps raise until they are restored.
         copies: copies of state that callers may have edited.
+        plan_key: source of all parts of step plans; another object makes them stale.
     """
 
     def __init__(self) -> None:
         self.parked = ParkedTensors()
         self.copies = ShownCopies()
+        self.plan_key = object()
         self.is_set = False
         self._why = self._lent_to = ""
         self._writer: tuple[object, int] | None = None  # outermost layer, and its thread's id
@@ -62,6 +64,10 @@ class StepMark:
         self.is_set = True
         if borrows:
             wait_for_devices()
+
+    def invalidate_plans(self) -> None:
+        """Drop everything that steps reuse: slots, places, buckets or sets of slots changed."""
+        self.plan_key = object()
 
     def open_state(self) -> None:
         """Announce that any state may be written, by this package or by a caller with access to it.
@@ -137,27 +143,13 @@ class StepMark:
             )
 
     @contextmanager
-    def _writing(self, layer: object) -> Iterator[None]:
-        if self.copies.shown:
-            self._take_edits()
-        self._writer = layer, get_ident()
-        try:
-            yield
-        except BaseException as error:
-            self._why = repr(error)
-            raise
-        finally:
-            self._writer = None
-            if self.copies.shown:
-                self.copies.refresh()
-
-    @contextmanager
-    def step(self, layer: object) -> Iterator[None]:
-        """Mark a step, or a scaling of rows, from the first write to the end. Nested calls of lower
-        layers do nothing.
+    def step(self, layer: object, *, is_load: bool = False) -> Iterator[None]:
+        """Mark a step, a scaling of rows or a load, from the first write to the end. Nested calls
+        of lower layers do nothing.
 
         Args:
             layer: the optimizer of the stack that steps.
+            is_load: True for a load, after which the stack is consistent, whatever it was before.
 
         Raises:
             BrokenOffError: an earlier step was interrupted.
@@ -167,26 +159,27 @@ class StepMark:
         if outermost is not layer and thread == get_ident():
             yield
             return
-        if self._lent_to or self.is_set or self._writer is not None:
-            self.check("step")
-        if self.parked.homes:
-            raise RuntimeError(_PARKED)
-        with self._writing(layer):
+        if not is_load:
+            if self._lent_to or self.is_set or self._writer is not None:
+                self.check("step")
+            if self.parked.homes:
+                raise RuntimeError(_PARKED)
+        if self.copies.shown:
+            self._take_edits()
+        self._writer = layer, get_ident()
+        try:
+            if is_load:
+                self.touch()
             yield
+        except BaseException as error:
+            self._why = repr(error)
+            raise
+        finally:
+            self._writer = None
+            if self.copies.shown:
+                self.copies.refresh()
         # An interrupt after the block and before this line leaves the flag set, which is safe.
-        self.is_set = False
-
-    @contextmanager
-    def load(self, layer: object) -> Iterator[None]:
-        """Mark a load by a layer, after which the stack is consistent.
-
-        Args:
-            layer: the optimizer of the stack that loads.
-        """
-        with self._writing(layer):
-            self.touch()
-            yield
-        self.clear()
+        self.is_set, self._why = False, ""
 
 
 def _under_way(doing: str, who: str) -> RuntimeError:

@@ -583,7 +583,7 @@ def _restore_state(
     match = match_without_state(optimizer, state_dict, convert=convert)
     load = StateLoad(match, state_dict["state"], optimizer.state_of, convert)
     load.check()
-    with optimizer.step_mark.load(optimizer):
+    with optimizer.step_mark.step(optimizer, is_load=True):
         load.write()
         match.write_settings(optimizer.param_groups)
         optimizer.share_settings()

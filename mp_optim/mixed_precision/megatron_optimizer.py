@@ -109,11 +109,6 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         """
 
     @abstractmethod
-    def verdict_device(self) -> torch.device | None:
-        """The one device on which every slot is stepped by kernels that read multipliers there;
-        None if the verdict is needed as numbers."""
-
-    @abstractmethod
     def all_mains(self) -> list[MainParams]:
         """The main params of the wrappers, member by member."""
 

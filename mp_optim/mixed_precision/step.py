@@ -80,7 +80,6 @@ class SteppedStack(Protocol):
     def collect_grads(self) -> StepGrads: ...
     def discard_early_work(self) -> None: ...
     def remember_scale(self) -> None: ...
-    def verdict_device(self) -> torch.device | None: ...
     def refuse_disagreement(self) -> NoReturn: ...
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
@@ -106,9 +105,13 @@ def take_step(
         if prepared is None:
             with _UNTIMED if config.timers is None else _timed(config, "optimizer-clip-main-grad"):
                 # finish the work of backward, refresh, collect
-                grads = collected(stack)
+                try:
+                    grads = stack.collect_grads()
+                except WorkerError:  # the work of all workers is done again
+                    stack.discard_early_work()
+                    raise
                 # measure, agree
-                device = stack.verdict_device()
+                device = grads.verdict_device
                 measurement = grads.sums(on_host=device is None)
                 # decide
                 verdict, judge = _decide(stack, measurement, device)
@@ -137,19 +140,6 @@ def take_step(
     if config.release_gradients:
         stack.zero_grad()  # released gradients are None; the others must not differ from them
     return verdict.result
-
-
-def collected(stack: SteppedStack) -> StepGrads:
-    """Collect the gradients of a stack; if a worker failed, discard the work of all workers.
-
-    Raises:
-        WorkerError: work during backward failed; nothing was stepped.
-    """
-    try:
-        return stack.collect_grads()
-    except WorkerError:
-        stack.discard_early_work()
-        raise
 
 
 def _decide(
@@ -195,9 +185,14 @@ class StepGrads(ABC):
 
     Attributes:
         has_any: True if any parameter has a gradient.
+        has_slots: True if there is any parameter.
+        verdict_device: the one device on which every slot is stepped by kernels that read
+            multipliers there; None if the verdict is needed as numbers.
     """
 
     has_any: bool
+    has_slots: bool
+    verdict_device: torch.device | None
 
     @abstractmethod
     def sums(self, on_host: bool = False) -> Measurement:
@@ -228,6 +223,9 @@ class GradsOfMembers(StepGrads):
     def __init__(self, members: Sequence[StepGrads]) -> None:
         self._members = members
         self.has_any = any(member.has_any for member in members)
+        self.has_slots = any(member.has_slots for member in members)
+        devices = {member.verdict_device for member in members if member.has_slots}
+        self.verdict_device = devices.pop() if len(devices) == 1 else None
 
     def sums(self, on_host: bool = False) -> Measurement:
         return functools.reduce(operator.add, (member.sums() for member in self._members))
@@ -354,7 +352,8 @@ class WrappedGrads(StepGrads):
         if not all(table.has_main):
             mains.make_trainable(self._columns.indices)
             self._columns = table.select(self._columns.indices)
-        self.has_any = bool(self._columns.indices)
+        self.has_any, self.has_slots = bool(self._columns.indices), bool(table.slots)
+        self.verdict_device = engine.executor.verdict_device()
 
     def sums(self, on_host: bool = False) -> Measurement:
         some, every = self._columns, self._engine.table.common.keys
@@ -382,7 +381,9 @@ class WrappedGrads(StepGrads):
             changed = observer.before_launch(some.slots, some.indices)
         stays = some.shard_groups, some.streams, some.layouts
         updates = SlotUpdates(some.slots, self._grads, factors, some.outputs, *stays, changed)
-        executor.step_slots(executor.clipped(updates, grad_norm))
+        if executor.clips and grad_norm is not None:
+            updates = executor.clipped(updates, grad_norm)
+        executor.step_slots(updates)
         executor.finish_step()
         if executor.writes_settings:
             self._wrapper.share_settings()

@@ -155,9 +155,6 @@ class WrappedOptimizer(MegatronOptimizer):
     def collect_grads(self) -> StepGrads:
         return WrappedGrads(self, self.engine)
 
-    def verdict_device(self) -> torch.device | None:
-        return self.engine.executor.verdict_device()
-
     def all_mains(self) -> list[MainParams]:
         return [self.engine.mains]
 

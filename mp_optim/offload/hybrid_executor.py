@@ -371,6 +371,7 @@ class PlacedExecutor(Executor):
             self.executors[place] = executor_of(self.optimizers[place])
             self._distinct.append(self.executors[place])
         self.writes_settings = any(executor.writes_settings for executor in self._distinct)
+        self.clips = any(executor.clips for executor in self._distinct)
         self._groups_are_known(indices)
         part = self.executors[offloaded]
         named = [(s, self.slot_name(s), p) for s, p in iter_slots(self.param_groups)]
@@ -582,13 +583,11 @@ class PlacedExecutor(Executor):
 
     # -- stepping ---------------------------------------------------------------------------------
 
-    def clipped(self, updates: SlotUpdates, grad_norm: float | None) -> SlotUpdates:
+    def clipped(self, updates: SlotUpdates, grad_norm: float) -> SlotUpdates:
         found = {
             place: executor.clipped(updates, grad_norm)
             for place, executor in self.executors.items()
         }
-        if all(each is updates for each in found.values()):
-            return updates
         places = (self._placed[slot].place for slot in updates.slots)
         multipliers = [found[place].multipliers[index] for index, place in enumerate(places)]
         return replace(updates, multipliers=multipliers)

@@ -53,6 +53,7 @@ class Launch(NamedTuple):
         outputs: tensors that are written; ``lists`` likewise.
         lists: the tensor lists for a backend.
         workspace: the rule's own data (:meth:`Rule.new_workspace`).
+        rule: the rule that steps the group.
         firsts: first element of each tensor in the rank's part of its parameter; empty if each
             tensor is all of that part.
         begin_audit: called with a backend's arguments before it steps elements; its result, if any,
@@ -71,6 +72,7 @@ class Launch(NamedTuple):
     outputs: Sequence[Tensor | None]
     lists: TensorLists
     workspace: Workspace
+    rule: Rule
     firsts: Sequence[int] = ()
     begin_audit: Callable[..., Callable[[], None] | None] | None = None
 

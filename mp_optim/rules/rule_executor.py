@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,9 +38,8 @@ from mp_optim.kernels.codecs import Noise, mix
 from mp_optim.kernels.kernel_args import TensorLists, contiguous, contiguous_outputs
 from mp_optim.kernels.state_format import StatePrecision
 from mp_optim.rules.audit import Audit, AuditError
-from mp_optim.rules.group_state import GroupState
 from mp_optim.rules.rule import Launch, Rule, Settings
-from mp_optim.rules.rule_state import RuleState
+from mp_optim.rules.rule_state import GroupState, RuleState, SlotSet
 
 _HOST = torch.device("cpu")
 _Shared = tuple[torch.device, torch.dtype, float, Multiplier, tuple[str, ...]]
@@ -48,12 +47,34 @@ _Shared = tuple[torch.device, torch.dtype, float, Multiplier, tuple[str, ...]]
 of the state."""
 
 
-class GroupSlots(NamedTuple):
-    """The slots of a step that are in one group: which of the updates, and at which positions."""
+class GroupPlan(NamedTuple):
+    """The slots of a step that are in one group, in a step plan.
+
+    Attributes:
+        group: index of the group.
+        members: selection of their updates.
+        positions: their positions in the group.
+        together: the set that has these slots and no others; None if there is none.
+    """
 
     group: int
     members: UpdateSelection
     positions: list[int]
+    together: SlotSet | None
+
+
+class CheckedGroup(NamedTuple):
+    """Settings of a group that were checked, and what follows from them.
+
+    Attributes:
+        values: the checked values; empty if one is a tensor, which can be written in place.
+        rule: the rule that steps the group.
+        moments: names of the moments that are kept, and of those that are not read.
+    """
+
+    values: Sequence[Any]
+    rule: Rule
+    moments: tuple[tuple[str, ...], tuple[str, ...]]
 
 
 class RuleExecutor(Executor):
@@ -89,20 +110,19 @@ class RuleExecutor(Executor):
         choose_backend(backend, _HOST)
         check_backend(backend, rule.kernels, precision)
         self.rule, self.workspace, self._backend = rule, rule.new_workspace(), backend
-        self.rows = RuleState(rule, precision, param_groups)
+        self.rows, self.clips = RuleState(rule, precision, param_groups), rule.clips
         self.audit = None
         if check_field("audit_rate", audit_rate):
             check_audited(audit_rate, rule.name, backend)
             action = check_field("audit_action", audit_action)
             self.audit = Audit(audit_rate, action, partial(slot_name, param_groups))
-        self._plan_key = object()  # another one makes the parts of a StepPlan stale
         self._plain: Backend | None = None  # one that has kernels for the rule
-        self._checked: dict[int, list[Any]] = {}  # values of each group, as they were checked
+        self._checked: dict[int, CheckedGroup] = {}  # by group
 
     # -- groups and settings ----------------------------------------------------------------------
 
     def step_together(self, group: int, sets: Sequence[Sequence[int]]) -> None:
-        self._plan_key = object()
+        self.step_mark.invalidate_plans()
         self.rows.groups[group].step_together(sets)
 
     def group_added(self) -> None:
@@ -114,7 +134,7 @@ class RuleExecutor(Executor):
     def forget_groups(self, count: int) -> None:
         super().forget_groups(count)
         del self.rows.groups[count:]
-        self._plan_key = object()
+        self.step_mark.invalidate_plans()
         for index in [index for index in self._checked if index >= count]:
             del self._checked[index]
 
@@ -127,17 +147,20 @@ class RuleExecutor(Executor):
 
     def check_groups(self) -> None:
         for index, group in enumerate(self.param_groups):
-            values = list(group.values())
-            if all_same(values, self._checked.get(index, ())):
+            values, known = list(group.values()), self._checked.get(index)
+            if known is not None and all_same(values, known.values):
                 continue
             try:
                 self.check_settings(group)
             except (TypeError, ValueError) as error:
                 text = f"param_groups[{index}]: {error}; nothing was stepped"
                 raise RefusedSettings(text) from error
-            # a tensor can be written in place, so it is checked in every step
             is_fixed = not any(isinstance(value, Tensor) for value in values)
-            self._checked[index] = values if is_fixed else []
+            rule = self.rule.of(group)
+            moments = rule.moments(group), rule.unread_moments(group)
+            if known is not None and known.moments == moments:
+                moments = known.moments  # a launch is reused if this is the same object
+            self._checked[index] = CheckedGroup(values if is_fixed else (), rule, moments)
 
     def is_collective(self, update: SlotUpdate) -> bool:
         """Whether stepping a slot is a collective of the ranks that hold its parts."""
@@ -150,9 +173,7 @@ class RuleExecutor(Executor):
 
     # -- steps ------------------------------------------------------------------------------------
 
-    def clipped(self, updates: SlotUpdates, grad_norm: float | None) -> SlotUpdates:
-        if not self.rule.clips or grad_norm is None:
-            return updates
+    def clipped(self, updates: SlotUpdates, grad_norm: float) -> SlotUpdates:
         groups = [slot.group for slot in updates.slots]
         of_slots = list(zip(groups, updates.multipliers, strict=True))
         known: dict[tuple[int, Multiplier], Multiplier] = {}
@@ -169,17 +190,14 @@ class RuleExecutor(Executor):
             rows.settle()
         # All launches are formed before the first is carried out, so an error leaves everything
         # unstepped.
-        planned = [
-            (of_group, self._plan_group(of_group, chosen, group))
-            for of_group, chosen, group in self._shares_of(updates)
-        ]
+        planned = self._launches(updates)
         self.step_mark.touch()
-        for (index, _, positions), launches in planned:
+        for plan, launches in planned:
             for launch in launches:
                 self.carry_out(launch)
-            rows.groups[index].count(positions)
+            rows.groups[plan.group].count(plan.positions)
             if isinstance(multiplier := launches[0].multiplier, DeviceMultiplier):
-                rows.unsettled.append((rows.groups[index], positions, multiplier))
+                rows.unsettled.append((rows.groups[plan.group], plan.positions, multiplier))
 
     def plan(self, updates: SlotUpdates) -> list[Launch]:
         """Return the launches that :meth:`step_slots` would carry out now, with copies of the
@@ -190,11 +208,27 @@ class RuleExecutor(Executor):
         self.follow_memory()
         self.check_groups()  # NOTE: backward plans with settings that came after its first check
         self.rows.settle()
-        return [
-            planned
-            for of_group, chosen, group in self._shares_of(updates)
-            for planned in self._plan_group(of_group, chosen, settings_now(group))
-        ]
+        planned = self._launches(updates, has_copies=True)
+        return [launch for _, launches in planned for launch in launches]
+
+    def _launches(
+        self, updates: SlotUpdates, *, has_copies: bool = False
+    ) -> list[tuple[GroupPlan, list[Launch]]]:
+        """Return the launches of each group.
+
+        Args:
+            updates: updates of the step.
+            has_copies: True for launches with copies of the settings.
+        """
+        make = partial(_by_group, updates.slots, self.rows.groups)
+        plans = updates.slots.part("groups", (self.step_mark.plan_key,), make)
+        found = []
+        for plan in plans:
+            chosen = updates if len(plans) == 1 else plan.members.take(updates)
+            group = self.param_groups[plan.group]
+            settings = settings_now(group) if has_copies else group
+            found.append((plan, self._plan_group(plan, chosen, settings)))
+        return found
 
     def use_mark(self, mark: StepMark) -> None:
         super().use_mark(mark)
@@ -205,33 +239,20 @@ class RuleExecutor(Executor):
         if self.audit is not None:
             self.audit.forget()
 
-    def _shares_of(
-        self, columns: SlotUpdates
-    ) -> Iterator[tuple[GroupSlots, SlotUpdates, dict[str, Any]]]:
-        """The updates by group, with the group."""
-        shares = columns.slots.part("groups", (self._plan_key,), partial(_by_group, columns.slots))
-        for of_group in shares:
-            chosen = columns if len(shares) == 1 else of_group.members.take(columns)
-            yield of_group, chosen, self.param_groups[of_group.group]
-
     def _plan_group(
-        self, of_group: GroupSlots, updates: SlotUpdates, settings: dict[str, Any]
+        self, plan: GroupPlan, updates: SlotUpdates, settings: dict[str, Any]
     ) -> list[Launch]:
-        index, positions, rows = of_group.group, of_group.positions, self.rows
-        kept = rows.groups[index].launch_cache_for(positions)
-        mains = rows.mains(index, positions, kept)
-        counts = rows.groups[index].counts(positions, kept)
+        index, _, positions, together = plan
+        rows, checked = self.rows, self._checked[index]
+        mains = rows.mains(index, positions, together)
+        counts = rows.groups[index].counts(positions, together)
         is_common = len(set(updates.multipliers)) == 1 and len(set(counts)) == 1
         multiplier = updates.multipliers[0]
         # NOTE: a list of main params stays the same object only while they and their state keep
         # their memory (RuleState.follow_memory); a plan for another thread has settings of its own.
-        sources = mains, settings, updates.outputs, updates.changed
-        rule = self.rule.of(settings)
-        of_rule = rule.moments(settings), rule.unread_moments(settings)
-        if is_common and kept is not None:
-            last: Launch | None = kept.launch_from(sources, of_rule)
-            if last is not None:
-                return [self._with_grads(last, updates, int(counts[0]) + 1)]
+        sources = mains, settings, updates.outputs, updates.changed, checked.moments
+        if is_common and together is not None and all_same(sources, together.sources):
+            return [self._with_grads(together.launch, updates, int(counts[0]) + 1)]
         keys = rows.stored_keys(index, positions, mains)
         if is_common and all(len(each) == 1 for each in (mains.devices, mains.dtypes, set(keys))):
             shared = mains[0].device, mains[0].dtype, counts[0], multiplier, keys[0]
@@ -239,8 +260,8 @@ class RuleExecutor(Executor):
             # neither copies of strided tensors, nor tensors whose memory other code may move
             may_stay = planned.lists.main is mains and planned.lists.output is planned.outputs
             is_live = settings is self.param_groups[index]
-            if kept is not None and mains is kept.mains and may_stay and is_live:
-                kept.keep_launch(_without_grads(planned), sources, of_rule)
+            if together is not None and mains is together.mains and may_stay and is_live:
+                together.launch, together.sources = _without_grads(planned), sources
             return [planned]
         if len(counts) < len(positions):
             counts = counts * len(positions)
@@ -263,12 +284,11 @@ class RuleExecutor(Executor):
         grads = updates.grads
         if not isinstance(grads, CachedTensorList) or not grads.contiguous:
             grads = contiguous(CachedTensorList.of(grads))
-        lists = replace(
-            last.lists,
-            grad=grads,
-            noise=self._noise(step, updates),
-            average_weight=self.rows.precision.average_weight(step),
-        )
+        lists, precision = replace(last.lists, grad=grads), self.rows.precision
+        if precision.stochastic_rounding:
+            lists = replace(lists, noise=self._noise(step, updates))
+        if precision.ema_decay is not None:
+            lists = replace(lists, average_weight=precision.average_weight(step))
         multiplier = updates.multipliers[0]
         return last._replace(step=step, multiplier=multiplier, updates=updates, lists=lists)
 
@@ -310,6 +330,7 @@ class RuleExecutor(Executor):
             outputs=outputs,
             lists=lists,
             workspace=self.workspace,
+            rule=self._checked[index].rule,
         )
 
     def _noise(self, step: int, updates: SlotUpdates) -> list[Noise] | None:
@@ -349,7 +370,7 @@ class RuleExecutor(Executor):
             launch = launch._replace(lists=replace(launch.lists, follows=False))
         if self.audit is not None:
             launch = launch._replace(begin_audit=partial(self.audit.begin, launch))
-        self.rule.of(launch.settings).apply(launch, backend)
+        launch.rule.apply(launch, backend)
         if launch.lists.main is not launch.mains or launch.lists.output is not launch.outputs:
             launch.copy_back()
 
@@ -415,7 +436,7 @@ class RuleExecutor(Executor):
         self.rows.allocate_state(slots)
 
     def memory_moved(self, slot: Slot | None = None) -> None:
-        self._plan_key = object()
+        self.step_mark.invalidate_plans()
         self.rows.replaced(slot)
 
     def follow_memory(self) -> None:
@@ -433,10 +454,12 @@ class RuleExecutor(Executor):
         self.rows.set_main_param(slot, value)
 
 
+_NO_UPDATES = SlotUpdates.of([])
+
+
 def _without_grads(launch: Launch) -> Launch:
-    """Return a launch that keeps no gradients alive."""
-    updates = replace(launch.updates, grads=())
-    return launch._replace(updates=updates, lists=replace(launch.lists, grad=[]))
+    """Return a launch that keeps neither gradients nor the step plan alive."""
+    return launch._replace(updates=_NO_UPDATES, lists=replace(launch.lists, grad=[]))
 
 
 def check_backend(backend: str, kernels: str, how: StatePrecision) -> None:
@@ -469,14 +492,18 @@ def settings_now(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _by_group(slots: Sequence[Slot]) -> list[GroupSlots]:
-    """The shares of all groups that occur, in the order in which they do."""
+def _by_group(slots: Sequence[Slot], groups: Sequence[GroupState]) -> list[GroupPlan]:
+    """Return the plans of all groups that occur, in the order in which they do."""
     members: dict[int, list[int]] = {}
     for index, slot in enumerate(slots):
         members.setdefault(slot.group, []).append(index)
-    shares = []
+    plans = []
     for group, indices in members.items():
         own = [slots[index] for index in indices]
+        positions = [slot.position for slot in own]
+        together = groups[group].set_at(positions)
+        if together is not None:
+            positions = together.positions
         selection = UpdateSelection(indices, own, len(slots))
-        shares.append(GroupSlots(group, selection, [slot.position for slot in own]))
-    return shares
+        plans.append(GroupPlan(group, selection, positions, together))
+    return plans

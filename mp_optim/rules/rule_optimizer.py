@@ -178,7 +178,10 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         self.executor.check_groups()
         self.executor.follow_memory()
         with self.step_mark.step(self):
-            self.executor.step_slots(self.executor.clipped(SlotUpdates.of(updates), grad_norm))
+            chosen = SlotUpdates.of(updates)
+            if self.executor.clips and grad_norm is not None:
+                chosen = self.executor.clipped(chosen, grad_norm)
+            self.executor.step_slots(chosen)
             self.executor.finish_step()
         if self.executor.writes_settings:
             self.share_settings()

@@ -4,7 +4,7 @@ loads."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -57,11 +57,174 @@ from mp_optim.kernels.state_format import (
     unpacked,
     without_unread,
 )
-from mp_optim.rules.group_state import GroupState, LaunchCache
 from mp_optim.rules.rule import Rule
 
 Allocate = Callable[[Sequence[TensorSpec]], list[Tensor]]
 """Makes zeroed tensors of some forms."""
+
+
+class SlotSet:
+    """Slots of a group that are mostly stepped together, those of one place or of one bucket, with
+    lists of their tensors and their launch. Kept for as long as the tensors keep their memory.
+
+    Attributes:
+        positions: positions of the slots, in order.
+        watched: all state tensors of the slots, in the memory of the last step; empty if unknown.
+        forms: layouts of these tensors when they were last checked.
+        count: number of steps, if it is known to be equal for all slots.
+        mains: the tensors that are stepped.
+        seen: layout of these tensors if they are a model's parameters, whose memory other code may
+            move (``param.data = ...``). Such memory is not held.
+        lists: state tensors by key.
+        launch: the last launch over all of the slots, without gradients and updates; or None.
+        sources: the objects that the launch was made from, and the names of the moments that its
+            settings keep. A launch depends on settings by these names alone.
+    """
+
+    def __init__(self, positions: Iterable[int]) -> None:
+        self.positions = list(positions)
+        self.count: float | None = None
+        self.forms: list[tuple[object, ...]] = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget tensors: some were replaced or have other memory, and lists of them keep the
+        former memory alive."""
+        self.watched = CachedTensorList()
+        self.lists: dict[str, CachedTensorList] = {}
+        self.mains: CachedTensorList | None = None
+        self.seen: ParamWatcher | None = None
+        self.launch: Any = None
+        self.sources: tuple[object, ...] = ()
+
+
+class GroupState:
+    """State of one param group, kept for the optimizer's life.
+
+    Attributes:
+        regions: the elements of its parameter that each slot has.
+        steps: FP32, shape (slots,), on the CPU: number of steps of each slot. A slot's ``step`` is
+            a view of it.
+        slots: state tensors of each slot; empty until they are read.
+        mains: the tensor that each slot's state was last checked against.
+        shapes: shape of that tensor.
+        is_shown: True if callers were given state, so they may give it other memory.
+        sets: the slots that are stepped together; each slot is in one set.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        count = len(params)
+        self.regions = [region_of(param) for param in params]
+        self.steps = torch.zeros(count, dtype=torch.float32, device="cpu")
+        self.slots: list[dict[str, Tensor]] = [{} for _ in range(count)]
+        self.mains: list[Tensor | None] = [None] * count
+        self.shapes: list[torch.Size | None] = [None] * count
+        self.is_shown = False
+        self._version = self.steps._version
+        self._set_of: list[SlotSet] = []  # by position
+        self.step_together([])
+
+    def step_together(self, sets: Iterable[Sequence[int]]) -> None:
+        """Put the slots at each of these positions into a set, and the remaining slots into one."""
+        found: dict[int, SlotSet] = {}
+        for positions in sets:
+            found |= dict.fromkeys(positions, SlotSet(positions))
+        every = range(len(self.slots))
+        rest = SlotSet(position for position in every if position not in found)
+        self._set_of = [found.get(position, rest) for position in every]
+        self.sets = list(dict.fromkeys(self._set_of))
+
+    def set_at(self, positions: Sequence[int]) -> SlotSet | None:
+        """Return the set that has the slots at these positions and no others, or None."""
+        kept = self._set_of[positions[0]]
+        is_whole = positions is kept.positions or positions == kept.positions
+        return kept if is_whole else None
+
+    def show(self, position: int) -> None:
+        """Watch the memory of state from now on: a caller is given the state of a slot."""
+        self.is_shown = True
+        self._watched_of(self._set_of[position])
+
+    def has_moved(self, kept: SlotSet) -> bool:
+        """Return whether state of a set has other memory than at the last step, or another form."""
+        if kept.watched:  # .data = .data.t() of a square tensor keeps address and shape
+            return kept.watched.has_moved() or not all(map(Tensor.is_contiguous, kept.watched))
+        return self.forms_of(kept) != kept.forms
+
+    def _watched_of(self, kept: SlotSet) -> CachedTensorList:
+        if not kept.watched:
+            kept.watched = CachedTensorList(
+                value for position in kept.positions for value in self.slots[position].values()
+            ).hold()
+        return kept.watched
+
+    def forms_of(self, kept: SlotSet) -> list[tuple[object, ...]]:
+        """Return the layout of all state tensors of a set, and the addresses of counts."""
+        return [
+            (t.shape, t.dtype, t.device, t.is_contiguous(), t.dim() or t.data_ptr())
+            for t in self._watched_of(kept)
+        ]
+
+    def tensors(self, name: str, positions: Sequence[int]) -> list[Tensor]:
+        """Return state tensors of one name; for slots that are stepped together the same list each
+        time."""
+        kept = self.set_at(positions)
+        if kept is None:
+            return [self.slots[position][name] for position in positions]
+        if name not in kept.lists:
+            tensors = CachedTensorList(self.slots[position][name] for position in positions)
+            kept.lists[name] = tensors.hold()
+        return kept.lists[name]
+
+    def replaced(self, positions: Iterable[int] | None = None) -> None:
+        """Forget lists of tensors: at some positions, or anywhere, there are others now."""
+        every = self._set_of
+        sets = self.sets if positions is None else set(map(every.__getitem__, positions))
+        for kept in sets:
+            kept.forget()
+
+    def was_stepped(self, position: int) -> bool:
+        """Whether a slot was ever stepped."""
+        # unlike item(), tolist() is no question to a device
+        return bool(self.steps[position : position + 1].tolist()[0] > 0)
+
+    def count(self, positions: Sequence[int], by: int = 1) -> None:
+        """Add a step to the given slots; -1 takes it back."""
+        kept = self._set_of[positions[0]]
+        if positions is not kept.positions or self.steps._version != self._version:
+            self._forget_counts()
+        elif kept.count is not None:
+            kept.count += by
+        if len(positions) == len(self.slots):
+            self.steps += by
+        else:
+            self.steps[torch.tensor(positions, device="cpu")] += by
+        self._version = self.steps._version
+
+    def counts(self, positions: Sequence[int], kept: SlotSet | None) -> list[float]:
+        """Return the number of steps of each given slot; one number if it is equal for slots that
+        are mostly stepped together.
+
+        Args:
+            positions: positions of the slots.
+            kept: the set of these positions (:meth:`set_at`).
+        """
+        if self.steps._version != self._version:
+            self._forget_counts()
+        if kept is not None and kept.count is not None:
+            return [kept.count]
+        of_all: list[float] = self.steps.tolist()
+        counts = [of_all[position] for position in positions]
+        if kept is not None and len(set(counts)) == 1:
+            kept.count = counts[0]
+            return counts[:1]
+        return counts
+
+    def _forget_counts(self) -> None:
+        """They were written: slots' ``step`` are views of them, so torch counts who writes them."""
+        self._version = self.steps._version
+        for kept in self.sets:
+            kept.count = None
 
 
 class RuleState(StateStore):
@@ -262,13 +425,11 @@ class RuleState(StateStore):
         for slot in slots:
             self.uncounted_live(slot)
 
-    def mains(
-        self, index: int, positions: Sequence[int], kept: LaunchCache | None
-    ) -> CachedTensorList:
+    def mains(self, index: int, positions: Sequence[int], kept: SlotSet | None) -> CachedTensorList:
         """The plain tensors to step at some positions of a group, with state that fits them.
 
         Args:
-            kept: for these positions (:meth:`GroupState.launch_cache_for`).
+            kept: the set of these positions (:meth:`GroupState.set_at`).
         """
         params, group_state = self.param_groups[index]["params"], self.groups[index]
         tensors, fitting = list(params), group_state.mains
@@ -312,7 +473,7 @@ class RuleState(StateStore):
                 memory again, if that is known.
         """
         for index, group_state in enumerate(self.groups):
-            for kept in group_state.sets_of():
+            for kept in group_state.sets:
                 has_moved = kept.mains is not None and kept.mains.has_moved()
                 if kept.mains is not None and has_moved:
                     self._bring_home(kept.mains)
@@ -331,7 +492,7 @@ class RuleState(StateStore):
             if main.device != before.device and id(main) not in self.parked.homes:
                 give_memory(main, main.data.to(before.device))
 
-    def _check_memory(self, slot: Slot, kept: LaunchCache) -> None:
+    def _check_memory(self, slot: Slot, kept: SlotSet) -> None:
         """Check the state of a slot after its tensors may have been given other memory.
 
         Args:

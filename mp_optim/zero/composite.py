@@ -108,12 +108,6 @@ class CompositeOptimizer(MegatronOptimizer):
     def collect_grads(self) -> StepGrads:
         return GradsOfMembers([member.collect_grads() for member in self.members])
 
-    def verdict_device(self) -> torch.device | None:
-        devices = {
-            member.verdict_device() for member in self.members if not member.is_stub_optimizer
-        }
-        return devices.pop() if len(devices) == 1 else None
-
     def all_mains(self) -> list[MainParams]:
         return [mains for member in self.members for mains in member.all_mains()]
 

@@ -23,7 +23,8 @@ from mp_optim.mixed_precision import MegatronOptimizer, Verdict
 from mp_optim.mixed_precision.clip_and_skip import decide
 from mp_optim.mixed_precision.grad_norm import EXCLUDED, MAIN_NORM, Measurement
 from mp_optim.mixed_precision.observer import Observer
-from mp_optim.mixed_precision.step import StepGrads, collected, take_step
+from mp_optim.mixed_precision.step import StepGrads, take_step
+from mp_optim.offload.worker import WorkerError
 from mp_optim.zero.zero import DistributedOptimizer
 
 _CHUNK = re.compile(r"model(\d+)$")
@@ -187,7 +188,11 @@ class MegatronAdapter(torch.optim.Optimizer):
         stack = self.stack
         stack.check_lists()
         with stack.step_mark.step(stack):
-            grads = collected(stack)
+            try:
+                grads = stack.collect_grads()
+            except WorkerError:  # the work of all workers is done again
+                stack.discard_early_work()
+                raise
             measurement = grads.sums()
             judge = stack.observers.judge_on(torch.device("cpu"))
             verdict = self._decided(measurement, judge, 0.0)

@@ -31,7 +31,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 def with_host_verdict(optimizer: MegatronOptimizer) -> MegatronOptimizer:
     """Make an optimizer read the verdict on the host in every step."""
-    optimizer.verdict_device = lambda: None  # type: ignore[method-assign]
+    for mains in optimizer.all_mains():
+        mains.executor.verdict_device = lambda: None  # type: ignore[method-assign]
     return optimizer
 
 
