@@ -164,7 +164,7 @@ def trained(*, device: torch.device, **job: Any) -> Columns:
 
 _SHOWN = ("tokens_per_s", "allocated", "reserved", "rss", "pinned", "clips")
 PART = Part(
-    "What fits: 8K tokens a step, blocks checkpointed",
+    "The largest model that fits: 8K tokens a step, blocks checkpointed",
     rows,
     {
         "fits": "fits",
