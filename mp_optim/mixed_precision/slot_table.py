@@ -96,7 +96,7 @@ class SlotTable:
     streams: list[int] = field(default_factory=list)
     layouts: list[ParamLayout] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
-    _last: SlotColumns | None = None
+    _columns: SlotColumns | None = None
     split_over: list[tuple[ProcessGroup, ...]] | None = None
     by_sums: set[int] | None = None
 
@@ -139,7 +139,7 @@ class SlotTable:
 
     def invalidate(self) -> None:
         """Drop the facts that were put together from the columns."""
-        self._last = self.split_over = self.by_sums = None
+        self._columns = self.split_over = self.by_sums = None
         vars(self).pop("common", None)
 
     def look(self, params: Sequence[Tensor]) -> None:
@@ -283,9 +283,9 @@ class SlotTable:
     def select(self, indices: list[int]) -> SlotColumns:
         """Some slots as they are now; the same object as in the last step, where they are the same
         ones and nothing of them has changed."""
-        if self._last is None or self._last.indices != indices:
-            self._last = self._select(indices)
-        return self._last
+        if self._columns is None or self._columns.indices != indices:
+            self._columns = self._select(indices)
+        return self._columns
 
     def _select(self, indices: list[int]) -> SlotColumns:
         params = [self.params[index] for index in indices]

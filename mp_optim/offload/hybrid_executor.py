@@ -113,7 +113,6 @@ class PlacedSlots:
         self._groups: list[list[PlacedSlot]] = []
         self._written = WrittenWeights()
         self._bound: list[Tensor] | None = None
-        self._plan_key = object()  # another one makes the parts of a StepPlan stale
 
     def __getitem__(self, slot: Slot) -> PlacedSlot:
         return self._groups[slot.group][slot.position]
@@ -153,7 +152,7 @@ class PlacedSlots:
 
     def forget(self) -> None:
         """Slots or their main params are others now."""
-        self._bound, self._plan_key = None, object()
+        self._bound = None
 
     def host_slots(self) -> list[HostSlot]:
         """Return the offloaded slots in the order in which backward is expected to reach them: the
@@ -172,8 +171,8 @@ class PlacedSlots:
     def with_outputs(self, updates: SlotUpdates) -> SlotUpdates:
         """Return the updates with the tensor that receives each stepped value. A wrapper's updates
         have it already."""
-        sources = self._plan_key, updates.outputs
-        outputs = updates.slots.part("outputs", sources, partial(self._outputs_of, updates))
+        make = partial(self._outputs_of, updates)
+        outputs = updates.slots.part("outputs", (updates.outputs,), make)
         return updates if outputs is updates.outputs else replace(updates, outputs=outputs)
 
     def _outputs_of(self, updates: SlotUpdates) -> Outputs:
@@ -209,7 +208,7 @@ class PlacedSlots:
         params = all_params(self._param_groups)
         if self._bound is not None and all_same(params, self._bound):
             return
-        stays, self._plan_key = True, object()
+        stays = True
         self._follow(self._summed())
         for slot, param in iter_slots(self._param_groups):
             executor, now = self._executors[self[slot].place], self._stepped(slot)

@@ -90,7 +90,7 @@ class Stepper:
 
     def _cut_anew(self) -> None:
         """Drop everything that was made for the former buckets."""
-        self._cut = object()  # a new object makes the parts of a StepPlan stale
+        self._executor.step_mark.invalidate_plans()
         self.schedule.cut()
 
     def release_gradients(self) -> None:
@@ -142,9 +142,8 @@ class Stepper:
 
     def _parts(self, updates: SlotUpdates) -> tuple[SlotUpdates, SlotUpdates]:
         """Return the updates of offloaded slots, and of those that stay on the device."""
-        away, here = updates.slots.part(
-            "places", (self._cut,), partial(_by_place, updates.slots, self.host_part.place_of)
-        )
+        key, make = self._executor.step_mark.plan_key, partial(_by_place, updates.slots)
+        away, here = updates.slots.part("places", (key,), partial(make, self.host_part.place_of))
         return away.take(updates), here.take(updates)
 
     def _step(self, updates: SlotUpdates, step_device: Callable[[], None]) -> None:
