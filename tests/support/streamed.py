@@ -101,15 +101,3 @@ def stepped(draw):
     if rule == "muon":
         fields["muon_moment2_method"] = draw(st.sampled_from([None, "normuon"]))
     return fields | {"ema_decay": draw(st.sampled_from([None, 0.9]))}
-
-
-@st.composite
-def programs(draw):
-    fields = draw(stepped())
-    has_cut = fields["optimizer"] not in WHOLE
-    windows = [4096, 6000, LARGEST, 1 << 20] if has_cut else [LARGEST, 1 << 20]
-    return {
-        "fraction": draw(st.sampled_from([0.2, 0.7, 1.0])),
-        "window": draw(st.sampled_from(windows)),
-        **fields,
-    }

@@ -15,7 +15,7 @@ from support.prints import differing, print_of
 def test_every_way_that_torch_has(tmp_path):
     run_ranks("carried_state", 2, str(tmp_path), timeout=200)
     found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-    assert found[0].keys() == found[1].keys() and len(found[0]) == 72
+    assert found[0].keys() == found[1].keys() and len(found[0]) == 90
     for of_rank in found:
         assert [name for name, is_same in of_rank.items() if not is_same] == []
 

@@ -5,8 +5,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -48,9 +46,6 @@ def same_as_sync(mode, run_it, precision="bf16", fraction=0.7, **settings):
     assert repr(results[0]) == repr(expected[0]), mode
     assert differing(results[1], expected[1]) == [], mode
     return optimizer
-
-
-# -- the same bits --------------------------------------------------------------------------------
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -122,124 +117,6 @@ def test_at_most_two_buckets_of_gradients_are_there(mode, micro, use_no_sync, wa
     size = model[0].weight.nbytes
     assert peaks[False] == 12 * size
     assert peaks[True] <= 4 * size
-
-
-# -- what may happen between backward and step ----------------------------------------------------
-
-
-def between(model, optimizer, what):
-    if what == "lower the rate":
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * 0.5
-    elif what == "write a parameter":
-        with torch.no_grad():
-            model.dense.mul_(0.5)
-    elif what == "read state":
-        optimizer.state_dict()
-    elif what == "load state":
-        optimizer.load_state_dict(optimizer.state_dict())
-    elif what == "zero and again":
-        optimizer.zero_grad()
-        optimizer.scale_loss(model(tokens_of(77))).backward()
-    elif what == "backward again":
-        optimizer.scale_loss(model(tokens_of(78))).backward()
-    elif what == "zero":
-        optimizer.zero_grad()
-    elif what == "move out and in":
-        optimizer.offload_to_cpu()
-        optimizer.restore_from_cpu()
-    elif what == "discard":
-        optimizer.discard_early_work()
-    elif what == "discard, backward again":
-        optimizer.discard_early_work()
-        optimizer.scale_loss(model(tokens_of(79))).backward()
-    elif what == "cut buckets":
-        for hybrid in hybrids(optimizer):
-            hybrid.stepper.use_transfer(hybrid.stepper.transfer)
-    elif what == "look at gradients":
-        list(optimizer.named_gradients())
-    elif what == "broken off":
-        with pytest.raises(RuntimeError, match="in the middle"):
-            Breaks.apply(model(tokens_of(80))).backward()
-        optimizer.zero_grad()
-        optimizer.scale_loss(model(tokens_of(81))).backward()
-    elif what == "a step that is refused":
-        rate, group = optimizer.param_groups[0]["lr"], optimizer.param_groups[0]
-        group["lr"] = math.nan
-        with pytest.raises(ValueError, match="lr"):
-            optimizer.step()
-        group["lr"] = rate
-    elif what == "another group":
-        torch.manual_seed(5)
-        model.register_parameter(
-            f"more{len(optimizer.param_groups)}",
-            nn.Parameter(torch.randn(40).to(model.dense.dtype)),
-        )
-        name, param = list(model.named_parameters(recurse=False))[-1]
-        optimizer.add_param_group({"params": [(name, param)], "lr": 1e-2})
-        (param.float().square().sum() * 1e-3).backward()
-
-
-class Breaks(torch.autograd.Function):
-    """Raises when backward comes to it."""
-
-    @staticmethod
-    def forward(ctx, loss):
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise RuntimeError("in the middle")
-
-
-EVENTS = [
-    "nothing",
-    "lower the rate",
-    "write a parameter",
-    "read state",
-    "load state",
-    "zero and again",
-    "backward again",
-    "zero",
-    "move out and in",
-    "discard",
-    "discard, backward again",
-    "cut buckets",
-    "look at gradients",
-    "broken off",
-    "a step that is refused",
-]
-
-
-def run_events(events, waits=()):
-    def run_it(model, optimizer):
-        outcomes = []
-        with delays(waits):
-            for step, event in enumerate(events):
-                optimizer.zero_grad()
-                loss = model(tokens_of(step)) * 0.3
-                optimizer.scale_loss(loss).backward()
-                between(model, optimizer, event)
-                outcomes.append((loss.item(), tuple(optimizer.step())))
-        return outcomes
-
-    return run_it
-
-
-@given(
-    events=st.lists(st.sampled_from(EVENTS), min_size=1, max_size=8),
-    waits=st.lists(st.floats(0.0, 0.003), max_size=7),
-    mode=st.sampled_from(EARLY),
-    precision=st.sampled_from(["bf16", "fp16", "fp32"]),
-    groups=st.sampled_from([0, 7]),
-    clip_grad=st.sampled_from([0.0, 0.02, 1.0]),
-    fraction=st.sampled_from([0.3, 0.7, 1.0]),
-    bucket_bytes=st.sampled_from([64, 256, 1 << 20]),
-)
-@settings(max_examples=25, deadline=None)
-@pytest.mark.filterwarnings("ignore:none of the optimizer:UserWarning")
-def test_any_schedule(events, waits, mode, **how):
-    same_as_sync(mode, run_events(events, waits), **how)
 
 
 # -- a released gradient is not a missing one -----------------------------------------------------

@@ -5,7 +5,6 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,16 +15,9 @@ from mp_optim.host.host_memory import page_locked_bytes
 from mp_optim.rules.rule_executor import RuleExecutor
 from support.models import AdversarialTransfer
 from support.offload import differing, hybrids
-from support.streamed import FORMS, LARGEST, build, give_gradients, programs, train
+from support.streamed import FORMS, LARGEST, build, give_gradients, train
 
 # -- the bits of every other place ----------------------------------------------------------------
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(program=programs())
-def test_streamed_state_has_bits_of_the_device(program):
-    expected = train(*build(place="device", **program), 3)
-    assert differing(train(*build(**program), 3), expected) == []
 
 
 def test_offload_to_cpu_moves_nothing_and_changes_nothing():

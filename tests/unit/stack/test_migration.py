@@ -506,8 +506,8 @@ def test_sharded_parameters_take_their_part(tmp_path):
         torch.distributed.destroy_process_group()
 
 
-def command(*arguments):
-    assert main(["convert", *map(str, arguments)]) == 0
+def command(arguments):
+    assert main(["convert", "--source-format", *arguments.split()]) == 0
 
 
 def test_command_goes_round(tmp_path, capsys):
@@ -519,51 +519,13 @@ def test_command_goes_round(tmp_path, capsys):
     torch.save(
         {f"module.{name}": value for name, value in masters.items()}, tmp_path / "masters.pt"
     )
-    command(
-        "--source-format",
-        "torch",
-        "--source",
-        tmp_path / "adamw.pt",
-        "--key",
-        "optimizer",
-        "--names",
-        tmp_path / "names.json",
-        "--masters",
-        tmp_path / "masters.pt",
-        "--strip-prefix",
-        "module.",
-        "--target",
-        tmp_path / "a.pt",
-    )
+    here, torch_names = tmp_path, "--key optimizer --strip-prefix module."
+    names = f"--names {here}/names.json --masters {here}/masters.pt"
+    command(f"torch --source {here}/adamw.pt --target {here}/a.pt {names} {torch_names}")
     assert "7 parameters" in capsys.readouterr().out
-    command(
-        "--source-format",
-        "mp_optim",
-        "--source",
-        tmp_path / "a.pt",
-        "--target-format",
-        "deepspeed",
-        "--target",
-        tmp_path / "universal",
-    )
-    command(
-        "--source-format",
-        "deepspeed",
-        "--source",
-        tmp_path / "universal",
-        "--target",
-        tmp_path / "b.pt",
-    )
-    command(
-        "--source-format",
-        "mp_optim",
-        "--source",
-        tmp_path / "b.pt",
-        "--target-format",
-        "torch",
-        "--target",
-        tmp_path / "torch",
-    )
+    command(f"mp_optim --source {here}/a.pt --target-format deepspeed --target {here}/universal")
+    command(f"deepspeed --source {here}/universal --target {here}/b.pt")
+    command(f"mp_optim --source {here}/b.pt --target-format torch --target {here}/torch")
     assert same_state(foreign.from_file(tmp_path / "a.pt"), foreign.from_file(tmp_path / "b.pt"))
     last = foreign.from_torch(
         torch.load(tmp_path / "torch/optimizer.pt", weights_only=True),

@@ -40,29 +40,6 @@ def assert_same_params(model, other):
         assert same_bits(param.detach(), value.detach()), name
 
 
-@pytest.fixture(scope="module")
-def kept():
-    """Models of runs whose optimizer has a first moment, which betas[0] = 0 then makes needless."""
-    models = {}
-    for precision in ("bf16", EIGHT_BITS):
-        model, optimizer = build(precision, adam_beta1=0.5, adam_beta2=0.95)
-        optimizer.init_state()
-        use(optimizer, 0.0)
-        train(model, optimizer, 4)
-        assert "exp_avg" in keys(optimizer)
-        models[precision] = model
-    return models
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_every_place_has_the_bits_of_a_first_moment_that_is_kept(place, kept, tmp_path):
-    for precision in ("bf16", EIGHT_BITS) if place in ("device", "disk") else ("bf16",):
-        model, optimizer = built(place, tmp_path, precision=precision)
-        train(model, optimizer, 4)
-        assert keys(optimizer) == {"exp_avg_sq"}
-        assert_same_params(model, kept[precision])
-
-
 @pytest.mark.parametrize("place", PLACES)
 def test_betas_that_change_in_a_run(place, tmp_path):
     """To 0 and back: the moment goes on. From 0, once stepped without: refused, and harmless."""

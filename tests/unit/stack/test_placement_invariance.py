@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from mp_optim import HybridDeviceOptimizer, OptimizerParamScheduler, checkpoint
-from mp_optim.offload.buckets import plan_offload
 from support.models import AdversarialTransfer, build, same_bits, train
 
 STEPS = 8
@@ -55,19 +54,6 @@ def test_adversarial_transfers_give_the_same_bits(precision, overlap):
     for hybrid in hybrids(optimizer):
         hybrid.stepper.use_transfer(AdversarialTransfer(), bucket_bytes=256)
     assert_same((train(model, optimizer, STEPS), final(model)), expected)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("experts", [False, True], ids=["dense", "moe"])
-def test_resume_in_another_layout_continues_bit_for_bit(tmp_path, precision, experts):
-    model, optimizer = build(precision, 0.0, experts)
-    train(model, optimizer, 4)
-    checkpoint.save(tmp_path, model, optimizer, extra={"step": 4})
-    expected = train(model, optimizer, 4, start=4), final(model)
-    for fraction in (0.0, 0.3, 1.0):
-        model, optimizer = build(precision, fraction, experts, seed=99)
-        assert checkpoint.load(tmp_path, model, optimizer) == {"step": 4}
-        assert_same((train(model, optimizer, 4, start=4), final(model)), expected)
 
 
 def test_interrupted_save_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
@@ -136,22 +122,6 @@ def test_loading_into_another_model_names_what_differs(tmp_path):
         checkpoint.load(tmp_path, *build("bf16", experts=True))
     with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
         checkpoint.load(tmp_path / "nowhere", *build("bf16"))
-
-
-@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.3, 0.5, 0.77, 1.0])
-def test_plan_reaches_the_fraction_with_little_excess(fraction):
-    sizes = [50, 1, 0, 7, 300, 7, 20]
-    chosen = plan_offload(sizes, fraction)
-    total = sum(sizes[i] for i in chosen)
-    assert total >= fraction * sum(sizes)
-    assert chosen == plan_offload(sizes, fraction)
-    assert all(
-        total - sizes[i] < fraction * sum(sizes) for i in chosen
-    )  # nothing in it is unnecessary
-    if fraction == 0.0:
-        assert not chosen
-    if fraction == 1.0:
-        assert total == sum(sizes)
 
 
 def test_only_16_bit_values_travel():

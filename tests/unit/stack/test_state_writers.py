@@ -247,19 +247,6 @@ def test_copies_of_state_that_is_only_read_are_freed() -> None:
     assert len(optimizer.step_mark.copies.shown) == len(held)
 
 
-def test_state_of_one_parameter_begins_again_when_it_is_cleared() -> None:
-    params = [nn.Parameter(torch.ones(8)) for _ in range(2)]
-    optimizer = mp_optim.AdamW([("w", params[0]), ("x", params[1])])
-    for _ in range(2):
-        for param in params:
-            param.grad = torch.ones_like(param)
-        optimizer.step()
-        optimizer.state[params[0]].clear()
-    params[0].grad = params[1].grad = torch.ones(8)
-    optimizer.step()
-    assert [float(optimizer.state[param]["step"]) for param in params] == [1.0, 3.0]
-
-
 @pytest.mark.parametrize("settings", [{}, {"offload": 1.0, "offload_mode": "speculative"}])
 def test_step_follows_state_transposed_in_place_of_its_memory(settings: dict[str, object]) -> None:
     weights = []
