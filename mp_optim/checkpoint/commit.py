@@ -58,7 +58,7 @@ def begin(root: Path) -> Path:
     """
     if root.exists() and not root.is_dir():
         raise FileExistsError(
-            f"{root} is a file, and a checkpoint is a folder: give another path, or move the file"
+            f"{root} is a file, but a checkpoint is a folder; pass another path, or move the file"
         )
     root.mkdir(parents=True, exist_ok=True)
     for left in root.glob(f".{_PREFIX}*"):
@@ -98,20 +98,20 @@ def newest(path: Path) -> Path:
         found = latest_version(path)
         complete = [version.name for version in complete_versions(path)]
         if found is None:
-            hint = f"; complete versions lie there: {complete}, load one by its own path"
+            hint = f"; it has complete versions {complete}; load one by its own path"
             raise FileNotFoundError(
-                f"no complete checkpoint under {path} (there is no {LATEST} file)"
+                f"no complete checkpoint under {path} (it has no {LATEST} file)"
                 f"{hint if complete else ''}"
             )
         if not (found / LATEST).is_file() and not (found / MANIFEST).is_file():
             raise FileNotFoundError(
-                f"{path / LATEST} names {found.name}, which is not complete or not there; "
-                f"complete are {complete}"
+                f"{path / LATEST} names {found.name}, which is missing or not complete; complete "
+                f"are {complete}"
             )
         path = found
     raise ValueError(
-        f"{path} is named by {_DEEPEST} files {LATEST}, each in the folder that the one before "
-        "names; load a version by its own path"
+        f"{path} leads to {_DEEPEST} folders, each named by a file {LATEST} of the one before; "
+        "load a version by its own path"
     )
 
 
@@ -164,13 +164,14 @@ def inside(folder: Path, name: str, named_by: str) -> Path:
     """
     if not is_plain_name(name):
         raise ValueError(
-            f"{named_by} names {name!r}, which is not the name of something in {folder}"
+            f"{named_by} names {name!r}, which is not a name in {folder}; write the name of a "
+            "version into it"
         )
     path = folder / name
     if path.is_symlink() and path.resolve().parent != folder.resolve():
         raise ValueError(
-            f"{named_by} names {name!r}, a link that leads out of {folder}; put what it leads to "
-            "there"
+            f"{named_by} names {name!r}, a link to a folder outside {folder}; move that folder "
+            f"into {folder}"
         )
     return path
 

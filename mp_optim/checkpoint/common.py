@@ -80,9 +80,9 @@ def as_json(common: Mapping[str, Any]) -> bytes:
         refused.add("containers that hold themselves")
     if refused:
         raise ValueError(
-            "extra, the scheduler's state and what the model's state dict holds beside tensors may "
-            "be numbers, strings, tensors and containers of them, nothing else; they hold "
-            f"{sorted(refused)}"
+            "extra, the scheduler's state and non-tensors of the model's state dict have "
+            f"{sorted(refused)}; only numbers, strings, tensors and containers of them can be "
+            "saved"
         )
     return json.dumps(plain).encode()
 
@@ -141,6 +141,7 @@ def read_common(version: Path, files: Files) -> dict[str, Any]:
     except Exception as error:  # damage raises anything
         first = (str(error).splitlines() or [""])[0]
         raise ValueError(
-            f"{version / COMMON} is damaged or no plain data: {type(error).__name__}: {first}"
+            f"{version / COMMON} is damaged or has objects other than plain data: "
+            f"{type(error).__name__}: {first}"
         ) from error
     return common

@@ -155,7 +155,7 @@ def packed(common: Mapping[str, Any], ranks: Ranks) -> bytes:
         whole = {**optimizer, "param_groups": _merged(groups, filter(None, others))}
         return as_json({**common, "optimizer": whole})
 
-    return ranks.run_on_first("saving what is not a tensor", pack) or b""
+    return ranks.run_on_first("saving objects other than tensors", pack) or b""
 
 
 def _merged(

@@ -103,9 +103,9 @@ def _names(optimizer: Any, model: Models | None) -> dict[str, str]:
         for slot in optimizer.slots():
             if not has_names(groups[slot.group]):
                 raise ValueError(
-                    f"{optimizer.slot_name(slot)}: param group {slot.group} has no names, and "
-                    "what is written under made-up ones nobody can load: pass model=, or build "
-                    "the optimizer of model.named_parameters()"
+                    f"{optimizer.slot_name(slot)}: param group {slot.group} has no names, and a "
+                    "file without the model's names cannot be loaded; pass model=, or build the "
+                    "optimizer with model.named_parameters()"
                 )
         return {name: whole[name] for name in map(optimizer.slot_name, optimizer.slots())}
     called = {id(param): name for name, param in named_params(chunks_of(model))}
@@ -114,8 +114,8 @@ def _names(optimizer: Any, model: Models | None) -> dict[str, str]:
         own = optimizer.slot_name(slot)
         if id(param) not in called:
             raise ValueError(
-                f"{own} of shape {tuple(param.shape)} is no parameter of model=: give the model "
-                "that the optimizer steps (prepared, if it was prepared)"
+                f"{own} of shape {tuple(param.shape)} is not a parameter of model=; pass the "
+                "model that the optimizer steps (the prepared one, if it was prepared)"
             )
         found[own] = whole[called[id(param)]]
     return found
@@ -124,8 +124,8 @@ def _names(optimizer: Any, model: Models | None) -> dict[str, str]:
 def _check_names(own: set[str], every: set[str]) -> None:
     if own != every:
         raise ValueError(
-            f"parameters {sorted(every - own)[:10]} are not on this rank: export the main params "
-            "of ranks that hold the same parameters (process_group=)"
+            f"parameters {sorted(every - own)[:10]} are not on this rank; export with the ranks "
+            "that have the same parameters (process_group=)"
         )
 
 
@@ -135,7 +135,9 @@ def _named_averages(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
     for slot, (name, main) in zip(optimizer.slots(), mains, strict=True):
         state = optimizer.slot_state(slot)
         if state and AVERAGE not in state:
-            raise ValueError(f"averaged=True: no average of {name} is kept; set ema_decay")
+            raise ValueError(
+                f"averaged=True: the optimizer keeps no average of {name}; set ema_decay"
+            )
         yield name, state[AVERAGE] if state and state["step"] > 0 else main
 
 

@@ -109,7 +109,7 @@ def read_manifest(folder: Path) -> Files:
     """
     path = inside(folder, MANIFEST, str(folder))
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} is no complete checkpoint: it has no {MANIFEST}")
+        raise FileNotFoundError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
     try:
         content = json.loads(_read_text(path))
         files = {name: FileSum(**entry) for name, entry in content["files"].items()}
@@ -117,8 +117,8 @@ def read_manifest(folder: Path) -> Files:
         raise ValueError(f"{path} is damaged: {error}") from error
     if content.get("format") != _MANIFEST_FORMAT:
         raise ValueError(
-            f"{path} is not of format {_MANIFEST_FORMAT}: it was written by another version of "
-            "mp_optim"
+            f"{path} does not have format {_MANIFEST_FORMAT}; load it with the version of "
+            "mp_optim that wrote it"
         )
     wrong = []
     for name, entry in files.items():
@@ -142,7 +142,7 @@ def _read_text(path: Path) -> bytes:
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
             if b"\0" in block:
-                raise ValueError(f"{path} is damaged: it has zero bytes, as no text has")
+                raise ValueError(f"{path} is damaged: it has zero bytes, but text has none")
             blocks.append(block)
     return b"".join(blocks)
 
@@ -155,14 +155,14 @@ def read_checked(folder: Path, files: Files, name: str) -> bytes:
     """
     if name not in files:
         raise ValueError(
-            f"{folder / MANIFEST} lists no {name}: this is no checkpoint of mp_optim's, or it is "
-            "damaged"
+            f"{folder / MANIFEST} does not list {name}; the checkpoint is damaged, or was written "
+            "by another program"
         )
     content = _read_text(inside(folder, name, MANIFEST))
     if FileSum(len(content), hashlib.sha256(content).hexdigest()) != files[name]:
         raise ValueError(
-            f"{folder} is damaged: the checksums of {[name]} are not those of its {MANIFEST}; "
-            "nothing was loaded"
+            f"{folder} is damaged: the checksums of {[name]} differ from its {MANIFEST}; nothing "
+            "was loaded"
         )
     return content
 
@@ -181,7 +181,7 @@ def verify_files(folder: Path, files: Iterable[tuple[str, FileSum]]) -> None:
             wrong.append(name)
     if wrong:
         raise ValueError(
-            f"{folder} is damaged: the checksums of {wrong} are not those of its {MANIFEST}"
+            f"{folder} is damaged: the checksums of {wrong} differ from its {MANIFEST}"
         )
 
 
@@ -256,7 +256,9 @@ def read_index(version: Path, files: Files) -> Index:
     try:
         return from_json(content, sizes)
     except ValueError as error:
-        raise ValueError(f"{version / INDEX} is damaged or no plain data: {error}") from error
+        raise ValueError(
+            f"{version / INDEX} is damaged or has objects other than plain data: {error}"
+        ) from error
 
 
 def from_json(content: bytes, sizes: Mapping[str, int]) -> Index:
@@ -276,7 +278,7 @@ def from_json(content: bytes, sizes: Mapping[str, int]) -> Index:
         sums = dict(zip(files, plain["crc32"], strict=True))
         for name, blocks in sums.items():
             if not is_plain_name(name) or name not in sizes:
-                raise ValueError(f"it names the file {name!r}, which is none of the checkpoint's")
+                raise ValueError(f"it names the file {name!r}, which is not in the checkpoint")
             if len(blocks) != -(-sizes[name] // BLOCK_BYTES) or not _are_counts(blocks):
                 raise ValueError(f"it has no checksum for every block of {name}")
         entries = {name: _entry(entry, files) for name, entry in plain["entries"].items()}
@@ -339,8 +341,8 @@ def _check_saved(entries: Mapping[str, Saved], sizes: Mapping[str, int]) -> None
             are_numbers = _are_counts((box.start, box.length))
             if not are_numbers or box.start + box.length > sizes.get(box.file, -1):
                 raise ValueError(
-                    f"{name} is at bytes {box.start} to {box.start + box.length} of "
-                    f"{box.file!r}, which has fewer"
+                    f"{name} needs bytes {box.start} to {box.start + box.length} of {box.file!r}, "
+                    "which has fewer"
                 )
 
 

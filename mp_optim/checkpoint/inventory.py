@@ -73,8 +73,9 @@ class Inventory:
         """
         if optimizer is not None and given is not None:
             raise ValueError(
-                "model_parallel= beside an optimizer: it knows (optimizer.model_parallel), from "
-                "the process_groups= and global_names= that get_megatron_optimizer was given"
+                "model_parallel= is not needed with an optimizer: optimizer.model_parallel has "
+                "it, from the process_groups= and global_names= of get_megatron_optimizer; "
+                "remove the argument"
             )
         parallel = given or ModelParallel() if optimizer is None else optimizer.model_parallel
         return cls(models, optimizer, parallel.among(ranks.members()))
@@ -182,9 +183,9 @@ class Inventory:
         in_model, counts = dict(self._named_params(twice=True)), Counter(self.names.values())
         if twice := [name for name, count in counts.items() if count > 1]:
             raise ValueError(
-                f"{names_in_words(twice)}: more than one of the optimizer's parameters has this "
-                "name; pass a model that holds all of them (nn.ModuleList([actor, critic])), or "
-                "give each parameter a name of its own"
+                f"{names_in_words(twice)}: more than one parameter of the optimizer has this "
+                "name; pass a model that has all of them (nn.ModuleList([actor, critic])), or "
+                "give each parameter a unique name"
             )
         for slot, name in self.names.items():
             param = param_at(self._stack.param_groups, slot)

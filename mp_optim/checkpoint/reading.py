@@ -93,8 +93,8 @@ class Reading:
         block = file.read(BLOCK_BYTES)
         if zlib.crc32(block) != self.index.sums[name][number]:
             raise ValueError(
-                f"{self.version / name} is damaged: bytes from {number * BLOCK_BYTES} on are not "
-                "those that were written; nothing was loaded"
+                f"{self.version / name} is damaged: bytes from {number * BLOCK_BYTES} on differ "
+                "from those that were written; nothing was loaded"
             )
         return block
 

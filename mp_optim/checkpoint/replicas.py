@@ -66,13 +66,13 @@ def _compare(digests_of_ranks: Sequence[Mapping[str, bytes] | None]) -> None:
             other, expected = first.setdefault(name, (rank, digest))
             if digest != expected:
                 raise ValueError(
-                    f"{name}: ranks {other} and {rank} hold different values under this name, of "
-                    "which one would be lost. If they are parts of one tensor, set Megatron's "
+                    f"{name}: ranks {other} and {rank} have different values under this name, and "
+                    "one of them would be lost. For parts of one tensor, set Megatron's "
                     "tensor_model_parallel, partition_dim and partition_stride on it, and "
-                    "process_groups.tp (of experts: expert_tp); if they are experts that every "
-                    "rank counts from 0, set process_groups.ep; if they are layers, set "
-                    "process_groups.pp and a layer_number on each layer; else say with "
-                    "global_names= what each is called in the whole model. All of these are "
-                    "arguments of get_megatron_optimizer (without an optimizer, of "
-                    "ModelParallel.of, for model_parallel=)"
+                    "process_groups.tp (for experts expert_tp). For experts that every rank "
+                    "counts from 0, set process_groups.ep. For layers, set process_groups.pp and "
+                    "a layer_number on each layer. Otherwise pass global_names=, a function that "
+                    "returns the name in the whole model. All of these are arguments of "
+                    "get_megatron_optimizer (without an optimizer, of ModelParallel.of, for "
+                    "model_parallel=)"
                 )

@@ -153,7 +153,7 @@ def save(
     own = Inventory.among(model, stack, model_parallel, ranks)
     settings = None
     if stack is not None:
-        settings = ranks.run_on_all("checking what is saved", own.settings)
+        settings = ranks.run_on_all("checking tensors for a save", own.settings)
     ranks.run_on_all("an earlier save", partial(finish_previous, concerned))
     common = {
         "optimizer": settings,

@@ -173,7 +173,7 @@ def _check_agreement(
                 (a, low), (b, high) = sorted((other, own), key=itemgetter(1))
                 raise ValueError(
                     f"{name} is {a[0]} {a[1]}, {a[2]} on rank {low} and {b[0]} {b[1]}, {b[2]} on "
-                    f"rank {high}; different things need different names"
+                    f"rank {high}; give different tensors different names"
                 )
             if places is not None:
                 boxes.setdefault((name, shape), set()).update(places)
@@ -357,7 +357,7 @@ def plan_writing(
     writing = Writing(folder, ranks.rank, list(_items(tensors, held, share)), params)
     if snapshot:
         try:
-            ranks.run_on_all("copying what is saved", writing.take_snapshot)
+            ranks.run_on_all("copying tensors for a save", writing.take_snapshot)
         except BaseException:
             writing.give_back()
             raise

@@ -341,7 +341,7 @@ EMA_DECAY = replace(BETA, optional=True)
 
 def _as_remainder_form(value: Any) -> Any:
     if value == "kahan":
-        raise ValueError(f"{REMAINDER_CHOICES}; {KAHAN_IS_GONE}: use 16")
+        raise ValueError(f"{REMAINDER_CHOICES}; {KAHAN_IS_GONE}; use 16")
     form = whole(0, 16)(value)
     if form not in REMAINDERS:
         raise ValueError(REMAINDER_CHOICES)

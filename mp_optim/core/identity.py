@@ -129,7 +129,7 @@ def edited_lists(sizes: Sequence[int], added: Sequence[int]) -> ValueError:
         sizes: present number of parameters in each group.
         added: number of parameters that were added to each group.
     """
-    fact = f"there are {len(sizes)} param_groups, and {len(added)} were added"
+    fact = f"param_groups has {len(sizes)} groups, and {len(added)} were added"
     for index, (now, before) in enumerate(zip(sizes, added, strict=False)):
         if now != before:
             fact = f"param_groups[{index}] has {now} parameters, and {before} were added"
@@ -243,10 +243,10 @@ def _agree(index: int, alike: Sequence[dict[str, Any]], seen: Sequence[Mapping[s
                 continue
             if not _is_same(news.setdefault(key, value), value):
                 raise RefusedSettings(
-                    f"param group {index}: the optimizer that steps its parameters on the device "
-                    f"has {key}={news[key]!r}, the one on the host {value!r}. This rule computes "
-                    "the setting from all parameters of a group, so they must be in one place: "
-                    "use offload_fraction 0 or 1, or make a group for each place"
+                    f"param group {index}: {key} is {news[key]!r} on the device and {value!r} on "
+                    "the host. The rule computes this setting from all parameters of a group, so "
+                    "they must be in one place; use offload_fraction 0 or 1, or make a group for "
+                    "each place"
                 )
     for group in alike:
         group.update({**news, **by_caller})

@@ -112,8 +112,8 @@ class StepMark:
         """
         if self._lent_to:
             raise RuntimeError(
-                f"{doing}: inside of `with optimizer.{self._lent_to}()` the model does not have "
-                "its training weights; call it after the block"
+                f"{doing}: inside `with optimizer.{self._lent_to}()` the model does not have its "
+                "training weights; call it after the block"
             )
         if self._writer is None:
             if self.copies.shown:
@@ -136,10 +136,10 @@ class StepMark:
             raise _under_way(doing, "this thread")
         if self.is_set:
             raise BrokenOffError(
-                f"{doing}: an earlier step, load or scaling of this optimizer was broken off "
-                f"half-way{self._why and f' by {self._why}'}, so some parameters are changed and "
-                "others are not. Load the last checkpoint, model and optimizer (load_state_dict "
-                "makes the optimizer usable again)"
+                f"{doing}: an earlier step, load or scaling of this optimizer was "
+                f"interrupted{self._why and f' by {self._why}'}, so some parameters are changed "
+                "and others are not. Load the last checkpoint of model and optimizer "
+                "(load_state_dict makes the optimizer usable again)"
             )
 
     @contextmanager
@@ -184,7 +184,7 @@ class StepMark:
 
 def _under_way(doing: str, who: str) -> RuntimeError:
     return RuntimeError(
-        f"{doing}: {who} is inside of a step or load of this optimizer, which is not complete; "
+        f"{doing}: {who} is inside a step or load of this optimizer, which is not complete; "
         "call it after that (use a lock around both, or a flag that the training loop checks "
         "between steps)"
     )

@@ -178,8 +178,8 @@ def _check_same_names(live: Sequence[str], saved: Sequence[str]) -> None:
         counts = Counter(saved) | Counter(live)
         twice = [name for name, count in counts.items() if count > 1]
         raise ValueError(
-            f"more than one parameter is called {names_in_words(twice)}, so parameters are matched "
-            f"by position, and the saved names differ from {differing[0]} on; build the groups in "
+            f"the name {names_in_words(twice)} is not unique, so parameters are matched by "
+            f"position, and the saved names differ from {differing[0]} on; build the groups in "
             "the saved order, or give each parameter a unique name"
         )
 
@@ -370,11 +370,11 @@ class StateLoad:
                 matched[slot] = state
         if missing:
             raise ValueError(
-                f"the saved state has none for {len(missing)} of {len(self._match.index_of)} "
-                f"parameters: {names_in_words(missing)}. Possible reasons: it was saved before the "
-                "first step of an optimizer that has no state until then, or with these parameters "
-                "frozen. Load a complete state dict or none; if these parameters were never "
-                "trained, freeze them (requires_grad_(False)) during the load"
+                f"the state dict has no state for {len(missing)} of {len(self._match.index_of)} "
+                f"parameters: {names_in_words(missing)}. It may have been saved before the first "
+                "step, or while these parameters were frozen. Load a complete state dict or "
+                "none; if these parameters were never trained, freeze them "
+                "(requires_grad_(False)) during the load"
             )
         return matched
 

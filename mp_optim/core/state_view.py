@@ -407,7 +407,7 @@ class Assignment:
             self.stays.append(key)
             return False
         raise ValueError(
-            f"optimizer.state: {self._name}.{key} is stepped on {self._home}, and the value is on "
+            f"optimizer.state: {self._name}.{key} is stepped on {self._home}, but the value is on "
             f"{value.device}; assign a tensor on {self._home} or on the host, or move the "
             "parameter to move its state"
         )

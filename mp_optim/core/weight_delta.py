@@ -161,8 +161,8 @@ class WeightDelta:
             )
         except KeyError as error:
             raise ValueError(
-                f"no delta of this package: the file has no {error}; pass a file that "
-                "WeightDelta.save() wrote"
+                f"the file is not a delta of this package: it has no {error}; pass a file of "
+                "WeightDelta.save()"
             ) from error
 
     @classmethod
@@ -290,11 +290,12 @@ def _from_file(content: bytes) -> tuple[dict[str, str], dict[str, Tensor]]:
         tensors = dict(_tensors_in(header, content, begin))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"no delta, or not all of one: {error!r}; publish the weights again"
+            f"the file is not a delta, or is incomplete: {error!r}; publish the weights again"
         ) from error
     if metadata.get("format") != _FORMAT:
         raise ValueError(
-            f"no delta: the file's format is {metadata.get('format')!r}; pass one of {_FORMAT!r}"
+            f"the file is not a delta: its format is {metadata.get('format')!r}; pass one with "
+            f"{_FORMAT!r}"
         )
     return metadata, tensors
 

@@ -126,10 +126,9 @@ class DirectFile:
         """
         if os.getpid() != self._owner:
             raise RuntimeError(
-                f"the optimizer's state is in a file in {self.path.parent} that belongs to the "
-                f"process this one was forked from (optimizer_state_path; process {self._owner}), "
-                "and goes on changing with its steps: a forked child can neither step nor read nor "
-                "load it. Build an optimizer in the child and load a checkpoint there, start the "
+                f"optimizer_state_path: the state is in a file in {self.path.parent} that belongs "
+                f"to the parent process {self._owner} of this forked process, and changes with "
+                "its steps. Build an optimizer in the child and load a checkpoint, start the "
                 "child by spawn, or keep the state in memory (optimizer_state_path=None)"
             )
 

@@ -333,7 +333,7 @@ class DeviceBorrow:
         after = self._windows.transfer.mark()
         threads = max(2, min(host_share().threads // 2, MOST_THREADS))
         for number in range(min(threads, len(self._coming))):
-            name = f"copying what is saved {number}"
+            name = f"background save {number}"
             work = partial(self._work, take, after)
             threading.Thread(target=work, name=name, daemon=False).start()
 
@@ -425,9 +425,9 @@ class DeviceBorrow:
         sums.read_into(at_the_call)
         if not torch.equal(sums_of_bits(memory), at_the_call.view(torch.int64)):
             raise RuntimeError(
-                f"{what} was written while a save in the background still copied it from the "
-                "device, and neither by the optimizer nor by torch's; before you write the "
-                "model's parameters yourself, call wait_for_device() of the save's handle"
+                f"{what} was written during a background save that copies it from the device, "
+                "without a hook of the optimizer or torch; before you write the model's "
+                "parameters yourself, call wait_for_device() of the save's handle"
             )
         return memory
 

@@ -141,8 +141,8 @@ class CudaTransfer(Transfer):
         except RuntimeError as error:
             why = str(error).partition("\n")[0]
             self._note(
-                f"page-locked memory: there is none ({why}); pageable memory takes its place: "
-                "copies are slower and overlap with nothing"
+                f"page-locked memory is not available ({why}), so pageable memory is used: copies "
+                "are slower and do not overlap with other work"
             )
             return zeros_host(num_bytes)
 

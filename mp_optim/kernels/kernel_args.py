@@ -597,9 +597,8 @@ def _misfit(
             return (
                 f"tensor {place} of {len(tensors)} in column {name!r} of a kernel's call has "
                 f"{tensor.numel()} elements of {tensor.dtype} in a storage of {held} bytes, where "
-                f"its slot has {size} of {dtype}: it was given other memory or another form "
-                "(`tensor.data = ...`, `resize_`) that the optimizer was not told of, or its "
-                "parameter was; nothing was written. Put a new parameter into the param group, or "
-                "build the optimizer anew"
+                f"its slot has {size} of {dtype}: its memory or its parameter's was replaced or "
+                "resized (`tensor.data = ...`, `resize_`); nothing was written. Put a new "
+                "parameter into the param group, or build the optimizer again"
             )
     return f"column {name!r} of a kernel's call has {len(tensors)} tensors for {len(expected)}"

@@ -82,8 +82,8 @@ def check_launch(
     if not fits:
         given = [(column.own_sizes, column.dtypes, column.devices) for column in columns]
         raise ValueError(
-            f"{name}: takes lists of contiguous tensors of {list(dtypes)} on {KERNEL_DEVICE}, each "
-            f"of 1 to {MOST_ELEMENTS} elements and as many in every list; given {given}"
+            f"{name}: needs lists of contiguous tensors of {list(dtypes)} on {KERNEL_DEVICE}, "
+            f"each of 1 to {MOST_ELEMENTS} elements and equal in every list; given {given}"
         )
 
 

@@ -219,8 +219,8 @@ def check_serves(name: str, device: torch.device) -> None:
                 name, device
             )  # where it is not usable at all, that is the better message
             raise ValueError(
-                f"fused_backend={name!r}: the model's parameters are on {device.type}, its kernels "
-                f"run on {' and '.join(devices())}; move the model there, or choose 'auto'"
+                f"fused_backend={name!r}: the model's parameters are on {device.type}, but its "
+                f"kernels run on {' and '.join(devices())}; move the model, or choose 'auto'"
             )
 
 
@@ -252,8 +252,8 @@ def warn_of_missing_kernels(fused_backend: str, rule: str, groups: ParamGroups) 
 @cache
 def _warn_once(reason: str) -> None:
     warn(
-        f"there are no native kernels ({reason}): steps on the host take five to six times as "
-        "long, with the same bits. Where the CPU has AVX2, AVX-512 or NEON, install a wheel of "
-        "mp_optim, or install it again with a C++ compiler (g++ or clang++); "
-        f"{ENVIRONMENT}=off accepts it without this warning"
+        f"native kernels are missing ({reason}), so steps on the host take five to six times as "
+        "long, with the same bits. On a CPU with AVX2, AVX-512 or NEON, install a wheel of "
+        "mp_optim, or install it again with a C++ compiler (g++ or clang++). "
+        f"{ENVIRONMENT}=off turns this warning off"
     )

@@ -120,9 +120,9 @@ def failure(error: Exception) -> str:
     why = f"fails a first step: {type(error).__name__}: {error}"
     if any(said in str(error) for said in _REFUSED_CODE):
         why += (
-            ". The driver does not take what this Triton's assembler makes, which is newer: "
-            "install a newer driver, or set TRITON_PTXAS_PATH and TRITON_PTXAS_BLACKWELL_PATH to "
-            "the ptxas of a CUDA that the driver knows"
+            ". Triton's assembler is newer than the driver: install a newer driver, or set "
+            "TRITON_PTXAS_PATH and TRITON_PTXAS_BLACKWELL_PATH to the ptxas of a CUDA version that "
+            "the driver supports"
         )
     return why
 

@@ -248,8 +248,8 @@ def _with_average(
     if AVERAGE in state and AVERAGE not in mine:
         if not convert:
             raise ValueError(
-                f"{label}: an average of the main param was saved, and none is kept here; set "
-                "ema_decay, or load with convert=True, which drops it"
+                f"{label}: the state has an average of the main param, but this optimizer keeps "
+                "none; set ema_decay, or load with convert=True, which drops it"
             )
         return {key: value for key, value in state.items() if key != AVERAGE}
     if AVERAGE not in mine or AVERAGE in state:
@@ -307,17 +307,17 @@ def _converted(
         dtype = mine[key].dtype
         words = "4-bit codes" if is_packed(key, dtype) else str(dtype)
         raise ValueError(
-            f"{label}: saved with values that {words} cannot hold without loss; "
-            "load with convert=True, or configure this state as it was saved. (set_state_dict of "
-            "torch has no such argument: give the dict to optimizer.load_state_dict(..., "
-            "convert=True), after the model's)" + (_OTHER_BLOCKS if is_blocked(dtype) else "")
+            f"{label}: has values that {words} cannot hold without loss; load with convert=True, "
+            "or configure this state as it was saved. (torch's set_state_dict has no such "
+            "argument: call optimizer.load_state_dict(..., convert=True), after the model's)"
+            + (_OTHER_BLOCKS if is_blocked(dtype) else "")
         )
     return fresh
 
 
 _OTHER_BLOCKS = (
-    ". (Codes share a scale in every 256 elements of what a rank holds: where it was saved so, "
-    "too, the ranks cut the parameter elsewhere)"
+    ". (Each 256 elements of a rank's shard share a scale. State that was saved in this form, too, "
+    "comes from another sharding)"
 )
 
 
@@ -395,8 +395,9 @@ def without_unread(
     if moment in saved and moment not in live:
         if not convert:
             raise ValueError(
-                f"{label}: saved with {moment}, which is not kept here ({decided}); load with "
-                "convert=True, which drops it, or build the optimizer with settings that keep it"
+                f"{label}: saved with {moment}, which this optimizer does not keep ({decided}); "
+                "load with convert=True, which drops it, or build the optimizer with settings "
+                "that keep it"
             )
         dropped = (moment, scale_key(moment))
         return {key: value for key, value in saved.items() if key not in dropped}

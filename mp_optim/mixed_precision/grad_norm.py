@@ -199,8 +199,8 @@ def agree(
     for key, value in local.items():
         if key.group not in totals:
             raise ValueError(
-                f"grad_norm_group={key.group!r} appeared after the first step; the ranks know "
-                f"{list(names)}. Set it before the optimizer is built"
+                f"grad_norm_group={key.group!r} was set after the first step, when the ranks knew "
+                f"{list(names)}; set it before the optimizer is built"
             )
         number = None if numbers is None else numbers.get(key)
         if zeros is None and number is None and not key.shard_groups:

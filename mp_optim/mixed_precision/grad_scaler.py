@@ -166,8 +166,8 @@ class DynamicGradScaler(MegatronGradScaler):
             lacks = f"it lacks {missing}"
         if lacks:
             raise ValueError(
-                f"grad_scaler: {lacks}; was it saved with a constant loss scale, or without one? "
-                "To go on with the present loss scale, load with convert=True"
+                f"grad_scaler: {lacks}; it may have been saved with a constant loss scale, or "
+                "without one. To continue with the current loss scale, load with convert=True"
             )
         for key, rule in _SCALER_STATE.items():
             check_setting(f"grad_scaler.{key}", state_dict[key], rule)

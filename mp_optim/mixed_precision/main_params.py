@@ -138,8 +138,9 @@ class MainParams:
         for position, param in enumerate(params):
             if param.is_inference():
                 raise TypeError(
-                    f"{self.name(Slot(index, position))} was made inside torch.inference_mode(), "
-                    "so nothing can train it; build the model outside of it"
+                    f"{self.name(Slot(index, position))} was created inside "
+                    "torch.inference_mode(), so it cannot be trained; build the model outside of "
+                    "it"
                 )
         self.executor.reserve_main_params(coming)
         rows: list[tuple[Slot, Tensor, NormKey, ParamLayout, int]] = []
@@ -179,9 +180,9 @@ class MainParams:
             if before != index:
                 now, was = self.name(slots[index]), self.name(slots[before])
                 raise ValueError(
-                    f"{now} is now the parameter that {was} was: parameters and "
-                    "groups cannot change places in param_groups, as state stays where it is; "
-                    "change the settings of groups instead, or build another optimizer"
+                    f"{now} has taken the position of {was} in param_groups, but state stays at "
+                    "its position; change the settings of groups instead, or build another "
+                    "optimizer"
                 )
 
     def _check_memory(self) -> None:

@@ -122,10 +122,10 @@ class Agreement:
         ]
         if others:
             raise ValueError(
-                f"{len(others)} parameters are not the ones that their loaded remainders belong "
-                f"to: {names_in_words(others)}. Load the model's weights that were saved with this "
-                "state, all of them; or, to go on from the weights that are there, without the "
-                "extra bits, load with convert=True or call reload_model_params()"
+                f"{len(others)} parameters differ from the ones that their loaded remainders "
+                f"belong to: {names_in_words(others)}. Load all model weights that were saved "
+                "with this state; or, to continue from the current weights without the extra "
+                "bits, load with convert=True or call reload_model_params()"
             )
 
 
@@ -261,9 +261,9 @@ class ParamState(SlotState):
         for key, dtype in was.items():
             if key in saved:
                 raise ValueError(
-                    f"state of {self.name}: the parameter was {dtype} when it was saved (it "
-                    f"has {key!r}), and is float32 here. Give it the dtype it had before the "
-                    "optimizer is built or loaded; what loads weights may have changed it (peft's "
+                    f"state of {self.name}: the parameter was {dtype} when it was saved (the "
+                    f"state has {key!r}), and is float32 now. Convert it before the optimizer is "
+                    "built or loaded; a function that loads weights may have changed it (peft's "
                     "load_adapter makes adapters float32 unless autocast_adapter_dtype=False)"
                 )
 

@@ -37,7 +37,7 @@ def scale_rows_(
     for name, of_rows in factors.items():
         if name not in places:
             raise ValueError(
-                f"scale_rows_: {name} is no parameter that is trained here; the names are those of "
+                f"scale_rows_: {name} is not a trained parameter; use the names of "
                 "named_main_params()"
             )
         wrapper, slot = places[name]

@@ -168,9 +168,9 @@ class SlotTable:
             index = self.index(slot)
             if present[index] is not None:
                 raise ValueError(
-                    f"{name_of(slot)}: its gradient was released during backward, "
-                    "and there is another one that cannot be added to it (of another dtype, "
-                    "sparse, or put there by hand); set release_gradients=False"
+                    f"{name_of(slot)}: its gradient was released during backward, and a second "
+                    "gradient cannot be added to it (another dtype, sparse, or assigned by the "
+                    "program); set release_gradients=False"
                 )
             present[index] = grad
         is_whole = all(map(operator.is_not, present, itertools.repeat(None)))

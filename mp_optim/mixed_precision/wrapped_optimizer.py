@@ -296,7 +296,7 @@ class Float16OptimizerWithFloat16Params(WrappedOptimizer):
             param.dtype == torch.bfloat16 and config.fp16
         ):
             raise ValueError(
-                f"{name} is {param.dtype} but the config says bf16={config.bf16}, "
+                f"{name} is {param.dtype} but the config has bf16={config.bf16}, "
                 f"fp16={config.fp16}; set the flag that matches the model"
             )
 

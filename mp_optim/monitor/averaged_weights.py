@@ -87,6 +87,6 @@ def _check_kept(mains: MainParams) -> None:
     slot = next(iter(mains.slots_with_main()), None)
     if slot is not None and AVERAGE not in mains.stored(slot):
         raise ValueError(
-            "averaged_weights: no averages are kept; set ema_decay (of OptimizerConfig, or of "
-            "the optimizer's class)"
+            "averaged_weights: the optimizer keeps no averages; set ema_decay (of "
+            "OptimizerConfig, or of the optimizer's class)"
         )

@@ -256,14 +256,14 @@ def _check_trackable(stack: MegatronOptimizer) -> None:
     """Raise ValueError if weights cannot be published, saying why."""
     if stack.has_quantized_params:
         raise ValueError(
-            "track_changes: parameters are in 8 bits, and their scales change with their "
-            "values: publish the whole weights"
+            "track_changes: parameters are in 8 bits, and their scales change with their values; "
+            "publish the whole weights"
         )
     unnamed = [group for group in stack.param_groups if not has_names(group)]
     if any(group["params"] for group in unnamed):
         raise ValueError(
-            "track_changes: parameters have no names to publish them by: build the optimizer "
-            "over model.named_parameters()"
+            "track_changes: parameters have no names; build the optimizer with "
+            "model.named_parameters()"
         )
 
 

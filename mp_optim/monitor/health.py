@@ -54,8 +54,8 @@ class GradientHealth(Observer):
         """
         if not self.stack.config.log_param_grad_norms:
             raise ValueError(
-                "log_param_grad_norms=0, so no norms of parameters are kept; set it to how many of "
-                "them metrics() is to show"
+                "log_param_grad_norms=0: no norms of parameters are kept; set it to the number "
+                "of norms for metrics()"
             )
         return self.norms_in(self.stack.counts.settle(), top)
 

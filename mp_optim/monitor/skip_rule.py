@@ -157,9 +157,8 @@ class SkipRule(Observer):
         window = saved.get(_WINDOW) if isinstance(saved, Mapping) else None
         if saved is not None and not _is_window(window):
             raise ValueError(
-                f"skip_step: it holds {saved!r}, not the norms and losses of a window as a "
-                "dense tensor of 2 rows without infinities; leave it away to start with an empty "
-                "window"
+                f"skip_step: the state has {saved!r} instead of the norms and losses of a window, "
+                "a dense finite tensor of 2 rows; remove it to start with an empty window"
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -206,6 +205,6 @@ def _check_loss(loss: object) -> None:
     else:
         what = repr(loss)
     raise ValueError(
-        f"report_loss: the loss is {what}, not one real number; give the mean over the batch "
-        "(loss.mean()), or None where this rank has none"
+        f"report_loss: the loss is {what}, not one real number; pass the mean over the batch "
+        "(loss.mean()), or None on a rank without a loss"
     )

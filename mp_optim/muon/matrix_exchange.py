@@ -68,7 +68,7 @@ class Exchange:
             if (there := param.bounds(self._rank)[-1]) != part.numel():
                 raise ValueError(
                     f"a part of {len(param.parts)} matrices of {param.rows} x {param.columns} has "
-                    f"{part.numel()} elements; as they are split, it should have {there}"
+                    f"{part.numel()} elements instead of {there}"
                 )
 
     def run(self) -> None:

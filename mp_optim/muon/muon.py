@@ -93,7 +93,7 @@ class MuonRule(Rule):
         coefficients(group["coefficient_type"], group["num_ns_steps"])
         if group.get("moment2_method") and group["tp_mode"] == "blockwise":
             raise ValueError(
-                f"moment2_method={group['moment2_method']!r}: is of rows of whole matrices; set "
+                f"moment2_method={group['moment2_method']!r}: needs rows of whole matrices; set "
                 "tp_mode='duplicated'"
             )
 
@@ -118,8 +118,8 @@ class MuonRule(Rule):
 
     def backend_and_reason(self, backend: Backend, why: str, group: Settings) -> tuple[str, str]:
         return backend.name, (
-            f"{why}; muon: products of matrices are torch's, where the model's parameters lie; "
-            "their bits may differ between devices and numbers of threads"
+            f"{why}; muon: torch's matrix products on the model's device, whose bits may differ "
+            "between devices and numbers of threads"
         )
 
     def apply(self, launch: Launch, backend: Backend) -> None:

@@ -466,9 +466,9 @@ class BackwardScheduler:
         self.counts["speculation_stale"] += changed
         if self.counts["speculation_stale"] == changed:
             warn(
-                f"offload_mode={self.mode!r}: gradients were changed after backward, so what was "
-                "begun on them is done again in step(). If torch's clip_grad_norm_ did it, leave "
-                "clipping to OptimizerConfig.clip_grad (HF Trainer: max_grad_norm=0; Lightning: "
+                f"offload_mode={self.mode!r}: gradients changed after backward, so step() "
+                "repeats the work of backward on them. If clip_grad_norm_ did it, clip with "
+                "OptimizerConfig.clip_grad (HF Trainer: max_grad_norm=0; Lightning: "
                 "gradient_clip_val=None). metrics()['speculation_stale'] counts the buckets"
             )
 

@@ -637,8 +637,8 @@ def work_in_backward(
     if stepper is None or not stepper.schedule.is_early:
         if releases:
             raise ValueError(
-                "release_gradients=True: the optimizer that steps does not work during backward; "
-                "give HybridDeviceOptimizer offload_mode='overlap' or 'speculative', or set it to "
+                "release_gradients=True: the optimizer does not work during backward; pass "
+                "offload_mode='overlap' or 'speculative' to HybridDeviceOptimizer, or set it to "
                 "False"
             )
         return None

@@ -112,13 +112,13 @@ class OffloadedStep:
 def _check_speculative(executor: Executor, params: Sequence[NamedParam]) -> None:
     if not isinstance(executor, RuleExecutor):
         raise ValueError(
-            f"offload_mode='speculative': {executor.label} cannot step into other memory than "
-            "it steps from; use one of this package's optimizers, or 'overlap'"
+            f"offload_mode='speculative': {executor.label} cannot step into a second buffer; use "
+            "an optimizer of this package, or 'overlap'"
         )
     for name in _collective(executor, params):
         raise ValueError(
-            f"offload_mode='speculative': {executor.label} steps {name}, which is "
-            "split over ranks, by a collective, which may not meet those of backward; use "
+            f"offload_mode='speculative': {executor.label} steps {name}, which is split over "
+            "ranks, with a collective, which could interleave with those of backward; use "
             "'overlap'"
         )
 
@@ -128,8 +128,8 @@ def _check_windows(
 ) -> None:
     if not isinstance(executor, RuleExecutor):
         raise ValueError(
-            f"{asked}: {executor.label} cannot be stepped in windows; use one of this package's "
-            f"optimizers, or {way_out}"
+            f"{asked}: {executor.label} cannot be stepped in windows; use an optimizer of this "
+            f"package, or {way_out}"
         )
     if executor.rule.name not in RULES:
         raise ValueError(
@@ -138,8 +138,8 @@ def _check_windows(
         )
     for name in _collective(executor, params):
         raise ValueError(
-            f"{asked}: {executor.label} steps {name}, which is split over ranks, by a "
-            f"collective, and ranks may cut other windows; {way_out}"
+            f"{asked}: {executor.label} steps {name}, which is split over ranks, with a "
+            f"collective, and ranks may have different windows; {way_out}"
         )
     devices = {local_tensor(param).device: name for _, name, param in params}
     if len(devices) > 1:

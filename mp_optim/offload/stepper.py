@@ -233,7 +233,7 @@ class Stepper:
                 self.schedule.discard()
                 raise RuntimeError(
                     f"{step.label}: the step on the host failed: {error!r}. {done} of "
-                    f"{len(steps)} buckets before it were already stepped: load the last checkpoint"
+                    f"{len(steps)} buckets were stepped before it; load the last checkpoint"
                 ) from error
             with self.timeline.stage("publish", step.label):
                 step.upload()

@@ -119,7 +119,7 @@ class WindowLane:
         if self._may_cut(slot):
             what = f"the smallest part of {name}"
         raise ValueError(
-            f"stream_window_bytes={self._most}: {what} takes {size} bytes; set "
+            f"stream_window_bytes={self._most}: {what} needs {size} bytes; set "
             "stream_window_bytes to at least that"
         )
 
@@ -184,8 +184,8 @@ class WindowLane:
             )
         size = sum(disk_bytes(self._executor, self._slots, 1))
         return (
-            f"on disk: main params and state of {count} parameters, {size:,} bytes, lie in a file "
-            f"in {self.source.file.folder}, which has no name and is no checkpoint, and are "
+            f"on disk: main params and state of {count} parameters, {size:,} bytes, are in an "
+            f"unnamed temporary file in {self.source.file.folder} (not a checkpoint), and are "
             f"stepped on the {'host' if self._is_host else 'device'} in windows of {sizes[0]:,} "
             f"bytes, {len(sizes)} at a time in host memory"
         )

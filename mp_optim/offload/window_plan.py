@@ -157,8 +157,8 @@ def _pieces(
                 continue
             if not may_cut[launch]:
                 raise ValueError(
-                    f"a whole parameter of {size} bytes does not fit into "
-                    f"stream_window_bytes={most}; nothing was stepped"
+                    f"stream_window_bytes={most}: a whole parameter needs {size} bytes; increase "
+                    "it. No parameter was stepped"
                 )
             limit = form.elements_that_fit(held, extra, most)
             for start in range(0, main.numel(), limit):
@@ -167,8 +167,9 @@ def _pieces(
                 size = form.bytes_of(*parts)
                 if size > most:
                     raise ValueError(
-                        f"a part of {size} bytes, a gradient in {extra[GRAD].dtype} among them, "
-                        f"does not fit into stream_window_bytes={most}; nothing was stepped"
+                        f"stream_window_bytes={most}: a part with a gradient in "
+                        f"{extra[GRAD].dtype} needs {size} bytes; increase it. No parameter was "
+                        "stepped"
                     )
                 yield Piece(launch, index, start, count, False, *parts, size)
 

@@ -152,8 +152,8 @@ class Worker:
             label, _ = self._begun[-1]
             self._forget()
             raise WorkerError(
-                f"{label}: work on the host during backward was begun by the process that this one "
-                "was forked from; call step() again to do it in this process"
+                f"{label}: work during backward was started by the parent of this forked process; "
+                "call step() again to do it in this process"
             )
         while self._begun:
             label, future = self._begun[0]
@@ -162,8 +162,8 @@ class Worker:
                 self._pool = None  # which the failed set-up of a thread would leave unusable
                 raise WorkerError(
                     f"{label}: work on the host during backward failed: {error!r}. The optimizer "
-                    "is as it was before this step; call step() again to do the work in it, or go "
-                    "on with the next batch"
+                    "is as it was before this step; call step() again, or continue with the next "
+                    "batch"
                 ) from error
             del self._begun[0]
         self._last = None

@@ -399,10 +399,10 @@ def difference_told(lines: Sequence[str], ranks: Sequence[int]) -> str:
             how = store.get("how").decode()
             store.add("read", 1)
         else:
-            how = f"rank {first} did not say what it has"
+            how = f"rank {first} did not report"
     except RuntimeError:  # the store is gone, and the rank that kept it
-        return "they cannot say how: the store is gone"
-    return how or "they do not say how"
+        return "the difference is unknown, because the store is gone"
+    return how or "the difference is unknown"
 
 
 def _compared(store: Store, ranks: Sequence[int]) -> str:
@@ -410,7 +410,7 @@ def _compared(store: Store, ranks: Sequence[int]) -> str:
     spoken = [rank for rank in ranks if store.check([str(rank)])]
     lines = [store.get(str(rank)).decode().splitlines() for rank in spoken]
     silent = [rank for rank in ranks if rank not in spoken]
-    quiet = f"ranks {silent} did not say what they have" if silent else ""
+    quiet = f"ranks {silent} did not report" if silent else ""
     return "; ".join(filter(None, (difference(lines, spoken), quiet)))
 
 

@@ -90,8 +90,8 @@ class ProcessGroups:
             group = getattr(groups, name, None)
             if group is not None and group.size() > 1:
                 raise ValueError(
-                    f"{name} has {group.size()} ranks: generalised tensor parallelism is not in "
-                    "this version; leave out --tensor-parallel-num-weight-shards and its expert "
+                    f"{name} has {group.size()} ranks: generalised tensor parallelism is not "
+                    "supported; leave out --tensor-parallel-num-weight-shards and its expert "
                     "counterpart"
                 )
 

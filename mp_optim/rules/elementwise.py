@@ -16,8 +16,8 @@ def check_decoupled(group: Settings) -> None:
     for name in ("caution", "cautious_wd"):
         if group.get(name) and not group.get("adam_w_mode", True):
             raise ValueError(
-                f"{name}=True: weight decay has to be decoupled from the gradient "
-                "(adam_w_mode=True, decoupled_weight_decay=True of the config)"
+                f"{name}=True: needs decoupled weight decay; set adam_w_mode=True "
+                "(decoupled_weight_decay=True of the config)"
             )
 
 

@@ -370,18 +370,18 @@ class ForeignExecutor(Executor, StateStore):
         kept += [key for key in self.optimizer.state if not isinstance(key, Tensor)]
         if slots and kept:
             raise TypeError(
-                f"{type(self.optimizer).__name__} keeps {sorted(map(str, kept))} beside the state "
-                "of its parameters, which no state dict or checkpoint here holds: it can train "
-                "here, but not be saved"
+                f"{type(self.optimizer).__name__} keeps {sorted(map(str, kept))} outside the "
+                "state of its parameters, and such state cannot be saved; train without saving, "
+                "or choose another optimizer"
             )
         for slot in slots:
             for key, value in self.optimizer.state.get(self._param(slot), {}).items():
                 if (other := _other_than_tensors(value)) is not None:
                     raise TypeError(
                         f"state of {self.slot_name(slot)}: {type(self.optimizer).__name__} keeps "
-                        f"a {type(other).__name__} under {key!r}. State dicts and checkpoints hold "
-                        "tensors, numbers and lists of them: this optimizer can train here, but "
-                        "not be saved"
+                        f"a {type(other).__name__} under {key!r}, but only tensors, numbers and "
+                        "lists of them can be saved; train without saving, or choose another "
+                        "optimizer"
                     )
 
     @in_own_modes

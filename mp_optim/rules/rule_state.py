@@ -395,8 +395,9 @@ class RuleState(StateStore):
         for key, (spec, _) in specs.items():
             if check and key in state and state[key].shape != spec:
                 raise ValueError(
-                    f"{self.name(slot)}: the parameter's shape is now {tuple(main_shape)}, "
-                    f"its {key} has {tuple(state[key].shape)}; a replacement must keep the shape"
+                    f"{self.name(slot)}: the parameter's shape is now {tuple(main_shape)}, but "
+                    f"its {key} has {tuple(state[key].shape)}; replace a parameter only by one of "
+                    "the same shape"
                 )
         return specs
 
@@ -511,9 +512,9 @@ class RuleState(StateStore):
                         value.data = memory
                 (given, given_dtype), (shape, dtype) = form, specs[key]
                 raise ValueError(
-                    f"optimizer.state: {self.name(slot)}.{key} was given memory of shape "
-                    f"{tuple(given)} and {given_dtype}, and is kept as {tuple(shape)} and {dtype}; "
-                    "give it memory of that form"
+                    f"optimizer.state: the memory assigned to {self.name(slot)}.{key} has shape "
+                    f"{tuple(given)} and {given_dtype}; assign memory of shape {tuple(shape)} and "
+                    f"{dtype}"
                 )
             if not value.is_contiguous():  # kernels read memory in its order
                 give_memory(value, value.data.contiguous())

@@ -237,8 +237,8 @@ class FlatBucket:
         if (param.shape, param.dtype, param.device) != wanted:
             raise ValueError(
                 f"{entry.name} was replaced by a tensor of {tuple(param.shape)}, {param.dtype}, "
-                f"{param.device}; its place in the bucket is for {tuple(entry.data.shape)}, "
-                f"{entry.data.dtype}, {entry.data.device}: build the optimizer again"
+                f"{param.device}, but its bucket has {tuple(entry.data.shape)}, "
+                f"{entry.data.dtype}, {entry.data.device}; build the optimizer again"
             )
         check_shape(entry.data, param, entry.name)
         with torch.no_grad():
@@ -261,7 +261,7 @@ def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
     for name, param in named:
         if is_dtensor(param):
             raise ValueError(
-                f"{name} is a DTensor: FSDP2 shards it already; build the optimizer with "
+                f"{name} is a DTensor, which FSDP2 shards already; build the optimizer with "
                 "use_distributed_optimizer=False"
             )
         if is_quantized(param):

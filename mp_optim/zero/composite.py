@@ -87,7 +87,7 @@ class CompositeOptimizer(MegatronOptimizer):
         if len(self.members) == 1:
             return self.members[0].optimizer
         raise AttributeError(
-            "a chain of several optimizers has no single inner one; use .chained_optimizers"
+            "a chain of several optimizers has no single inner optimizer; use .chained_optimizers"
         )
 
     # -- asked about some slots, or all -----------------------------------------------------------
@@ -289,7 +289,7 @@ class ChainedOptimizer(CompositeOptimizer):
             if id(param) in added:
                 raise ValueError(
                     f"add_param_group: {self.slot_name(slot)} is in param group {slot.group} "
-                    "already; give a group only parameters that are in none"
+                    "already; remove it from the new group"
                 )
 
     def check_lists(self) -> None:

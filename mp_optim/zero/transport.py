@@ -180,8 +180,8 @@ class MegatronHooks:
     def watch(self, index: int, entry: Entry) -> None:
         """Raises RuntimeError: the modules' hooks are on the parameter that was there before."""
         raise RuntimeError(
-            f"{entry.name} was replaced after Megatron's DistributedDataParallel put its hooks on "
-            "it; wrap the model again"
+            f"{entry.name} was replaced after Megatron's DistributedDataParallel registered its "
+            "hooks; wrap the model again"
         )
 
     def look(self) -> None:
@@ -225,8 +225,8 @@ def _buckets_of(
     for chunk in chunks:
         if not getattr(chunk.ddp_config, "use_distributed_optimizer", False):
             raise ValueError(
-                "the model's ddp_config has use_distributed_optimizer=False, its buffers are not "
-                "cut for ranks; set it as in OptimizerConfig"
+                "the model's ddp_config has use_distributed_optimizer=False, so its buffers are "
+                "not sharded; set it to the value in OptimizerConfig"
             )
         kinds = (getattr(chunk, kind, None) or [] for kind in _BUFFERS)
         for buffer in chain.from_iterable(kinds):
@@ -254,7 +254,7 @@ def _bucket(
     ranks, rank = group.size(), group.rank()
     if megatron_bucket.param_data is None:
         raise ValueError(
-            f"{name_of[id(members[0])]}: its buffer holds gradients alone and is not laid out by "
+            f"{name_of[id(members[0])]}: its buffer has only gradients and is not laid out by "
             "rank; with Muon set --use-layer-wise-param-layout, or leave out "
             "--use-distributed-optimizer"
         )
@@ -274,7 +274,7 @@ def _bucket(
         entry = bucket.add(name_of[id(param)], param, item)
         if entry.data.data_ptr() != param.data_ptr():
             raise ValueError(
-                f"{name_of[id(param)]} does not look into its buffer any more; wrap the model again"
+                f"{name_of[id(param)]} is no longer a view of its buffer; wrap the model again"
             )
     return bucket
 
@@ -334,9 +334,8 @@ def _megatrons(
     for name in _DDP_DECIDES:
         if getattr(config, name) != defaults.get(name, False):
             raise ValueError(
-                f"{name}={getattr(config, name)!r}: the model is wrapped in Megatron's "
-                "DistributedDataParallel, whose ddp_config decides that; leave it at its default "
-                "here"
+                f"{name}={getattr(config, name)!r}: the ddp_config of Megatron's "
+                "DistributedDataParallel decides this; leave it at its default"
             )
     if config.data_parallel_sharding_strategy != "optim" or config.grad_reduce_op != "avg":
         raise ValueError(
@@ -354,7 +353,7 @@ def _megatrons(
         if chunk.ddp_config.overlap_param_gather != config.overlap_param_gather:  # type: ignore[union-attr]
             raise ValueError(
                 f"overlap_param_gather={config.overlap_param_gather!r} differs from the model's "
-                "ddp_config; set both alike"
+                "ddp_config; set both to the same value"
             )
     buckets = _buckets_of(chunks, named, group)
     hooks = MegatronHooks(chunks, buckets)

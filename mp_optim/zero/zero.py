@@ -124,8 +124,8 @@ class DistributedOptimizer(CompositeOptimizer):
         """
         if self.members:
             raise ValueError(
-                "a DistributedOptimizer's buckets are made once: build a new optimizer for all "
-                "groups, and give it this one's state with mp_optim.checkpoint"
+                "add_param_group: a DistributedOptimizer creates its buckets once; build a new "
+                "optimizer for all groups, and load this one's state with mp_optim.checkpoint"
             )
         super().add_param_group(param_group)
 

@@ -127,7 +127,7 @@ def _check(version: str, arches: Sequence[str], cache: Path) -> list[str]:
     said = said_of(version)
     print(f"triton {version}: {said}", flush=True)
     if _numbers(version) < _numbers(OLDEST):
-        is_right = f"Triton {version} takes denormals for 0" in said
+        is_right = f"Triton {version} flushes denormals to 0" in said
         return [] if is_right else [f"triton {version}: not refused by name: {said}"]
     if said != f"Triton {version}":
         return [f"triton {version}: refused: {said}"]

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 COMMANDS = {
-    "doctor": "what this machine can do for the optimizer, and why not",
+    "doctor": "kernels, threads and accelerators that this machine can use",
     "plan": "memory of a model and its optimizer, before anything is allocated",
     "fit": "whether a model can be trained on a machine, activations included, and what to type",
-    "convert": "optimizer state from and for torch, Megatron, apex and DeepSpeed",
+    "convert": "optimizer state from and to torch, Megatron, apex and DeepSpeed",
     "inspect": "list, verify and compare checkpoints",
     "conform": "check any torch optimizer for what training programs rely on",
 }

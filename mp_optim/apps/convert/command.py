@@ -90,8 +90,9 @@ def read(options: Options) -> foreign.ForeignState:
         raise ValueError(str(error) if is_named else f"{options.source}: {error}") from error
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{options.source} does not hold what --source-format {options.source_format} means "
-            f"({type(error).__name__}: {error}); if the state is deeper in it, say where: --key"
+            f"--source-format {options.source_format}: {options.source} has another format "
+            f"({type(error).__name__}: {error}); if the state is nested in it, name its key with "
+            "--key"
         ) from error
     return state
 
@@ -103,8 +104,8 @@ def _check_memory(state: foreign.ForeignState) -> None:
             stored = value.untyped_storage().nbytes()
             if value.nbytes > stored:
                 raise ValueError(
-                    f"{name}.{key} has shape {tuple(value.shape)}, and of its {value.nbytes} bytes "
-                    f"only {stored} are there; write it with .contiguous()"
+                    f"{name}.{key} has shape {tuple(value.shape)}, and the file has only {stored} "
+                    f"of its {value.nbytes} bytes; save it with .contiguous()"
                 )
 
 

@@ -50,7 +50,7 @@ def from_torch(
     foreign = positional_state(state_dict, names, step)
     masters = masters or {}
     if unknown := sorted(masters.keys() - set(foreign.names)):
-        raise ValueError(f"masters of parameters that the optimizer does not have: {unknown}")
+        raise ValueError(f"masters: the optimizer has no parameters {unknown}; remove them")
     return foreign.with_masters(masters)
 
 
@@ -188,9 +188,10 @@ def _inner(member: Mapping[str, Any]) -> Mapping[str, Any]:
     inner: Mapping[str, Any] = member.get("optimizer", member.get("optimizer_state_dict", member))
     if "param_groups" not in inner or "state" not in inner:
         raise ValueError(
-            f"no state of Megatron's Float16 or FP32 optimizer: it has {sorted(map(str, inner))}. "
-            "The distributed optimizer's is a shard of each parameter: save it with --ckpt-format "
-            "torch_dist and without --use-distributed-optimizer first"
+            "the state dict is not of Megatron's Float16 or FP32 optimizer: it has "
+            f"{sorted(map(str, inner))}. A distributed optimizer's state is a shard of each "
+            "parameter: save it with --ckpt-format torch_dist and without "
+            "--use-distributed-optimizer first"
         )
     return inner
 
@@ -248,8 +249,8 @@ def from_deepspeed(folder: str | os.PathLike[str], *, step: float | None = None)
     names = sorted(path.parent.relative_to(root).as_posix() for path in root.glob("**/fp32.pt"))
     if not names:
         raise FileNotFoundError(
-            f"no universal checkpoint in {folder}: there is no zero/<name>/fp32.pt; convert it "
-            "with DeepSpeed's ds_to_universal.py first"
+            f"{folder} has no file zero/<name>/fp32.pt, so it is not a universal checkpoint; "
+            "convert it with DeepSpeed's ds_to_universal.py first"
         )
     missing = [
         f"{name}/{file}.pt"

@@ -78,7 +78,10 @@ class ForeignState:
         """
         new = {name: rename(name) for name in self.names}
         if len(set(new.values())) < len(new):
-            raise ValueError(f"two parameters would be called {_repeated(new.values())}")
+            raise ValueError(
+                f"two parameters would have the name {_repeated(new.values())}; give each a "
+                "unique name"
+            )
         groups = [
             replace(group, names=tuple(map(new.__getitem__, group.names))) for group in self.groups
         ]
@@ -134,8 +137,8 @@ def positional_state(
     """
     if not {"param_groups", "state"} <= state_dict.keys():
         raise ValueError(
-            f"no state dict of an optimizer: it has {sorted(map(str, state_dict))}, not "
-            "param_groups and state; is it under one of these keys?"
+            f"the file has {sorted(map(str, state_dict))} instead of param_groups and state; if "
+            "the state dict is nested, name its key"
         )
     groups, states = state_dict["param_groups"], state_dict["state"]
     common = states.get("common_step", step)
@@ -149,7 +152,9 @@ def positional_state(
     claimed = {index for group in groups for index in group["params"]}
     unclaimed = sorted(map(str, states.keys() - claimed - {"common_step"}))
     if unclaimed:
-        raise ValueError(f"the state has entries that are in no param group: {unclaimed}")
+        raise ValueError(
+            f"the state has entries of parameters in no param group: {unclaimed}; remove them"
+        )
     return ForeignState(tuple(foreign), tensors)
 
 
@@ -165,7 +170,7 @@ def _tensors(name: str, state: Mapping[str, Any], step: Any) -> dict[str, Tensor
         )
     odd = sorted(key for key, value in given.items() if not isinstance(value, (Tensor, int, float)))
     if odd:
-        raise ValueError(f"the state of {name} holds {odd}, which are no tensors")
+        raise ValueError(f"the state of {name} has {odd}, which are not tensors; remove them")
     return {
         key: as_tensor(value).reshape(()).to(torch.float32) if key == STEP else as_tensor(value)
         for key, value in given.items()
@@ -365,7 +370,10 @@ def from_file(path: str | os.PathLike[str]) -> ForeignState:
     """
     content = load_plain_file(path)
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise ValueError(f"{path} is no file that mp-optim convert wrote for mp_optim")
+        raise ValueError(
+            f"{path} was not written by mp-optim convert --target-format mp_optim; read other "
+            "formats with their own function"
+        )
     groups = tuple(
         ForeignGroup(tuple(group["names"]), group["settings"]) for group in content["groups"]
     )
@@ -391,7 +399,7 @@ def from_checkpoint(path: str | os.PathLike[str]) -> ForeignState:
             )
     common = read_common(saved.version, saved.files)["optimizer"]
     if common is None:
-        raise ValueError(f"{saved.version} holds a model and no optimizer")
+        raise ValueError(f"{saved.version} has no optimizer; save model and optimizer")
     groups = []
     state: dict[str, dict[str, Tensor]] = {}
     for group in common["param_groups"]:

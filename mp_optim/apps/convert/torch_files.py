@@ -31,9 +31,9 @@ class Record:
     def __new__(cls, *args: Any, **_: Any) -> Record:
         is_sized = bool(args) and isinstance(args[0], (int, float))
         if is_sized and cls.__name__ not in _BY_NUMBER:
-            raise pickle.UnpicklingError(f"it wants a {cls.__name__} of a size")
+            raise pickle.UnpicklingError(f"it contains a {cls.__name__} of a given size")
         if _mentions_bytes(args):
-            raise pickle.UnpicklingError("it has something else make a bytearray")
+            raise pickle.UnpicklingError("it calls a function that makes a bytearray")
         return super().__new__(cls)
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -64,7 +64,7 @@ class InertUnpickler(pickle.Unpickler):
         start = stream.tell()
         for count, (opcode, number, _) in enumerate(pickletools.genops(stream)):
             if opcode.name.endswith("PUT") and not 0 <= int(number or 0) <= count:
-                raise ValueError(f"it remembers object {number} when it has read {count}")
+                raise ValueError(f"it refers to object {number}, but has only {count} objects")
         stream.seek(start)
         super().__init__(stream)
         self._classes: dict[tuple[str, str], type[Record]] = {}
@@ -92,9 +92,8 @@ def load_plain_file(path: str | os.PathLike[str]) -> Any:
         except Exception as error:  # Errors of zipfile, pickle, RuntimeError and more.
             first = (str(error).splitlines() or [""])[0]
             raise ValueError(
-                f"{os.fspath(path)} is not a whole file of torch.save with nothing but plain data "
-                f"and tensors: {type(error).__name__}: {first} (objects of classes could run code, "
-                "and are not read)"
+                f"{os.fspath(path)} is damaged, or has objects other than plain data and tensors, "
+                f"which could run code: {type(error).__name__}: {first}"
             ) from error
 
 

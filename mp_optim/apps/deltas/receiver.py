@@ -73,28 +73,28 @@ def _check_follows(delta: WeightDelta, after: Position | None) -> None:
         if delta.number == 1:
             return
         raise ValueError(
-            f"apply_delta: publication {delta.number} holds what changed since the one before it, "
-            f"and none was taken here (after=None): {_CURE}"
+            f"apply_delta: publication {delta.number} has changes since the previous one, but "
+            f"after=None: {_CURE}"
         )
     known = dict(enumerate(after)).get(delta.part, "")
     run, _, number = known.rpartition(":")
     if len(after) != delta.parts or run != delta.run:
         raise ValueError(
-            f"apply_delta: publication {delta.number} is of run {delta.run!r}, and what was taken "
-            f"here of run {run!r}: the trainer was started again, or called track_changes() "
+            f"apply_delta: publication {delta.number} belongs to run {delta.run!r}, but earlier "
+            f"ones belong to run {run!r}, because the trainer restarted or called track_changes() "
             f"again: {_CURE}"
         )
     if delta.number <= int(number):
         raise ValueError(
-            f"apply_delta: publication {delta.number} was taken here already (the last is "
-            f"{number}): leave it out, or, if the copy was set back to older weights, {_CURE}"
+            f"apply_delta: publication {delta.number} was applied already (the last one is "
+            f"{number}): skip it, or, if the copy was reset to older weights, {_CURE}"
         )
     if delta.number > int(number) + 1:
         missed = f"publications {int(number) + 1} to {delta.number - 1} were"
         if delta.number == int(number) + 2:
             missed = f"publication {delta.number - 1} was"
         raise ValueError(
-            f"apply_delta: {missed} missed before {delta.number}: take them first, in order; if "
+            f"apply_delta: {missed} missing before {delta.number}: apply them first, in order; if "
             f"they are lost, {_CURE}"
         )
 
@@ -104,18 +104,17 @@ def _check_patch(patch: WeightPatch, tensors: Mapping[str, Tensor]) -> None:
     if tensor is None:
         known = ", ".join([*tensors][:3])
         raise ValueError(
-            f"apply_delta: there is no {patch.name!r} here (but {known}, ...): the names are those "
-            "of the trainer's model"
+            f"apply_delta: the model has no {patch.name!r} (but {known}, ...): pass a model with "
+            "the names of the trainer's model"
         )
     if is_dtensor(tensor):
         raise ValueError(
-            f"apply_delta: {patch.name} is a DTensor here: hand over a dict of plain tensors"
+            f"apply_delta: {patch.name} of the model is a DTensor: pass a dict of plain tensors"
         )
     if (tuple(tensor.shape), tensor.dtype) != (patch.shape, patch.dtype):
         raise ValueError(
-            f"apply_delta: {patch.name} is {tuple(tensor.shape)} {tensor.dtype} here, and "
-            f"{patch.shape} {patch.dtype} in the delta: load the model that is trained, in its "
-            "dtypes"
+            f"apply_delta: {patch.name} is {tuple(tensor.shape)} {tensor.dtype} in the model, and "
+            f"{patch.shape} {patch.dtype} in the delta: load the trainer's model, in its dtypes"
         )
 
 

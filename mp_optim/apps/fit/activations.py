@@ -304,8 +304,8 @@ def build_hf(config: Any, *, attention: str = "sdpa", lora: int = 0) -> nn.Modul
     known: Any = next((getattr(transformers, name, None) for name in names), None)
     if names and known is None:
         raise ValueError(
-            f"architectures={list(names)}: transformers {transformers.__version__} has no such "
-            "model; give a function that builds yours, as --model file.py:function"
+            f"architectures={list(names)!r}: transformers {transformers.__version__} has no such "
+            "model; pass a function that builds it, as --model file.py:function"
         )
     config._attn_implementation = attention
     made = known or transformers.AutoModelForCausalLM
@@ -317,8 +317,8 @@ def build_hf(config: Any, *, attention: str = "sdpa", lora: int = 0) -> nn.Modul
             if "attention implementation" not in str(reason):
                 raise
             raise ValueError(
-                f"attention={attention!r}: this model of transformers knows no fused attention of "
-                "torch's; use --attention eager, whose weights are tensors"
+                f"attention={attention!r}: transformers has no fused attention for this model; "
+                "use --attention eager"
             ) from reason
         if lora:
             model = _with_adapters(model, lora)
@@ -383,8 +383,8 @@ def hf_loss(batch: Batch) -> Callable[[nn.Module], Tensor]:
             return _loss_of_pictures(given, inner.config, batch.size)
         if inner.main_input_name != "input_ids":
             raise ValueError(
-                f"{type(inner).__name__} takes {inner.main_input_name}: give a function that "
-                "returns your model and its loss, as --model file.py:function"
+                f"{type(inner).__name__} has the input {inner.main_input_name}; pass a function "
+                "that returns the model and its loss, as --model file.py:function"
             )
         _check_positions(inner, batch.seq)
         tokens = torch.zeros((batch.size, batch.seq), dtype=torch.long, device="cpu")
@@ -402,7 +402,7 @@ def _check_positions(model: nn.Module, seq: int) -> None:
         if is_learned and isinstance(module, nn.Embedding) and module.num_embeddings < seq:
             most = module.num_embeddings
             raise ValueError(
-                f"seq={seq}: {type(model).__name__} has {most} positions; --seq {most}"
+                f"seq={seq}: {type(model).__name__} has {most} positions; use --seq {most} or less"
             )
 
 

@@ -56,8 +56,8 @@ def chunk_loss(model: Any, rows: int = ROWS) -> Callable[[], None]:
     """
     if not can_chunk(model):
         raise ValueError(
-            f"model={type(model).__name__}: its loss does not take the head's product as it is; "
-            "use the model's own loss"
+            f"model={type(model).__name__}: it changes its logits before the loss; use the "
+            "model's own loss"
         )
     head = model.get_output_embeddings()
     own_product, own_loss = head.forward, model.loss_function

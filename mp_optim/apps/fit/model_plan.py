@@ -77,7 +77,7 @@ def specs_of(source: Any, dtype: torch.dtype | None = None) -> list[ParamSpec]:
         return items
     if not items or not all(isinstance(item, nn.Module) for item in items):
         raise TypeError(
-            f"source is a {type(source).__name__}: plan for a module, a list of modules, a "
+            f"source is a {type(source).__name__}; pass a module, a list of modules, a "
             "transformers config or a list of ParamSpec"
         )
     specs: dict[int, ParamSpec] = {}
@@ -309,10 +309,9 @@ def smallest_fraction(
     best = least(lambda chosen: plan(specs, chosen, layout), config, gpu_memory, steps)
     if host_memory is not None and best.host_total > host_memory:
         raise ValueError(
-            f"host_memory={in_words(host_memory)}: offloading {best.fraction:g} of the optimizer, "
-            f"the least that fits {in_words(gpu_memory)} of accelerator memory, takes "
-            f"{in_words(best.host_total)} of the host; keep the state in fewer bits "
-            "(use_precision_aware_optimizer), or on a disk (optimizer_state_path), or shard it "
-            "over more ranks"
+            f"host_memory={in_words(host_memory)}: offload fraction {best.fraction:g}, the "
+            f"smallest that fits {in_words(gpu_memory)} of accelerator memory, needs "
+            f"{in_words(best.host_total)} on the host; use compact state "
+            "(use_precision_aware_optimizer), a disk (optimizer_state_path), or more ranks"
         )
     return best

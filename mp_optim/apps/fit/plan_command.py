@@ -70,8 +70,8 @@ def _config(options: Options) -> OptimizerConfig:
         return config_of("adam", words)
     if words:
         raise ValueError(
-            f"--optimizer {options.optimizer} holds all settings; leave away {', '.join(words)}, "
-            "or the file"
+            f"--optimizer {options.optimizer} has all settings; leave out {', '.join(words)}, or "
+            "the file"
         )
     settings = _settings(options.optimizer)
     if not OFFLOADING.isdisjoint(settings):  # Each line of the table has its own fraction.
@@ -150,8 +150,7 @@ def report(source: Any, config: OptimizerConfig, options: Options) -> int:
     out.print(f"{billions:.2f} B params in {len(specs)} tensors", highlight=False)
     out.print(table(rows, options))
     out.print(
-        "pinned host: page-locked memory; saving: what a save in the background takes more of "
-        "the host while it lasts"
+        "pinned host: page-locked memory; saving: additional host memory during a background save"
     )
     if options.gpu_memory is not None:
         smallest = smallest_fraction(

@@ -227,8 +227,8 @@ def megatron_lines(found: Estimate, recipe: Recipe) -> str:
     no_such = words.get("main_params") == "none"  # Megatron's command line has no argument for it.
     if no_such or words.get("release_gradients") or found.candidate.layout.sharding == "fsdp2":
         return (
-            "# none: Megatron's gradients lie in its own buffers, it has no FSDP2 of torch's and\n"
-            "# no parameters without main params; split the model by --tensor-model-parallel-size\n"
+            "# none: Megatron stores gradients in its own buffers, and does not support these\n"
+            "# settings; split the model with --tensor-model-parallel-size\n"
             "# or --pipeline-model-parallel-size instead"
         )
     arguments: list[Any] = [

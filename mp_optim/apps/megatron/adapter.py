@@ -159,8 +159,8 @@ class MegatronAdapter(torch.optim.Optimizer):
         """
         if not self.grads_states_parallel_group_is_shared():
             raise ValueError(
-                "the dense and the expert part agree on their norms over different ranks; ask "
-                "the parts, in chained_optimizers"
+                "the dense and the expert part have different groups for the gradient norm; call "
+                "it on each of chained_optimizers"
             )
         ranks = self.stack.chained_optimizers[0].norm_ranks()
         return ranks[0] if ranks else None
@@ -250,9 +250,9 @@ class MegatronAdapter(torch.optim.Optimizer):
         norm, limit = prepared.verdict.grad_norm or 0.0, self.stack.config.clip_grad
         if not prepared.clipped and 0.0 < limit < norm:
             raise RuntimeError(
-                f"step_with_ready_grads: clip_grad={limit:g}, the norm is {norm:g}, and nobody "
-                "called clip_grad_norm. Call optimizer.clip_grad_norm(limit), with 0 for no "
-                "clipping: gradients that were clipped otherwise are not seen here"
+                f"step_with_ready_grads: clip_grad={limit:g}, but the norm is {norm:g} and "
+                "clip_grad_norm was not called. Call optimizer.clip_grad_norm(limit), with 0 for "
+                "no clipping; other ways of clipping have no effect here"
             )
         for scheduler in self.stack.early_work:
             scheduler.arrivals.forget_comparisons()
@@ -287,8 +287,8 @@ class MegatronAdapter(torch.optim.Optimizer):
     def _require(self, caller: str) -> _Prepared:
         if self._prepared is None:
             raise RuntimeError(
-                f"{caller}: no gradients are prepared; call prepare_grads() first, once a step, "
-                "and go on only if it returns False"
+                f"{caller}: no gradients are prepared; call prepare_grads() once a step, and "
+                "continue only if it returns False"
             )
         return self._prepared
 

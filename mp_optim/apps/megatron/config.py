@@ -117,10 +117,10 @@ OPTIMIZER_FIELDS: dict[str, Meaning] = _OURS | by_name(
             "overlap_param_gather=True gathers during the next forward"
         ),
         "chunked_optimizer_state_offload": _streamed(
-            "streamed: state and main params rest on the host and are stepped on the device, "
+            "streamed: state and main params are stored on the host and stepped on the device, "
             "window by window"
         ),
-        "offload_optimizer_states": _streamed("the same, of all"),
+        "offload_optimizer_states": _streamed("streamed, for all parameters"),
         "optimizer_state_offload_chunk_size_mb": _streamed(
             "stream_window_bytes, in bytes; 0 leaves its default"
         ),
@@ -150,7 +150,7 @@ DDP_FIELDS: dict[str, Meaning] = by_name(
             Kind.DDP, "gradients are read in the dtype that main_grad has"
         ),
         "overlap_param_gather": _noted("gathered by its forward hooks"),
-        "use_distributed_optimizer": _noted("has to be what OptimizerConfig says"),
+        "use_distributed_optimizer": _noted("must equal the field of OptimizerConfig"),
         "num_distributed_optimizer_instances": _refused(
             "state is shared out over all data-parallel ranks; leave it 1"
         ),
@@ -180,8 +180,8 @@ _UNKNOWN = Meaning(
     Kind.REFUSED, "this version of mp_optim does not know the field; leave it at its default"
 )
 _LION = (
-    "optimizer='lion': every parameter is stepped by Lion, with lion_beta1 and lion_beta2; "
-    "Megatron's own takes adam_beta1 and adam_beta2, and steps by Adam what is no matrix"
+    "optimizer='lion': Lion steps every parameter with lion_beta1 and lion_beta2; Megatron's own "
+    "uses adam_beta1 and adam_beta2, and steps other tensors than matrices with Adam"
 )
 
 
@@ -235,9 +235,9 @@ def _settings_of_streaming(config: Any) -> dict[str, Any]:
         return {}
     if config.optimizer_cpu_offload:
         raise ValueError(
-            "optimizer_cpu_offload=True of Megatron's OptimizerConfig beside "
-            "chunked_optimizer_state_offload or offload_optimizer_states: the first steps on the "
-            "host, the others on the device; choose one"
+            "optimizer_cpu_offload=True steps on the host, but chunked_optimizer_state_offload "
+            "and offload_optimizer_states step on the device; set only one of these fields of "
+            "Megatron's OptimizerConfig"
         )
     settings = {
         "optimizer_cpu_offload": True,
@@ -289,16 +289,16 @@ def _settings_of_ddp(chunk: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
         # has whole matrices.
         if not splits and ranks > 1:
             raise ValueError(
-                f"{_LAYER_WISE}=True, and the model's ddp_config has "
-                "use_distributed_optimizer=False: its buffers are not laid out by rank. Leave out "
-                "--no-use-layer-wise-param-layout (or set --use-layer-wise-param-layout, where "
-                "there is one); a Megatron that has neither trains the same, with all state on "
-                "every rank, by --optimizer muon without --use-distributed-optimizer"
+                f"{_LAYER_WISE}=True, but the model's ddp_config has "
+                "use_distributed_optimizer=False, so its buffers are not laid out by rank. Leave "
+                "out --no-use-layer-wise-param-layout, or set --use-layer-wise-param-layout; in "
+                "a Megatron that has neither, use --optimizer muon without "
+                "--use-distributed-optimizer, which trains the same with all state on every rank"
             )
         return {**decided, _LAYER_WISE: False, "use_distributed_optimizer": splits}
     if splits and ranks > 1 and not settings.get("use_distributed_optimizer", False):
         raise ValueError(
-            "use_distributed_optimizer=True of the model's ddp_config leaves each rank only its "
-            "share of the gradients, and OptimizerConfig has False; set both alike"
+            "use_distributed_optimizer=True in the model's ddp_config shards gradients, but "
+            "OptimizerConfig has False; set both to the same value"
         )
     return decided

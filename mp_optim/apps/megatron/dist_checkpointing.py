@@ -71,8 +71,8 @@ def _is_of_distributed(sharding_type: str | None) -> bool:
     """
     if sharding_type is not None and sharding_type not in _WRITTEN_AS_RESHARDABLE:
         raise ValueError(
-            f"{SHARDING_TYPE}={sharding_type!r}: state is saved and loaded as "
-            f"{_RESHARDABLE!r} (--dist-ckpt-optim-fully-reshardable)"
+            f"{SHARDING_TYPE}={sharding_type!r}: only {_RESHARDABLE!r} is supported "
+            "(--dist-ckpt-optim-fully-reshardable)"
         )
     return sharding_type is not None
 
@@ -221,9 +221,9 @@ def _common_step(stack: MegatronOptimizer) -> float | None:
         first = first or (stack.slot_name(slot), step)
         if step != first[1]:
             raise ValueError(
-                f"{first[0]} was stepped {first[1]:g} times, {stack.slot_name(slot)} {step:g}: "
-                "Megatron's form has one number for all; save with --ckpt-format torch, or with "
-                "mp_optim.checkpoint.save(root, model, optimizer)"
+                f"{first[0]} was stepped {first[1]:g} times, {stack.slot_name(slot)} {step:g} "
+                "times, but Megatron's form has one number for all; save with --ckpt-format "
+                "torch, or with mp_optim.checkpoint.save(root, model, optimizer)"
             )
     return None if first is None else first[1]
 
@@ -293,9 +293,9 @@ def _model_tensors(model_sharded_state_dict: Any, part: MegatronOptimizer) -> li
         key = id(to_local_if_dtensor(param_at(part.param_groups, slot)))
         if key not in by_id:
             raise ValueError(
-                f"{part.slot_name(slot)} is not in the model's sharded state dict, so nothing "
-                "says where in the model it is: pass model.sharded_state_dict() as it comes (its "
-                "tensors have to be the parameters themselves, keep_vars=True)"
+                f"{part.slot_name(slot)} is not in the model's sharded state dict; pass "
+                "model.sharded_state_dict() unchanged, with the parameters themselves as tensors "
+                "(keep_vars=True)"
             )
         found.append(by_id[key])
     return found
@@ -320,8 +320,8 @@ def _placed(
         for key, value in state.items():
             if not is_elementwise(key):
                 raise ValueError(
-                    f"{part.slot_name(slot)}.{key} has not the shape of the parameter, and "
-                    "Megatron's form has no place for such state; save with --ckpt-format torch, "
+                    f"{part.slot_name(slot)}.{key} does not have the parameter's shape, and "
+                    "Megatron's form does not support such state; save with --ckpt-format torch, "
                     "or with mp_optim.checkpoint.save(root, model, optimizer)"
                 )
             called = _key_of(part, slot, key, is_distributed)
@@ -411,14 +411,14 @@ def _requested_buckets(
     """
     if part.config.optimizer == "muon":
         raise ValueError(
-            f"the checkpoint has Megatron's {_BUCKETS!r}, which is not read with optimizer='muon'; "
-            "save it again with --dist-ckpt-optim-fully-reshardable"
+            f"the checkpoint has Megatron's {_BUCKETS!r}, which is not supported with "
+            "optimizer='muon'; save it again with --dist-ckpt-optim-fully-reshardable"
         )
     if not isinstance(part, DistributedOptimizer) or not chunks:
         raise ValueError(
-            f"the checkpoint has Megatron's {_BUCKETS!r}, which is read with "
-            "use_distributed_optimizer=True and the model in Megatron's DistributedDataParallel "
-            "as it was saved; to load it otherwise, save it again with "
+            f"the checkpoint has Megatron's {_BUCKETS!r}, which needs "
+            "use_distributed_optimizer=True and the same model in Megatron's "
+            "DistributedDataParallel; to load it in another layout, save it again with "
             "--dist-ckpt-optim-fully-reshardable"
         )
     ranks, dp = part.process_groups.grad_stats, part.process_groups.dp
@@ -431,7 +431,8 @@ def _requested_buckets(
         param = param_at(part.param_groups, slot)
         if id(param) not in places:
             raise ValueError(
-                f"{part.slot_name(slot)} is in no buffer of the model's DistributedDataParallel"
+                f"{part.slot_name(slot)} is in no buffer of the model's DistributedDataParallel; "
+                "wrap the module that has it"
             )
         tensors[number] = dict(_bucket_tensors(part, slot, places[id(param)]))
     keys = ["optimizer", *(["grad_scaler"] if part.grad_scaler is not None else [])]

@@ -72,8 +72,8 @@ def get_megatron_optimizer(
         )
     if type(model_chunks[0]).__name__ == "MimoModel":
         raise ValueError(
-            "a MimoModel's modules are stepped one by one and clipped by a norm from outside, "
-            "which is not in this version: uninstall() before it is built"
+            "MimoModel is not supported, because its modules are stepped one by one with a norm "
+            "computed outside; call uninstall() before it is built"
         )
     optimizer = importlib.import_module(_HOME)
     if config_overrides is None:
@@ -162,8 +162,8 @@ def _groups(pg_collection: Any) -> ProcessGroups | None:
         for name in _REQUIRED_GROUPS:
             if not hasattr(pg_collection, name):
                 raise ValueError(
-                    f"{name} process group is required, and pg_collection has none; set it (None "
-                    "for this process alone)"
+                    f"pg_collection has no process group {name}; set it (None for this process "
+                    "alone)"
                 )
         return ProcessGroups.from_attributes(pg_collection)
     state = importlib.import_module("megatron.core.parallel_state")
@@ -228,16 +228,16 @@ def _present(name: str) -> Any:
         return None
     if is_replaced(theirs):
         raise RuntimeError(
-            f"{home}.{name} is {full_name(theirs)}, which would no longer be called; call "
-            "install() before it is replaced, or train by Megatron's optimizer"
+            f"{home}.{name} is {full_name(theirs)}, which this optimizer would not call; call "
+            "install() before it is replaced, or train with Megatron's optimizer"
         )
     known, taken = inspect.signature(ours).parameters, inspect.signature(theirs)
     if "config" not in taken.parameters:
         return None
     if others := [argument for argument in taken.parameters if argument not in known]:
         raise RuntimeError(
-            f"Megatron's {name} takes {', '.join(others)}, which this version of mp_optim does "
-            f"not know; it knows {', '.join(known)} (megatron-core 0.16 to 0.20)"
+            f"Megatron's {name} has arguments {', '.join(others)}, which are not supported; "
+            f"supported are {', '.join(known)} (megatron-core 0.16 to 0.20)"
         )
     return theirs
 
@@ -275,7 +275,7 @@ def grad_scaler_from_megatron(scaler: Any) -> MegatronGradScaler | None:
         return precision.ConstantGradScaler(scale, device)
     if type(scaler).__name__ != "DynamicGradScaler":
         raise TypeError(
-            f"grad_scaler is a {type(scaler).__name__}: give a ConstantGradScaler or a "
+            f"grad_scaler is a {type(scaler).__name__}; pass a ConstantGradScaler or a "
             "DynamicGradScaler"
         )
     ours = precision.DynamicGradScaler(
@@ -365,7 +365,7 @@ class ChainedOptimizer(MegatronAdapter):
         for member in chained_optimizers:
             if not isinstance(member, MegatronAdapter):
                 raise TypeError(
-                    f"chained_optimizers holds a {type(member).__name__}: wrap it in a "
+                    f"chained_optimizers has a {type(member).__name__}; wrap it in a "
                     "Float16OptimizerWithFloat16Params or an FP32Optimizer of mp_optim.megatron"
                 )
             members += member.stack.chained_optimizers

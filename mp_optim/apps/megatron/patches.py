@@ -44,8 +44,8 @@ def check_replacements() -> None:
     if found := sorted(set(_replacements())):
         raise RuntimeError(
             f"{'; '.join(found)}: this optimizer does not call it; leave out the option that "
-            "replaces it (of slime: --use-stateless-adam), or call mp_optim.megatron.uninstall() "
-            "and train by Megatron's optimizer"
+            "replaces it (in slime --use-stateless-adam), or call mp_optim.megatron.uninstall() "
+            "and train with Megatron's optimizer"
         )
 
 
@@ -109,8 +109,8 @@ def replaced_groups(
         return None
     if ours.optimizer == "muon":
         raise RuntimeError(
-            f"{_HOME}.{_GROUPS} is {full_name(function)}, whose groups do not say which matrices "
-            "Muon steps; leave out the option that replaces it, or --optimizer muon"
+            f"{_HOME}.{_GROUPS} is {full_name(function)}, and its groups do not name the matrices "
+            "for Muon; leave out the option that replaces it, or --optimizer muon"
         )
     groups = []
     for group in function(list(chunks), config, overrides):

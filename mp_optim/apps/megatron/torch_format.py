@@ -115,9 +115,9 @@ def _read(filename: str) -> list[dict[str, State] | None]:
     saved = torch.load(filename, map_location="cpu", mmap=True, weights_only=True)
     if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
         raise ValueError(
-            f"{filename} was not written by this optimizer: Megatron's own distributed optimizer "
-            "writes its buckets there. Load it with Megatron's, save with --ckpt-format torch_dist "
-            "--dist-ckpt-optim-fully-reshardable, and load that"
+            f"{filename} was written by Megatron's own distributed optimizer. Load it with that, "
+            "save with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, and load "
+            "the result"
         )
     parts: list[dict[str, State] | None] = saved["parts"]
     return parts
@@ -154,8 +154,8 @@ def load_positional(
     parts = [part for part in stack.chained_optimizers if not part.is_stub_optimizer]
     if len(saved) != len(parts):
         raise ValueError(
-            f"the state dict has {len(saved)} parts, this optimizer {len(parts)}: expert-parallel "
-            "ranks are as many as when it was saved with --ckpt-format torch, or save with "
+            f"the state dict has {len(saved)} parts, this optimizer {len(parts)}; use as many "
+            "expert-parallel ranks as in the save with --ckpt-format torch, or save with "
             "--ckpt-format torch_dist"
         )
     names: list[str] = []
@@ -188,9 +188,9 @@ def _names(part: MegatronOptimizer, saved: Sequence[Mapping[str, Any]]) -> Itera
         ]
         if not alike:
             raise ValueError(
-                f"no param group here is like the saved one of {count} parameters with "
-                f"wd_mult={group.get('wd_mult')!r}, lr_mult={group.get('lr_mult')!r}: the model "
-                "or its overrides were others"
+                f"no param group matches the saved one of {count} parameters with "
+                f"wd_mult={group.get('wd_mult')!r}, lr_mult={group.get('lr_mult')!r}; use the "
+                "model and the overrides of the saved run"
             )
         del left[alike[0]]
         for position in range(count):
@@ -273,7 +273,8 @@ def matched_settings(live: SavedSettings, saved: Sequence[Mapping[str, Any]]) ->
     if not kind:
         raise ValueError(
             f"no saved param group has {_kind_in_words(live)}; saved are "
-            f"{'; '.join(map(_kind_in_words, saved)) or 'none'}"
+            f"{'; '.join(map(_kind_in_words, saved)) or 'none'}; use the overrides of the saved "
+            "run"
         )
     if "optimizer" in live:  # With Muon, Megatron names only the scalar optimizer.
         rule = live["optimizer"]
@@ -286,8 +287,8 @@ def matched_settings(live: SavedSettings, saved: Sequence[Mapping[str, Any]]) ->
     taken = [{key: group[key] for key in shared & group.keys()} for group in best]
     if any(settings != taken[0] for settings in taken[1:]):
         raise ValueError(
-            f"{len(best)} saved param groups have {_kind_in_words(live)}, and none is more like "
-            "the present one than the others"
+            f"{len(best)} saved param groups have {_kind_in_words(live)} and match equally well; "
+            "use the overrides of the saved run"
         )
     return taken[0]
 

@@ -89,8 +89,8 @@ class TritonBackend(ReferenceBackend):
             )
         if not self.interpreted and tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST:
             raise RuntimeError(
-                f"Triton {triton.__version__} takes denormals for 0 in divisions and square roots; "
-                f"{'.'.join(map(str, OLDEST))} and later do not"
+                f"Triton {triton.__version__} flushes denormals to 0 in divisions and square "
+                f"roots; install {'.'.join(map(str, OLDEST))} or later"
             )
         self.device_type = "cpu" if self.interpreted else CUDA.type
         self.runs_on = f"Triton {triton.__version__}" + (

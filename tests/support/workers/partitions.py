@@ -383,7 +383,7 @@ def sharded_too(root: Path, rank: int) -> list[bool]:
     checkpoint.load(root / "split", *again)
     found.append(same(snapshot(*again), snapshot(*sharded)))
     mixed = message(lambda: checkpoint.save(root / "mixed", *unlike(sharded, rank)))
-    return [*found, "part 0 of 2): ranks 0 and 2 hold different values" in mixed]
+    return [*found, "part 0 of 2): ranks 0 and 2 have different values" in mixed]
 
 
 def compact_too(root: Path) -> list[bool]:

@@ -80,13 +80,13 @@ def test_version_without_manifest_is_not_complete(tmp_path, trained):
     checkpoint.save(tmp_path, *trained, keep=None)
     (tmp_path / "version-2" / "manifest.json").unlink()
     with pytest.raises(
-        FileNotFoundError, match=r"names version-2, which is not complete.*version-1"
+        FileNotFoundError, match=r"names version-2, which is missing or not complete.*version-1"
     ):
         checkpoint.load(tmp_path, *build("bf16"))
     with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
         checkpoint.load(tmp_path / "version-2", *build("bf16"))
     (tmp_path / "latest").unlink()
-    with pytest.raises(FileNotFoundError, match=r"no latest file.*version-1"):
+    with pytest.raises(FileNotFoundError, match=r"has no latest file.*version-1"):
         checkpoint.load(tmp_path, *build("bf16"))
 
 

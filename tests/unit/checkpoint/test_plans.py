@@ -62,7 +62,7 @@ def planned(held_of_ranks):
         (Held("w", torch.float32, (2, 4)), r"and torch.float32 \(2, 4\), whole on rank 1;"),
         (
             Held("w", torch.float32, (4, 2), boxes((4, 2), 0, 8)),
-            r"and torch.float32 \(4, 2\), sharded on rank 1; different things need different names",
+            r"and torch.float32 \(4, 2\), sharded on rank 1; give different tensors",
         ),
     ],
 )

@@ -35,7 +35,7 @@ def test_ranks_gather_results_of_two_ranks(ranks, what):
         (
             "other values",
             "ValueError",
-            "model.weight: ranks 0 and 1 hold different values under this name",
+            "model.weight: ranks 0 and 1 have different values under this name",
             0,
         ),
         ("export", "ValueError", "parameters ['x'] are not on this rank", 0),

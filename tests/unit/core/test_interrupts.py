@@ -177,7 +177,7 @@ def test_kernel_that_raises_in_place_is_not_gone_on_from(stack, call, monkeypatc
         lambda: list(optimizer.named_main_params()),
     ):
         with pytest.raises(
-            BrokenOffError, match=r"broken off half-way by RuntimeError.*the kernels failed.*Load"
+            BrokenOffError, match=r"interrupted by RuntimeError.*the kernels failed.*Load"
         ):
             use()
     checkpoint.load(tmp_path, model, optimizer)

@@ -175,7 +175,7 @@ def test_launch_is_refused_for_everything_kernels_do_not_check(standins: Gpu) ->
         [[torch.zeros(4, device="meta")]] * 2,
     ]
     for made in bad:
-        with pytest.raises(ValueError, match="k: takes lists of"):
+        with pytest.raises(ValueError, match="k: needs lists of"):
             check_launch("k", made, full)
 
 
@@ -193,7 +193,7 @@ def test_host_tensors_are_refused_before_the_kernel(
         ),
         *([lambda: backend.lamb(lists(5), LambScalars.at(GROUP, 1), 1.0)] * (name == "apex")),
     ):
-        with pytest.raises(ValueError, match=r"takes lists of .* on cuda, .*'cpu'"):
+        with pytest.raises(ValueError, match=r"needs lists of .* on cuda, .*'cpu'"):
             run()
     assert len(standins.calls) == calls and standins.damage == []
 

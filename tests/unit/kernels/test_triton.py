@@ -287,7 +287,7 @@ def test_step_is_refused_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPat
     [
         ("", "torch sees no GPU"),
         ("broken", "OSError: cannot load"),
-        ("old", "Triton 3.5.1 takes denormals for 0"),
+        ("old", "Triton 3.5.1 flushes denormals to 0"),
     ],
 )
 def test_without_a_device_or_a_triton_that_fits_everything_else_works(

@@ -214,9 +214,9 @@ def master_like(dtype):
 REFUSED = {
     "no state": (lambda s: s.pop("state"), "'state'"),
     "no groups": (lambda s: s.pop("param_groups"), "'param_groups'"),
-    "empty state": (lambda s: s["state"].clear(), "none for 7 of 7 parameters"),
-    "one missing": (lambda s: s["state"].pop(1), "none for 1 of 7 parameters: dense"),
-    "one empty": (lambda s: s["state"][1].clear(), "none for 1 of 7 parameters: dense"),
+    "empty state": (lambda s: s["state"].clear(), "no state for 7 of 7 parameters"),
+    "one missing": (lambda s: s["state"].pop(1), "no state for 1 of 7 parameters: dense"),
+    "one empty": (lambda s: s["state"][1].clear(), "no state for 1 of 7 parameters: dense"),
     "foreign index": (
         lambda s: s["param_groups"][0].update(params=[77, 78, 79]),
         "none of its param groups",
@@ -224,7 +224,7 @@ REFUSED = {
     "one index twice": (lambda s: s["param_groups"][0].update(params=[0, 0, 2]), "more than once"),
     "a name twice": (
         lambda s: s["param_groups"][0].update(param_names=["embed", "embed", "x"]),
-        "more than one parameter is called embed",
+        "the name embed is not unique",
     ),
     "too few names": (lambda s: s["param_groups"][0].update(param_names=["embed"]), "param_names"),
     "lr nan": (set_group(lr=NAN), "lr=nan"),
@@ -423,7 +423,7 @@ def test_remainders_are_refused_beside_other_weights_before_anything_is_stepped(
     other.load_state_dict(saved)
     before = [param.detach().clone() for param in other_model.parameters()]
     with pytest.raises(
-        ValueError, match=r"2 parameters are not the ones .* experts\..*reload_model_params"
+        ValueError, match=r"2 parameters differ from the ones .* experts\..*reload_model_params"
     ):
         train(other_model, other, 1, start=3)
     for leave in (

@@ -88,7 +88,7 @@ def test_normuon_keeps_a_norm_for_each_matrix(rows, settings, precision):
     ("settings", "says"),
     [
         ({"moment2_method": "nurmuon"}, "moment2_method='nurmuon': must be one of"),
-        ({"tp_mode": "blockwise"}, "moment2_method='normuon': is of rows of whole matrices"),
+        ({"tp_mode": "blockwise"}, "moment2_method='normuon': needs rows of whole matrices"),
         ({"beta2": 1.0}, "beta2=1.0: must be"),
     ],
 )

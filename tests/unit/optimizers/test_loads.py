@@ -198,13 +198,15 @@ def test_optimizer_refuses_calls_in_the_middle_of_a_step(
 def test_file_in_the_place_of_a_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "saved"
     path.write_text("mine")
-    with pytest.raises(FileExistsError, match="saved is a file, and a checkpoint is a"):
+    with pytest.raises(FileExistsError, match="saved is a file, but a checkpoint is a"):
         checkpoint.save(path, nn.Linear(2, 2), None)
     assert path.read_text() == "mine"
 
 
 def test_extra_that_cannot_be_saved(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the scheduler's state and what the model's state"):
+    with pytest.raises(
+        ValueError, match="the scheduler's state and non-tensors of the model's state"
+    ):
         checkpoint.save(tmp_path, nn.Linear(2, 2), None, extra={"f": lambda: None})
 
 

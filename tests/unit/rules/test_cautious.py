@@ -158,7 +158,7 @@ def test_decay_in_the_gradient_and_other_kernels_refuse_both(switch: str) -> Non
     with pytest.raises(ValueError, match=rf"^{switch}=True: fused_backend='torch' has no kernels"):
         mp_optim.OptimizerConfig(fused_backend="torch", **asked)
     params = [nn.Parameter(torch.ones(3))]
-    with pytest.raises(ValueError, match=rf"{switch}=True: weight decay has to be decoupled"):
+    with pytest.raises(ValueError, match=rf"{switch}=True: needs decoupled weight decay"):
         mp_optim.FusedAdam(params, adam_w_mode=False, **{switch: True})
     with pytest.raises(ValueError, match=rf"{switch}=True: fused_backend='torch' has no kernels"):
         mp_optim.FusedAdam(params, backend="torch", **{switch: True})

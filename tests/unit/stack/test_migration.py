@@ -201,13 +201,13 @@ def test_names_that_do_not_fit_are_listed():
     names = list(masters)
     with pytest.raises(ValueError, match=r"no param_names; pass names= for its groups of \[7\]"):
         foreign.from_torch(adamw.state_dict())
-    with pytest.raises(ValueError, match=r"it has \['optimizer'\], not param_groups"):
+    with pytest.raises(ValueError, match=r"has \['optimizer'\] instead of param_groups"):
         foreign.from_torch({"optimizer": adamw.state_dict()}, names)
     with pytest.raises(ValueError, match=r"6 names for groups of \[7\]"):
         foreign.from_torch(adamw.state_dict(), names[:6])
     with pytest.raises(ValueError, match=r"names occur twice: \['embed'\]"):
         foreign.from_torch(adamw.state_dict(), ["embed", *names[:-1]])
-    with pytest.raises(ValueError, match=r"masters of parameters .*\['other'\]"):
+    with pytest.raises(ValueError, match=r"masters: the optimizer has no parameters \['other'\]"):
         foreign.from_torch(adamw.state_dict(), names, masters={"other": torch.ones(1)})
     state = foreign.from_torch(adamw.state_dict(), names, masters=masters)
     prefixed = state.renamed(lambda name: f"policy.{name}")
@@ -215,7 +215,7 @@ def test_names_that_do_not_fit_are_listed():
     before = cloned(foreign.export_state(optimizer))
     with pytest.raises(ValueError, match=r"missing \['bias', .*unknown \['policy.bias'"):
         foreign.import_state(optimizer, prefixed)
-    with pytest.raises(ValueError, match=r"would be called \['x'\]"):
+    with pytest.raises(ValueError, match=r"would have the name \['x'\]"):
         state.renamed(lambda name: "x")
     assert same_state(foreign.export_state(optimizer), before)
     foreign.import_state(optimizer, prefixed.renamed(lambda name: name.removeprefix("policy.")))
@@ -400,7 +400,7 @@ def test_apex_state_and_its_masters_are_imported():
     of = dict(zip(names, [*masters[0], *masters[1]], strict=True))
     assert_imported(optimizer, model, dict(zip(names, saved["state"].values(), strict=True)), of)
     assert {float(s["step"]) for s in state.state.values()} == {7.0}
-    with pytest.raises(ValueError, match="masters of"):
+    with pytest.raises(ValueError, match="masters"):
         foreign.from_apex(saved, masters[:1], names)
     assert foreign.fp32_params(foreign.from_apex(saved, None, names)) == {}
 

@@ -82,7 +82,7 @@ def test_matrices_are_muons_and_the_rest_is_adams():
     assert keys["dense"] == {"step", "momentum_buffer", "master_param"}
     assert keys["embed"] == {"step", "exp_avg", "exp_avg_sq", "master_param"}
     text = str(optimizer.describe())
-    assert "products of matrices are torch's" in text and "native" in text
+    assert "torch's matrix products" in text and "native" in text
 
 
 def test_overrides_choose_the_rule_and_the_scale():

@@ -175,7 +175,7 @@ def test_dtensor_is_refused():
     model = nn.ParameterDict(
         {"w": nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))}
     )
-    with pytest.raises(ValueError, match="w is a DTensor: FSDP2 shards it already"):
+    with pytest.raises(ValueError, match="w is a DTensor, which FSDP2 shards already"):
         sharded(model)
 
 

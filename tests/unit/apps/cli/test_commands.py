@@ -65,11 +65,11 @@ def test_checkpoint_that_is_not_there(
     ("content", "words"),
     [
         (None, "No such file"),
-        (b"", "is not a whole file of torch.save"),
-        (b"not a zip", "is not a whole file of torch.save"),
-        (pickle.dumps(Path("/")), "is not a whole file of torch.save"),
-        ([1, 2], "does not hold what --source-format torch means"),
-        ({"state": 3}, "no state dict of an optimizer"),
+        (b"", "is damaged, or has objects other than"),
+        (b"not a zip", "is damaged, or has objects other than"),
+        (pickle.dumps(Path("/")), "is damaged, or has objects other than"),
+        ([1, 2], "has another format"),
+        ({"state": 3}, "instead of param_groups and state"),
     ],
 )
 def test_source_that_is_no_state(

@@ -115,7 +115,7 @@ def test_shares_of_gradients_are_not_stepped_as_if_they_were_whole(ranks: int) -
     if ranks == 1:  # the only share is everything
         assert not config_from_megatron(config, [sharded]).use_distributed_optimizer
         return
-    with pytest.raises(ValueError, match=r"use_distributed_optimizer=True of the model"):
+    with pytest.raises(ValueError, match=r"use_distributed_optimizer=True in the model"):
         config_from_megatron(config, [sharded])
 
 
@@ -201,7 +201,7 @@ def test_install_streams_state_when_megatron_offloads_chunks(
     own = config_from_megatron(newest(**theirs), own_settings={"offload_place": "host"})
     assert own.offload_place == "host"
     if config.optimizer_cpu_offload:
-        with pytest.raises(ValueError, match="choose one"):
+        with pytest.raises(ValueError, match="set only one"):
             config_from_megatron(newest(**{**theirs, "optimizer_cpu_offload": True}))
 
 

@@ -78,7 +78,7 @@ def test_megatron_whose_factory_takes_something_new_is_named(
     newer.__module__ = core.__name__
 
     monkeypatch.setattr(core, "get_megatron_optimizer", newer)
-    with pytest.raises(RuntimeError, match=r"takes buckets_of_tomorrow, which"):
+    with pytest.raises(RuntimeError, match=r"has arguments buckets_of_tomorrow, which"):
         megatron.install()
     assert core.get_megatron_optimizer is newer
 
@@ -243,7 +243,7 @@ def test_process_groups_are_those_of_megatron() -> None:
 def test_collection_without_a_group_that_is_needed_is_refused(missing: str) -> None:
     groups = dict.fromkeys({"dp", "expt_dp", "mp", "tp_ep_pp"} - {missing})
     config = core.OptimizerConfig(lr=1e-2)
-    with pytest.raises(ValueError, match=rf"^{missing} process group is required"):
+    with pytest.raises(ValueError, match=rf"pg_collection has no process group {missing};"):
         megatron.get_megatron_optimizer(
             config, [nn.Linear(2, 2)], pg_collection=SimpleNamespace(**groups)
         )

@@ -259,7 +259,7 @@ def test_plain_muon_is_read_by_the_parts_of_megatrons_chain_and_back(
 
 def test_buckets_are_not_read_with_muon() -> None:
     model, optimizer = built(**RUNS["muon"], **SHARED)
-    with pytest.raises(ValueError, match=r"not read with optimizer='muon'; save it again"):
+    with pytest.raises(ValueError, match=r"not supported with optimizer='muon'; save it again"):
         optimizer.sharded_state_dict(
             model.module.sharded_state_dict(), is_loading=True, metadata={TYPE: BUCKETS}
         )
@@ -297,7 +297,7 @@ def test_legacy_state_of_other_groups_changes_nothing() -> None:
     model, optimizer = built()
     gpt.train(model, optimizer, range(1))
     before = bits(optimizer)
-    with pytest.raises(ValueError, match=r"no param group here is like.*wd_mult=0\.25"):
+    with pytest.raises(ValueError, match=r"no param group matches.*wd_mult=0\.25"):
         optimizer.load_state_dict(state)
     assert all(torch.equal(value, before[key]) for key, value in bits(optimizer).items())
 
@@ -422,7 +422,7 @@ def test_parameter_that_the_model_does_not_save_is_named() -> None:
 
 def test_state_that_megatrons_form_cannot_hold_is_named() -> None:
     model, optimizer = built(optimizer="muon", muon_moment2_method="normuon")
-    with pytest.raises(ValueError, match=r"moment2_buffer has not the shape.*--ckpt-format"):
+    with pytest.raises(ValueError, match=r"moment2_buffer does not have.*--ckpt-format"):
         optimizer.sharded_state_dict(model.module.sharded_state_dict())
 
 
@@ -431,7 +431,7 @@ def test_slots_that_were_stepped_more_often_than_others_are_named() -> None:
     gpt.train(model, optimizer, range(1))
     slot = optimizer.slots()[-1]
     optimizer.slot_state(slot)["step"].add_(1.0)
-    with pytest.raises(ValueError, match=r"was stepped 1 times, .* 2: .*mp_optim"):
+    with pytest.raises(ValueError, match=r"was stepped 1 times, .* 2 times, .*mp_optim"):
         optimizer.sharded_state_dict(model.module.sharded_state_dict())
 
 
