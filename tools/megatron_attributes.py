@@ -1,10 +1,8 @@
 #!/usr/bin/env python
-"""What Megatron's optimizer reads beside its config: attributes of parameters, keys of param
-groups, attributes of models. Finds them in its sources without importing those, and writes the
-table of docs/migrate.md that says what becomes of each here, from ``megatron_attributes.json``.
+"""Attributes of parameters and models and keys of param groups that Megatron's optimizer reads in
+addition to its config. ``megatron_attributes.json`` lists the treatment of each here.
 
-python tools/megatron_attributes.py --source CHECKOUT          what the list does not have yet
-python tools/megatron_attributes.py --write                    the table
+python tools/megatron_attributes.py --source CHECKOUT    # names that the list does not have
 """
 
 from __future__ import annotations
@@ -22,8 +20,6 @@ import tyro
 from torch import nn
 
 LIST = Path(__file__).with_suffix(".json")
-DOCUMENT = Path(__file__).parents[1] / "docs" / "migrate.md"
-BEGIN, END = "<!-- tools/megatron_attributes.py -->", "<!-- end of this table -->"
 ANSWERS = ("read", "refused", "not needed")
 """What may become of a name: it means the same; where it is set, an error names it; what it is for
 is done otherwise, or is no matter of the optimizer."""
@@ -182,37 +178,17 @@ def unlisted(names: Names) -> list[str]:
     ]
 
 
-def rendered() -> str:
-    """The list as a table of markdown, with the marks around it."""
-    lines = ["| of a | | here | |", "|---|---|---|---|"]
-    for owner, rows in answers().items():
-        for name, answer in sorted(rows.items()):
-            lines.append(f"| {owner} | `{name}` | {answer.kind} | {answer.note} |")
-    return "\n".join([BEGIN, "", *lines, "", END]).replace("|  |", "| |")
-
-
-def with_table(document: str) -> str:
-    """A document with the present table between its marks."""
-    pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
-    return pattern.sub(lambda _: rendered(), document)
-
-
 @dataclass(frozen=True)
 class Options:
     """What Megatron's optimizer reads of parameters, param groups and models."""
 
-    source: tuple[Path, ...] = ()
-    """Checkouts of Megatron-LM, or directories that hold an installed megatron package: print what
-    the list does not have."""
-    write: bool = False
-    """Write the table into docs/migrate.md."""
+    source: tuple[Path, ...]
+    """Checkouts of Megatron-LM, or directories that hold an installed megatron package."""
 
 
 def main(options: Options) -> None:
     for source in options.source:
         print(*unlisted(read_in(source)), sep="\n")
-    if options.write:
-        DOCUMENT.write_text(with_table(DOCUMENT.read_text()))
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ class ConfigFields:
     overlap_cpu_optimizer_d2h_h2d: bool = False
     """Overlap transfers in both directions with the host's arithmetic."""
     offload_mode: str = "sync"
-    """Work during backward; all modes give the same bits (docs/settings.md).
+    """Work during backward; all modes give the same bits (docs/offload_modes.md).
 
     - sync: none.
     - overlap: copies gradients to the host and computes their norms. With state on a disk it also
@@ -206,7 +206,7 @@ class ConfigFields:
     offload_place: str = "host"
     """Device that steps offloaded parameters: host, or streamed for the accelerator. streamed keeps
     main params and state in host memory, and copies them to the accelerator window by window in
-    ``step()``. Both give the same bits; docs/settings.md compares their speed."""
+    ``step()``. Both give the same bits; docs/offload_modes.md compares their speed."""
     stream_window_bytes: int = 256 << 20
     """Bytes of main params and state in a window, with ``offload_place="streamed"`` or
     ``optimizer_state_path``. Released gradients count as part of a window. With streamed, the
@@ -219,7 +219,7 @@ class ConfigFields:
     file has no name, is deleted when the process ends, and is not a checkpoint."""
     release_gradients: bool = False
     """Free gradients of offloaded parameters on the accelerator during backward, with
-    ``offload_mode`` overlap or speculative (docs/settings.md).
+    ``offload_mode`` overlap or speculative (docs/offload_modes.md).
 
     At most two buckets of these gradients are on the device. Gradients of micro-batches are added
     on the host; those of streamed parameters are copied back with their window. ``.grad`` is then

@@ -1,14 +1,14 @@
-"""Programs that take our optimizer by a few lines of their user's: the lines of their pages,
-carried out with stand-ins of what does not install beside a CPU build of torch."""
+"""Programs that take our optimizer by a few lines: the lines of docs/clients/index.md, carried out
+with stand-ins for programs that do not install next to a CPU build of torch."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import json
-import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -20,18 +20,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import mp_optim
-from support.launch import ROOT
+from support.documents import blocks_of, lines_for
 
 Known = dict[str, Any]
 GIVEN = SimpleNamespace(
     learning_rate=1e-2, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, weight_decay=0.1
 )
 """A Trainer's arguments, as far as they are asked for."""
-
-
-def lines_of(page: str) -> list[str]:
-    text = (ROOT / f"docs/clients/{page}.md").read_text()
-    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 def network() -> nn.Sequential:
@@ -127,31 +122,28 @@ class OptimizerWrapper:
             self.optim.step()
 
 
-class TorchTrainer:
-    """Ray's, in this process."""
-
-    def __init__(self, loop: Any, *, train_loop_config: Any, scaling_config: Any) -> None:
-        self._loop, self._config = loop, train_loop_config
-
-    def fit(self) -> Any:
-        return self._loop(self._config)
-
-
 STAND_INS: dict[str, dict[str, Any]] = {
     "skyrl.backends.skyrl_train.distributed": {
         "fsdp_strategy": ModuleType("fsdp_strategy", "Calls optim.AdamW.")
     },
     "llamafactory.train.sft": {"trainer": ModuleType("trainer")},
-    "llamafactory.v1.plugins.trainer_plugins.optimizer": {"OptimizerPlugin": OptimizerPlugin},
-    "unsloth": {"UnslothTrainer": Trainer},
-    "sentence_transformers": {"SentenceTransformerTrainer": Trainer},
     "lerobot.optim.optimizers": {"OptimizerConfig": Registered},
     "olmo_core.optim": {"OptimConfig": Registered},
     "xtuner.v1.config.optim": {"OptimConfig": OptimConfig},
-    "torchft": {"OptimizerWrapper": OptimizerWrapper},
-    "ray.train": {"ScalingConfig": SimpleNamespace},
-    "ray.train.torch": {"TorchTrainer": TorchTrainer, "prepare_model": lambda model: model},
 }
+NAMES: Known = {
+    "mp_optim": mp_optim,
+    "partial": partial,
+    "SimpleNamespace": SimpleNamespace,
+    "OptimizerPlugin": OptimizerPlugin,
+    "OptimizerWrapper": OptimizerWrapper,
+    "SentenceTransformerTrainer": Trainer,
+    "UnslothTrainer": Trainer,
+    "param_groups_weight_decay": lambda model: [{"params": list(model.parameters())}],
+    "prepare_model": lambda model: model,
+    "arguments": GIVEN,
+}
+"""Names that the lines of the table take for granted."""
 
 
 @pytest.fixture
@@ -173,53 +165,74 @@ def by_skyrl(known: Known, model: nn.Module) -> Any:
 def by_llama_factory(known: Known, model: nn.Module) -> Any:
     made = known["sft"].create_custom_optimizer(model, GIVEN, None)
     assert made.param_groups[0]["weight_decay"] == 0.1 and made.param_groups[0]["lr"] == 1e-2
+    return made
+
+
+def by_plugin(known: Known, model: nn.Module) -> Any:
     plugin = OptimizerPlugin("mp_adamw")
     return plugin(model, SimpleNamespace(name="mp_adamw", lr=1e-2))
 
 
-def by_config(name: str, by_name: bool = False) -> Callable[[Known, nn.Module], Any]:
-    def build(known: Known, model: nn.Module) -> Any:
-        return known[name](lr=1e-2).build(model.parameters() if by_name else model)
+def by_trainer(known: Known, model: nn.Module) -> Any:
+    return known["trainer"].optimizer
 
-    return build
+
+def by_name(known: Known, model: nn.Module) -> Any:
+    return known["optimizer"]
 
 
 BUILDERS: dict[str, Callable[[Known, nn.Module], Any]] = {
-    "skyrl": by_skyrl,
-    "llama_factory": by_llama_factory,
-    "unsloth": lambda known, model: known["trainer"].optimizer,
-    "sentence_transformers": lambda known, model: known["trainer"].optimizer,
-    "lerobot": by_config("MpAdamWConfig", by_name=True),
-    "olmo_core": by_config("MpAdamWConfig"),
-    "xtuner": by_config("MpAdamWConfig"),
-    "torchft": lambda known, model: known["optimizer"],
-    "ray_train": lambda known, model: known["result"],
-    "diffusers": lambda known, model: known["optimizer"],
+    "SkyRL, FSDP": by_skyrl,
+    "LLaMA-Factory": by_llama_factory,
+    "LLaMA-Factory, version 1": by_plugin,
+    "unsloth": by_trainer,
+    "sentence-transformers": by_trainer,
+    "diffusers": by_name,
+    "timm": by_name,
+    "torchft": by_name,
+    "Ray Train": by_name,
 }
-"""How each program comes to its optimizer, when the lines of its page were carried out."""
+"""The optimizer of each row of the table, after its lines were carried out."""
+CONFIGS = {"LerobotAdamWConfig": True, "OlmoAdamWConfig": False, "XtunerAdamWConfig": False}
+"""Config classes of the page, and whether their ``build`` takes parameters."""
 
 
-def carried_out(page: str) -> tuple[nn.Module, Any]:
-    model = network()
-    known: Known = {"model": model, "arguments": GIVEN, "manager": Manager()}
-    known["data"] = [torch.ones(2, 8, dtype=torch.bfloat16)]
-    for lines in lines_of(page):
-        exec(lines, known)
-    return model, BUILDERS[page](known, model)
+def config_classes() -> Known:
+    known: Known = {}
+    for block in blocks_of("clients/index.md", "python"):
+        exec(block, known)
+    return known
 
 
-@pytest.mark.usefixtures("programs")
-@pytest.mark.parametrize("page", BUILDERS)
-def test_lines_of_a_program_are_carried_out(page: str) -> None:
-    model, optimizer = carried_out(page)
-    ours = getattr(optimizer, "optim", optimizer)  # what torchft wraps
+def trained(model: nn.Module, optimizer: Any) -> mp_optim.AdamW:
+    """Return our optimizer after steps that made the loss fall."""
+    ours = getattr(optimizer, "optim", optimizer)  # torchft wraps it
     assert isinstance(ours, mp_optim.AdamW)
     for group in ours.param_groups:
         group["lr"] = 1e-2
     losses = losses_of(model, optimizer)
     assert losses[-1] < 0.3 * losses[0]
-    if page == "torchft":
+    return ours
+
+
+@pytest.mark.usefixtures("programs")
+@pytest.mark.parametrize("program", BUILDERS)
+def test_lines_of_a_program_are_carried_out(program: str) -> None:
+    model = network()
+    known = {**NAMES, "model": model, "manager": Manager(), "data": []}
+    for line in lines_for(program):
+        exec(line, known)
+    ours = trained(model, BUILDERS[program](known, model))
+    if program == "torchft":
         assert {float(state["step"]) for state in ours.state.values()} == {48.0}
+
+
+@pytest.mark.usefixtures("programs")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_classes_build_the_optimizer(name: str) -> None:
+    model = network()
+    taken = model.parameters() if CONFIGS[name] else model
+    trained(model, config_classes()[name](lr=1e-2).build(taken))
 
 
 def test_lines_of_miles_give_its_module_our_function(
@@ -232,10 +245,10 @@ def test_lines_of_miles_give_its_module_our_function(
     imports = "from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer\n"
     (folder / "model.py").write_text(imports)
     monkeypatch.syspath_prepend(str(tmp_path))
-    (lines,) = lines_of("miles")
     known: Known = {}
     try:
-        exec(lines, known)
+        for line in lines_for("miles, slime"):
+            exec(line, known)
         assert known["model"].get_megatron_optimizer.__module__.startswith("mp_optim.")
     finally:
         mp_optim.megatron.uninstall()  # type: ignore[attr-defined]
@@ -255,14 +268,15 @@ def flattened(tree: Any, above: str = "") -> dict[str, Tensor]:
 
 @pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize("main_params", ["fp32", "remainder16"])
-def test_state_survives_flat_safetensors(tmp_path: Path, main_params: str) -> None:
+def test_state_survives_flat_safetensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main_params: str
+) -> None:
     """lerobot: state in one file, groups as JSON beside it, whose keys have to be those that the
     new optimizer has."""
-    known: Known = {}
-    (lines,) = lines_of("lerobot")
-    exec(lines.replace("**settings", f"main_params={main_params!r}, **settings"), known)
+    config = partial(config_classes()["LerobotAdamWConfig"], lr=1e-2)
+    monkeypatch.setattr(mp_optim, "AdamW", partial(mp_optim.AdamW, main_params=main_params))
     model = network()
-    optimizer = known["MpAdamWConfig"](lr=1e-2).build(model.parameters())
+    optimizer = config().build(model.parameters())
     losses_of(model, optimizer, 0, 30)
     saved = optimizer.state_dict()
     groups = json.dumps(saved.pop("param_groups"))
@@ -272,7 +286,7 @@ def test_state_survives_flat_safetensors(tmp_path: Path, main_params: str) -> No
 
     model = network()
     model.load_state_dict(weights)
-    optimizer = known["MpAdamWConfig"](lr=1e-2).build(model.parameters())
+    optimizer = config().build(model.parameters())
     if main_params != "fp32":  # whose groups have checksums of the weights
         optimizer.init_state()
     state: dict[int, dict[str, Tensor]] = {}

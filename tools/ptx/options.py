@@ -27,5 +27,3 @@ class Options:
     """The library's own self-test instead: a step of each rule."""
     record: bool = False
     """Note in docs/gpu.json what was found."""
-    page: bool = False
-    """Rewrite the generated parts of README.md and docs/ from docs/gpu.json, and nothing else."""

@@ -127,12 +127,6 @@ def _tried(
 
 def run(options: Options, console: Console) -> bool:
     """Do what is asked for; whether nothing was wrong."""
-    if options.page:
-        for page in record.pages():
-            before = page.read_text()
-            if (after := record.page(before)) != before:
-                page.write_text(after)
-        return True
     if options.list:
         for trial in trials.trials_of(forms.read()):
             console.print(str(trial), highlight=False)

@@ -18,34 +18,16 @@ import torch
 import yaml
 from torch import nn
 
+from support.documents import blocks_of, lines_for
 from support.launch import ROOT
 
 DOCS = ROOT / "docs"
-INCLUDE = re.compile(r'--8<-- "([\w./]+)"')
 
 
-def text_of(page: str) -> str:
-    return (DOCS / page).read_text()
-
-
-def blocks_of(page: str, language: str) -> list[str]:
-    """Blocks that are written on the page, not those that include a program."""
-    found = re.findall(rf"```{language}\n(.*?)```", text_of(page), re.DOTALL)
-    return [block for block in found if not INCLUDE.search(block)]
-
-
-def test_every_program_is_shown() -> None:
+def test_every_program_is_shown_or_linked() -> None:
     pages = "".join(path.read_text() for path in DOCS.rglob("*.md"))
     programs = {path.name for path in (ROOT / "tools/examples").glob("*.py")}
-    assert set(INCLUDE.findall(pages)) == programs
-
-
-@pytest.mark.parametrize("folder", ["clients", "cookbook"])
-def test_every_page_of_a_folder_is_in_the_navigation(folder: str) -> None:
-    navigation = (ROOT / "mkdocs.yml").read_text()
-    pages = [f"{folder}/{path.name}" for path in (DOCS / folder).glob("*.md")]
-    assert len(pages) > 10
-    assert [page for page in pages if page not in navigation] == []
+    assert {name for name in programs if f"tools/examples/{name}" not in pages} == set()
 
 
 # -- the lines of the pages ------------------------------------------------------------------------
@@ -112,24 +94,25 @@ def names(model: nn.Module) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("client", ["hf_trainer", "trl", "accelerate", "timm", "peft"])
-def test_lines_of_the_clients_run(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if client == "timm":  # compiling is not what is shown, and takes seconds
-        monkeypatch.setattr(torch, "compile", lambda model: model)
-    blocks = blocks_of(f"clients/{client}.md", "python")
-    assert blocks
-    for block in blocks:
-        model = small_model()
-        known = names(model)
-        exec(block, known)
-        built = known["trainer"] if "trainer" in known else SimpleNamespace(**known)
-        train(model, built.optimizer)
+@pytest.mark.parametrize(
+    "block",
+    [
+        blocks_of("../README.md", "python")[1],
+        *blocks_of("clients/hf_trainer.md", "python"),
+        blocks_of("clients/accelerate.md", "python")[0],
+    ],
+)
+def test_lines_of_integrations_run(block: str) -> None:
+    model = small_model()
+    known = names(model)
+    exec(block, known)
+    built = known["trainer"] if "trainer" in known else SimpleNamespace(**known)
+    train(model, built.optimizer)
 
 
 def test_lines_of_lightning_run() -> None:
-    (block,) = blocks_of("clients/lightning.md", "python")
     known = names(small_model())
-    exec(block, known)
+    exec(blocks_of("clients/accelerate.md", "python")[1], known)
     student = known["Student"]()
     train(student.layers, student.configure_optimizers())
 
@@ -155,15 +138,15 @@ def built(module: str, name: str, **settings: Any) -> None:
 
 
 def test_lines_of_configs_name_what_is_there() -> None:
-    (verl,) = map(yaml.safe_load, blocks_of("clients/verl.md", "yaml"))
+    (verl,) = map(yaml.safe_load, lines_for("verl, FSDP engine"))
     optim = verl["actor_rollout_ref"]["actor"]["optim"]
     others = optim["override_optimizer_config"]
     built(optim["optimizer_impl"], optim["optimizer"], lr=1e-2, **others)
-    (recipe,) = map(yaml.safe_load, blocks_of("clients/automodel.md", "yaml"))
+    (recipe,) = map(yaml.safe_load, lines_for("NeMo Automodel"))
     module, _, name = recipe["optimizer"].pop("_target_").rpartition(".")
     built(module, name, **{**recipe["optimizer"], "lr": 1e-2})
-    (axolotl,) = map(yaml.safe_load, blocks_of("clients/axolotl.md", "yaml"))
-    module, _, name = axolotl["plugins"][0].rpartition(".")
+    plugins, axolotl = map(yaml.safe_load, lines_for("axolotl"))
+    module, _, name = plugins["plugins"][0].rpartition(".")
     source = importlib.util.find_spec(module)
     assert source is not None and source.origin is not None
     assert f"class {name}(" in Path(source.origin).read_text()
@@ -172,14 +155,8 @@ def test_lines_of_configs_name_what_is_there() -> None:
 
 
 def test_lines_with_a_class_path_name_what_is_there() -> None:
-    (line,) = blocks_of("clients/class_path.md", "text")
+    (line,) = lines_for("kohya's sd-scripts, musubi-tuner")
     _, path, _, *arguments = shlex.split(line)
-    (toml,) = blocks_of("clients/class_path.md", "toml")
-    written = dict(row.split(" = ") for row in toml.strip().splitlines())
-    assert {name: ast.literal_eval(value) for name, value in written.items()} == {
-        "optimizer_type": path,
-        "optimizer_args": arguments,
-    }
     split = [argument.split("=") for argument in arguments]
     settings = {name: ast.literal_eval(value) for name, value in split}
     module, _, name = path.rpartition(".")
@@ -191,13 +168,13 @@ def test_line_of_ms_swift_adds_the_optimizer(monkeypatch: pytest.MonkeyPatch) ->
     vars(stand_in).update(OptimizerCallback=object, optimizers_map={})
     monkeypatch.setitem(sys.modules, "swift", ModuleType("swift"))
     monkeypatch.setitem(sys.modules, "swift.optimizers", stand_in)
-    (block,) = blocks_of("clients/ms_swift.md", "python")
+    (line,) = lines_for("ms-swift")
     monkeypatch.delitem(sys.modules, "mp_optim.apps.integrations.ms_swift", raising=False)
-    exec(block, {})
-    callbacks = vars(stand_in)["optimizers_map"]
-    assert "--optimizer mp_optim " in text_of("clients/ms_swift.md")
-    assert list(callbacks) == ["mp_optim"]
-    arguments = re.search('--optim_args "(.*?)"', text_of("clients/ms_swift.md"))
+    importlib.import_module("mp_optim.apps.integrations.ms_swift")
+    assert (
+        list(vars(stand_in)["optimizers_map"]) == ["mp_optim"] and "--optimizer mp_optim " in line
+    )
+    arguments = re.search('--optim_args "(.*?)"', line)
     assert arguments is not None
     module = sys.modules.pop("mp_optim.apps.integrations.ms_swift")
     built("mp_optim", "AdamW", lr=1e-2, **vars(module)["settings_of"](arguments[1]))

@@ -35,11 +35,6 @@ def test_everything_that_megatron_reads_is_listed() -> None:
             assert not tool.unlisted(tool.read_in(source)), source
 
 
-def test_table_of_the_document_is_the_present_one() -> None:
-    document = tool.DOCUMENT.read_text()
-    assert tool.with_table(document) == document, "run tools/megatron_attributes.py --write"
-
-
 def words_of_the_package() -> set[str]:
     """Strings and attributes in its code."""
     words = set()

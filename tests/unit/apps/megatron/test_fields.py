@@ -1,4 +1,4 @@
-"""What docs/migrate.md says of Megatron's fields is what is done with them."""
+"""What docs/clients/megatron.md says of Megatron's fields is what is done with them."""
 
 from __future__ import annotations
 
@@ -30,18 +30,6 @@ def test_fields_of_the_installed_megatron_are_known(owner: tool.ConfigClass) -> 
     names = [spec.name for spec in dataclasses.fields(CONFIGS[owner.name])]
     assert sorted(read) == sorted(names)
     assert not set(names) - set(owner.meanings)
-
-
-def test_committed_tables_are_the_present_ones() -> None:
-    document = tool.DOCUMENT.read_text()
-    tables = tool.tables_in(document)
-    version = tool.version_of(INSTALLED)
-    if version in tables[0].versions:
-        for table, owner in zip(tables, tool.CLASSES, strict=True):
-            table.put(version, tool.fields_in(INSTALLED, owner))
-    assert tool.with_tables(document, tables) == document, (
-        f"run tools/megatron_fields.py --source {INSTALLED} --write"
-    )
 
 
 def other_than(value: Any) -> Any:

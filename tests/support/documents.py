@@ -1,0 +1,19 @@
+"""Code on the pages of the documentation."""
+
+from __future__ import annotations
+
+import re
+
+from support.launch import ROOT
+
+
+def blocks_of(page: str, language: str) -> list[str]:
+    """Return the code blocks of a page of docs/, without the programs that are written into it."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+
+
+def lines_for(program: str) -> list[str]:
+    """Return the lines that the table of integrations has for a program."""
+    page = (ROOT / "docs/clients/index.md").read_text()
+    (row,) = re.findall(rf"^\| {re.escape(program)} \|(.*)$", page, re.MULTILINE)
+    return re.findall(r"`([^`]+)`", row.split(" | ")[0])
