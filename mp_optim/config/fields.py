@@ -177,10 +177,6 @@ class ConfigFields:
     """Number of largest parameter gradient norms that ``metrics()`` shows; 0 records none. Norms
     are recorded for every parameter, without another read of gradients. Ranks with shards reduce
     one more vector. The first step decides whether norms are recorded."""
-    log_update_ratios_interval: int = 0
-    """Number of steps between two comparisons of each parameter's update with its size; 0 never
-    compares. Such a step holds a temporary copy of this rank's main params, 4 bytes per element on
-    the device that steps them, and reads them three more times."""
     optimizer_cpu_offload: bool = False
     """Keep a part of main params and state in host memory; the host steps it unless
     ``offload_place`` is streamed."""
@@ -369,7 +365,6 @@ CHECKS: dict[str, Check] = {
     "skip_step_sigma_factor": _THRESHOLD,
     "skip_step_rolling_interval_length": whole(4, 2**20),
     "log_param_grad_norms": whole(0, _INT32),
-    "log_update_ratios_interval": whole(0, _INT32),
     "optimizer_offload_fraction": as_fraction,
     "gpu_memory": whole(1, 2**62, optional=True, in_bytes=True),
     "offload_mode": Choice(("sync", "overlap", "speculative")),

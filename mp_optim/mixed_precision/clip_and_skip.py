@@ -286,7 +286,7 @@ class ComingVerdict:
     params: int
 
     def __post_init__(self) -> None:
-        self._read = fetched(self.report)
+        self._read = fetch(_transfer(self.report.device), self.report)
         self._verdict: Verdict | None = None
         self._told_to: list[Callable[[Verdict], object]] = []
 
@@ -429,11 +429,6 @@ class DeviceVerdict:
 @cache
 def _transfer(device: torch.device) -> Transfer:
     return transfer_for(device)
-
-
-def fetched(values: Tensor) -> Callable[[], Tensor]:
-    """Start to copy a tensor to the host; the result waits for the copy and returns it."""
-    return fetch(_transfer(values.device), values)
 
 
 # -- counts ---------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     @property
     def health(self) -> Any:
         """:class:`~mp_optim.monitor.health.GradientHealth` of the stack: norms of single gradients,
-        update ratios, and the loss for the rolling rule."""
+        and the loss for the rolling rule."""
         return self.observers["health"]
 
     # -- what a step is made of -------------------------------------------------------------------

@@ -151,16 +151,3 @@ class WeightObserver:
 
     def state_exposed(self, index: int) -> None:
         """Watch a slot whose main param or state a caller got, who may write to it."""
-
-
-def largest(stack: Any, values: Sequence[float], top: int | None) -> list[tuple[int, str]]:
-    """Return (index, name) of the slots with the largest values, the largest first.
-
-    Args:
-        stack: the optimizer.
-        values: one number per slot, in slot order.
-        top: the number of slots; None for all.
-    """
-    slots = stack.slots()
-    order = sorted(range(len(values)), key=lambda index: -values[index])[:top]
-    return [(index, stack.slot_name(slots[index])) for index in order]

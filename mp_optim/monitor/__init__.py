@@ -11,11 +11,9 @@ from mp_optim.monitor.changed_weights import ChangedWeights
 from mp_optim.monitor.health import GradientHealth
 from mp_optim.monitor.skip_rule import SkipRule
 from mp_optim.monitor.step_warnings import StepWarnings
-from mp_optim.monitor.update_ratios import UpdateRatios
 
 OBSERVERS: dict[str, type[Observer]] = {
     "skip_rule": SkipRule,
-    "update_ratios": UpdateRatios,
     "health": GradientHealth,
     "step_warnings": StepWarnings,
     "averaged_weights": AveragedWeights,

@@ -1,5 +1,4 @@
-"""Gradient health: norms of single parameters' gradients, and the door to the rolling rule and to
-update ratios.
+"""Gradient health: norms of single parameters' gradients, and the loss for the rolling rule.
 
 Norms come with the verdict: the global norm's sums of squares by parameter are kept, and copied to
 the host together with the verdict. So they cost no read of gradients and no wait.
@@ -8,13 +7,12 @@ the host together with the verdict. So they cost no read of gradients and no wai
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.mixed_precision.clip_and_skip import Verdict
-from mp_optim.mixed_precision.observer import Observer, largest
+from mp_optim.mixed_precision.observer import Observer
 
 
 class GradientHealth(Observer):
@@ -67,19 +65,9 @@ class GradientHealth(Observer):
         inverse = verdict.scaling[0] if verdict.scaling else 1.0
         sums = verdict.param_sums
         values = sums.where(~sums.isnan(), math.inf).tolist()
-        in_order = largest(self.stack, values, top)
-        return {name: math.sqrt(values[index]) * inverse for index, name in in_order}
-
-    def updates(self, top: int | None = None) -> dict[str, Any]:
-        """Return the change of each parameter (``rms``, ``ratio``) by the last watched step
-        (``log_update_ratios_interval``), by name, the largest ratio first; empty before the first.
-        Waits for that step.
-
-        Args:
-            top: the number of changes to return; None for all.
-        """
-        updates: dict[str, Any] = self.stack.observers["update_ratios"].updates(top)
-        return updates
+        order = sorted(range(len(values)), key=lambda index: -values[index])[:top]
+        name_of, slots = self.stack.slot_name, self.stack.slots()
+        return {name_of(slots[index]): math.sqrt(values[index]) * inverse for index in order}
 
     def metrics(self) -> dict[str, float]:
         """Return the largest norms."""

@@ -77,8 +77,6 @@ class StackSettings(TypedDict, total=False):
         skip_step_rolling_interval_length: number of last steps in this median.
         log_param_grad_norms: number of parameters with the largest gradient norms that
             ``metrics()`` shows; 0 records none.
-        log_update_ratios_interval: number of steps between two comparisons of each parameter's
-            update with its size; 0 never compares.
         audit_rate: share of the elements that each step repeats with ``reference`` to compare bits
             (``docs/audit.md``), 0.0 to 1.0.
         audit_action: reaction to different bits in an audit: ``"warn"`` or ``"raise"``.
@@ -109,7 +107,6 @@ class StackSettings(TypedDict, total=False):
     skip_step_sigma_factor: float
     skip_step_rolling_interval_length: int
     log_param_grad_norms: int
-    log_update_ratios_interval: int
     audit_rate: float
     audit_action: str
     backend: str

@@ -29,7 +29,6 @@ def main(steps: int = 200) -> dict[int, str]:
         hysteresis=1,
         skip_step_sigma_factor=10.0,  # skip what is far above the median of the last 128 steps
         log_param_grad_norms=3,
-        log_update_ratios_interval=50,
     )
     optimizer = mp_optim.get_megatron_optimizer(config, model)
     skipped = {}

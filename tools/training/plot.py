@@ -51,12 +51,10 @@ def plot_losses(records: Sequence[StepRecord], path: Path, title: str) -> None:
 
 
 def plot_health(records: Sequence[StepRecord], path: Path) -> None:
-    """Draw the gradient norm with its limit, the largest norms of parameters, and updates."""
+    """Draw the gradient norm with its limit, and the largest norms of parameters."""
     panels = [_draw_norms]
     if any(name.startswith(_NORM) for record in records for name in record.health):
         panels.append(_draw_param_norms)
-    if any("update_ratio" in record.health for record in records):
-        panels.append(_draw_updates)
     size = (8, 2.6 * len(panels))
     figure, rows = plt.subplots(
         len(panels), figsize=size, dpi=150, sharex=True, squeeze=False, layout="constrained"
@@ -95,11 +93,3 @@ def _draw_param_norms(axes: Axes, records: Sequence[StepRecord]) -> None:
         axes.semilogy(*zip(*points, strict=True), ".", markersize=2, label=label)
     low, high = axes.get_ylim()
     axes.set(ylabel="norms of parameters", ylim=(low, 30 * high))  # room for names
-
-
-def _draw_updates(axes: Axes, records: Sequence[StepRecord]) -> None:
-    """Draw the sizes of the watched steps next to the parameters'."""
-    watched = [r for r in records if r.health.get("update_step") == r.step + 1 and not r.skipped]
-    points = [(r.step + 1, r.health["update_ratio"]) for r in watched]
-    axes.semilogy(*zip(*points, strict=True), color="#08519c", label="update / weight")
-    axes.set(ylabel="update / weight")

@@ -60,7 +60,6 @@ OTHER_SETTINGS: dict[str, dict[str, Any]] = {
     "averages": {"ema_decay": 0.5},
     "state form": {"use_precision_aware_optimizer": True},
     "norms": {"log_param_grad_norms": 2},
-    "updates": {"log_update_ratios_interval": 1},
     "zeros": {"log_num_zeros_in_grad": True},
     "spikes": {"skip_step_sigma_factor": 6.0},
 }

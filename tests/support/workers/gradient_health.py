@@ -1,5 +1,5 @@
 """Two ranks train alike in several layouts, with spikes; each saves which steps were taken, and
-norms and update ratios of the last step, by layout."""
+norms of the last step, by layout."""
 
 import sys
 import warnings
@@ -31,7 +31,6 @@ def built(
         skip_step_sigma_factor=8.0,
         skip_step_rolling_interval_length=16,
         log_param_grad_norms=2,
-        log_update_ratios_interval=1,
         **settings,
     )
     optimizer = get_megatron_optimizer(config, module, process_groups=process_groups)
@@ -71,16 +70,11 @@ def told(name: str) -> dict[str, Any]:
         optimizer.health.report_loss(loss.detach() + extra)
         taken.append(bool(optimizer.step().success))
         optimizer.zero_grad()
-    updates = optimizer.health.updates()
-    return {
-        "taken": taken,
-        "norms": dict(sorted(optimizer.health.grad_norms().items())),
-        "ratios": {name: updates[name].ratio for name in sorted(updates)},
-    }
+    return {"taken": taken, "norms": dict(sorted(optimizer.health.grad_norms().items()))}
 
 
 def tensor_parallel() -> dict[str, Any]:
-    """Norms and updates of a weight of which each rank has a row by Megatron's attributes, and of a
+    """Norms of a weight of which each rank has a row by Megatron's attributes, and of a
     bias of which each has a copy."""
     module = nn.Linear(3, 1)
     module.weight.data.copy_(torch.ones(1, 3))
@@ -92,10 +86,7 @@ def tensor_parallel() -> dict[str, Any]:
     module.weight.grad = torch.full((1, 3), 1.0 + dist.get_rank())
     module.bias.grad = torch.tensor([4.0])
     optimizer.step()
-    return {
-        "norms": optimizer.health.grad_norms(),
-        "updates": {n: tuple(u) for n, u in optimizer.health.updates().items()},
-    }
+    return {"norms": optimizer.health.grad_norms()}
 
 
 def main(folder: Path) -> None:

@@ -135,7 +135,6 @@ OTHER_SETTINGS: dict[str, Any] = {
     "grad_norm_skip_threshold": 5.0,
     "log_num_zeros_in_grad": True,
     "log_param_grad_norms": 3,
-    "log_update_ratios_interval": 1,
     "skip_step_sigma_factor": 3.0,
 }
 """Each alone on one rank."""

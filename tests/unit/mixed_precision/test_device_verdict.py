@@ -140,7 +140,6 @@ WATCHED: dict[str, Any] = {
     "log_num_zeros_in_grad": True,
     "skip_step_sigma_factor": 6.0,
     "log_param_grad_norms": 2,
-    "log_update_ratios_interval": 1,
 }
 """All that is counted beside a step."""
 

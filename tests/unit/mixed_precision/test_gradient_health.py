@@ -220,45 +220,35 @@ def test_resumed_run_decides_as_one_that_went_on(tmp_path: Path):
     assert limits[0] == limits[1]
 
 
-# -- norms and updates ----------------------------------------------------------------------------
+# -- norms ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
-def test_norms_and_updates_are_those_that_torch_computes(precision, fraction):
+def test_grad_norms_equal_those_of_torch(precision, fraction):
     """A chain of a dense and an expert part, one parameter without a gradient.
 
     Tolerances: sums of at most 300 FP64 squares in another order, 1e-13; differences in FP32, whose
     roundings are relative, 1e-6.
     """
-    model, optimizer = build(
-        precision, fraction, log_param_grad_norms=3, log_update_ratios_interval=2
-    )
+    model, optimizer = build(precision, fraction, log_param_grad_norms=3)
     for number in range(2):
         optimizer.zero_grad()
         optimizer.scale_loss(model(tokens_of(number))).backward()
         model.bias.grad = None
-        before = {n: m.detach().clone() for n, m in optimizer.named_main_params()}
         scale = float(optimizer.get_loss_scale())
         optimizer.step()
-    after = dict(optimizer.named_main_params())
     norms = optimizer.health.grad_norms()
     assert list(norms.values()) == sorted(norms.values(), reverse=True)
     for name, param in model.named_parameters():
         grad = torch.zeros(1) if param.grad is None else param.grad
         norm = torch.linalg.vector_norm(grad.double()).item() / scale
         assert norms[name] == pytest.approx(norm, rel=1e-13), name
-        change = (after[name].double() - before[name].double()).norm().item()
-        size, count = before[name].double().norm().item(), param.numel()
-        update = optimizer.health.updates()[name]
-        assert update.ratio == pytest.approx(change / size, rel=1e-6), name
-        assert update.rms == pytest.approx(change / math.sqrt(count), rel=1e-6), name
     metrics = optimizer.metrics()
     shown = [name for name in metrics if name.startswith("param_grad_norm/")]
     assert shown == [f"param_grad_norm/{name}" for name in list(norms)[:3]]
     total = math.sqrt(sum(norm * norm for norm in norms.values()))
     assert total == pytest.approx(metrics["grad_norm"], rel=1e-13)
-    assert metrics["update_step"] == 2 and 0 < metrics["update_ratio"] < 1
 
 
 def test_skipped_step_is_said_with_the_parameters_that_did_it(caplog):
@@ -279,11 +269,7 @@ def test_ranks_and_layouts_decide_alike_and_know_norms_of_whole_parameters(tmp_p
     assert first == second
     whole, parts = first.pop("whole"), first.pop("tensor parallel")
     assert parts["norms"] == pytest.approx({"weight": math.sqrt(15.0), "bias": 4.0})
-    # lr 0.01 and decay 0.01: of two rows of ones by 1 and 2 times lr
-    ratio = math.sqrt(3 * (0.0101**2 + 0.0201**2) / 6)
-    assert parts["updates"]["weight"] == pytest.approx((ratio, ratio), rel=1e-4)
     assert whole["taken"].count(False) == 2
     for layout, found in first.items():
         assert found["taken"] == whole["taken"], layout
-        for kind, tolerance in (("norms", 1e-5), ("ratios", 1e-4)):
-            assert found[kind] == pytest.approx(whole[kind], rel=tolerance), layout
+        assert found["norms"] == pytest.approx(whole["norms"], rel=1e-5), layout

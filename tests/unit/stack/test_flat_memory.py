@@ -19,7 +19,6 @@ WATCHED = {
     "ema_decay": 0.9,
     "max_grad_norm": 1.0,
     "log_param_grad_norms": 2,
-    "log_update_ratios_interval": 1,
     "skip_step_sigma_factor": 6.0,
     "skip_step_rolling_interval_length": 4,
 }

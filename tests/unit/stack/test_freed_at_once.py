@@ -34,7 +34,6 @@ EXTRAS = (
     {"main_params": "remainder16"},
     {"state": "8bit"},
     {"audit_rate": 1.0},
-    {"log_update_ratios_interval": 1},
     {"log_param_grad_norms": 2},
     {"max_grad_norm": 1.0},
     {"skip_step_sigma_factor": 3.0},
