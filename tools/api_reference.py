@@ -1,20 +1,15 @@
-#!/usr/bin/env python
-"""The API reference: signatures and docstrings of public names, written into the pages of docs/api.
+"""The API reference: signatures and docstrings of public names as Markdown.
 
-python tools/api_reference.py           # status 1 if a page is not up to date
-python tools/api_reference.py --write   # write the pages
-
-A page has ``<!-- api: PATH MEMBER ... -->`` before each generated part and ``<!-- end -->`` after
-it. PATH is an import path. MEMBERs are the attributes and methods of a class that are shown with
-it. ``*`` shows the fields of a dataclass, and ``methods-only`` leaves out the constructor of a
-class that a program does not construct.
+``tools/write_docs.py`` writes them into the pages of docs/api. A page has
+``<!-- api: PATH MEMBER ... -->`` before each generated part and ``<!-- end -->`` after it. PATH is
+an import path. MEMBERs are the attributes and methods of a class that are shown with it. ``*``
+shows the fields of a dataclass, and ``methods-only`` leaves out the constructor of a class that a
+program does not construct.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -23,7 +18,6 @@ from typing import Any
 import griffe
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ROOT / "docs" / "api"
 PACKAGE = "mp_optim"
 _PART = re.compile(r"(<!-- api: (\S+)((?: \S+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 _ROLE = re.compile(r":(?:class|func|meth|attr|data|mod|exc):`~?([\w.]+)`")
@@ -31,27 +25,6 @@ _PAGE = re.compile(r"(?:``)?docs/([\w/-]+\.md)(?:``)?")
 _WIDTH = 88
 _KINDS = {"variadic positional": "*", "variadic keyword": "**"}
 _LITERAL = re.compile(r"``([^`]+)``")
-
-
-def main() -> None:
-    """Write the pages, or name those that are not up to date."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--write", action="store_true", help="write the pages")
-    writes = parser.parse_args().write
-    stale = [path for path in pages() if page(path.read_text()) != path.read_text()]
-    for path in stale:
-        if writes:
-            path.write_text(page(path.read_text()))
-        print(f"{path.relative_to(ROOT)}: {'written' if writes else 'not up to date'}")
-    if stale and not writes:
-        sys.exit("run: python tools/api_reference.py --write")
-
-
-def pages() -> list[Path]:
-    """Return the pages of the reference."""
-    return sorted(PAGES.glob("*.md"))
 
 
 def page(text: str) -> str:
@@ -192,7 +165,3 @@ def _cell(text: str) -> str:
     lines = _prose(text).replace("|", "\\|").split("\n\n")
     joined = [re.sub(r"\n(?=- )", "<br>", one) for one in lines]
     return "<br>".join(" ".join(one.split()) for one in joined)
-
-
-if __name__ == "__main__":
-    main()

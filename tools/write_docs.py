@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Write the generated parts of README.md and docs/, so that they render without a build.
 
-python tools/write_docs.py            # write programs, tables and hardware status between marks
+python tools/write_docs.py            # write programs, tables, hardware status, API reference
 python tools/write_docs.py --count    # print the pages and their words, without generated parts
 """
 
@@ -11,6 +11,7 @@ import re
 import sys
 from pathlib import Path
 
+import api_reference
 import megatron_fields
 
 from ptx import record
@@ -28,7 +29,7 @@ def page(text: str) -> str:
     text = _PROGRAM.sub(lambda match: match[1] + _block(match[2]) + match[3], text)
     table = "\n".join(megatron_fields.table())
     text = _TABLE.sub(lambda match: f"{match[1]}\n{table}\n\n{match[2]}", text)
-    return record.page(text)
+    return record.page(api_reference.page(text))
 
 
 def _block(name: str) -> str:

@@ -121,14 +121,8 @@ def test_python_blocks_import_the_modules_that_they_name(document):
     assert {one for one in missing if one in IMPORTED or hasattr(mp_optim, one)} == set()
 
 
-@pytest.mark.parametrize("path", api_reference.pages(), ids=lambda path: path.stem)
-def test_api_reference_is_up_to_date(path):
-    text = path.read_text()
-    assert api_reference.page(text) == text, "run: python tools/api_reference.py --write"
-
-
 def test_every_public_name_is_in_the_reference():
-    texts = [path.read_text() for path in api_reference.pages()]
+    texts = [path.read_text() for path in (ROOT / "docs/api").glob("*.md")]
     shown = {
         name.removeprefix("mp_optim.") for text in texts for name in api_reference.documented(text)
     }
