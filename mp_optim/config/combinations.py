@@ -10,7 +10,6 @@ import torch
 
 from mp_optim.config.fields import ConfigFields, check_fields
 from mp_optim.config.rules import (
-    CAUTIONS,
     FIRST_DTYPE,
     FIRST_MOMENT_DTYPES,
     RULE_FIELDS,
@@ -18,7 +17,7 @@ from mp_optim.config.rules import (
     SECOND_DTYPE,
     SECOND_MOMENT_DTYPES,
     audit_refusal,
-    caution_refusal,
+    cautious_decay_refusal,
     coefficients,
     refusal,
 )
@@ -45,7 +44,7 @@ def check_config(config: ConfigFields) -> None:
     except ValueError as error:
         raise ValueError(f"muon_{error}") from None
     _check_precision(config)
-    _check_cautions(config)
+    _check_cautious_decay(config)
     if config.audit_rate > 0.0:
         why = audit_refusal(config.optimizer, config.fused_backend)
         if why is not None:
@@ -160,19 +159,15 @@ def check_state_forms(settings: Any) -> None:
         _fail(settings, "ema_dtype", _ROUNDS_AVERAGES)
 
 
-def _check_cautions(config: ConfigFields) -> None:
-    why = caution_refusal(config.fused_backend)
+def _check_cautious_decay(config: ConfigFields) -> None:
+    if not config.cautious_wd:
+        return
+    if why := cautious_decay_refusal(config.fused_backend):
+        _fail(config, "cautious_wd", why)
     reads_decoupling = "adam_w_mode" in RULES[config.elementwise_rule].defaults
-    for name in CAUTIONS:
-        if getattr(config, name) and why:
-            _fail(config, name, why)
-        if getattr(config, name) and reads_decoupling and not config.decoupled_weight_decay:
-            _fail(
-                config,
-                name,
-                "needs decoupled_weight_decay=True, because otherwise the gradient includes the "
-                "decay; set that",
-            )
+    if reads_decoupling and not config.decoupled_weight_decay:
+        why = "needs decoupled_weight_decay=True, because otherwise the gradient includes the decay"
+        _fail(config, "cautious_wd", f"{why}; set that")
 
 
 # -- fields without effect ------------------------------------------------------------------------

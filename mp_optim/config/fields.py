@@ -109,11 +109,6 @@ class ConfigFields:
     """Number added to the denominator (adam, lamb)."""
     decoupled_weight_decay: bool = True
     """Decay the parameter itself (AdamW) instead of adding the decay to the gradient."""
-    caution: bool = False
-    """Cautious updates (adam, lion, muon; Liang et al. 2024). Elements whose update disagrees in
-    sign with their gradient are not updated, and the other updates are enlarged by the inverse
-    share, at most 1,000 times. The share is counted over the whole parameter, so a step reads
-    gradient and first moment twice."""
     cautious_wd: bool = False
     """Cautious weight decay (adam, lion, muon; Chen et al. 2025): an element decays only if the
     update does not move it away from 0. May be set per param group."""

@@ -58,7 +58,6 @@ _FIELDS = {
     "bf16_stochastic_round": "stochastic_rounding",
     "initial_scale init_scale": "initial_loss_scale",
     "growth_interval": "loss_scale_window",
-    "cautious cautious_update cautious_updates cautious_optimizer": "caution",
     "overlap_communication overlap_comm": "overlap_grad_reduce and overlap_param_gather",
     "average_in_collective calculate_per_token_loss": "grad_reduce_op",
     "sigma_factor": "skip_step_sigma_factor",
@@ -74,7 +73,7 @@ FIELDS = by_name(_FIELDS)
 _SHARE = "offload=1.0, another share, or 'auto'"
 ARGUMENTS = {
     **{name: name for name in ("lr", "weight_decay", "release_gradients", "stochastic_rounding")},
-    **{name: name for name in ("caution", "skip_step_sigma_factor", _SCHEDULE, _MICRO_BATCHES)},
+    **{name: name for name in ("skip_step_sigma_factor", _SCHEDULE, _MICRO_BATCHES)},
     "clip_grad": "max_grad_norm",
     **dict.fromkeys(("adam_beta1", "adam_beta2"), "betas=(..., ...)"),
     "adam_eps": "eps",

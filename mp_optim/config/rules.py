@@ -123,8 +123,6 @@ def scale_factor(mode: str, rows: int, columns: int) -> float:
 
 # -- parts of a table row -------------------------------------------------------------------------
 
-CAUTIONS = ("caution", "cautious_wd")
-"""Switches that are refused, not ignored, where they have no effect."""
 FIRST_DTYPE, SECOND_DTYPE = "exp_avg_dtype", "exp_avg_sq_dtype"
 
 SECOND_MOMENT_DTYPES = tuple(form.name for form in SECOND_FORMS)
@@ -265,11 +263,8 @@ class RuleSpec:
             ValueError: a setting is out of range or not supported.
         """
         check_shared(group)
-        for name in CAUTIONS:
-            if group.get(name) and name not in self.defaults:
-                raise ValueError(
-                    f"{name}={group[name]!r}: {self.name} has no such setting; remove it"
-                )
+        if group.get("cautious_wd") and "cautious_wd" not in self.defaults:
+            raise ValueError(f"cautious_wd=True: {self.name} has no such setting; remove it")
         for each in self.hyperparameters:
             if each.allowed is not None:
                 check_setting(each.name, group[each.name], each.allowed)
@@ -304,14 +299,11 @@ _BETAS = _tuned("betas", as_betas, (0.9, 0.999), adam_beta1=BETA, adam_beta2=BET
 _EPS = _tuned("eps", NOT_NEGATIVE, 1e-8, adam_eps=RATE)
 _BIAS_CORRECTION = Hyperparameter("bias_correction", as_flag, True)
 _ADAM_W_MODE = Hyperparameter("adam_w_mode", as_flag, True, {"decoupled_weight_decay": as_bool})
-_CAUTION = Hyperparameter("caution", as_flag, False, {"caution": as_bool})
 _CAUTIOUS_WD = _tuned("cautious_wd", as_flag, False, cautious_wd=as_bool)
 _FACTOR = Number(0.0, LARGEST, open_low=True)
 
 _ADAM = RuleSpec(
-    "adam",
-    (_EXP_AVG, _EXP_AVG_SQ),
-    (_BETAS, _EPS, _BIAS_CORRECTION, _ADAM_W_MODE, _CAUTION, _CAUTIOUS_WD),
+    "adam", (_EXP_AVG, _EXP_AVG_SQ), (_BETAS, _EPS, _BIAS_CORRECTION, _ADAM_W_MODE, _CAUTIOUS_WD)
 )
 _LAMB = RuleSpec(
     "lamb",
@@ -342,11 +334,7 @@ _SGD = RuleSpec(
 _LION = RuleSpec(
     "lion",
     (_EXP_AVG,),
-    (
-        _tuned("betas", as_betas, (0.95, 0.98), lion_beta1=BETA, lion_beta2=BETA),
-        _CAUTION,
-        _CAUTIOUS_WD,
-    ),
+    (_tuned("betas", as_betas, (0.95, 0.98), lion_beta1=BETA, lion_beta2=BETA), _CAUTIOUS_WD),
     trial={"betas": (0.9, 0.999)},
 )
 _MUON = RuleSpec(
@@ -388,7 +376,6 @@ _MUON = RuleSpec(
             namo="a second moment per matrix is not supported",
         ),
         _tuned("beta2", BETA, 0.95, muon_beta2=BETA),
-        _CAUTION,
         _CAUTIOUS_WD,
     ),
     other_fields={"muon_split_qkv": as_bool, "muon_scalar_optimizer": Choice(SCALAR_OPTIMIZERS)},
@@ -435,8 +422,8 @@ class Capability:
         rules: rules with kernels.
         others_by_reference: True if ``reference`` steps other rules, which ``describe()`` shows;
             False if they are refused.
-        compact: True if every storage format, stochastic rounding, ``caution`` and ``cautious_wd``
-            are supported.
+        compact: True if every storage format, stochastic rounding and ``cautious_wd`` are
+            supported.
         bf16_state: without ``compact``, the rules that support bfloat16 for all moments, and 16-bit
             remainders.
     """
@@ -459,8 +446,8 @@ CAPABILITIES = {
 }
 
 
-def caution_refusal(backend: str) -> str:
-    """Return the reason why a backend does not support :data:`CAUTIONS`; empty if it does."""
+def cautious_decay_refusal(backend: str) -> str:
+    """Return the reason why a backend does not support ``cautious_wd``; empty if it does."""
     if CAPABILITIES.get(backend, Capability()).compact:
         return ""
     return f"fused_backend={backend!r} has no kernels for it; choose another backend"

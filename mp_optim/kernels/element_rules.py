@@ -25,9 +25,6 @@ from mp_optim.kernels.kernel_args import (
 
 _LARGEST = torch.finfo(torch.float32).max
 AnyAdam = AdamScalars | LambScalars
-Cautious = AdamScalars | LionScalars
-Scales = Sequence[float] | None
-"""For each tensor what cautious updates are multiplied with, FP32 numbers."""
 
 
 def gradients(batch: TensorLists, mains: Lists, multiplier: float, l2: float) -> Lists:
@@ -92,23 +89,7 @@ def descend(p: Lists, steps: Sequence[Tensor], decay: float, cautious: bool) -> 
     torch._foreach_sub_(p, list(steps))
 
 
-def agreeing(way: Tensor, grad: Tensor) -> Tensor:
-    """Return a bool tensor, True where an update and its gradient have the same sign."""
-    return torch.where(grad > 0.0, way > 0.0, (grad < 0.0).logical_and_(way < 0.0))
-
-
-def _be_cautious(
-    steps: Sequence[Tensor], ways: Sequence[Tensor], grads: Lists, scales: Scales
-) -> None:
-    """Steps that go the way of their gradients are multiplied with their tensor's scale, others
-    with 0 (Cautious Optimizers, Liang et al. 2024, arXiv:2411.16085). No scales: not cautious."""
-    if scales is None:
-        return
-    for step, way, grad, scale in zip(steps, ways, grads, scales, strict=True):
-        step.mul_(agreeing(way, grad).to(torch.float32).mul_(scale))
-
-
-def _adam(batch: TensorLists, s: AdamScalars, multiplier: float, scales: Scales = None) -> None:
+def _adam(batch: TensorLists, s: AdamScalars, multiplier: float) -> None:
     p, v = read_mains(batch), read_moment(batch, "exp_avg_sq")
     m = grads = gradients(batch, p, multiplier, s.l2)
     if "exp_avg" in batch.state:
@@ -117,7 +98,6 @@ def _adam(batch: TensorLists, s: AdamScalars, multiplier: float, scales: Scales 
     average_squares(v, grads, s)
     updates = torch._foreach_div(m, denominators(v, s))
     torch._foreach_mul_(updates, s.step_size)
-    _be_cautious(updates, m, grads, scales)
     descend(p, updates, s.decay, s.cautious_wd)
     if "exp_avg" in batch.state:
         write_moment(batch, "exp_avg", m)
@@ -125,7 +105,7 @@ def _adam(batch: TensorLists, s: AdamScalars, multiplier: float, scales: Scales 
     write_mains(batch, p)
 
 
-def _sgd(batch: TensorLists, s: SgdScalars, multiplier: float, scales: Scales = None) -> None:
+def _sgd(batch: TensorLists, s: SgdScalars, multiplier: float) -> None:
     p = read_mains(batch)
     grads = gradients(batch, p, multiplier, s.decay)
     if "momentum_buffer" in batch.state:
@@ -145,29 +125,17 @@ def _sgd(batch: TensorLists, s: SgdScalars, multiplier: float, scales: Scales = 
     write_mains(batch, p)
 
 
-def _lion(batch: TensorLists, s: LionScalars, multiplier: float, scales: Scales = None) -> None:
+def _lion(batch: TensorLists, s: LionScalars, multiplier: float) -> None:
     p, m = read_mains(batch), read_moment(batch, "exp_avg")
     grads = gradients(batch, p, multiplier, 0.0)
     blend = torch._foreach_mul(m, s.beta1)
     torch._foreach_add_(blend, torch._foreach_mul(grads, s.one_minus_beta1))
     steps = [torch.where(u.isnan(), u, u.sign()) for u in blend]
     torch._foreach_mul_(steps, s.lr)
-    _be_cautious(steps, blend, grads, scales)
     descend(p, steps, s.decay, s.cautious_wd)
     average(m, grads, s.beta2, s.one_minus_beta2)
     write_moment(batch, "exp_avg", m)
     write_mains(batch, p)
-
-
-def agreements(batch: TensorLists, s: Cautious, multiplier: float) -> list[Tensor]:
-    """Return for each tensor the number of elements whose step has the sign of their gradient;
-    int64, shape (). Write nothing."""
-    grads = gradients(batch, [], multiplier, 0.0)
-    ways = grads
-    if "exp_avg" in batch.state:
-        ways = [moment.clone() for moment in read_moment(batch, "exp_avg")]
-        average(ways, grads, s.beta1, s.one_minus_beta1)
-    return [agreeing(way, grad).sum() for way, grad in zip(ways, grads, strict=True)]
 
 
 TEXTS: dict[str, Callable[..., None]] = {"adam": _adam, "sgd": _sgd, "lion": _lion}

@@ -3,9 +3,8 @@ groups of tensors for one launch, which share the dtypes of all their parts.
 
 A rule's row in :mod:`mp_optim.config.rules` names its moments in the order of kernel arguments. Its
 scalars are the fields of a class here, in the order of kernel arguments. Native kernels take them
-after the multiplier of the gradients, switches as 0 and 1, and ``caution`` last, which a
-parameter's own scale replaces. Triton kernels take at most ten, without switches, which are
-compiled in.
+after the multiplier of the gradients, switches as 0 and 1. Triton kernels take at most ten, without
+switches, which are compiled in.
 """
 
 from __future__ import annotations
@@ -171,7 +170,6 @@ class AdamScalars(StepInputs):
     l2: float
     _: KW_ONLY
     cautious_wd: bool
-    caution: bool
 
     @classmethod
     def at(cls, group: Mapping[str, Any], step: int) -> AdamScalars:
@@ -187,7 +185,6 @@ class AdamScalars(StepInputs):
         return cls(
             *array("f", (*averages, *step_of, *decays)),
             cautious_wd=bool(group.get("cautious_wd")),
-            caution=bool(group.get("caution")),
             given_lr=lr,
             given_decay=decay,
             given_step=int(step),
@@ -231,7 +228,6 @@ class LionScalars:
     decay: float
     _: KW_ONLY
     cautious_wd: bool
-    caution: bool
 
     @classmethod
     def at(cls, group: Mapping[str, Any], step: int) -> LionScalars:
@@ -240,11 +236,7 @@ class LionScalars:
         lr = float(group["lr"])
         averages = beta1, 1 - beta1, beta2, 1 - beta2
         decay = lr * float(group["weight_decay"])
-        return cls(
-            *array("f", (*averages, lr, decay)),
-            cautious_wd=bool(group.get("cautious_wd")),
-            caution=bool(group.get("caution")),
-        )
+        return cls(*array("f", (*averages, lr, decay)), cautious_wd=bool(group.get("cautious_wd")))
 
 
 @dataclass(frozen=True, slots=True)

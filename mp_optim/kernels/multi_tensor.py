@@ -41,7 +41,7 @@ from mp_optim.kernels.kernel_args import (
     alike_lists,
     kept_moments,
 )
-from mp_optim.kernels.reference import ReferenceBackend, Scales
+from mp_optim.kernels.reference import ReferenceBackend
 
 CHUNK_ELEMENTS = 2048 * 32
 """Elements that one block of threads works on."""
@@ -143,14 +143,7 @@ class MultiTensorBackend(ReferenceBackend):
         self.launch("multi_tensor_scale", [grads, fresh], dtypes, multiplier)
         return fresh
 
-    def step(
-        self,
-        rule: str,
-        lists: TensorLists,
-        scalars: Any,
-        multiplier: float,
-        scales: Scales | None = None,
-    ) -> None:
+    def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: float) -> None:
         launches: dict[str, Callable[..., None]] = {"adam": self.adam, "sgd": self.sgd}
         for kind, alike in self.split(rule, lists):
             if kind is None or rule not in launches:
@@ -317,14 +310,7 @@ class TorchBackend(ReferenceBackend):
 
     name = "torch"
 
-    def step(
-        self,
-        rule: str,
-        lists: TensorLists,
-        scalars: Any,
-        multiplier: float,
-        scales: Scales | None = None,
-    ) -> None:
+    def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: float) -> None:
         kernels: dict[str, Callable[..., None]] = {"adam": self._adam, "sgd": self._sgd}
         if rule not in kernels:
             super().step(rule, lists, scalars, multiplier)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import byref
 from dataclasses import replace
-from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -51,7 +50,7 @@ from mp_optim.kernels.kernel_args import (
     prepared_launch,
 )
 from mp_optim.kernels.native_library import thread_count
-from mp_optim.kernels.reference import MOMENTUM, ReferenceBackend, Scales
+from mp_optim.kernels.reference import MOMENTUM, ReferenceBackend
 from mp_optim.kernels.sums import by_dtype
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -131,68 +130,28 @@ class NativeBackend(ReferenceBackend):
     def __init__(self, library: lib.NativeLibrary) -> None:
         self.library = library
 
-    def step(
-        self,
-        rule: str,
-        lists: TensorLists,
-        scalars: Any,
-        multiplier: float,
-        scales: Scales | None = None,
-    ) -> None:
+    def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: float) -> None:
         given = _given(rule, scalars, multiplier)
-        if scales is None and (known := prepared_launch(lists, rule)) is not None:
+        if (known := prepared_launch(lists, rule)) is not None:
             if lists.follows and not known.launch.tensors.follows:
                 continue_from(lists.main, lists.output, lists.changed)
             known.launch.take(lists)
-            self.library.call("mp_step", byref(known.launch.tensors), *given, None, thread_count())
+            self.library.call("mp_step", byref(known.launch.tensors), *given, thread_count())
             tell_autograd(known.written)
             return
         moments = kept_moments(lists, RULES[rule].moment_names)
         for part in alike_lists(lists, moments):
-            indices, kind, alike = part
-            own = None if scales is None else array("f", [float(scales[at]) for at in indices])
+            _, kind, alike = part
             alike = continued(alike, kind)
             if kind is None:
-                super().step(rule, alike.in_place(), scalars, multiplier, own)
+                super().step(rule, alike.in_place(), scalars, multiplier)
                 for bits in alike.changed or ():
                     bits.fill_(0xFF)  # all changed elements are among all elements
                 continue
             table = _table(alike, kind, moments)
-            to = None if own is None else own.buffer_info()[0]
-            self.library.call("mp_step", byref(table.tensors), *given, to, thread_count())
+            self.library.call("mp_step", byref(table.tensors), *given, thread_count())
             mark_written(alike)
-            if own is None:
-                prepare_launch(rule, part, model_tensors(alike), table)
-
-    def agreements(self, rule: str, lists: TensorLists, scalars: Any, multiplier: float) -> Tensor:
-        moments = kept_moments(lists, RULES[rule].moment_names)
-        counts = torch.zeros(len(lists.grad), 1, dtype=torch.int64, device="cpu")
-        other = partial(super().agreements, rule, scalars=scalars, multiplier=multiplier)
-        given = _given(rule, scalars, multiplier)
-        return self._sums("mp_agreements", lists, moments, counts, given, other)
-
-    def _sums(
-        self,
-        name: str,
-        lists: TensorLists,
-        moments: tuple[str, ...],
-        sums: Tensor,
-        given: Sequence[Any],
-        by_reference: Callable[[TensorLists], Tensor],
-    ) -> Tensor:
-        """Fill ``sums``, a row for each tensor, by the kernel of this name with the arguments
-        ``given``."""
-        for indices, kind, alike in alike_lists(lists, moments):
-            if kind is None:
-                found = by_reference(alike.in_place())
-            else:
-                found = torch.empty_like(sums[: len(indices)])
-                table = _table(alike, kind._replace(output=None), moments)
-                self.library.call(
-                    name, byref(table.tensors), *given, found.data_ptr(), thread_count()
-                )
-            sums[torch.tensor(list(indices), device="cpu")] = found
-        return sums
+            prepare_launch(rule, part, model_tensors(alike), table)
 
     def muon_momentum(self, lists: TensorLists, scalars: MuonScalars, multiplier: float) -> None:
         values = values_of(lib.Muon, scalars, multiplier)
@@ -218,10 +177,19 @@ class NativeBackend(ReferenceBackend):
                 mark_written(alike)
 
     def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> Tensor:
+        """See :meth:`ReferenceBackend.lamb_moments`; one row of sums for each tensor."""
         sums = torch.zeros(len(lists.main), 2, dtype=torch.float64, device="cpu")
-        given = [values_of(lib.Lamb, scalars, multiplier)]
-        other = partial(super().lamb_moments, scalars=scalars, multiplier=multiplier)
-        return self._sums("mp_lamb_moments", lists, _MOMENTS, sums, given, other)
+        values = values_of(lib.Lamb, scalars, multiplier)
+        for indices, kind, alike in alike_lists(lists, _MOMENTS):
+            if kind is None:
+                found = super().lamb_moments(alike.in_place(), scalars, multiplier)
+            else:
+                found = torch.empty_like(sums[: len(indices)])
+                table = _table(alike, kind._replace(output=None), _MOMENTS)
+                to = values, found.data_ptr(), thread_count()
+                self.library.call("mp_lamb_moments", byref(table.tensors), *to)
+            sums[torch.tensor(list(indices), device="cpu")] = found
+        return sums
 
     def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]) -> None:
         values = values_of(lib.Lamb, scalars, 1.0)
@@ -271,7 +239,7 @@ def _given(rule: str, scalars: Any, multiplier: float) -> tuple[bytes, Any, int]
 
 def values_of(structure: type[ctypes.Structure], scalars: Any, multiplier: float) -> Any:
     """Return a rule's scalars that a structure has fields for."""
-    known = {"multiplier": multiplier, "l2": 0.0, "caution": 0.0}
+    known = {"multiplier": multiplier, "l2": 0.0}
     known |= {name: getattr(scalars, name) for name in scalars.__slots__}
     return structure(**{name: known[name] for name, *_ in structure._fields_})
 

@@ -23,7 +23,7 @@ ENVIRONMENT = "MP_OPTIM_NATIVE"
 """``off``, or the instruction-set level to use: ``avx512``, ``avx2`` or ``neon``; else the best
 one."""
 
-_ABI = 21
+_ABI = 22
 _STATUS = {
     1: "a null pointer, negative size or unknown dtype reached the kernels",
     2: "out of memory",
@@ -71,8 +71,7 @@ Muon = scalars("multiplier average ahead", "average_from_end ahead_from_end nest
 _T, _P, _I = ctypes.POINTER(MpTensors), ctypes.c_void_p, ctypes.c_int32
 _N, _F = ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
-    "mp_step": [_T, ctypes.c_char_p, _P, _I, _P, _I],
-    "mp_agreements": [_T, ctypes.c_char_p, _P, _I, _P, _I],
+    "mp_step": [_T, ctypes.c_char_p, _P, _I, _I],
     "mp_lamb_moments": [_T, ctypes.POINTER(Lamb), _P, _I],
     "mp_lamb_apply": [_T, ctypes.POINTER(Lamb), _P, _I],
     "mp_muon_momentum": [_T, ctypes.POINTER(Muon), _I],

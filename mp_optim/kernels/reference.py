@@ -29,7 +29,6 @@ from mp_optim.kernels.chunking import (
 from mp_optim.kernels.codecs import decode, encode_
 from mp_optim.kernels.element_rules import (
     TEXTS,
-    agreements,
     average,
     average_squares,
     bound,
@@ -38,13 +37,11 @@ from mp_optim.kernels.element_rules import (
     descend,
     gradients,
 )
-from mp_optim.kernels.kernel_args import RULE_SCALARS, LambScalars, MuonScalars, TensorLists, fp32
+from mp_optim.kernels.kernel_args import RULE_SCALARS, LambScalars, MuonScalars, TensorLists
 from mp_optim.kernels.sums import combine_pieces, sum_in_pairs, sum_of_squares
 
 Multiplier = Any
 """A float; or also a tensor, for backends that say so by ``takes_device_multipliers``."""
-Scales = Sequence[float] | Tensor
-"""Factors of cautious updates, an FP32 number for each tensor."""
 
 
 def _directions(batch: TensorLists, mains: Lists, s: LambScalars) -> Lists:
@@ -97,48 +94,12 @@ class ReferenceBackend:
 
     # -- rules that step each element by itself ---------------------------------------------------
 
-    def step(
-        self,
-        rule: str,
-        lists: TensorLists,
-        scalars: Any,
-        multiplier: Multiplier,
-        scales: Scales | None = None,
-    ) -> None:
-        """Carry out a rule of :mod:`~mp_optim.kernels.element_rules`, with its scalars.
-
-        Args:
-            scales: of cautious updates (:meth:`caution_scales`).
-        """
-        for owners, batch in batches(lists):
+    def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: Multiplier) -> None:
+        """Carry out a rule of :mod:`~mp_optim.kernels.element_rules`, with its scalars."""
+        for _, batch in batches(lists):
             if batch.follows:
                 continue_from(batch.main, batch.output)
-            own = None if scales is None else [float(scales[owner]) for owner in owners]
-            TEXTS[rule](batch, scalars, multiplier, own)
-
-    def agreements(
-        self, rule: str, lists: TensorLists, scalars: Any, multiplier: Multiplier
-    ) -> Tensor:
-        """Return for each tensor the number of elements whose step has the sign of their gradient:
-        int64, shape (n, 1), on the tensors' device. Write nothing."""
-        device = lists.grad[0].device if lists.grad else torch.device("cpu")
-        counts = torch.zeros(len(lists.grad), 1, dtype=torch.int64, device=device)
-        for owners, batch in batches(lists):
-            found = agreements(batch, scalars, multiplier)
-            for owner, count in zip(owners, found, strict=True):
-                counts[owner] += count
-        return counts
-
-    def caution_scales(self, counts: Tensor, sizes: Sequence[int]) -> Scales:
-        """Return the factors of cautious updates: one over the share of agreeing elements of the
-        whole parameter, at least :data:`LEAST_SHARE`, rounded once to FP32.
-
-        Args:
-            counts: result of :meth:`agreements`, for whole parameters.
-            sizes: elements of these parameters.
-        """
-        pairs = zip(counts[:, 0].tolist(), sizes, strict=True)
-        return [fp32(1.0 / max(count / max(1, size), LEAST_SHARE)) for count, size in pairs]
+            TEXTS[rule](batch, scalars, multiplier)
 
     def prove_at_first_use(self) -> None:
         """Compare each form of a kernel with ``reference`` before the first step that needs it.
@@ -244,11 +205,7 @@ def step_with(
     """Let a backend carry out a rule for whole parameters, with scalars of a param group at step
     ``step`` >= 1; a rule that reads sums by the method of its name."""
     scalars = RULE_SCALARS[rule].at(group, step)
-    if rule in TEXTS and group.get("caution"):
-        counts = backend.agreements(rule, lists, scalars, multiplier)
-        scales = backend.caution_scales(counts, [main.numel() for main in lists.main])
-        backend.step(rule, lists, scalars, multiplier, scales)
-    elif rule in TEXTS:
+    if rule in TEXTS:
         backend.step(rule, lists, scalars, multiplier)
     else:
         method: Callable[..., None] = getattr(backend, rule)
@@ -293,7 +250,3 @@ def _blend(start: Tensor, end: Tensor, factor: float, from_end: bool, out: Tenso
         base, change = right if from_end else left, right - left
         bound(change, left, right)
         out[at : at + piece] = torch.add(base.double(), change.double(), alpha=factor)
-
-
-LEAST_SHARE = 1e-3
-"""Smallest share of agreeing elements; a smaller share is taken as this one."""

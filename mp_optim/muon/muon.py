@@ -15,8 +15,7 @@ from mp_optim.config.rules import coefficients
 from mp_optim.core import SlotUpdate
 from mp_optim.core.slot_state import AVERAGE, MOMENT2, REMAINDER, scale_key
 from mp_optim.kernels import Backend
-from mp_optim.kernels.element_rules import agreeing
-from mp_optim.kernels.kernel_args import MAIN, MuonScalars, fp32
+from mp_optim.kernels.kernel_args import MAIN, MuonScalars
 from mp_optim.kernels.reference import MOMENTUM
 from mp_optim.muon.matrix_exchange import MatrixOwners
 from mp_optim.muon.orthogonalization import (
@@ -29,16 +28,7 @@ from mp_optim.muon.orthogonalization import (
     whole_directions,
 )
 from mp_optim.rules.elementwise import AdamRule, LionRule, check_decoupled
-from mp_optim.rules.rule import (
-    CAUTION_REDUCTION,
-    ElementRule,
-    Launch,
-    Rule,
-    Settings,
-    Workspace,
-    add_up_parts,
-    parts_over,
-)
+from mp_optim.rules.rule import ElementRule, Launch, Rule, Settings, Workspace
 
 _SCALARS: dict[str, ElementRule] = {"adam": AdamRule(), "lion": LionRule()}
 
@@ -113,8 +103,9 @@ class MuonRule(Rule):
         return MatrixOwners()
 
     def is_collective(self, group: Settings, update: SlotUpdate) -> bool:
-        counts = _adds_up(group) and parts_over(update.shard_groups, update.layout)
-        return bool(counts) or _shares_matrices(group, update)
+        is_parallel = update.layout is not None and update.layout.tensor_parallel is not None
+        adds_up = group.get("moment2_method") and (update.shard_groups or is_parallel)
+        return bool(adds_up) or _shares_matrices(group, update)
 
     def backend_and_reason(self, backend: Backend, why: str, group: Settings) -> tuple[str, str]:
         return backend.name, (
@@ -131,7 +122,7 @@ class MuonRule(Rule):
         scalars, rule = MuonScalars.at(group), Orthogonalization.of(group)
         owners.begin(each.slot for each in updates if _shares_matrices(group, each))
         found = runs(lists.main, updates.layouts, rule.blockwise)
-        for members, is_here in runs_of_wholes(launch.regions) if _adds_up(group) else found:
+        for members, is_here in runs_of_wholes(launch.regions) if rule.is_normalized else found:
             chosen = lists.take(members)
             device = lists.main[0].device
             rounded = [
@@ -146,7 +137,7 @@ class MuonRule(Rule):
             else:
                 regions = [launch.regions[index] for index in members]
                 some = launch._replace(lists=chosen, updates=updates.take(members), regions=regions)
-                ways = _directions(rule, rounded, some, backend)
+                ways = _directions(rule, rounded, some)
             values, factors = zip(*ways, strict=True)
             backend.muon_apply(replace(params, grad=list(values)), scalars, factors)
         backend.average(lists)
@@ -158,13 +149,8 @@ def _shares_matrices(group: Settings, update: SlotUpdate) -> bool:
     return layout is not None and layout.is_shared(blockwise)
 
 
-def _adds_up(group: Settings) -> bool:
-    """True if a step reads sums over whole parameters, in addition to matrices."""
-    return bool(group.get("caution") or group.get("moment2_method"))
-
-
 def _directions(
-    rule: Orthogonalization, rounded: Sequence[Tensor], launch: Launch, backend: Backend
+    rule: Orthogonalization, rounded: Sequence[Tensor], launch: Launch
 ) -> list[Direction]:
     """The direction of each parameter of a run, for this rank's part of it. Collective if some are
     split over ranks.
@@ -180,21 +166,4 @@ def _directions(
     if rule.is_normalized:
         moments = launch.lists.state[MOMENT2]
         found = normalized(rule, found, moments, updates, launch.regions)
-    return _cautious(found, launch, backend) if launch.settings.get("caution") else found
-
-
-def _cautious(found: Sequence[Direction], launch: Launch, backend: Backend) -> list[Direction]:
-    """Directions with 0 where they do not go the way of the gradient, for as much more of the
-    others, which is counted over the whole parameter."""
-    multiplier = float(launch.factor)
-    masks = [
-        agreeing(way.values.float(), grad.reshape(way.values.shape).float() * multiplier)
-        for way, grad in zip(found, launch.lists.grad, strict=True)
-    ]
-    counts = torch.stack([mask.sum() for mask in masks])[:, None]
-    sizes = add_up_parts(counts, launch.updates, launch.regions, CAUTION_REDUCTION)
-    scales = backend.caution_scales(counts, sizes)
-    return [
-        Direction(way.values * mask, fp32(way.factor * float(scale)))
-        for way, mask, scale in zip(found, masks, scales, strict=True)
-    ]
+    return found

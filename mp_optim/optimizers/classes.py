@@ -72,8 +72,6 @@ class AdamW(StackOptimizer):
         betas: decay per step of the first and of the second moment, each in [0, 1).
         eps: number added to the denominator.
         weight_decay: factor of the decoupled weight decay.
-        caution: True for cautious updates (Liang et al. 2024): elements whose update disagrees in
-            sign with their gradient are not updated, and the other updates are enlarged.
         cautious_wd: True for cautious weight decay (Chen et al. 2025): an element decays only if
             the update does not move it away from 0.
     """
@@ -85,12 +83,11 @@ class AdamW(StackOptimizer):
         betas: Betas = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        caution: bool = False,
         cautious_wd: bool = False,
         **settings: Unpack[StackSettings],
     ) -> None:
         values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        switches = {"adam_w_mode": True, "caution": caution, "cautious_wd": cautious_wd}
+        switches = {"adam_w_mode": True, "cautious_wd": cautious_wd}
         super().__init__(params, {**values, **switches}, settings)
 
 
@@ -138,8 +135,6 @@ class Lion(StackOptimizer):
         betas: weight of the momentum in the update direction, and decay per step of the momentum,
             each in [0, 1).
         weight_decay: factor of the decoupled weight decay.
-        caution: True for cautious updates (Liang et al. 2024): elements whose update disagrees in
-            sign with their gradient are not updated, and the other updates are enlarged.
         cautious_wd: True for cautious weight decay (Chen et al. 2025): an element decays only if
             the update does not move it away from 0.
     """
@@ -152,12 +147,11 @@ class Lion(StackOptimizer):
         lr: float = 1e-4,
         betas: Betas = (0.9, 0.99),
         weight_decay: float = 0.0,
-        caution: bool = False,
         cautious_wd: bool = False,
         **settings: Unpack[StackSettings],
     ) -> None:
         values = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        switches = {"caution": caution, "cautious_wd": cautious_wd}
+        switches = {"cautious_wd": cautious_wd}
         super().__init__(params, {**values, **switches}, settings)
 
 
@@ -218,9 +212,6 @@ class Muon(StackOptimizer):
         betas: decay per step of AdamW's first and second moment.
         eps: number added to AdamW's denominator. In ``torch.optim.Muon`` this name is a constant of
             Newton-Schulz.
-        caution: True for cautious updates (Liang et al. 2024) in both rules: elements whose update
-            disagrees in sign with their gradient are not updated, and the other updates are
-            enlarged.
         cautious_wd: True for cautious weight decay (Chen et al. 2025) in both rules: an element
             decays only if the update does not move it away from 0.
         moment2_method: ``"normuon"`` divides each row of an update by the root of a moving average
@@ -245,7 +236,6 @@ class Muon(StackOptimizer):
         adjust_lr_fn: str | None = None,
         betas: Betas = (0.9, 0.999),
         eps: float = 1e-8,
-        caution: bool = False,
         cautious_wd: bool = False,
         moment2_method: str | None = None,
         beta2: float = 0.95,
@@ -273,7 +263,7 @@ class Muon(StackOptimizer):
             "moment2_method": moment2_method,
             "beta2": beta2,
         }
-        switches = {"caution": caution, "cautious_wd": cautious_wd}
+        switches = {"cautious_wd": cautious_wd}
         super().__init__(params, {**values, **of_muon, **switches}, settings)
         for line in self.choice_notes():
             _log.info(line)

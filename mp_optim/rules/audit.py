@@ -36,7 +36,7 @@ CELL = 32
 """Blocks that are sampled together."""
 MOST_NAMED = 8
 """Elements that a message names."""
-GRAD, OUTPUT, MULTIPLIER, SCALES = "grad", "output", "multiplier", "scales"
+GRAD, OUTPUT, MULTIPLIER = "grad", "output", "multiplier"
 _REFERENCE = ReferenceBackend()
 _BITS_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FLUSHED = (
@@ -214,13 +214,12 @@ class Audit:
         lists: TensorLists,
         scalars: Any,
         multiplier: float | Tensor,
-        scales: Sequence[float] | Tensor | None,
     ) -> Callable[[], None] | None:
         """Copy a sample of a launch that a backend is about to step.
 
         Args:
             launch: the launch.
-            rule, lists, scalars, multiplier, scales: arguments of ``Backend.step``.
+            rule, lists, scalars, multiplier: arguments of ``Backend.step``.
 
         Returns:
             A function to call after the launch, or None if the sample is empty.
@@ -236,10 +235,6 @@ class Audit:
         given = _copies(columns | ({OUTPUT: lists.output} if lists.follows else {}), runs)
         if isinstance(multiplier, Tensor):
             given[MULTIPLIER] = [multiplier.view(-1).float()]
-        if isinstance(scales, Tensor):
-            given[SCALES] = [scales.view(-1)[owners]]
-        elif scales is not None:
-            scales = [float(scales[owner]) for owner in owners]
         outputs: list[Any] = [
             None if output is None else torch.empty(run.numel, dtype=output.dtype, device="cpu")
             for run, output in zip(runs, map(lists.output.__getitem__, owners), strict=True)
@@ -253,7 +248,7 @@ class Audit:
         bring = partial(_brought, transfer=self._transfer(launch.device))
         check = partial(
             Check,
-            partial(_repeated, rule, sample, scalars, multiplier, scales),
+            partial(_repeated, rule, sample, scalars, multiplier),
             bring(given),
             places=[(slots[run.owner], firsts[run.owner] + run.start) for run in runs],
             sizes=[run.numel for run in runs],
@@ -372,7 +367,7 @@ def _brought(pieces: Pieces, transfer: Transfer | None) -> Callable[[], Pieces]:
 
 
 def _repeated(
-    rule: str, sample: TensorLists, scalars: Any, multiplier: Any, scales: Any, given: Pieces
+    rule: str, sample: TensorLists, scalars: Any, multiplier: Any, given: Pieces
 ) -> Pieces:
     """Step copies of a sample and return them. Return them unchanged if the device skipped the
     step."""
@@ -380,12 +375,10 @@ def _repeated(
         multiplier, *skips = given.pop(MULTIPLIER)[0].tolist()
         if skips and skips[0] != 0.0:
             return given
-    if SCALES in given:
-        scales = given.pop(SCALES)[0].tolist()
     grads, mains = given.pop(GRAD), given.pop(MAIN)
     continue_from(mains, given.pop(OUTPUT, [None] * len(mains)))
     lists = replace(sample, main=mains, grad=grads, state=given)
-    _REFERENCE.step(rule, lists, scalars, multiplier, scales)
+    _REFERENCE.step(rule, lists, scalars, multiplier)
     return {MAIN: mains, OUTPUT: list(sample.output), **given}
 
 

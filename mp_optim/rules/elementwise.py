@@ -11,14 +11,12 @@ from mp_optim.rules.rule import ElementRule, Settings
 
 
 def check_decoupled(group: Settings) -> None:
-    """Raise ValueError naming a cautious setting that has nothing to hold back: decay that is a
-    part of the gradient."""
-    for name in ("caution", "cautious_wd"):
-        if group.get(name) and not group.get("adam_w_mode", True):
-            raise ValueError(
-                f"{name}=True: needs decoupled weight decay; set adam_w_mode=True "
-                "(decoupled_weight_decay=True of the config)"
-            )
+    """Raise ValueError for cautious decay that is a part of the gradient."""
+    if group.get("cautious_wd") and not group.get("adam_w_mode", True):
+        raise ValueError(
+            "cautious_wd=True: needs decoupled weight decay; set adam_w_mode=True "
+            "(decoupled_weight_decay=True of the config)"
+        )
 
 
 class AdamRule(ElementRule):

@@ -16,7 +16,6 @@ class FusedAdam(RuleOptimizer):
     Args:
         params: FP32 parameters, named parameters or groups.
         adam_w_mode: decoupled weight decay; False adds ``weight_decay * p`` to the gradient.
-        caution: see ``OptimizerConfig.caution``.
         cautious_wd: see ``OptimizerConfig.cautious_wd``.
         backend: see ``OptimizerConfig.fused_backend``.
         **precision: fields of :class:`~mp_optim.kernels.state_format.StatePrecision`, such as
@@ -33,7 +32,6 @@ class FusedAdam(RuleOptimizer):
         *,
         bias_correction: bool = True,
         adam_w_mode: bool = True,
-        caution: bool = False,
         cautious_wd: bool = False,
         backend: str = "auto",
         **precision: Any,
@@ -43,7 +41,6 @@ class FusedAdam(RuleOptimizer):
             "eps": eps,
             "bias_correction": bias_correction,
             "adam_w_mode": adam_w_mode,
-            "caution": caution,
             "cautious_wd": cautious_wd,
         }
         super().__init__("adam", params, lr, weight_decay, backend=backend, **settings, **precision)

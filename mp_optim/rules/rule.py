@@ -16,15 +16,12 @@ from torch import Tensor
 
 from mp_optim.config.rules import RULES
 from mp_optim.core import CachedTensorList, DeviceMultiplier, Multiplier, SlotUpdate, SlotUpdates
-from mp_optim.core.tensor_layout import ParamLayout, ShardRegion
+from mp_optim.core.tensor_layout import ShardRegion
 from mp_optim.kernels import Backend
 from mp_optim.kernels.kernel_args import RULE_SCALARS, TensorLists
-from mp_optim.kernels.sums import Groups, reduce_rows
 
 Settings = Mapping[str, Any]
 """A param group, from which rules read hyperparameters."""
-CAUTION_REDUCTION = "counting the elements that cautious updates keep"
-"""The name of this reduction in errors about ranks."""
 
 
 class Workspace:
@@ -90,35 +87,6 @@ class Launch(NamedTuple):
             for tensor, copy in zip(tensors, stepped, strict=True):
                 if tensor is not None and copy is not None and tensor is not copy:
                     tensor.copy_(copy)
-
-
-def parts_over(shard_groups: Groups, layout: ParamLayout | None) -> Groups:
-    """The groups of ranks that have the other parts of a parameter, those of tensor parallelism
-    among them."""
-    if layout is None or layout.tensor_parallel is None:
-        return shard_groups
-    return (*shard_groups, layout.tensor_parallel)
-
-
-def add_up_parts(
-    sums: Tensor, updates: SlotUpdates, regions: Sequence[ShardRegion], doing: str
-) -> list[int]:
-    """Add up sums, a row for each parameter, in place over the ranks that hold parts of it. Return
-    the elements of whole parameters.
-
-    Args:
-        sums: sums of this rank's parts, shape (parameters, columns).
-        updates: updates of the launch.
-        regions: regions of the launch.
-        doing: words for an error if a rank is missing.
-    """
-    layouts = updates.layouts or [None] * len(updates)
-    reduce_rows(sums, list(map(parts_over, updates.shard_groups, layouts)), doing)
-    sizes = [region.shape.numel() for region in regions]
-    for index, layout in enumerate(layouts):
-        if layout is not None and layout.tensor_parallel is not None:  # it cuts equal parts
-            sizes[index] *= layout.tensor_parallel.size()
-    return sizes
 
 
 class Rule(ABC):
@@ -194,8 +162,7 @@ class Rule(ABC):
     def is_elementwise(self, group: Settings) -> bool:
         """Whether elements are stepped by themselves under a group's settings, so that a part of a
         parameter can be."""
-        in_elements = self.name in RULES and RULES[self.name].reads == "elements"
-        return in_elements and not group.get("caution")  # which counts elements of all of it
+        return self.name in RULES and RULES[self.name].reads == "elements"
 
     def is_collective(self, group: Settings, update: SlotUpdate) -> bool:
         """Whether stepping a slot is a collective of the ranks that hold its parts, so that all
@@ -238,9 +205,6 @@ class ElementRule(Rule):
     hands_weights = True
     needs_numbers = False
 
-    def is_collective(self, group: Settings, update: SlotUpdate) -> bool:
-        return bool(group.get("caution") and parts_over(update.shard_groups, update.layout))
-
     def announce(
         self,
         settings: Settings,
@@ -252,14 +216,8 @@ class ElementRule(Rule):
         backend.announce(lists, RULE_SCALARS[self.name].at(settings, step), device)
 
     def apply(self, launch: Launch, backend: Backend) -> None:
-        lists, multiplier = launch.lists, launch.factor
         scalars = RULE_SCALARS[self.name].at(launch.settings, launch.step)
-        scales = None
-        if launch.settings.get("caution"):
-            counts = backend.agreements(self.name, lists, scalars, multiplier)
-            sizes = add_up_parts(counts, launch.updates, launch.regions, CAUTION_REDUCTION)
-            scales = backend.caution_scales(counts, sizes)
-        given = self.name, lists, scalars, multiplier, scales
+        given = self.name, launch.lists, scalars, launch.factor
         written = launch.begin_audit(*given) if launch.begin_audit is not None else None
         backend.step(*given)
         if written is not None:

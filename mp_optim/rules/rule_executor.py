@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.config.fields import check_field
-from mp_optim.config.rules import CAUTIONS, audit_refusal, caution_refusal, refusal
+from mp_optim.config.rules import audit_refusal, cautious_decay_refusal, refusal
 from mp_optim.config.setting_checks import RefusedSettings
 from mp_optim.core import (
     CachedTensorList,
@@ -140,9 +140,8 @@ class RuleExecutor(Executor):
 
     def check_settings(self, group: dict[str, Any]) -> None:
         self.rule.check_settings(group)
-        for name in CAUTIONS:
-            if group.get(name) and (why := caution_refusal(self._backend)):
-                raise ValueError(f"{name}=True: {why}")
+        if group.get("cautious_wd") and (why := cautious_decay_refusal(self._backend)):
+            raise ValueError(f"cautious_wd=True: {why}")
         self.rule.check_shapes(group, self.rows.whole_shapes(group["params"]))
 
     def check_groups(self) -> None:

@@ -245,7 +245,7 @@ class ShardedParams:
         set_main_grad(tensor, grad)
         # ranks meet in the communication of such a rule, so all of them place it alike
         config, reads = self._config, RULES[self._config.optimizer].reads
-        adds_up = reads == "sums" or config.caution or config.muon_moment2_method is not None
+        adds_up = reads == "sums" or config.muon_moment2_method is not None
         placed_alike = adds_up or (reads == "matrices" and not keeps_shape)
         info = ShardInfo(
             start,

@@ -184,7 +184,6 @@ def check_drawn(
         "nesterov": rule not in ("plain sgd",) and data.draw(st.booleans()),
         "momentum": 0.0 if rule == "plain sgd" else data.draw(st.sampled_from([0.9, 0.3])),
         "betas": (0.0 if rule == "plain adam" else 0.9, 0.999),
-        "caution": rule in CAUTIOUS and data.draw(st.booleans()),
         "cautious_wd": (rule in CAUTIOUS or muon) and data.draw(st.booleans()),
     }
     served = case.rest is None or case.output in (None, torch.bfloat16)

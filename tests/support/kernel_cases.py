@@ -184,15 +184,10 @@ def step_with(
     step: int,
     multiplier: float | Tensor,
 ) -> Tensor | None:
-    """One step of a rule; returns the sums of LAMB, and the counts of a cautious step."""
+    """One step of a rule; returns the sums of LAMB."""
     if rule in TEXTS:
-        scalars, counts, scales = RULE_SCALARS[rule].at(group, step), None, None
-        if group.get("caution"):
-            counts = backend.agreements(rule, lists, scalars, multiplier)
-            scales = backend.caution_scales(counts, [main.numel() for main in lists.main])
-        backend.step(rule, lists, scalars, multiplier, scales)
-        return counts
-    if rule == "muon_momentum":
+        backend.step(rule, lists, RULE_SCALARS[rule].at(group, step), multiplier)
+    elif rule == "muon_momentum":
         momenta = TensorLists([], lists.grad, lists.state, lists.output, lists.noise)
         backend.muon_momentum(momenta, MuonScalars.at(group), multiplier)
     elif rule == "muon_apply":

@@ -13,7 +13,7 @@ LIST = Path(__file__).with_name("launches.json")
 """Every form that programs were seen to launch (README.md says which programs, and how it is
 made)."""
 
-_NAMED_IF_ON = ("cautious_wd", "caution", "follows")
+_NAMED_IF_ON = ("cautious_wd", "follows")
 """Switches of which a form says nothing where they are off."""
 
 

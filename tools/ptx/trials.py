@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.config.rules import CAUTIONS
 from mp_optim.config.state_forms import BLOCK
 from mp_optim.kernels.kernel_args import TensorLists
 from mp_optim.kernels.reference import ReferenceBackend
@@ -71,8 +70,8 @@ def trials_of(forms: Iterable[Form]) -> list[Trial]:
     """What launches every form, each on aligned tensors and on others."""
     found = {}
     for form in forms:
-        if form.kernel in ("chunk_sums", "run_sums", "agreements"):
-            continue  # along with every trial, or every cautious one
+        if form.kernel in ("chunk_sums", "run_sums"):
+            continue  # along with every trial
         trial = _trial_of(form)
         for aligned in (True, False):
             found[replace(trial, case=replace(trial.case, aligned=aligned))] = None
@@ -114,9 +113,7 @@ def _settings(values: dict[str, str], rule: str, is_plain: bool) -> tuple[tuple[
         found["adam_w_mode"] = False
     elif values["has_decay"] == "False":
         found["weight_decay"] = 0.0
-    found |= {name: True for name in CAUTIONS if values.get(name) == "True"}
-    if values.get("follows") == "True":
-        found["follows"] = True
+    found |= {name: True for name in ("cautious_wd", "follows") if values.get(name) == "True"}
     if values["nesterov"] == "True":
         found["nesterov"] = True
     if rule == "muon_momentum":

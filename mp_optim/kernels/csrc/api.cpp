@@ -240,33 +240,10 @@ const Level& level() {
 
 using namespace mp;
 
-int32_t mp_step(const MpTensors* t, const char* name, const float* scalars, int32_t count, const float* scales,
-                int32_t threads) {
+int32_t mp_step(const MpTensors* t, const char* name, const float* scalars, int32_t count, int32_t threads) {
     const ElementRule* rule = rule_for(t, name, scalars, count, threads);
-    if (!rule || (scales && !rule->agreements)) return MP_BAD_ARGUMENT;
-    if (!scales)
-        return guarded([&] { elementwise(*t, threads, [&](const Run& run, int64_t) { rule->step(run, scalars); }); });
-    return guarded([&] {
-        elementwise(*t, threads, [&](const Run& run, int64_t i) {
-            float own[kMostScalars];
-            std::copy_n(scalars, count, own);
-            own[count - 1] = scales[i];  // the caution, see row_of
-            rule->step(run, own);
-        });
-    });
-}
-
-int32_t mp_agreements(const MpTensors* t, const char* name, const float* scalars, int32_t count, int64_t* counts,
-                      int32_t threads) {
-    const ElementRule* rule = rule_for(t, name, scalars, count, threads);
-    if (!rule || !rule->agreements || !counts) return MP_BAD_ARGUMENT;
-    return guarded([&] {
-        std::fill_n(counts, t->count, 0);
-        split(Units(*t, kBlock), threads, [&](int64_t i, int64_t, int64_t start, int64_t n) {
-            const int64_t found = rule->agreements(run_at(*t, i, start, n, false, is_apart(*t)), scalars);
-            __atomic_fetch_add(counts + i, found, __ATOMIC_RELAXED);
-        });
-    });
+    if (!rule) return MP_BAD_ARGUMENT;
+    return guarded([&] { elementwise(*t, threads, [&](const Run& run, int64_t) { rule->step(run, scalars); }); });
 }
 
 int32_t mp_lamb_moments(const MpTensors* t, const MpLamb* s, double* sums, int32_t threads) {
@@ -342,4 +319,4 @@ int32_t mp_set_level(const char* name) {
 
 void mp_set_parallel(void* gomp_parallel) { set_parallel(reinterpret_cast<Parallel>(gomp_parallel)); }
 
-int32_t mp_abi() { return 21; }
+int32_t mp_abi() { return 22; }

@@ -64,8 +64,7 @@ struct MpTensors {
 
 // Scalars of the rules, all FP32, formed in double by the caller. See docs/numerics.md for what multiplies what.
 struct MpAdam {
-    float multiplier, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, inv_sqrt_bias2, decay, l2, cautious_wd,
-        caution;  // as at the end of every rule's that has them, see mp_step
+    float multiplier, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, inv_sqrt_bias2, decay, l2, cautious_wd;
 };
 
 struct MpLamb {
@@ -80,15 +79,8 @@ struct MpMuon {
 
 // All functions return an MpStatus. `threads` >= 1 is an upper bound; results do not depend on it.
 // A rule that steps each element by itself: a row of kRules in rules.inl, which knows the order of its `count` scalars; the
-// first is what gradients are multiplied with. Moments that a rule does without under its scalars may be left out. Where the
-// last scalar is not 0 the step is cautious: what goes the way of its gradient is multiplied with it, and the rest with 0.
-// scales: of each tensor what is taken in place of that scalar, or null.
-MP_EXPORT int32_t mp_step(const MpTensors* tensors, const char* rule, const float* scalars, int32_t count, const float* scales,
-                          int32_t threads);
-// counts: (count,) elements whose step by mp_step goes the way of their gradient. Reads gradients and first moments,
-// writes no tensor.
-MP_EXPORT int32_t mp_agreements(const MpTensors* tensors, const char* rule, const float* scalars, int32_t count,
-                                int64_t* counts, int32_t threads);
+// first is what gradients are multiplied with. Moments that a rule does without under its scalars may be left out.
+MP_EXPORT int32_t mp_step(const MpTensors* tensors, const char* rule, const float* scalars, int32_t count, int32_t threads);
 // sums: (count, 2) FP64, of the param before the step and of the direction.
 MP_EXPORT int32_t mp_lamb_moments(const MpTensors* tensors, const MpLamb* scalars, double* sums, int32_t threads);
 MP_EXPORT int32_t mp_lamb_apply(const MpTensors* tensors, const MpLamb* scalars, const float* ratios, int32_t threads);

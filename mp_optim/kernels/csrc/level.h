@@ -62,7 +62,6 @@ struct ElementRule {
     int32_t scalars;
     int (*moments)(const float* scalars);  // those it cannot do without: the sum of 1 for the first and 2 for the second
     void (*step)(const Run&, const float* scalars);
-    int64_t (*agreements)(const Run&, const float* scalars);  // elements that a cautious step keeps; null: it has none
 };
 
 struct Level {

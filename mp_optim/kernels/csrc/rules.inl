@@ -35,11 +35,6 @@ MP_INLINE u32x16 are_opposed(f32x16 a, f32x16 b) {
     return (as<u32x16>(a > 0.0f) & as<u32x16>(b < 0.0f)) | (as<u32x16>(a < 0.0f) & as<u32x16>(b > 0.0f));
 }
 
-// Lanes where both are positive, or both negative.
-MP_INLINE u32x16 are_alike(f32x16 a, f32x16 b) {
-    return (as<u32x16>(a > 0.0f) & as<u32x16>(b > 0.0f)) | (as<u32x16>(a < 0.0f) & as<u32x16>(b < 0.0f));
-}
-
 // Decay by a factor, if there is one; of a cautious one not where the step u takes p away from 0.
 struct Decay : MaybeFactor {
     int is_cautious;
@@ -56,12 +51,6 @@ MP_INLINE f32x16 decayed(f32x16 p, f32x16 u, const Decay& decay) {
     return p - part;
 }
 
-// The step u, if it is cautious: what goes the way of the gradient times a scale, and the rest times 0.
-MP_INLINE f32x16 cautious(f32x16 u, f32x16 way, f32x16 g, const MaybeFactor& scale) {
-    if (scale.present) u = u * as<f32x16>(as<u32x16>(scale.factor) & are_alike(way, g));
-    return u;
-}
-
 template <class Scalars>
 MP_INLINE f32x16 denominator(f32x16 root, const Scalars& s) {
     return root * s.inv_sqrt_bias2 + s.eps;
@@ -71,7 +60,7 @@ MP_INLINE f32x16 denominator(f32x16 root, const Scalars& s) {
 template <bool has_first>
 struct AdamRule : Touches<true, true, has_first, true, true> {
     MpAdam s;
-    MaybeFactor l2{s.l2}, caution{s.caution};
+    MaybeFactor l2{s.l2};
     Decay decay{s.decay, s.cautious_wd};
 
     explicit AdamRule(const MpAdam& scalars) : s(scalars) {}
@@ -81,11 +70,9 @@ struct AdamRule : Touches<true, true, has_first, true, true> {
         m = has_first ? m * s.beta1 + g * s.one_minus_beta1 : g;
         v = v * s.beta2 + (g * s.one_minus_beta2) * g;
         root = square_root(v);
-        f32x16 u = cautious((m / denominator(root, s)) * s.step_size, m, g, caution);
+        const f32x16 u = (m / denominator(root, s)) * s.step_size;
         p = decayed(p, u, decay) - u;
     }
-
-    MP_MEMBER f32x16 way(f32x16 g, f32x16 m) const { return has_first ? m * s.beta1 + g * s.one_minus_beta1 : g; }
 };
 
 struct Sgd {
@@ -118,24 +105,21 @@ MP_INLINE f32x16 sign_of(f32x16 x) {
 }
 
 struct Lion {
-    float multiplier, beta1, one_minus_beta1, beta2, one_minus_beta2, lr, decay, cautious_wd, caution;
+    float multiplier, beta1, one_minus_beta1, beta2, one_minus_beta2, lr, decay, cautious_wd;
 };
 
 struct LionRule : Touches<true, true, true, false, true> {
     Lion s;
-    MaybeFactor caution{s.caution};
     Decay decay{s.decay, s.cautious_wd};
 
     explicit LionRule(const Lion& scalars) : s(scalars) {}
 
     MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& m, f32x16&, f32x16&) const {
         g = g * s.multiplier;
-        const f32x16 blend = way(g, m), u = cautious(sign_of(blend) * s.lr, blend, g, caution);
+        const f32x16 u = sign_of(m * s.beta1 + g * s.one_minus_beta1) * s.lr;
         p = decayed(p, u, decay) - u;
         m = m * s.beta2 + g * s.one_minus_beta2;
     }
-
-    MP_MEMBER f32x16 way(f32x16 g, f32x16 m) const { return m * s.beta1 + g * s.one_minus_beta1; }
 };
 
 struct LambMomentsRule : Touches<true, false, true, true, true> {
@@ -247,39 +231,6 @@ static void sgd(const Run& run, const Sgd& s) {
 
 static void lion(const Run& run, const Lion& s) { run_rule(run, LionRule(s)); }
 
-// Makes 1 of elements whose step would go the way of their gradient, 0 of others, in place of main params; nothing is kept.
-template <class Rule>
-struct AgreementRule : Touches<true, false, Rule::kFirst, false, false, false> {
-    Rule rule;
-    float* found;
-
-    AgreementRule(const Rule& given, float* to) : rule(given), found(to) {}
-
-    MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& m, f32x16&, f32x16&) const {
-        g = g * rule.s.multiplier;
-        p = as<f32x16>(are_alike(rule.way(g, m), g) & as<u32x16>(splat<f32x16>(1.0f)));
-    }
-
-    MP_MEMBER void look(int64_t i, f32x16 p, f32x16, f32x16) const { store(found + i, p); }
-};
-
-// How many elements of a run agree.
-template <class Rule>
-MP_INLINE int64_t count_agreements(const Run& given, const Rule& rule) {
-    alignas(64) float found[kBlock];
-    int64_t count = 0;
-    Run run = given;
-    run.main = run.old_main = run.remainder = run.old_remainder = run.moment2 = run.old_moment2 = Stream{nullptr, MP_NONE};
-    run.output = run.average = run.old_average = Stream{nullptr, MP_NONE};
-    run.scale2 = nullptr, run.old_scale2 = nullptr;
-    for (int64_t start = 0; start < run.numel; start += kBlock) {
-        const int64_t n = run.numel - start < kBlock ? run.numel - start : kBlock;
-        run_rule(part_of(run, start, n), AgreementRule<Rule>(rule, found));
-        for (int64_t i = 0; i < n; ++i) count += found[i] != 0.0f;
-    }
-    return count;
-}
-
 template <class Scalars>
 MP_INLINE Scalars read_scalars(const float* from) {
     Scalars scalars;
@@ -287,33 +238,19 @@ MP_INLINE Scalars read_scalars(const float* from) {
     return scalars;
 }
 
-static int64_t count_of_adam(const Run& run, const float* scalars) {
-    const MpAdam s = read_scalars<MpAdam>(scalars);
-    return run.moment1.data ? count_agreements(run, AdamRule<true>(s)) : count_agreements(run, AdamRule<false>(s));
-}
-
-static int64_t count_of_lion(const Run& run, const float* scalars) {
-    return count_agreements(run, LionRule(read_scalars<Lion>(scalars)));
-}
-
 // A row of kRules. `moments`: those it cannot do without; of the first one `or_none_at_0`, where the second scalar is 0.
-// `agreements` are counted before a cautious step.
-template <class Scalars, void (*step)(const Run&, const Scalars&), int moments, bool or_none_at_0 = false,
-          int64_t (*agreements)(const Run&, const float*) = nullptr>
+template <class Scalars, void (*step)(const Run&, const Scalars&), int moments, bool or_none_at_0 = false>
 constexpr ElementRule row_of(const char* name) {
     static_assert(sizeof(Scalars) % sizeof(float) == 0, "scalars are floats");
-    if constexpr (agreements != nullptr)
-        static_assert(__builtin_offsetof(Scalars, caution) + sizeof(float) == sizeof(Scalars),
-                      "mp_step replaces the last scalar of a cautious rule");
     return {name, int32_t(sizeof(Scalars) / sizeof(float)),
             [](const float* s) { return or_none_at_0 && s[1] == 0.0f ? moments & ~1 : moments; },
-            [](const Run& run, const float* s) { step(run, read_scalars<Scalars>(s)); }, agreements};
+            [](const Run& run, const float* s) { step(run, read_scalars<Scalars>(s)); }};
 }
 
 // Every rule that steps each element by itself. Its scalars are in the order of its class in kernels/element_rules.py.
 static const ElementRule kRules[] = {
-    row_of<MpAdam, adam, 1 | 2, true, count_of_adam>("adam"),
+    row_of<MpAdam, adam, 1 | 2, true>("adam"),
     row_of<Sgd, sgd, 0>("sgd"),
-    row_of<Lion, lion, 1, false, count_of_lion>("lion"),
-    {nullptr, 0, nullptr, nullptr, nullptr},
+    row_of<Lion, lion, 1>("lion"),
+    {nullptr, 0, nullptr, nullptr},
 };

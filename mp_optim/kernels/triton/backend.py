@@ -31,7 +31,7 @@ from mp_optim.kernels.kernel_args import (
     prepare_launch,
     prepared_launch,
 )
-from mp_optim.kernels.reference import LEAST_SHARE, MOMENTUM, ReferenceBackend, Scales
+from mp_optim.kernels.reference import MOMENTUM, ReferenceBackend
 from mp_optim.kernels.sums import by_dtype, root
 from mp_optim.kernels.triton.kernels import rules, tiles, two_passes
 from mp_optim.kernels.triton.kernels.tiles import Flags
@@ -170,7 +170,7 @@ class TritonBackend(ReferenceBackend):
         """Return the sums that a pass makes, with a row for each tensor.
 
         Args:
-            sums: zeros. Whole numbers may be added in any order.
+            sums: zeros, FP64, with a row for each tensor.
         """
         for part, numbers in self.parts(one):
             found: Tensor | None = None
@@ -180,11 +180,7 @@ class TritonBackend(ReferenceBackend):
                 for plan, aligned in plans:
                     made = sums.new_empty(plan.programs, sums.shape[1])
                     self.launch(one, part, plan, aligned, columns, numbers, made)
-                    if sums.is_floating_point():
-                        some = added(plan, made)
-                    else:
-                        some = torch.zeros_like(sums[: len(part.indices)])
-                        some.index_add_(0, plan.owners, made)
+                    some = added(plan, made)
                     found = some if found is None else found + some  # 0 without programs in a plan
             elif (value := on_host(one.multiplier)) is not None:
                 found = one.call(_REFERENCE, part.lists, value, None)
@@ -252,41 +248,14 @@ class TritonBackend(ReferenceBackend):
 
     # -- rules ------------------------------------------------------------------------------------
 
-    def step(
-        self,
-        rule: str,
-        lists: TensorLists,
-        scalars: Any,
-        multiplier: Multiplier,
-        scales: Scales | None = None,
-    ) -> None:
-        def call(backend: ReferenceBackend, some: TensorLists, value: Any, own: Any) -> None:
-            backend.step(rule, some, scalars, value, own)
+    def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: Multiplier) -> None:
+        def call(backend: ReferenceBackend, some: TensorLists, value: Any, _: Any) -> None:
+            backend.step(rule, some, scalars, value)
 
         kernel, moments = getattr(rules, rule), kept_moments(lists, RULES[rule].moment_names)
-        one = Pass(kernel, call, lists, moments, scalars, Flags.of(scalars), multiplier, scales)
-        if scales is not None or not self.launch_again(one):
-            self.run_pass(one, keeps=scales is None)
-
-    def agreements(
-        self, rule: str, lists: TensorLists, scalars: Any, multiplier: Multiplier
-    ) -> Tensor:
-        device = _device_of(lists)
-        counts = torch.zeros(len(lists.grad), 1, dtype=torch.int64, device=device)
-
-        def call(backend: ReferenceBackend, some: TensorLists, value: Any, _: Any) -> Tensor:
-            return backend.agreements(rule, some, scalars, value)
-
-        kernel, moments = two_passes.agreements, kept_moments(lists, RULES[rule].moment_names)
-        return self.sums_of(
-            Pass(kernel, call, lists, moments, scalars, Flags(), multiplier), counts
-        )
-
-    def caution_scales(self, counts: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return the factors of :meth:`ReferenceBackend.caution_scales`, formed on the device."""
-        numels = self.tables.values(array("q", sizes), counts.device).clamp(min=1)
-        shares = (counts[:, 0].double() / numels.double()).clamp(min=LEAST_SHARE)
-        return shares.reciprocal().float()
+        one = Pass(kernel, call, lists, moments, scalars, Flags.of(scalars), multiplier)
+        if not self.launch_again(one):
+            self.run_pass(one, keeps=True)
 
     def _table(self, part: AlikeLists, values: Sequence[float] | Tensor) -> Tensor:
         """A number for each tensor of a part on the device, FP32, from those of all tensors."""

@@ -266,19 +266,9 @@ def _decayed(p: Array, u: Array, h: Mapping[str, Any]) -> Array:
     return p - np.where(leaves_zero & bool(h.get("cautious_wd")), F(0), p * decay)
 
 
-def _cautious(u: Array, way: Array, g: Array, h: Mapping[str, Any]) -> Array:
-    """A step, if it is cautious of the elements alone that go the way of their gradient."""
-    if not h.get("caution"):
-        return u
-    agrees = np.sign(way) * np.sign(g) > 0
-    share = np.count_nonzero(agrees) / max(1, agrees.size)
-    return u * np.where(agrees, F(1 / max(share, 1e-3)), F(0))
-
-
 def _adam(p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]) -> tuple[Array, State]:
     m, v = _moments(_with_l2(p, g, h), state, h, 1 - h["betas"][0])
     u = (m / _denominator(v, h, t)) * F(h["lr"] / _corrections(h, t)[0])
-    u = _cautious(u, m, g, h)
     p = _decayed(p, u, h) if h["adam_w_mode"] else p
     return p - u, _kept(state, exp_avg=m, exp_avg_sq=v)
 
@@ -316,7 +306,7 @@ def _lion(p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]) -> tup
     b1, b2 = h["betas"]
     m = state["exp_avg"].values()
     blend = m * F(b1) + g * F(1 - b1)
-    u = _cautious(np.sign(blend) * F(h["lr"]), blend, g, h)
+    u = np.sign(blend) * F(h["lr"])
     return _decayed(p, u, h) - u, _kept(state, exp_avg=m * F(b2) + g * F(1 - b2))
 
 

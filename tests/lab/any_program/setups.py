@@ -10,8 +10,6 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from mp_optim.config.rules import CAUTIONS
-
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bfloat16": {
@@ -141,19 +139,19 @@ class Setup:
     """L2 decay for Adam, NVLAMB without averaging, SGD without momentum."""
     ema: float | None = None
     """Averages are kept, with this decay."""
-    cautions: tuple[str, ...] = ()
-    """Which of ``CAUTIONS`` are on, where the rule has them."""
+    cautious_wd: bool = False
+    """Cautious weight decay, where the rule has it."""
     audit: float = 0.0
     """Share of the elements that each step repeats, where the rule allows that. Nothing in a
     program is an alarm: it raises."""
 
     @property
     def switches(self) -> dict[str, bool]:
-        """Cautious settings of the rule: of Adam only with decoupled decay."""
+        """Cautious decay of the rule: of Adam only with decoupled decay."""
         if self.rule not in ("adam", "lion"):
             return {}
         is_decoupled = self.rule != "adam" or not self.variant
-        return {name: is_decoupled and name in self.cautions for name in CAUTIONS}
+        return {"cautious_wd": is_decoupled and self.cautious_wd}
 
     def __post_init__(self) -> None:
         if self.rule == "foreign":  # plain state, no experts, no averages
@@ -237,7 +235,7 @@ def setups() -> SearchStrategy[Setup]:
             st.integers(1, 2),
             st.booleans(),
             st.sampled_from((None, None, 0.9)),
-            st.sampled_from(((), (), ("caution",), ("cautious_wd",), CAUTIONS)),
+            st.booleans(),
             st.sampled_from((0.0, 0.3, 1.0)),
         )
 

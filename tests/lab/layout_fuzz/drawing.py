@@ -12,7 +12,6 @@ from lab.layout_fuzz.chance import Chance
 from lab.layout_fuzz.drawn_layouts import DrawnLayouts
 from lab.layout_fuzz.drawn_models import DrawnModel, streams_of
 from lab.layout_fuzz.running import OTHER_SETTINGS
-from mp_optim.config.rules import CAUTIONS
 
 __all__ = ["draw"]
 
@@ -195,7 +194,7 @@ class _Draw:
             }
         if case.rule == "lamb":
             found["lamb_use_nvlamb"] = self.chance.often(0.5)
-        found |= self.cautions(case, found) | self.averages(case) | self.small_state(case)
+        found |= self.cautious_decay(case, found) | self.averages(case) | self.small_state(case)
         return tuple(found.items())
 
     def rows(self, case: Case) -> dict[str, Any]:
@@ -206,16 +205,12 @@ class _Draw:
             return {}
         return {"muon_moment2_method": "normuon", "muon_beta2": apart.choice((0.0, 0.6, 0.95))}
 
-    def cautions(self, case: Case, found: dict[str, Any]) -> dict[str, Any]:
-        """Cautious settings; drawn apart, so that nothing else of a case depends on it. Not of
-        Muon, whose tolerance a sign that turns is beyond; and what is counted over ranks is
-        counted by nobody during backward, nor in windows."""
+    def cautious_decay(self, case: Case, found: dict[str, Any]) -> dict[str, Any]:
+        """Cautious decay; drawn apart, so that nothing else of a case depends on it. Not of Muon,
+        whose tolerance a sign that turns is beyond."""
         apart = random.Random(f"cautions {self.seed}")
-        drawn = {name: True for name in CAUTIONS if apart.random() < 0.3}
-        if _ahead_on_ranks(case):
-            drawn.pop("caution", None)
-        has_them = case.rule in ("adam", "lion") and found.get("decoupled_weight_decay", True)
-        return drawn if has_them else {}
+        has_it = case.rule in ("adam", "lion") and found.get("decoupled_weight_decay", True)
+        return {"cautious_wd": True} if apart.random() < 0.3 and has_it else {}
 
     def averages(self, case: Case) -> dict[str, Any]:
         """Of a third of the cases; drawn apart, so that nothing else of a case depends on it."""

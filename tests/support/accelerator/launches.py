@@ -17,7 +17,6 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
     "mp_step": (*_STATE, "output"),
     "mp_lamb_moments": ("moment1", "moment2"),
     "mp_lamb_apply": ("main", "remainder", "output"),
-    "mp_agreements": (),
     "mp_measure": (),
 }
 

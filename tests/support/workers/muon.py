@@ -50,7 +50,7 @@ MANY = {
 LATE = ("wide1", "wide2")
 """Of these, there is no gradient at the second step."""
 STEPS = 3
-NORMUON = {"muon_moment2_method": "normuon", "muon_beta2": 0.8, "caution": True}
+NORMUON = {"muon_moment2_method": "normuon", "muon_beta2": 0.8}
 
 
 def values(step: int, shapes: Shapes = SHAPES) -> dict[str, Tensor]:

@@ -56,7 +56,7 @@ RULES: dict[str, dict[str, Any]] = {
     "muon": {"lr": 0.05, "muon_fp32_matmul_prec": "highest"},
     "normuon": {
         **{"optimizer": "muon", "lr": 0.05, "muon_fp32_matmul_prec": "highest"},
-        **{"muon_moment2_method": "normuon", "muon_beta2": 0.8, "caution": True},
+        **{"muon_moment2_method": "normuon", "muon_beta2": 0.8},
     },
 }
 ZERO: dict[str, dict[str, Any]] = {

@@ -49,6 +49,6 @@ def test_list_has_every_rule_and_each_form_once() -> None:
     pairs = {"lamb_moments", "lamb_apply"}
     muon = {"muon_momentum", "muon_apply"}
     elements = {rule for rule in KERNEL_RULES if rule != "lamb"}
-    assert kernels == elements | pairs | muon | {"chunk_sums", "run_sums", "agreements"}
+    assert kernels == elements | pairs | muon | {"chunk_sums", "run_sums"}
     aligned = {form.values.get("ALIGNED") for form in known if form.kernel in elements}
     assert aligned == {"True", "False"}

@@ -24,7 +24,6 @@ CLASSES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         {"state": "8bit", "main_params": "remainder16", "stochastic_rounding": True},
         ["adam"],
     ),
-    "cautious adamw": (mp_optim.AdamW, {"caution": True}, ["agreements", "adam"]),
     "lamb": (mp_optim.LAMB, {}, ["lamb_moments", "lamb_apply"]),
     "muon": (mp_optim.Muon, {}, ["muon_momentum", "muon_apply"]),
     "sgd": (mp_optim.SGD, {"momentum": 0.9}, ["sgd", "sgd"]),  # its first step is another form

@@ -148,7 +148,7 @@ WATCHED: dict[str, Any] = {
     ("precision", "rule", "settings"),
     [
         ("fp16", "adam", {}),
-        ("bf16", "adam", {"caution": True, "cautious_wd": True}),
+        ("bf16", "adam", {"cautious_wd": True}),
         ("bf16", "lamb", {}),
         ("bf16-remainder", "sgd", {}),
         ("bf16", "lion", {}),

@@ -35,7 +35,7 @@ FORMS = {
 }
 RULES = {
     "adamw": (mp_optim.AdamW, {}),
-    "cautious adamw": (mp_optim.AdamW, {"caution": True, "cautious_wd": True}),
+    "cautious adamw": (mp_optim.AdamW, {"cautious_wd": True}),
     "sgd": (mp_optim.SGD, {"momentum": 0.9, "nesterov": True}),
     "lion": (mp_optim.Lion, {}),
 }
@@ -105,8 +105,6 @@ def test_audit_draws_elements_at_its_rate(rate):
 def test_clean_step_has_no_alarm_and_the_bits_of_one_that_is_not_audited(rule, place, tmp_path):
     form = list(FORMS)[(list(RULES).index(rule) + list(PLACES).index(place)) % len(FORMS)]
     settings = {**FORMS[form]}
-    if rule == "cautious adamw" and place in ("streamed", "disk"):  # parameters stay whole
-        settings["stream_window_bytes"] = 1 << 20
     if rule == "sgd" and form == "4bit":
         settings["main_params"] = "remainder16"
     params, optimizer = stack(place, rule, tmp_path, **settings)

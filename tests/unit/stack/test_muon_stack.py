@@ -211,9 +211,8 @@ def test_ranks_have_the_bits_of_one_process(ranks, case):
 def test_rows_are_brought_to_one_size_in_any_layout(ranks, case):
     expected = muon_worker.single(**muon_worker.NORMUON)
     plain = muon_worker.single()
-    assert not same_bits(expected["wide"], plain["wide"]) and same_bits(
-        expected["embed"], muon_worker.single(caution=True)["embed"]
-    )
+    assert not same_bits(expected["wide"], plain["wide"])
+    assert same_bits(expected["embed"], plain["embed"])
     for rank in ranks:
         mains = rank.get(f"{case}, normuon", expected)
         assert [name for name, value in expected.items() if not same_bits(mains[name], value)] == []

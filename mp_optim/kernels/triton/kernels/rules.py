@@ -14,7 +14,7 @@ from mp_optim.kernels.triton.kernels.formats import (
     write_main,
     write_moment,
 )
-from mp_optim.kernels.triton.kernels.tiles import caution_of, cautious, decayed, each_tile, gradient
+from mp_optim.kernels.triton.kernels.tiles import decayed, each_tile, gradient
 
 
 class AdamNumbers(NamedTuple):
@@ -39,48 +39,27 @@ def denominator(v, eps, inv_sqrt_bias2):
 
 @triton.jit
 def adam(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    each_tile(_adam_tile, chunk, caution_of(chunk, FLAGS), FLAGS, ROWS)
+    each_tile(_adam_tile, chunk, None, FLAGS, ROWS)
 
 
 @triton.jit
-def _adam_tile(tile, chunk, caution, FLAGS: tl.constexpr):
-    adam_step(tile, chunk, AdamNumbers(*chunk.scalars[:9]), caution, FLAGS)
-
-
-@triton.jit
-def adam_step(tile, chunk, s, caution, FLAGS: tl.constexpr):
-    """Step a tile by Adam with the numbers ``s``, an :class:`AdamNumbers`."""
+def _adam_tile(tile, chunk, per_tensor, FLAGS: tl.constexpr):
+    s = AdamNumbers(*chunk.scalars[:9])
     p = read_main(chunk, tile, FLAGS.follows)
     g = gradient(chunk, p, tile, s.l2, FLAGS.has_l2)
-    m = _first_average(tile, chunk, s.beta1, s.one_minus_beta1, g)
+    m = g
+    if chunk.first.stored is not None:
+        m = read_moment(chunk.first, tile, False)
+        m = m * s.beta1 + g * s.one_minus_beta1
     v = read_moment(chunk.second, tile, True)
     v = v * s.beta2 + (g * s.one_minus_beta2) * g
     u = tl.div_rn(m, denominator(v, s.eps, s.inv_sqrt_bias2)) * s.step_size
-    u = cautious(u, m, g, caution, FLAGS)
     p = decayed(p, u, s.decay, FLAGS)
     p = p - u
     if chunk.first.stored is not None:
         write_moment(m, chunk.first, tile, False)
     write_moment(v, chunk.second, tile, True)
     write_main(p, chunk, tile)
-
-
-@triton.jit
-def _first_average(tile, chunk, beta1, one_minus_beta1, g):
-    """Return the new first moment, or the gradient if none is kept."""
-    m = g
-    if chunk.first.stored is not None:
-        m = read_moment(chunk.first, tile, False)
-        m = m * beta1 + g * one_minus_beta1
-    return m
-
-
-@triton.jit
-def way_of(tile, chunk, g):
-    """Return the direction of a cautious step, whose signs count: the first moment, which every
-    rule averages by its first two scalars."""
-    beta1, one_minus_beta1 = chunk.scalars[:2]
-    return _first_average(tile, chunk, beta1, one_minus_beta1, g)
 
 
 @triton.jit
@@ -110,11 +89,11 @@ def _sgd_tile(tile, chunk, per_tensor, FLAGS: tl.constexpr):
 
 @triton.jit
 def lion(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    each_tile(_lion_tile, chunk, caution_of(chunk, FLAGS), FLAGS, ROWS)
+    each_tile(_lion_tile, chunk, None, FLAGS, ROWS)
 
 
 @triton.jit
-def _lion_tile(tile, chunk, caution, FLAGS: tl.constexpr):
+def _lion_tile(tile, chunk, per_tensor, FLAGS: tl.constexpr):
     beta1, one_minus_beta1, beta2, one_minus_beta2, lr, decay = chunk.scalars[:6]
     p = read_main(chunk, tile, FLAGS.follows)
     g = gradient(chunk, p, tile, decay, False)
@@ -122,7 +101,7 @@ def _lion_tile(tile, chunk, caution, FLAGS: tl.constexpr):
     blend = m * beta1 + g * one_minus_beta1
     zero_or_nan = tl.where(blend == 0.0, 0.0, blend)
     sign = tl.where(blend > 0.0, 1.0, tl.where(blend < 0.0, -1.0, zero_or_nan))
-    u = cautious(sign * lr, blend, g, caution, FLAGS)
+    u = sign * lr
     p = decayed(p, u, decay, FLAGS)
     p = p - u
     m = m * beta2 + g * one_minus_beta2

@@ -29,7 +29,6 @@ class Flags(NamedTuple):
     average_from_end: bool = False
     ahead_from_end: bool = False
     cautious_wd: bool = False
-    caution: bool = False
     follows: bool = False
 
     @classmethod
@@ -162,8 +161,8 @@ def even_count(count, ALIGNED: tl.constexpr):
 def each_tile(RULE: tl.constexpr, chunk, per_tensor, FLAGS: tl.constexpr, ROWS: tl.constexpr):
     """Let a rule step the whole tiles without masks, and the rest of the chunk as one masked tile.
 
-    ``per_tensor`` is the number of this chunk's tensor that the rule's tile function takes: the
-    scale of a cautious update, LAMB's trust ratio, or Muon's factor; None if it takes none."""
+    ``per_tensor`` is the number of this chunk's tensor that the rule's tile function takes: LAMB's
+    trust ratio, or Muon's factor; None if it takes none."""
     whole = chunk.count // (ROWS * BLOCK) * (ROWS * BLOCK)
     for at in range(0, whole, ROWS * BLOCK):
         _one_tile(RULE, at, chunk.count, chunk, per_tensor, FLAGS, ROWS, False)
@@ -201,31 +200,6 @@ def gradient(chunk, main, tile, l2, HAS_L2: tl.constexpr):
     if HAS_L2:
         value = value + main * l2
     return value
-
-
-@triton.jit
-def caution_of(chunk, FLAGS: tl.constexpr):
-    """Return this tensor's scale of cautious updates, from ``made``; None if the step is not
-    cautious."""
-    caution = None
-    if FLAGS.caution:
-        caution = tl.load(chunk.made + chunk.tensor)
-    return caution
-
-
-@triton.jit
-def are_alike(a, b):
-    """Where both are positive, or both negative."""
-    return ((a > 0.0) & (b > 0.0)) | ((a < 0.0) & (b < 0.0))
-
-
-@triton.jit
-def cautious(u, way, g, caution, FLAGS: tl.constexpr):
-    """Return the step ``u``; of a cautious one, elements with the sign of the gradient are scaled
-    by ``caution`` and the others are 0."""
-    if FLAGS.caution:
-        u = u * tl.where(are_alike(way, g), caution, 0.0)
-    return u
 
 
 @triton.jit

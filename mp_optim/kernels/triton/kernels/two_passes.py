@@ -16,13 +16,11 @@ from mp_optim.kernels.triton.kernels.formats import (
     write_main,
     write_moment,
 )
-from mp_optim.kernels.triton.kernels.rules import denominator, way_of
+from mp_optim.kernels.triton.kernels.rules import denominator
 from mp_optim.kernels.triton.kernels.sums import lanes_added, pairs_added
 from mp_optim.kernels.triton.kernels.tiles import (
-    are_alike,
     decayed,
     each_tile,
-    even_count,
     gradient,
     located_in_tile,
     words_of,
@@ -155,37 +153,3 @@ def _muon_tile(tile, chunk, factor, FLAGS: tl.constexpr):
     p = decayed(p, u, decay, FLAGS)
     p = p - u
     write_main(p, chunk, tile)
-
-
-# -- cautious updates -----------------------------------------------------------------------------
-
-
-@triton.jit
-def _total(x):
-    return tl.sum(tl.sum(x, axis=1), axis=0)
-
-
-@triton.jit
-def agreements(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """Each program stores in ``made`` how many elements of its chunk a cautious step of an
-    element rule keeps."""
-    count = tl.full((), 0, tl.int64)
-    whole = chunk.count // (ROWS * BLOCK) * (ROWS * BLOCK)
-    for at in range(0, whole, ROWS * BLOCK):
-        count = count + _agreeing(at, chunk.count, chunk, ROWS, False)
-    even = even_count(chunk.count, chunk.aligned)
-    if chunk.aligned:
-        if whole < even:
-            count = count + _agreeing(whole, even, chunk, ROWS, True)
-    if (whole < chunk.count) & (even == 0):
-        count = count + _agreeing(whole, chunk.count, chunk, ROWS, True)
-    tl.store(chunk.made + tl.program_id(0).to(tl.int64), count)
-
-
-@triton.jit
-def _agreeing(at, count, chunk, ROWS: tl.constexpr, MASKED: tl.constexpr):
-    """How many elements of a tile agree; those beyond its end are 0, which agrees with nothing."""
-    blocks, offsets, inside = located_in_tile(at, count, ROWS, BLOCK, chunk.run)
-    tile = Tile(blocks, offsets, count, inside, MASKED, None)
-    g = gradient(chunk, None, tile, 0.0, False)
-    return _total(tl.where(are_alike(way_of(tile, chunk, g), g), 1, 0)).to(tl.int64)
