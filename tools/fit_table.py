@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""The models that mp-optim fit ships on four machines: the table of docs/fit.md. Prints markdown.
+"""Models that mp-optim fit ships on four machines: the table of docs/fit.md. Prints Markdown.
 
 python tools/fit_table.py
 """
@@ -12,7 +12,7 @@ from typing import Any
 import tyro
 
 from mp_optim.apps.fit import command as fit
-from mp_optim.apps.fit.command import GIB, shipped
+from mp_optim.apps.fit.command import GIB
 
 MACHINES = {
     "24 GB, host 64 GB, disk 1 TB": "--gpu 24GB --ram 64GB --disk 1TB",
@@ -22,8 +22,19 @@ MACHINES = {
 }
 
 
-SEQ = {"google-bert/bert-large-uncased": 512}
-"""Tokens, where it is not the command's 4,096."""
+MODELS = (
+    "Llama-3.2-1B",
+    "Llama-3.1-8B",
+    "Llama-3.1-70B",
+    "Mistral-Small-24B-Base-2501",
+    "Qwen3-4B",
+    "Qwen3-8B",
+    "Qwen3-14B",
+    "Qwen3-32B",
+    "Qwen3-30B-A3B",
+    "Qwen3-235B-A22B",
+    "Mixtral-8x7B-v0.1",
+)
 
 
 def main() -> None:
@@ -34,15 +45,14 @@ def main() -> None:
 def rows() -> Iterator[str]:
     yield "| | " + " | ".join(MACHINES) + " |"
     yield "|---|" + "---|" * len(MACHINES)
-    for model in shipped():
+    for model in MODELS:
         cells = [cell(model, machine) for machine in MACHINES.values()]
-        yield f"| {model.rpartition('/')[2]} | " + " | ".join(cells) + " |"
+        yield f"| {model} | " + " | ".join(cells) + " |"
 
 
 def cell(model: str, machine: str) -> str:
     """Return settings, and GiB of the accelerator at its fullest moment."""
-    arguments = ["--model", model, "--seq", str(SEQ.get(model, 4096)), *machine.split()]
-    options = tyro.cli(fit.Options, args=arguments)
+    options = tyro.cli(fit.Options, args=["--model", model, "--seq", "4096", *machine.split()])
     found, made = fit.fitted(options)
     return answer(fit.as_data(found, options, made))
 
