@@ -1,12 +1,12 @@
 """Reading tensors of a version: everything a rank is about to read is checked before anything is
-replaced. And reading one without a model: :func:`open_checkpoint`, :func:`compare`."""
+replaced. And reading one without a model: :func:`open_checkpoint`."""
 
 from __future__ import annotations
 
 import math
 import os
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import sub
 from pathlib import Path
@@ -215,55 +215,3 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Contents:
     files = read_manifest(version)
     index = read_index(version, files)
     return Contents(version, dict(sorted(index.entries.items())), files, index)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The difference of one entry between two checkpoints.
-
-    Attributes:
-        name: name of the entry.
-        what: "equal" to the bit; "only in a", "only in b", "dtype", "shape"; or "values".
-        differing: number of elements whose bits differ.
-        largest: largest absolute difference; nan if a value that is not finite differs.
-        ulps: largest difference in units of the last place, for floating dtypes of up to 4 bytes.
-    """
-
-    name: str
-    what: str
-    differing: int = 0
-    largest: float = 0.0
-    ulps: int | None = None
-
-
-def compare(a: Contents, b: Contents) -> Iterator[Difference]:
-    """The entries of two checkpoints, by name; two tensors in memory at a time."""
-    for name in sorted(a.entries.keys() | b.entries.keys()):
-        entry, other = a.entries.get(name), b.entries.get(name)
-        if entry is None or other is None:
-            yield Difference(name, "only in a" if other is None else "only in b")
-        elif entry.shape != other.shape or entry.dtype != other.dtype:
-            yield Difference(name, "shape" if entry.shape != other.shape else "dtype")
-        else:
-            yield _difference(name, a.read(name).reshape(-1), b.read(name).reshape(-1))
-
-
-def _difference(name: str, a: Tensor, b: Tensor) -> Difference:
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.element_size())
-    differs = (a != b) if bits is None else (a.view(bits) != b.view(bits))
-    if not differs.any():
-        return Difference(name, "equal")
-    x, y = a[differs], b[differs]
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    distance = (x.to(wide) - y.to(wide)).abs()
-    largest = float("nan") if bool(distance.isnan().any()) else float(distance.max())
-    counted = a.is_floating_point() and a.element_size() in (2, 4)
-    ulps = int((_ordered(x) - _ordered(y)).abs().max()) if counted else None
-    return Difference(name, "values", int(differs.sum()), largest, ulps)
-
-
-def _ordered(x: Tensor) -> Tensor:
-    """Floating values as integers in the same order: neighbours differ by 1, both zeros are 0."""
-    bits = x.view(torch.int16 if x.element_size() == 2 else torch.int32).long()
-    low = -(1 << (8 * x.element_size() - 1))
-    return torch.where(bits < 0, low - bits, bits)

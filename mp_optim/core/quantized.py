@@ -1,5 +1,4 @@
-"""8-bit model parameters: reading their values, quantizing main params into them, and replacing the
-matrices of a model by them.
+"""8-bit model parameters: reading their values, and quantizing main params into them.
 
 Two kinds are supported: torch's float8 dtypes with their scale in an attribute ``fp8_scale``, and
 tensor subclasses with methods ``quantize_`` and ``dequantize``, such as Transformer Engine's. For
@@ -8,12 +7,11 @@ both the optimizer steps an FP32 main param.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch import Tensor
 
 from mp_optim.host.host_memory import same_values
 from mp_optim.host.torch_types import is_dtensor
@@ -206,137 +204,3 @@ def _spread(scale: Tensor, shape: torch.Size) -> Tensor:
         if count not in (1, size):
             scale = scale.repeat_interleave(-(-size // count), dim).narrow(dim, 0, size)
     return scale
-
-
-Select = Callable[[nn.Module, str, nn.Parameter], bool]
-
-
-class _Values(torch.autograd.Function):
-    """The values of a float8 parameter, with an identity gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        return dequantized(codes).to(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
-class Dequantize(nn.Module):
-    """The parametrization of a float8 parameter: codes times scale in FP32, rounded to ``dtype``.
-
-    Args:
-        scale: FP32, in one of the shapes of :func:`mp_optim.core.quantized.scaled_codes`.
-        dtype: dtype of the module's computation.
-    """
-
-    scale: Tensor
-
-    def __init__(self, scale: Tensor, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.register_buffer("scale", scale)
-        self.dtype = dtype
-
-    def bind(self, codes: Any) -> None:
-        """Set ``fp8_scale`` of a float8 parameter, and the dtype of its gradients."""
-        codes.fp8_scale = self.scale
-        if codes.is_leaf and codes.grad is None and codes.grad_dtype != self.dtype:
-            codes.grad_dtype = self.dtype
-
-    def forward(self, codes: Tensor) -> Tensor:
-        self.bind(codes)  # A move or copy of the module replaces the scale.
-        return cast(Tensor, _Values.apply(codes, self.dtype))  # type: ignore[no-untyped-call]
-
-
-def quantize_weights(
-    model: nn.Module,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    *,
-    rowwise: bool = True,
-    select: Select | None = None,
-) -> list[str]:
-    """Replace parameters of a model, in place, by float8 parameters that this package's optimizers
-    can step.
-
-    The module dequantizes them to their former dtype at every read, or once within
-    ``torch.nn.utils.parametrize.cached()``. So any model works, at the same speed or slower. This
-    halves the memory of the weights and trains the values that a float8 kernel would use. torch's
-    optimizers cannot step such parameters.
-
-    Args:
-        model: the module; changed in place.
-        dtype: one of torch's float8 dtypes.
-        rowwise: True for one scale per row of a matrix, or of each matrix of a stack. False for one
-            scale per tensor.
-        select: ``(module, name, param) -> bool``: True for parameters to replace. By default
-            trainable ones with at least two dimensions, except embeddings.
-
-    Returns:
-        Names of the float8 parameters, ``<module>.parametrizations.<name>.original``.
-
-    Raises:
-        ValueError: ``dtype`` is not a float8 dtype, or no parameter is selected.
-        TypeError: a parameter is tied to another module, with both names.
-        RuntimeError: this torch does not support gradients of another dtype than the parameter's.
-    """
-    if dtype not in FLOAT8_DTYPES:
-        raise ValueError(f"dtype={dtype}: must be one of {list(FLOAT8_DTYPES)}")
-    if not hasattr(torch.Tensor, "grad_dtype"):
-        raise RuntimeError(
-            f"torch {torch.__version__} has no Tensor.grad_dtype, so gradients of float8 "
-            "parameters would be float8 too; install a newer torch"
-        )
-    wanted = select or _is_matrix
-    chosen = [
-        (path, module, name, param)
-        for path, module in list(model.named_modules())
-        for name, param in list(module.named_parameters(recurse=False))
-        if wanted(module, name, param)
-    ]
-    if not chosen:
-        raise ValueError(
-            f"no parameter of the {type(model).__name__} is selected for {dtype}; select at least "
-            "one with select="
-        )
-    owners: dict[int, str] = {}
-    for path, module in model.named_modules():
-        for name, param in module.named_parameters(recurse=False):
-            other = owners.setdefault(id(param), f"{path}.{name}")
-            if other != f"{path}.{name}" and any(
-                param is other_param for *_, other_param in chosen
-            ):
-                raise TypeError(f"{path}.{name} is tied to {other}; leave it out with select=")
-    return [
-        _quantize(path, module, name, param, dtype, rowwise) for path, module, name, param in chosen
-    ]
-
-
-def _is_matrix(module: nn.Module, name: str, param: nn.Parameter) -> bool:
-    is_embedding = isinstance(module, nn.Embedding) or getattr(
-        param, "is_embedding_or_output_parameter", False
-    )
-    return (
-        param.ndim >= 2
-        and param.requires_grad
-        and param.dtype not in FLOAT8_DTYPES
-        and not is_embedding
-    )
-
-
-def _quantize(
-    path: str, module: nn.Module, name: str, param: nn.Parameter, dtype: torch.dtype, rowwise: bool
-) -> str:
-    codes: Any = nn.Parameter(
-        torch.empty(param.shape, dtype=dtype, device=param.device),
-        requires_grad=param.requires_grad,
-    )
-    for attribute, value in vars(param).items():
-        setattr(codes, attribute, value)
-    shape = (*param.shape[:-1], 1) if rowwise else ()
-    values = Dequantize(torch.ones(shape, dtype=torch.float32, device=param.device), param.dtype)
-    values.bind(codes)
-    quantize_(codes, param.detach().float())
-    parametrize.register_parametrization(module, name, values, unsafe=True)
-    cast(Any, module).parametrizations[name].original = codes
-    return f"{path}.parametrizations.{name}.original".lstrip(".")

@@ -104,7 +104,7 @@ def _way_out(
         return f"it is a number of bytes: write '{gpu_memory}GiB' if you meant GiB"
     ways = (
         "train adapters (LoRA), whose frozen weights have no gradients; or keep weights in 8 bits "
-        "(mp_optim.core.quantized.quantize_weights); or shard the model over more ranks"
+        "(mp_optim.apps.float8.quantize_weights); or shard the model over more ranks"
     )
     if config.release_gradients:
         return ways

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
-from mp_optim.core.quantized import quantize_weights
+from mp_optim.apps.float8 import quantize_weights
 
 
 def main(steps: int = 60) -> list[float]:

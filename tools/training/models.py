@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 from mp_optim import OptimizerConfig
-from mp_optim.core.quantized import quantize_weights
+from mp_optim.apps.float8 import quantize_weights
 from training.config import ModelConfig
 
 _CONFIG_CLASSES = {

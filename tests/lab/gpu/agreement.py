@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.section import Section
 from lab.gpu.waiting import with_host_verdict
 from mp_optim import OptimizerConfig, get_megatron_optimizer
-from mp_optim.core.quantized import quantize_weights
+from mp_optim.apps.float8 import quantize_weights
 from mp_optim.kernels import choose_backend, proof_of
 from mp_optim.kernels.triton import triton_backend
 from mp_optim.rules.rule_optimizer import RuleOptimizer

@@ -19,7 +19,8 @@ from benchmarks.section import Section
 from lab.gpu.speed import ours
 from mp_optim import MegatronOptimizer, OptimizerConfig, checkpoint
 from mp_optim import get_megatron_optimizer as build
-from mp_optim.checkpoint.reading import compare, open_checkpoint
+from mp_optim.apps.cli.inspect import compare
+from mp_optim.checkpoint.reading import open_checkpoint
 
 _SIDE = 2048
 _ROUNDS = 3

@@ -25,8 +25,9 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from mp_optim import OptimizerConfig, ProcessGroups, checkpoint, get_megatron_optimizer
+from mp_optim.apps.cli.inspect import compare
 from mp_optim.checkpoint import FlatShard
-from mp_optim.checkpoint.reading import compare, open_checkpoint
+from mp_optim.checkpoint.reading import open_checkpoint
 
 warnings.filterwarnings("ignore")
 warnings.filterwarnings("error", message=".*not have the values of the loaded main")

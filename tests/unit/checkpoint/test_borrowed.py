@@ -9,8 +9,9 @@ import torch
 
 import mp_optim
 from mp_optim import HybridDeviceOptimizer, checkpoint
+from mp_optim.apps.cli.inspect import compare
 from mp_optim.checkpoint import save_load, writing
-from mp_optim.checkpoint.reading import compare, open_checkpoint
+from mp_optim.checkpoint.reading import open_checkpoint
 from mp_optim.host import leases
 from mp_optim.host.host_share import HostShare
 from support.accelerator.simulation import device_at

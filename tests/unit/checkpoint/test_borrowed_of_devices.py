@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from mp_optim import checkpoint
+from mp_optim.apps.cli.inspect import compare
 from mp_optim.apps.megatron.adapter import MegatronAdapter
 from mp_optim.checkpoint import save_load
-from mp_optim.checkpoint.reading import compare, open_checkpoint
+from mp_optim.checkpoint.reading import open_checkpoint
 from mp_optim.host import leases
 from mp_optim.host.accelerator import accelerator_of
 from support.accelerator.saves import saves_of

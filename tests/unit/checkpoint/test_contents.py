@@ -12,7 +12,8 @@ from torch import nn
 import mp_optim
 from mp_optim import checkpoint
 from mp_optim.apps.cli.command import main
-from mp_optim.checkpoint.reading import compare, open_checkpoint
+from mp_optim.apps.cli.inspect import compare
+from mp_optim.checkpoint.reading import open_checkpoint
 from support.models import build, same_bits, tokens_of, train
 
 

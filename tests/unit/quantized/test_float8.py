@@ -12,13 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
-from mp_optim.core.quantized import (
-    FLOAT8_DTYPES,
-    dequantized,
-    quantize_,
-    quantize_weights,
-    scaled_codes,
-)
+from mp_optim.apps.float8 import quantize_weights
+from mp_optim.core.quantized import FLOAT8_DTYPES, dequantized, quantize_, scaled_codes
 from mp_optim.zero.buckets import check_shardable
 from support.models import DTYPES, TinyMoE, config_for, is_expert, same_bits, tokens_of, train
 from support.offload import MODES, hybrids
