@@ -66,8 +66,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: a collection of garbage need not look at it, which took a
-    third of a second each time."""
     gc.collect()
     gc.freeze()
 
@@ -85,7 +83,6 @@ def _mark_quick(items: list[pytest.Item]) -> None:
 
 
 def _leave_out_of_coverage(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that repeat what others run, unless it is asked which test runs a line."""
     if not config.pluginmanager.hasplugin("_cov") or config.getoption("cov_context"):
         return
     for item in items:
@@ -95,8 +92,6 @@ def _leave_out_of_coverage(config: pytest.Config, items: list[pytest.Item]) -> N
 
 @pytest.fixture(autouse=True)
 def _no_state_of_accelerates() -> Iterator[None]:
-    """accelerate and the Trainers keep settings for the process, in classes and the environment
-    (TRL's say bf16): none of them is for the next test."""
     before = {name for name in os.environ if name.startswith("ACCELERATE_")}
     yield
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
@@ -109,7 +104,6 @@ def _no_state_of_accelerates() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_threads_are_left_set() -> Iterator[None]:
-    """``host_threads`` of a config holds for the process; the next test finds its share."""
     yield
     if threads := sys.modules.get("mp_optim.kernels.native_library"):
         threads.set_host_threads(None)
@@ -117,7 +111,6 @@ def _no_threads_are_left_set() -> Iterator[None]:
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """torch's deterministic algorithms, for one test."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

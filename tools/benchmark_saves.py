@@ -49,7 +49,6 @@ class Options:
 
     @property
     def bytes(self) -> int:
-        """Size of a checkpoint."""
         return self.millions * 10**6 * (12 + 2 * self.with_model)
 
 

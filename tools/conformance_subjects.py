@@ -8,7 +8,6 @@ import torch
 
 
 def adam_mini(params: Any, **settings: Any) -> torch.optim.Optimizer:
-    """Adam-mini, which takes parameters with names."""
     from adam_mini import Adam_mini
 
     given = list(params)
@@ -19,7 +18,6 @@ def adam_mini(params: Any, **settings: Any) -> torch.optim.Optimizer:
 
 
 def heavyball_adamw(params: Any, **settings: Any) -> torch.optim.Optimizer:
-    """heavyball's AdamW, without its compilation."""
     import heavyball
 
     heavyball.utils.compile_mode = None
@@ -28,14 +26,11 @@ def heavyball_adamw(params: Any, **settings: Any) -> torch.optim.Optimizer:
 
 
 class _UncompiledTorch:
-    """torch, whose ``compile`` gives a function back as it is."""
-
     def __getattr__(self, name: str) -> Any:
         return (lambda function, **_: function) if name == "compile" else getattr(torch, name)
 
 
 def torchao_adamw8bit(params: Any, **settings: Any) -> torch.optim.Optimizer:
-    """torchao's AdamW8bit, without its compilation, which takes ten seconds of each new shape."""
     from torchao.optim import adam
 
     adam.torch = _UncompiledTorch()
@@ -44,7 +39,6 @@ def torchao_adamw8bit(params: Any, **settings: Any) -> torch.optim.Optimizer:
 
 
 def galore_adamw(params: Any, **settings: Any) -> torch.optim.Optimizer:
-    """GaLore's AdamW, with projections of rank 4 where all parameters of a group are matrices."""
     from galore_torch import GaLoreAdamW
 
     given = list(params)

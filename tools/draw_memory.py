@@ -61,7 +61,6 @@ def main(folder: Path = IMAGES) -> None:
 
 
 def parts(rank: MemoryPlan) -> dict[str, float]:
-    """GiB of each part of a bar."""
     device = rank.accelerator
     optimizer = device.total - device.model_params - device.grads
     values = (device.model_params, device.grads, optimizer, rank.host_total)
@@ -69,7 +68,6 @@ def parts(rank: MemoryPlan) -> dict[str, float]:
 
 
 def draw(plans: dict[str, MemoryPlan], path: Path) -> None:
-    """A bar for each plan: left what is on the GPU, then what is on the host."""
     figure, axes = plt.subplots(figsize=(8, 0.5 * len(plans) + 1.6), dpi=150)
     for place, rank in enumerate(plans.values()):
         start = 0.0

@@ -143,7 +143,6 @@ def rows() -> Iterator[str]:
 
 
 def total(params: int, timeline: Timeline, peak: Published, copies: int) -> float:
-    """Bytes that torch's allocator gives out at the fullest moment: backward, or the step."""
     found = timeline.peak(lambda made: 0) if peak.releases else timeline.peak()
     stepping = 0 if peak.releases else timeline.grads
     working = max(found.activations + found.grads + copies, stepping)

@@ -44,12 +44,10 @@ class Module:
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
-        """Every node of its syntax tree."""
         return [*ast.walk(ast.parse(self.text))]
 
     @cached_property
     def code(self) -> set[int]:
-        """The numbers of its lines of code."""
         strings: set[int] = set()
         for node in self.nodes:
             match node:

@@ -70,7 +70,6 @@ def read_in(source: Path) -> Names:
 
 
 def _trees(core: Path) -> Iterator[tuple[ast.AST, Mapping[str, list[str]]]]:
-    """What is read of each file, and the strings that its names stand for."""
     files = [path for folder in _FOLDERS for path in (core / folder).rglob("*.py")]
     for path in [*files, *(core / name for name in _FILES)]:
         tree = ast.parse(path.read_text())
@@ -83,7 +82,6 @@ def _trees(core: Path) -> Iterator[tuple[ast.AST, Mapping[str, list[str]]]]:
 
 
 def _constants(tree: ast.AST) -> dict[str, list[str]]:
-    """Names that stand for a string, or run over several."""
     constants: dict[str, list[str]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -97,7 +95,6 @@ def _constants(tree: ast.AST) -> dict[str, list[str]]:
 
 
 def _strings(node: ast.AST | None, constants: Mapping[str, list[str]]) -> list[str]:
-    """The strings that an expression is, or holds."""
     if isinstance(node, ast.Constant):
         return [node.value] if isinstance(node.value, str) else []
     if isinstance(node, ast.Name):
@@ -110,7 +107,6 @@ def _strings(node: ast.AST | None, constants: Mapping[str, list[str]]) -> list[s
 
 
 def _asked(node: ast.AST, constants: Mapping[str, list[str]]) -> Iterator[tuple[str, str]]:
-    """What one expression asks of whom."""
     if isinstance(node, ast.Attribute):
         owner = _owner(node.value, "parameter", "model")
         if owner:
@@ -138,15 +134,12 @@ def _asked_by_call(node: ast.Call, constants: Mapping[str, list[str]]) -> Iterat
 
 
 def _owner(node: ast.AST, *kinds: str) -> str | None:
-    """What an expression stands for, of these kinds."""
     text = ast.unparse(node)
     return next((kind for kind in kinds if _OWNERS[kind].search(text)), None)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What becomes of a name here: one of :data:`ANSWERS`, and what to know."""
-
     kind: str
     note: str
 
@@ -169,7 +162,6 @@ def answers(path: Path = LIST) -> dict[str, dict[str, Answer]]:
 
 
 def unlisted(names: Names) -> list[str]:
-    """What the list does not have, as ``owner.name``."""
     listed = answers()
     return [
         f"{owner}.{name}"

@@ -25,7 +25,6 @@ _CALLS = re.compile(r"(setattr|patch|patch\.object|\w*register\w*|\w*patch\w*)$"
 
 
 def listed() -> dict[str, str]:
-    """The answer for each replaced part, by its full name."""
     parts: dict[str, str] = json.loads(LIST.read_text())
     return parts
 
@@ -51,7 +50,6 @@ def replaced_in(source: Path) -> set[str]:
 
 
 def replaced_by(tree: ast.AST) -> Iterator[str]:
-    """Full names of the parts that one module replaces."""
     names = dict(_imported(tree))
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
@@ -63,7 +61,6 @@ def replaced_by(tree: ast.AST) -> Iterator[str]:
 
 
 def _imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Names of a file that stand for Megatron's optimizer package or a part of it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -77,7 +74,6 @@ def _imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def _part(names: dict[str, str], node: ast.expr) -> Iterator[str]:
-    """The full name of an attribute of Megatron's optimizer, if that is what an expression is."""
     base, *rest = ast.unparse(node).split(".")
     full = ".".join([names.get(base, base), *rest])
     if rest and _PATH.fullmatch(full):
@@ -85,7 +81,6 @@ def _part(names: dict[str, str], node: ast.expr) -> Iterator[str]:
 
 
 def _patched(names: dict[str, str], node: ast.Call) -> Iterator[str]:
-    """The parts that a call patches: by its full name, or an object and an attribute's name."""
     first = node.args[0]
     if isinstance(first, ast.Constant) and isinstance(first.value, str):
         if _PATH.fullmatch(first.value):

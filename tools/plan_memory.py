@@ -22,7 +22,6 @@ __all__ = ["GIB", "load", "main"]
 
 
 def load(path: Path) -> tuple[Any, OptimizerConfig]:
-    """The model's config and the optimizer's of a YAML file."""
     config = load_yaml(path)
     return hf_config(config.model), config.optimizer
 

@@ -27,7 +27,6 @@ SCRIPT = Path(__file__).with_name("measuring") / "passes.py"
 
 
 def walked(root: Path, name: str) -> dict[str, Any]:
-    """What :mod:`measuring.passes` prints of a walk through the package of a checkout."""
     environment = {**os.environ, "PYTHONPATH": str(root.resolve()), "OMP_NUM_THREADS": "1"}
     run = [sys.executable, str(SCRIPT), name]
     done = subprocess.run(run, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -36,7 +35,6 @@ def walked(root: Path, name: str) -> dict[str, Any]:
 
 
 def rows_of(root: Path) -> dict[str, str]:
-    """The figures of a checkout, by what they are of."""
     rows = {}
     for name in WALKS:
         for title, figures in walked(root, name).items():

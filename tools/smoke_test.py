@@ -18,7 +18,6 @@ from mp_optim.kernels import proof_of
 
 
 def build() -> tuple[torch.nn.Module, mp_optim.MegatronOptimizer]:
-    """A small model and its optimizer, the same ones every time."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Linear(32, 1)).bfloat16()
     config = mp_optim.OptimizerConfig(lr=1e-2, bf16=True)
@@ -26,7 +25,6 @@ def build() -> tuple[torch.nn.Module, mp_optim.MegatronOptimizer]:
 
 
 def train(model: torch.nn.Module, optimizer: mp_optim.MegatronOptimizer) -> list[float]:
-    """Losses of five steps."""
     inputs = torch.ones(4, 8, dtype=torch.bfloat16)
     losses = []
     for _ in range(5):
@@ -39,7 +37,6 @@ def train(model: torch.nn.Module, optimizer: mp_optim.MegatronOptimizer) -> list
 
 
 def check_metadata() -> None:
-    """Version and links are those that a package index will show."""
     metadata = importlib.metadata.metadata("mp_optim")
     assert metadata["Version"] == mp_optim.__version__
     relative = re.findall(r"\]\((?!\w+:|#)[^)]*\)", metadata.get_payload())

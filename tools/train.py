@@ -66,7 +66,6 @@ def main(config: TrainConfig, console: Console) -> TrainResult:
 
 
 def _trainer(config: TrainConfig) -> Trainer:
-    """Everything built; what cannot be is said in a line."""
     if config.optimizer.lr is None:
         sys.exit(
             "there is no learning rate: give --optimizer.lr 1e-3, or --config FILE, such as "

@@ -37,20 +37,17 @@ Pair = tuple[torch.nn.Module, torch.optim.Optimizer]
 
 
 def network() -> torch.nn.Module:
-    """The same weights every time."""
     torch.manual_seed(0)
     layers = torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4)
     return torch.nn.Sequential(*layers).bfloat16()
 
 
 def torch_shaped(**settings: object) -> Pair:
-    """AdamW as the quickstart has it."""
     model = network()
     return model, mp_optim.AdamW(model.named_parameters(), lr=1e-2, **settings)
 
 
 def megatron() -> Pair:
-    """``get_megatron_optimizer`` as the quickstart has it."""
     model = network()
     config = mp_optim.OptimizerConfig(
         lr=1e-2, bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5
@@ -59,7 +56,6 @@ def megatron() -> Pair:
 
 
 def sharded() -> Pair:
-    """AdamW over a model of FSDP2."""
     model = network()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in (model[0], model[2], model):
@@ -70,7 +66,6 @@ def sharded() -> Pair:
 
 
 def train(pair: Pair, steps: Iterable[int]) -> float:
-    """The last loss."""
     model, optimizer = pair
     for step in steps:
         inputs = torch.randn(64, 16, generator=torch.Generator().manual_seed(step))
@@ -82,7 +77,6 @@ def train(pair: Pair, steps: Iterable[int]) -> float:
 
 
 def resumes(make: Callable[[], Pair], folder: str, background: bool = False) -> str:
-    """Through mp_optim's checkpoint."""
     pair = make()
     first = train(pair, range(1))
     train(pair, range(1, 30))
@@ -97,7 +91,6 @@ def resumes(make: Callable[[], Pair], folder: str, background: bool = False) -> 
 
 
 def resumes_by_torch(make: Callable[[], Pair], full: bool) -> str:
-    """Through ``get_optimizer_state_dict`` and ``set_optimizer_state_dict``."""
     pair, other = make(), make()
     train(pair, range(30))
     options = StateDictOptions(full_state_dict=full)
@@ -110,7 +103,6 @@ def resumes_by_torch(make: Callable[[], Pair], full: bool) -> str:
 
 
 def read_by_torch(folder: str) -> str:
-    """torch's own ``dcp.load`` reads what ``resumes`` saved."""
     name = "model.0.weight"
     target = {name: torch.zeros(64, 16, dtype=torch.bfloat16)}
     version = (Path(folder) / "latest").read_text().strip()
@@ -120,7 +112,6 @@ def read_by_torch(folder: str) -> str:
 
 
 def rank(number: int, folder: str) -> None:
-    """One of two ranks of FSDP2."""
     torch.set_num_threads(1)
     if not hasattr(torch.cpu.Stream, "record_event"):  # torch 2.6: its FSDP2 asks for it
         torch.cpu.Stream.record_event = lambda self: torch.cpu.Event()
@@ -135,7 +126,6 @@ def rank(number: int, folder: str) -> None:
 
 
 def missing_names() -> list[str]:
-    """What the package takes from torch, and this torch does not have."""
     listed = Path(__file__).with_name("torch_names.txt").read_text().split()
     missing = []
     for name in listed:

@@ -1,5 +1,4 @@
-"""The programs of tools/examples: other people's training code, and what they learn with our
-optimizer."""
+"""Programs of tools/examples train with this package's optimizers."""
 
 from __future__ import annotations
 

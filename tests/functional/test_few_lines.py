@@ -35,7 +35,6 @@ def network() -> nn.Sequential:
 
 
 def losses_of(layers: nn.Module, optimizer: Any, begin: int = 0, end: int = 60) -> list[float]:
-    """Of learning to give back what comes in, at steps ``begin`` to ``end``."""
     losses = []
     for step in range(begin, end):
         x = torch.randn(32, 8, generator=torch.Generator().manual_seed(step)).bfloat16()
@@ -48,8 +47,6 @@ def losses_of(layers: nn.Module, optimizer: Any, begin: int = 0, end: int = 60) 
 
 
 class Trainer:
-    """A Hugging Face Trainer, as far as who builds the optimizer goes."""
-
     def __init__(self, model: nn.Module, optimizer_cls_and_kwargs: Any, **rest: Any) -> None:
         cls, settings = optimizer_cls_and_kwargs
         self.optimizer = cls([{"params": list(model.parameters())}], **settings)
@@ -66,7 +63,6 @@ class Registered:
     register_subclass = register
 
     def build(self, model: nn.Module) -> Any:
-        """OLMo-core's."""
         groups = [{"params": list(model.parameters()), "weight_decay": 0.0}]
         return type(self).optimizer()(groups, **dataclasses.asdict(self))  # type: ignore[attr-defined]
 
@@ -96,8 +92,6 @@ class OptimizerPlugin:
 
 
 class Manager:
-    """torchft's; there is no quorum at every fifth step."""
-
     rounds = 0
 
     def start_quorum(self) -> None:
@@ -257,7 +251,6 @@ def test_lines_of_miles_give_its_module_our_function(
 
 
 def flattened(tree: Any, above: str = "") -> dict[str, Tensor]:
-    """lerobot's: names of leaves, with a slash between levels."""
     if not isinstance(tree, dict):
         return {above[:-1]: tree}
     leaves: dict[str, Tensor] = {}
@@ -271,8 +264,6 @@ def flattened(tree: Any, above: str = "") -> dict[str, Tensor]:
 def test_state_survives_flat_safetensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main_params: str
 ) -> None:
-    """lerobot: state in one file, groups as JSON beside it, whose keys have to be those that the
-    new optimizer has."""
     config = partial(config_classes()["LerobotAdamWConfig"], lr=1e-2)
     monkeypatch.setattr(mp_optim, "AdamW", partial(mp_optim.AdamW, main_params=main_params))
     model = network()

@@ -57,7 +57,6 @@ def groups_of(name: str) -> list[dict[str, Any]]:
 
 
 def count(name: str, wanted: Callable[[dict[str, Any]], bool] = lambda group: True) -> int:
-    """Elements of the params in the groups that are wanted."""
     return sum(
         param.numel() for group in groups_of(name) if wanted(group) for param in group["params"]
     )

@@ -21,7 +21,6 @@ from support.regenerate import finite
 
 @functools.cache
 def uninterrupted(name: str) -> Curve:
-    """The curve of a case here and now, for those that have to repeat it."""
     return finite(run_case(name, Path()))
 
 

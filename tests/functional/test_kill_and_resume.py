@@ -24,7 +24,6 @@ STEPS = 16
 
 
 def command(case: str, output: Path, *flags: str) -> list[str]:
-    """The trainer on a case, one thread, a checkpoint after every step."""
     values = (
         (CASES / case / "model_config.yaml").read_text(encoding="utf-8").partition("\ntest:")[0]
     )
@@ -51,8 +50,6 @@ def start(arguments: list[str]) -> subprocess.Popen[str]:
 def stop_after(
     steps: int, process: subprocess.Popen[str], output: Path, how: signal.Signals
 ) -> tuple[str, str]:
-    """A signal as soon as that many steps are on record: inside the next step, or inside a save.
-    What the process wrote."""
     deadline = time.monotonic() + 120
     while len(read_records(output / "metrics.jsonl")) < steps:
         assert process.poll() is None and time.monotonic() < deadline, (
@@ -70,7 +67,6 @@ def config_of(case: str, output: Path) -> TrainConfig:
 
 
 def everything(case: str, output: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the run's last checkpoint."""
     config = config_of(case, output)
     trainer = Trainer(dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True)))
     assert trainer.step == STEPS

@@ -1,5 +1,4 @@
-"""Programs that look a class up by its path and call it, or that load a plugin of ours: called as
-they call, with stand-ins for those that do not install beside a CPU build of torch."""
+"""Programs that find a class by its path, or load a plugin, build this package's optimizers."""
 
 from __future__ import annotations
 
@@ -47,8 +46,6 @@ def test_builder_that_imports_module_and_class() -> None:
 
 
 def by_class_path(path: str, params: Any, lr: float, arguments: list[str]) -> Any:
-    """kohya's sd-scripts and musubi-tuner: ``--optimizer_type``, ``--optimizer_args``; values are
-    Python's literals, and what is none ends the program."""
     split = [argument.split("=") for argument in arguments]
     settings = {name: ast.literal_eval(value) for name, value in split}
     module, _, name = path.rpartition(".")

@@ -21,7 +21,6 @@ def start(role: str, folder: Path, *rest: str) -> subprocess.Popen[str]:
 
 
 def kill_after(count: int, process: subprocess.Popen[str], run: Path) -> None:
-    """As soon as there are so many answers, wherever the process is then."""
     deadline = time.monotonic() + 180
     while len(list(run.glob("*.json"))) < count:
         assert process.poll() is None and time.monotonic() < deadline

@@ -1,4 +1,1 @@
-"""Machines that prove promises for as long as they are given: ``python tests/lab COMMAND``.
-
-Tests run a little of each; docs/lab.md says what each proves and how long it takes.
-"""
+"""Programs that test promises with random input for a given time: ``python tests/lab COMMAND``."""

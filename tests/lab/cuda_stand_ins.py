@@ -1,9 +1,5 @@
-"""Makes a CUDA build of torch importable without gigabytes of NVIDIA's libraries: run by the Python
-into which it was installed with ``pip install --no-deps torch==...``.
-
-Its libraries stay as the wheel has them. What they need of cuBLAS, cuDNN, NCCL and so on becomes
-a small library each, whose functions all return 1, an error in every one of these interfaces;
-CUDA's runtime (1 MB) is the real one, and finds no device. It needs ``cc`` and ``nm``.
+"""Make a CUDA build of torch importable without NVIDIA's libraries. The Python with that build
+runs it.
 """
 
 import importlib.util
@@ -18,24 +14,20 @@ FUNCTION = re.compile(r"(cu|nccl|nv)[a-zA-Z]\w+")
 
 
 def output(*command: str) -> list[str]:
-    """What a command prints, in lines."""
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return text.splitlines()
 
 
 def needed(library: Path) -> set[str]:
-    """NVIDIA's libraries that a library of torch is linked to."""
     names = re.findall(r"NEEDED.*\[(.*)\]", "\n".join(output("readelf", "-d", str(library))))
     return {name for name in names if NVIDIA.match(name)}
 
 
 def symbols(library: Path, which: str) -> list[str]:
-    """Names of its dynamic symbols, with versions: the undefined or the defined ones."""
     return [line.split()[-1] for line in output("nm", "-D", which, str(library))]
 
 
 def version_owners(library: Path) -> dict[str, str]:
-    """Each version of symbols that a library of torch wants, and which library has to have it."""
     owners, owner = {}, ""
     for line in output("readelf", "-V", str(library)):
         if found := re.search(r"File: (\S+)", line):
@@ -46,7 +38,6 @@ def version_owners(library: Path) -> dict[str, str]:
 
 
 def write_library(path: Path, versions: dict[str, set[str]]) -> None:
-    """A library with functions that return 1, in the versions that NVIDIA's has; "" is none."""
     functions = set().union(*versions.values())
     with tempfile.TemporaryDirectory() as folder:
         source, script = Path(folder) / "functions.c", Path(folder) / "versions"
@@ -65,7 +56,6 @@ def write_library(path: Path, versions: dict[str, set[str]]) -> None:
 
 
 def main() -> None:
-    """Write them beside torch's own, where those look first."""
     torch = importlib.util.find_spec("torch")
     assert torch is not None and torch.origin is not None
     folder = Path(torch.origin).parent

@@ -62,7 +62,6 @@ class Options:
 
 
 def levels_here() -> tuple[str, ...]:
-    """The levels of this CPU, and "off"."""
     from mp_optim.kernels.native_library import native_library
 
     return ("off", *native_library().levels)

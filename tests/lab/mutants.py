@@ -78,8 +78,10 @@ class Fault:
     """One change of a file's text.
 
     Attributes:
-        line, last: lines of the changed text.
-        start, end: bytes of the changed text.
+        line: first line of the changed text.
+            last: last line.
+            start: first byte.
+            end: byte after the last.
         nth: number among equal faults of the function.
     """
 
@@ -96,7 +98,6 @@ class Fault:
 
     @property
     def key(self) -> tuple[str, str, str, str, str, int]:
-        """The name of the fault in every version of the file that has it."""
         return self.path, self.function, self.kind, self.old, self.new, self.nth
 
 
@@ -252,11 +253,6 @@ def _run_pytest(root: Path, *arguments: str, limit: float | None = None, **more:
 
 
 class Cover:
-    """Seconds of each test, and the tests that run each line of the package.
-
-    A test file whose fixtures start ranks counts as one test.
-    """
-
     def __init__(self, root: Path, folder: Path) -> None:
         if not (folder / "times.xml").exists():
             folder.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ COVERAGE = ("--cov=mp_optim", "--cov-report=term", "--cov-fail-under=90")
 
 @dataclass
 class Options:
-    """What to run."""
+    """Machines and sizes."""
 
     only: tuple[str, ...] = ()
     """Machines; all if empty."""
@@ -46,7 +46,6 @@ class Options:
 
 
 def machines(options: Options) -> dict[str, list[list[str]]]:
-    """The commands of each machine, arguments of Python. A command that fails ends its machine."""
     lab, pytest = [str(ROOT / "tests" / "lab")], ["-m", "pytest", "-q"]
     seed = options.seed if options.seed is not None else int(f"{date.today():%Y%m%d}")
     return {

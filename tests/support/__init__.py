@@ -1,1 +1,1 @@
-"""What tests share: models, layouts, stand-ins, oracles, and the processes that they start."""
+"""Models, layouts, stand-ins, oracles and processes for tests."""

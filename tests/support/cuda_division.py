@@ -23,7 +23,7 @@ class DividesAsCuda(TorchDispatchMode):
     rounds: the reciprocal in FP32, for FP64 tensors in FP64.
 
     Attributes:
-        numbers: what was divided by.
+        numbers: the divisors.
     """
 
     def __init__(self) -> None:

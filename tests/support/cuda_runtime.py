@@ -1,4 +1,4 @@
-"""What stands in for the part of the CUDA runtime that locks pages: the kernel locks them."""
+"""A stand-in for the part of the CUDA runtime that locks pages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ class LockingRuntime:
     """``torch.cuda.cudart()``.
 
     Attributes:
-        registered: bytes by address, of what is.
-        calls: what was asked for, in order: (what, address, current device).
-        status: what calls return; they do nothing unless it is 0.
-        is_capturing: whether the current stream records a CUDA graph, in which nothing may be
-            called.
+        registered: size in bytes by address.
+            calls: (function, address, current device), in order.
+            status: result of all calls; they do nothing unless it is 0.
+            is_capturing: True if the current stream records a CUDA graph; no call is allowed then.
     """
 
     def __init__(self) -> None:
@@ -61,8 +60,6 @@ class LockingRuntime:
 
 
 class LockingCuda(Accelerator):
-    """The package's own calls of the runtime, of which this is the whole."""
-
     def __init__(self, kind: str, runtime: LockingRuntime) -> None:
         super().__init__(kind)
         self.runtime = runtime
@@ -99,14 +96,12 @@ def locking_runtime(kind: str = "cuda") -> Iterator[LockingRuntime]:
 
 
 def can_lock(num_bytes: int) -> bool:
-    """Whether this process may lock so many bytes."""
     memory = mmap.mmap(-1, num_bytes)
     first = ctypes.c_char.from_buffer(memory)
     return bool(_libc.mlock(ctypes.byref(first), ctypes.c_size_t(num_bytes)) == 0)
 
 
 def locked_bytes() -> int:
-    """Bytes that this process has locked."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmLck:"):
             return int(line.split()[1]) << 10
@@ -114,8 +109,6 @@ def locked_bytes() -> int:
 
 
 def missing_pages(address: int, num_bytes: int) -> int:
-    """How many pages of this process's memory the system has not given yet; the first begins at
-    ``address``."""
     pages = -(-num_bytes // mmap.PAGESIZE)
     held = (ctypes.c_ubyte * pages)()
     assert _libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), held) == 0

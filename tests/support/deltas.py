@@ -13,7 +13,6 @@ from mp_optim.apps.deltas import Position
 
 
 def differing(one: Tensor, other: Tensor) -> Tensor:
-    """Which elements differ, in any bit."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[one.element_size()]
     return one.contiguous().view(integers) != other.contiguous().view(integers)
 
@@ -22,8 +21,9 @@ class Receiver:
     """A copy of a model's weights at the moment that changes begin to be remembered.
 
     Attributes:
-        copies: by name. listed, changed: elements that were published since, but for full
-            publications and those that nobody trusts, and how many of these differed.
+        copies: by name.
+            listed: number of published elements, without full publications.
+            changed: number of these that differed.
     """
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
@@ -32,10 +32,10 @@ class Receiver:
         self.listed = self.changed = 0
 
     def take(self, parts: Sequence[WeightDelta], now: dict[str, Tensor], exact: bool = True) -> Any:
-        """Take a publication, through its bytes; then the copies are what the weights are now.
+        """Apply a publication through its bytes, and check that the copies equal the weights.
 
         Args:
-            exact: listed elements are to be counted.
+            exact: True to count the listed elements.
         """
         parts = [WeightDelta.from_bytes(part.to_bytes()) for part in parts]
         if exact and not parts[0].is_full:
@@ -61,5 +61,4 @@ class Receiver:
 
     @property
     def precision(self) -> float:
-        """Of the elements that were listed, the share of those that differed."""
         return self.changed / max(1, self.listed)

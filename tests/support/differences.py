@@ -68,8 +68,6 @@ class Deviation:
         self.excess = max(self.excess, apart / allowed)
 
     def _apart(self, ours: Tensor, theirs: Tensor) -> float | None:
-        """The largest difference, infinite where one is NaN; None if there is nothing to compare:
-        the bits are the same, or there are no elements."""
         bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.itemsize]
         is_same = ours.dtype == theirs.dtype and torch.equal(ours.view(bits), theirs.view(bits))
         self.same &= is_same

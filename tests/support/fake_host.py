@@ -11,7 +11,7 @@ from mp_optim.host.host_share import Host
 
 @dataclass(frozen=True)
 class FakeHost:
-    """How a host is built.
+    """The processors of a host.
 
     Attributes:
         cores: physical cores, of two logical processors each; processor ``c + cores`` is the second

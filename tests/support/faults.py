@@ -1,4 +1,4 @@
-"""Flipped bits where a backend steps: in what it reads, and in what it has written."""
+"""Bit flips in the inputs and outputs of a backend's step."""
 
 from __future__ import annotations
 
@@ -25,15 +25,10 @@ def flip(tensor: Tensor, element: int, bit: int) -> None:
 
 
 def upper_bit(tensor: Tensor) -> int:
-    """The first bit of the mantissa, or of a code's middle: a flip that always counts, and makes
-    nothing infinite."""
     return {torch.float32: 22, torch.bfloat16: 6, torch.float16: 9}.get(tensor.dtype, 2)
 
 
 def read_wrong(column: str, element: int) -> Fault:
-    """A flip in what is read, of the largest tensor of a launch; only meanwhile where it is only
-    read."""
-
     def before(lists: TensorLists) -> Callable[[], None]:
         tensor = max(read(lists, column), key=Tensor.numel)
         flip(tensor, element, upper_bit(tensor))
@@ -45,8 +40,6 @@ def read_wrong(column: str, element: int) -> Fault:
 
 
 def written_wrong(column: str, element: int) -> Fault:
-    """A flip in what was written."""
-
     def before(lists: TensorLists) -> Callable[[], None]:
         columns: dict[str, Sequence[Any]] = {
             MAIN: lists.main,
@@ -61,7 +54,6 @@ def written_wrong(column: str, element: int) -> Fault:
 
 
 def read(lists: TensorLists, column: str) -> Any:
-    """The tensors that are read."""
     present = {MAIN: lists.main, **lists.state, **(lists.source or {})}
     return lists.grad if column == "grad" else present[column]
 
@@ -84,11 +76,10 @@ class _Faulty:
 
 @contextmanager
 def faulty(fault: Fault, few: int = 0) -> Iterator[None]:
-    """Launches of rules that step single elements are wrong meanwhile, their repetitions are
-    not.
+    """Make the first run of each element-wise launch wrong in the block.
 
     Args:
-        few: launches whose tensors have no more elements are right.
+        few: number of elements up to which launches stay right.
     """
     apply = ElementRule.apply
 

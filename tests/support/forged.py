@@ -1,4 +1,4 @@
-"""Checkpoints that somebody with intent has changed."""
+"""Checkpoints that were changed on purpose."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from pathlib import Path
 
 
 def replaced(version: Path, name: str, content: bytes) -> None:
-    """Give a file another content, and the manifest its size and checksum: what somebody with
-    intent would do."""
     (version / name).write_bytes(content)
     manifest = json.loads((version / "manifest.json").read_text())
     manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -19,7 +17,6 @@ def replaced(version: Path, name: str, content: bytes) -> None:
 
 
 def archive(pickled: bytes, how: int = zipfile.ZIP_STORED, **records: bytes) -> bytes:
-    """A file of ``torch.save`` whose pickle is this."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", how) as file:
         file.writestr("archive/data.pkl", pickled)

@@ -54,8 +54,6 @@ class _Server:
         self._process.wait()
 
     def wait_until_ready(self) -> None:
-        """Until it can fork: ranks of several servers then begin at one time, as some wait for each
-        other for two seconds only."""
         while not list(self.events()):
             pass
 
@@ -93,8 +91,6 @@ class _Job:
                 server.start(of_server)
 
     def wait(self, timeout: float) -> bool:
-        """Until all have ended, or one failed and the others were ended; False if they had to be
-        ended because they took longer."""
         deadline, in_time = time.monotonic() + timeout, True
         while self._left:
             for key, _ in self._selector.select(max(deadline - time.monotonic(), 0.0)):
@@ -130,15 +126,16 @@ def run_forked(
     size: int | None,
     timeout: float,
 ) -> str:
-    """Run a program in several processes, with what ``torchrun`` tells each of them.
+    """Run a program in several processes, with the variables of ``torchrun``.
 
     Args:
-        variables, folder: the environment of each, and where it begins.
+        variables: environment of each.
+        folder: working directory.
         command: arguments of Python.
-        size: how many. None is one process that is told of no ranks.
+        size: number of ranks; None for one process without ranks.
 
     Returns:
-        What they wrote to stdout, one after the other.
+        Their stdout, in the order of ranks.
     """
     if size is None:
         ended = [end_forked(variables, folder, command, timeout)]
@@ -164,7 +161,6 @@ def run_forked(
 def end_forked(
     variables: Mapping[str, str], folder: Path, command: Sequence[str], timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """How a program ended, in a process that is told of no ranks."""
     (ended,) = _run_together([variables], folder, command, timeout)
     return ended
 
@@ -172,8 +168,6 @@ def end_forked(
 def _run_together(
     variables: Sequence[Mapping[str, str]], folder: Path, command: Sequence[str], timeout: float
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Processes with an environment each. Where one fails the others are ended, and have not
-    failed."""
     if not _servers:
         _servers.extend(_Server(variables[0], folder) for _ in range(_COUNT))
         for server in _servers:

@@ -1,4 +1,4 @@
-"""What the torch-shaped classes are held against: torch's AdamW over FP32 copies."""
+"""torch's AdamW over FP32 copies: the reference for the torch-shaped classes."""
 
 from __future__ import annotations
 

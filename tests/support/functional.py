@@ -33,9 +33,6 @@ GRAD_NORM_RTOL = {"fp32": 1e-2, "fp16": 0.15, "bf16": 0.2}
 
 @dataclass(frozen=True)
 class CaseOptions:
-    """The `test` section: the case whose curve this one has to repeat bit for bit, and where to
-    interrupt it."""
-
     same_as: str | None = None
     resume_at: int | None = None
 
@@ -56,12 +53,10 @@ class Curve:
 
 
 def case_names() -> list[str]:
-    """Every case there is, sorted."""
     return sorted(path.parent.name for path in CASES.glob("*/model_config.yaml"))
 
 
 def load_case(name: str, root: Path = CASES) -> tuple[TrainConfig, CaseOptions]:
-    """The config and options of a case."""
     values: Mapping[str, Any] = yaml.safe_load(
         (root / name / "model_config.yaml").read_text(encoding="utf-8")
     )
@@ -70,7 +65,6 @@ def load_case(name: str, root: Path = CASES) -> tuple[TrainConfig, CaseOptions]:
 
 
 def precision_of(config: TrainConfig) -> str:
-    """`bf16`, `fp16` or `fp32`: what the tolerances go by."""
     if config.optimizer.bf16:
         return "bf16"
     return "fp16" if config.optimizer.fp16 else "fp32"
@@ -119,12 +113,10 @@ def golden_path(name: str) -> Path:
 
 
 def load_golden(name: str) -> Curve:
-    """The golden curve of a case."""
     return Curve(**json.loads(golden_path(name).read_text(encoding="utf-8"))["curve"])
 
 
 def differences(curve: Curve, golden: Curve, precision: str) -> list[str]:
-    """Where a curve is off its golden one by more than the precision allows; empty if nowhere."""
     found = []
     if curve.skipped != golden.skipped:
         found.append(f"skipped steps {curve.skipped} instead of {golden.skipped}")

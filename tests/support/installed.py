@@ -10,15 +10,12 @@ from support.launch import ROOT
 
 
 def copy_package(folder: Path, *leave_out: str) -> Path:
-    """The package in another folder, without files of these patterns; returns the folder."""
     hidden = shutil.ignore_patterns(*leave_out, "__pycache__")
     shutil.copytree(ROOT / "mp_optim", folder / "mp_optim", ignore=hidden)
     return folder
 
 
 def make_kernels_stale(folder: Path) -> None:
-    """Make a copied package ask for kernels of the next interface, as a checkout does whose
-    kernels were built before its sources changed."""
     loader = folder / "mp_optim/kernels/native_library.py"
     source, count = re.subn(
         r"^_ABI = (\d+)$",

@@ -1,10 +1,4 @@
-"""Triton's interpreter, without most of the time that it takes.
-
-Whenever a kernel calls a function of its own, the interpreter looks through all of
-``triton.language`` for what it has to replace there, which the launch has replaced already: two
-thirds of the time of a launch, and more where coverage is measured. Here it looks once in a launch
-for each module that the functions come from. What the kernels compute, and with what, is the same.
-"""
+"""Triton's interpreter with a cached search for replaceable functions, for speed."""
 
 from __future__ import annotations
 
@@ -13,7 +7,6 @@ from typing import Any
 
 
 def look_once() -> None:
-    """From now on, where Triton is installed."""
     try:
         from triton.runtime import interpreter
     except ImportError:

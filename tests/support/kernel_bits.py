@@ -41,7 +41,6 @@ every_dtype = [
 
 
 def on_device(lists: TensorLists, device: str) -> TensorLists:
-    """Copies on a GPU as far into their storages; the lists themselves on a CPU."""
     if device == "cpu":
         return lists
 
@@ -65,7 +64,6 @@ def on_device(lists: TensorLists, device: str) -> TensorLists:
 
 
 def assert_same(a: Tensor | None, b: Tensor | None, label: str) -> None:
-    """Equal bits; all NaNs count as equal, as IEEE does not say which one an operation makes."""
     if a is None or b is None:
         assert a is b
         return
@@ -165,7 +163,7 @@ sizes_of_tensors = st.lists(
 def check_drawn(
     backend: Any, rule: str, data: st.DataObject, device: str = "cpu", most: int = 70_000
 ) -> None:
-    """Check a drawn case: lists of any form, any settings, and what the backend can beside.
+    """Check a drawn case: lists of any form and any settings.
 
     Args:
         most: elements of the largest tensors.

@@ -74,10 +74,6 @@ LONE = "lone"
 
 @dataclass(frozen=True)
 class Case:
-    """What a launch's tensors look like. ``rest``: dtype of remainders, :data:`LONE`, or None of
-    FP32 main params. ``inside``: random numbers are those of parts that begin inside of their
-    parameters. ``average``: dtype of averages of main params, if there are any."""
-
     grad: torch.dtype = torch.bfloat16
     output: torch.dtype | None = torch.bfloat16
     rest: torch.dtype | str | None = None
@@ -90,7 +86,6 @@ class Case:
 
 
 def values(generator: torch.Generator, n: int, odd: bool) -> Tensor:
-    """Random values over many magnitudes, with odd ones among them."""
     x = torch.randn(n, generator=generator) * torch.pow(
         10.0, torch.randint(-12, 6, (n,), generator=generator).float()
     )
@@ -101,7 +96,6 @@ def values(generator: torch.Generator, n: int, odd: bool) -> Tensor:
 
 
 def some_mild(generator: torch.Generator, value: Tensor) -> Tensor:
-    """Return values of which two thirds of the blocks hold no odd one, half of these tiny ones."""
     mild, blocks = values(generator, len(value), False), blocks_of(len(value))
     kinds = torch.randint(0, 3, (blocks,), generator=generator).repeat_interleave(BLOCK)
     kinds = kinds[: len(value)]
@@ -126,7 +120,6 @@ def into_other_memory(lists: TensorLists) -> TensorLists:
 
 
 def lists_of(seed: int, sizes: Sequence[int], keys: tuple[str, ...], case: Case) -> TensorLists:
-    """The same lists for the same arguments."""
     generator = torch.Generator().manual_seed(seed)
 
     def put(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -184,7 +177,6 @@ def step_with(
     step: int,
     multiplier: float | Tensor,
 ) -> Tensor | None:
-    """One step of a rule; returns the sums of LAMB."""
     if rule in TEXTS:
         backend.step(rule, lists, RULE_SCALARS[rule].at(group, step), multiplier)
     elif rule == "muon_momentum":

@@ -1,4 +1,4 @@
-"""Skip tests of kernels whose package is not installed; fail where it is and cannot be used."""
+"""Skip tests of kernels without their package; fail if an installed one does not work."""
 
 from __future__ import annotations
 

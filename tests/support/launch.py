@@ -1,4 +1,4 @@
-"""Start the processes of a test: the only place that says what those can import."""
+"""Start the processes of tests, with their import paths."""
 
 from __future__ import annotations
 
@@ -19,20 +19,15 @@ PATH = os.pathsep.join(map(str, (ROOT, ROOT / "tests", TOOLS)))
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """The variables of a process that imports the package, the tools and ``support`` of this
-    checkout, and computes on one thread."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH, **variables}
 
 
 def start(*command: str, **options: Any) -> subprocess.Popen[str]:
-    """A Python process that the caller talks to and waits for."""
     command = (sys.executable, *command)
     return subprocess.Popen(command, env=environment(), cwd=ROOT, text=True, **options)
 
 
 def run(*command: str, timeout: float = 240, **variables: str) -> str:
-    """Run Python to its end; returns what it wrote to stdout, and fails with what it said if it
-    failed."""
     done = subprocess.run(
         [sys.executable, *command],
         env=environment(**variables),
@@ -47,18 +42,14 @@ def run(*command: str, timeout: float = 240, **variables: str) -> str:
 
 
 def run_forked_program(*command: str, timeout: float = 240, **variables: str) -> str:
-    """The same, forked from a process that has imported torch, which takes three seconds: for a
-    program of which it does not matter how its process begins."""
     return run_forked(environment(**variables), ROOT, command, None, timeout)
 
 
 def end_forked_program(*command: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """The same; returns how it ended, which may be with a failure."""
     return end_forked(environment(), ROOT, command, timeout)
 
 
 def torchrun(size: int, *command: str, timeout: float = 240) -> str:
-    """Run a program in several processes, each of which Python begins anew."""
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}")
     return run_forked_program(*launcher, *command, timeout=timeout)
 
@@ -69,7 +60,6 @@ def run_ranks(worker: str, size: int, *arguments: str, timeout: float = 240) -> 
 
 
 def run_program_of_ranks(size: int, *command: str, timeout: float = 240) -> str:
-    """What :func:`torchrun` does, forked from processes that have imported torch."""
     return run_forked(environment(), ROOT, command, size, timeout)
 
 

@@ -69,13 +69,13 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Layout:
-    """How a number of ranks hold the model.
+    """A distribution of the model over ranks.
 
     Attributes:
-        place: makes a model's parameters what the ranks hold.
+        place: converts a model's parameters to this rank's.
         form: of the optimizer state.
-        fraction: of it on the host.
-        permuted: whether the param groups come in the other order.
+        fraction: share on the host.
+        permuted: True for param groups in the other order.
         settings: of the config.
         build_optimizer: config, model, param groups -> optimizer.
     """
@@ -92,7 +92,6 @@ class Layout:
     )
 
     def build(self, seed: int) -> tuple[Model, Any]:
-        """A model and its optimizer, nothing of them equal to those of another seed."""
         model = Model(seed)
         self.place(model)
         config = OptimizerConfig(
@@ -138,8 +137,6 @@ class Layout:
 
 
 def sharded(dim: int, mesh: DeviceMesh) -> Callable[[Model], None]:
-    """Parameters with that dimension as DTensors, as tensor parallelism makes them."""
-
     def place(model: Model) -> None:
         for name, param in list(model.named_parameters()):
             if param.dim() > dim:
@@ -157,7 +154,6 @@ def fsdp(mesh: DeviceMesh) -> Callable[[Model], None]:
 
 
 def zero(name: str, size: int, group: Any, strategy: str = "optim", **options: Any) -> Layout:
-    """Flat buckets shared out over the ranks of a group."""
     settings = {
         "use_distributed_optimizer": True,
         "data_parallel_sharding_strategy": strategy,
@@ -177,8 +173,6 @@ def zero(name: str, size: int, group: Any, strategy: str = "optim", **options: A
 
 
 def layouts(size: int = 4) -> list[Layout]:
-    """Every layout of up to that many ranks; all processes have to call it, because of the
-    meshes."""
     two = DeviceMesh("cpu", [0, 1])
     return _up_to_two(two) + (_up_to_four() if size == 4 else [])
 
@@ -218,7 +212,6 @@ def _up_to_two(two: DeviceMesh) -> list[Layout]:
 
 
 def part_of(full: Tensor, like: Tensor) -> Tensor:
-    """What a rank that holds ``like`` holds of a whole tensor, in the same wrapping."""
     if full.shape != like.shape:
         return full
     if isinstance(like, DTensor):
@@ -261,7 +254,6 @@ def train(model: Model, optimizer: Any, steps: range) -> None:
 
 
 def state_of(model: Model, optimizer: Any) -> dict[str, Tensor]:
-    """Everything there is in full precision, as this rank holds it, by name."""
     names = {slot: optimizer.slot_name(slot) for slot in optimizer.slots()}
     return {
         **{f"model.{name}": value for name, value in model.state_dict().items()},
@@ -282,7 +274,6 @@ def whole(tensor: Tensor, group: Any) -> Tensor:
 def put(
     layout: Layout, full: dict[str, Tensor], settings: list[dict[str, Any]], seed: int
 ) -> tuple[Model, Any]:
-    """A model and an optimizer of a layout with a state, without any checkpoint."""
     model, optimizer = layout.build(seed)
     with torch.no_grad():
         for name, value in model.state_dict().items():

@@ -34,8 +34,6 @@ def without_cuda(patch: pytest.MonkeyPatch) -> None:
 
 
 class CudaIsCpu(TorchFunctionMode):
-    """Tensors that are asked for on CUDA are made on the CPU: Megatron's own optimizer steps so."""
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.cuda:
             return args[0]
@@ -85,7 +83,6 @@ def with_steps_in_groups(patch: pytest.MonkeyPatch) -> None:
 
 
 def initialize(store: Any = None, **sizes: int) -> None:
-    """Process groups of Megatron's: of this process alone with a store, else of torchrun's."""
     alone = {} if store is None else {"rank": 0, "world_size": 1, "store": store}
     dist.init_process_group("gloo", **alone)
     parallel_state.initialize_model_parallel(**sizes)
@@ -98,7 +95,6 @@ def finish() -> None:
 
 
 def gpt(precision: str = "bf16", *, experts: int = 0, distributed: bool = False) -> nn.Module:
-    """Two layers with gated MLPs (which Megatron cuts before it saves them), or with experts."""
     dtype = DTYPES[precision]
     moe = {"num_moe_experts": experts, "moe_ffn_hidden_size": 32} if experts else {}
     config = TransformerConfig(
@@ -133,7 +129,6 @@ def gpt(precision: str = "bf16", *, experts: int = 0, distributed: bool = False)
 
 
 def optimizer_config(precision: str = "bf16", **settings: Any) -> OptimizerConfig:
-    """Megatron's, with what trains the GPT."""
     half = {} if precision == "fp32" else {precision: True}
     return OptimizerConfig(
         **{
@@ -148,8 +143,6 @@ def optimizer_config(precision: str = "bf16", **settings: Any) -> OptimizerConfi
 
 
 def train(model: nn.Module, optimizer: Any, steps: Sequence[int]) -> list[float]:
-    """Pull every parameter to noise of its own, another one at each step; returns the losses of
-    this rank. Ranks with copies of a parameter pull it to other noise."""
     losses = []
     for step in steps:
         model.zero_grad_buffer()
@@ -175,7 +168,6 @@ def _distance(model: nn.Module, step: int) -> Tensor:
 
 
 def save(folder: Path, model: nn.Module, optimizer: Any, metadata: dict[str, Any]) -> None:
-    """As Megatron's training does it."""
     model_state = model.module.sharded_state_dict()
     state = {
         "model": model_state,
@@ -185,7 +177,6 @@ def save(folder: Path, model: nn.Module, optimizer: Any, metadata: dict[str, Any
 
 
 def load(folder: Path, model: nn.Module, optimizer: Any) -> None:
-    """As Megatron's training does it: in the form that the checkpoint says it has."""
     metadata = dist_checkpointing.load_content_metadata(str(folder)) or {}
     model_state = model.module.sharded_state_dict()
     asked = optimizer.sharded_state_dict(model_state, is_loading=True, metadata=metadata)

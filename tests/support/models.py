@@ -124,9 +124,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 class AdversarialTransfer:
-    """Delays every copy until somebody waits for it, and poisons the destination until then.
-    Several threads may wait for one."""
-
     is_same_place = False
 
     def __init__(self) -> None:

@@ -1,5 +1,4 @@
-"""What programs of reinforcement learning do to an optimizer's state around a rollout, by hand: as
-the helpers of verl and SkyRL, and of AReaL, in behaviour."""
+"""Functions of verl, SkyRL and AReaL that move optimizer state around a rollout."""
 
 from __future__ import annotations
 
@@ -14,7 +13,6 @@ Helper = Callable[[Any, torch.device], None]
 
 
 def _states(optimizer: Any) -> Iterator[dict[str, Any]]:
-    """As they ask: by parameter, where there is any state."""
     if not optimizer.state:
         return
     for group in optimizer.param_groups:
@@ -23,7 +21,6 @@ def _states(optimizer: Any) -> Iterator[dict[str, Any]]:
 
 
 def all_to(optimizer: Any, device: torch.device) -> None:
-    """verl and SkyRL: every tensor there is, the count of steps among them, without waiting."""
     for state in _states(optimizer):
         for key, value in state.items():
             if isinstance(value, Tensor):
@@ -31,7 +28,6 @@ def all_to(optimizer: Any, device: torch.device) -> None:
 
 
 def again_to(optimizer: Any, device: torch.device) -> None:
-    """SkyRL after a save: twice, through another look each time."""
     all_to(optimizer, device)
     for param in list(optimizer.state):
         moved = {key: value.to(device) for key, value in optimizer.state[param].items()}
@@ -39,7 +35,6 @@ def again_to(optimizer: Any, device: torch.device) -> None:
 
 
 def local_to(optimizer: Any, device: torch.device) -> None:
-    """AReaL: moments alone, of DTensors what the rank has."""
     for state in _states(optimizer):
         for key in ("exp_avg", "exp_avg_sq"):
             value = state.get(key)

@@ -16,8 +16,6 @@ F = np.float32
 
 
 def normuon(x: Array, v: Array, h: dict[str, Any]) -> tuple[Array, Array]:
-    """A direction with rows of one size, in FP64, and the moment of its rows; from an orthogonal
-    one."""
     x = x.astype(np.float64)
     new = (v * h["beta2"] + np.mean(x * x, axis=-1) * (1 - h["beta2"])).astype(np.float32)
     even = x / (np.sqrt(new.astype(np.float64)) + 1e-8)[..., None]
@@ -27,7 +25,6 @@ def normuon(x: Array, v: Array, h: dict[str, Any]) -> tuple[Array, Array]:
 
 
 def split(p: Array, bits: int) -> tuple[Any, Any]:
-    """Main params as bfloat16 patterns and remainders, in exact integer arithmetic."""
     pattern = p.view(np.uint32).astype(np.int64)
     if bits == 8:
         finite = np.isfinite(p)
@@ -48,7 +45,6 @@ def join(high: Any, low: Any) -> Array:
 
 
 def quantise(x: Array, kind: str, second: bool) -> tuple[Any, Array]:
-    """Codes and scales of a moment, block by block."""
     if second:
         x = np.minimum(np.sqrt(x), F(2.0**65))
     else:
@@ -82,7 +78,6 @@ def quantise(x: Array, kind: str, second: bool) -> tuple[Any, Array]:
 
 
 def packed(codes: Any) -> Any:
-    """4-bit codes as bytes: the first and the last 32 of every 64 in lower and upper halves."""
     runs = np.zeros(-(-codes.size // 64) * 64, np.int64)
     runs[: codes.size] = codes
     halves = runs.reshape(-1, 2, 32) % 16

@@ -1,4 +1,4 @@
-"""Helpers for the offload modes: models in every mode, worker delays, and what a run comes to."""
+"""Models in every offload mode, worker delays, and snapshots of a run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ def hybrids(optimizer: Any) -> list[HybridDeviceOptimizer]:
 
 
 def schedules(optimizer: Any) -> list[BackwardScheduler]:
-    """Those that begin something during backward."""
     found = [hybrid.stepper.schedule for hybrid in hybrids(optimizer)]
     return [schedule for schedule in found if schedule.is_early]
 
@@ -74,7 +73,6 @@ def build_mode(
     seed: int = 0,
     **settings: Any,
 ) -> tuple[nn.Module, Any]:
-    """The tiny MoE in one mode, in small buckets, over a transfer that delays every copy."""
     model = TinyMoE(DTYPES[precision.split("-")[0]], experts, seed)
     config = config_for(precision, fraction, offload_mode=mode, **settings)
     if groups:
@@ -90,21 +88,17 @@ def build_mode(
 
 
 def spans_of_worker(optimizer: Any, stage: str) -> list[Span]:
-    """What the worker threads did of a stage for the last step, one span a bucket."""
     spans = [span for hybrid in hybrids(optimizer) for span in hybrid.timeline.last]
     return [span for span in spans if span.stage == stage and span.thread == "mp_optim-host"]
 
 
 def finish_early_work(optimizer: Any) -> float:
-    """Wait until nothing is left of what was begun during backward; returns the time."""
     for schedule in schedules(optimizer):
         schedule.worker.drain()
     return time.perf_counter()
 
 
 def different_groups(model: nn.Module, count: int) -> list[dict[str, Any]]:
-    """Groups that differ in every hyperparameter of Adam; lr is a float in one and a tensor in the
-    next."""
     named = list(model.named_parameters())
     groups = []
     for index in range(count):
@@ -129,7 +123,6 @@ def different_groups(model: nn.Module, count: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def delays(seconds: Sequence[float]) -> Iterator[None]:
-    """Worker jobs take these times longer, in turn."""
     waits, run = itertools.cycle(seconds or (0.0,)), BackwardJob.run
 
     def slow(job: BackwardJob) -> None:
@@ -178,7 +171,6 @@ def run(
     scale: Callable[[int], float] = lambda step: 1.0,
     after_backward: Callable[[nn.Module, int], None] | None = None,
 ) -> list[Any]:
-    """Train; returns losses and what each step reported."""
     found = []
     for step in range(start, start + steps):
         optimizer.zero_grad()

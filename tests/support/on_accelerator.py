@@ -1,10 +1,6 @@
-"""A plugin of pytest: what a test makes lies on the simulated accelerator, as under
-``torch.set_default_device``.
+"""A pytest plugin that makes tests allocate on the simulated accelerator.
 
 python -m pytest -p support.on_accelerator tests/unit/offload
-
-What the package itself makes stays where it asks for it. With MP_OPTIM_REPORT=FILE a line a test
-is written there: whether it touched a device, and how it ended.
 """
 
 from __future__ import annotations
@@ -84,8 +80,6 @@ def _by_a_test() -> bool:
 
 
 def _without_stand_ins(original: Callable[..., None]) -> Callable[..., None]:
-    """``use_transfer``: what stands in for an accelerator steps aside for the simulated one."""
-
     def use_transfer(stepper: Stepper, transfer: Transfer, bucket_bytes: int | None = None) -> None:
         if type(transfer) is Transfer:
             pytest.skip("it is about a model in host memory")
@@ -97,8 +91,6 @@ def _without_stand_ins(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _waits(simulation: Simulation, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that hands elements to what the simulation does not see, once they are there."""
-
     def call(*args: Any, **kwargs: Any) -> Any:
         simulation.synchronize()
         return original(*args, **kwargs)
@@ -107,7 +99,6 @@ def _waits(simulation: Simulation, original: Callable[..., Any]) -> Callable[...
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of each property a few examples: the simulation takes its time."""
     for item in items:
         test = getattr(item, "obj", None)
         if is_hypothesis_test(test):

@@ -264,7 +264,6 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
 
 
 def built(name: str | None = None) -> type[torch.optim.Optimizer]:
-    """The class, with one of :data:`MUTANTS` in it if asked."""
     source = SOURCE
     if name is not None:
         _, text, instead = MUTANTS[name]

@@ -18,7 +18,6 @@ def _bits(value: Any) -> Any:
 
 
 def print_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Parameters, buffers, state, settings and loss scale by name, of what this rank holds."""
     saved = optimizer.state_dict()
     found = {f"model.{name}": _bits(value) for name, value in model.state_dict().items()}
     for index, state in saved["state"].items():
@@ -27,5 +26,4 @@ def print_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return the names whose values differ or that only one of them has."""
     return [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]

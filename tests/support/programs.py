@@ -11,7 +11,6 @@ from support.launch import TOOLS
 
 
 def program(name: str) -> ModuleType:
-    """A module below tools, such as ``examples/fabric``."""
     path = TOOLS / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name.replace("/", "_"), path)
     assert spec is not None and spec.loader is not None

@@ -1,12 +1,9 @@
-"""Forks the ranks and other programs of tests: ``python -m support.rank_server``, which
-:mod:`support.launch` starts.
+"""Fork ranks and programs from a process that has imported torch once.
 
-Torch takes a process two seconds of a core to import, most of what many a rank does. Here it is
-imported once. Nothing of ``mp_optim`` is: what that sets up in a process (kernels, threads, hooks)
-it sets up in each rank, which also ends like any program, through the interpreter's own exit.
-
-It says when it is ready. A line of stdin has ranks to start; lines of stdout then say the process
-id of each, and the exit status of each as it ends.
+:mod:`support.launch` starts it as ``python -m support.rank_server``. An import of torch takes two
+seconds of a core. Nothing of ``mp_optim`` is imported here: each rank sets up its own kernels,
+threads and hooks. It prints a line when it is ready. A line of stdin has ranks to start; lines of
+stdout give the process id of each, and its exit status.
 """
 
 from __future__ import annotations
@@ -32,14 +29,15 @@ _TORCH = (
 
 @dataclass(frozen=True)
 class Rank:
-    """One process to be.
+    """A process to fork.
 
     Attributes:
         number: among the ranks of the job.
-        command: arguments of Python: ``-m`` and a module, ``-c`` and a text, or a file, and what is
-            for the program.
+        command: arguments of Python: ``-m`` and a module, ``-c`` and a text, or a file; then those
+            of the program.
         variables: its whole environment.
-        output, log: the files that it writes to.
+        output: file of stdout.
+        log: file of stderr.
     """
 
     number: int
@@ -49,7 +47,6 @@ class Rank:
     log: str
 
     def become(self) -> None:
-        """Be this process, in a fork."""
         ours = _python_path(os.environ)
         others = [path for path in sys.path if path and path not in ours]
         sys.path[:] = [*_python_path(self.variables), *others]
@@ -74,8 +71,6 @@ class Rank:
 
 
 def _measure_coverage() -> None:
-    """If it is measured, then from here on, as in a process that Python begins: what runs counts
-    for the test that asked for this process, not for the first that asked the server for one."""
     if any(name.startswith("COVERAGE_PROCESS") for name in os.environ):
         importlib.import_module("coverage").process_startup()
 
@@ -85,7 +80,6 @@ def _python_path(variables: Mapping[str, str]) -> list[str]:
 
 
 def serve() -> Rank | None:
-    """Start ranks until nobody asks any more; in a fork, the rank to become."""
     for line in sys.stdin:
         numbers: dict[int, int] = {}
         for given in json.loads(line):

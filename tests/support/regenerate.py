@@ -1,5 +1,4 @@
-"""Write golden values anew: `PYTHONPATH=tests:tools python -m support.regenerate [case...]`;
-without names, of every case."""
+"""Write golden values: `PYTHONPATH=tests:tools python -m support.regenerate [case...]`."""
 
 from __future__ import annotations
 
@@ -16,8 +15,6 @@ from support.functional import CASES, Curve, case_names, load_case, load_golden,
 
 
 def finite(curve: Curve) -> Curve:
-    """JSON has no inf and nan; a norm that is not finite is that of a skipped step, and is written
-    as null."""
     norms = [
         norm if norm is not None and math.isfinite(norm) else None for norm in curve.grad_norms
     ]

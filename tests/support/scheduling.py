@@ -10,9 +10,6 @@ from support.launch import ROOT
 
 
 class ModuleFixturesOnce(LoadScopeScheduling):  # type: ignore[misc]
-    """Tests one by one to whoever is free, but those of a module with fixtures of its own to one
-    process: what such a fixture finds on several ranks takes up to a minute."""
-
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         return file if _has_module_fixtures(file) else nodeid

@@ -25,8 +25,6 @@ class _Late:
 
 @contextmanager
 def slow_disk() -> Iterator[None]:
-    """Reads and writes happen when they are waited for; until then the memory of a read is poison,
-    and a write takes what is in its memory by then."""
     read, write = StateFile.read_into, StateFile.write_from
 
     def late_read(file: StateFile, memory: Tensor, offset: int) -> _Late:

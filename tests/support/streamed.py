@@ -1,4 +1,4 @@
-"""A model of parameters of all kinds whose state is streamed, and random programs of it."""
+"""A model with parameters of all kinds, and random forms of its state."""
 
 import math
 
@@ -50,7 +50,6 @@ def give_gradients(model, step, bad=False):
 
 
 def go_backward(model, step):
-    """The same gradients, from backward, in the order of the names' ends."""
     generator = torch.Generator().manual_seed(1 + step)
     losses = []
     for param in model.parameters():
@@ -84,7 +83,6 @@ def train(model, optimizer, steps, start=0):
 
 @st.composite
 def stepped(draw):
-    """A dtype of the model, a rule, and a form of its state, as fields of a config."""
     rule = draw(st.sampled_from(list(KEEPS)))
     dtype = draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
     form = FORMS[draw(st.sampled_from(list(FORMS)))]

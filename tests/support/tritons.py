@@ -1,11 +1,8 @@
-"""Compiles all kernels by each Triton that a supported torch brings, without a GPU.
+"""Compile all kernels by each supported Triton, without a GPU.
 
 python -m support.tritons 3.6.0 3.7.1      # these
-python -m support.tritons --of-torch       # those that the torch of the package index ask for
+python -m support.tritons --of-torch       # as required by each torch of the package index
 python -m support.tritons --fetch          # only have the oldest ready, for its test
-
-Wheels are fetched by pip and unpacked into a folder each, as nothing can be installed twice. Of a
-Triton that the backend refuses, the refusal is what is looked at.
 """
 
 from __future__ import annotations
@@ -41,17 +38,15 @@ print(triton_backend()[1])
 
 
 def folder_of(version: str) -> Path:
-    """Where a Triton is unpacked: beside this Python's packages, as a wheel is for one Python, or
-    in the folder that MP_OPTIM_TRITONS names."""
     kept = os.environ.get("MP_OPTIM_TRITONS") or Path(sys.prefix) / "tritons"
     return Path(kept) / version
 
 
 def fetch(version: str) -> Path:
-    """Have a Triton unpacked; returns its folder.
+    """Return the folder of an unpacked Triton.
 
     Raises:
-        SystemExit: pip cannot have it; says why.
+        SystemExit: pip cannot download it.
     """
     folder = folder_of(version)
     if not (folder / "triton").is_dir():
@@ -76,8 +71,6 @@ def said_of(version: str) -> str:
 
 
 def pinned() -> dict[str, str]:
-    """By each release of torch that is supported: what it asks for, as its metadata have it, such
-    as ``~=3.8.0``."""
     said = _pip("index", "versions", "torch").stdout
     listed = said.partition("Available versions:")[2].splitlines()[0].split(",")
     releases = [each.strip() for each in listed if "+" not in each]
@@ -94,7 +87,6 @@ def pinned() -> dict[str, str]:
 
 
 def latest(specifier: str) -> str:
-    """The newest Triton of a pin."""
     options = ("--dry-run", "--quiet", "--no-deps", "--ignore-installed")
     report = _pip("install", *options, "--report", "-", f"triton{specifier}").stdout
     return str(json.loads(report)["install"][0]["metadata"]["version"])

@@ -1,5 +1,4 @@
-"""Gradients that arrive in two threads of one backward, as they do where a model has parameters on
-the CPU and on an accelerator; and what they would collide in."""
+"""Backward passes in two threads, as with parameters on a CPU and an accelerator."""
 
 from __future__ import annotations
 

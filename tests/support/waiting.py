@@ -1,8 +1,7 @@
-"""Fails whatever makes the host wait for the device, on machines without one.
+"""Fail on each host synchronization, on machines without a GPU.
 
-Under Triton's interpreter the device's tensors are CPU tensors, and reading one costs nothing, so
-it has to be caught: every way from a tensor to a number in Python raises, except for tensors that
-lie on the host also where there is a GPU.
+Under Triton's interpreter device tensors are CPU tensors. Every way from a tensor to a number
+raises.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _MAKERS = {torch.tensor, torch.as_tensor}
 
 
 class WaitedError(AssertionError):
-    """Somebody read the device."""
+    """The host read a device tensor."""
 
 
 class _Functions(TorchFunctionMode):
@@ -88,12 +87,6 @@ class _Kernels(TorchDispatchMode):
 
 @contextmanager
 def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[None]:
-    """Inside, whoever reads a tensor of the device raises :class:`WaitedError`.
-
-    The verdict of a step before is read from memory of the host, where its copy has arrived. Not
-    caught are the interpreter's own doings inside of a launch, the FP64 root, which a GPU has an
-    instruction for, and step counters, which live on the host.
-    """
     from triton.runtime.interpreter import GridExecutor
 
     from mp_optim.kernels import sums
@@ -141,7 +134,6 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[No
 
 
 def _steps(optimizer: Any) -> Iterator[Tensor]:
-    """The step counters of every rule below an optimizer."""
     for part in optimizer.chained_optimizers:
         executor = part.executor
         if isinstance(executor, PlacedExecutor):

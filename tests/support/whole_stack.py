@@ -17,7 +17,6 @@ def half_on_the_host(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
 ) -> MegatronOptimizer:
-    """A stack with main params, half of it offloaded, over parameters or param groups."""
     given = list(params)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     groups = [{**group, "params": list(group["params"])} for group in groups]

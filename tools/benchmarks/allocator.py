@@ -27,7 +27,6 @@ def _glibc() -> Any:
 
 
 def keep_freed() -> None:
-    """Reuse freed tensors of up to 32 MiB. Does nothing where there is no glibc."""
     if (library := _glibc()) is not None:
         library.mallopt(_MMAP_THRESHOLD, _LARGEST)
         library.mallopt(_TRIM_THRESHOLD, _NEVER)

@@ -33,7 +33,6 @@ class Contenders:
 
 
 def tensors(numel: int, count: int, dtype: torch.dtype, value: float | None = None) -> list[Tensor]:
-    """``count`` tensors of ``numel`` elements: random, or all of one value."""
     if value is not None:
         return [torch.full((numel,), value, dtype=dtype) for _ in range(count)]
     generator = torch.Generator().manual_seed(count)

@@ -43,9 +43,6 @@ _type = torch.Tensor.type
 
 
 class _HostTorch:
-    """The module ``torch``, but for tensors that are asked for on a device: they are made on the
-    CPU."""
-
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
@@ -59,7 +56,6 @@ class _HostTorch:
 
 
 def _cuda_type(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """``tensor.type()`` with the name that the tensor would have on a GPU."""
     found = _type(tensor, *args, **kwargs)
     return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
 
@@ -96,8 +92,6 @@ def job_ended() -> Iterator[None]:
 
 
 def _model(params: Sequence[Tensor], main_grads: Sequence[Tensor]) -> nn.Module:
-    """What the optimizer sees of a model that Megatron's DDP has wrapped and whose backward is
-    over."""
     wide = main_grads[0].dtype == torch.float32
     model: Any = nn.ParameterList([nn.Parameter(param) for param in params])
     model.ddp_config = importlib.import_module(

@@ -27,12 +27,10 @@ def _params(tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> list[torch.nn
 
 
 def torch_adamw(mains: Sequence[Tensor], grads: Sequence[Tensor], **kwargs: Any) -> Step:
-    """``torch.optim.AdamW`` over FP32 tensors with FP32 gradients."""
     return torch.optim.AdamW(_params(mains, grads), **SETTINGS, **kwargs).step
 
 
 def deepspeed_cpu_adam(mains: Sequence[Tensor], grads: Sequence[Tensor]) -> Step:
-    """DeepSpeedCPUAdam over FP32 tensors; builds its kernel at first use."""
     adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
     step: Step = adam(_params(mains, grads), **SETTINGS, adamw_mode=True).step
     return step
@@ -57,9 +55,6 @@ def low_bit_adam(kind: str, params: Sequence[Tensor], grads: Sequence[Tensor]) -
 
 
 class Composite:
-    """FP32 main params, moments and gradients beside 16-bit params: what people write around a
-    fused optimizer."""
-
     def __init__(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         self.params, self.grads = list(params), list(grads)
         self.mains = [torch.nn.Parameter(param.detach().float()) for param in params]
@@ -71,7 +66,6 @@ class Composite:
 
     @torch.no_grad()
     def usual_bf16(self) -> None:
-        """Upcast, norm, clip, fused AdamW, downcast."""
         torch._foreach_copy_(self.main_grads, self.grads)
         torch.nn.utils.clip_grad_norm_(self.mains, CLIP, foreach=True)
         self.adam.step()
@@ -79,7 +73,6 @@ class Composite:
 
     @torch.no_grad()
     def usual_fp16(self) -> None:
-        """The same with unscaling and the check for infinities of ``torch.amp.GradScaler``."""
         torch._foreach_copy_(self.main_grads, self.grads)
         self.found_inf.zero_()
         torch._amp_foreach_non_finite_check_and_unscale_(
@@ -93,8 +86,6 @@ class Composite:
 
     @torch.no_grad()
     def best_torch(self) -> None:
-        """Norm of the 16-bit gradients, one upcast, fused AdamW that divides by ``grad_scale``, one
-        downcast."""
         norms = torch._foreach_norm(self.grads, 2, dtype=torch.float32)
         norm = float(torch.linalg.vector_norm(torch.stack(list(norms))))
         if not math.isfinite(norm):

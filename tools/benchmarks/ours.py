@@ -22,8 +22,6 @@ STEP_BYTES = 30
 
 
 def _kind(moments: str, remainder_bits: int | None) -> dict[str, Any]:
-    """Config fields for moments of a dtype, and main params in FP32 or as a remainder beside the
-    model's."""
     mains = (
         {"store_param_remainders": False}
         if remainder_bits is None
@@ -52,7 +50,6 @@ others are compared with."""
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Run torch and the native kernels on so many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     set_host_threads(count)
@@ -66,7 +63,6 @@ def threads(count: int) -> Iterator[None]:
 def our_kernel(
     mains: list[Tensor], grads: list[Tensor], outputs: list[Tensor] | None, **settings: Any
 ) -> Callable[[], object]:
-    """``FusedAdam.step_slots``: the update alone."""
     optimizer = FusedAdam(mains, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, **settings)
     updates = SlotUpdates.of(
         [
@@ -78,8 +74,6 @@ def our_kernel(
 
 
 def our_optimizer(params: list[Tensor], grads: list[Tensor], **settings: Any) -> MegatronOptimizer:
-    """What ``get_megatron_optimizer`` makes of params that have these gradients; clipping is on,
-    all are decayed."""
     half = {torch.bfloat16: "bf16", torch.float16: "fp16"}[params[0].dtype]
     scale = {"loss_scale": 1.0} if half == "fp16" else {}
     config = OptimizerConfig(
@@ -101,5 +95,4 @@ def our_optimizer(params: list[Tensor], grads: list[Tensor], **settings: Any) ->
 
 
 def our_step(params: list[Tensor], grads: list[Tensor], **settings: Any) -> Callable[[], object]:
-    """The whole mixed-precision step."""
     return our_optimizer(params, grads, **settings).step

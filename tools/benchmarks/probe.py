@@ -25,8 +25,6 @@ class ProbedTiming(Timing):
     limits: tuple[float, ...] = ()
 
     def share(self, nbytes: int) -> float:
-        """What part of the probe's bandwidth a contender reached that has to read and write so
-        many bytes: the median over the rounds."""
         shares = sorted(
             nbytes / seconds / limit
             for seconds, limit in zip(self.seconds, self.limits, strict=True)
@@ -58,7 +56,6 @@ class Probe:
 
 
 def memory_limit(numel: int, rounds: int) -> tuple[Section, Probe]:
-    """The ways that there are, and the fastest of them."""
     flat, other = torch.zeros(2 * numel), torch.zeros(numel)
     lion = RuleOptimizer("lion", [torch.zeros(numel)])
     update = [SlotUpdate(Slot(0, 0), other)]

@@ -59,7 +59,6 @@ _OPPONENTS = ("deepspeed", "megatron-core", "torchao", "bitsandbytes")
 
 
 def _installed() -> dict[str, str]:
-    """Versions of the opponents that are there."""
     found = {}
     for name in _OPPONENTS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -68,7 +67,6 @@ def _installed() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
     model = next(
         (line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), ""
     )
@@ -114,7 +112,6 @@ def show(console: Console, section: Section) -> None:
 
 
 def markdown(sections: list[Section], limit: float, regime: str) -> str:
-    """All sections as one document."""
     where = machine()
     others = "".join(f"{name} {version}, " for name, version in where["opponents"].items())
     return (
@@ -126,7 +123,6 @@ def markdown(sections: list[Section], limit: float, regime: str) -> str:
 
 
 def tables(sections: Sequence[Section]) -> str:
-    """The sections alone."""
     lines = []
     for section in sections:
         columns = _columns(section)
@@ -145,7 +141,6 @@ def tables(sections: Sequence[Section]) -> str:
 
 
 def plot(section: Section, path: Path, title: str) -> None:
-    """Bars of milliseconds, shortest first."""
     rows = sorted(section.rows.items(), key=lambda item: item[1]["ms"], reverse=True)
     figure, axes = plt.subplots(figsize=(9, 0.55 * len(rows) + 1.2), dpi=150)
     colors = ["#08519c" if name.startswith(OURS) else "#bdbdbd" for name, _ in rows]
@@ -162,7 +157,6 @@ def plot(section: Section, path: Path, title: str) -> None:
 
 
 def write(folder: Path, sections: list[Section], limit: float, regime: str) -> None:
-    """``host.json``, ``host.md`` and ``host.png``."""
     folder.mkdir(parents=True, exist_ok=True)
     values = {
         "machine": machine(),

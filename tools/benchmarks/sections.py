@@ -31,7 +31,6 @@ FEW = 4
 
 
 def update_kernels(numel: int, rounds: int, probe: Probe) -> Section:
-    """FP32 states, the update alone."""
     count = numel // PIECE
     mains, grads = (tensors(PIECE, count, torch.float32), tensors(PIECE, count, torch.float32))
     half_grads, outputs = (
@@ -76,7 +75,6 @@ _OF_TORCH = {
 
 
 def full_step(numel: int, rounds: int, probe: Probe) -> Section:
-    """From 16-bit gradients to 16-bit params, clipping active, non-finite gradients noticed."""
     count = numel // PIECE
     section = Section("Full mixed-precision step, clipping on")
     for dtype, names in (
@@ -104,8 +102,6 @@ def full_step(numel: int, rounds: int, probe: Probe) -> Section:
 
 
 def _add_megatron(section: Section, numel: int, rounds: int, probe: Probe) -> None:
-    """Rows of Megatron-core: each variant in turn with our step, as memory would not hold all of
-    them at once."""
     count = numel // PIECE
     params, grads = (tensors(PIECE, count, torch.bfloat16) for _ in range(2))
     ours = our_step([param.clone() for param in params], grads)
@@ -136,7 +132,6 @@ def _add_megatron(section: Section, numel: int, rounds: int, probe: Probe) -> No
 
 
 def compact_states(numel: int, rounds: int) -> Section:
-    """The full step with optimizer state in fewer bytes."""
     count = numel // PIECE
     params, grads = (tensors(PIECE, count, torch.bfloat16) for _ in range(2))
     optimizers: dict[str, MegatronOptimizer] = {}
@@ -161,7 +156,6 @@ def compact_states(numel: int, rounds: int) -> Section:
 
 
 def _state_bytes(optimizer: MegatronOptimizer) -> float:
-    """Bytes of main params (or remainders) and moments for each parameter, as the tensors are."""
     rows = optimizer.describe().rows
     return sum(row.bytes for row in rows) / sum(row.params for row in rows)
 
@@ -181,8 +175,6 @@ of the params."""
 
 
 def eight_bit(numel: int, rounds: int) -> Section:
-    """The update alone with moments of 8 bits or few: ours and those of others, on a few pieces, as
-    most are slow."""
     count = max(1, min(numel // PIECE, FEW))
     mains, grads = (tensors(PIECE, count, torch.float32), tensors(PIECE, count, torch.float32))
     half_mains, half_grads = (
@@ -221,7 +213,6 @@ def eight_bit(numel: int, rounds: int) -> Section:
 
 
 def many_tensors(total: int, rounds: int) -> Section:
-    """As many elements in 10,000 small tensors, in a mix as of a mixture of experts, and in one."""
     small = total // 10_000
     moe = [total // 4, total // 4] + [total // 512] * 256
     sizes = {"1 tensor": [total], f"10,000 of {small:,}": [small] * 10_000, "MoE mix": moe}
@@ -268,7 +259,6 @@ def _of_sizes(name: str, build: Any, numels: list[int]) -> Callable[[], object]:
 
 
 def thread_scaling(numel: int, rounds: int, most: int) -> Section:
-    """The full step on 1, 2, ... threads."""
     params, grads = (tensors(PIECE, numel // PIECE, torch.bfloat16) for _ in range(2))
     step = our_step(params, grads)
     section = Section("Threads: the full step")

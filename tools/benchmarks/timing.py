@@ -23,7 +23,6 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Half the distance between the quartiles, over the median; 0 of one round."""
         if len(self.seconds) == 1:
             return 0.0
         low, _, high = statistics.quantiles(self.seconds, n=4)
@@ -45,5 +44,4 @@ def alternate(
 
 
 def ratio(of: Timing, to: Timing) -> float:
-    """How many times longer ``of`` takes than ``to``: the median over rounds."""
     return statistics.median(a / b for a, b in zip(of.seconds, to.seconds, strict=True))

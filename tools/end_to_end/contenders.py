@@ -53,7 +53,6 @@ class Loop:
         (loss / self.setting.pieces).backward()
 
     def step(self) -> None:
-        """Clip, step, and drop the gradients."""
         if self.setting.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.setting.clip)
         self.optimizer.step()
@@ -120,13 +119,11 @@ def _settings(setting: Setting) -> dict[str, Any]:
 
 
 def torch_adamw(model: nn.Module, setting: Setting) -> Loop:
-    """``torch.optim.AdamW(fused=True)``."""
     adam = torch.optim.AdamW(model.parameters(), fused=True, **_settings(setting))
     return Loop(model, adam, setting)
 
 
 def torchao_8bit(model: nn.Module, setting: Setting) -> Loop:
-    """``AdamW8bit``, its parameters rounded stochastically."""
     if setting.device.type == "cpu":  # to compile its step takes a minute
         torch.compiler.set_stance("force_eager")
     adam = _library("torchao", "torchao.optim").AdamW8bit
@@ -135,7 +132,6 @@ def torchao_8bit(model: nn.Module, setting: Setting) -> Loop:
 
 
 def torchao_offload(model: nn.Module, setting: Setting) -> Loop:
-    """``CPUOffloadOptimizer`` over torch's fused AdamW."""
     made = _library("torchao", "torchao.optim").CPUOffloadOptimizer(
         model.parameters(), torch.optim.AdamW, fused=True, **_settings(setting)
     )
@@ -143,13 +139,11 @@ def torchao_offload(model: nn.Module, setting: Setting) -> Loop:
 
 
 def bitsandbytes_8bit(model: nn.Module, setting: Setting) -> Loop:
-    """``AdamW8bit``."""
     adam = _library("bitsandbytes", "bitsandbytes.optim").AdamW8bit
     return Loop(model, adam(model.parameters(), **_settings(setting)), setting)
 
 
 def flashoptim(model: nn.Module, setting: Setting) -> Loop:
-    """``FlashAdamW`` with 8-bit state and 24 bits of main params; it has no ``eps``."""
     settings = {key: value for key, value in _settings(setting).items() if key != "eps"}
     adam = _library("flashoptim").FlashAdamW
     return Loop(model, adam(model.parameters(), master_weight_bits=24, **settings), setting)
@@ -168,8 +162,6 @@ def _replace_cuda() -> None:
 
 
 def hybrid(model: nn.Module, setting: Setting, fraction: float = 1.0) -> Loop:
-    """Megatron-core's ``HybridDeviceOptimizer`` as a plain torch optimizer, as Megatron builds it:
-    FP32 main params, torch's fused AdamW on both sides, copies overlapped."""
     on_gpu, name = setting.device.type == "cuda", f"{_MEGATRON}.cpu_offloading.hybrid_optimizer"
     if not on_gpu:
         _replace_cuda()
@@ -189,7 +181,6 @@ def hybrid(model: nn.Module, setting: Setting, fraction: float = 1.0) -> Loop:
 
 
 def deepspeed_offload(model: nn.Module, setting: Setting, **zero: Any) -> Loop:
-    """A DeepSpeed engine with an AdamW that the configuration places on the host."""
     on_gpu = setting.device.type == "cuda"
     if not on_gpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -211,7 +202,6 @@ def deepspeed_offload(model: nn.Module, setting: Setting, **zero: Any) -> Loop:
 
 
 def ours(model: nn.Module, setting: Setting, **settings: Any) -> Loop:
-    """``mp_optim.AdamW``."""
     adam = mp_optim.AdamW(
         model.named_parameters(), max_grad_norm=setting.clip, **_settings(setting), **settings
     )

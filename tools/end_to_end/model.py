@@ -40,12 +40,10 @@ class Shape:
 
     @property
     def params(self) -> int:
-        """Number of parameters."""
         return self._matrices + (1 - self.tied) * self.vocab * self.hidden + self._vectors
 
     @property
     def _matrices(self) -> int:
-        """Elements of the matrices that multiply a token, the head included."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         block = attention + 3 * self.hidden * self.inner
         return self.layers * block + self.vocab * self.hidden

@@ -71,7 +71,6 @@ def write(results: Results, sizes: Sizes) -> None:
 
 
 def markdown(found: Mapping[str, list[Record]]) -> str:
-    """Return the page: a table of each part, and what it was measured on."""
     published = ", ".join(f"[{each['name']}]({each['source']})" for each in picture.PUBLISHED)
     lines = [PAGE.read_text().replace("PUBLISHED", published)]
     for name, part in PARTS.items():

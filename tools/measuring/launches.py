@@ -65,7 +65,6 @@ def tensors(count: int, dtype: torch.dtype) -> CachedTensorList:
 
 
 def steady_lists(count: int) -> tuple[TensorLists, list[list[Tensor]]]:
-    """Lists of AdamW with FP32 state beside bfloat16 parameters, and two sets of gradients."""
     state = {key: tensors(count, torch.float32) for key in ("exp_avg", "exp_avg_sq")}
     grads = [list(tensors(count, torch.bfloat16)) for _ in range(2)]
     mains, outputs = tensors(count, torch.float32), tensors(count, torch.bfloat16)
@@ -73,9 +72,6 @@ def steady_lists(count: int) -> tuple[TensorLists, list[list[Tensor]]]:
 
 
 def schedule(driver: NoDriver) -> dict[str, int]:
-    """Kernels that are loaded in the first steps of a schedule, and in all of it, and how often
-    Triton was asked for one: two groups whose multipliers lie beside each other on the device,
-    rates that change, gradients that are missing now and then."""
     backend, groups = MachineBackend(), [steady_lists(4) for _ in range(2)]
     controls, before = torch.tensor([[0.37, 0.0], [0.5, 0.0]]), driver.loaded
     found, run, asked = {}, JITFunction.run, []

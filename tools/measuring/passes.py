@@ -76,7 +76,6 @@ def _is_counted(code: CodeType) -> bool:
 
 
 def passed(run: Callable[[], object]) -> Passed:
-    """The figures of one run; threads that run already are watched as well."""
     watch = Watch()
     if hasattr(threading, "setprofile_all_threads"):
         threading.setprofile_all_threads(watch)
@@ -104,7 +103,6 @@ def backward(model: nn.Module) -> None:
 
 
 def trained(**settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model and its optimizer after some steps: state is there, and what is cached is cached."""
     model = model_of_layers()
     optimizer = mp_optim.AdamW(model.parameters(), lr=1e-3, **settings)
     for _ in range(3):
@@ -115,14 +113,12 @@ def trained(**settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def step() -> Iterator[tuple[str, Passed]]:
-    """A step of AdamW without any offloading."""
     model, optimizer = trained()
     backward(model)
     yield "step", passed(optimizer.step)
 
 
 def overlap() -> Iterator[tuple[str, Passed]]:
-    """Backward and step of AdamW with half of it on the host, stepped during backward."""
     model, optimizer = trained(offload=0.5, offload_mode="overlap")
 
     def both() -> None:
@@ -133,7 +129,6 @@ def overlap() -> Iterator[tuple[str, Passed]]:
 
 
 def build() -> Iterator[tuple[str, Passed]]:
-    """The first optimizer of a process, and the second."""
     config = mp_optim.OptimizerConfig(lr=1e-3, bf16=True)
     for which in ("first", "second"):
         model = model_of_layers()
@@ -142,7 +137,6 @@ def build() -> Iterator[tuple[str, Passed]]:
 
 
 def state() -> Iterator[tuple[str, Passed]]:
-    """A state dict, and back."""
     _, optimizer = trained()
     kept: list[dict[str, Any]] = []
     yield "state_dict", passed(lambda: kept.append(optimizer.state_dict()))
@@ -153,8 +147,6 @@ WALKS = {"step": step, "overlap": overlap, "build": build, "state": state}
 
 
 def times() -> dict[str, float]:
-    """Milliseconds of a step of tiny parameters, ours and torch's in turn, and how many times
-    torch's ours takes: medians."""
     params = [nn.Parameter(torch.randn(16, 4).bfloat16()) for _ in range(2 * TINY)]
     for param in params:
         param.grad = torch.randn_like(param)

@@ -35,7 +35,6 @@ class Form:
 
     @property
     def values(self) -> dict[str, str]:
-        """The constants."""
         return dict(self.constants)
 
     def __str__(self) -> str:
@@ -44,7 +43,6 @@ class Form:
 
 
 def form_of(launch: Any) -> Form:
-    """The form of a :class:`~ptx.triton_driver.Launch`."""
     constants: dict[str, str] = {}
     absent = []
     for name, value in launch.constants.items():
@@ -70,7 +68,6 @@ def _text(value: Any) -> str:
 
 
 def read(file: Path = LIST) -> list[Form]:
-    """The forms of a list."""
     if not file.exists():
         return []
     return [

@@ -40,7 +40,6 @@ class _WatchedTables(Tables):
         return column
 
     def read_by(self, launch: Launch) -> list[Tensor]:
-        """The tensors whose addresses a launch is given."""
         found: list[Tensor] = []
         for value in launch.arguments.values():
             if isinstance(value, Tensor) and value.dtype == torch.int64:
@@ -73,7 +72,6 @@ class MachineBackend(TritonBackend):
         carry_out(launch, self._watched.read_by(launch), text=self.text)
 
     def pass_by(self, launch: Launch) -> None:
-        """Carry nothing out; what the host goes on with is zeros."""
         made: Any = launch.arguments.get("made")
         if isinstance(made, Tensor):
             made.zero_()

@@ -37,8 +37,6 @@ class Lanes:
         self.count = chosen.stop - chosen.start if is_slice else len(chosen)
 
     def put(self, name: str, bits: Array) -> None:
-        """Write a register: a number for each chosen thread, or one for all. An array of all
-        threads is kept as it is: nobody else may have it."""
         if len(bits) != self.count:
             bits = np.full(self.count, bits[0])
         if self.count == self.size:
@@ -69,7 +67,6 @@ def dtype_of(program: Program, name: str) -> type:
 
 
 def constant(program: Program, source: Operand) -> int:
-    """The bits of an operand that is no register."""
     if isinstance(source, Immediate):
         return source.bits
     if isinstance(source, Symbol) and source.name in ("global_smem", program.depot[0]):
@@ -78,8 +75,6 @@ def constant(program: Program, source: Operand) -> int:
 
 
 def reader(program: Program, source: Operand, kind: str) -> Reader:
-    """Reads an operand as numbers of a kind: one for each chosen thread, or one for all. They may
-    be a register's own and must not be written."""
     if isinstance(source, Register):
         return _register_reader(program, source.name, kind)
     if isinstance(source, Symbol) and source.name in SPECIAL:
@@ -116,7 +111,6 @@ def _register_reader(program: Program, name: str, kind: str) -> Reader:
 
 
 def writer(program: Program, result: Operand, kind: str) -> Writer:
-    """Writes numbers of a kind, which nobody else may have, to a register."""
     if not isinstance(result, Register):
         raise PtxError(f"{program.name}: cannot write {result}")
     name, dtype = result.name, dtype_of(program, result.name)
@@ -130,7 +124,6 @@ def writer(program: Program, result: Operand, kind: str) -> Writer:
 
 
 def computing(program: Program, one: Instruction, operation: Operation) -> Callable[[Lanes], None]:
-    """Carries out an instruction that is a function of its operands."""
     result, *sources = one.operands
     if len(sources) != len(operation.operands):
         raise PtxError(f"{program.name}: operands: {one.text}")

@@ -52,8 +52,6 @@ class DivergedError(PtxError):
 
 @dataclass
 class Executed:
-    """What a launch did: instructions by name, each counted once for all threads of a turn."""
-
     opcodes: Counter[str] = field(default_factory=Counter)
 
 
@@ -186,8 +184,6 @@ class _Turns:
         raise PtxError(f"{self._program.name}: no end in sight")
 
     def _those_at(self, place: int) -> slice | Array:
-        """The threads at a place; if most of them are blocks in a row, then those alone: their
-        registers are read where they lie, and blocks need not wait for each other."""
         here = self._at == place
         whole = here.reshape(-1, self._who.of_block).all(axis=1)
         edges = np.flatnonzero(np.diff(whole, prepend=False, append=False))
@@ -199,7 +195,6 @@ class _Turns:
         return np.flatnonzero(here)
 
     def _turn(self, place: int, here: slice | Array) -> None:
-        """From one place to the next branch, or to where others may wait."""
         leaders, opcodes = self._program.leaders, self._done.opcodes
         while True:
             one = self._steps[place]
@@ -219,7 +214,6 @@ class _Turns:
                 return
 
     def _passing(self, one: _Step, here: slice | Array) -> slice | Array | None:
-        """Those whom a guard lets pass; None if nobody."""
         register = self.lanes.registers.get(one.guard or "")
         if register is None:
             raise PtxError(f"{self._program.name}: %{one.guard} is read before it is written")
@@ -245,7 +239,6 @@ class _Turns:
     # -- moves ------------------------------------------------------------------------------------
 
     def move(self, one: Instruction, form: list[str]) -> None:
-        """``mov``: a copy, or several registers as one, or one as several."""
         (kind,), (result, source) = form, one.operands
         if kind == "pred":
             self._write(result, self._read(source, kind).copy(), kind)
@@ -274,14 +267,12 @@ class _Turns:
         return np.ascontiguousarray(np.stack(columns, 1)).view(values.KINDS[kind])[:, 0]
 
     def convert_address(self, one: Instruction, form: list[str]) -> None:
-        """``cvta.local``: a thread's own memory among generic addresses."""
         if form != ["local", "u64"]:
             raise PtxError(f"{self._program.name}: unknown instruction: {one.text}")
         place = self._read(one.operands[1], "u64")
         self._write(one.operands[0], place + np.uint64(_LOCAL), "u64")
 
     def compare_halves(self, one: Instruction, form: list[str]) -> None:
-        """``setp`` of packed halves: a predicate of the lower ones and one of the upper ones."""
         operation = TABLE.get(f"setp.{form[0]}.{form[-1].removesuffix('x2')}")
         results = one.operands[0]
         if operation is None or form[1:] != ["f16x2"] or not isinstance(results, Register):
@@ -344,11 +335,9 @@ class _Turns:
         return self._global.memory, self._global.places(start, width)
 
     def _each(self, source: Operand, kind: str) -> Array:
-        """A number for each thread, even if all have the same."""
         return np.broadcast_to(self._read(source, kind), self.lanes.count)
 
     def _own(self, offset: Array, width: int, size: int, threads: int) -> Array:
-        """Places in memory of which each block, or thread, has ``size`` bytes."""
         if ((offset < 0) | (offset + width > size) | (offset % width != 0)).any():
             raise OutOfBoundsError(f"{self._program.name}: of {size} bytes of its own memory")
         index = np.arange(self._size)[self.lanes.chosen] // threads
@@ -357,7 +346,6 @@ class _Turns:
     # -- threads together -------------------------------------------------------------------------
 
     def meet(self, one: Instruction, form: list[str]) -> None:
-        """``bar``: all threads of a block, or of a warp."""
         if form not in (["sync"], ["warp", "sync"]):
             raise PtxError(f"{self._program.name}: unknown instruction: {one.text}")
         of_warp = form[0] == "warp"
@@ -371,7 +359,6 @@ class _Turns:
         self._who.times[self.lanes.chosen] += np.int32(time)
 
     def _whole(self, size: int, one: Instruction) -> None:
-        """That groups of so many threads are here altogether."""
         chosen = self.lanes.chosen
         if isinstance(chosen, slice):
             return  # whole blocks
@@ -418,8 +405,6 @@ class _Turns:
         self._write(result, np.repeat(found, WARP), kind)
 
     def load_matrices(self, one: Instruction, form: list[str]) -> None:
-        """``ldmatrix``: of each matrix, 8 lanes say where its rows of 16 bytes lie, and each lane
-        gets the 4 bytes of its place in them."""
         count = {"x1": 1, "x2": 2, "x4": 4}.get(form[3])
         if [*form[:3], *form[4:]] != ["sync", "aligned", "m8n8", "shared", "b16"] or not count:
             raise PtxError(f"{self._program.name}: unknown instruction: {one.text}")
@@ -456,13 +441,11 @@ _reader, _writer = lru_cache(maxsize=1 << 16)(reader), lru_cache(maxsize=1 << 16
 
 @lru_cache(maxsize=512)
 def _least_shared(program: Program) -> int:
-    """Bytes of the smallest number, of at most 4, that blocks read or write in their memory."""
     kinds = [one.opcode.split(".")[-1] for one in program.instructions if ".shared" in one.opcode]
     return min([4, *map(values.size_of, kinds)])
 
 
 def _access(form: list[str]) -> tuple[str, int, str]:
-    """Space, how many numbers, and their kind."""
     *flags, kind = form
     space = flags.pop(0) if flags and flags[0] in ("global", "shared", "param") else ""
     count = int(flags.pop(0)[1:]) if flags and flags[0] in ("v2", "v4", "v8") else 1

@@ -46,8 +46,6 @@ BARRIER = 1 << 16
 
 @dataclass(frozen=True)
 class Threads:
-    """Who touches memory: of each thread its number in the grid, and its time."""
-
     numbers: Array
     times: Array
     of_block: int
@@ -56,8 +54,6 @@ class Threads:
         return Threads(self.numbers[chosen], self.times[chosen], self.of_block)
 
     def unordered(self, numbers: Array, times: Array) -> Array:
-        """Whether others' earlier accesses, a row of them for each thread, are not ordered
-        before what these threads do now; a number of -1 is nobody."""
         mine, now = self.numbers[:, None], self.times[:, None]
         same_block = mine // self.of_block == numbers // self.of_block
         same_warp = mine // 32 == numbers // 32
@@ -68,9 +64,6 @@ class Threads:
 
 
 class _Touched:
-    """Who touched each granule last, and when. An access is a row of granules side by side, in a
-    table of all rows of that width."""
-
     def __init__(self, granules: int) -> None:
         self._numbers, self._times = np.full(granules, -1, np.int32), np.zeros(granules, np.int32)
 
@@ -89,7 +82,6 @@ class _Touched:
         self._times.reshape(-1, width)[rows] = threads.times[:, None]
 
     def note_first(self, rows: Array, width: int, threads: Threads) -> None:
-        """Note those granules that nobody has touched; of several threads, the first."""
         is_new = self.numbers(rows, width) < 0
         if is_new.all():
             self.note(rows[::-1], width, threads.some(slice(None, None, -1)))
@@ -124,7 +116,6 @@ class Memory:
         self._writers, self._first, self._last = _Touched(size), _Touched(size), _Touched(size)
 
     def load(self, places: Array, width: int, count: int, threads: Threads) -> Array:
-        """Of each thread ``count`` numbers of ``width`` bytes, side by side."""
         rows, granules = self._row(places, width * count)
         clashes = self._writers.clashes(rows, granules, threads)
         self._refuse(clashes, "reads what another wrote", places, threads)
@@ -133,7 +124,6 @@ class Memory:
         return self._views[width].reshape(-1, count).take(places // (width * count), axis=0)
 
     def store(self, places: Array, width: int, values: Array, threads: Threads) -> None:
-        """``values`` has a row for each thread."""
         count = values.shape[1]
         rows, granules = self._row(places, width * count)
         clashes = self._writers.clashes(rows, granules, threads)
@@ -155,7 +145,6 @@ class Memory:
         self._refuse(clashes, "writes what another writes", places, threads)
 
     def _row(self, places: Array, width: int) -> tuple[Array, int]:
-        """Which rows accesses are, and their granules."""
         width = max(width, self._granule)
         return places // width, width // self._granule
 
@@ -208,7 +197,6 @@ class GlobalMemory:
         return self._places[found] + (addresses - self._starts[found]).astype(np.int64)
 
     def _piece_of_first(self, addresses: Array) -> Array:
-        """For each address the tensor of the first of 32, in which the others likely are."""
         firsts = np.searchsorted(self._starts, addresses[::32], side="right") - 1
         return np.repeat(firsts, 32)[: len(addresses)]
 
@@ -248,14 +236,12 @@ def _distinct(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def bytes_at(address: int, count: int) -> Array:
-    """The bytes of this process at an address."""
     if not count:
         return np.zeros(0, np.uint8)
     return np.frombuffer((ctypes.c_uint8 * count).from_address(address), np.uint8)
 
 
 def piece_of(tensor: Any) -> Piece:
-    """A contiguous tensor's bytes."""
     address = tensor.data_ptr()
     size = tensor.element_size()
     return Piece(address, bytes_at(address, tensor.numel() * size), size)

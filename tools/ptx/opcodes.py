@@ -60,7 +60,6 @@ def _shift_right(a: Array, amount: Array) -> Array:
 
 
 def _field(a: Array, place: Array, length: Array) -> Array:
-    """``length`` bits of a from ``place`` on; above its highest bit there are zeros or signs."""
     wide = a.astype(np.int64)  # of an unsigned number never negative
     place, length = place & np.uint32(0xFF), (length & np.uint32(0xFF)).astype(np.int64)
     moved = wide >> np.minimum(place, 63).astype(np.int64)
@@ -73,8 +72,6 @@ def _field(a: Array, place: Array, length: Array) -> Array:
 
 
 def _bytes_chosen(a: Array, b: Array, selector: Array) -> Array:
-    """The four bytes that a selector names of the eight of a and b; its upper bits spread the
-    sign of a byte."""
     eight = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
     result = np.zeros(np.broadcast_shapes(a.shape, b.shape, selector.shape), np.uint64)
     for place in range(4):
@@ -149,8 +146,6 @@ _COMPARED: dict[str, Callable[..., Array]] = {
 
 
 def _ordered(compare: Callable[..., Array], unordered: bool) -> Callable[..., Array]:
-    """A comparison of floats that is false, or true, where one is NaN."""
-
     def compared(a: Array, b: Array) -> Array:
         nan = np.isnan(a) | np.isnan(b)
         return (compare(a, b) | nan) if unordered else (compare(a, b) & ~nan)
@@ -224,8 +219,6 @@ def _cut(kind: str) -> Callable[..., Array]:
 
 
 def _pair(convert: Callable[[Array], Array]) -> Callable[..., Array]:
-    """Two FP32 numbers as halves of a register, the first one above."""
-
     def packed(high: Array, low: Array) -> Array:
         upper, lower = (convert(each).view(np.uint16).astype(np.uint32) for each in (high, low))
         return (upper << np.uint32(16)) | lower

@@ -120,7 +120,6 @@ def _joined(cards: Iterable[str]) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
-    """Lines of Markdown."""
     yield from ("", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|")
     for row in rows:
         yield f"| {' | '.join(map(str, row))} |"

@@ -126,7 +126,6 @@ def _tried(
 
 
 def run(options: Options, console: Console) -> bool:
-    """Do what is asked for; whether nothing was wrong."""
     if options.list:
         for trial in trials.trials_of(forms.read()):
             console.print(str(trial), highlight=False)

@@ -67,7 +67,6 @@ class Trial:
 
 
 def trials_of(forms: Iterable[Form]) -> list[Trial]:
-    """What launches every form, each on aligned tensors and on others."""
     found = {}
     for form in forms:
         if form.kernel in ("chunk_sums", "run_sums"):
@@ -124,7 +123,6 @@ def _settings(values: dict[str, str], rule: str, is_plain: bool) -> tuple[tuple[
 
 
 def sizes_of(elements: int) -> list[int]:
-    """Odd ones that together are as many, or few more."""
     rest = elements - sum(_SMALL)
     if rest <= 0:
         return [0, 1, 257, 8176, 2047, 8192 + max(2047, elements - 18500)]
@@ -132,14 +130,11 @@ def sizes_of(elements: int) -> list[int]:
 
 
 def tensors_of(lists: TensorLists) -> dict[str, list[Tensor]]:
-    """What a step may write, and read."""
     outputs = [each for each in lists.output if each is not None]
     return {"main": lists.main, "output": outputs, "grad": lists.grad, **lists.state}
 
 
 def made_odd(lists: TensorLists, seed: int) -> TensorLists:
-    """The same lists with odd numbers: one of 200, one of 20 in tails, and in two of eight blocks
-    all of them, so that they meet in each step of a rule; in the first of these they are finite."""
     generator = torch.Generator().manual_seed(seed)
     odd = torch.tensor(sorted(ODD, key=math.isfinite, reverse=True))
     finite = sum(map(math.isfinite, ODD))
@@ -158,9 +153,6 @@ def made_odd(lists: TensorLists, seed: int) -> TensorLists:
 
 
 class Found:
-    """What a backend makes of a trial, on plain values and on odd ones: every tensor after two
-    steps, and sums. (Where sums over a tensor, or scales of a block, are NaN, so is all else.)"""
-
     def __init__(self, backend: Any, trial: Trial, sizes: Sequence[int]) -> None:
         self.tensors: dict[str, list[Tensor]] = {}
         for odd in (False, True):
@@ -192,8 +184,6 @@ def stepped(backend: Any, trial: Trial, lists: TensorLists) -> list[Tensor]:
 
 
 def lists_for(trial: Trial, sizes: Sequence[int]) -> TensorLists:
-    """The tensors of a trial, with plain values; gradients beyond float16 are its largest, so that
-    sums are finite."""
     lists = lists_of(7, sizes, PASSES[trial.rule], trial.case)
     for grad in lists.grad:
         grad.nan_to_num_()
@@ -201,12 +191,10 @@ def lists_for(trial: Trial, sizes: Sequence[int]) -> TensorLists:
 
 
 def launches_of(backend: MachineBackend, trial: Trial) -> None:
-    """Launch what a trial does, on small tensors; whoever carries launches out sees them."""
     stepped(backend, trial, lists_for(trial, [300, 1, 5000]))
 
 
 def differences(ours: Found, theirs: Found) -> dict[str, int]:
-    """Elements of other bits, by name; NaNs are one."""
     found: dict[str, int] = {}
     for name, mine in ours.tensors.items():
         for one, other in zip(mine, theirs.tensors[name], strict=True):

@@ -104,7 +104,6 @@ class StaticDriver:
         return self, function, 0, 0, 1024
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
-        """What Triton launches a kernel with."""
         names = list(source.signature)
         constants = {names[path[0]]: value for path, value in source.constants.items()}
         promised = {names[path[0]] for path, said in source.attrs.items() if _MULTIPLE in said}
@@ -136,7 +135,6 @@ class StaticDriver:
 
 
 def bits_of(value: Any, kind: str) -> int:
-    """A launch's argument as the bits of a parameter."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
     if kind in ("fp32", "fp64"):

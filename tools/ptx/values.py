@@ -26,7 +26,6 @@ NAN = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF, "f64": 0x7FF80000000000
 
 
 def size_of(kind: str) -> int:
-    """Bytes of a kind."""
     return PACKED[kind][1] if kind in PACKED else np.dtype(KINDS[kind]).itemsize
 
 
@@ -41,7 +40,6 @@ def typed(bits: Array, kind: str) -> Array:
 
 
 def bits_of(values: Array, kind: str, register: Any) -> Array:
-    """Numbers of a kind as the bits of a register, extended by their sign where they have one."""
     if kind == "pred":
         return values
     number = PACKED.get(kind, (kind,))[0]
@@ -66,15 +64,12 @@ def _nan(kind: str) -> Any:
 
 
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    """The rounded sum of FP64 numbers, and what it lacks."""
     total = a + b
     part = total - a
     return total, (a - (total - part)) + (b - part)
 
 
 def to_odd(value: Array, rest: Array) -> Array:
-    """``value + rest`` in FP64, rounded to odd: to be rounded to nearest once more, to FP32, with
-    the result of a single rounding."""
     bits = value.view(np.int64)
     inexact = (rest != 0.0) & np.isfinite(value) & np.isfinite(rest)
     outward = (rest > 0.0) == (value > 0.0)
@@ -83,7 +78,6 @@ def to_odd(value: Array, rest: Array) -> Array:
 
 
 def fma32(a: Array, b: Array, c: Array) -> Array:
-    """``a * b + c``, rounded once."""
     product = a.astype(np.float64) * b.astype(np.float64)
     result = to_odd(*two_sum(product, c.astype(np.float64))).astype(np.float32)
     cancelled = (result == 0.0) & (np.signbit(product) != np.signbit(c))
@@ -104,13 +98,11 @@ def _fma(a: float, b: float, c: float) -> float:
 
 
 def fma64(a: Array, b: Array, c: Array) -> Array:
-    """``a * b + c``, rounded once to nearest; by exact fractions, and so slowly."""
     fused = np.frompyfunc(lambda *each: _fma(*map(float, each)), 3, 1)
     return np.asarray(fused(a, b, c)).astype(np.float64)
 
 
 def extreme(a: Array, b: Array, largest: bool, nan: bool) -> Array:
-    """The smaller or larger of floats: -0 is below 0; a NaN loses, or wins where ``nan``."""
     chosen = (np.fmax if largest else np.fmin)(a, b)
     zeros = (a == 0.0) & (b == 0.0)
     negative = (np.logical_and if largest else np.logical_or)(np.signbit(a), np.signbit(b))
@@ -121,8 +113,6 @@ def extreme(a: Array, b: Array, largest: bool, nan: bool) -> Array:
 
 
 def whole(value: Array, kind: str) -> Array:
-    """Floats cut to whole numbers of a kind, within its range; a NaN is 0, or, where either side
-    has 64 bits, only the highest bit."""
     limits = np.iinfo(KINDS[kind])
     wide = np.trunc(value.astype(np.float64))
     low, high = wide <= float(limits.min), wide >= float(limits.max)
@@ -135,13 +125,11 @@ def whole(value: Array, kind: str) -> Array:
 
 
 def bfloat16(value: Array) -> Array:
-    """The upper halves of FP32 numbers, rounded to the nearest even one."""
     bits = value.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.where(np.isnan(value), np.uint32(NAN["bf16"]), rounded).astype(np.uint16)
 
 
 def flushed(value: Array) -> Array:
-    """FP32 numbers with denormal ones as zeros of their sign, as ``.ftz`` says."""
     small = np.abs(value) < np.finfo(np.float32).tiny
     return np.where(small, np.copysign(np.float32(0.0), value), value)

@@ -28,7 +28,6 @@ def save(
 
 
 def latest(output_dir: Path) -> Path | None:
-    """The newest whole checkpoint of a run, or None."""
     pointer = output_dir / _FOLDER / "latest"
     if not pointer.exists():
         return None
@@ -47,7 +46,6 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedul
 
 
 def _rng_state() -> dict[str, torch.Tensor]:
-    """By device type: the model may draw random numbers on the host and on the accelerator."""
     states = {"cpu": torch.get_rng_state()}
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is not None:

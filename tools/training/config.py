@@ -16,9 +16,6 @@ Family = Literal["llama", "mixtral", "qwen3_moe", "deepseek_v3", "olmoe"]
 
 @dataclass
 class ModelConfig:
-    """Sizes of a Hugging Face causal language model. None takes what the family's own config class
-    says."""
-
     family: Family = "mixtral"
     vocab_size: int = 256
     hidden_size: int = 128
@@ -80,8 +77,6 @@ class SchedulerConfig:
 
 @dataclass
 class RunConfig:
-    """How long to train, on what, and what to write."""
-
     steps: int = 100
     max_seconds: float | None = None
     """Stop after the first step that ends later than this."""

@@ -33,7 +33,6 @@ class Corpus:
 
 
 def load_corpus(config: DataConfig) -> Corpus:
-    """The text that `config` names, cut to `max_megabytes` and split by file."""
     return _load(config.source, int(config.max_megabytes * 1e6), config.eval_every_nth_file)
 
 
@@ -50,8 +49,6 @@ def _to_tensor(documents: list[bytes]) -> Tensor:
 
 
 def _stdlib_documents(limit: int) -> list[bytes]:
-    """Sources of the standard library, `pydoc_data/topics.py` (the language reference) among them,
-    sorted by path."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = sorted(
         p for p in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(p.relative_to(root).parts)
@@ -69,8 +66,6 @@ def _stdlib_documents(limit: int) -> list[bytes]:
 
 
 def _synthetic_documents(limit: int) -> list[bytes]:
-    """Sums in words, by integer arithmetic alone: easy to start learning, and equal bytes on every
-    machine."""
     words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
     documents, size, state = [], 0, 1
     while size < limit:
@@ -87,7 +82,6 @@ def _synthetic_documents(limit: int) -> list[bytes]:
 def batch(
     data: Tensor, *, seed: int, step: int, sequences: int, seq_length: int
 ) -> tuple[Tensor, Tensor]:
-    """Inputs and next-byte targets of `step`, int64 `(sequences, seq_length)` each."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts = torch.randint(0, len(data) - seq_length - 1, (sequences, 1), generator=generator)
     window = data[starts + torch.arange(seq_length + 1)].long()

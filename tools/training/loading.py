@@ -21,8 +21,6 @@ T = TypeVar("T")
 
 
 def config_from_mapping(values: Mapping[str, Any], base: T, path: str = "") -> T:
-    """`base` with the (nested) `values` put over it. A key that is no field raises and names the
-    nearest one."""
     fields = {
         field.name: getattr(base, field.name) for field in dataclasses.fields(base) if field.init
     }  # type: ignore[arg-type]
@@ -45,7 +43,6 @@ def config_from_mapping(values: Mapping[str, Any], base: T, path: str = "") -> T
 
 
 def _check_choice(base: object, key: str, value: Any, name: str) -> None:
-    """Values of a `Literal` field, and whole numbers, as the command line checks them."""
     hint = get_type_hints(type(base)).get(key)
     if get_origin(hint) is Literal and value not in get_args(hint):
         raise ValueError(f"{name}={value!r}: must be one of {list(get_args(hint))}")
@@ -54,8 +51,6 @@ def _check_choice(base: object, key: str, value: Any, name: str) -> None:
 
 
 def _like(current: object, value: Any, name: str) -> Any:
-    """`value` in the type of the default it replaces, where YAML has no way to write that type
-    (1e-3, dtypes)."""
     if isinstance(current, torch.dtype) and isinstance(value, str):
         return value  # OptimizerConfig reads names of dtypes
     if isinstance(value, str) and not isinstance(current, str):
@@ -72,7 +67,6 @@ def _like(current: object, value: Any, name: str) -> Any:
 
 
 def load_yaml(path: str | Path, base: TrainConfig | None = None) -> TrainConfig:
-    """The config a YAML file describes, over `base` (default: the dataclass defaults)."""
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     except yaml.MarkedYAMLError as error:
@@ -85,7 +79,6 @@ def load_yaml(path: str | Path, base: TrainConfig | None = None) -> TrainConfig:
 
 
 def parse_command_line(arguments: Sequence[str] | None = None) -> TrainConfig:
-    """`--config FILE` gives the defaults; every field is a flag over them."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     known, rest = parser.parse_known_args(arguments)
@@ -106,7 +99,6 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> TrainConfig:
 
 
 def _registry() -> ConstructorRegistry:
-    """Dtypes are written by name on the command line."""
     registry = ConstructorRegistry()
 
     @registry.primitive_rule

@@ -100,7 +100,6 @@ class Trainer:
         return record
 
     def evaluate(self) -> float:
-        """Mean loss in nats per byte over the same held-out batches every time."""
         run = self.config.run
         self.model.eval()
         with torch.no_grad():
@@ -140,7 +139,6 @@ class Trainer:
         return x.to(self.device), y.to(self.device)
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Cross entropy in FP32 whatever the model's dtype."""
         with parametrize.cached():  # float8 weights are read once, however many experts read them
             logits = self.model(inputs, use_cache=False).logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
@@ -152,8 +150,6 @@ def train(
     trainer: Trainer | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> TrainResult:
-    """Train as `config` says. Displays and writes only what the `observers`, made from the trainer,
-    do. Once `stop()` is true in some process, the step at hand is the last one, and is saved."""
     trainer = trainer if trainer is not None else Trainer(config)
     run = config.run
     result = TrainResult(num_params=trainer.num_params)
@@ -208,8 +204,6 @@ def _as_float(value: Tensor | float) -> float:
 
 
 def _reported_lr(optimizer: torch.optim.Optimizer) -> float:
-    """The learning rate of the first group that follows the schedule of `config.lr`; decoupled ones
-    have their own."""
     groups = optimizer.param_groups
     return _as_float(
         next((g for g in groups if not g.get("is_decoupled_lr", False)), groups[0])["lr"]

@@ -11,10 +11,6 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step. `loss` is in nats per byte; `eval_loss` is there on the steps that were evaluated;
-    `health` is what the optimizer's metrics say of single parameters, updates and the limits above
-    which steps are skipped."""
-
     step: int
     loss: float
     grad_norm: float | None
@@ -31,14 +27,11 @@ _OF_HEALTH = ("skip_limit/", "param_grad_norm/", "update_")
 
 
 def health_of(metrics: dict[str, float]) -> dict[str, float]:
-    """What a record keeps of an optimizer's metrics."""
     return {name: value for name, value in metrics.items() if name.startswith(_OF_HEALTH)}
 
 
 @dataclass
 class TrainResult:
-    """The records of the steps this call ran, and what it left behind."""
-
     records: list[StepRecord] = field(default_factory=list)
     tokens_per_s: float = 0.0
     seconds: float = 0.0
@@ -68,13 +61,10 @@ class TrainResult:
 
     @property
     def eval_loss(self) -> float | None:
-        """The last one measured."""
         return next((r.eval_loss for r in reversed(self.records) if r.eval_loss is not None), None)
 
 
 class Observer(Protocol):
-    """Told of every step as it ends."""
-
     def on_step(self, record: StepRecord) -> None: ...
 
     def close(self) -> None: ...
@@ -126,7 +116,6 @@ class TensorBoard:
 
 
 def read_records(path: Path) -> list[StepRecord]:
-    """The records in a JSON-lines file; a last line that was cut off is left out."""
     if not path.exists():
         return []
     records = []

@@ -26,7 +26,6 @@ _CONFIG_CLASSES = {
 
 
 def _family_fields(config: ModelConfig) -> dict[str, Any]:
-    """The fields a family has beyond the common ones, under its own names."""
     if config.family == "llama":
         return {"head_dim": config.head_dim}
     fields: dict[str, Any] = {"num_experts_per_tok": config.num_experts_per_tok}
@@ -56,7 +55,6 @@ def _family_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def hf_config(config: ModelConfig, seq_length: int = 4096) -> transformers.PretrainedConfig:
-    """The Hugging Face config of `config`; fields left at None keep the family's default."""
     fields = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -75,7 +73,6 @@ def hf_config(config: ModelConfig, seq_length: int = 4096) -> transformers.Pretr
 
 
 def params_dtype(config: OptimizerConfig) -> torch.dtype:
-    """The dtype of the model's own params."""
     if config.bf16:
         return torch.bfloat16
     return torch.float16 if config.fp16 else torch.float32
@@ -84,8 +81,6 @@ def params_dtype(config: OptimizerConfig) -> torch.dtype:
 def build_model(
     config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, seq_length: int
 ) -> nn.Module:
-    """A randomly initialised model. Its embedding and output params are marked as Megatron marks
-    them."""
     with torch.device(device):
         # "eager" loops over the experts that got tokens: on the CPU many times faster than the
         # batched kernels.

@@ -52,22 +52,18 @@ def join(layout: str, device: torch.device) -> torch.device:
 
 
 def rank() -> int:
-    """This process among all."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def size() -> int:
-    """How many processes train together."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def optimizer_config(config: OptimizerConfig, layout: str) -> OptimizerConfig:
-    """The config with what the layout stands for."""
     return dataclasses.replace(config, **_SETTINGS.get(layout, {}))
 
 
 def shard_model(model: nn.Module, layout: str) -> None:
-    """Let FSDP2 shard a model, if it is what shards."""
     if layout == "fsdp2":
         from torch.distributed.fsdp import fully_shard
 
@@ -77,7 +73,6 @@ def shard_model(model: nn.Module, layout: str) -> None:
 def unsynchronized(
     model: nn.Module, optimizer: Any, last: bool
 ) -> contextlib.AbstractContextManager[Any]:
-    """For one micro-batch: nothing is reduced before the last."""
     if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(last)
     elif not last and hasattr(optimizer, "no_sync"):
@@ -95,7 +90,6 @@ def any_of(value: bool, device: torch.device) -> bool:
 
 
 def mean(value: float, device: torch.device) -> float:
-    """Over all processes."""
     if size() == 1:
         return value
     total = torch.tensor([value], dtype=torch.float64, device=device)

@@ -11,9 +11,6 @@ from training.config import TrainConfig
 
 
 class RunSchedule(mp_optim.OptimizerParamScheduler):
-    """The schedule of a run that may be extended: lengths that follow `run.steps` are those of this
-    run, whatever the checkpoint had."""
-
     def __init__(self, optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
         scheduler, weight_decay = config.scheduler, config.optimizer.weight_decay
         decay_steps = scheduler.lr_decay_steps or config.run.steps

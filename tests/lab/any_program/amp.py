@@ -1,4 +1,4 @@
-"""Steps by torch's GradScaler, which divides gradients where no counter of torch's tells."""
+"""Steps by torch's GradScaler."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ backward passes."""
 
 
 def new_scaler() -> GradScaler:
-    """Grows after every second step, so that programs see several scales."""
     return GradScaler("cpu", init_scale=256.0, growth_interval=2)
 
 
 def train(
     subject: Subject, oracle: Oracle, scaler: GradScaler, seed: int, mode: str, size: str
 ) -> None:
-    """zero_grad, backward of the scaled loss, and the scaler's step and update."""
     optimizer = subject.optimizer
     optimizer.zero_grad()
     own_memory(subject)

@@ -1,7 +1,7 @@
 """docs/numerics.md in numpy: rounding, sums, forms of state and rules, on flat FP32 arrays.
 
-Written from that page, apart from the package. Every operation is one IEEE operation in FP32 unless
-it says otherwise.
+It is independent of the package. Every operation is one IEEE operation in FP32, unless a docstring
+states another.
 """
 
 from __future__ import annotations
@@ -31,12 +31,10 @@ LARGEST = np.finfo(F).max
 
 
 def fp32(value: float) -> float:
-    """A double rounded to FP32."""
     return float(F(value))
 
 
 def rounded(x: Array, dtype: str) -> Array:
-    """FP32 values rounded to a dtype's, to nearest even."""
     if dtype == "fp16":
         return x.astype(np.float16).astype(F)
     return to_bfloat16(x) if dtype == "bf16" else x.copy()
@@ -63,8 +61,6 @@ def equal_bits(a: Array, b: Array) -> Any:
 
 
 def sum_of_squares(x: Array) -> float:
-    """FP64: blocks of 8 rows of 128, rows one after another, the 128 by halving, blocks in adjacent
-    pairs."""
     flat = x.astype(np.float64)
     blocks = max(1, -(-flat.size // 1024))
     padded = np.zeros(blocks * 1024)
@@ -80,7 +76,6 @@ def sum_of_squares(x: Array) -> float:
 
 
 def in_pairs(values: Sequence[float]) -> float:
-    """A sum by adjacent pairs, zero filled."""
     left = list(values) or [0.0]
     while len(left) > 1:
         left += [0.0] * (len(left) % 2)
@@ -101,7 +96,6 @@ class Stored:
     second: bool
 
     def values(self) -> Array:
-        """In FP32."""
         if self.scales is None:
             return self.codes
         x = self.codes * np.repeat(self.scales, BLOCK)[: self.codes.size]
@@ -109,7 +103,6 @@ class Stored:
 
 
 def stored(x: Array, form: str, second: bool) -> Stored:
-    """A moment in one of the forms float32, bfloat16, float16, uint8."""
     if form == "float32":
         return Stored(form, x, None, second)
     if form == "bfloat16":
@@ -126,7 +119,6 @@ def stored(x: Array, form: str, second: bool) -> Stored:
 
 
 def _finite_within(x: Array, most: float) -> Array:
-    """What is finite is brought within a bound."""
     return np.where(np.isinf(x), x, np.clip(x, F(-most), F(most)))
 
 
@@ -149,7 +141,6 @@ def _block(x: Array, form: str, second: bool) -> tuple[Array, float]:
 
 
 def _to_11_bits(x: float) -> float:
-    """Rounded to nearest, ties up."""
     unit = 2.0 ** (math.frexp(x)[1] - 11)
     return math.floor(x / unit + 0.5) * unit
 
@@ -158,14 +149,12 @@ def _to_11_bits(x: float) -> float:
 
 
 def _mixed(x: int) -> int:
-    """MurmurHash3's finalizer."""
     x = ((x ^ x >> 16) * 0x85EBCA6B) & 0xFFFFFFFF
     x = ((x ^ x >> 13) * 0xC2B2AE35) & 0xFFFFFFFF
     return x ^ x >> 16
 
 
 def rounded_by_chance(x: Array, name: str, t: int) -> Array:
-    """FP32 values as bfloat16 ones after step ``t`` of a parameter, with seed 0."""
     digest = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
     key, first = _mixed(_mixed(0 ^ _mixed(t)) ^ digest & 0xFFFFFFFF), digest >> 32
     words = [_mixed((key + (first + at) * 0x9E3779B9) & 0xFFFFFFFF) for at in range(x.size)]
@@ -176,7 +165,6 @@ def rounded_by_chance(x: Array, name: str, t: int) -> Array:
 
 
 def split(x: Array, bits: int) -> tuple[Array, Array]:
-    """FP32 values as bfloat16 values, rounded to nearest with ties away from zero, and integers."""
     pattern = np.ascontiguousarray(x).view(np.uint32).astype(np.int64)
     if bits == 8:
         nearest_even = (pattern + 0x7F + ((pattern >> 8) & 1)) & ~0xFF
@@ -217,14 +205,13 @@ State = dict[str, Stored]
 def stepped(
     rule: str, p: Array, g: Array, state: State, t: int, h: Mapping[str, Any], multiplier: float
 ) -> tuple[Array, State]:
-    """A parameter and its moments after step ``t``, with the settings ``h`` of its group."""
     with np.errstate(all="ignore"):
         g = g.astype(F) * F(multiplier)
         return _RULES[rule](p, g, state, t, h)
 
 
 def _bounded(x: Array, made_of: Array) -> Array:
-    """What overflowed of something finite is FP32's largest number."""
+    """Replace infinities that finite values overflowed to by FP32's largest number."""
     return np.where(np.isinf(x) & np.isfinite(made_of), np.copysign(LARGEST, x), x)
 
 
@@ -274,7 +261,6 @@ def _adam(p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]) -> tup
 
 
 def _lamb(p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]) -> tuple[Array, State]:
-    """The direction is taken from the moments as they are stored."""
     g = _with_l2(p, g, h)
     m, v = _moments(g, state, h, 1 - h["betas"][0] if h["grad_averaging"] else 1.0)
     state = _kept(state, exp_avg=_bounded(m, g), exp_avg_sq=v)
@@ -311,7 +297,6 @@ def _lion(p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]) -> tup
 
 
 def _foreign(p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]) -> tuple[Array, State]:
-    """``foreigner.Counting``."""
     b = state["buffer"].values() if state else np.zeros_like(p)
     b = b * F(0.5) + g
     state = {"buffer": stored(b, "float32", False)}

@@ -1,5 +1,4 @@
-"""Calls that a signal ends half-way: they are done, undone, or the optimizer says so and is made
-whole by a load."""
+"""Calls that a signal interrupts."""
 
 from __future__ import annotations
 
@@ -20,8 +19,6 @@ from mp_optim.core.interrupted_step import BrokenOffError
 
 @contextmanager
 def signal_at(line: int) -> Iterator[None]:
-    """A KeyboardInterrupt before so many lines of the package have been carried out, where Python
-    may be interrupted."""
     left = line
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -56,11 +53,10 @@ def _leaves_a_block(frame: FrameType) -> bool:
 def interrupted(
     subject: Subject, oracle: Oracle, call: Callable[[], Any], then: Oracle, line: int
 ) -> Oracle:
-    """Carry out a call that a signal may end; returns what the optimizer holds afterwards, which
-    is what it was, or what it would be.
+    """Carry out a call that a signal may interrupt; return the oracle before or after it.
 
     Args:
-        then: what the oracle holds after the call.
+        then: the oracle after the call.
     """
     weights = copy.deepcopy(subject.model.state_dict())
     state = copy.deepcopy(subject.optimizer.state_dict())

@@ -32,7 +32,7 @@ PROGRAMS_A_ROUND = 25
 
 @dataclass
 class Options:
-    """What to try, and for how long."""
+    """Number and kind of random programs."""
 
     minutes: float | None = None
     """Stop after so many minutes."""
@@ -56,8 +56,10 @@ class Failure:
     """A program that failed.
 
     Attributes:
-        programs, seconds: after how many.
-        message: what it said. program: its operations.
+        programs: number of programs before it.
+            seconds: time before it.
+            message: the error.
+            program: its operations.
     """
 
     programs: int
@@ -68,11 +70,10 @@ class Failure:
 
 @dataclass
 class Tally:
-    """What has been done.
+    """Counts so far.
 
     Attributes:
-        counts: programs and operations, without those tried while a failing program was made
-            shorter.
+        counts: programs and operations, without the shrinking of a failure.
         failures: one of each round that failed.
     """
 
@@ -86,7 +87,6 @@ class Tally:
 
 
 def one_round(options: Options, number: int, limit: int, tally: Tally) -> None:
-    """Some programs of one seed and length; the first that fails ends it."""
     first: list[Failure] = []
     AnyProgram.counts = Counter()
 
@@ -129,7 +129,6 @@ def _in_short(error: BaseException) -> str:
 
 
 def _shortest(error: BaseException) -> str:
-    """The program that hypothesis prints with an error."""
     notes = "\n".join(getattr(error, "__notes__", []))
     found = re.search(
         r"^state = AnyProgram\(\)$.*?^state\.teardown\(\)$", notes, re.MULTILINE | re.DOTALL
@@ -162,7 +161,6 @@ def go_on(options: Options, tally: Tally) -> bool:
 
 
 def report(tally: Tally, console: Console) -> None:
-    """How much was done, and what failed."""
     table = Table(
         title=f"{tally.counts['programs']} programs, {tally.counts['operations']} operations, "
         f"{tally.seconds:.0f} s, {len(tally.failures)} failures"
@@ -176,7 +174,6 @@ def report(tally: Tally, console: Console) -> None:
 
 
 def show_last(tally: Tally, console: Console) -> None:
-    """The failure of the last round."""
     failure = tally.failures[-1]
     console.print(f"[red]after {failure.programs} programs, {failure.seconds:.1f} s:[/red]")
     console.print(

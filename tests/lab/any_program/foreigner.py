@@ -1,4 +1,4 @@
-"""An optimizer of somebody else, which writes into its own groups, below the wrappers."""
+"""A foreign optimizer below the wrappers, which writes into its own groups."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ class Counting(torch.optim.Optimizer):
 def stack(
     setup: Setup, place: Place, config: OptimizerConfig, groups: list[dict[str, Any]]
 ) -> MegatronOptimizer:
-    """A wrapper around it, in a place."""
     params = [
         {"params": list(zip(group.pop("param_names"), group.pop("params"), strict=True)), **group}
         for group in groups

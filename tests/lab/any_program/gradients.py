@@ -31,7 +31,6 @@ KINDS = (
 
 
 def loss(subject: Subject, seed: int, unused: set[int], size: str) -> Tensor | None:
-    """A loss of all trainable parameters but the unused ones; None if there is none."""
     terms = []
     for index, (name, param) in enumerate(subject.params()):
         if index not in unused and param.requires_grad:
@@ -69,7 +68,6 @@ def put(param: nn.Parameter, kind: str, seed: int) -> None:
 
 
 def laid_out(values: Tensor, kind: str) -> Tensor:
-    """The same values in other strides, or all the first one."""
     if kind == "strided":
         wide = torch.zeros((*values.shape, 2), dtype=values.dtype)
         wide[..., 0] = values
@@ -80,7 +78,6 @@ def laid_out(values: Tensor, kind: str) -> Tensor:
 
 
 def own_memory(subject: Subject) -> None:
-    """Torch refuses to add to a gradient whose elements share memory."""
     for _, param in subject.params():
         if param.grad is not None and 0 in param.grad.stride():
             param.grad = param.grad.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""The doors by which state leaves an optimizer, and the ways into another one."""
+"""Ways to save the state of an optimizer, and to load it into another one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ WAYS = (
 
 
 def through_file(value: Any) -> Any:
-    """What ``torch.save`` and a safe ``torch.load`` make of it."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
@@ -56,7 +55,6 @@ COPIES = {
 
 
 def look(subject: Subject, oracle: Oracle, how: str) -> None:
-    """Compare what leaves by one door with what the oracle holds."""
     optimizer = subject.optimizer
     if how == "view":
         need(oracle.rule != "foreign")
@@ -85,7 +83,6 @@ def look(subject: Subject, oracle: Oracle, how: str) -> None:
 
 
 def _write_over_settings(state_dict: dict[str, Any]) -> None:
-    """The settings in a state dict are the caller's own: changing them changes no optimizer."""
     for group in state_dict["param_groups"]:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(123.0)
@@ -116,10 +113,10 @@ def fresh(
     transposed: dict[str, bool],
     frozen: bool,
 ) -> Subject:
-    """A model with other values, and an optimizer for it, grouped as the one before.
+    """Return a model with other values, and its optimizer with the same groups.
 
     Args:
-        frozen: what is frozen now is frozen already when the optimizer is built.
+        frozen: True if frozen parameters are frozen before the optimizer is built.
     """
     model = Model()
     for name, param in before.params():
@@ -168,9 +165,6 @@ def _as_saved(oracle: Oracle, how: str) -> None:
 
 
 def _forget_untouched(before: Subject, oracle: Oracle) -> None:
-    """What is frozen when the next optimizer is built, and of which nothing is saved (somebody
-    else's optimizer has no state before it steps), is for that optimizer a parameter that was
-    never trained."""
     for _, slot in oracle.order():
         if not before.model.param(slot.name).requires_grad and not saved_state(oracle, slot):
             slot.bound = False
@@ -192,7 +186,6 @@ def _by_state_dict(before: Subject, after: Subject, how: str, lossless: bool) ->
 
 
 def _write_over(value: Any) -> None:
-    """The source of a load goes on, or is thrown away: nothing of it may be shared."""
     if isinstance(value, Tensor):
         with torch.no_grad():
             value.fill_(3)
@@ -226,7 +219,6 @@ def _by_checkpoint(before: Subject, after: Subject, how: str, lossless: bool) ->
 
 
 def _carry_config(before: Subject, after: Subject) -> None:
-    """Limits were changed in the config of the run, which the new run is configured with too."""
     for name in ("clip_grad", "grad_norm_skip_threshold"):
         setattr(after.optimizer.config, name, getattr(before.optimizer.config, name))
 

@@ -84,7 +84,6 @@ class AnyProgram(Program):
 
     @operation(seed=SEED, mode=st.sampled_from(amp.MODES), size=st.sampled_from(gradients.SIZES))
     def train_amp(self, seed: int, mode: str, size: str) -> None:
-        """A step by torch's GradScaler, which is for whoever has no loss scale of his own."""
         self.only(f"train_amp:{mode}")
         need(self.setup.precision != "fp16")
         if self.amp is None:
@@ -110,7 +109,6 @@ class AnyProgram(Program):
 
     @operation(index=INDEX)
     def turn(self, index: int) -> None:
-        """A square matrix is transposed where it lies: the same address, other elements."""
         slot = self.pick(index)
         self.oracle.wrote(slot.name, writes.turn(self.subject, slot))
 
@@ -231,7 +229,6 @@ class AnyProgram(Program):
 
     @operation()
     def reload(self) -> None:
-        """What Megatron's programs call after they have written parameters."""
         self.subject.optimizer.reload_model_params()
         self.oracle.reload()
 
@@ -287,7 +284,6 @@ class AnyProgram(Program):
 
     @operation(index=INDEX, value=st.sampled_from((1, "text", 0.5, None)))
     def key(self, index: int, value: Any) -> None:
-        """A key of somebody else in a group; it stays there."""
         group = self.oracle.groups[index % len(self.oracle.groups)]
         group.settings["note"] = self.subject.live_group(group)["note"] = value
 
@@ -342,7 +338,6 @@ class AnyProgram(Program):
         how=st.sampled_from(("threads", "park", "numbers", "flush")), count=st.integers(1, 3)
     )
     def between(self, how: str, count: int) -> None:
-        """What happens between the steps of a loop and concerns no number."""
         if how == "threads":
             torch.set_num_threads(count)
             set_host_threads(count)

@@ -130,7 +130,6 @@ GROUPS: dict[str, Callable[[Subject, Slot], dict[str, Any]]] = {
 
 
 def add_group(subject: Subject, oracle: Oracle, kind: str, slot: Slot) -> None:
-    """A group that is refused has changed nothing."""
     need(oracle.rule != "foreign" or kind != "lr")  # its rules are its own
     with refused():
         subject.optimizer.add_param_group(GROUPS[kind](subject, slot))

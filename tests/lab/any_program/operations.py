@@ -14,8 +14,6 @@ Rule = TypeVar("Rule", bound=Callable[..., None])
 
 
 def operation(**strategies: Any) -> Callable[[Rule], Any]:
-    """A rule that is named for its function, is counted, and can be left out of programs."""
-
     def decorate(function: Rule) -> Any:
         name = function.__name__
         return precondition(lambda self: name not in self.without)(

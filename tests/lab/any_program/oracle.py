@@ -1,16 +1,10 @@
-"""What the promises say a program leaves behind, bit for bit, whatever the placement.
+"""The state that the promises predict after each operation, to the bit.
 
-Rules where operations meet, in the words of docs/decisions.md:
-
-- A step is for every parameter that has a gradient, frozen or not; the others keep all they have.
-- A step that is skipped changes the loss scale only.
-- What was written from outside is followed before the next step, and before state leaves or comes:
-  a main param that still rounds to the model's value is kept, any other takes it; a remainder is
-  cleared where it does not fit any more.
-- Writes without a trace count from ``reload_model_params()`` on, which drops the extra bits of all
-  main params.
-- Loading copies: what it was given may be changed afterwards. Model and main params agree when it
-  is done.
+- A step updates every parameter that has a gradient, frozen or not.
+- A skipped step changes the loss scale only.
+- Outside writes are followed before the next step, save or load. A main param that still rounds to
+  the model's value is kept, any other is replaced. A remainder that does not fit is cleared.
+- A load copies its input. Model and main params agree after it.
 """
 
 from __future__ import annotations
@@ -48,13 +42,15 @@ LARGEST_SCALE = 2.0**126
 
 @dataclass
 class Slot:
-    """A parameter and what is kept for it.
+    """A parameter and its state.
 
     Attributes:
-        model: values of the model's parameter. main: its main param, if that is another tensor;
-            low: its remainder. lone: it has 16 bits, and nothing beside them.
-        bound: it was trainable at the start, or has been stepped since; only then it has state.
-        touched: the model's tensor was written or replaced since anybody looked.
+        model: values of the model's parameter.
+        main: the main param, if it is another tensor.
+        low: the remainder.
+        lone: True for 16 bits without main param or remainder.
+        bound: True if it has state: it was trainable at the start, or was stepped.
+        touched: True if the model's tensor was written or replaced since the last look.
     """
 
     name: str
@@ -72,13 +68,11 @@ class Slot:
     average: Array | None = None
 
     def value(self) -> Array:
-        """The main param in FP32."""
         if self.low is not None:
             return join(self.model, self.low, self.low_bits)
         return self.model if self.main is None else self.main
 
     def set_value(self, value: Array, by_chance: bool = False) -> None:
-        """Another main param, and the model's parameter as it rounds."""
         if self.low is not None:
             self.model, self.low = split(value, self.low_bits)
         elif self.lone and by_chance:
@@ -91,7 +85,6 @@ class Slot:
             self.main, self.model = value, rounded(value, self.dtype)
 
     def set_average(self, decay: float) -> None:
-        """The average after a step."""
         now = self.value()
         if self.step == 1 or self.average is None:
             self.average = now.copy()
@@ -100,22 +93,17 @@ class Slot:
                 self.average = self.average + (now - self.average) * F(1 - decay)
 
     def follow(self) -> None:
-        """Continue from the model's values where the main param does not round to them."""
         if self.touched and self.bound and self.main is not None:
             then, now = rounded(self.main, self.dtype), self.model
             self.main = np.where(equal_bits(then, now), self.main, now)
         self.touched = False
 
     def reload(self) -> None:
-        """Continue from the model's values, as a step does."""
         self.follow()
 
 
 @dataclass
 class Group:
-    """Settings of a param group and the names in it. ``lr`` is a number; ``tensor`` says that it is
-    a tensor's. ``part`` is which optimizer of a chain has it."""
-
     names: list[str]
     expert: bool
     settings: dict[str, Any]
@@ -138,7 +126,6 @@ class Scaler:
         self.left = self.hysteresis
 
     def update(self, overflow: bool) -> None:
-        """As ``DynamicGradScaler`` describes it."""
         if self.constant:
             return
         self.left = max(self.left - 1, 0) if overflow else self.hysteresis
@@ -150,8 +137,6 @@ class Scaler:
 
 @dataclass
 class Outcome:
-    """What ``step()`` has to report."""
-
     success: bool
     norm: float | None
     zeros: int | None
@@ -198,7 +183,6 @@ class Oracle:
             slot.moments[name] = in_form(slot.moments.get(name), name, place, slot.model.size)
 
     def moment_names(self, slot: Slot) -> tuple[str, ...]:
-        """Moments that a slot has under the settings of its group."""
         settings = self.group_of(slot.name).settings
         if not settings.get("momentum", 1.0):
             return ()
@@ -227,7 +211,6 @@ class Oracle:
     # -- looking up -------------------------------------------------------------------------------
 
     def order(self) -> list[tuple[Group, Slot]]:
-        """Every slot in the optimizer's order."""
         return [(group, self.slots[name]) for group in self.groups for name in group.names]
 
     def group_of(self, name: str) -> Group:
@@ -236,7 +219,6 @@ class Oracle:
     # -- operations -------------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """State is about to be used, to leave or to come."""
         for slot in self.slots.values():
             slot.follow()
 
@@ -245,11 +227,9 @@ class Oracle:
             slot.reload()
 
     def wrote(self, name: str, values: Array) -> None:
-        """The model's parameter was written where that leaves a trace."""
         self.slots[name].model, self.slots[name].touched = values.copy(), True
 
     def step(self, grads: Mapping[str, Array], place: Place) -> Outcome:
-        """A step on these gradients, flat and in FP32 or FP64."""
         self.follow()
         for name in grads:
             if not self.slots[name].bound:
@@ -272,22 +252,18 @@ class Oracle:
         return Outcome(not skip, None if overflow else norm, None if overflow else zeros)
 
     def _parts(self) -> list[list[str]]:
-        """Names of the dense and of the expert parameters: their sums are formed apart."""
         return [
             [name for group in self.groups if group.part == part for name in group.names]
             for part in (0, 1)
         ]
 
     def deal_out(self) -> None:
-        """Groups as a new optimizer has them: dense ones first, and experts in a part of their
-        own."""
         self.groups.sort(key=lambda group: group.expert)
         mixed = not all(group.expert for group in self.groups)
         for group in self.groups:
             group.part = int(group.expert and mixed and self.rule != "foreign")
 
     def add_group(self, group: Group) -> None:
-        """A new group goes to the part of its kind, or else to the last part."""
         parts = {other.part for other in self.groups}
         alike = [other.part for other in self.groups if other.expert == group.expert]
         group.part = max(alike or parts)
@@ -295,7 +271,6 @@ class Oracle:
         self.groups.sort(key=lambda group: group.part)
 
     def widen(self) -> None:
-        """All state in FP32, as it is saved in full precision."""
         for slot in self.slots.values():
             slot.moments = {
                 name: Stored("float32", kept.values(), None, kept.second)
@@ -338,22 +313,18 @@ class Oracle:
             slot.moments = {}
 
     def scale_rows(self, name: str, factors: Array) -> None:
-        """Main params' rows times factors."""
         slot = self.slots[name]
         rows = slot.value().reshape(slot.shape[0], -1) if slot.model.size else None
         if rows is not None:
             slot.set_value((rows * factors.reshape(-1, 1)).reshape(-1))
 
     def averaged(self, slot: Slot) -> Array:
-        """The model's parameter while averages are in the weights' place."""
         if slot.average is None or not slot.step:
             return slot.model
         return rounded(slot.average, slot.dtype)
 
 
 def in_form(now: Stored | None, name: str, place: Place, size: int) -> Stored:
-    """A moment in a place's form: zeros if there is none yet, the same codes if it is in that form
-    already."""
     second = name == "exp_avg_sq"
     fields = FORMS[place.form]
     form = fields.get("exp_avg_sq_dtype" if second else "exp_avg_dtype", "float32")

@@ -1,5 +1,4 @@
-"""What a program has and how it begins and ends: a model, its optimizer, and the oracle that says
-what they have to be."""
+"""The model, the optimizer and the oracle of a program."""
 
 from __future__ import annotations
 
@@ -92,19 +91,16 @@ class Program(RuleBasedStateMachine):
             self.track()
 
     def track(self) -> None:
-        """There is a new optimizer: every second program remembers its changes from the first."""
         if self.setup.seed % 2:
             self.published = Published(self.subject)
 
     def publish(self, full: bool) -> None:
-        """What changed is published, if that is remembered; else it is from now on."""
         self.leave()
         if self.published is None or self.published.subject is not self.subject:
             self.published = Published(self.subject)
         self.published.take(full)
 
     def new_param(self, model: Model, name: str, param: Param, seed: int) -> Slot:
-        """A parameter of the model, and the same for the oracle."""
         dtype = dtype_of(param, self.setup.precision)
         values = random_values(seed, param.shape, dtype).reshape(-1)
         self.transposed[name] = param.transposed
@@ -120,7 +116,6 @@ class Program(RuleBasedStateMachine):
         return slots[index % len(slots)]
 
     def leave(self) -> None:
-        """State is about to leave; the oracle follows the model as the optimizer has to."""
         if "pending" in self.without:
             need(not any(slot.touched for slot in self.oracle.slots.values()))
         self.subject.bind(self.oracle)
@@ -141,7 +136,6 @@ class Program(RuleBasedStateMachine):
     # -- the end ----------------------------------------------------------------------------------
 
     def teardown(self) -> None:
-        """Every program ends with a step, and with a look at all state."""
         if self.failed or not self.lines:
             return
         torch.set_num_threads(self.threads)

@@ -1,4 +1,4 @@
-"""What is published of the weights, taken by a copy of them."""
+"""Published weight changes, applied to a copy of the weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Published:
     """A copy of a subject's weights.
 
     Attributes:
-        subject: whose changes are remembered from now on.
+        subject: the owner of the tracked changes.
     """
 
     def __init__(self, subject: Subject) -> None:
@@ -30,7 +30,6 @@ class Published:
         return {named[id(param)]: param for group in groups for param in group["params"]}
 
     def take(self, full: bool) -> None:
-        """Publish: the copy then has every bit of the model that its optimizer has."""
         delta = WeightDelta.from_bytes(self.subject.optimizer.changed_weights(full=full).to_bytes())
         params = self._params()
         for name, param in params.items():  # of groups that were added

@@ -1,5 +1,4 @@
-"""What a program starts from: plain data whose ``repr`` is Python, so that a program that fails can
-be typed in."""
+"""Random setups of a program: plain data with a ``repr`` that is Python."""
 
 from __future__ import annotations
 
@@ -89,9 +88,6 @@ class Param:
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how the optimizer steps: what must not change a bit, and the form of state, which
-    may."""
-
     fraction: float = 0.0
     mode: str = "sync"
     backend: str = "reference"
@@ -147,7 +143,6 @@ class Setup:
 
     @property
     def switches(self) -> dict[str, bool]:
-        """Cautious decay of the rule: of Adam only with decoupled decay."""
         if self.rule not in ("adam", "lion"):
             return {}
         is_decoupled = self.rule != "adam" or not self.variant
@@ -170,7 +165,6 @@ LOWEST_RATE = 0.1
 
 
 def fitting(place: Place) -> Place:
-    """Without a host part there is no mode; nor where there is nothing to begin early."""
     if place.fraction == 0.0:
         return Place(0.0, "sync", place.backend, place.form)
     if place.where == "streamed" and not place.on_disk:
@@ -179,7 +173,6 @@ def fitting(place: Place) -> Place:
 
 
 def places(precision: str) -> SearchStrategy[Place]:
-    """Any place that a model of this precision can have."""
     forms = [form for form in FORMS if precision == "bf16" or form not in REMAINDERS]
 
     compact = st.one_of(st.just("plain"), st.just("plain"), st.sampled_from(forms))
@@ -215,8 +208,6 @@ SETTINGS = st.builds(
 
 
 def setups() -> SearchStrategy[Setup]:
-    """Any start of a program."""
-
     def rest(precision: str) -> SearchStrategy[Setup]:
         return st.builds(
             Setup,

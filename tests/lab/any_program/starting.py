@@ -1,5 +1,4 @@
-"""What the optimizer of a new model holds, as the oracle predicts it: groups, settings, loss
-scale."""
+"""The groups, settings and loss scale that a new optimizer must have."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ from lab.any_program.subject import name_of
 
 
 def predicted(setup: Setup, slots: dict[str, Slot]) -> Oracle:
-    """What the optimizer of a new model holds."""
     groups = _groups(setup)
     grouped = {name for group in groups for name in group.names}
     scaler = None
@@ -35,7 +33,6 @@ def predicted(setup: Setup, slots: dict[str, Slot]) -> Oracle:
 
 
 def _groups(setup: Setup) -> list[Group]:
-    """One group for each combination that occurs, in the order of named_parameters."""
     found: dict[tuple[bool, int], Group] = {}
     of = {name_of(index, param): param for index, param in enumerate(setup.params)}
     for name in sorted(of, key=lambda name: of[name].expert):
@@ -57,8 +54,6 @@ def _groups(setup: Setup) -> list[Group]:
 
 
 def settings_of(setup: Setup, given: Settings, explicit: bool) -> dict[str, Any]:
-    """All settings of a group: what is given, and the rule's defaults under the program's
-    config."""
     rule, variant = setup.rule, setup.variant
     if rule == "foreign":
         return {**DEFAULTS, "lr": given.lr, "weight_decay": given.weight_decay}

@@ -35,7 +35,6 @@ def go_backward(
 
 
 def take_step(subject: Subject, oracle: Oracle, closure: bool) -> None:
-    """A step of both: the same result, the same loss scale, and gradients as they were."""
     grads = subject.own_grads(oracle)
     subject.bind(oracle)
     expected = oracle.step(grads, subject.place)
@@ -66,6 +65,5 @@ def flush_mode(flushes: bool) -> Iterator[None]:
 
 
 def compare_step(expected: Outcome, result: Any) -> None:
-    """Raise AssertionError unless a step's result is what the oracle says."""
     found, wanted = tuple(result), (expected.success, expected.norm, expected.zeros)
     assert found == wanted, f"the step says {found}, should say {wanted}"

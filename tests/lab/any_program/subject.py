@@ -26,14 +26,12 @@ class NotNow(Exception):
 
 
 def need(condition: Any) -> None:
-    """Pass over an operation unless there is what it needs."""
     if not condition:
         raise NotNow
 
 
 @contextmanager
 def refused(saying: str = "") -> Iterator[None]:
-    """What follows has to raise ValueError or TypeError with these words in it."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -61,7 +59,6 @@ class Model(nn.Module):
 
 
 def name_of(index: int, param: Param) -> str:
-    """A name that says expert or not, as ``get_param_groups`` reads it."""
     return f"{'experts' if param.expert else 'dense'}.w{index}"
 
 
@@ -70,13 +67,11 @@ def dtype_of(param: Param, precision: str) -> str:
 
 
 def random_values(seed: int, shape: tuple[int, ...], dtype: str) -> Array:
-    """Values of a dtype, as FP32."""
     drawn = np.random.RandomState(seed).standard_normal(shape).astype(F) * F(0.5)
     return as_values(torch.from_numpy(np.asarray(drawn)).to(DTYPES[dtype]))
 
 
 def as_values(tensor: Tensor) -> Array:
-    """A tensor's elements, row-major, in FP32 (or FP64 if they are); a copy."""
     wide = tensor.detach().to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
     return wide.contiguous().reshape(-1).numpy().copy()
 
@@ -84,13 +79,11 @@ def as_values(tensor: Tensor) -> Array:
 def as_tensor(
     values: Array, shape: tuple[int, ...], dtype: str, transposed: bool = False
 ) -> Tensor:
-    """Flat FP32 values as a tensor."""
     tensor = torch.from_numpy(values.copy()).reshape(shape).to(DTYPES[dtype])
     return tensor.t().contiguous().t() if transposed and tensor.dim() == 2 else tensor
 
 
 def config_of(setup: Setup, place: Place) -> OptimizerConfig:
-    """The config of a program's optimizer in a place."""
     fields: dict[str, Any] = {
         "optimizer": "sgd" if setup.rule == "foreign" else setup.rule,
         "ema_decay": setup.ema,
@@ -185,7 +178,6 @@ class Subject:
         ]
 
     def _given(self, group: Group) -> dict[str, Any]:
-        """Settings of a group that a caller would give."""
         keys = (
             ("lr", "weight_decay", "betas", "eps")
             if self.setup.rule in ("adam", "lamb")
@@ -194,20 +186,17 @@ class Subject:
         return {key: group.settings[key] for key in keys}
 
     def add_group(self, group: Group) -> None:
-        """Add a group whose parameters the model has."""
         params = [(name, self.model.param(name)) for name in group.names]
         self.optimizer.add_param_group(
             {"params": params, "is_expert_parallel": group.expert, **self._given(group)}
         )
 
     def close(self) -> None:
-        """Nothing of ours has to be closed; drop the tensors."""
         self.model, self.optimizer = Model(), None  # type: ignore[assignment]
 
     # -- looking up -------------------------------------------------------------------------------
 
     def place_of(self, name: str) -> tuple[dict[str, Any], int]:
-        """The live param group of a parameter, and its position there."""
         for group in self.optimizer.param_groups:
             if name in group.get("param_names", ()):
                 return group, group["param_names"].index(name)
@@ -220,8 +209,6 @@ class Subject:
         return self.model.named_parameters()
 
     def grads(self) -> dict[str, Array]:
-        """What each parameter's gradient is now: ``main_grad``, else ``decoupled_grad``, else
-        ``grad``."""
         found = {}
         for name, param in self.params():
             for attribute in ("main_grad", "decoupled_grad", "grad"):
@@ -231,13 +218,10 @@ class Subject:
         return found
 
     def own_grads(self, oracle: Oracle) -> dict[str, Array]:
-        """Those of the parameters that the optimizer has."""
         grads = self.grads().items()
         return {name: grad for name, grad in grads if name in oracle.slots}
 
     def bind(self, oracle: Oracle) -> None:
-        """The optimizer is about to look at the model: what may be trained now has state from now
-        on."""
         for name, param in self.params():
             slot = oracle.slots.get(name)
             if slot is not None and param.requires_grad and not slot.bound:
@@ -247,7 +231,6 @@ class Subject:
     # -- comparing --------------------------------------------------------------------------------
 
     def check_model(self, oracle: Oracle) -> None:
-        """The model's parameters, which no look can change."""
         for name, param in self.params():
             expected = oracle.slots[name].model if name in oracle.slots else oracle.outside[name]
             expect_bits(f"model parameter {name}", param, expected)
@@ -263,7 +246,6 @@ class Subject:
     def check_state_dict(
         self, oracle: Oracle, state_dict: Mapping[str, Any], full_precision: bool = False
     ) -> None:
-        """A state dict says what the oracle says, by name."""
         assert len(state_dict["param_groups"]) == len(oracle.groups)
         for saved, group in zip(state_dict["param_groups"], oracle.groups, strict=True):
             assert list(saved["param_names"]) == group.names, (saved, group.names)
@@ -311,7 +293,6 @@ def check_settings(saved: Mapping[str, Any], group: Group) -> None:
 
 
 def saved_state(oracle: Oracle, slot: Slot, full: bool = False) -> dict[str, Array]:
-    """What is saved of a slot, as the oracle has it."""
     return expected_state(
         slot, oracle.moment_names(slot), full, oracle.rule != "foreign", oracle.ema is not None
     )
@@ -320,7 +301,6 @@ def saved_state(oracle: Oracle, slot: Slot, full: bool = False) -> dict[str, Arr
 def expected_state(
     slot: Slot, moments: tuple[str, ...], full: bool, counts: bool = True, averages: bool = False
 ) -> dict[str, Array]:
-    """Keys and FP32 values of a slot's state, stored or in full precision."""
     if not slot.bound:
         return {}
     expected: dict[str, Array] = {"step": np.array([slot.step], F)}

@@ -1,4 +1,4 @@
-"""Writes to a model's parameters and to state by somebody else: other values, other tensors."""
+"""Writes to parameters and state by other code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ _SPECIAL = {"zero": 0.0, "one": 1.0, "nan": np.nan, "inf": np.inf, "subnormal": 
 
 
 def values(subject: Subject, slot: Slot, kind: str, seed: int) -> Any:
-    """Values that somebody else writes, of the parameter's dtype."""
     drawn = random_values(seed, slot.shape, slot.dtype).reshape(-1)
     if kind == "same":
         return as_values(subject.model.param(slot.name))
@@ -31,7 +30,6 @@ def values(subject: Subject, slot: Slot, kind: str, seed: int) -> Any:
 
 
 def replace(subject: Subject, slot: Slot, fresh: Tensor, how: str) -> None:
-    """Another tensor where a slot's parameter was."""
     param = subject.model.param(slot.name)
     if how == "data":
         param.data = fresh
@@ -80,7 +78,6 @@ def write(param: nn.Parameter, fresh: Tensor, how: str) -> None:
 
 
 def turn(subject: Subject, slot: Slot) -> Any:
-    """The same memory read by columns; returns the values that the parameter has then."""
     param = subject.model.param(slot.name)
     need(param.dim() == 2 and param.shape[0] == param.shape[1] > 1)
     param.data = param.data.t()
@@ -99,7 +96,6 @@ RESETS = ("clear", "assign", "delete", "pop", "empty", "clear one")
 
 
 def of_moment(now: Any, how: str, seed: int, dtype: torch.dtype) -> Any:
-    """Values that a moment has after a write: not negative, as means of squares are."""
     if how in ("mul", "data.mul"):
         values = now * F(0.5)
     elif how == "zero":

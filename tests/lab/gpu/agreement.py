@@ -1,5 +1,4 @@
-"""What has to be exactly so: which kernels ``auto`` takes, and the same bits in every place,
-whoever reads the verdict, eager or from a graph, with process groups or without."""
+"""The kernels that ``auto`` chooses, and equal bits in every place."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ def chosen(device: torch.device) -> Section:
     """Return the backend that ``auto`` takes, by which Triton, and how long its self-test takes.
 
     Raises:
-        RuntimeError: it is not the Triton kernels on a GPU, though they would be a right answer
-            there on every machine; whatever else is measured would be measured of others.
+        RuntimeError: on a GPU, ``auto`` chooses another backend than Triton.
     """
     began = time.perf_counter()
     backend, why = choose_backend("auto", device)
@@ -91,8 +89,6 @@ def _equal(a: tuple[list[float], list[Tensor]], b: tuple[list[float], list[Tenso
 
 
 def bits(device: torch.device, steps: int = STEPS) -> Section:
-    """1 where two runs have the same bits: offload fractions on the device, and one stream of
-    gradients on both."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     section = Section("The same bits: 1 is yes")
     kinds: dict[str, dict[str, Any]] = {

@@ -14,7 +14,6 @@ from mp_optim.host.transfer import transfer_for
 
 
 def door(device: torch.device) -> Section:
-    """1 where a function does what it is for; what is not had is missing, with the reason."""
     accelerator = accelerator_of(device)
     if accelerator is None:
         raise RuntimeError(f"nothing here runs {device}")

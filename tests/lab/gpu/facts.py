@@ -1,4 +1,4 @@
-"""What the numbers were measured on."""
+"""GPU, driver and versions of a measurement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import mp_optim
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """GPU, driver, versions, date."""
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device)
         if device.type == "cuda"

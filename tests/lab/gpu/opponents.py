@@ -88,7 +88,6 @@ class UnfusedSequence:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Upcast the gradients, measure and clip them, step, downcast the params."""
         main_grads = [main.grad for main in self.mains]
         torch._foreach_copy_(main_grads, self.grads)
         if self.kernels is None:

@@ -37,7 +37,7 @@ class Sizes:
     Attributes:
         device: as torch has it, or ``simulated``, which tries the parts themselves.
         params: elements of the model that kernels and steps are timed on.
-        hybrid_params: elements of the model whose state is in host memory or saved.
+        hybrid_params: elements of the model with state in host memory, or saved.
         rounds: of each measurement.
     """
 
@@ -48,22 +48,18 @@ class Sizes:
 
     @property
     def place(self) -> torch.device:
-        """The device."""
         return torch.device(self.device)
 
     @property
     def steps(self) -> int:
-        """Steps whose bits are compared."""
         return agreement.STEPS if self.place.type == "cuda" else self.rounds
 
     @property
     def rate(self) -> speed.Rate:
-        """The device's rate, measured at its first use."""
         return speed.Rate(self.place)
 
     @property
     def collectives(self) -> torch.device:
-        """The device of collectives: a simulated accelerator has none."""
         return self.place if self.place.type == "cuda" else torch.device("cpu")
 
 

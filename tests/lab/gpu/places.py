@@ -1,5 +1,4 @@
-"""All state in host memory, stepped by the host or streamed, beside what the model
-of bus, device and host says for the rates that are measured here."""
+"""State in host memory, stepped there or streamed, next to the predicted rates."""
 
 from __future__ import annotations
 
@@ -37,7 +36,6 @@ MODELS: Mapping[str, Callable[[Machine, Form, int], float]] = {
 
 
 def places(rate: Rate, numel: int, rounds: int) -> Section:
-    """Gparam/s of each place, measured and as the model has it, and the one of the other."""
     machine = machine_of(rate, rounds)
     section = Section("State in host memory: stepped there, or streamed")
     section.rows["rates, GB/s"] = {
@@ -93,8 +91,6 @@ def _measured(
 
 
 def machine_of(rate: Rate, rounds: int) -> Machine:
-    """Rates of the bus while both directions are busy, of the host's memory with all threads of
-    this process, and of the device's memory."""
     size = BYTES if rate.device.type == "cuda" else BYTES >> 4
     transfer = transfer_for(rate.device)
     away = [torch.zeros(size, dtype=torch.uint8, device=rate.device) for _ in range(2)]

@@ -1,5 +1,4 @@
-"""How long a save of what lies on the device keeps training from going on, and whether its bits are
-those of the call."""
+"""Seconds that a save of device state blocks training, and its bits."""
 
 from __future__ import annotations
 
@@ -45,7 +44,6 @@ class _Run:
             torch.cuda.synchronize(self.device)
 
     def step(self) -> None:
-        """A step that is done."""
         self.optimizer.step()
         self.finish()
 
@@ -96,7 +94,6 @@ def _measured(run: _Run, folder: Path) -> _Round:
 
 
 def saves(device: torch.device, numel: int, rounds: int) -> Section:
-    """Medians over rounds, the first of which is not counted."""
     section = Section("Saves of a model and optimizer on the device")
     folder = Path(tempfile.mkdtemp())
     try:

@@ -48,7 +48,6 @@ class Rate:
 
 
 def rates(rate: Rate, rounds: int) -> Section:
-    """GB/s of the simplest things that read and write."""
     numel = 1 << (28 if rate.device.type == "cuda" else 22)
     flat, other = (torch.zeros(numel, device=rate.device), torch.zeros(numel, device=rate.device))
     probes: dict[str, tuple[Callable[[], object], int]] = {
@@ -67,7 +66,6 @@ def rates(rate: Rate, rounds: int) -> Section:
 
 
 def sizes_of(numel: int, kind: str) -> list[int]:
-    """Elements of the tensors of a model of a kind."""
     if kind == "large":
         return [min(LARGE, numel)] * max(1, numel // LARGE)
     if kind == "small":
@@ -83,7 +81,6 @@ def _tensors(
 
 
 def _kernel(rate: Rate, backend: str, sizes: list[int], **precision: Any) -> Callable[[], object]:
-    """The update alone, through a backend that must be the one that steps."""
     choose_backend(backend, rate.device)
     remainders = precision.get("store_param_remainders", False)
     mains = _tensors(rate.device, sizes, torch.bfloat16 if remainders else torch.float32, 0.02)
@@ -144,8 +141,6 @@ def _measure(rate: Rate, backend: str, sizes: list[int]) -> Callable[[], object]
 
 
 def kernels(rate: Rate, numel: int, rounds: int) -> Section:
-    """Update and measuring alone, a few large tensors. Two contenders at a time: each has states of
-    its own."""
     section, sizes = Section("Kernels alone, large tensors"), sizes_of(numel, "large")
     total = sum(sizes)
     for backend in BACKENDS:
@@ -195,7 +190,6 @@ def _add(
 
 
 def clean(device: torch.device) -> None:
-    """Give back what nobody holds any more."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -240,13 +234,10 @@ def _add_steps(
 
 
 def ours(device: torch.device) -> str:
-    """The backend to measure: ours on a GPU; on a CPU, where the tool only tries itself, what there
-    is."""
     return "triton" if device.type == "cuda" else "auto"
 
 
 def many(rate: Rate, numel: int, rounds: int) -> Section:
-    """Full steps over many tensors."""
     section = Section("Many tensors: the full step, and how many times large tensors'")
     for backend in ("triton", "torch") if rate.device.type == "cuda" else ("auto",):
         field = Contenders()

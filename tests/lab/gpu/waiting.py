@@ -1,5 +1,4 @@
-"""How often a step makes the host wait for the device, with the verdict on the device and on the
-host."""
+"""Host synchronizations in a step, with the verdict on the device and on the host."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What has to come out: one process steps the sum of all ranks' gradients, which it forms
-itself."""
+"""The expected outcome: one process steps the sum of all gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +19,6 @@ __all__ = ["expected"]
 
 
 def expected(case: Case) -> list[Outcome]:
-    """What every layout has to have at the end of its phase; losses are by data rank."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _Alone(case).run()
@@ -28,8 +26,6 @@ def expected(case: Case) -> list[Outcome]:
 
 @dataclass
 class _Sum:
-    """A parameter and what its gradient is the sum of."""
-
     tensor: Any
     sources: list[tuple[Layer, Param]]
 
@@ -88,8 +84,6 @@ class _Alone:
 
     @torch.no_grad()
     def _losses(self, step: int, layout: Layout) -> list[Any]:
-        """What each data rank's forward gives for each micro-batch; nothing where a rank has only
-        parts."""
         if not layout.has_whole_model:
             return []
         found = []
@@ -153,8 +147,6 @@ class _Alone:
         return total
 
     def _in_order(self, each: _Sum, step: int, layout: Layout, scale: float) -> Tensor:
-        """Sums as they are defined: each rank's over its backward passes in the dtype that
-        gradients are kept in, then over ranks, in their order, in FP32, rounded once."""
         own, kept = dtype_of(self.case, each.sources[0][0]), each.tensor.dtype
         kept = torch.float32 if layout.setting("grad_reduce_in_fp32") else kept
         total = torch.zeros(each.tensor.shape)

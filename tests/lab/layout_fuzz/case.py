@@ -1,5 +1,4 @@
-"""What one case is: a model, a schedule, and one or two layouts of ranks. Plain data with a
-readable ``repr``."""
+"""A case: a model, a schedule, and one or two layouts, as plain data."""
 
 from __future__ import annotations
 
@@ -15,9 +14,6 @@ Settings = tuple[tuple[str, Any], ...]
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter of a layer; ``splits`` says on which dimension tensor parallelism cuts it, if
-    it does."""
-
     name: str
     shape: tuple[int, ...]
     frozen: bool = False
@@ -31,7 +27,7 @@ class Layer:
     Attributes:
         fp32: its parameters are FP32 in a 16-bit model.
         skips: for each step (repeating), the streams of data that do not use it.
-        tied_to: an earlier layer whose first parameter it has as well.
+        tied_to: an earlier layer that shares its first parameter.
     """
 
     name: str
@@ -50,7 +46,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks hold the model.
+    """A distribution of the model over ranks.
 
     Attributes:
         kind: alone (one process); copies (plain tensors: a DistributedOptimizer over ``dp`` and
@@ -80,7 +76,6 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """How many ranks compute gradients of different data."""
         return (
             self.size("dp", "dp_replicate", "dp_shard", "ep")
             if self.kind in ("copies", "fsdp")
@@ -108,9 +103,6 @@ class BadGradient:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """What one rank does differently, from a step on; the ranks have to say so. -1: when it builds
-    the optimizer."""
-
     what: str
     rank: int
     step: int
@@ -118,13 +110,13 @@ class Disagreement:
 
 @dataclass(frozen=True)
 class Case:
-    """Everything there is to know about a run.
+    """A run: model, schedule and layouts.
 
     Attributes:
         world: threads (ranks are threads of one process) or processes (gloo).
         precision: as in ``bf16-8bit``: of the model, and the form of the state.
         streams: of data; each data-parallel rank has its share. parts: micro-batches of a step.
-        rough: gradients whose sum depends on the order of additions.
+        rough: True for gradients that add up differently in another order.
         deferred: all but the last micro-batch under ``no_sync``.
         clip, threshold: of the gradient norm.
         scales: powers of two that the gradients of each step are multiplied by.
@@ -169,7 +161,6 @@ class Case:
     disagreement: Disagreement | None = None
 
     def phase(self, index: int) -> range:
-        """The steps of a layout."""
         return range(self.change) if index == 0 else range(self.change, self.steps)
 
     def with_(self, **changes: Any) -> Case:
@@ -177,7 +168,6 @@ class Case:
 
 
 def grouped(case: Case) -> str:
-    """What a case is an example of, in a line."""
     layouts = " -> ".join(
         " ".join(
             filter(

@@ -1,9 +1,6 @@
 """Try random layouts of ranks, each against one process that steps the summed gradients.
 
 $ python tests/lab layouts --layouts 300 --seed 1
-
-A case is a number. A failure prints it with the whole case and what is wrong; ``--case`` runs it
-again.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from lab.layout_fuzz.trying import attempt
 
 @dataclass
 class Options:
-    """How many, and from where."""
+    """Number of cases, and the first."""
 
     layouts: int = 100
     """Cases to try; with --minutes, at most so many."""
@@ -38,8 +35,6 @@ class Options:
 
 @dataclass
 class Tally:
-    """What came of the cases so far."""
-
     tried: int = 0
     refused: int = 0
     among_threads: tuple[int, ...] = ()

@@ -46,7 +46,6 @@ _MOMENTS_IN_BLOCKS = ("bf16-8bit", "bf16-8bit8", "bf16-half", "bf16-stochastic")
 
 
 def draw(seed: int) -> Case:
-    """The case of a number."""
     return _Draw(seed).case()
 
 
@@ -77,10 +76,6 @@ class _Draw:
         return self.schedule(case)
 
     def placed(self, layout: Layout, phase: int, rule: str) -> Layout:
-        """Return a layout whose part on the host is streamed or on a disk, for some seeds.
-
-        A generator of its own draws this, so that nothing else of a case depends on it. Rules with
-        collectives are left out: ranks may cut other windows."""
         apart = random.Random(f"place {phase} {self.seed}")
         if not layout.fraction or rule in ("lamb", "muon") or apart.random() < 0.6:
             return layout
@@ -89,11 +84,6 @@ class _Draw:
         return replace(layout, place="streamed", mode="sync")
 
     def main_params(self, precision: str, rule: str, layouts: tuple[Layout, ...]) -> str:
-        """Return a precision without main params for a third of the cases that allow it.
-
-        They have bfloat16 parameters and an exact rule, and each rank has a run of elements, whose
-        random bits are those of the whole. A generator of its own draws this, so that nothing else
-        of a case depends on it."""
         apart = random.Random(f"main params {self.seed}")
         is_exact = rule not in ("lamb", "muon")
         if not (is_exact and precision.startswith("bf16")) or apart.random() > 1 / 3:
@@ -156,16 +146,12 @@ class _Draw:
         }
 
     def publishes(self, steps: int) -> tuple[int, ...]:
-        """After which steps changed weights are published, in half of the cases; drawn apart, so
-        that nothing else of a case depends on it."""
         apart = random.Random(f"publishes {self.seed}")
         if apart.random() < 0.5:
             return ()
         return tuple(step for step in range(steps) if apart.random() < 0.6 or step == steps - 1)
 
     def writes(self, case: Case, steps: int) -> dict[str, Any]:
-        """Before which steps rows are scaled, parameters are written by ``.data``, and averages
-        are in the model's place; drawn apart, so that nothing else of a case depends on it."""
         apart = random.Random(f"writes {self.seed}")
         scaled = tuple(step for step in range(steps) if apart.random() < 0.15)
         averaged = tuple(step for step in range(steps) if apart.random() < 0.3)
@@ -198,22 +184,17 @@ class _Draw:
         return tuple(found.items())
 
     def rows(self, case: Case) -> dict[str, Any]:
-        """Whether Muon brings rows to one size; drawn apart. What is added up over ranks is added
-        up by nobody during backward."""
         apart = random.Random(f"rows {self.seed}")
         if apart.random() < 0.5 or _ahead_on_ranks(case):
             return {}
         return {"muon_moment2_method": "normuon", "muon_beta2": apart.choice((0.0, 0.6, 0.95))}
 
     def cautious_decay(self, case: Case, found: dict[str, Any]) -> dict[str, Any]:
-        """Cautious decay; drawn apart, so that nothing else of a case depends on it. Not of Muon,
-        whose tolerance a sign that turns is beyond."""
         apart = random.Random(f"cautions {self.seed}")
         has_it = case.rule in ("adam", "lion") and found.get("decoupled_weight_decay", True)
         return {"cautious_wd": True} if apart.random() < 0.3 and has_it else {}
 
     def averages(self, case: Case) -> dict[str, Any]:
-        """Of a third of the cases; drawn apart, so that nothing else of a case depends on it."""
         apart = random.Random(f"averages {self.seed}")
         if apart.random() > 1 / 3:
             return {}
@@ -221,7 +202,6 @@ class _Draw:
         return {"ema_decay": 0.75} | ({"ema_dtype": "bfloat16"} if rounded else {})
 
     def small_state(self, case: Case) -> dict[str, Any]:
-        """Of half of the cases with 8-bit state; drawn apart, too."""
         apart = random.Random(f"small state {self.seed}")
         if "8bit" not in case.precision or apart.random() < 0.5:
             return {}
@@ -230,8 +210,6 @@ class _Draw:
     # -- ranks that disagree ----------------------------------------------------------------------
 
     def disagreement(self) -> Case:
-        """A small case in which a rank does something else; among processes, because ranks wait for
-        each other."""
         pick = self.chance
         fsdp = self.chance.often(0.4)
         ranks = pick.randint(2, 4)

@@ -1,4 +1,4 @@
-"""How the ranks of a drawn case hold the model."""
+"""Random layouts of a case."""
 
 from __future__ import annotations
 

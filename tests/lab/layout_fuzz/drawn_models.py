@@ -78,7 +78,6 @@ class DrawnModel:
         return Layer(name, tuple(params), fp32=precision != "fp32" and self.chance.often(0.2))
 
     def tied(self, found: list[Layer]) -> list[Layer]:
-        """The last dense layer has the first one's first parameter too."""
         dense = [layer for layer in found if not layer.is_expert]
         first, last = dense[0], dense[-1]
         if first is last or first.params[0].frozen or first.fp32 != last.fp32:
@@ -89,7 +88,6 @@ class DrawnModel:
         ]
 
     def skipping(self, layer: Layer, streams: int, plain: bool) -> Layer:
-        """Which streams do not use a layer: experts without tokens, mostly."""
         if not self.chance.often(0.6 if layer.is_expert else 0.1):
             return layer
         skips = []
@@ -102,6 +100,5 @@ class DrawnModel:
 
 
 def streams_of(layouts: tuple[Layout, ...]) -> int:
-    """Streams of data that the ranks of each layout share out."""
     most = max(layout.data_ranks for layout in layouts)
     return max(2, most) if most <= 4 else most

@@ -25,7 +25,6 @@ class Place:
             rank, self.at[name] = divmod(rank, size)
 
     def _data_rank(self, ep: int) -> int:
-        """The place among the ranks that see different data, if it were this one along ``ep``."""
         found = 0
         for name, size in self.layout.mesh:
             if name not in ("tp", "pp"):
@@ -33,8 +32,6 @@ class Place:
         return found
 
     def streams(self, layer: Layer) -> list[int]:
-        """Whose gradients of a layer this rank computes: its own, or, of an expert, those of all
-        that send it tokens."""
         ranks = self.layout.data_ranks
         if ranks == 1:
             return list(range(self.case.streams))
@@ -45,7 +42,6 @@ class Place:
         return [stream for stream in range(self.case.streams) if stream % ranks in mine]
 
     def factor(self, layer: Layer) -> float:
-        """What gradients have to be multiplied by to be sums, where averages are formed."""
         if self.case.rough or self.layout.setting("grad_reduce_op") == "sum":
             return 1.0
         if self.layout.kind == "fsdp" and layer.is_expert:
@@ -72,7 +68,6 @@ class Place:
         )
 
     def part(self, param: Param, whole: Tensor) -> Tensor:
-        """What a plain tensor here is of the whole."""
         if not self.cuts(param):
             return whole
         assert param.splits is not None
@@ -80,8 +75,6 @@ class Place:
 
 
 def placements_of(layout: Layout, layer: Layer, param: Param) -> list[Placement]:
-    """How a DTensor placed by hand lies on the mesh: anything that torch has, dimension by
-    dimension."""
     draw = random.Random(f"{layout.placements} {layer.name}.{param.name}")
     choices: list[Placement] = [Replicate(), *map(Shard, range(len(param.shape)))]
     return [draw.choice(choices) for _ in layout.mesh]

@@ -1,4 +1,4 @@
-"""Whether what the ranks found is what it has to be. Bits where they are promised."""
+"""Compare the outcomes of all ranks with the expected one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ missing, and a machine that does other things as well."""
 
 
 def faults(case: Case, expected: list[Outcome], phase: int, outcomes: list[Outcome]) -> list[str]:
-    """What is wrong after a phase, in words; nothing if all is well."""
     if case.disagreement is not None:
         return _unnoticed(case, outcomes)
     raised = [
@@ -36,7 +35,6 @@ def faults(case: Case, expected: list[Outcome], phase: int, outcomes: list[Outco
 
 
 def _by_ranks(texts: list[list[str]]) -> list[str]:
-    """What is said of ranks, each text once."""
     ranks: dict[str, list[int]] = {}
     for rank, each in enumerate(texts):
         for text in each:

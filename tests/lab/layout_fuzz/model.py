@@ -1,8 +1,7 @@
-"""The model of a case and its gradients: functions of the case alone, the same in every process.
+"""The model of a case and its gradients: functions of the case alone.
 
-The loss is linear, so a gradient is whatever the case says. Gradients are small multiples of a
-power of two: sums over ranks, micro-batches and squares are exact in any order, and so every layout
-has to step with the same bits.
+The loss is linear, and gradients are small multiples of a power of two, so sums over ranks,
+micro-batches and squares are exact in any order.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ def dtype_of(case: Case, layer: Layer) -> torch.dtype:
 
 
 def initial(case: Case, layer: Layer, param: Param) -> Tensor:
-    """A parameter's first value."""
     generator = torch.Generator().manual_seed(
         zlib.crc32(f"{case.seed} {layer.name}.{param.name}".encode())
     )
@@ -36,7 +34,6 @@ def initial(case: Case, layer: Layer, param: Param) -> Tensor:
 def gradient(
     case: Case, layer: Layer, param: Param, step: int, part: int, streams: Iterable[int]
 ) -> Tensor:
-    """What some streams of data contribute to a parameter's gradient, FP32."""
     total = torch.zeros(param.shape)
     for stream in streams:
         if not layer.used(step, stream):
@@ -65,7 +62,6 @@ def used(case: Case, layer: Layer, step: int, streams: Iterable[int]) -> bool:
 
 
 def row_factors(rows: int) -> Tensor:
-    """By which the rows of a parameter are scaled, where they are: a half for every second one."""
     return torch.ones(rows).index_fill_(0, torch.arange(0, rows, 2), 0.5)
 
 
@@ -107,7 +103,6 @@ class Network(nn.Module):
                 getattr(self, kind)[name] = part
 
     def part(self, layer: Layer) -> nn.Module:
-        """The module of a layer."""
         return self.get_submodule(layer.name)
 
     def has(self, layer: Layer) -> bool:
@@ -115,8 +110,6 @@ class Network(nn.Module):
         return name in getattr(self, kind)
 
     def forward(self, weights: dict[str, dict[str, Tensor]]) -> Tensor:
-        """The loss for given weights of parameters, by layer; layers that are not named are not
-        called."""
         loss = torch.zeros(())
         for name, each in weights.items():
             loss = loss + self.get_submodule(name)(each)

@@ -30,12 +30,11 @@ __all__ = ["Pool", "WorldLostError"]
 
 
 class WorldLostError(RuntimeError):
-    """A rank hung or died; the message says which, and what it last said."""
+    """A rank hung or died; the message has its number and its last output."""
 
 
 @contextlib.contextmanager
 def _no_main_module() -> Iterator[None]:
-    """A started process would import the program's main module again: pytest, say."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -69,8 +68,8 @@ class Pool:
 
     Args:
         patience: seconds that a phase of a case may take before it counts as hung.
-        timeout: of the process groups, in seconds. short_timeout: of those whose ranks disagree,
-            and may wait for each other.
+        timeout: of the process groups, in seconds.
+            short_timeout: of process groups with ranks that disagree.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class Pool:
         self._logs.cleanup()
 
     def run(self, case: Case, phase: int, folder: str) -> list[Outcome]:
-        """What all ranks found.
+        """Return the outcomes of all ranks.
 
         Raises:
             WorldLostError: one of them hung or died; the next case gets new processes.
@@ -145,7 +144,6 @@ class Pool:
         return workers[:count]
 
     def _collect(self, workers: list[_Worker], seconds: float) -> list[Any]:
-        """One message from each."""
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + seconds
         while len(answers) < len(workers):

@@ -1,4 +1,4 @@
-"""What ranks publish of their weights, taken by a copy of the whole model that each of them has."""
+"""Published weight changes of ranks, applied to a copy of the whole model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Published:
     """A copy of the whole model, which begins with a full publication.
 
     Args:
-        part: what a plain tensor here is of a whole one.
+        part: returns the part of a whole tensor that this rank has.
     """
 
     def __init__(self, case: Case, optimizer: Any, part: Callable[[Param, Tensor], Tensor]) -> None:
@@ -37,7 +37,6 @@ class Published:
         self._known = self.take(full=True)
 
     def take(self, full: bool = False) -> set[str]:
-        """Publish, and take what all ranks publish; the names that occur. Collective."""
         own = self._optimizer.changed_weights(full=full).to_bytes()
         parts = [own]
         if dist.is_initialized():
@@ -56,7 +55,6 @@ class Published:
         return {patch.name for patch in patches}
 
     def check(self, params: Mapping[str, tuple[Param, Tensor]]) -> None:
-        """The copy has the bits of the model that is trained."""
         for name, (param, now) in params.items():
             if name not in self._known:
                 continue  # frozen when buckets were made

@@ -1,5 +1,4 @@
-"""What one rank does: build the model and the optimizer, train, save or load, and tell what it
-has."""
+"""One rank of a case: build, train, save or load, and return the outcome."""
 
 from __future__ import annotations
 
@@ -68,11 +67,11 @@ OTHER_SETTINGS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Outcome:
-    """What a rank found.
+    """The outcome of a rank.
 
     Attributes:
-        error: what it raised, and stage, in which: model (torch's part), optimizer, training,
-            checkpoint, reading.
+        error: text of the exception.
+        stage: model (torch's part), optimizer, training, checkpoint or reading.
         losses: of each step and micro-batch; None where this rank used nothing.
         tensors: parameters (their averages, too), main params and state by name; whole where they
             are DTensors or flat shards.
@@ -115,7 +114,6 @@ def config_of(case: Case, layout: Layout) -> OptimizerConfig:
 
 
 def perform(case: Case, phase: int, rank: int, folder: str) -> Outcome:
-    """One rank's part of one phase; what goes wrong is in the outcome. Collective."""
     outcome, began = Outcome(), time.monotonic()
     try:
         with warnings.catch_warnings():
@@ -199,7 +197,6 @@ class _Run:
         return model
 
     def _localised(self, layer: Layer, param: Param, whole: Tensor) -> Tensor:
-        """A whole tensor as this rank's model computes with it."""
         if self.layout.kind == "placed":
             assert self.mesh is not None
             return distribute_tensor(
@@ -217,7 +214,6 @@ class _Run:
         return self.place.part(param, whole)
 
     def _before_fsdp(self, layer: Layer, param: Param, whole: Tensor) -> dict[str, Placement]:
-        """What tensor and expert parallelism make of a parameter, by mesh dimension."""
         where: dict[str, Placement] = {}
         if "ep" in self.place.at and layer.is_expert:
             where["ep"] = Shard(0)  # a stack of experts
@@ -298,7 +294,6 @@ class _Run:
         getattr(self.optimizer, "finish_param_sync", lambda: None)()
 
     def _factors(self) -> Iterator[tuple[str, Tensor]]:
-        """Of the rows that this rank names, for each parameter that is trained."""
         for _, param, name in self._each():
             if param.shape and not param.frozen:
                 of_rows = row_factors(param.shape[0])
@@ -378,7 +373,6 @@ class _Run:
 
     @torch.no_grad()
     def read(self) -> None:
-        """Everything by name; whole tensors need all ranks."""
         self._finish_sync()
         tensors = self.outcome.tensors
         if self.optimizer.config.ema_decay is not None:
@@ -401,7 +395,6 @@ class _Run:
 
 
 def halve(param: Tensor) -> None:
-    """Halve a parameter where torch counts no write."""
     local = param.to_local() if isinstance(param, DTensor) else param
     local.data.mul_(0.5)
 
@@ -415,7 +408,6 @@ def _whole(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def same_number(a: float | None, b: float | None) -> bool:
-    """Equal, or both no number."""
     if a is None or b is None:
         return a is b
     return a == b or (math.isnan(a) and math.isnan(b))

@@ -16,10 +16,11 @@ __all__ = ["Verdict", "attempt"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is wrong with a case, in words; or that torch does not build its model.
+    """Faults of a case.
 
     Attributes:
-        among_threads: what was wrong while ranks were threads, and is not with processes.
+        refused: True if torch does not build its model.
+        among_threads: faults that occur with ranks as threads, and not as processes.
     """
 
     faults: tuple[str, ...] = ()
@@ -28,12 +29,6 @@ class Verdict:
 
 
 def attempt(pool: Pool, case: Case) -> Verdict:
-    """Run a case and hold it against one process. A rank that hangs or dies is a fault like any
-    other.
-
-    Torch's DTensors are not made for threads (now and then one is given the size of another), so
-    what goes wrong with them there has to go wrong among processes too.
-    """
     verdict = _attempt(pool, case)
     dtensors = any(layout.kind in ("fsdp", "placed") for layout in case.layouts)
     if case.world == "processes" or not (verdict.faults and dtensors):
@@ -61,7 +56,6 @@ def _attempt(pool: Pool, case: Case) -> Verdict:
 
 
 def _seated(case: Case) -> Case:
-    """A layout of one process is a world of one rank."""
     return case.with_(
         layouts=tuple(
             Layout("alone", (), layout.fraction, layout.mode, layout.place)

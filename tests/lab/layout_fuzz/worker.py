@@ -35,17 +35,15 @@ def send(pipe: Connection, message: Any) -> None:
 
 
 def receive(pipe: Connection) -> Any:
-    """The next message, from another process of this program.
+    """Return the next message from another process of this program.
 
     Raises:
-        EOFError: there is none any more.
+        EOFError: the other process has ended.
     """
     return torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
 
 
 def serve(kind: str, pipe: Connection, log: str) -> None:
-    """Do one job after the other; what anybody prints, and stacks of what takes too long, go to the
-    log."""
     torch.set_num_threads(1)
     printed = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(printed, 1)
@@ -63,8 +61,6 @@ def serve(kind: str, pipe: Connection, log: str) -> None:
 
 
 def _as_process(job: dict[str, Any], pipe: Connection) -> None:
-    """One rank among processes. A world of its own for each job: what a failure leaves behind goes
-    with it."""
     timeout = distributed_c10d.default_pg_timeout = timedelta(
         seconds=job["timeout"]
     )  # of meshes' groups too
@@ -82,7 +78,6 @@ def _as_process(job: dict[str, Any], pipe: Connection) -> None:
 
 
 def _as_threads(job: dict[str, Any], pipe: Connection) -> None:
-    """All ranks, as threads; a failure of one ends the others."""
     from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
     ProcessLocalGroup.reset()
@@ -110,8 +105,6 @@ def _as_threads(job: dict[str, Any], pipe: Connection) -> None:
 
 
 class _Backend:
-    """What torch's process group of threads lacks: a backend that has a name and a timeout."""
-
     options = SimpleNamespace(_timeout=timedelta(seconds=60))
 
     @staticmethod
@@ -120,8 +113,6 @@ class _Backend:
 
 
 def _install_threads() -> None:
-    """Torch's process group of threads, completed. A world belongs to its thread: nothing may
-    communicate in others, as what waits for gloo does."""
     from torch.testing._internal.distributed import multi_threaded_pg
 
     group: Any = multi_threaded_pg.ProcessLocalGroup

@@ -1,4 +1,4 @@
-"""Vector clocks: what a stream or a thread knows to be done."""
+"""Vector clocks of streams and threads."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ class Actor:
         self.clock: dict[str, int] = {name: 0}
 
     def tick(self) -> int:
-        """A deed of this actor; its number."""
         self.clock[self.name] += 1
         return self.clock[self.name]
 
     def learn(self, clock: Mapping[str, int]) -> None:
-        """Whatever has this clock comes before everything that the actor does from now on."""
         for name, moment in clock.items():
             if moment > self.clock.get(name, 0):
                 self.clock[name] = moment

@@ -1,5 +1,4 @@
-"""Where tensors say that they are. Their memory is the host's; what lies on a simulated device says
-so, is made there where it is asked for there, and is brought there and back by ``to``."""
+"""Simulated devices; their memory is host memory."""
 
 from __future__ import annotations
 
@@ -43,7 +42,6 @@ class Devices(TorchFunctionMode):
         return self._made(func(*args, device=_real(device), **kwargs), device)
 
     def _beside(self, args: Any, made: Any) -> Any:
-        """What has no elements lies where the first tensor does that it is made of."""
         if args and isinstance(made, Tensor) and not made.numel():
             first = args[0][0] if isinstance(args[0], list | tuple) and args[0] else args[0]
             if isinstance(first, Tensor):
@@ -61,7 +59,6 @@ class Devices(TorchFunctionMode):
         return device if region is None or region.device is None else device_at(region.device)
 
     def _whole(self, device: Any) -> torch.device:
-        """A device with its index."""
         device = torch.device(device)
         is_ours = device.type == KIND and device.index is None
         return device_at(self._simulation.thread.device) if is_ours else device
@@ -74,7 +71,6 @@ class Devices(TorchFunctionMode):
     def _like(
         self, func: Any, device: torch.device, like: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """``zeros_like``, ``new_zeros`` and their kin, for a device."""
         if func in (torch.as_tensor, torch.tensor):
             return self._to(Tensor.to, like, device, **kwargs)
         if device == self._place(like):
@@ -101,5 +97,4 @@ class Devices(TorchFunctionMode):
 
 
 def _real(device: torch.device) -> torch.device:
-    """Where the memory of a device is."""
     return _HOST if device.type == KIND else device

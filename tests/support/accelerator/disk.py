@@ -1,5 +1,4 @@
-"""A disk beside the simulated accelerator: each transfer is a stream of its own, and what it
-touches of host memory and of the file is noted like any other work."""
+"""A simulated disk: each transfer is a stream, and its accesses are recorded."""
 
 from __future__ import annotations
 
@@ -27,8 +26,6 @@ class _Ticket:
 
 @contextmanager
 def simulated_disk(simulation: Simulation) -> Iterator[None]:
-    """Files of state are read and written by streams of the simulation."""
-
     def moved(is_read: bool) -> Callable[..., _Ticket]:
         def begin(file: StateFile, memory: Tensor, offset: int) -> _Ticket:
             with simulation.lock:
@@ -51,6 +48,5 @@ def simulated_disk(simulation: Simulation) -> Iterator[None]:
 
 
 def in_file(file: StateFile, offset: int, size: int) -> Tensor:
-    """The mapped bytes."""
     (segment,) = [each for each in file._segments if 0 <= offset - each.begin < each.memory.numel()]
     return segment.memory[offset - segment.begin :][:size]

@@ -22,7 +22,6 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
 
 
 def _spans(table: MpTensors, memory: Memory, written: tuple[str, ...]) -> Iterator[Any]:
-    """The bytes of all tensors of a table, and whether they are written."""
     numels = (ctypes.c_uint64 * table.count).from_address(table.numel)
     for name, kind in MpTensors._fields_:
         column = getattr(table, name)
@@ -39,8 +38,6 @@ def _spans(table: MpTensors, memory: Memory, written: tuple[str, ...]) -> Iterat
 
 
 def replacement(simulation: Simulation, original: Callable[..., None]) -> Callable[..., None]:
-    """For ``NativeLibrary.call``: kernels run on the host, and on its memory."""
-
     def call(library: NativeLibrary, name: str, *arguments: Any) -> None:
         if name in _WRITTEN:
             with simulation.lock:

@@ -1,4 +1,4 @@
-"""Memory of the host and of the simulated devices, and who touched which bytes of it."""
+"""Memory of the host and the simulated devices, with the accesses to each byte."""
 
 from __future__ import annotations
 
@@ -45,9 +45,8 @@ class Conflict(NamedTuple):
     """An access that is not ordered after another one.
 
     Attributes:
-        is_torn: a write to what a download reads, in either order. What came down may be neither
-            old nor new. That is wrong where it is used; a run that writes gradients which were
-            ready drops it, and only its bits tell whether it did.
+        is_torn: True for a write to the source of a download, in either order. The result may be
+            neither old nor new; a run that drops it is correct.
     """
 
     message: str
@@ -56,8 +55,6 @@ class Conflict(NamedTuple):
 
 @dataclass(frozen=True)
 class Access:
-    """What one deed did to some bytes."""
-
     start: int
     end: int
     writes: bool
@@ -76,13 +73,13 @@ class Region:
     """One allocation.
 
     Attributes:
-        twin: the same memory under another storage, which what is queued holds; so the reference
-            count of the first says whether the product still has it.
-        device: that it lies on; None for the host.
-        home: the stream whose later work the allocator would give the memory to.
+        twin: the same memory under another storage, held by queued operations; the reference
+            count of the first storage is the package's.
+        device: None for the host.
+        home: the stream that the allocator would reuse the memory for.
         is_page_locked: the host's side of a copy that nothing waited for at once.
-        recorded: streams that the allocator was told of.
-        guarded: streams whose copies torch's allocator of page-locked memory knows of by itself.
+        recorded: streams of ``record_stream``.
+        guarded: streams with copies that torch's page-locked allocator records.
     """
 
     def __init__(self, storage: UntypedStorage) -> None:
@@ -105,13 +102,11 @@ class Region:
         return count <= _OWN_REFERENCES + len(self.parts)
 
     def bytes(self, start: int = 0, end: int | None = None) -> Tensor:
-        """The bytes themselves."""
         end = self.size if end is None else end
         tensor = torch.empty(0, dtype=torch.uint8)
         return tensor.set_(self.twin, start, (end - start,), (1,))  # type: ignore[call-overload]
 
     def alias(self, tensor: Tensor) -> Tensor:
-        """A tensor over the twin that shows what another shows of this region."""
         alias = torch.empty(0, dtype=tensor.dtype)
         first = (tensor.data_ptr() - self.base) // tensor.itemsize
         return alias.set_(self.twin, first, tensor.shape, tensor.stride())  # type: ignore[call-overload]
@@ -150,7 +145,6 @@ class Memory:
         return iter(self._regions)
 
     def at(self, address: int) -> Region | None:
-        """The region that an address lies in."""
         place = bisect.bisect_right(self._bases, address) - 1
         if place < 0:
             return None
@@ -158,7 +152,6 @@ class Memory:
         return region if address < region.base + region.size else None
 
     def of(self, tensor: Tensor) -> Region | None:
-        """The region of a tensor, known from now on; None if it has no bytes."""
         storage = tensor.untyped_storage()
         if not tensor.numel() or storage.device.type == "meta":
             return None
@@ -168,7 +161,6 @@ class Memory:
         return region if is_whole else self._add(storage)
 
     def span(self, tensor: Tensor) -> Span | None:
-        """The bytes from a tensor's first element to its last."""
         region = self.of(tensor)
         if region is None:
             return None

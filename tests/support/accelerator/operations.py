@@ -1,10 +1,4 @@
-"""Torch operations on memory of a device are queued; on memory of the host they are done at once,
-and noted.
-
-What an operation returns is found out by a rehearsal on whatever the memory holds now; its values
-are then written over with NaN, and come when the stream gets there. Operations that tell the host a
-value (``.item()``, ``torch.equal``) wait for the stream, as on CUDA.
-"""
+"""Queue torch operations on device memory, and run those on host memory at once."""
 
 from __future__ import annotations
 
@@ -104,7 +98,6 @@ class _Call:
         return self._change(stream) if self.mutates else self._compute(stream)
 
     def _asks_for_values(self) -> bool:
-        """Whether the shape of what comes is told by elements: of a mask, say."""
         if self.func._schema.name in ("aten::index", "aten::index_put", "aten::index_put_"):
             return any(each.dtype in (torch.bool, torch.uint8) for each in _tensors(self.args[1]))
         return torch.Tag.dynamic_output_shape in self.func.tags
@@ -138,7 +131,6 @@ class _Call:
     # -- on a device ------------------------------------------------------------------------------
 
     def _is_let_in(self, tensor: Tensor, device: int, stream: Stream) -> bool:
-        """What is read there; not a number of the host, which goes along with the launch."""
         region = self.memory.of(tensor)
         if region is None or (region.device is None and region.size <= 8):
             return False
@@ -146,14 +138,12 @@ class _Call:
         return True
 
     def _let_in(self, region: Region, device: int, stream: Stream) -> None:
-        """Memory that a factory made for the device; the host's own has no business here."""
         if region.device is None:
             if region.is_page_locked:
                 self.simulation.report(f"{self.name} on {stream.name} is given host memory")
             region.device, region.home = device, stream
 
     def _copy(self, stream: Stream) -> Any:
-        """Between two places, or within the device."""
         regions = self._regions([*self.read, *self.written])
         crosses = any(region.device is None for region in regions)
         for tensor in [*self.read, *self.written]:
@@ -220,7 +210,6 @@ class _Call:
         return region.alias(tensor)
 
     def _at_once(self, stream: Stream) -> Any:
-        """What the host has to know the result of."""
         self.simulation.queue(stream, lambda: None, self._deed())
         self.simulation.finish(stream)
         results = self.func(*self.args, **self.kwargs)
@@ -231,7 +220,6 @@ class _Call:
         return results
 
     def _on_twins(self) -> Callable[[], Any]:
-        """The operation on what only the simulation holds."""
         func = self.func
         args, kwargs = tree_map(self._twin, (self.args, self.kwargs))
         return lambda: func(*args, **kwargs)
@@ -252,7 +240,6 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _written_arguments(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operation returns that returns what it wrote to."""
     if not schema.returns:
         return None
     names = [argument.name for argument in schema.arguments]

@@ -1,8 +1,4 @@
-"""Takes one wait, ``record_stream`` or device guard at a time out of the product.
-
-The sites are found in the source, so a new one is covered by itself. A function gets the code of
-the same function compiled without that one call; whoever imported it has it, too.
-"""
+"""Remove one wait, ``record_stream`` or device guard at a time from the package."""
 
 from __future__ import annotations
 
@@ -94,7 +90,6 @@ def _tree(module: str) -> ast.Module:
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[str, _Function]]:
-    """Functions and methods by qualified name; those inside of them are part of them."""
     for node in tree.body:
         if isinstance(node, _Function):
             yield node.name, node
@@ -105,7 +100,6 @@ def _functions(tree: ast.Module) -> Iterator[tuple[str, _Function]]:
 
 
 def sites(module: str) -> list[Site]:
-    """All sites of a module."""
     found = []
     for name, node in _functions(_tree(module)):
         remover = _Remover()
@@ -115,7 +109,6 @@ def sites(module: str) -> list[Site]:
 
 
 def _live(module: str, name: str) -> FunctionType:
-    """The function as it is defined, under whatever decorates it."""
     value: Any = importlib.import_module(module)
     for part in name.split("."):
         value = vars(value)[part]
@@ -136,7 +129,6 @@ def _compiled(tree: ast.Module, module: str, name: str) -> CodeType:
 
 @contextmanager
 def called(sites: Sequence[Site]) -> Iterator[set[Site]]:
-    """The sites whose functions are called meanwhile, in this thread and in those that begin."""
     sites_of: dict[CodeType, list[Site]] = {}
     for site in sites:
         sites_of.setdefault(_live(site.module, site.function).__code__, []).append(site)
@@ -157,7 +149,6 @@ def called(sites: Sequence[Site]) -> Iterator[set[Site]]:
 
 @contextmanager
 def without(site: Site) -> Iterator[None]:
-    """The product without the call at a site."""
     tree, remover = _tree(site.module), _Remover(site.number)
     remover.visit(dict(_functions(tree))[site.function])
     function = _live(site.module, site.function)

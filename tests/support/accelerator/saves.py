@@ -1,4 +1,4 @@
-"""Saves in the background of what lies on a simulated device."""
+"""Background saves of simulated devices."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ _WINDOW = 640
 
 
 class Saves:
-    """What comes down of the device does so as late as it may: when a save is waited for, or who
-    writes waits.
+    """Downloads of saves, delayed until a save or a writer waits for them.
 
     Attributes:
-        waits: how often somebody waited who was about to write.
+        waits: number of writers that waited.
         windows: of the device.
     """
 
@@ -33,7 +32,6 @@ class Saves:
         self._go = threading.Event()
 
     def hold(self) -> None:
-        """Of the next save."""
         self._go.clear()
 
     def let_go(self) -> None:
@@ -59,10 +57,10 @@ class Saves:
 
 @contextmanager
 def saves_of(simulation: Simulation, smallest: int = 5) -> Iterator[Saves]:
-    """Have saves bring down what lies on a device in many pieces.
+    """Make saves download device tensors in many pieces.
 
     Args:
-        smallest: bytes from which tensors are lent.
+        smallest: size in bytes from which tensors are borrowed.
     """
 
     with ExitStack() as context:

@@ -1,5 +1,4 @@
-"""What a training run may do between its steps, and the same run on plain host memory, to compare
-with."""
+"""Random training runs on a simulated device, and the same runs on the host."""
 
 from __future__ import annotations
 
@@ -58,8 +57,10 @@ class Schedule:
         pauses: seconds that jobs of the worker take longer, in turn.
         sets_device: whether the caller's current device is that of the model.
         releases: ``release_gradients``, of a stack that works during backward.
-        place: ``offload_place``. is_on_disk: state lies in a file.
-        averages: of main params are kept. audits: all of each step is repeated, on the host.
+        place: ``offload_place``.
+        is_on_disk: True if the state is in a file.
+        averages: True if averages of main params are kept.
+        audits: True if each step is repeated on the host.
     """
 
     owner: str = "stack"
@@ -82,7 +83,6 @@ class Schedule:
 
     @property
     def placing(self) -> dict[str, Any]:
-        """Where offloaded slots are stepped, as settings."""
         if self.is_on_disk:
             return {
                 "offload_place": self.place,
@@ -106,7 +106,6 @@ class Schedule:
 
     @property
     def plain(self) -> Schedule:
-        """The same arithmetic, on the host alone and without haste."""
         return replace(
             self,
             mode="sync",
@@ -122,10 +121,11 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run comes to.
+    """The result of a run.
 
     Attributes:
-        reports: of the simulation. bits: parameters and state.
+        reports: of the simulation.
+        bits: parameters and state.
     """
 
     reports: tuple[str, ...]
@@ -249,7 +249,6 @@ class Run:
 
 
 def plain_outcome(schedule: Schedule) -> Outcome:
-    """The run without an accelerator."""
     run = Run(schedule.plain, None)
     for number, what in enumerate(schedule.rounds):
         run.round(number, what)
@@ -257,7 +256,6 @@ def plain_outcome(schedule: Schedule) -> Outcome:
 
 
 def outcome(schedule: Schedule) -> Outcome:
-    """The run on the simulated accelerator."""
     with simulated_accelerator(schedule.pace, schedule.seed) as simulation:
         if not schedule.sets_device:
             simulation.thread.device = 0

@@ -1,4 +1,4 @@
-"""The simulation itself: devices, host threads, what they do, and what is reported."""
+"""The simulation: devices, host threads, their operations, and reports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ COLLECTIVES = f"cpu:gloo,{KIND}:gloo"
 
 
 def device_at(index: int) -> torch.device:
-    """One of the simulated devices."""
     return torch.device(KIND, index)
 
 
@@ -42,12 +41,13 @@ class HostThread(Actor):
 
 
 class Simulation:
-    """See the package's text.
+    """Devices, streams and memory of one simulation.
 
     Attributes:
         empty: device of tensors that have no memory.
-        reports: what went wrong, each once. torn: downloads of what was written meanwhile.
-        lock: taken while anything here is looked at.
+        reports: faults, each once.
+        torn: downloads with a concurrent write.
+        lock: guards all of it.
     """
 
     def __init__(self, pace: Pace = Pace.LAZY, seed: int = 0) -> None:
@@ -71,7 +71,6 @@ class Simulation:
 
     @property
     def thread(self) -> HostThread:
-        """The calling one."""
         with self.lock:
             key = threading.current_thread()
             if key not in self._threads:
@@ -81,14 +80,12 @@ class Simulation:
 
     @property
     def current_stream(self) -> Stream:
-        """The calling thread's, on its device."""
         return self.thread.streams[self.thread.device]
 
     def report(self, problem: str) -> None:
         self.reports[problem] = None
 
     def check_device(self, device: int, what: str) -> None:
-        """A stream of a device, or a copy, is used by the calling thread."""
         if self.thread.device != device:
             self.report(
                 f"{what} of {device_at(device)} in {self.thread.name}, whose current device is "
@@ -106,7 +103,6 @@ class Simulation:
         self.executor.stir()
 
     def do(self, deed: Deed) -> None:
-        """The calling thread itself touches memory, at once."""
         self.look_for_given_back()
         self._note(self.thread, deed)
         self.executor.stir()
@@ -128,12 +124,10 @@ class Simulation:
             run()
 
     def wait_for(self, stream: Stream, count: int, clock: Mapping[str, int]) -> None:
-        """The calling thread waits for the first operations of a stream."""
         self.executor.reach(stream, count)
         self.thread.learn(clock)
 
     def finish(self, stream: Stream) -> None:
-        """The calling thread waits for all that a stream was given."""
         self.wait_for(stream, stream.queued, stream.clock)
 
     # -- memory that is given back ----------------------------------------------------------------
@@ -163,8 +157,6 @@ class Simulation:
 
     @staticmethod
     def _use_for_something_else(region: Region) -> None:
-        """Later work of the stream that the allocator gives it to writes there."""
-
         def write() -> None:
             region.bytes().fill_(POISON)
 
@@ -176,7 +168,6 @@ class Simulation:
     # -- tests ------------------------------------------------------------------------------------
 
     def to_device(self, tensor: Tensor, device: int) -> Tensor:
-        """Have a tensor's memory lie on a device; what was written there is complete."""
         with self.lock:
             region = self.memory.of(tensor)
             if region is None:

@@ -172,8 +172,6 @@ def _to_list(simulation: Simulation, original: Callable[[Tensor], Any]) -> Calla
 
 
 def _hooked(simulation: Simulation, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Registers a hook that asks where tensors are: autograd calls hooks in no mode."""
-
     def register(tensor: Tensor, hook: Callable[[Tensor], None]) -> Any:
         def call(param: Tensor) -> None:
             with Devices(simulation):

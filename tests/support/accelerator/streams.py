@@ -1,4 +1,4 @@
-"""Streams and events whose work waits until the host waits for it."""
+"""Streams and events that run their work when the host waits."""
 
 from __future__ import annotations
 
@@ -11,15 +11,6 @@ from support.accelerator.clocks import Actor
 
 
 class Pace(Enum):
-    """Which of the orders that streams and events allow is taken.
-
-    LAZY: of what the host waits for, only what that needs; every other stream is as late as it can
-        be.
-    OTHERS_FIRST: before each operation, all that other streams can do without it; what the host
-        waits for is as late as it can be.
-    RANDOM: now and then a stream goes on by one operation.
-    """
-
     LAZY = "lazy"
     OTHERS_FIRST = "others first"
     RANDOM = "random"
@@ -45,7 +36,8 @@ class Stream(Actor):
 
     Attributes:
         device: index.
-        queued, done: operations so far.
+        queued: number of operations so far.
+            done: number of finished ones.
     """
 
     def __init__(self, name: str, device: int) -> None:

@@ -17,8 +17,6 @@ from support.accelerator.simulation import Simulation
 
 
 class Thread(threading.Thread):
-    """A thread whose operations are seen."""
-
     def __init__(self, simulation: Simulation, **settings: Any) -> None:
         super().__init__(**settings)
         self._simulation = simulation
@@ -83,9 +81,6 @@ class Lock:
 
 
 class Pool(DaemonExecutor):
-    """A pool whose work is seen: it knows what the submitter knew, and the one that asks for an
-    error knows what the work knew."""
-
     def __init__(self, simulation: Simulation, *settings: Any) -> None:
         super().__init__(*settings)
         self._simulation = simulation
@@ -118,7 +113,6 @@ class Pool(DaemonExecutor):
 
 
 def stand_in(simulation: Simulation) -> SimpleNamespace:
-    """For the module ``threading``."""
     names = {name: getattr(threading, name) for name in threading.__all__}
     names["Thread"] = partial(Thread, simulation)
     names["Lock"] = lambda: Lock(simulation, threading.Lock())

@@ -212,7 +212,6 @@ def _multi_tensor_lamb(
 
 
 def module() -> ModuleType:
-    """A fresh module."""
     found = ModuleType("amp_C")
     for function in (
         _multi_tensor_adam,

@@ -21,12 +21,12 @@ class SegmentationFaultError(BaseException):
 
 
 class Gpu:
-    """What the tests look at, and may turn.
+    """The state of a simulated GPU library.
 
     Attributes:
-        device: the device type whose tensors lie on the pretended GPU.
+        device: device type of its tensors.
         int_max: elements that 32-bit indices reach.
-        damage: what would have gone wrong without a word.
+        damage: faults that the real library would not report.
         calls: names of the kernels called.
         flags: the skip flags they were called with.
     """
@@ -45,66 +45,54 @@ GPU = Gpu()
 
 
 def fma(a: Any, b: Any, c: Any) -> Array:
-    """a * b + c, rounded once: a product of two FP32 values is exact in FP64."""
     with np.errstate(invalid="ignore"):
         return flushed((np.float64(a) * np.float64(b) + np.float64(c)).astype(F))
 
 
 def flushed(x: Array) -> Array:
-    """Subnormal values become zeros (--use_fast_math)."""
     return np.where(np.abs(x) < TINY, np.copysign(F(0), x), x).astype(F)
 
 
 def _rough(x: Array) -> Array:
-    """An approximation: every other value is one unit off, as the instructions are allowed to
-    be."""
     odd = (np.ascontiguousarray(x).view(np.uint32).reshape(x.shape) >> 3) & 1
     return np.where(odd == 1, np.nextafter(x, np.where(x > 0, F(np.inf), F(-np.inf))), x).astype(F)
 
 
 def divided(a: Any, b: Any) -> Array:
-    """div.approx.ftz"""
     with np.errstate(invalid="ignore", divide="ignore"):
         exact = flushed((np.float64(a) / np.float64(b)).astype(F))
     return np.where(np.broadcast_to(np.asarray(b) == 1, exact.shape), exact, _rough(exact))
 
 
 def rooted(x: Array) -> Array:
-    """sqrt.approx.ftz"""
     return _rough(flushed(np.sqrt(np.float64(x)).astype(F)))
 
 
 def product(a: Any, b: Any) -> Array:
-    """a * b in FP32."""
     return flushed(np.asarray(F(1) * a * b, dtype=F))
 
 
 def values(tensor: Tensor) -> Array:
-    """FP32 values of a flat tensor."""
     return tensor.float().numpy().copy()
 
 
 def store(tensor: Tensor, array: Array) -> None:
-    """Round to nearest even into a tensor, unseen by autograd."""
     tensor.data.copy_(torch.from_numpy(np.ascontiguousarray(array)))
 
 
 def as_float(value: Any) -> Any:
-    """What pybind11 takes for a C++ float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"incompatible function arguments: {type(value).__name__} for float")
     return F(value)
 
 
 def as_int(value: Any) -> int:
-    """What pybind11 takes for a C++ int or bool."""
     if not isinstance(value, int):
         raise TypeError(f"incompatible function arguments: {type(value).__name__} for int")
     return int(value)
 
 
 def begin(name: str, flag: Tensor) -> None:
-    """A kernel is called. Nobody checks where its flag lies."""
     GPU.calls.append(name)
     GPU.flags.append(int(flag))
     if flag.dtype != torch.int32 or flag.device.type != GPU.device:
@@ -112,7 +100,6 @@ def begin(name: str, flag: Tensor) -> None:
 
 
 def flat_memory(tensor: Tensor) -> Tensor:
-    """What a kernel sees that takes the address and believes the size."""
     end = tensor.storage_offset() + tensor.numel()
     if end * tensor.itemsize > tensor.untyped_storage().nbytes():
         GPU.damage.append("memory behind the tensor is written")
@@ -161,14 +148,12 @@ def _run(
 
 
 def bias_correction(beta: Any, step: int, wanted: int) -> Any:
-    """One minus a power, in double, of the FP32 beta."""
     return F(1 - np.float64(F(beta)) ** step) if wanted == 1 else F(1)
 
 
 def adam(
     p: Array, g: Array, m: Array, v: Array, scalars: dict[str, Any]
 ) -> tuple[Array, Array, Array]:
-    """Both libraries' Adam: (p, m, v)."""
     b1, b2, lr, wd, mode = (scalars[k] for k in ("beta1", "beta2", "lr", "weight_decay", "mode"))
     if mode == 0:
         g = fma(p, wd, g)
@@ -183,7 +168,6 @@ def adam(
 def adam_scalars(
     lr: Any, beta1: Any, beta2: Any, eps: Any, step: Any, mode: Any, bias: Any, decay: Any
 ) -> dict[str, Any]:
-    """Adam's arguments as the kernels see them."""
     step, bias = as_int(step), as_int(bias)
     return {
         "lr": as_float(lr),
@@ -209,7 +193,6 @@ def sgd(
     first: bool,
     scale: Any,
 ) -> None:
-    """Both libraries' SGD; the buffer is read always, and written only with momentum."""
     g, p, m = product(values(grad), scale), values(param), values(buffer)
     if decay != 0:
         g = fma(p, decay, g)
@@ -221,6 +204,5 @@ def sgd(
 
 
 def sum_of_squares(array: Array) -> Any:
-    """FP32 partial sums of FP32 squares."""
     with np.errstate(over="ignore", invalid="ignore"):
         return np.add.reduce(product(array, array), dtype=F)

@@ -28,7 +28,6 @@ _DEPTH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
 
 
 def _begin(name: str, flag: Tensor, lists: Lists) -> bool:
-    """False if memory is addressed that is not the GPU's, which nobody notices."""
     gpu.begin(name, flag)
     if not lists[0]:
         raise SegmentationFaultError("tensor_lists[0][0] of an empty list")
@@ -194,7 +193,6 @@ def _multi_tensor_sgd(
 
 
 def modules() -> dict[str, ModuleType]:
-    """Fresh modules by name: the package and its extension."""
     extension = ModuleType("transformer_engine_torch")
     for function in (
         _multi_tensor_adam,

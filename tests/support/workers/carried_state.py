@@ -106,7 +106,6 @@ def handed_over(form: str, is_sharded: bool, way: str) -> bool:
 
 
 def by_files(form: str, is_sharded: bool, folder: Path, dtype: torch.dtype) -> bool:
-    """By torch's files, in which remainders had 16 bits once."""
     model, optimizer = build(form, is_sharded, seed=1)
     state = deepcopy(get_optimizer_state_dict(model, optimizer))
     for held in state["state"].values():
@@ -121,7 +120,6 @@ def by_files(form: str, is_sharded: bool, folder: Path, dtype: torch.dtype) -> b
 
 
 def by_own_files(form: str, is_sharded: bool, folder: Path) -> bool:
-    """Remainders keep their width there, and 16 bits in a state dict load as 32 do."""
     model, optimizer = build(form, is_sharded, seed=1)
     version = mp_optim.checkpoint.save(folder, model, optimizer)
     kinds = {

@@ -56,9 +56,6 @@ class Case:
 
 
 class SmallMoE(nn.Module):
-    """Parameters that straddle shards, an empty one, one that nobody uses, one that only odd ranks
-    use, a tied one."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
@@ -156,7 +153,6 @@ def cases() -> list[Case]:
 
 
 def fraction_for_all(rank: int, group: dist.ProcessGroup) -> list[float | str]:
-    """Ranks with less memory than others, then too little on one."""
     found: list[float | str] = []
     for least in (160_000, 1_000):
         model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)]).bfloat16()
@@ -182,7 +178,6 @@ def fraction_for_all(rank: int, group: dist.ProcessGroup) -> list[float | str]:
 
 
 def forgotten_groups(groups: dict[str, dist.ProcessGroup]) -> list[str]:
-    """Experts differ between ranks, and the process groups do not say all of it."""
     config = config_for("fp32", use_distributed_optimizer=True)
     return [
         error_of(
@@ -198,8 +193,6 @@ def forgotten_groups(groups: dict[str, dist.ProcessGroup]) -> list[str]:
 
 
 def duplicates(rank: int, layout: str, groups: dict[str, dist.ProcessGroup]) -> float:
-    """Two tensor-parallel ranks, twice: a parameter of each, a duplicated one, one shared with
-    another layer."""
     model = nn.ParameterDict(
         {name: nn.Parameter(torch.zeros(300)) for name in ("own", "twin", "shared")}
     )
@@ -223,7 +216,6 @@ def duplicates(rank: int, layout: str, groups: dict[str, dist.ProcessGroup]) -> 
 
 
 def starts_alike(rank: int, group: dist.ProcessGroup) -> str:
-    """Ranks that begin with other parameters get the first one's."""
     model = nn.Linear(40, 40)
     with torch.no_grad():
         model.weight.fill_(rank + 1.0)
@@ -237,7 +229,6 @@ def starts_alike(rank: int, group: dist.ProcessGroup) -> str:
 
 
 def sums_are_in_the_order_of_ranks(rank: int, group: dist.ProcessGroup) -> dict[str, bool]:
-    """Against the sum as it is defined, of numbers whose order matters."""
     ranks, found = group.size(), {}
     for dtype, divisor, add in (
         (torch.float32, 4, False),
@@ -262,8 +253,6 @@ def sums_are_in_the_order_of_ranks(rank: int, group: dist.ProcessGroup) -> dict[
 
 
 def goes_to_owners(rank: int, group: dist.ProcessGroup, divisor: int, add: bool) -> bool:
-    """The backend's own reductions (NCCL's way), of shards of any size, of numbers that add up
-    exactly."""
     bounds, each = (0, 64, 64, 100, 256), torch.arange(256.0)
     grads, first, last = 3.0 * (each + rank), bounds[rank], bounds[rank + 1]
     owned = torch.ones(last - first) if add else grads[first:last]
@@ -275,7 +264,6 @@ def goes_to_owners(rank: int, group: dist.ProcessGroup, divisor: int, add: bool)
 
 
 def resumed(rank: int, layout: str, group: dist.ProcessGroup, directory: str) -> dict[str, Any]:
-    """A rank's state dict, saved and loaded as plain data; and the same through a checkpoint."""
     case = Case(4, "bf16", layout, 0.5)
     model, optimizer = build(case, group)
     train(model, optimizer, case, rank, range(2))
@@ -298,14 +286,12 @@ def resumed(rank: int, layout: str, group: dist.ProcessGroup, directory: str) ->
 
 
 def other_ranges(group: dist.ProcessGroup) -> str:
-    """A rank's state dict in a layout that cuts parameters elsewhere."""
     _, optimizer = build(Case(4, "bf16", "optim"), group)
     _, other = build(Case(4, "bf16", "optim"), group, bucket_size=700)
     return error_of(lambda: other.load_state_dict(optimizer.state_dict()))
 
 
 def whole_state(group: dist.ProcessGroup) -> bool:
-    """What one process saved goes into every rank's fragments."""
     model = SmallMoE(torch.bfloat16)
     alone = get_megatron_optimizer(config_for("bf16"), model, expert_predicate=is_expert)
     for param in model.parameters():
@@ -330,7 +316,6 @@ def whole_state(group: dist.ProcessGroup) -> bool:
 
 
 def live_bytes() -> int:
-    """Bytes of all tensors of this process."""
     gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -343,7 +328,6 @@ def live_bytes() -> int:
 
 
 def bytes_of(layout: str, fp32_reduce: bool, group: dist.ProcessGroup) -> dict[str, float]:
-    """What a rank holds and sends, for a model of 400 thousand parameters."""
     with torch.device("meta"):
         meta = nn.Sequential(*[nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(6)])
     before = live_bytes()
@@ -407,8 +391,6 @@ def misuse(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def gan(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
-    """The usual loop, in which the generator's backward pass gives the discriminator gradients
-    after its step; digests of both, by how gradients are reduced."""
     zero = {"use_distributed_optimizer": True}
     ways: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -438,7 +420,6 @@ def gan(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def passes_of_some(rank: int, group: dist.ProcessGroup) -> list[tuple[float, str]]:
-    """ZeRO-2 where ranks are given nothing to do in the last passes; as with zeros in those."""
     found = []
     for idle in (False, True):
         model, optimizer = build(Case(4, "fp32", "optim_grads"), group)
@@ -458,8 +439,6 @@ def passes_of_some(rank: int, group: dist.ProcessGroup) -> list[tuple[float, str
 
 
 def parts_of_some(rank: int, own: dict[str, dist.ProcessGroup]) -> str:
-    """A chain between whose common parts odd ranks have one more of their own."""
-
     def part(name: str, group: dist.ProcessGroup | None) -> MegatronOptimizer:
         model = nn.ParameterDict({name: nn.Parameter(torch.ones(40))})
         model[name].grad = torch.full((40,), float(rank))
@@ -501,7 +480,6 @@ def disagree(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def leave(rank: int, gone: int, group: dist.ProcessGroup) -> dict[str, Any]:
-    """One rank does not take part in a step."""
     model, optimizer = build(Case(4, "bf16", "optim"), group)
     began = time.monotonic()
     if rank == gone:

@@ -1,5 +1,4 @@
-"""Three gloo processes whose saves fail: on two of them at once, or because one is late; and the
-save after that."""
+"""Three gloo processes with saves that fail on some ranks, or because one is late."""
 
 import os
 import sys

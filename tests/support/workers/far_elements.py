@@ -1,10 +1,4 @@
-"""Compiled kernels on elements beyond 2^31 of their tensors: a step of some rules and sums of
-squares, carried out from PTX, with the bits of ``reference``. Prints how many tensors were
-compared.
-
-The tensors are small. Their tables say that each lies at the end of a tensor of more than 2^31
-elements, and launches have programs for that end alone.
-"""
+"""Execute compiled kernels on elements beyond 2^31, and print the number of compared tensors."""
 
 from __future__ import annotations
 
@@ -44,8 +38,6 @@ CASES = {
 
 
 class FarTables(_WatchedTables):
-    """Tables by which each tensor is the end of one that begins :data:`BEFORE` elements earlier."""
-
     def __init__(self) -> None:
         super().__init__()
         self._far: dict[Any, Any] = {}

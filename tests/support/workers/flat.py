@@ -47,8 +47,6 @@ def tensors() -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a number of ranks hold tensors."""
-
     name: str
     ranks: int
     place: Callable[[str, Tensor, int], Tensor]

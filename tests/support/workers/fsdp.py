@@ -34,8 +34,6 @@ def build_sharded(
 
 
 def eight_bit_resumes(directory: str) -> dict[str, object]:
-    """8-bit blocks are a shard's own; saved and loaded they are the same bits, also streamed from a
-    disk."""
     model, optimizer = build_sharded("bf16-8bit8", 0.5)
     train(model, optimizer, 2)
     checkpoint.save(directory, model, optimizer)
@@ -51,7 +49,6 @@ def eight_bit_resumes(directory: str) -> dict[str, object]:
 
 
 def beside_fsdps_offloading() -> list[bool]:
-    """Whether main params are what they are without, if FSDP2 keeps parameters on the host."""
     found = []
     for policy in (OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)):
         model, optimizer = build_sharded("bf16", 0.5, policy)
@@ -64,9 +61,6 @@ HANDS = ["fp32", "bf16", "bf16-remainder", "bf16-8bit", "bf16-4bit"]
 
 
 def moved_by_hand(form: str) -> list[str]:
-    """What helpers of others do to state around a step, and values that are assigned as a DTensor
-    or as what a rank has of it; returns what differs from writes to the tensors themselves."""
-
     def trained(by_hand: bool) -> dict[str, Tensor]:
         model, optimizer = build_sharded(form, 0.5)
         train(model, optimizer, 2)
@@ -90,7 +84,6 @@ def moved_by_hand(form: str) -> list[str]:
 
 
 def stays_where_it_is() -> bool:
-    """State that rests on the host is shown there, though the mesh is of an accelerator."""
     _, optimizer = build_sharded("bf16", 0.0)
     kept = optimizer.state_of(optimizer.slots()[0]).live()["exp_avg"]
     param = optimizer.param_groups[0]["params"][0]
@@ -128,8 +121,6 @@ def train_sharded(rule: str, precision: str, fraction: float, directory: str) ->
 
 
 def agree_between_ranks() -> dict[str, object]:
-    """Ranks hold different parameters (as in pipeline parallelism); the second also a
-    tensor-parallel duplicate."""
     rank, world = dist.get_rank(), dist.group.WORLD
     model = nn.ParameterDict(
         {"own": nn.Parameter(torch.zeros(1)), "twin": nn.Parameter(torch.zeros(1))}
@@ -152,8 +143,6 @@ def agree_between_ranks() -> dict[str, object]:
 
 
 def experts_on_one_rank() -> dict[str, object]:
-    """Only the second rank has an expert; the first takes part in the experts' reductions all the
-    same."""
     rank, world = dist.get_rank(), dist.group.WORLD
     model = nn.ParameterDict({"dense" if rank == 0 else "expert": nn.Parameter(torch.zeros(1))})
     optimizer = get_megatron_optimizer(

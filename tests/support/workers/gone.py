@@ -1,5 +1,4 @@
-"""Four gloo processes, of which one is killed while it saves: what the others hear, and after how
-long.
+"""Four gloo processes; one is killed during a save.
 
 One process imports torch, and forks them.
 """
@@ -74,7 +73,6 @@ def run(folder: Path, rank: int) -> None:
 
 
 def start(folder: Path, rank: int) -> int:
-    """The process of a rank."""
     pid = os.fork()
     if pid == 0:
         try:

@@ -51,7 +51,6 @@ LAYOUTS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 
 
 def loss_of(module: nn.Module, step: int, layout: str) -> torch.Tensor:
-    """Of half of a batch, or all of it where each rank steps for itself."""
     batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
     if layout != "whole":
         batch = batch[4 * dist.get_rank() :][:4]
@@ -74,8 +73,6 @@ def told(name: str) -> dict[str, Any]:
 
 
 def tensor_parallel() -> dict[str, Any]:
-    """Norms of a weight of which each rank has a row by Megatron's attributes, and of a
-    bias of which each has a copy."""
     module = nn.Linear(3, 1)
     module.weight.data.copy_(torch.ones(1, 3))
     module.bias.data.fill_(2.0)

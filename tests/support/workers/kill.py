@@ -1,7 +1,4 @@
-"""For each line read, a forked process that trains a tiny model, writes to it by a drawn way and
-saves after every step, until the test kills it.
-
-It says what it begins and ends; this process says who it is, and when it is gone."""
+"""Train and save a tiny model in a forked process for each line of stdin, until it is killed."""
 
 from __future__ import annotations
 
@@ -51,7 +48,6 @@ def write(model: nn.Module, optimizer: object, step: int) -> None:
 
 
 def digest(model: nn.Module, optimizer: object) -> str:
-    """Of every tensor there is."""
     found = hashlib.sha256()
     for tensor in (
         *model.parameters(),

@@ -1,4 +1,4 @@
-"""Two gloo processes whose job fails and begins again, over a store that outlives both lives."""
+"""Two gloo processes with a job that fails and restarts with the same store."""
 
 import os
 import sys
@@ -14,9 +14,6 @@ from mp_optim import OptimizerConfig, get_megatron_optimizer
 
 
 class OneStore(dist.Store):
-    """The job's store as it is in one life. What torch's own groups write there is found in that
-    life only: they may not read where a process listened before. All else stays."""
-
     def __init__(self, life: int) -> None:
         super().__init__()
         port = int(os.environ["MASTER_PORT"])
@@ -49,7 +46,6 @@ class OneStore(dist.Store):
 
 
 def live(life: int, late: float, timeout: float) -> str:
-    """Three steps, for the last of which rank 1 is late; what this rank is told."""
     rank = int(os.environ["RANK"])
     store, wait = OneStore(life), timedelta(seconds=timeout)  # held by nobody else
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=wait)

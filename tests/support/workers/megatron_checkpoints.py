@@ -1,5 +1,4 @@
-"""Two gloo processes: a GPT of Megatron-core's is saved and resumed, with a distributed optimizer
-and with tensor parallelism. What each rank had is left for who loads the checkpoints elsewhere."""
+"""Two gloo processes that save and resume a Megatron-core GPT, with ZeRO and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -27,8 +26,6 @@ def built(distributed: bool) -> tuple[nn.Module, Any]:
 
 
 def of_this_rank(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """State by name: of what ranks share out, place and elements; else the tensor, and along which
-    dimension it is split."""
     split = {
         name.removeprefix("module."): param.partition_dim
         for name, param in model.named_parameters()

@@ -1,9 +1,4 @@
-"""Four gloo processes that hold a GPT of Megatron's in one layout after the other: tensor, expert
-and pipeline parallel, with virtual stages, with ZeRO over the rest.
-
-A checkpoint goes through all of them. Which part of the whole a rank should have is asked of
-Megatron's own ``sharded_state_dict`` of the model.
-"""
+"""Four gloo processes that move a checkpoint of a Megatron GPT through several layouts."""
 
 from __future__ import annotations
 
@@ -47,7 +42,6 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 
 def enter(sizes: dict[str, int]) -> ProcessGroups:
-    """Megatron's process groups of a layout."""
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         sizes.get("tp", 1),
@@ -63,7 +57,6 @@ def enter(sizes: dict[str, int]) -> ProcessGroups:
 def build(
     sizes: dict[str, int], settings: dict[str, Any], groups: ProcessGroups
 ) -> tuple[list[nn.Module], Any]:
-    """Chunks of a model, wherever this rank is in a layout, and their optimizer."""
     config = TransformerConfig(
         num_layers=4,
         hidden_size=16,
@@ -95,7 +88,6 @@ def build(
 
 
 def is_expert(param: Any, name: str) -> bool:
-    """As Megatron's optimizer has it: with one expert-parallel rank, there are none."""
     return not getattr(param, "allreduce", True)
 
 
@@ -116,7 +108,6 @@ def _chunk(config: TransformerConfig, stage: int | None) -> nn.Module:
 
 
 def train(chunks: list[nn.Module], optimizer: Any, steps: int = 2) -> None:
-    """On gradients that are a function of each element."""
     for _ in range(steps):
         optimizer.zero_grad()
         for chunk in chunks:
@@ -144,7 +135,6 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def whole_name(part: ShardedTensor) -> str:
-    """What a part belongs to: layers and experts that are alike are stacked in Megatron's form."""
     name = part.key
     stacked = [part.global_offset[axis] for axis in range(part.prepend_axis_num)]
     if stacked and "decoder.layers." in name and not name.split(".")[2].isdigit():
@@ -156,8 +146,6 @@ def whole_name(part: ShardedTensor) -> str:
 
 
 def out_of_place(chunks: list[nn.Module], path: Path) -> tuple[int, list[str]]:
-    """Compare the rank's parameters with the parts of the whole that Megatron says they are: how
-    many there are, and those that differ."""
     saved = open_checkpoint(path)
     count, wrong = 0, []
     for part in (part for chunk in chunks for part in parts_of(chunk)):
@@ -193,7 +181,6 @@ def parts_of(chunk: nn.Module) -> list[ShardedTensor]:
 
 
 def through(name: str, root: Path, previous: Path) -> list[Any]:
-    """Load a checkpoint into a layout, save it there, and go on twice from what was saved."""
     sizes, settings = LAYOUTS[name]
     groups, origin = enter(sizes), root / "origin"
     layout = sizes, settings, groups

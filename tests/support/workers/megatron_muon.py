@@ -1,5 +1,4 @@
-"""Two gloo processes: Muon over the buffers of Megatron's DDP, which have some matrices whole in
-one rank's part and others cut, beside one optimizer over the bare module."""
+"""Two gloo processes: Muon over the buffers of Megatron's DDP, next to one process."""
 
 from __future__ import annotations
 
@@ -26,9 +25,6 @@ STEPS = 3
 
 
 class Net(nn.Module):
-    """Two matrices, of which one lies across the middle of its bucket, another that is not told to
-    be whole, and vectors in FP32."""
-
     def __init__(self) -> None:
         super().__init__()
         self.config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=1)
@@ -41,7 +37,6 @@ class Net(nn.Module):
 
 
 def wrapped(model: Net, splits: bool = True) -> Any:
-    """In Megatron's DDP, which tells whole matrices as Megatron does."""
     for layer in (model.first, model.second):
         layer.weight.is_managed_by_layer_wise_optimizer = True  # type: ignore[assignment]
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=splits, bucket_size=512)
@@ -53,7 +48,6 @@ def config(optimizer: str = "dist_muon") -> OptimizerConfig:
 
 
 def grads(model: nn.Module, step: int) -> None:
-    """Where Megatron's kernels leave them."""
     torch.manual_seed(step)
     for param in model.parameters():
         values = torch.randn(param.shape).to(param.dtype)
@@ -82,7 +76,6 @@ def shapes(optimizer: Any) -> dict[str, list[int]]:
 
 
 def refusal() -> str:
-    """Of buffers that every rank has whole."""
     try:
         megatron.get_megatron_optimizer(config(), [wrapped(Net(), splits=False)])
     except ValueError as error:

@@ -34,7 +34,6 @@ class Net(nn.Module):
 
 
 def spread(model: Net, shape: tuple[int, ...]) -> DeviceMesh:
-    """Tensor parallelism, then FSDP2 over what is left of a mesh of this shape."""
     names = ("copy", "dp", "tp")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -59,7 +58,6 @@ def gradient(step: int, index: int, param: Tensor) -> Tensor:
 
 
 def part_of(value: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a value that every rank has."""
     if not isinstance(like, DTensor):
         return value
     copies = [Replicate()] * like.device_mesh.ndim
@@ -126,7 +124,6 @@ def sequence_parallel(mode: str | None = None, sharded: bool = True) -> dict[str
 
 
 def early(mode: str, shape: tuple[int, ...]) -> dict[str, Tensor] | str:
-    """Muon on the host, whose work begins during FSDP2's backward."""
     model = Net(14)  # seven rows for each of two ranks, unevenly for four
     if len(shape) == 1:
         fully_shard(model, mesh=init_device_mesh("cpu", shape))
@@ -152,8 +149,6 @@ def early(mode: str, shape: tuple[int, ...]) -> dict[str, Tensor] | str:
 
 
 def released(mode: str, shape: tuple[int, ...], releases: bool) -> dict[str, Any]:
-    """Gradients on the host leave DTensors during FSDP2's backward: which of them did at each step,
-    before and after ``gradients_ready()``, and what was trained."""
     model = Net(16)
     if len(shape) == 1:
         fully_shard(model, mesh=init_device_mesh("cpu", shape))

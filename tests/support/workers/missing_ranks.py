@@ -1,5 +1,4 @@
-"""Four processes of which one leaves, in several ways and places; the others write down what they
-were told.
+"""Four processes; some leave, and the others write the errors that they get.
 
 One process imports torch, and forks the ranks of all scenarios, which run side by side.
 """
@@ -36,9 +35,6 @@ PATIENCE = missing_ranks._PATIENCE = 5.0
 
 @dataclass(frozen=True)
 class Scenario:
-    """Who leaves how, while all others are where. ``busy`` computes for some seconds first, and is
-    well."""
-
     where: str
     how: str = "kill"
     gone: tuple[int, ...] = (3,)
@@ -64,7 +60,6 @@ DISAGREE = Scenario("fsdp2", "disagree", gone=())
 
 
 def stepping(strategy: str, other_settings: bool = False) -> Callable[[], Any]:
-    """A trained model, and what is to be called next."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     if strategy == "fsdp2":
@@ -174,7 +169,6 @@ def free_port() -> int:
 
 
 def start(scenario: Scenario, folder: Path) -> dict[int, int]:
-    """The processes of a scenario, and their ranks."""
     port, children = free_port(), {}
     for rank in range(RANKS):
         pid = os.fork()

@@ -17,13 +17,11 @@ SHAPES = {"shard": (6, 4), "other_shard": (4, 6), "hybrid": (8, 3), "plain": (5,
 
 
 def whole() -> dict[str, Tensor]:
-    """The parameters, as one process has them."""
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(*shape, generator=generator) for name, shape in SHAPES.items()}
 
 
 def grads_of(step: int) -> dict[str, Tensor]:
-    """Gradients of a step, whole."""
     generator = torch.Generator().manual_seed(1 + step)
     return {name: torch.randn(*shape, generator=generator) for name, shape in SHAPES.items()}
 

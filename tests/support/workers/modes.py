@@ -104,8 +104,6 @@ def whole(value: Tensor) -> Tensor:
 
 
 def perform(layout: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Losses of training and of evaluation, and weights of both, in turn. A forward pass without
-    backward comes before each call: FSDP2 keeps what it gathered for it."""
     model, optimizer = built(layout, dtype)
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
     found: dict[str, Any] = {"losses": [], "weights": []}

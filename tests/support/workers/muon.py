@@ -1,5 +1,4 @@
-"""Four gloo processes: Muon over parameters that are split in every way, beside the same parameters
-whole."""
+"""Four gloo processes: Muon over split parameters, next to whole ones."""
 
 import math
 import os
@@ -54,7 +53,6 @@ NORMUON = {"muon_moment2_method": "normuon", "muon_beta2": 0.8}
 
 
 def values(step: int, shapes: Shapes = SHAPES) -> dict[str, Tensor]:
-    """Parameters at step -1, gradients at the others."""
     generator = torch.Generator().manual_seed(100 + step)
     return {
         name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()
@@ -104,7 +102,6 @@ def train(
 
 
 def single(fraction: float = 0.0, **settings: object) -> dict[str, Tensor]:
-    """The same in one process."""
     return train(
         lambda name, value: value.clone(), lambda name, main: main.detach(), fraction, **settings
     )
@@ -156,8 +153,6 @@ def shared(
     late: Sequence[str] = (),
     **settings: object,
 ) -> dict[str, object]:
-    """Two steps of many matrices: what main params come to, and the floating-point operations of
-    the second step's products, counted by torch and by the optimizer."""
     model = model_of({n: part(n, value) for n, value in values(-1, MANY).items()})
     named = dict(model.named_parameters())
     for name, param in named.items():
@@ -178,14 +173,12 @@ def shared(
 
 
 def alone(late: Sequence[str] = (), **settings: object) -> dict[str, object]:
-    """The same in one process."""
     return shared(
         lambda name, value: value.clone(), lambda name, main: main.detach(), late=late, **settings
     )
 
 
 def _both(name: str) -> Sequence[object]:
-    """By rows, and then by columns; a fused matrix by rows twice."""
     return [Shard(0), Shard(0)] if "fused" in name else [Shard(-2), Shard(-1)]
 
 
@@ -197,7 +190,6 @@ OWNERS: dict[str, tuple[tuple[int, ...], Callable[[str], Sequence[object]]]] = {
 
 
 def on_ranks(mesh: DeviceMesh, layout: Callable[[str], Sequence[object]]) -> dict[str, object]:
-    """With DTensors. One step has no gradients of some."""
     return shared(
         lambda name, value: distribute_tensor(
             value, mesh, [Shard(each.dim % value.dim()) for each in layout(name)]
@@ -208,7 +200,6 @@ def on_ranks(mesh: DeviceMesh, layout: Callable[[str], Sequence[object]]) -> dic
 
 
 def by_tensor_parallelism() -> dict[str, object]:
-    """Plain tensors, by rows or by columns."""
     world, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
 
     def dim(name: str) -> int:
@@ -233,8 +224,6 @@ def by_tensor_parallelism() -> dict[str, object]:
 
 
 def by_zero(ranks: dist.ProcessGroup, **settings: object) -> dict[str, object]:
-    """Flat shards of a distributed optimizer, or whole parameters on one rank each."""
-
     def whole(name: str, main: Tensor) -> Tensor:
         flat = torch.zeros(math.prod(MANY[name]))
         local = main.local if isinstance(main, FlatShard) else main.detach().flatten()
@@ -260,7 +249,6 @@ ZERO: dict[str, dict[str, object]] = {
 
 
 def shares() -> dict[str, dict[str, object]]:
-    """All of them, those on two ranks included; in several batches."""
     matrix_exchange.LEAST_BATCH_BYTES = 1
     found: dict[str, dict[str, object]] = {}
     for case, (shape, layout) in OWNERS.items():

@@ -1,4 +1,4 @@
-"""Three gloo processes: what two of them save with FSDP2, one and three of them load."""
+"""Three gloo processes: one and three ranks load an FSDP2 checkpoint of two."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ def build(case: str, mesh: DeviceMesh, seed: int) -> tuple[nn.Module, Any]:
 
 
 def whole(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """Everything in full precision. Collective."""
     found = dict(model.state_dict())
     for slot in optimizer.stack.slots():
         for key, value in optimizer.stack.full_slot_state(slot).items():
@@ -69,7 +68,6 @@ def whole(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
 
 def load(case: str, mesh: DeviceMesh, folder: Path, saved: Any) -> Any:
-    """Whether it has the same bits; or what was said."""
     target = build(case, mesh, 2)
     group = mesh.get_group()
     try:

@@ -1,9 +1,4 @@
-"""Two gloo processes that have parts of parameters, experts and layers as Megatron has them: plain
-tensors with attributes, and names that each rank counts from 0.
-
-The whole model is stepped beside them. Gradients are a function of each element, so parts and whole
-are stepped alike, to the bit.
-"""
+"""Two gloo processes with Megatron's parts of parameters, experts and layers, next to the whole."""
 
 from __future__ import annotations
 
@@ -62,7 +57,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def part_of(whole: Tensor, dim: int | None, stride: int, rank: int, size: int) -> Tensor:
-    """What a rank has: its part of each block, behind each other."""
     if dim is None:
         return whole
     blocks = whole.chunk(stride, dim)
@@ -77,7 +71,6 @@ def wholes(dtype: torch.dtype, names: tuple[str, ...]) -> dict[str, Tensor]:
 
 
 def model_of(values: dict[str, Tensor], rank: int, size: int) -> nn.ParameterDict:
-    """The rank's parts of some values, with Megatron's attributes."""
     model = nn.ParameterDict()
     for name, value in values.items():
         _, dim, stride = CUTS[name]
@@ -96,7 +89,6 @@ def build(
     names: tuple[str, ...] = tuple(CUTS),
     seed: int = 0,
 ) -> tuple[nn.Module, Any]:
-    """The rank's parts and their optimizer; everything without a group."""
     dtype = torch.bfloat16 if settings.get("bf16") else torch.float32
     values = wholes(dtype, names)
     if seed:
@@ -121,7 +113,6 @@ def local(value: Any) -> Any:
 
 
 def snapshot(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """Parameters and state by name, copied."""
     result = {}
     for name, param in model.named_parameters():
         result[name] = param.detach().clone()
@@ -160,7 +151,6 @@ def export(folder: Path, optimizer: Any) -> dict[str, list[Any]]:
 
 
 def sizes(root: Path, rank: int, tp: dist.ProcessGroup) -> dict[str, dict[str, bool]]:
-    """Two parts to the same two, to one, and from one to two."""
     found: dict[str, dict[str, bool]] = {}
     for name, settings in SETTINGS.items():
         folder = root / name
@@ -194,7 +184,6 @@ def sizes(root: Path, rank: int, tp: dist.ProcessGroup) -> dict[str, dict[str, b
 
 
 def compact(root: Path, tp: dist.ProcessGroup) -> dict[str, Any]:
-    """8-bit moments: their blocks are cut at their ends (``vector``) or inside."""
     settings = {"bf16": True, **COMPACT, **EIGHT_BITS}
     found: dict[str, Any] = {}
     for name in ("vector", "fused"):
@@ -303,8 +292,6 @@ def blank(model: nn.Module) -> nn.Module:
 
 
 def names(root: Path, rank: int, world: dist.ProcessGroup) -> dict[str, Any]:
-    """Experts and layers, shared out and whole, there and back; names in state dicts."""
-
     def of_stage(name: str) -> str:
         layer = name.removeprefix("layers.")
         return f"layers.{int(layer[0]) + 2 * rank}{layer[1:]}" if layer != name else name
@@ -341,7 +328,6 @@ def names(root: Path, rank: int, world: dist.ProcessGroup) -> dict[str, Any]:
 
 
 def sharded_too(root: Path, rank: int) -> list[bool]:
-    """Four ranks: two parts, of which two ranks each own a part in turn."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     groups, tp = ProcessGroups.from_device_mesh(mesh), mesh["tp"].get_group()
     settings = {"bf16": True, "use_distributed_optimizer": True}
@@ -387,7 +373,6 @@ def sharded_too(root: Path, rank: int) -> list[bool]:
 
 
 def compact_too(root: Path) -> list[bool]:
-    """The same with 8-bit moments, whose blocks end where the parts do."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     groups, tp = ProcessGroups.from_device_mesh(mesh), mesh["tp"].get_group()
     settings = {"bf16": True, **COMPACT, **EIGHT_BITS}
@@ -413,9 +398,6 @@ def compact_too(root: Path) -> list[bool]:
 
 
 class Tied(nn.Module):
-    """A stage of a model whose output layer is its embedding, of which the last stage has a copy;
-    all of the model without a stage."""
-
     def __init__(self, stage: int | None, fill: float = 0.5) -> None:
         super().__init__()
         first, last = stage in (0, None), stage in (1, None)
@@ -435,7 +417,6 @@ class Tied(nn.Module):
 
 
 def tied(root: Path) -> list[bool]:
-    """Two stages, twice: ZeRO cuts the copy in another place than the embedding."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     groups, stage = ProcessGroups.from_device_mesh(mesh), mesh["pp"].get_local_rank()
     sharded = OptimizerConfig(lr=1e-2, clip_grad=0.0, use_distributed_optimizer=True)
@@ -459,8 +440,6 @@ def tied(root: Path) -> list[bool]:
 
 
 def other_weights(root: Path, rank: int, world: dist.ProcessGroup) -> list[Any]:
-    """Remainders of a whole parameter beside parts, in a file that says that they belong to other
-    weights."""
     remainders = {"bf16": True, **COMPACT, **REMAINDERS}
     parts = build(remainders, world, ("fused", "copied"))
     train(*parts)
@@ -480,7 +459,6 @@ def other_weights(root: Path, rank: int, world: dist.ProcessGroup) -> list[Any]:
 
 
 def unlike(pair: tuple[nn.Module, Any], rank: int) -> tuple[nn.Module, Any]:
-    """Copies of a part that differ."""
     with torch.no_grad():
         next(pair[0].parameters()).add_(rank // 2)
     return pair

@@ -48,8 +48,6 @@ def digest(model: nn.Module) -> str:
 
 
 def buffer_of_whole_parameters() -> float:
-    """Return the size of a rank's gradient and parameter buffer, as a share of a model of which one
-    matrix is the most, where Muon's parameters are whole on one rank."""
     model = nn.ParameterDict({"table": torch.ones(3000, 16), "layer": torch.ones(16, 16)})
     config = OptimizerConfig(
         lr=1e-2, optimizer="muon", clip_grad=0.0, use_layer_wise_distributed_optimizer=True
@@ -61,7 +59,6 @@ def buffer_of_whole_parameters() -> float:
 
 
 def largest_exchange(numels: list[int]) -> float:
-    """Most elements that one collective moves here, for each element of the bucket."""
     moved = []
     real = dist.all_to_all_single
 
@@ -111,7 +108,6 @@ def built(strategy: str) -> tuple[nn.Module, MegatronOptimizer]:
 
 
 def step_otherwise(what: str, strategy: str) -> dict[str, Any]:
-    """Two steps; before the second, the second rank does something that the others do not."""
     odd = dist.get_rank() == 1
     model, optimizer = built(strategy)
     for step in range(2):
@@ -141,8 +137,6 @@ OTHER_SETTINGS: dict[str, Any] = {
 
 
 def fsdp_disagrees(what: str) -> dict[str, Any]:
-    """The same with FSDP2, where the last rank has other settings; stepped at once, or in parts as
-    Megatron's callers may."""
     what, _, how = what.partition(", ")
     odd = dist.get_rank() == RANKS - 1
     torch.manual_seed(0)
@@ -192,7 +186,6 @@ def _local(model: nn.Module) -> list[list[float]]:
 
 
 def called_twice() -> dict[str, Any]:
-    """The second rank steps twice where the others step once and go on with another pass."""
     group = dist.new_group(list(range(RANKS)), timeout=timedelta(seconds=3))
     torch.manual_seed(0)
     model = nn.Linear(8, 8)

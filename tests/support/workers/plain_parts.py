@@ -70,8 +70,6 @@ OFFLOAD: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fra
 
 
 class Refused(NamedTuple):
-    """A rule with settings that cannot step some parts, and what is said of them."""
-
     rule: str
     settings: dict[str, Any]
     cut: Cut
@@ -107,7 +105,6 @@ def told_of(case: Refused, groups: ProcessGroups) -> str:
 
 
 def values(step: int) -> dict[str, Tensor]:
-    """Parameters at step -1, gradients at the others: later and further rows larger."""
     generator = torch.Generator().manual_seed(100 + step)
     found = {}
     for name, cut in CUTS.items():
@@ -120,8 +117,6 @@ def values(step: int) -> dict[str, Tensor]:
 def train(
     rule: str, rank: int, ranks: int, groups: ProcessGroups | None, **settings: Any
 ) -> dict[str, Tensor]:
-    """This rank's parts after some steps, each with the same gradients."""
-
     def parts(step: int) -> dict[str, Tensor]:
         return {name: CUTS[name].part(value, rank, ranks) for name, value in values(step).items()}
 

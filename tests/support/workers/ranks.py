@@ -26,7 +26,6 @@ warnings.filterwarnings("ignore")
 
 
 def stage(rank: int, names: list[str], seed: int = 0) -> tuple[nn.Module, Any]:
-    """A part of a model, as pipeline parallelism cuts it."""
     model = nn.ParameterDict(
         {
             name: nn.Parameter(torch.full((3, index + 2), float(index + seed)))
@@ -43,7 +42,6 @@ def step(model: nn.Module, optimizer: Any) -> None:
 
 
 def different_parameters(folder: Path, rank: int) -> bool:
-    """Two stages; loaded the other way round, and into one process."""
     names = [["a", "bb"], ["ccc", "dddd", "eeeee"]]
     model, optimizer = stage(rank, names[rank])
     step(model, optimizer)
@@ -68,7 +66,6 @@ def different_parameters(folder: Path, rank: int) -> bool:
 
 
 def grown(folder: Path, rank: int) -> bool:
-    """A second save with the same ranks, when one of them holds more than at the first."""
     for names in ((["a"], ["b"]), (["a"], ["b", "later"]), (["a", "too"], ["b", "later"])):
         model, optimizer = stage(rank, names[rank], seed=rank)
         step(model, optimizer)
@@ -82,7 +79,6 @@ def grown(folder: Path, rank: int) -> bool:
 
 
 def in_the_background(folder: Path, layout: Any) -> bool:
-    """Sharded state that is read when it has been stepped on."""
     model, optimizer = layout.build(seed=1)
     train(model, optimizer, range(2))
     stepped, read_into = threading.Event(), Lease.read_into

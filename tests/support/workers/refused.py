@@ -1,5 +1,4 @@
-"""Two gloo processes, of which the second one alone refuses what is loaded: FP32 state loses bits
-in its blocks, or a step of its scheduler is out of range."""
+"""Two gloo processes; the second refuses a load."""
 
 from __future__ import annotations
 
@@ -24,7 +23,6 @@ warnings.filterwarnings("ignore")
 
 
 def layouts() -> list[tuple[Layout, Layout]]:
-    """Each with FP32 state, and with state in blocks."""
     place, ranks = sharded(0, DeviceMesh("cpu", [0, 1])), dist.group.WORLD
     blocks = Layout("sharded, 8bit", 2, place, form="8bit", fraction=0.5)
     return [
@@ -34,7 +32,6 @@ def layouts() -> list[tuple[Layout, Layout]]:
 
 
 def clear_moments(optimizer: Any, rank: int) -> None:
-    """Zeros, which fit into any form, but in what the second rank alone has."""
     for slot in optimizer.slots():
         state = optimizer.slot_state(slot)
         for moment in (state["exp_avg"], state["exp_avg_sq"]):

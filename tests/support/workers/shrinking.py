@@ -1,4 +1,4 @@
-"""Three gloo processes, of which two begin again and then one, with the same optimizers."""
+"""Three gloo processes; two restart and then one, with the same optimizers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def lines_of_the_page() -> dict[str, Any]:
-    """The names that docs/troubleshooting.md defines for a job that begins again."""
     page = Path(__file__).resolve().parents[3] / "docs" / "troubleshooting.md"
     (block,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
@@ -37,7 +36,6 @@ def lines_of_the_page() -> dict[str, Any]:
 
 
 def built(layout: str) -> tuple[nn.Module, Any]:
-    """A model that was stepped once."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).bfloat16()
     if layout == "fsdp2":
@@ -55,7 +53,6 @@ def step(model: nn.Module, optimizer: Any) -> None:
 
 
 def error_of(act: Callable[[], object]) -> str:
-    """The error that a call ends in."""
     try:
         act()
     except Exception as error:

@@ -1,6 +1,4 @@
-"""Launches the Triton kernels for a GPU that need not be there, up to and without the launch
-itself, and prints the PTX they would have run as JSON, with the registers that the assembler gave
-it.
+"""Compile the Triton kernels for a GPU target, and print their PTX and register counts as JSON.
 
 A program of its own, because a process either interprets Triton or compiles it: ``python
 -m support.workers.triton_ptx 90``. With a folder that holds another Triton first on PYTHONPATH
@@ -43,9 +41,6 @@ TRIALS = (
 
 
 def wide(kernel: str, case: Case, keys: tuple[str, ...]) -> dict[str, int]:
-    """How many accesses of 16 bytes, and of 8 where it takes no more of a tensor at once, a thread
-    needs for its elements of a tile, or chunk of a sum: an unmasked one, and but for LAMB's first
-    kernel one whose mask is alike in runs of 16."""
     if not case.aligned:
         return {"ld": 0, "st": 0, "ld half": 0, "st half": 0}
     kept = dict(zip(keys, case.moments, strict=False))
@@ -85,7 +80,6 @@ def wide(kernel: str, case: Case, keys: tuple[str, ...]) -> dict[str, int]:
 
 
 def elements_of(kernel: str, case: Case, moments: list[torch.dtype | None]) -> tuple[int, int]:
-    """Elements of a thread, and how many of them are side by side."""
     if kernel == "chunk_sums":
         return launches.SUM_CHUNK // (32 * launches.SUM_WARPS), 16 // case.grad.itemsize
     main = torch.float32 if case.rest is None else torch.bfloat16

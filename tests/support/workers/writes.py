@@ -27,7 +27,6 @@ ALONE = {
 
 
 def built(layout: str, group: Any = None) -> tuple[nn.Module, MegatronOptimizer]:
-    """A model in bf16 after a step, and its optimizer."""
     torch.manual_seed(0)
     model = nn.Linear(8, 12, bias=False).bfloat16()
     config = OptimizerConfig(lr=1e-2, bf16=True, ema_decay=0.5)
@@ -67,7 +66,6 @@ def told_by(call: Callable[[], object]) -> str:
 
 
 def _first_of(error: BaseException) -> BaseException | None:
-    """The error before that an error took the place of; not the one that it was made from."""
     cause = error.__cause__
     return None if cause is None else cause.__context__
 
@@ -99,7 +97,6 @@ def write(layout: str, what: str) -> dict[str, Any]:
 
 
 def alone(what: str) -> str:
-    """One rank writes, and all of them go on with a step."""
     impatient = dist.new_group(list(range(RANKS)), timeout=timedelta(seconds=3))
     sharded = what == "averaged_weights"
     model, optimizer = built("optim" if sharded else "no_shard", impatient)

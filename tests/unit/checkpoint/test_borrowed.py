@@ -1,5 +1,4 @@
-"""Saves in the background borrow the optimizer's state: the bits are those of the call, whatever
-writes state before they are read, and training does not notice."""
+"""Background saves have the bits of the call, and do not change training."""
 
 import random
 import threading
@@ -23,8 +22,6 @@ ADAM_FORMS = ("bf16", "fp16", "fp32", "bf16-8bit8", "bf16-bf16")
 
 
 class Reader:
-    """Holds the reader of what is lent when it has read a share of it, until it is let go."""
-
     def __init__(self, patch):
         self.go, self.held = threading.Event(), threading.Event()
         self.share, self.left = None, 0
@@ -66,7 +63,6 @@ def reader(monkeypatch):
 
 
 def begin_both(tmp_path, model, optimizer, reader, share=0.0):
-    """A save that is complete, and one of the same moment that is held when a share was read."""
     reader.let_go()
     first = checkpoint.save(tmp_path / "now", model, optimizer)
     reader.hold_after(share)
@@ -91,7 +87,6 @@ WAYS = ("sync", "overlap", "speculative", "streamed", "disk")
 
 
 def drawn(seed, folder):
-    """A random stack: place, form of the state, rule, share on the host."""
     chance = random.Random(seed)
     mode = WAYS[seed % len(WAYS)]
     form = chance.choice(ADAM_FORMS)
@@ -185,7 +180,6 @@ def test_model_is_written_by_anybody(tmp_path, reader, how):
 
 
 def test_model_moves_to_an_accelerator(tmp_path, reader):
-    """With it what is not offloaded: what is read stays."""
     with simulated_accelerator() as simulation:
         model = torch.nn.Linear(16, 16, dtype=torch.bfloat16)
         optimizer = mp_optim.AdamW(model.parameters(), lr=0.1)

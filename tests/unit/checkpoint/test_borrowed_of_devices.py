@@ -1,5 +1,4 @@
-"""Saves in the background of what lies on a device, which is simulated: the bits are those of the
-call, the call does not wait for the device, and who writes waits for the copies."""
+"""Background saves of simulated devices have the bits of the call and wait for no device."""
 
 from contextlib import contextmanager
 from functools import cache
@@ -28,7 +27,6 @@ BEFORE, AFTER = 2, 2
 
 @pytest.fixture(scope="module", autouse=True)
 def alone():
-    """One process with a process group."""
     dist.init_process_group(COLLECTIVES, store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -58,7 +56,6 @@ def saved_plainly(run, folder):
 
 @contextmanager
 def on_device(schedule, folder, smallest=5):
-    """A run with a save under way of which nothing has come down."""
     with (
         simulated_accelerator(schedule.pace) as simulation,
         saves_of(simulation, smallest) as saves,

@@ -22,7 +22,6 @@ def test_every_way_that_torch_has(tmp_path):
 
 @pytest.fixture
 def alone(tmp_path):
-    """A process group of one process."""
     dist.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
     )

@@ -1,5 +1,4 @@
-"""What is on disk, what counts as complete, retention, checksums, errors, saves in the
-background."""
+"""Files on disk, completeness, retention, checksums, errors, background saves."""
 
 import os
 import threading
@@ -49,7 +48,6 @@ def test_retention(tmp_path, trained, keep, left):
 
 
 def test_commit_syncs_every_file_before_publishing(tmp_path, trained, monkeypatch):
-    """What a program still holds back when it asks for a file to be on the disk may never be."""
     lengths, fsync = {}, os.fsync
 
     def noted(descriptor):
@@ -185,7 +183,6 @@ def test_model_chunks_and_what_is_not_a_tensor(tmp_path):
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Holds back the writing of files until it is opened."""
     opened = threading.Event()
     write = writing.Writing.write
 

@@ -1,5 +1,4 @@
-"""Boxes of a checkpoint have to make up each tensor, every element once, whatever their number of
-elements adds up to."""
+"""Boxes of a checkpoint must cover each element once."""
 
 from __future__ import annotations
 
@@ -57,7 +56,6 @@ class Holder(nn.Module):
 
 
 def cut(version: Path, name: str, boxes: Boxes) -> None:
-    """Say that an entry lies in boxes, each at the entry's first byte."""
     index = json.loads((version / "index.json").read_text())
     dtype, shape, file, start = index["entries"][name]
     plain = [[offsets, sizes, file, start] for offsets, sizes in boxes]
@@ -118,7 +116,6 @@ def test_parts_of_ranks_that_do_not(boxes: Boxes) -> None:
 
 @pytest.mark.parametrize("form", ["bf16", "bf16-8bit"])
 def test_state_whose_boxes_overlap_leaves_everything_as_it_was(tmp_path: Path, form: str) -> None:
-    """Of each kind of entry the first, cut in two boxes that are the same half."""
     version = checkpoint.save(tmp_path, *build(form, seed=1))
     content: Any = (version / "index.json").read_bytes()
     entries = json.loads(content)["entries"]

@@ -23,7 +23,6 @@ from support.models import build, train
 
 
 def state_of(model, optimizer):
-    """Everything there is in full precision, whole, by name."""
     state = dict(model.state_dict())
     for slot in optimizer.slots():
         name = optimizer.slot_name(slot)
@@ -41,9 +40,6 @@ def digest(state):
 
 
 class Victim:
-    """A model and an optimizer that other checkpoints are loaded into, and what they held
-    before."""
-
     def __init__(self, version):
         self.version, self.copy = version, version.parent.parent / "damaged"
         shutil.copytree(version.parent, self.copy)
@@ -69,7 +65,6 @@ class Victim:
         return self.copy / name if name == "latest" else self.copy / self.version.name / name
 
     def load(self, **settings):
-        """The error, if there was one; nothing was replaced then, and everything otherwise."""
         before = self.print_of(self.target)
         try:
             checkpoint.load(self.copy, *self.target, **settings)
@@ -128,7 +123,6 @@ def test_flipped_element_is_noticed_without_verify(victim, place):
 @pytest.mark.parametrize("elements", [1, BLOCK_BYTES // 4 + 3, 5 * BLOCK_BYTES // 8])
 @pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
 def test_every_block_of_a_tensor_is_checked(tmp_path, elements, place):
-    """Tensors of less than a block, and of blocks of which the last is partly theirs."""
     model = torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.randn(elements))})
     version = checkpoint.save(tmp_path, model, None)
     index = json.loads((version / "index.json").read_text())
@@ -168,8 +162,6 @@ def test_stock_torch_reads_what_is_written(tmp_path):
 
 
 class FullDisk(io.FileIO):
-    """A file on a disk that takes so many bytes."""
-
     left = 0
 
     def write(self, data):

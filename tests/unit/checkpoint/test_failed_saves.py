@@ -1,4 +1,4 @@
-"""Saves that fail on some ranks: who failed is told to all, and the next save works."""
+"""Saves that fail on some ranks are reported on all, and the next save works."""
 
 import pytest
 
@@ -14,7 +14,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    """What the ranks of workers/failed_saves.py were told."""
     return results_of_ranks("failed_saves", RANKS, folder)
 
 

@@ -1,4 +1,4 @@
-"""A rank is killed while it saves: the others say which one, soon, and accuse nobody else."""
+"""A rank that is killed during a save is named by the others."""
 
 import json
 

@@ -26,8 +26,6 @@ class Victims:
         )
 
     def kill_one(self, saves: int, moment: float) -> list[list[str]]:
-        """Let one begin some saves, and kill it in the last, at a fraction of what the others took;
-        returns what it got to say."""
         assert self.server.stdin is not None and self.server.stdout is not None
         self.server.stdin.write("\n")
         self.server.stdin.flush()

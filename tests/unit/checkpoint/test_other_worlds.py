@@ -1,5 +1,4 @@
-"""What some ranks of FSDP2 saved loads on any other number of them, with the same bits where no
-value is lost, and else not without being asked."""
+"""FSDP2 checkpoints load on any number of ranks with the same bits, or are refused."""
 
 import json
 
@@ -28,7 +27,6 @@ def test_from_two_ranks_to_one_and_three(tmp_path):
 
 @pytest.fixture(scope="module")
 def shrunk(tmp_path_factory):
-    """A folder of checkpoints, and the errors that workers/shrinking.py found."""
     folder = tmp_path_factory.mktemp("shrinking")
     run_ranks("shrinking", 3, str(folder), timeout=100)
     return folder, json.loads((folder / "found.json").read_text())

@@ -1,5 +1,4 @@
-"""Plans of many ranks, made without any: what each writes, what they tell each other, and how long
-it takes. And what many tensors cost one process."""
+"""Plans of many ranks: contents and planning time."""
 
 import math
 import pickle
@@ -18,8 +17,6 @@ STATE = ("master_param", "exp_avg", "exp_avg_sq")
 
 
 def zero_1(ranks, shapes):
-    """What ranks of ZeRO-1 hold: the model whole, and flat ranges of equal length of the state,
-    with its steps."""
     whole = tuple(Held(f"model.{name}", torch.bfloat16, shape) for name, shape in shapes.items())
     ends = list(accumulate(math.prod(shape) for shape in shapes.values()))
     cuts = [rank * ends[-1] // ranks for rank in range(ranks + 1)]
@@ -49,7 +46,6 @@ def split(held):
 
 
 def planned(held_of_ranks):
-    """The sheets of all ranks, each once, and the shares."""
     sheets = [sheets_of(held) for held in held_of_ranks]
     told = {digest: sheet for own in sheets for digest, sheet in own.items()}
     return told, shares(sheets, [split(held) for held in held_of_ranks])
@@ -73,7 +69,6 @@ def test_save_plan_refuses_one_name_for_two_tensors(other, said):
 
 
 def written(plan):
-    """Every box that is written, by name, with the rank."""
     found = {}
     for rank, share in enumerate(plan):
         for name, places in share.items():
@@ -82,8 +77,6 @@ def written(plan):
 
 
 def test_64_ranks_of_10000_parameters_are_planned_in_seconds():
-    """Each element once; nobody writes much more than others; and what is told does not grow with
-    the ranks."""
     shapes = {f"layers.{index}.mlp.weight": (16, 16 + index % 3) for index in range(10_000)}
     few, many = zero_1(8, shapes), zero_1(64, shapes)
     begun = time.process_time()
@@ -108,8 +101,6 @@ def test_64_ranks_of_10000_parameters_are_planned_in_seconds():
 
 @st.composite
 def layouts_of(draw):
-    """Some entries on some ranks: whole on several, or cut anyhow along one dimension, each part on
-    several."""
     ranks = draw(st.integers(1, 6))
     held = [[] for _ in range(ranks)]
     some_ranks = st.lists(st.integers(0, ranks - 1), min_size=1, unique=True)

@@ -1,5 +1,4 @@
-"""Ranks that hold different parameters, save in the background, export; and what all hear when one
-fails."""
+"""Ranks with different parameters save, export and fail."""
 
 import json
 

@@ -1,5 +1,4 @@
-"""A load that is refused has changed nothing, whatever it was refused for: model, state and
-settings have the bits that they had, on every rank."""
+"""A refused load changes nothing on any rank."""
 
 from __future__ import annotations
 
@@ -30,7 +29,6 @@ LOSS = r"cannot hold without loss|more bits than"
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A checkpoint with FP32 state, and the state dict."""
     model, optimizer = build("bf16")
     train(model, optimizer, 2)
     path = tmp_path_factory.mktemp("source")
@@ -118,8 +116,6 @@ class Asking(nn.Module):
 
 
 class HalfWay:
-    """A scheduler that refuses when it has taken half of what was saved."""
-
     def __init__(self, first: int, second: int) -> None:
         self.values = {"first": first, "second": second}
 
@@ -314,7 +310,6 @@ def test_load_refuses_plain_data_that_does_not_fit(
 
 
 def test_remainders_beside_other_weights_than_theirs(tmp_path: Path) -> None:
-    """A state dict says which weights its remainders belong to."""
     source = build("bf16-remainder", seed=1)
     train(*source, 2)
     state = source[1].state_dict()

@@ -1,5 +1,4 @@
-"""Small files that ask for gigabytes: what a checkpoint takes of memory is bounded by the bytes
-that its files have on the disk."""
+"""The memory that a load takes is bounded by the size of the files."""
 
 from __future__ import annotations
 
@@ -38,7 +37,6 @@ def called(module: str, name: str, arguments: bytes = SIZE + b"\x85") -> bytes:
 
 
 def by_another(name: str) -> bytes:
-    """A bytearray that torch's ``_rebuild_from_type_v2`` makes."""
     made = f"cbuiltins\n{name}\n".encode() * 2 + SIZE + b"\x85}"
     return called("torch._tensor", "_rebuild_from_type_v2", b"(" + made + b"t")
 
@@ -77,7 +75,6 @@ def refused(
     load: Callable[[Path, Any, Any], object] = checkpoint.load,
     most_mib: int = MOST_MIB,
 ) -> None:
-    """In a process of its own, so that what it takes can be measured."""
     begin, end = os.pipe()
     child = os.fork()
     if child == 0:
@@ -103,7 +100,6 @@ def refused(
 
 
 def peak() -> int:
-    """Most memory so far, in KiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
@@ -129,7 +125,6 @@ FOREIGN: dict[str, Callable[[Path, Any, Any], object]] = {
 
 
 def universal(path: Path, bomb: str = "exp_avg") -> Path:
-    """The folder of a universal checkpoint with this file in it."""
     folder = path.parent / "zero" / "w"
     folder.mkdir(parents=True)
     for name in ("fp32", "exp_avg", "exp_avg_sq", "step"):
@@ -169,7 +164,6 @@ def test_elements_of_others_that_are_not_there(tmp_path: Path, key: str) -> None
 
 
 def test_state_of_others_is_copied_once(tmp_path: Path) -> None:
-    """What is counted are pages of the file, which the system can drop, and the tensors."""
     state = {"exp_avg": torch.ones(16 << 20)}  # 64 MiB
     torch.save(state, tmp_path / "state.pt")
     state.clear()

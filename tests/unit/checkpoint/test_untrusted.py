@@ -1,5 +1,4 @@
-"""A checkpoint from somebody else is data: no code in it runs, and no name in it leads out of its
-folder."""
+"""A foreign checkpoint runs no code and names no file outside its folder."""
 
 import codecs
 import functools
@@ -38,7 +37,7 @@ class Calls:
         return self.answer
 
     def __call__(self):
-        """What is called has to look callable."""
+        """Make the class callable for pickle."""
 
 
 @functools.lru_cache
@@ -52,7 +51,6 @@ def written(folder):
 
 
 def bombs(canary):
-    """Pickles that make a file if any code in them runs."""
     touch, source = f"touch {canary}", f"open({str(canary)!r}, 'w')"
     calls = {
         "system": Calls(os.system, touch),
@@ -88,7 +86,6 @@ def bombs(canary):
 
 
 def doors(root):
-    """Every way by which a checkpoint is read."""
     return {
         "load": lambda: checkpoint.load(root, *target()),
         "model": lambda: checkpoint.load(root, target()[0], None),
@@ -190,7 +187,6 @@ NAMES = {
 )
 @settings(max_examples=400, deadline=None)
 def test_unpickler_calls_and_changes_no_global(found, changes):
-    """Whatever a pickle names, it gets a record that does nothing, or an error."""
     module, name = found
     own = vars(sys.modules[module]).get(name)
     before = dict(vars(own)) if isinstance(own, type) else None

@@ -21,7 +21,6 @@ CALLED_OTHERWISE = {"ns_steps": "num_ns_steps", "adjust_lr_fn": "scale_mode"}
 
 
 def defaults(cls: type[Any]) -> dict[str, Any]:
-    """What a class takes, with its default."""
     return {name: each.default for name, each in inspect.signature(cls).parameters.items()}
 
 

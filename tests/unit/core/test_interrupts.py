@@ -62,7 +62,6 @@ def backward(model: nn.Module, optimizer: Any, step: int) -> None:
 
 
 def everything(model: nn.Module, optimizer: Any) -> list[Tensor]:
-    """Copies of what a step changes."""
     state = optimizer.state_dict()
     tensors = [value for slot in state["state"].values() for value in slot.values()]
     tensors += [*model.state_dict().values(), *state.get("grad_scaler", {}).values()]
@@ -75,9 +74,6 @@ def alike(a: list[Tensor], b: list[Tensor]) -> bool:
 
 @pytest.fixture
 def interruptible():
-    """A timer's signal does what Ctrl-C does; not while coverage, if it measures, holds its own
-    lock."""
-
     def interrupt(number: int, frame: FrameType | None) -> None:
         if any("coverage" in one.f_code.co_filename for one, _ in traceback.walk_stack(frame)):
             signal.setitimer(signal.ITIMER_REAL, 1e-4)
@@ -91,7 +87,6 @@ def interruptible():
 
 
 def interrupted_step(optimizer: Any, seconds: float) -> bool:
-    """A step with a signal after a while; whether it came before the step's end."""
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         optimizer.step()
@@ -107,7 +102,6 @@ def interrupted_step(optimizer: Any, seconds: float) -> bool:
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # a signal in a finalizer is nobody's
 def test_after_a_signal_the_step_is_finished_or_undone_or_the_next_use_says_so(stack):
-    """Beside one that is never interrupted."""
     model, optimizer = built(STACKS[stack])
     other, steady = built(STACKS[stack])
     moments, outcomes = (random.Random(0), {"not hit": 0, "undone": 0, "finished": 0, "told": 0})

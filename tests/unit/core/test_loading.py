@@ -68,7 +68,6 @@ def test_load_refuses_wrong_shape_before_any_slot_is_loaded():
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-8bit", "bf16-remainder"])
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
 def test_state_object_shows_what_the_optimizer_shows(precision, fraction):
-    """Whatever layers are around it: a main param, another place, a chain of parts."""
     model, optimizer = build(precision, fraction)
     train(model, optimizer, 2)
     for slot in optimizer.slots():

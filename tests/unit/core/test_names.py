@@ -1,4 +1,4 @@
-"""Names are those of the model, whatever it is wrapped in."""
+"""Names are the model's, in every wrapper."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""State of an optimizer that was built from ``named_parameters()`` loads again, whatever wraps the
-model, and however often a name is there."""
+"""State of ``named_parameters()`` loads again in every wrapper, and with repeated names."""
 
 from __future__ import annotations
 
@@ -149,7 +148,6 @@ def test_checkpoint_knows_unnamed_parameters_by_the_model(tmp_path: Path) -> Non
 def test_checkpoint_saved_under_the_optimizers_own_names_loads(
     own: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As versions before this one saved: names of the optimizer, which the model does not have."""
     model, called = plain(), (own or "{}").format
 
     def optimizer_of(model: nn.Module) -> mp_optim.AdamW:
@@ -230,7 +228,6 @@ def test_checkpoint_names_an_argument_in_the_place_of_another(tmp_path: Path) ->
 
 
 def test_state_that_set_state_dict_refuses_to_round_loads_with_convert() -> None:
-    """torch's function has no ``convert``; the message says what takes its state dicts."""
     for named in (True, False):
         model, other = plain(), plain()
         optimizer, fresh = built(model, named), built(other, named, state="bf16")

@@ -1,4 +1,4 @@
-"""Attributes of parameters that ask for what there is none of: refused at every front door."""
+"""Unsupported attributes of parameters are refused by every entry point."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""``optimizer.state`` as a mapping: what is in it, what is not, and what it says of tensors that
-came and went."""
+"""``optimizer.state`` as a mapping."""
 
 import pytest
 import torch
@@ -53,7 +52,6 @@ READINGS = {
 
 @pytest.mark.parametrize("reading", READINGS)
 def test_state_that_is_kept_is_read_as_it_is_now(reading):
-    """Of moments in blocks it has FP32 copies."""
     model, optimizer = build("bf16-4bit", experts=False)
     train(model, optimizer, 1)
     state = optimizer.state[model.dense]

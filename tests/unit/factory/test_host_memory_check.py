@@ -1,4 +1,4 @@
-"""A stack whose host memory is not granted is refused before it takes any."""
+"""A stack that needs more host memory than granted is refused before it allocates."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ MIB = 1 << 20
 
 @pytest.fixture
 def grant(tmp_path, monkeypatch):
-    """Grant some bytes to this process, and let upper bounds of plans never fit."""
-
     def granted(num_bytes: int, ranks: int = 1) -> None:
         host = FakeHost(tmp_path)
         kib = num_bytes // 1024

@@ -34,8 +34,6 @@ def test_step_of_each_rule_leaves_the_recorded_bits(tmp_path: Path) -> None:
 def test_compiled_kernels_have_the_bits_of_reference_on_every_target(
     arches: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Denormals, infinities and NaNs among the values, sums of squares included; no access outside
-    of a tensor, and no race. What it launches is in the list."""
     only = "^sgd: float32 - - float32 float32 -, aligned, host$"
     printed = static(tmp_path, "--elements", "12000", "--only", only, "--arches", *arches)
     assert "1 trials of" in printed and " 0 wrong" in printed, printed

@@ -1,4 +1,4 @@
-"""What the host does for a launch, counted with a stand-in for the driver."""
+"""The host's work for a launch, counted with a stand-in driver."""
 
 from __future__ import annotations
 

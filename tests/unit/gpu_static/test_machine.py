@@ -1,5 +1,4 @@
-"""How the machine carries out kernels: threads that part and meet, memory and its guards, and what
-it refuses. The kernels are written here, in PTX."""
+"""The PTX machine: divergent threads, memory and its guards, refusals."""
 
 from __future__ import annotations
 
@@ -56,7 +55,6 @@ def carried_out(
     local: str = "",
     shared: int = 1024,
 ) -> np.ndarray[Any, Any]:
-    """What a kernel leaves in ``count`` numbers of its second tensor."""
     numbers = np.arange(64 * 4, dtype=np.uint32) if given is None else given
     result = np.zeros(count, np.uint32)
     memory = GlobalMemory(

@@ -15,7 +15,6 @@ PACKAGE = Path(mp_optim.__file__).parent
 
 
 def names_of_cuda(path: Path) -> Iterator[int]:
-    """Lines that name a part of torch which belongs to one kind of accelerator."""
     for node in ast.walk(ast.parse(path.read_text())):
         if (isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda") or (
             isinstance(node, ast.ImportFrom) and str(node.module).startswith("torch.cuda")

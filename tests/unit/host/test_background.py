@@ -1,5 +1,4 @@
-"""Calls in threads that stay: what they return or raise, and that one which never returns holds up
-no other."""
+"""Calls in background threads: results, errors, and calls that never return."""
 
 import threading
 

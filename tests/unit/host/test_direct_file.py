@@ -28,14 +28,12 @@ def random_bytes(size: int, seed: int = 0) -> torch.Tensor:
 
 
 def aligned(size: int) -> torch.Tensor:
-    """Memory that begins with a block."""
     memory = torch.zeros(size + DISK_BLOCK, dtype=torch.uint8)
     begin = -memory.data_ptr() % DISK_BLOCK
     return memory[begin : begin + size]
 
 
 def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system without O_DIRECT."""
     system_open = os.open
 
     def opened(path: object, flags: int, *rest: object, **more: object) -> int:
@@ -86,7 +84,6 @@ def _a_block(move, file, views, offset):
 
 
 def _no_whole_block(move, file, views, offset):
-    """Says less than was done."""
     return min(move(file, views, offset), 1000)
 
 

@@ -26,7 +26,6 @@ def write_v2(host, folder, limit, used, stat="anon 0", high="max"):
 
 
 def write_ranks(host, resident):
-    """Ranks that a launcher with process id 1 started; this process is the first."""
     host.write("proc/1/task/1/children", " ".join(str(10 + rank) for rank in range(len(resident))))
     for rank, size in enumerate(resident):
         text = f"Pid:\t{10 + rank}\nPPid:\t1\nRssAnon:\t{size // 1024} kB\nRssShmem:\t0 kB"

@@ -1,4 +1,4 @@
-"""What the CUDA transfer asks of torch, on a simulated accelerator."""
+"""The torch calls of the CUDA transfer, on a simulated accelerator."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ SIMULATED = device_at(DEVICE)
 @pytest.mark.native
 @pytest.mark.parametrize("mode", MODES)
 def test_bucket_is_one_copy_in_each_direction(mode: str) -> None:
-    """Whatever its parameters; no tensor of them is told to the allocator by itself."""
     with simulated_accelerator() as simulation:
         params = [nn.Parameter(torch.ones(16)) for _ in range(12)]
         optimizer = HybridDeviceOptimizer(
@@ -72,8 +71,6 @@ def runtime(transfer: CudaTransfer) -> Iterator[LockingRuntime]:
 
 
 class TorchAllocator:
-    """``torch.empty``, as far as it is asked for page-locked memory."""
-
     def __init__(self, error: Exception | None = None) -> None:
         self.sizes: list[int] = []
         self._error, self._empty = error, torch.empty
@@ -87,7 +84,6 @@ class TorchAllocator:
 
 
 def flags_of(address: int) -> list[str]:
-    """What the kernel was advised of the memory at an address."""
     is_here = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         words = line.split()

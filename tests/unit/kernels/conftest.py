@@ -19,8 +19,6 @@ _of_faultless = cache(_prove)
 
 @pytest.fixture
 def standins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    """Apex and Transformer Engine as installed, on a pretended GPU whose memory is the CPU's.
-    Nothing is proven of them yet; what was proven without them holds again afterwards."""
     GPU.reset()
     monkeypatch.setattr(multi_tensor, "KERNEL_DEVICE", "cpu")
     monkeypatch.setitem(sys.modules, "amp_C", amp_c.module())
@@ -34,6 +32,5 @@ def standins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
 
 @pytest.fixture
 def faultless_standins(standins: Gpu, monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    """Those of tests that change nothing about them: proven once."""
     monkeypatch.setattr(selection, "_proven", _of_faultless)
     return standins

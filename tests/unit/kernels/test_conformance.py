@@ -73,7 +73,6 @@ class Candidate(NamedTuple):
 
     @property
     def is_interpreted(self) -> bool:
-        """A launch takes the longer the more tensors it has, a hundredth of a second each."""
         return self.name == "triton" and self.device.type == "cpu"
 
     def check(self, found: Deviation) -> None:
@@ -105,7 +104,6 @@ def candidate(request: pytest.FixtureRequest, device: torch.device) -> Iterator[
 
 @functools.cache
 def drawn(count: int, seed: int) -> Tensor:
-    """FP32 values of eight magnitudes. Most tests begin with the same ones."""
     x = torch.randn(count, generator=torch.Generator().manual_seed(seed))
     return x * torch.exp2(-8 * torch.rand(count, generator=torch.Generator().manual_seed(seed + 1)))
 
@@ -124,7 +122,6 @@ def lists_of(
     sizes: Sequence[int] = SIZES,
     settings: dict[str, Any] | None = None,
 ) -> TensorLists:
-    """Lists with state of an earlier step."""
     group = settings or BASE
     keys = STATE[rule] if rule != "sgd" or group.get("momentum") else ()
     if rule == "adam" and group["betas"][0] == 0.0:
@@ -347,7 +344,6 @@ def test_sums_of_squares(candidate: Candidate) -> None:
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("rule", ["adam", "lamb", "sgd"])
 def test_gradients_that_are_not_finite_spread(candidate: Candidate, rule: str, bad: float) -> None:
-    """Whoever steps with one sees it: no kernel may skip on its own account."""
     ours, theirs = (
         lists_of(rule, candidate.device, torch.bfloat16, sizes=(9, 300)) for _ in range(2)
     )
@@ -416,8 +412,6 @@ def test_optimizers_with_strides_missing_gradients_and_outputs(
 
 @pytest.mark.parametrize("output", [torch.bfloat16, None])
 def test_writes_are_seen_by_autograd(candidate: Candidate, output: torch.dtype | None) -> None:
-    """Those of the model's own tensors, which a graph may hold; a main param beside an output is in
-    none."""
     lists = lists_of("adam", candidate.device, torch.bfloat16, output, sizes=(40, 7))
     models = lists.main if output is None else lists.output
     for step in (1, 2):

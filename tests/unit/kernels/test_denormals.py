@@ -44,8 +44,6 @@ def start_pool() -> None:
 
 
 def trained(name: str, flush: bool, pool_first: bool, **more: Any) -> str:
-    """The digest of all bits after three steps with gradients whose squares are denormal."""
-
     def work() -> str:
         torch.set_flush_denormal(flush and not pool_first)
         start_pool()

@@ -32,7 +32,6 @@ CLASSES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
 
 @pytest.fixture
 def triton() -> Iterator[Any]:
-    """Triton's backend, of whose forms nothing is known yet."""
     pytest.importorskip("triton")
     backend, _ = choose_backend("triton", CPU)
     before, backend.proofs = backend.proofs, type(backend.proofs)()

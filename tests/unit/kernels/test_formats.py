@@ -1,5 +1,4 @@
-"""Compact forms of state: exact where docs/numerics.md says so, bounded where it does not, never a
-trap."""
+"""Compact forms of state: exact or bounded, as docs/numerics.md states."""
 
 from __future__ import annotations
 
@@ -32,7 +31,6 @@ seeds = st.integers(0, 2**20)
 
 
 def patterns(seed: int, n: int = 4096) -> Tensor:
-    """FP32 values of any bit pattern."""
     generator = torch.Generator().manual_seed(seed)
     return (
         torch.randint(-(2**31), 2**31, (n,), generator=generator, dtype=torch.int64)

@@ -1,5 +1,4 @@
-"""What apex and Transformer Engine do without a word, and that it cannot happen through our
-backends.
+"""Silent faults of apex and Transformer Engine, and the guards of the backends against them.
 
 The first tests show that the stand-ins do it too; each of the others would fail without its guard.
 """
@@ -63,7 +62,6 @@ def lists(
 
 
 def joined(parts: list[TensorLists]) -> TensorLists:
-    """The lists of one call of some calls' lists."""
     return TensorLists(
         [main for part in parts for main in part.main],
         [grad for part in parts for grad in part.grad],
@@ -348,7 +346,6 @@ def test_sharded_lamb_goes_to_reference(standins: Gpu) -> None:
 
 
 def split_lists(values: list[float], grads: list[float]) -> TensorLists:
-    """bfloat16 parameters with remainders of zero."""
     made = TensorLists(
         [torch.tensor(values, dtype=torch.bfloat16)],
         [torch.tensor(grads, dtype=torch.bfloat16)],

@@ -1,5 +1,4 @@
-"""What is said about the host's threads is checked where it is said: later it would fail every
-optimizer's step."""
+"""Settings of host threads are checked at once."""
 
 import numpy as np
 import pytest

@@ -55,7 +55,7 @@ class Kernels:
     """A backend, and the device of the tensors that it steps.
 
     Attributes:
-        draws: cases of an example: what is compiled or interpreted takes longer.
+        draws: number of cases; fewer for compiled or interpreted kernels.
     """
 
     backend: Any
@@ -79,7 +79,6 @@ class Kernels:
 
 @pytest.fixture(params=[*LEVELS, TRITON])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
-    """Native kernels at each level that this CPU has, and Triton's, not compared at first use."""
     if request.param == "triton":
         monkeypatch.setattr(FOUND, "proofs", FormProofs())
         yield Kernels(FOUND, GPU, 1)
@@ -152,7 +151,6 @@ def test_kernels_leave_nothing_to_reference(
 
 
 def test_blocks_with_zeros_denormals_and_values_that_are_no_numbers(kernels: Kernels) -> None:
-    """Every kind of block next to others: what one holds must not leak into another."""
     tops = [0.0, 1e-45, 1e-40, 2.0**-100, 2.0**-101, 2.0**-100 * (1 - 2**-24), 2.0**-99]
     tops += [1.0, 127.0, 255.0, 3e38, 3.4e38, math.inf, math.nan]
     rows = torch.tensor(tops)[:, None] * torch.linspace(-1, 1, BLOCK)

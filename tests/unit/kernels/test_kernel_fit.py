@@ -1,4 +1,4 @@
-"""What does not fit is refused where kernels are called, whoever believed that it would."""
+"""Kernels refuse arguments that do not fit."""
 
 from dataclasses import replace
 

@@ -50,7 +50,6 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Triton's interpreter computes in numpy, which warns of what overflows."""
     with np.errstate(all="ignore"):
         yield
 
@@ -67,7 +66,6 @@ class Run:
         self.optimizer = getattr(mp_optim, case.cls)(named, **given)
 
     def step(self, gradient: float, element: int | None = None, large: float = 0.0) -> None:
-        """A step in which all gradients but perhaps one are the same."""
         for param in self.params:
             param.grad = torch.full_like(param, gradient)
             if element is not None:
@@ -83,7 +81,6 @@ class Run:
 
 
 def bits_but(values: Tensor, element: int) -> Tensor:
-    """All elements but one of each parameter, as bits."""
     kept = torch.ones(len(values), dtype=torch.bool)
     kept[element::600] = False
     return values[kept].view(torch.int32)
@@ -117,8 +114,6 @@ def with_sizes(forms: list[Any]) -> list[Any]:
 def test_large_finite_gradient_makes_no_nan(
     case: Case, state: str, noisy: bool, large: float, backend: str
 ) -> None:
-    """Neither in the step, nor in those after it, nor where it comes again; and an element's step
-    that depends on nothing else is what it would have been without its neighbour."""
     settings = {"state": state, "stochastic_rounding": noisy, "backend": backend}
     ours, spared = (Run(case, **settings) for _ in range(2))
     for run in (ours, spared):
@@ -145,7 +140,6 @@ def test_large_gradient_may_be_the_first(name: str, backend: str) -> None:
 
 
 def every_other(forms: list[Any]) -> list[Any]:
-    """The rest is for the night; each rule is stepped by day, and each form of state."""
     found = []
     for at, form in enumerate(forms):
         by_day = len(form.values[0].states) == 1 or at % 2 == 0
@@ -171,7 +165,6 @@ def test_kernels_for_gpus_have_the_same_bits(case: Case, state: str, noisy: bool
 def test_infinite_second_moment_in_blocks_is_one_to_its_own_element(
     state: str, noisy: bool, backend: str
 ) -> None:
-    """Which stands still, as with FP32 moments, and is not moved by what a finite root divides."""
     noisy = noisy and state != "fp16"
     ours = Run(CASES["AdamW"], state=state, stochastic_rounding=noisy, backend=backend)
     theirs = Run(CASES["AdamW"], backend=backend)

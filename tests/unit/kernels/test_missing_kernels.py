@@ -37,7 +37,6 @@ CLASS = "mp_optim.AdamW(model.parameters(), lr=0.1)"
 
 @pytest.fixture(scope="module")
 def without_compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the package as it is installed where there is no compiler."""
     return copy_package(tmp_path_factory.mktemp("installed"), "_native*")
 
 

@@ -1,5 +1,4 @@
-"""The compiled kernels in a process: threads, cores, levels, memory, arguments. What they compute
-is in ``test_kernel_bits.py``."""
+"""The compiled kernels in a process: threads, cores, levels, memory, arguments."""
 
 from __future__ import annotations
 
@@ -148,7 +147,6 @@ def test_bad_arguments_are_python_errors() -> None:
 
 
 def test_library_has_no_kernels_when_the_cpu_has_no_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on an x86-64 CPU without AVX2: torch operations take the steps."""
     empty = SimpleNamespace(
         mp_abi=lambda: native_library_file._ABI, mp_level=lambda: b"", mp_levels=lambda: b""
     )

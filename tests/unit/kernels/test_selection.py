@@ -1,4 +1,4 @@
-"""Which backend is taken, and what is said about it: proofs, ``auto``, names, refusals."""
+"""Choice of the backend: proofs, ``auto``, names, refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ LIBRARIES = ("apex", "transformer_engine")
 
 @pytest.fixture
 def accelerator(standins: Gpu, monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    """The CPU plays the accelerator: ``auto`` tries what it would try there."""
     tried = selection.candidates(torch.device("cuda"))
     monkeypatch.setattr(selection, "candidates", lambda device: tried)
     monkeypatch.setitem(sys.modules, "mp_optim.kernels.triton", None)

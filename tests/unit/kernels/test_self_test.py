@@ -1,4 +1,4 @@
-"""What the self-test of a backend shows: stand-ins that are wrong in one place only."""
+"""The self-test detects stand-ins that are wrong in one place."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ Spoil = Callable[[TensorLists], object]
 
 
 class StandIn(ReferenceBackend):
-    """``reference``, but for what ``spoil`` does to the lists after a step of ``rule``."""
-
     name = "triton"  # which claims every rule and every form of state
 
     def __init__(self, rule: str, spoil: Spoil) -> None:

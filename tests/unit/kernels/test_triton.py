@@ -1,5 +1,4 @@
-"""How Triton's kernels are launched, chosen and compiled. What they compute is in
-``test_kernel_bits.py``."""
+"""Launch, choice and compilation of Triton's kernels."""
 
 from __future__ import annotations
 
@@ -34,8 +33,6 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def no_tables_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels as they are in a new process: what they remember by its content is no other
-    test's."""
     monkeypatch.setattr(sys.modules[__name__], "FOUND", TritonBackend())
 
 
@@ -57,7 +54,6 @@ def check(rule: str, sizes: list[int], case: Case, **settings: Any) -> None:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch, no_tables_yet: None) -> None:
-    """Sums of few thousand elements take several rounds."""
     monkeypatch.setattr("mp_optim.kernels.triton.backend.CHUNK", 2048)
     monkeypatch.setattr("mp_optim.kernels.triton.launches.SUM_CHUNK", 1024)
     monkeypatch.setattr("mp_optim.kernels.triton.launches.RUN", 4)
@@ -188,7 +184,6 @@ def test_ratios_are_formed_on_the_device_as_on_the_host(decay: float) -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """Programs of each launch, and whether it took all addresses for multiples of 16."""
     from mp_optim.kernels.triton.kernels import sums, tiles
 
     counted: list[tuple[int, bool]] = []
@@ -215,7 +210,6 @@ def test_triton_launches_once_for_any_number_of_tensors(launched: list[tuple[int
 
 
 def with_one_odd(lists: TensorLists, column: str, place: int) -> TensorLists:
-    """The lists with one tensor one element behind a multiple of 16 bytes."""
     tensors = lists.state.get(column) or getattr(lists, column)
     odd = tensors[place]
     tensors[place] = torch.empty(odd.numel() + 1, dtype=odd.dtype)[1:].copy_(odd)
@@ -323,13 +317,10 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 
 
 def test_triton_kernels_have_no_compiled_in_scalars(compiled: dict[str, dict[str, Any]]) -> None:
-    """Triton compiles integers that are 1 into the code; other steps and learning rates must not
-    compile anew."""
     check_whole(compiled)
 
 
 def check_whole(compiled: dict[str, dict[str, Any]]) -> None:
-    """Every kernel there is, each compiled once."""
     assert {label: len(variant["ptx"]) for label, variant in compiled.items()} == dict.fromkeys(
         compiled, 1
     )
@@ -349,7 +340,6 @@ def check_whole(compiled: dict[str, dict[str, Any]]) -> None:
 def test_triton_kernels_have_no_contraction_flush_or_approximation(
     compiled: dict[str, dict[str, Any]],
 ) -> None:
-    """``.rn`` is what keeps the assembler from contracting a multiplication with an addition."""
     check_exact(compiled)
 
 
@@ -382,7 +372,6 @@ REGISTERS = 65536
 
 
 def held_warps(variant: dict[str, Any]) -> int:
-    """Warps of a kernel that a multiprocessor holds, by what the assembler gave each thread."""
     threads, registers = 32 * variant["warps"], -(-variant["used"]["REG"] // 8) * 8
     return int(REGISTERS // (registers * threads) * variant["warps"])
 

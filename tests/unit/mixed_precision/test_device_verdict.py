@@ -1,5 +1,4 @@
-"""The verdict on the device: the bits of the host's, everything observable as on the host path, and
-nobody waits."""
+"""The verdict on the device has the host's bits, without a synchronization."""
 
 from __future__ import annotations
 
@@ -101,7 +100,6 @@ def test_bits_are_those_of_the_host(sums, scale, clip, threshold, zeros):
 
 
 def small(precision: str = "bf16", **settings: Any) -> tuple[nn.Module, MegatronOptimizer]:
-    """A transposed, an empty and an excluded parameter among others; a norm group of its own."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[
         precision.split("-")[0]
     ]
@@ -203,8 +201,6 @@ def test_watch_would_see_somebody_who_waits(monkeypatch):
 
 
 def story(precision: str, look: bool, **settings: Any) -> dict[str, Any]:
-    """Seven steps with overflows (the first and the last among them), a norm above the threshold,
-    changed rates."""
     model, optimizer = small(
         precision, log_num_zeros_in_grad=True, grad_norm_skip_threshold=10.0, **settings
     )

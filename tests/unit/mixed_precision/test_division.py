@@ -1,5 +1,4 @@
-"""Where something is divided, it is divided by a tensor: a GPU's division by a number has other
-bits."""
+"""Divisors are tensors: a GPU's division by a number has other bits."""
 
 from __future__ import annotations
 

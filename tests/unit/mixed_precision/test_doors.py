@@ -1,5 +1,4 @@
-"""State leaves and enters by one door: whoever reads or loads it meets the model as it is now, or
-an error."""
+"""State that is read or loaded follows the present model, or raises."""
 
 import copy
 import itertools
@@ -69,8 +68,6 @@ WRITES = [fill, load_weights, new_memory, new_parameter, swapped, reloaded, with
 
 
 def resumed(model, optimizer, load):
-    """Values after a step with a gradient of zero, in a stack that was built from what was
-    saved."""
     other_model, other = load()
     for param in other_model.parameters():
         param.grad = torch.zeros_like(param) * other.get_loss_scale().to(param.dtype)

@@ -1,5 +1,4 @@
-"""Writes from outside that can be mistaken for something else: memory at an old address, weights
-after a load."""
+"""Outside writes: memory at a reused address, weights after a load."""
 
 from __future__ import annotations
 

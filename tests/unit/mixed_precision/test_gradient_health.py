@@ -1,5 +1,4 @@
-"""Gradient health, as a program sees it: spikes that are skipped by a rolling rule, norms of single
-parameters, and what steps add to them."""
+"""Gradient health: skipped spikes, norms of parameters, update ratios."""
 
 from __future__ import annotations
 
@@ -78,7 +77,6 @@ def test_run_recovers_from_spikes_with_the_rule_and_not_without(spike):
 
 
 def one(**settings: Any) -> tuple[nn.Parameter, MegatronOptimizer]:
-    """A parameter with the gradient norm that :func:`step` gives it."""
     fixed = {"skip_step_sigma_factor": 6.0, "skip_step_rolling_interval_length": 16}
     config = config_for("fp32", **{"clip_grad": 0.0, **fixed, **settings})
     model = nn.ParameterDict({"w": nn.Parameter(torch.ones(4))})
@@ -93,8 +91,6 @@ def step(param: nn.Parameter, optimizer: MegatronOptimizer, norm: float) -> Any:
 
 
 def oracle(seen: list[float], sigma: float = 6.0) -> float:
-    """The limit after some values, in plain Python."""
-
     def median(values: list[float]) -> float:
         ordered, n = sorted(values), len(values)
         return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
@@ -170,7 +166,6 @@ STORY = [wave(number) for number in range(20)] + [30.0, 1.0, math.inf, 40.0, 1.1
 
 
 def told(monkeypatch: pytest.MonkeyPatch | None = None, **settings: Any) -> Any:
-    """What becomes of the story: reasons, metrics, the window, the parameter."""
     param, optimizer = one(log_param_grad_norms=1, **settings)
     results = []
     for number, norm in enumerate(STORY):
@@ -226,11 +221,6 @@ def test_resumed_run_decides_as_one_that_went_on(tmp_path: Path):
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
 def test_grad_norms_equal_those_of_torch(precision, fraction):
-    """A chain of a dense and an expert part, one parameter without a gradient.
-
-    Tolerances: sums of at most 300 FP64 squares in another order, 1e-13; differences in FP32, whose
-    roundings are relative, 1e-6.
-    """
     model, optimizer = build(precision, fraction, log_param_grad_norms=3)
     for number in range(2):
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""A skipped step is said: a line in the log, the result's reason, a metric for each cause."""
+"""A skipped step has a log line, a reason, and a metric for each cause."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ needs_interpreter = pytest.mark.skipif(
 
 
 def small(precision: str = "bf16", **settings: Any) -> tuple[nn.Module, MegatronOptimizer]:
-    """Two parameters, one of them with a norm group of its own."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     model = nn.ParameterDict(
         {
@@ -45,8 +44,6 @@ def small(precision: str = "bf16", **settings: Any) -> tuple[nn.Module, Megatron
 def step(
     model: nn.Module, optimizer: MegatronOptimizer, norm: float = 1.0, **bad: float
 ) -> StepResult:
-    """A step with a gradient norm, or with a bad value in the gradients of some parameters; the
-    gradients stay where they are in memory."""
     scale = float(optimizer.get_loss_scale())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -129,7 +126,6 @@ STORY: list[dict[str, float]] = [
 
 
 def story(caplog: pytest.LogCaptureFixture, **settings: Any) -> tuple[list[str], ...]:
-    """The lines and reasons of a run in which everything happens, read at the end."""
     caplog.clear()
     scaler = {"initial_loss_scale": 256, "hysteresis": 2, "loss_scale_window": 2}
     model, optimizer = small("fp16", **THRESHOLD, **scaler, **settings)

@@ -1,4 +1,4 @@
-"""Training that stands still says so: gradients that are not there, or never finite."""
+"""Missing or never finite gradients are reported."""
 
 import copy
 import math

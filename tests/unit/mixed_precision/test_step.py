@@ -1,4 +1,4 @@
-"""What a step may and may not do: skipping, clipping, scaling, stale gradients, norm groups."""
+"""Skipping, clipping, scaling, stale gradients, norm groups."""
 
 import gc
 import math
@@ -276,9 +276,6 @@ def test_sparse_gradients_are_refused_by_name():
 def test_state_that_was_moved_away_and_back_is_stepped_where_it_is_now(
     backend, fraction, monkeypatch
 ):
-    """As between two phases on an accelerator; here everything is given other memory on the way, as
-    it is there."""
-
     def state(optimizer):
         return [
             v for s in optimizer.state_dict()["state"].values() for k, v in s.items() if k != "step"

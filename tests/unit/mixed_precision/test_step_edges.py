@@ -25,7 +25,6 @@ each_backend = pytest.mark.parametrize(
 
 
 def one_param(precision, values, **settings):
-    """A model of one parameter with a gradient, and its optimizer."""
     config = config_for(precision, **settings)
     dtype = {"fp32": torch.float32, "fp16": torch.float16}[precision]
     model = nn.ParameterDict({"w": nn.Parameter(torch.ones(len(values), dtype=dtype))})
@@ -123,9 +122,6 @@ def test_whatever_is_written_to_a_parameter_its_main_param_still_rounds_to(form,
 
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
 def test_rate_that_is_written_in_place_before_the_step_is_the_steps(mode):
-    """A tensor lr, as schedulers of compiled loops fill it; what was begun with the old value is
-    not used."""
-
     def run(mode):
         model = nn.ParameterDict(
             {name: nn.Parameter(torch.ones(600, dtype=torch.bfloat16)) for name in "ab"}

@@ -1,5 +1,4 @@
-"""The gradient norm has the same bits wherever and whenever it is measured, whatever the gradients'
-strides."""
+"""The gradient norm has the same bits for all strides."""
 
 import pytest
 import torch

@@ -17,7 +17,6 @@ STEPS, SKIPPED = 4, 2
 
 
 def trained() -> tuple[MegatronOptimizer, list[torch.Tensor]]:
-    """Take steps, of which one is skipped; return the optimizer and the weights."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).bfloat16()
     config = OptimizerConfig(lr=0.1, bf16=True, skip_step_sigma_factor=50.0, clip_grad=1.0)

@@ -32,13 +32,11 @@ def whole(values):
 
 
 def flat_parts(values, cuts):
-    """The tensor in ranges of its elements."""
     for start, stop in itertools.pairwise([0, *cuts, values.numel()]):
         yield (ShardRegion(values.shape, None, start), values.reshape(-1)[start:stop].contiguous())
 
 
 def boxes(values, dim, count):
-    """The tensor in slices along a dimension, as Shard makes them: some may be empty."""
     parts, _ = Shard(dim)._split_tensor(values, count, with_padding=False)
     start = 0
     for part in parts:

@@ -1,4 +1,4 @@
-"""Who orthogonalises which matrix: shares, batches, parts of matrices, and what products cost."""
+"""Owners of matrices: shares, batches, parts, and costs of products."""
 
 import itertools
 import math

@@ -17,7 +17,6 @@ SIMPLE = {"coefficient_type": "simple", "scale_mode": "shape_scaling"}
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """The bits of matrix products may depend on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -29,7 +28,6 @@ def random(*shape, seed=0):
 
 
 def stepped(value, grads, **settings):
-    """A parameter after steps, and its optimizer."""
     param = nn.Parameter(value.clone())
     optimizer = RuleOptimizer(
         MuonRule(), [param], **{"lr": 0.02, "weight_decay": 0.1, **SIMPLE, **settings}
@@ -71,7 +69,6 @@ def test_muon_equals_torchs_muon(shape, ours, torchs):
 
 
 def in_numpy(matrix, polynomials):
-    """The iteration in FP64."""
     x = matrix.double().numpy()
     tall = x.shape[0] > x.shape[1]
     x = (x.T if tall else x) / np.linalg.norm(x)
@@ -111,7 +108,6 @@ def test_singular_values_come_near_one(kind):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_batched_product_does_what_the_loop_does(dtype):
-    """What an accelerator does with a stack, here on the CPU."""
     stack, polynomials = random(3, 24, 16), coefficients("quintic", 5)
     norms = stack.flatten(1).norm(dim=1)[:, None, None]
     found = iterate((stack / norms).to(dtype), polynomials)

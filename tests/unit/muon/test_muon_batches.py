@@ -14,7 +14,6 @@ SHAPES = [(64, 128), (128, 64), (48, 48), (37, 91), (300, 91), (256, 16), (1, 9)
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"], autouse=True)
 def threads(request):
-    """The bits of matrix products may depend on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield
@@ -26,7 +25,6 @@ def random(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def stepped(shapes, places, **settings) -> list[Tensor]:
-    """Parameters after two steps; their values and gradients depend on their places alone."""
     params = [nn.Parameter(random(s, at)) for s, at in zip(shapes, places, strict=True)]
     optimizer = RuleOptimizer(MuonRule(), params, lr=0.1, nesterov=True, **settings)
     for step in range(1, 3):

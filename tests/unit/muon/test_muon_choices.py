@@ -14,7 +14,6 @@ from mp_optim.rules.rule_optimizer import RuleOptimizer
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """The bits of matrix products may depend on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -31,7 +31,6 @@ ON_GPU = FOUND is not None and not FOUND.interpreted
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """The bits of matrix products may depend on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     with warnings.catch_warnings():
@@ -48,7 +47,6 @@ def values(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
 
 
 def stepped(backend: str, form: dict[str, Any], grads: torch.dtype) -> list[Tensor]:
-    """Parameters, outputs and state after steps."""
     bits = form["param_remainder_bits"]
     precision = {
         "exp_avg_dtype": getattr(torch, form["momentum_dtype"]),
@@ -96,7 +94,6 @@ def stepped(backend: str, form: dict[str, Any], grads: torch.dtype) -> list[Tens
 
 
 def forms() -> list[dict[str, Any]]:
-    """Every momentum with every remainder, with and without noise; the rest in turn."""
     made = []
     for at, (momentum, bits, noisy) in enumerate(
         itertools.product(MOMENTA, REMAINDERS, [False, True])
@@ -125,7 +122,6 @@ def name_of(form: dict[str, Any]) -> str:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, but for the bits of NaN."""
     a, b = a.cpu(), b.cpu()
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32}[a.itemsize]
     equal = (a.view(kind) == b.view(kind)) | (a.isnan() & b.isnan())
@@ -134,7 +130,6 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 @pytest.fixture
 def levels() -> Iterator[list[str]]:
-    """The instruction sets of this machine; the best one again afterwards."""
     library = native_library()
     yield library.levels
     library.set_level(library.levels[0])

@@ -1,5 +1,4 @@
-"""NorMuon's second moment: the formula in numpy, what is a matrix of its own, edges, refusals, and
-a switch that is turned after steps."""
+"""NorMuon's second moment: the formula in numpy, matrices, edges, refusals."""
 
 import re
 
@@ -21,7 +20,6 @@ MOMENT = "moment2_buffer"
 
 
 def random(*shape, seed=0):
-    """Rows of very different sizes."""
     value = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
     return value * torch.logspace(-2, 2, shape[-2])[:, None]
 
@@ -36,7 +34,6 @@ def stepped(value, grads, **settings):
 
 
 def orthogonal(matrix):
-    """Newton-Schulz in FP64."""
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     x = wide / np.linalg.norm(wide)
     for a, b, c in coefficients("quintic", 5):

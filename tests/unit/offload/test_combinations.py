@@ -1,5 +1,4 @@
-"""Every source with every site, mode and split: the bits of the device, whatever happens between
-backward and step."""
+"""Every combination of source, site, mode and split has the bits of the device."""
 
 from __future__ import annotations
 
@@ -32,7 +31,6 @@ EVENTS = ("", "", "read", "write state", "keep", *WRITES, "write param", "bad")
 
 
 def build(folder: Path | None = None, offloads: bool = True, **fields: Any) -> tuple[Model, Any]:
-    """On the device, or offloaded, with state in a folder if there is one."""
     dtype, transfer = fields.pop("dtype", torch.bfloat16), fields.pop("transfer", None)
     model = Model(dtype, SHAPES)
     offload = {
@@ -53,7 +51,6 @@ def build(folder: Path | None = None, offloads: bool = True, **fields: Any) -> t
 
 @st.composite
 def places(draw: st.DrawFn) -> dict[str, Any]:
-    """Settings of a place: any combination that there is."""
     place = draw(st.sampled_from(["host", "streamed"]))
     mode = draw(st.sampled_from(["sync", "overlap", "speculative"]))
     releases = mode != "sync" and draw(st.booleans())
@@ -71,7 +68,6 @@ def places(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def happens(event: str, model: Model, optimizer: Any, kept: list[Tensor], releases: bool) -> None:
-    """Something between backward and step."""
     states = optimizer.state_dict()["state"] if event in ("read", "write state") else {}
     if event == "write state":
         for state in states.values():
@@ -92,7 +88,6 @@ def happens(event: str, model: Model, optimizer: Any, kept: list[Tensor], releas
 def trained(
     model: Model, optimizer: Any, events: list[str], micro: int, releases: bool
 ) -> tuple[dict[str, Tensor], list[object]]:
-    """Steps with these events; what they came to."""
     results: list[object] = []
     kept: list[Tensor] = []
     for step, event in enumerate(events):
@@ -112,7 +107,6 @@ def trained(
 
 
 def accumulate(model: Model, step: int) -> None:
-    """Gradients of one micro-batch, on top of those that are there."""
     generator = torch.Generator().manual_seed(1 + step)
     losses = []
     for param in model.parameters():
@@ -122,7 +116,6 @@ def accumulate(model: Model, step: int) -> None:
 
 
 def check(folder: Path, program: dict[str, Any]) -> None:
-    """A program comes to what it comes to on the device."""
     program = dict(program)
     place = program.pop("place")
     how = {key: program.pop(key) for key in ("events", "micro")}

@@ -31,7 +31,6 @@ def build(
     transfer=AdversarialTransfer,
     **fields,
 ):
-    """On the device without a folder; else with its state in a file there."""
     model = Model(dtype, shapes or SHAPES)
     offload = {
         "optimizer_cpu_offload": True,
@@ -58,7 +57,6 @@ def build(
 
 
 def cached_bytes(hybrid):
-    """Bytes of the file that the system keeps in memory."""
     libc, found = ctypes.CDLL(None, use_errno=True), 0
     for segment in hybrid.stepper.host_part.settings.state_file._segments:
         pages = segment.memory.numel() // mmap.PAGESIZE
@@ -129,7 +127,6 @@ def test_disk_that_cannot_take_it_is_refused_before_anything(
 
 
 def failing(move, after, error=errno.EIO):
-    """A call of the system that fails after so many."""
     calls = []
 
     def moved(*args):

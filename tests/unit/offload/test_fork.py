@@ -32,7 +32,6 @@ def step(params, optimizer, seed):
 
 
 def said_in_child(work):
-    """What a forked child's work raised, and that it came to an end."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -118,7 +117,6 @@ def backward(params, seed):
     ("place", "mode"), [("host", "overlap"), ("host", "speculative"), ("streamed", "overlap")]
 )
 def test_child_that_is_forked_between_backward_and_step(tmp_path, place, mode, work):
-    """What was begun belongs to the parent: the child waits for none of it."""
     expected, alone = build(None, "host")
     params, optimizer = build(str(tmp_path), place, mode)
     for number in range(4):

@@ -1,4 +1,4 @@
-"""What a plan says of host memory is what a run holds: bytes of tensors, not of another plan."""
+"""A run holds the planned bytes of host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ends badly ends soon, says whose work it was, and leaves the optimizer as it was."""
+"""Failures end soon, name the work, and leave the optimizer unchanged."""
 
 import gc
 import threading
@@ -23,8 +23,6 @@ each_early = pytest.mark.parametrize("mode", MODES[1:])
 
 
 def ready(mode, **settings):
-    """A model and its optimizer, three steps on, and another that is as far and stays with
-    ``sync``."""
     pairs = [build_mode(which, **{"clip_grad": 0.0, **settings}) for which in (mode, "sync")]
     for model, optimizer in pairs:
         run(model, optimizer, 3)
@@ -36,7 +34,6 @@ def ready(mode, **settings):
 
 
 def fails_in_time(model, optimizer, text):
-    """One step fails, and changes nothing."""
     before, started = optimizer.before, time.monotonic()
     with pytest.raises((WorkerError, RuntimeError), match=text) as caught:
         optimizer.step()
@@ -46,7 +43,6 @@ def fails_in_time(model, optimizer, text):
 
 
 def goes_on_like(pair, other):
-    """The failed step done again, and more steps, are those of one that never failed."""
     for model, optimizer in (pair, other):
         if not any(param.grad is not None for param in model.parameters()):
             model(tokens_of(50)).backward()

@@ -1,4 +1,4 @@
-"""Sync, overlap and speculative give the same bits, whatever happens between backward and step."""
+"""Sync, overlap and speculative have the same bits after any events before the step."""
 
 import gc
 import math
@@ -40,7 +40,6 @@ def counts(optimizer, name):
 
 
 def spikes(step):
-    """Now and then a batch whose gradients are ten times as large."""
     return 10.0 if step % 7 == 3 else 1.0
 
 
@@ -114,7 +113,6 @@ def test_many_steps_are_the_same_bits(name, steps):
 
 
 def between(model, optimizer, what):
-    """One of the things that people do there."""
     if what == "lower the rate":
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * 0.5
@@ -252,8 +250,6 @@ def test_any_schedule(data, releases, waits, **settings):
 
 
 def test_step_takes_over_unfinished_work_of_backward():
-    """One parameter of a bucket gets no gradient; when later buckets are complete, the rest of it
-    is stepped early."""
     model = nn.ParameterList(torch.randn(600).bfloat16() for _ in range(6))
     config = OptimizerConfig(
         lr=1e-3,
@@ -280,8 +276,6 @@ def test_step_takes_over_unfinished_work_of_backward():
 
 @each_early
 def test_gradients_reduced_after_backward_are_waited_for(mode, monkeypatch):
-    """In a job of several ranks what backward leaves is not final; whoever reduces it says when it
-    is."""
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda *_: 2)
     results = []
@@ -462,8 +456,6 @@ def test_worker_leaves_cores_to_others(monkeypatch):
     from mp_optim.offload.worker import occupy
 
     class Library:
-        """Told by every call how many threads to take."""
-
         level = "scalar"
 
         def call(self, *arguments):

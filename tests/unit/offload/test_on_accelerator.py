@@ -1,5 +1,4 @@
-"""Suites run on the simulated accelerator: what a test makes lies there, and a missing wait is
-seen."""
+"""Suites run on the simulated accelerator, which detects a missing wait."""
 
 import subprocess
 import sys

@@ -66,8 +66,6 @@ class Deep(nn.ModuleList):
 
 
 def deep(mode, release, bucket_layers=2, **settings):
-    """The model and its optimizer; and the most gradient bytes that were there at a time, which
-    hooks ask after the third step."""
     model, grads, most = Deep(), [], [0]
 
     def look(param):

@@ -1,5 +1,4 @@
-"""Work begun during backward, and gradients that somebody writes to before ``step()``: it is used
-where every bit is what it was, and nowhere else."""
+"""Work begun during backward is used only if the gradients have the same bits in ``step()``."""
 
 from __future__ import annotations
 
@@ -65,8 +64,6 @@ def replaced(model: nn.Module, step: int) -> None:
 def trained(
     mode: str, after: AfterBackward, adversarial: bool, precision: str = "bf16"
 ) -> tuple[dict[str, Tensor], list[object], dict[str, float], list[str]]:
-    """What a run comes to: bits, results, metrics and warnings. Gradients are written once what
-    was begun on them is done."""
     model, optimizer = build_mode(
         mode, precision, 1.0, experts=False, adversarial=adversarial, clip_grad=0.0
     )
@@ -172,8 +169,6 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 def sharded_run(
     mode: str, limit: float, adversarial: bool
 ) -> tuple[list[Tensor], dict[str, float]]:
-    """FSDP2, whose gradients torch's clip_grad_norm_ writes to without a trace: parameters and
-    metrics."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(3)]).bfloat16()
     fully_shard(model)

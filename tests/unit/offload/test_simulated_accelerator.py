@@ -49,7 +49,6 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def alone():
-    """One process with a process group."""
     dist.init_process_group(COLLECTIVES, store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -110,7 +109,6 @@ def test_schedules_are_clean_and_give_the_bits_of_the_plain_run(schedule):
 
 
 def transfer_and_memory(simulation, values=16):
-    """A transfer, host memory, and what an operation of the device has yet to write."""
     transfer = transfer_for(device_at(DEVICE))
     host = transfer.empty_host(4 * values, True).view(torch.float32)
     ones = simulation.to_device(torch.ones(values), DEVICE)
@@ -163,7 +161,6 @@ def release_of_what_is_on_its_way(simulation):
 
 
 def streamed_params(simulation=None):
-    """Parameters and state after three steps, in windows of which five make a step."""
     params = [torch.nn.Parameter(torch.linspace(-1, 1, 300 + 7 * n)) for n in range(4)]
     params.append(torch.nn.Parameter(torch.ones(500)))
     place = {"offload_place": "streamed", "stream_window_bytes": 4096}
@@ -194,7 +191,6 @@ PLAIN_STREAM = streamed_params()
 
 
 def disk_params(place, simulation=None):
-    """The same of state on a disk, in windows of which nine make a step."""
     params = [torch.nn.Parameter(torch.linspace(-1, 1, 1024 * n + 7)) for n in (1, 2)]
     params.append(torch.nn.Parameter(torch.ones(20_000)))
     how = {"offload_place": place, "stream_window_bytes": 32_768}
@@ -227,8 +223,6 @@ PLAIN_DISK = disk_params("host")
 
 
 def params_of_changed_windows(simulation=None):
-    """The same where windows are read during backward, and a step has others in every second
-    step."""
     params = [torch.nn.Parameter(torch.linspace(-1, 1, 1024 * n + 7)) for n in (4, 3, 2, 4)]
     how = {
         "offload_mode": "overlap",
@@ -266,7 +260,6 @@ PLAIN_CHANGED = params_of_changed_windows()
 
 
 def borrowed_by_a_save(simulation, write):
-    """A tensor that a save brings down, and that is written as soon as that may be."""
     with saves_of(simulation) as saves:
         _, _, value = transfer_and_memory(simulation, 512)
         param = torch.nn.Parameter(value)
@@ -301,8 +294,6 @@ def step_by_torch(simulation, param):
 
 @dataclass
 class Directly:
-    """A use of the transfer without a schedule; it tells whether the values were right."""
-
     use: Callable[[Simulation], bool]
     pace: Pace = Pace.OTHERS_FIRST
 
@@ -314,8 +305,6 @@ class Directly:
 
 @dataclass
 class InSchedule:
-    """A schedule, and what its plain run came to."""
-
     schedule: Schedule
 
     @cached_property
@@ -391,7 +380,6 @@ def test_sites_are_found():
 
 @pytest.fixture(scope="module")
 def with_every_wait(alone):
-    """What each scenario found, and the sites whose functions it calls."""
     seen = []
     for scenario in SCENARIOS:
         with called(SITES) as met:
@@ -427,7 +415,6 @@ def test_simulated_accelerator_finds_nothing_with_every_wait(with_every_wait):
 
 
 def test_optimizer_may_go_while_its_parameters_are_on_their_way_up():
-    """The last step of a run; what is allocated next is page-locked, too."""
     with simulated_accelerator() as simulation:
         param = torch.nn.Parameter(torch.ones(8))
         optimizer = HybridDeviceOptimizer([param], 1.0, FusedAdam, FusedAdam, lr=0.5)
@@ -444,7 +431,6 @@ def test_optimizer_may_go_while_its_parameters_are_on_their_way_up():
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_both_ends_of_a_copy_are_held_until_it_is_done(waits):
-    """Whatever the caller drops, and whatever memory it gives a parameter meanwhile."""
     with simulated_accelerator() as simulation:
         transfer, host, value = transfer_and_memory(simulation, 32)
         source = cut(host.view(torch.uint8), 64, torch.Size([16]), torch.float32)

@@ -1,5 +1,4 @@
-"""Plans by their words: who goes to the host, how buckets are cut, how memory is handed out; and
-what describes it."""
+"""Offload plans, buckets, threads, and the description."""
 
 import pytest
 import torch

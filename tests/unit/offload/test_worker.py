@@ -1,5 +1,4 @@
-"""The thread that works during backward, by its words: what is dropped, what is waited for, who
-gets a new thread."""
+"""The worker thread: dropped jobs, waits, failures."""
 
 import threading
 
@@ -9,8 +8,6 @@ from mp_optim.offload.worker import Job, Worker, WorkerError
 
 
 class HeldJob(Job):
-    """Runs when it is let; tells where."""
-
     def __init__(self, label="a job", *, is_free=True, error=None):
         self.label, self.error, self.owner = label, error, self
         self.begun, self.free = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""What these classes have that torch's have not: placement, checkpoints, descriptions."""
+"""Placement, checkpoints and descriptions of the torch-shaped classes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ def test_checkpoint_under_other_settings(tmp_path: Path) -> None:
 
 
 def test_state_of_torchs_adamw_goes_on_under_ours() -> None:
-    """What torch saved of bfloat16 parameters has no FP32 values; the message says what to do."""
     layers = model()
     before = torch.optim.AdamW(layers.parameters(), lr=1e-2)
     step(layers, before, 3)

@@ -29,13 +29,11 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def bowl(x: Tensor) -> Tensor:
-    """A quadratic whose curvatures differ by a factor of 10; its minimum is 0 at ones."""
     curvature = torch.linspace(0.1, 1.0, x.numel()).view(x.shape)
     return (curvature * (x - 1).square()).sum()
 
 
 def valley(x: Tensor) -> Tensor:
-    """Rosenbrock's function of neighbouring columns, scaled; its minimum is 0 at ones."""
     left, right = x[:, 0::2], x[:, 1::2]
     return (5 * (right - left.square()).square() + (1 - left).square()).sum()
 

@@ -1,5 +1,4 @@
-"""State dicts from before the first step and from torch, and calls that are refused: what they
-change, and what they say."""
+"""State dicts from before the first step and from torch, and refused calls."""
 
 from __future__ import annotations
 
@@ -67,8 +66,6 @@ def test_settings_go_by_name_and_are_copies(rule: str, steps: int) -> None:
 def test_state_of_the_beginning_begins_anew(
     rule: str, dtype: torch.dtype, place: dict[str, Any]
 ) -> None:
-    """As a learning-rate finder does it: the start is kept, tried from, and restored."""
-
     def run(tries: bool) -> list[Tensor]:
         torch.manual_seed(0)
         layer = nn.Linear(4, 4).to(dtype)

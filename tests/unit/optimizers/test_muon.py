@@ -1,4 +1,4 @@
-"""``Muon(params)``: torch's steps for matrices, AdamW's for the rest."""
+"""``Muon(params)``: torch's steps for matrices, AdamW's for other parameters."""
 
 from __future__ import annotations
 
@@ -45,8 +45,6 @@ def test_matrices_are_stepped_as_torch_does(adjust: str | dict[str, str]) -> Non
 
 
 class Oddly(nn.Module):
-    """A model whose names say nothing of its embedding, its tied table and its output layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.lookup = nn.Embedding(11, 16)

@@ -108,7 +108,6 @@ def _offloaded(offload: float, how: dict[str, str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", ["sync", "overlap", "speculative"])
 def test_optimizer_steps_all_dtypes_together(mode: str) -> None:
-    """As two optimizers with a dtype each, for nothing is shared but the step."""
     params = [
         nn.Parameter(torch.linspace(-1, 1, 300).to(dtype))
         for dtype in (torch.bfloat16, torch.float16, torch.float32)

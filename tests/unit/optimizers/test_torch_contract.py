@@ -84,8 +84,6 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("rule", ["AdamW", "SGD"])
 def test_every_scheduler_of_torch(name: str, rule: str) -> None:
-    """The same rates and (OneCycleLR, CyclicLR) momenta at each step, also those that only a
-    scheduler sees: it holds the groups from before the first step."""
     settings = {"momentum": 0.9} if rule == "SGD" else {}
     seen: list[list[Any]] = []
     for library in (mp_optim, torch.optim):
@@ -108,7 +106,6 @@ def test_every_scheduler_of_torch(name: str, rule: str) -> None:
 
 
 def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Through a file, as a safe load reads it."""
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
@@ -119,7 +116,6 @@ def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 @pytest.mark.parametrize("form", ["fp32", "remainder16", "remainder8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dtype_that_changed_since_a_save_is_named(dtype: torch.dtype, form: str) -> None:
-    """As adapters of peft that were bfloat16, and that ``load_adapter`` makes float32."""
     layers = model(dtype)
     optimizer = mp_optim.AdamW(layers.parameters(), lr=1e-2, main_params=form)
     with warnings.catch_warnings():
@@ -213,7 +209,6 @@ def scaled_losses(layers: nn.Module, optimizer: Any, steps: int) -> list[float]:
 
 
 def test_fp16_under_torchs_grad_scaler() -> None:
-    """Overflows are skipped; the rest is FP32 AdamW's, within what fp16 matmuls do to it."""
     layers = model(torch.float16)
     found = scaled_losses(layers, mp_optim.AdamW(layers.parameters(), lr=1e-2), 60)
     taken = [step for step, loss in enumerate(found) if not math.isnan(loss)]
@@ -282,7 +277,6 @@ def test_step_is_not_called_when_a_grad_scaler_found_an_inf(dtype: torch.dtype) 
 
 
 def test_copied_schedule_drives_the_copied_optimizer() -> None:
-    """As skorch, Ray and ``spawn`` copy all three; what a copy of two does is the kit's."""
     optimizer = mp_optim.AdamW(model().parameters(), lr=1e-2)
     its_own, schedule = copy.deepcopy((optimizer, schedulers.StepLR(optimizer, 3)))
     assert schedule.optimizer is its_own
@@ -291,7 +285,6 @@ def test_copied_schedule_drives_the_copied_optimizer() -> None:
 
 
 def test_copied_optimizer_alone_has_parameters_of_its_own() -> None:
-    """As torch's."""
     param = nn.Parameter(torch.ones(4))
     optimizer = mp_optim.AdamW([param])
     other = copy.deepcopy(optimizer)
@@ -385,8 +378,6 @@ OF_THE_CLASSES = {*inspect.signature(mp_optim.AdamW).parameters}
 
 @pytest.mark.parametrize("name", [*OF_OTHERS, *sorted({*CONFIG_FIELDS} - OF_THE_CLASSES)])
 def test_names_of_others_are_answered_in_words_of_the_class(name: str) -> None:
-    """bitsandbytes', torchao's, DeepSpeed's and the config's: where a word of the answer is none of
-    the class's, it says whose it is."""
     with pytest.raises(TypeError, match=f"unexpected argument '{name}'") as caught:
         mp_optim.AdamW([nn.Parameter(torch.zeros(2))], **{name: 8})
     said = str(caught.value).partition(f"'{name}'")[2]

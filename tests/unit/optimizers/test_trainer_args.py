@@ -51,7 +51,6 @@ def test_trainer_args_prefer_chosen_settings(tmp_path: Path) -> None:
 
 
 def norms_of_run(folder: Path, **chosen: Any) -> list[float]:
-    """What a Trainer logs of four steps."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(

@@ -28,7 +28,6 @@ def groups_of(model):
 
 
 def trained(start, fraction, **settings):
-    """The first ``start`` groups at construction, the others later; then three steps."""
     model = model_of(len(SETTINGS))
     first = nn.ParameterDict({name: model[name] for name in list(model)[:start]})
     groups, config = groups_of(model), config_for("bf16", fraction, **settings)

@@ -1,4 +1,4 @@
-"""Loading a state dict whose groups are other than the live ones."""
+"""Loads of a state dict with other groups than the live ones."""
 
 import pytest
 import torch
@@ -9,7 +9,6 @@ from support.models import config_for, same_bits
 
 
 def build(split, **second):
-    """Two parameters, in a group each, or in one."""
     model = nn.ParameterDict({name: nn.Parameter(torch.ones(3)) for name in "ab"})
     groups = [{"params": [param], "param_names": [name]} for name, param in model.items()]
     groups[1] |= second
@@ -27,7 +26,6 @@ def build(split, **second):
     "differing", [{"lr": 0.5}, {"weight_decay": 0.0}, {"betas": (0.5, 0.9)}, {"eps": 1e-3}]
 )
 def test_group_made_of_groups_with_other_settings_is_refused(differing):
-    """Whose settings would hold? Nothing is loaded."""
     _, saved = build(True, **differing)
     model, optimizer = build(False)
     before = [param.detach().clone() for param in model.values()]

@@ -128,7 +128,6 @@ def test_bad_arguments_are_named(settings):
 
 
 def stage(top, floor, **flags):
-    """A model's optimizer and its schedule, with an embedding whose limits are its own."""
     model = nn.ModuleDict({"embed_tokens": nn.Embedding(4, 4), "hidden": nn.Linear(4, 4)})
     config = OptimizerConfig(lr=top, min_lr=floor, decoupled_lr=7.0, decoupled_min_lr=0.0)
     optimizer = get_megatron_optimizer(config, model)
@@ -137,7 +136,6 @@ def stage(top, floor, **flags):
 
 
 def rates(optimizer):
-    """The learning rate of hidden matrices, and that of the embedding."""
     found = {bool(group["is_decoupled_lr"]): group["lr"] for group in optimizer.param_groups}
     return found[False], found[True]
 

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.skipif(
 
 
 def _busy_like_gloo(begun: threading.Event, done: threading.Event) -> None:
-    """Compute without the interpreter's lock, under the name that torch gives to its threads."""
     ctypes.CDLL(None).prctl(_SET_NAME, b"pt_gloo_runloop", 0, 0, 0)
     data = bytes(200_000_000)
     begun.set()

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """What each rank that stayed was told, by scenario and rank."""
     folder = tmp_path_factory.mktemp("missing")
     run_forked_program("-m", "support.workers.missing_ranks", str(folder), "", timeout=280)
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
@@ -86,7 +85,6 @@ def test_ranks_that_differ_are_named_though_the_store_ends_with_the_first(told):
 
 
 def test_failure_is_forgotten_when_the_job_begins_again(tmp_path):
-    """The store is the same, and so are all names; nobody is late by the new timeout."""
     for failed, again in results_of_ranks("lives", 2, tmp_path):
         assert failed.startswith("MissingRanksError: ")
         assert again == "no error"

@@ -1,4 +1,4 @@
-"""No tensor of the package may lie where, or have the dtype that, the caller's surroundings say."""
+"""No tensor of the package depends on the default device or dtype."""
 
 import ast
 
@@ -14,7 +14,6 @@ KERNELS = "triton/kernels/"  # ``tl.zeros`` and the like are no tensors of torch
 
 
 def calls(source: str) -> list[tuple[int, str, set[str | None]]]:
-    """Line, name and keywords of every call of one of torch's constructors."""
     named = [
         node
         for node in ast.walk(ast.parse(source))
@@ -30,7 +29,6 @@ def calls(source: str) -> list[tuple[int, str, set[str | None]]]:
 
 
 def lacking(source: str) -> list[str]:
-    """What depends on the default device or dtype."""
     found = []
     for line, name, keywords in calls(source):
         if "device" not in keywords:

@@ -75,7 +75,6 @@ def test_miniature_runs_every_row_once(
 
 
 def check_losses(*parts: dict[str, dict[str, Any]]) -> None:
-    """The loss falls in each row; ours has one loss in every place, and Megatron's the same."""
     trained = {
         (number, name): record["columns"]
         for number, part in enumerate(parts)
@@ -96,7 +95,6 @@ def check_losses(*parts: dict[str, dict[str, Any]]) -> None:
 
 
 def check_fits(part: dict[str, dict[str, Any]]) -> None:
-    """A row that fits has trained; ours has the estimate of ``mp-optim fit``."""
     for name, record in part.items():
         columns = record["columns"]
         assert columns["fits"] == (not record["cause"])
@@ -104,8 +102,6 @@ def check_fits(part: dict[str, dict[str, Any]]) -> None:
 
 
 def check_bits(part: dict[str, dict[str, Any]]) -> None:
-    """Each place and the resume have the bits of the device. A flipped bit is found and named, in
-    the weight and in its main param, which follows it."""
     said = {
         name: each["columns"].get("same_bits") for name, each in part.items() if each["columns"]
     }

@@ -28,7 +28,6 @@ doctor.main([])
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Lines of every benchmark, and of the doctor."""
     folder = copy_package(tmp_path_factory.mktemp("stale"))
     make_kernels_stale(folder)
     names = sorted(BENCHMARKS)

@@ -1,4 +1,4 @@
-"""What the documents say exists, and what they tell people to type works."""
+"""Names, links and commands of the documents are correct."""
 
 import ast
 import dataclasses
@@ -170,7 +170,6 @@ def test_members_that_pages_name_are_there():
 
 
 def _members(node: ast.ClassDef) -> set[str]:
-    """Names that a class's body binds, or its methods bind on ``self``."""
     names = set()
     for inner in ast.walk(node):
         if isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -190,7 +189,6 @@ def test_recipe_for_a_rule_names_the_files_that_one_touches():
 
 
 def test_messages_in_troubleshooting_are_real():
-    """What stands in quotes in the first column is text of the code, word for word."""
     texts = []
     for path in (ROOT / "mp_optim").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -352,7 +350,6 @@ def test_examples_of_deltas_run(tmp_path):
 
 
 def commands_in(document):
-    """Programs of tools/ and commands of tests/lab with arguments, from blocks and the text."""
     text = document.read_text()
     lines = [
         line
@@ -420,9 +417,6 @@ def test_generated_parts_are_up_to_date(tool, document):
 
 
 class FromElsewhere:
-    """Stands for a Megatron or apex optimizer over a model: state by position, FP32 copies beside
-    it."""
-
     def __init__(self, model):
         params = list(model.parameters())
         self.param_groups_master = [{"params": [param.detach().float() for param in params]}]

@@ -39,7 +39,6 @@ def small_model() -> nn.Module:
 
 
 def train(model: nn.Module, optimizer: Any) -> None:
-    """A step that has to change every parameter, at a rate that shows in bfloat16."""
     for group in optimizer.param_groups:
         group["lr"] = 0.1
     before = [param.detach().clone() for param in model.parameters()]
@@ -76,7 +75,6 @@ class AnyModule(nn.Module):
 
 
 def names(model: nn.Module) -> dict[str, Any]:
-    """What the lines on the pages take for granted."""
     trainers = ("Trainer", "SFTTrainer", "DPOTrainer")
     arguments = ("TrainingArguments", "SFTConfig", "DPOConfig")
     return {
@@ -131,7 +129,6 @@ def test_lines_of_torchtitan_run() -> None:
 
 
 def built(module: str, name: str, **settings: Any) -> None:
-    """A class that a config names, called as programs do that know only its path."""
     model = small_model()
     cls = getattr(importlib.import_module(module), name)
     train(model, cls(model.parameters(), **settings))

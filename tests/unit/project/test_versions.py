@@ -1,4 +1,4 @@
-"""What other versions of torch, and an environment without numpy, would say to this package."""
+"""Names of other torch versions, and an environment without numpy."""
 
 from __future__ import annotations
 
@@ -54,7 +54,6 @@ def test_program_without_numpy() -> None:
 
 
 def torch_names(tree: ast.AST) -> set[str]:
-    """What a module takes from torch, by full names."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("torch."):

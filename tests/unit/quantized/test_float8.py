@@ -1,5 +1,6 @@
-"""Model parameters in 8 bits: an FP32 main param in every placement, and codes that are what it
-rounds to."""
+"""Model parameters in 8 bits: FP32 main params in every placement, and codes that are their
+rounding.
+"""
 
 from __future__ import annotations
 

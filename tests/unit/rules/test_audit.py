@@ -1,5 +1,4 @@
-"""Audited steps: what is flipped is named, what is clean never is, what cannot be audited is
-refused."""
+"""Audited steps: flips are named, clean steps raise no alarm."""
 
 from __future__ import annotations
 
@@ -42,7 +41,6 @@ RULES = {
 
 
 def stack(place="device", rule="adamw", tmp_path=None, **settings):
-    """Parameters and a stack that audits all of each step."""
     torch.manual_seed(0)
     shapes = ((13, 97), (256,), (0,), (), (5,))
     named = [
@@ -66,8 +64,6 @@ def step(params, optimizer, count=1):
 
 
 def finish_audit(params, optimizer):
-    """On the host the audit of a step is over with it; of what lies on an accelerator by the next
-    step, or when state is read."""
     if params[0].device.type != "cpu":
         optimizer.state_dict()
 

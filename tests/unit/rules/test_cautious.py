@@ -30,7 +30,6 @@ FORMS = (
 
 
 def group_of(rule: str, **settings: Any) -> dict[str, Any]:
-    """Settings of a rule, of which ``plain`` has no first moment."""
     group = {**GROUP, **settings}
     beta1 = 0.0 if rule.startswith("plain") else 0.9
     return {**group, "betas": (beta1, 0.999)}

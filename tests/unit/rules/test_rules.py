@@ -1,4 +1,4 @@
-"""What the rules' settings do, and how bad ones are refused. Their numerics: test_numerics.py."""
+"""Settings of the rules, and refusals of bad ones."""
 
 import math
 import weakref

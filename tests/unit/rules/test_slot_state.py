@@ -144,8 +144,6 @@ def test_state_of_many_tensors_lies_side_by_side_and_has_the_same_bits(
 
 
 def stepped_thrice(main: Tensor, settings: dict[str, Any] | None = None) -> FusedAdam:
-    """Three steps that are given the same lists, as a wrapper does. Before the last one the tensor
-    is written, and settings are changed."""
     optimizer = FusedAdam([main, torch.ones(3)], lr=0.1)
     first = [SlotUpdate(Slot(0, 0), torch.ones(6, 4)), SlotUpdate(Slot(0, 1), torch.ones(3))]
     same = SlotUpdates.of(first)
@@ -159,7 +157,6 @@ def stepped_thrice(main: Tensor, settings: dict[str, Any] | None = None) -> Fuse
 
 
 def test_strided_tensors_are_stepped_from_their_present_values_in_every_step() -> None:
-    """The launch of the second step is used again, and what is stepped of them is a copy."""
     values = torch.arange(24.0).view(4, 6)
     strided, plain = values.t(), values.t().contiguous()
     stepped_thrice(strided)

@@ -76,8 +76,6 @@ def test_parameters_cut_by_any_dimension_by_tensor_parallelism_are_sharded(pool,
     "mesh", [(("dp_replicate", 2), ("dp_shard", 2)), (("dp", 2), ("tp", 2))], ids=str
 )
 def test_copies_that_would_be_stepped_otherwise_are_named(pool, mesh, what):
-    """HSDP, and what tensor parallelism does not cut: all ranks that hold a copy or a part hear of
-    one that differs."""
     layer = Layer("blocks.0", (Param("w", (16, 24), splits=0), Param("b", (16,))))
     odd = Disagreement(what, 3, 1 if what in ("lr", "factors") else -1)
     case = ADAM.with_(
@@ -93,7 +91,6 @@ def test_copies_that_would_be_stepped_otherwise_are_named(pool, mesh, what):
 
 @pytest.mark.parametrize("kind", ["fsdp", "copies"])
 def test_remainders_saved_beside_whole_parameters_load_beside_parts(pool, kind):
-    """The checksum of a whole parameter says nothing about a part of it."""
     layouts = (Layout("alone"), Layout(kind, (("dp", 2),)))
     case = ADAM.with_(
         world="threads", precision="bf16-remainder", layouts=layouts, steps=3, change=2

@@ -16,7 +16,6 @@ AVERAGE = "averaged_param"
 
 
 def everything(model, optimizer):
-    """Parameters and state, copied, by name."""
     found = {f"model.{name}": p.detach().clone() for name, p in model.named_parameters()}
     for slot in optimizer.slots():
         for key, value in optimizer.slot_state(slot).items():
@@ -44,11 +43,6 @@ def mains(optimizer):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_200_steps_follow_a_float64_oracle(dtype):
-    """FP32: every step rounds to within half an ulp, and what a step rounds decays with the rest,
-    so all of it together is within 0.5 / (1 - decay) ulps of the largest value.
-
-    bfloat16: the error of a rounding is random and its mean 0. It decays too, so it stays about as
-    large as an ulp is, and over all elements its mean is a small part of that."""
     decay, rounded = 0.99, dtype == "bfloat16"
     model, optimizer = build(
         "bf16",

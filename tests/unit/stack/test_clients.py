@@ -43,7 +43,6 @@ def test_dcp_optimizer_state_dict(fraction, flatten):
 
 
 def hf_training(folder, max_grad_norm, mode):
-    """Twelve steps of a tiny Mixtral under the HF Trainer: trainer, optimizer, losses."""
     from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
 
     from mp_optim import OptimizerConfig, get_megatron_optimizer

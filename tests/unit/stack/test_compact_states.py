@@ -84,8 +84,6 @@ def test_full_precision_state_loads_into_stochastic_codes_without_convert():
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("saved_bits", [8, 16])
 def test_main_params_of_more_bits_than_are_kept_are_taken_only_on_request(bits, saved_bits):
-    """In FP32 as they are, whatever they were saved from."""
-
     def stack(bits, seed=0):
         settings = {"exp_avg_dtype": "float32", "exp_avg_sq_dtype": "float32"}
         return build("bf16-remainder", seed=seed, param_remainder_bits=bits, **settings)

@@ -1,5 +1,4 @@
-"""What broke in other optimizers in 2026, each by its thread; the table is in
-docs/upstream-defects.md."""
+"""Defects of other optimizers in 2026; the table is in docs/upstream-defects.md."""
 
 import copy
 import math

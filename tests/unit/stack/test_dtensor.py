@@ -12,7 +12,6 @@ from support.workers.fsdp import CASES, HANDS, STEPS
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What the two ranks of workers/fsdp.py found."""
     folder = tmp_path_factory.mktemp("fsdp")
     return results_of_ranks("fsdp", 2, folder)
 

@@ -1,5 +1,4 @@
-"""Steps leave nothing behind: what an optimizer holds after many of them is what it held after
-few."""
+"""An optimizer holds the same objects after many steps as after few."""
 
 from __future__ import annotations
 

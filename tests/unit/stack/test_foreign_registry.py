@@ -43,7 +43,6 @@ STEPS = 6
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """The bits of matrix products may depend on it."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -76,7 +75,6 @@ def wrapped(inner, dtype):
 
 
 def train(optimizer, model, steps):
-    """Losses, and the weights of evaluation after the last step."""
     losses = []
     if hasattr(optimizer, "train"):
         optimizer.train()

@@ -19,7 +19,6 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def alone() -> list[torch.optim.Optimizer]:
-    """Optimizers that nothing is around, over the same matrix."""
     form = {"exp_avg_dtype": UINT4, "exp_avg_sq_dtype": torch.uint8}
     found: list[torch.optim.Optimizer] = []
     for fraction in (None, 0.0, 1.0):
@@ -34,7 +33,6 @@ def alone() -> list[torch.optim.Optimizer]:
 
 
 def test_optimizer_alone_shows_float32_and_takes_it_back() -> None:
-    """As the stack does: shapes that are the parameter's, no scales, and no bit lost."""
     shown = []
     for optimizer, again in zip(alone(), alone(), strict=True):
         param, other = (each.param_groups[0]["params"][0] for each in (optimizer, again))

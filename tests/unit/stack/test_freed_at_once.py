@@ -60,7 +60,6 @@ def with_folder(settings, folder):
 
 
 def of_class(draw, folder):
-    """A class, in a place, with an option that it has."""
     name = draw.choice(CLASSES)
     settings = with_folder(draw.choice(PLACES), folder)
     extra = draw.choice(EXTRAS)
@@ -74,7 +73,6 @@ def of_class(draw, folder):
 
 
 def of_factory(draw, folder, mesh):
-    """The factory's stack for a layout."""
     layout = draw.choice(("plain", "fsdp2", *ZERO))
     dtype = draw.choice((torch.bfloat16, torch.float16, torch.float32))
     given = with_folder(draw.choice(PLACES[:5] + PLACES[6:]), folder)
@@ -121,7 +119,6 @@ def fail(model, optimizer):
 
 
 def trained(draw, model, optimizer):
-    """Memory of the optimizer after no step or some, and perhaps one that raises."""
     for _ in range(draw.choice((0, 1, 3))):
         backward(model, optimizer)
         optimizer.step()
@@ -135,13 +132,11 @@ def trained(draw, model, optimizer):
 
 
 def storage_of(tensor):
-    """The storage of a tensor, of the local part of a DTensor or of a flat shard."""
     local = getattr(tensor, "_local_tensor", getattr(tensor, "local", tensor))
     return local.untyped_storage()
 
 
 def memory_of(optimizer):
-    """Weak references to the storages of main params and state that are not the model's."""
     own = {storage_of(param).data_ptr() for param in optimizer.get_parameters()}
     found = []
     tensors = [main for _, main in optimizer.named_main_params()]
@@ -165,7 +160,6 @@ def links():
 
 
 def left_on(model):
-    """Hooks and attributes on a model; FSDP2's own are on its modules."""
     found = []
     for name, param in model.named_parameters():
         hooks = getattr(param, "_post_accumulate_grad_hooks", None), param._backward_hooks

@@ -27,8 +27,6 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 class Run:
-    """A model of two matrices with an optimizer, some of whose parameters are frozen at times."""
-
     def __init__(self, tmp_path: Path, dtype: str, rule: str = "AdamW", **settings: Any) -> None:
         if "optimizer_state_path" in settings:
             settings["optimizer_state_path"] = str(tmp_path)

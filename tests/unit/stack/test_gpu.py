@@ -1,4 +1,4 @@
-"""What only a machine with an accelerator can show."""
+"""Tests that need an accelerator."""
 
 import math
 import warnings
@@ -117,8 +117,6 @@ KINDS = {
 
 
 def steady(kind, **settings):
-    """Gradients in memory that stays; 20 steps, some of which overflow; results are looked at only
-    in the end."""
     precision = kind if kind in ("bf16", "fp16", "bf16-8bit") else "bf16"
     model = TinyMoE(DTYPES[precision.split("-")[0]]).cuda()
     optimizer = get_megatron_optimizer(

@@ -1,4 +1,4 @@
-"""Parameters split by tensor parallelism and FSDP2 together: what workers/mesh.py found."""
+"""Parameters split by tensor parallelism and FSDP2 together."""
 
 import dataclasses
 
@@ -15,7 +15,6 @@ from support.workers.mesh import Net
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What the four ranks of workers/mesh.py found."""
     folder = tmp_path_factory.mktemp("mesh")
     return results_of_ranks("mesh", 4, folder, timeout=280)
 
@@ -46,7 +45,6 @@ def test_work_begun_during_backward_orthogonalises_whole_matrices(ranks, shape):
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 def test_gradients_leave_dtensors_during_backward(ranks, mode, shape):
-    """Those of a mesh that is not all of the job leave when they are said to be ready."""
     names = {name for name, _ in Net(16).named_parameters()}
     in_backward = names if shape == (4,) else names - {"stack"}
     for rank in ranks:
@@ -59,8 +57,6 @@ def test_gradients_leave_dtensors_during_backward(ranks, mode, shape):
 
 
 class Rotated(Placement):
-    """A placement of somebody else's."""
-
     def is_shard(self, dim=None):
         return False
 

@@ -16,7 +16,6 @@ from support.models import TinyMoE, build, config_for, same_bits, train
 
 
 def tree_equal(a, b):
-    """Equal types and values, tensors to the bit."""
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and same_bits(a, b)
     if isinstance(a, dict):
@@ -48,7 +47,6 @@ def cloned(state):
 
 
 def bf16_run(optimizer_cls, steps=3, named=False, groups=1):
-    """A bf16 model stepped by a torch optimizer on FP32 copies, as people write it."""
     model = TinyMoE(torch.bfloat16)
     named_params = list(model.named_parameters())
     masters = {name: p.detach().float().clone() for name, p in named_params}
@@ -70,7 +68,6 @@ def bf16_run(optimizer_cls, steps=3, named=False, groups=1):
 
 
 def assert_imported(optimizer, model, expected, masters):
-    """The live state is the foreign one, and the model's parameters are the FP32 ones rounded."""
     found = foreign.export_state(optimizer)
     assert set(found.names) == set(masters)
     for name, state in expected.items():
@@ -263,8 +260,6 @@ def test_state_that_does_not_fit_is_refused_and_nothing_is_written():
 
 
 def megatron_like(parts):
-    """The layout of Float16OptimizerWithFloat16Params.state_dict: the FP32 copies beside the inner
-    state."""
     return {
         "optimizer": {
             "state": {
@@ -360,8 +355,6 @@ def test_real_megatron_state_is_imported(tmp_path):
 
 
 def apex_like():
-    """The layout of apex's FusedAdam with master_weights: step in the group, FP32 copies in
-    param_groups_master."""
     shapes = [[(4, 6), (6,)], [(3, 3)]]
     state, index = {}, 0
     for group in shapes:
@@ -409,8 +402,6 @@ def test_apex_state_and_its_masters_are_imported():
 
 
 def write_universal(folder, params, step=5, flat=False):
-    """What ds_to_universal.py writes: {"param": tensor} and a bare step; from ZeRO-3 bare flat
-    tensors, no step."""
     for name, states in params.items():
         path = folder / "zero" / name
         path.mkdir(parents=True)

@@ -14,7 +14,6 @@ from support.workers import muon as muon_worker
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """The bits of matrix products may depend on it; the ranks have one each."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -107,9 +106,6 @@ def test_overrides_choose_the_rule_and_the_scale():
 
 
 class Megatron(nn.Module):
-    """A fused QKV weight with the config that says how it is laid out, and an embedding told by its
-    module."""
-
     def __init__(self, **sizes):
         super().__init__()
         self.config = type("Config", (), sizes)()
@@ -166,8 +162,6 @@ def trained(model, optimizer):
 @pytest.mark.parametrize("style", ["config", "torch"])
 @pytest.mark.parametrize("marked", ["0", "1"])
 def test_matrix_marked_use_muon_false_is_the_scalar_optimizers(style, marked):
-    """As one that an override, or a group, gives to it."""
-
     def build(by_mark):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 6, bias=False))
@@ -193,7 +187,6 @@ def test_matrix_marked_use_muon_false_is_the_scalar_optimizers(style, marked):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What the four ranks of workers/muon.py found."""
     folder = tmp_path_factory.mktemp("muon")
     return results_of_ranks("muon", 4, folder)
 
@@ -236,7 +229,6 @@ SHARED = [*muon_worker.OWNERS, *muon_worker.ZERO, "4 ranks, tensor parallel"]
 
 @pytest.fixture(scope="module")
 def one_process():
-    """With all gradients, and without some."""
     return {late: muon_worker.alone(late) for late in ((), muon_worker.LATE)}
 
 

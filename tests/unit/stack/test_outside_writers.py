@@ -1,5 +1,4 @@
-"""Everything in torch that writes to a tensor, done by other code to parameters and to gradients:
-no write is lost, as ``docs/outside_writes.md`` says."""
+"""Every way in torch to write to a tensor, from outside: no write is lost."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Param groups as programs treat them: added in vain, edited, assigned, with switches of torch's.
-Each face of an optimizer takes them as torch does, or refuses by name and is what it was."""
+"""Param groups: additions, edits, assignments and switches are taken, or refused by name."""
 
 from __future__ import annotations
 
@@ -53,7 +52,6 @@ def megatron(named: Named, **fields: Any) -> Any:
 
 
 def stepped(optimizer: Any) -> Any:
-    """The same after a step, when its stack is built."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for param in params:
         param.grad = torch.full_like(param, 0.5)
@@ -142,7 +140,6 @@ PAIRS = [
 
 @pytest.mark.parametrize(("face", "what"), PAIRS)
 def test_group_that_is_refused_leaves_the_optimizer_as_it_was(face: str, what: str) -> None:
-    """Beside one that was never asked; and the next group is taken."""
     dtype, build = FACES[face]
     group, said = REFUSED[what]
     ends = []
@@ -422,9 +419,6 @@ def test_compiled_step_before_the_first_one(whole: bool, offload: float) -> None
 def test_step_names_settings_refused_in_backward(
     mode: str, releases: bool, setting: dict[str, Any]
 ) -> None:
-    """In two micro-batches, of which the second one comes with the setting; once it is mended the
-    step is the one that it would have been."""
-
     def trained(bad: dict[str, Any]) -> Named:
         named = list(Pair(torch.bfloat16).named_parameters())
         optimizer = megatron(named, **ON_HOST, offload_mode=mode, release_gradients=releases)

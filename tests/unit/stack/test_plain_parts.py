@@ -10,7 +10,6 @@ from support.workers.plain_parts import CUTS, LAYOUTS, REFUSED, RULES
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What the four ranks of workers/plain_parts.py found."""
     return results_of_ranks("plain_parts", 4, tmp_path_factory.mktemp("parts"))
 
 

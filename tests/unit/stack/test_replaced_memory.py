@@ -1,5 +1,4 @@
-"""Parameters and gradients whose memory is exchanged, cut, turned, freed or shared behind the
-optimizer's back: followed as torch does, or refused by name before anything is stepped."""
+"""Replaced, cut, transposed, freed or shared memory is followed, or refused by name."""
 
 from __future__ import annotations
 

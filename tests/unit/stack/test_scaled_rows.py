@@ -12,8 +12,6 @@ import mp_optim
 
 
 class Attention(nn.Module):
-    """Heads whose largest logit is known after each forward."""
-
     def __init__(self, heads=4, width=32):
         super().__init__()
         self.heads = heads
@@ -32,8 +30,6 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_qk_clip_keeps_logits_below_a_limit(dtype):
-    """Each head's query and key rows are scaled by the root of what its largest logit is above the
-    limit: the logits, which are products of the two, come down to it."""
     torch.manual_seed(0)
     model = Attention().to(dtype)
     optimizer = mp_optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)

@@ -51,13 +51,11 @@ def test_another_number_is_another_form(via: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What the two ranks of workers/small_states.py found."""
     return results_of_ranks("small_states", 2, tmp_path_factory.mktemp("small"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_whole_parameter_decides(ranks: list[dict[str, Any]], layout: str) -> None:
-    """Of all of them a rank holds fewer elements than ``BELOW``."""
     expected = {name: torch.Size(shape).numel() < BELOW for name, shape in SHAPES.items()}
     for rank in ranks:
         assert rank[layout]["is_small"] == expected

@@ -40,7 +40,6 @@ pytestmark = [pytest.mark.native, pytest.mark.filterwarnings("ignore:a step was 
 
 @pytest.fixture(scope="module", autouse=True)
 def alone():
-    """One process with a process group."""
     dist.init_process_group(COLLECTIVES, store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -79,7 +78,6 @@ def found(model, optimizer):
 
 
 def kept(optimizer):
-    """What the layers below keep, tensor by tensor: no view, no copy."""
     for slot in optimizer.slots():
         for key, value in optimizer.state_of(slot).live().items():
             if key != "step":
@@ -136,7 +134,6 @@ def check(form, place, helper):
 
 @pytest.mark.parametrize("form", ["fp32", pytest.param("bf16-8bit8", marks=pytest.mark.slow)])
 def test_state_moved_by_hand_is_saved_and_loaded_in_place(simulation, form):
-    """Nothing brings it back but who asks for it."""
     model, optimizer = build(form)
     train(model, optimizer, 2)
     before = found(model, optimizer)
@@ -159,8 +156,6 @@ def test_state_moved_by_hand_is_saved_and_loaded_in_place(simulation, form):
 @pytest.mark.parametrize("offload", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_state_follows_a_model_that_moves_between_steps(simulation, dtype, offload):
-    """Nobody asks for it meanwhile."""
-
     def run(*homes):
         layer = nn.Linear(6, 5, device=HOST).to(dtype)
         with torch.no_grad():
@@ -240,7 +235,6 @@ def test_reading_state_keeps_no_memory_alive(simulation):
 @pytest.mark.parametrize("place", ["device", "host", "streamed"])
 @pytest.mark.parametrize("form", ["fp32", pytest.param("bf16-8bit8", marks=pytest.mark.slow)])
 def test_step_brings_home_memory_that_was_moved_by_data(simulation, form, place):
-    """Of state and of main params, also where nothing is shown otherwise than it is kept."""
     model, optimizer = build(form, place)
     for start in (0, 2):
         train(model, optimizer, 2, start)

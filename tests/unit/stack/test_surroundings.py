@@ -54,7 +54,6 @@ STACKS: dict[str, dict[str, Any]] = {
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
-    """Its gradients are numbers of the step and the parameter alone."""
     generator = torch.Generator().manual_seed(step)
     return sum(
         (
@@ -118,7 +117,6 @@ def program(stack: dict[str, Any], folder: Any, around: Surroundings) -> list[Te
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """What each stack comes to where nothing is unusual."""
     return {
         name: program(stack, tmp_path_factory.mktemp("plain"), nullcontext)
         for name, stack in STACKS.items()

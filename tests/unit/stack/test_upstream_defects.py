@@ -50,8 +50,6 @@ def test_megatron_4046_4042_tensors_replaced_twice_with_save_and_load(precision,
 
 
 def test_megatron_4046_main_params_replaced_below_the_wrapper():
-    """What Megatron's Float16 wrapper does to the optimizer it wraps, done twice."""
-
     def run(replaced):
         torch.manual_seed(0)
         params = [nn.Parameter(torch.randn(5, 3)) for _ in range(4)]
@@ -173,8 +171,6 @@ def test_deepspeed_7905_every_group_keeps_its_hyperparameters():
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 def test_deepspeed_7948_in_place_step_does_not_meet_autograd(fraction):
-    """Parameters that are views of one flat buffer: what is stepped is detached, and steps even in
-    grad mode."""
     flat = torch.randn(10, requires_grad=True)
     params = [nn.Parameter(flat.detach()[2:8].view(2, 3)), nn.Parameter(flat.detach()[8:])]
     for param in params:

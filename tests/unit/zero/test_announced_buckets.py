@@ -1,4 +1,4 @@
-"""Buckets whose gradients are complete are told of during backward, so that the host can begin."""
+"""Reduced buckets are announced during backward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 
 @pytest.fixture(scope="module", autouse=True)
 def alone(tmp_path_factory):
-    """One process with a process group."""
     store = tmp_path_factory.mktemp("store") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     yield
@@ -27,7 +26,6 @@ def alone(tmp_path_factory):
 
 
 def layers(count: int, **settings: Any) -> tuple[nn.Module, DistributedOptimizer]:
-    """Layers of four parameters each, every one a bucket; reduced during backward."""
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(count)))
     config = config_for(
         "fp32",
@@ -58,7 +56,6 @@ class Queued:
 
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Reductions go the way of NCCL, and only count; returns a number for each under way."""
     under_way: list[int] = []
 
     def start(*_: Any, exchange: bool, **__: Any) -> Queued:
@@ -71,7 +68,6 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def listened(optimizer: DistributedOptimizer, under_way: list[int]) -> list[int]:
-    """Gets how many reductions are left under way when each bucket is told of."""
     left: list[int] = []
     reducer = optimizer.grad_reducer
     tell = reducer.on_reduced

@@ -1,4 +1,4 @@
-"""DistributedOptimizer on up to four gloo processes: what workers/distributed.py found."""
+"""DistributedOptimizer on up to four gloo processes."""
 
 import math
 from collections import defaultdict
@@ -14,7 +14,6 @@ from support.workers.distributed import BYTES, STEPS, Case, SmallMoE, cases, dig
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where the four processes left what they found."""
     folder = tmp_path_factory.mktemp("distributed")
     run_ranks("distributed", 4, str(folder), timeout=280)
     return folder
@@ -22,7 +21,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    """What each rank found."""
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(4)]
 
 

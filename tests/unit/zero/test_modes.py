@@ -1,5 +1,4 @@
-"""``train()`` and ``eval()`` of a foreign optimizer whose parameters ranks share out: the weights
-and losses of one process."""
+"""``train()`` and ``eval()`` of a foreign optimizer with sharded parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from support.workers.modes import CASES, DTYPES, perform
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    """What the two ranks of workers/modes.py found."""
     return results_of_ranks("modes", 2, tmp_path_factory.mktemp("modes"))
 
 

@@ -1,4 +1,4 @@
-"""Models of several parts, and ranks that do not do the same: what workers/parts.py found."""
+"""Ranks that differ in settings or calls are named."""
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from support.workers.parts import OTHER_SETTINGS, OTHERWISE, RANKS
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What the three ranks of workers/parts.py found."""
     folder = tmp_path_factory.mktemp("parts")
     return results_of_ranks("parts", RANKS, folder)
 

@@ -29,7 +29,6 @@ from support.workers.modes import DTYPES, built
 
 @pytest.fixture(scope="module", autouse=True)
 def alone(tmp_path_factory):
-    """One process with a process group."""
     store = tmp_path_factory.mktemp("store") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     yield
@@ -52,7 +51,6 @@ def sharded(
 
 
 def memory_of(view):
-    """All of the memory that a tensor is a view of."""
     return torch.empty(0, dtype=view.dtype).set_(view.untyped_storage())
 
 
@@ -416,7 +414,6 @@ def test_round_that_a_failed_backward_has_begun_is_launched_whole(monkeypatch):
 
 
 def without_the_module(model):
-    """A loss that uses a parameter and calls nothing that would wait for its values."""
     return (model[0].weight * 2.0).sum()
 
 

@@ -13,17 +13,14 @@ SIZES = st.lists(st.integers(0, 5000), max_size=12)
 
 
 def fullest(plan):
-    """Elements of the fullest shard, padding included."""
     return max(last - first for first, last in itertools.pairwise(plan.bounds))
 
 
 def payload(plan):
-    """Elements that belong to parameters."""
     return sum(item.numel for item in plan.placed)
 
 
 def check(plans, sizes, ranks):
-    """Every element of every parameter is owned once; everything is a whole number and aligned."""
     owned = {index: [] for index in range(len(sizes))}
     for plan in plans:
         assert type(fullest(plan)) is int and fullest(plan) % SHARD_ALIGNMENT == 0

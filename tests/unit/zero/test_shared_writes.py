@@ -1,4 +1,4 @@
-"""Ranks that share parameters write the same outside of a step, or are told who does not."""
+"""Ranks that write different values outside a step are named."""
 
 import pytest
 
@@ -16,7 +16,6 @@ SAYS = {
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What the ranks of workers/writes.py found."""
     return results_of_ranks("writes", RANKS, tmp_path_factory.mktemp("writes"))
 
 

@@ -1,4 +1,4 @@
-"""``mp-optim``: every command from its arguments to what a shell sees."""
+"""``mp-optim``: every command, its output and its exit status."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """What a command says that cannot do its work: one sentence."""
     assert main([str(argument) for argument in arguments]) == 1
     error = capsys.readouterr().err
     assert error.startswith("mp-optim: ") and error.count("\n") == 1
@@ -86,8 +85,6 @@ def test_source_that_is_no_state(
 
 
 def test_failed_import_of_a_model_tells_its_cause(capsys: pytest.CaptureFixture[str]) -> None:
-    """transformers raises ModuleNotFoundError without a name, whatever the cause is."""
-
     def command() -> int:
         try:
             raise RuntimeError("operator torchvision::nms does not exist")
@@ -135,7 +132,6 @@ def test_plan_prints_table_and_smallest_fraction(
 def test_plan_in_words_of_the_classes(
     config: Path, capsys: pytest.CaptureFixture[str], words: list[str], form: str
 ) -> None:
-    """As ``mp_optim.AdamW(..., state=..., main_params=...)`` would be."""
     model = ("plan", "--model", str(config), "--gpu-memory", "1")
     assert main([*model, *words, "--fractions", "0", "1"]) == 0
     text = capsys.readouterr().out

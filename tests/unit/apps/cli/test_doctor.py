@@ -14,14 +14,12 @@ from support.launch import run_forked_program
 
 
 def run_without_triton(**environment: str) -> str:
-    """Without the steps of Triton's interpreter, which take half of the time."""
     command = ("-m", "mp_optim.apps.cli", "doctor")
     return run_forked_program(*command, timeout=120, TRITON_INTERPRET="0", **environment)
 
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    """What it says here."""
     return run_forked_program("-m", "mp_optim.apps.cli", "doctor", timeout=120)
 
 

@@ -1,4 +1,4 @@
-"""``mp-optim fit``: what is said fits, by how much, and lines that run as they are printed."""
+"""``mp-optim fit``: the answer fits, and its printed lines run."""
 
 from __future__ import annotations
 
@@ -138,9 +138,6 @@ def test_fit_streams_state_where_the_host_is_the_bound(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A model of 2**30 parameters: 2 bytes each for parameters and for gradients on the
-    accelerator, 3 windows of 256 MiB, and 4 (or 3) bytes each on the host, 2 more for gradients
-    that are released; stepping on the host takes 6 (or 5) of it, and 10 with these."""
     path = tmp_path / "mine.py"
     path.write_text(
         textwrap.dedent("""

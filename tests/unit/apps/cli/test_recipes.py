@@ -35,7 +35,6 @@ LLAMA = {
 
 
 def words_of(main_params: Any) -> list[dict[str, Any]]:
-    """The settings that the command tries, of the fractions only the first and the last."""
     options = fit.Options("", "", "", disk="1TB", main_params=main_params)
     tried = [dict(each.words) for each in fit.candidates(options)]
     return [words for words in tried if words.get("offload") not in (0.5, 0.75)]
@@ -79,7 +78,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def save_model(settings: dict[str, Any]) -> None:
-    """A model and a tokenizer in the folder ``here``, as a hub would give them."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**settings)
     transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained("here")
@@ -125,7 +123,6 @@ def test_python_lines_train_mixtures_of_experts(
 
 
 def peak_of(call: Callable[[], Any]) -> int:
-    """Bytes that the host's allocator gave out at most during a call, beyond those before it."""
     # mkldnn's own memory depends on the CPU.
     memory = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with torch.backends.mkldnn.flags(enabled=False), memory as profiler:
@@ -188,7 +185,6 @@ def test_programs_hold_the_memory_of_the_answer(
 
 
 def on_host(lines: str) -> str:
-    """A Trainer's lines without reports to services, on the CPU."""
     return lines.replace("output_dir=", "report_to=[], use_cpu=True, output_dir=")
 
 
@@ -247,7 +243,6 @@ def test_chunked_loss_refuses_models_that_scale_their_logits() -> None:
 
 
 def _has_known_words(line: str) -> None:
-    """Of Megatron's configs all but two, which are of its training loop."""
     assert "-m mp_optim.megatron pretrain_gpt.py --bf16 " in line
     names = {name.replace("-", "_") for name in re.findall(r" --([a-z0-9-]+)", line)}
     configs = (MegatronOptimizerConfig, TransformerConfig)

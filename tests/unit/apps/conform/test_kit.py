@@ -1,4 +1,4 @@
-"""The kit itself: what it prints, how it ends, what it makes of crashes."""
+"""The kit's output, exit status, and handling of crashes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of others is asked of ours: every check, of every level."""
+"""This package's optimizers pass every check of every level."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ def test_ours_conform(name: str) -> None:
     ids=str,
 )
 def test_every_form_resumes_and_follows(settings: dict[str, object]) -> None:
-    """Of other forms of state and other places, what is about tensors, groups and resuming."""
     subject = Subject("mp_optim.AdamW", settings)
     names = {check.name for check in subject.checks() if not check.rules and check.ranks == 1}
     found = outcomes(subject, names - SLOW)
@@ -64,7 +63,6 @@ def test_every_form_resumes_and_follows(settings: dict[str, object]) -> None:
 
 
 def test_megatrons_stack_conforms() -> None:
-    """But for what it answers in words of its own, or promises otherwise."""
     subject = Subject("support.whole_stack.half_on_the_host", rule="adamw")
     names = {check.name for check in subject.checks() if check.ranks == 1}
     found = outcomes(subject, names - SLOW)

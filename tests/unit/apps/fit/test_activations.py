@@ -61,7 +61,6 @@ def traced(model: Any) -> Timeline:
 
 
 def allocated(model: Any) -> tuple[int, int]:
-    """Bytes at the peak, and those that stay, by what the host's allocator tells the profiler."""
     model.to_empty(device="cpu")
     model.tie_weights()
     with torch.no_grad():
@@ -102,7 +101,6 @@ def test_tensors_over_the_vocabulary_are_told_from_others() -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 def test_fused_attention_stores_no_dropout_mask(checkpointing: bool) -> None:
-    """As the kernels of GPUs, which torch's CPU attention with dropout does not stand for."""
     sizes = {"n_embd": 128, "n_layer": 2, "n_head": 4, "vocab_size": 1024}
     configs = [transformers.GPT2Config(attn_pdrop=rate, **sizes) for rate in (0.1, 0.0)]
     models = [build_hf(config) for config in configs]

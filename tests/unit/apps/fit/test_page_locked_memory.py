@@ -1,5 +1,4 @@
-"""Host memory as allocators charge it: a plan says what a run is charged, and the docs how much
-less that is than torch's allocator would take."""
+"""Page-locked host memory: plans equal the allocators' charges."""
 
 from __future__ import annotations
 
@@ -120,8 +119,6 @@ def test_plan_says_what_a_run_is_charged(
 
 
 def sizes_of(elements: int) -> Iterator[int]:
-    """Elements of each matrix of a transformer with so many: 4 of attention, 3 of the MLP, 4096 and
-    11008 wide."""
     for size in itertools.cycle([4096 * 4096] * 4 + [4096 * 11008] * 3):
         yield min(size, elements)
         elements -= size
@@ -130,8 +127,6 @@ def sizes_of(elements: int) -> Iterator[int]:
 
 
 def pieces_of(elements: int) -> dict[str, list[int]]:
-    """Pieces of page-locked memory of ``offload_mode="speculative"``, all parameters in bfloat16 on
-    the host."""
     config = OptimizerConfig(
         lr=1e-3,
         bf16=True,

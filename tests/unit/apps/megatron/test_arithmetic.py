@@ -1,9 +1,4 @@
-"""Where results differ from Megatron's own in more than the last bits: which side does what.
-
-In its program on a CPU, FP16 with a constant scale and Lion are Megatron's to the last bit once its
-norm is summed in FP64 and its AdamW is ours, and once its Lion is given its own betas and every
-parameter. Here is the same without a checkout.
-"""
+"""Differences from Megatron's results beyond the last bits."""
 
 from __future__ import annotations
 
@@ -26,8 +21,6 @@ SCALE, LIMIT = 128.0, 0.02
 
 @dataclasses.dataclass
 class Newest(core.OptimizerConfig):  # type: ignore[misc, name-defined]
-    """With what versions after core 0.16 have."""
-
     lion_beta1: float = 0.95
     lion_beta2: float = 0.98
 

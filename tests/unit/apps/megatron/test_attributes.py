@@ -1,4 +1,4 @@
-"""What Megatron's optimizer reads beside its config is listed, and answered as the list says."""
+"""Attributes that Megatron's optimizer reads are listed and handled as listed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ ANSWERS = tool.answers()
 
 
 def sources() -> list[Path]:
-    """The installed Megatron, and a checkout that ``MEGATRON_SRC`` names."""
     checkout = os.environ.get("MEGATRON_SRC")
     spec = importlib.util.find_spec("megatron")
     installed = list(spec.submodule_search_locations or ()) if spec else []
@@ -36,7 +35,6 @@ def test_everything_that_megatron_reads_is_listed() -> None:
 
 
 def words_of_the_package() -> set[str]:
-    """Strings and attributes in its code."""
     words = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -60,7 +60,6 @@ def test_fp32_wrapper() -> None:
 
 
 def dynamic(scale: float, growth: int, hysteresis: int) -> Any:
-    """Megatron's dynamic scaler, which makes its tensors on an accelerator."""
     scaler = scalers.DynamicGradScaler.__new__(scalers.DynamicGradScaler)
     numbers = {"_scale": scale, "min_scale": 1.0}
     numbers |= {"growth_factor": 2.0, "backoff_factor": 0.5}

@@ -1,4 +1,4 @@
-"""What docs/clients/megatron.md says of Megatron's fields is what is done with them."""
+"""docs/migrate.md describes Megatron's fields correctly."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def test_fields_of_the_installed_megatron_are_known(owner: tool.ConfigClass) -> 
 
 
 def other_than(value: Any) -> Any:
-    """A value that is not the default."""
     if isinstance(value, bool):
         return not value
     return value + 1 if isinstance(value, int) else "something"
@@ -79,7 +78,6 @@ def test_field_without_effect_changes_nothing(name: str) -> None:
 
 
 def in_ddp(**settings: Any) -> Any:
-    """A model in Megatron's DDP, as far as its config goes."""
     ddp_config = DistributedDataParallelConfig()
     for name, value in settings.items():
         setattr(ddp_config, name, value)
@@ -109,8 +107,6 @@ def test_shares_of_gradients_are_not_stepped_as_if_they_were_whole(ranks: int) -
 
 @dataclasses.dataclass
 class OfTomorrow:
-    """A config with fields that nobody knows yet."""
-
     lr: float = 1e-3
     optimizer: str = "adam"
     muon_tp_mode: str = "duplicated"

@@ -35,7 +35,6 @@ def installed() -> Iterator[None]:
 
 
 def build(**settings: Any) -> tuple[nn.Module, Any]:
-    """As Megatron's training does it: its config, through the name it has imported."""
     model = TinyMoE(torch.bfloat16)
     config = core.OptimizerConfig(**{"lr": 1e-2, "bf16": True, **settings})
     return model, core.get_megatron_optimizer(config, [model])
@@ -120,13 +119,11 @@ def test_installed_optimizer_answers_calls_of_the_training_loop() -> None:
 
 
 def inner_of(optimizer: Any) -> list[Any]:
-    """The inner optimizers, as verl and ms-swift find them."""
     is_chain = isinstance(optimizer, core.ChainedOptimizer)
     return [part.optimizer for part in (optimizer.chained_optimizers if is_chain else [optimizer])]
 
 
 def state_of(optimizer: Any) -> Any:
-    """The state, as NeMo RL finds it."""
     is_chain = isinstance(optimizer, core.ChainedOptimizer)
     return optimizer.state if is_chain else optimizer._get_state()
 
@@ -250,7 +247,6 @@ def test_collection_without_a_group_that_is_needed_is_refused(missing: str) -> N
 
 
 def test_overrides_that_megatron_makes_for_every_model_need_not_match() -> None:
-    """One without biases; what a caller adds and mistypes is still named."""
     config = core.OptimizerConfig(lr=1e-2)
     overrides = core.get_standard_config_overrides(config)
     model = nn.Linear(2, 2, bias=False)

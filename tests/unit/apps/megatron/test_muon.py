@@ -63,7 +63,6 @@ def theirs() -> Iterator[Any]:
 @pytest.mark.parametrize("chosen", ["adam", "muon"])
 @pytest.mark.parametrize("layer_wise", [False, True])
 def test_factory_of_core_0_16_gives_ours(theirs: Any, chosen: str, layer_wise: bool) -> None:
-    """Whatever the config says: it is asked for Muon. On one rank, layer by layer is all of it."""
     if muon.get_megatron_muon_optimizer is theirs:
         pytest.skip("this Megatron's calls get_megatron_optimizer")
 

@@ -1,5 +1,4 @@
-"""Checkpoints of Megatron's program: what its dist_checkpointing saves and loads of our optimizer,
-with Megatron-core itself."""
+"""Megatron's dist_checkpointing saves and loads this package's optimizers."""
 
 from __future__ import annotations
 
@@ -136,8 +135,6 @@ OF_THEIRS: dict[str, tuple[dict[str, Any], str | None]] = {
 
 @pytest.mark.parametrize("run", OF_THEIRS)
 def test_megatrons_own_goes_on_under_ours(run: str, tmp_path: Path) -> None:
-    """The losses differ by what a step rounds otherwise: Megatron's norm is a sum in FP32, and one
-    bit of it moves 16-bit parameters, whose spacing is up to 2**-8 of their value."""
     settings, sharding = OF_THEIRS[run]
     metadata = {} if sharding is None else {TYPE: sharding}
     with gpt.CudaIsCpu():
@@ -189,8 +186,6 @@ def test_muon_beside_a_distributed_optimizer_goes_on(tmp_path: Path) -> None:
 
 
 def chain_of_megatron(model: nn.Module, rules: dict[str, str]) -> Any:
-    """Megatron's own chain for Muon: an optimizer for each rule, dense before expert. SGD with
-    momentum stands in for emerging-optimizers' Muon; its state has the same names."""
     named = {f"module.{name}": rule for name, rule in rules.items()}
 
     def of_adam(param: Any, name: str) -> bool:
@@ -217,7 +212,6 @@ def chain_of_megatron(model: nn.Module, rules: dict[str, str]) -> Any:
 
 
 def with_experts_apart() -> nn.Module:
-    """A model whose experts are a part of their own, as over expert-parallel ranks."""
     model = gpt.gpt("bf16", experts=2)
     for name, param in model.named_parameters():
         param.allreduce = ".experts." not in name
@@ -359,7 +353,6 @@ def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def joined(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    """What two ranks had together: elements of flat ranges, or parts along a dimension."""
     ranks = [torch.load(folder / f"{name}{rank}.pt", weights_only=True) for rank in (0, 1)]
     whole: dict[str, torch.Tensor] = {}
     for key, (place, first) in ranks[0].items():

@@ -1,4 +1,4 @@
-"""What Megatron's callers ask between backward and the next forward, instead of ``step``."""
+"""The calls of Megatron's programs between backward and the next forward."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ def backward(model: nn.Module, optimizer: Any, step: int) -> None:
 
 
 def by_parts(optimizer: Any) -> tuple[bool, float | None]:
-    """A step as Megatron's ``ChainedOptimizer`` takes it."""
     if optimizer.prepare_grads():
         return False, None
     norm = optimizer.clip_grad_norm(optimizer.config.clip_grad)
