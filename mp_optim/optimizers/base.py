@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.config.rules import RULES
-from mp_optim.config.setting_checks import plain_setting
+from mp_optim.config.setting_checks import nearest, plain_setting
 from mp_optim.config.state_forms import NO_REMAINDER
 from mp_optim.core import ParamGroups, Slot, group_settings, iter_slots, local_tensor, with_names
 from mp_optim.core.identity import SharedSettings
@@ -36,6 +36,7 @@ from mp_optim.mixed_precision import MegatronOptimizer, StepResult, WrappedOptim
 from mp_optim.mixed_precision.grad_scaler import ConstantGradScaler
 from mp_optim.mixed_precision.step import take_step
 from mp_optim.optimizers.settings import config_of
+from mp_optim.param_groups.overrides import keys_of_patterns, split_group
 from mp_optim.process_groups.process_groups import ProcessGroups
 from mp_optim.rules.rule_optimizer import RuleOptimizer, executor_of
 
@@ -82,6 +83,7 @@ class StackOptimizer(WrappedOptimizer):
         defaults = {key: plain_setting(settings.get(key, defaults[key])) for key in defaults}
         settings = {key: value for key, value in settings.items() if key not in defaults}
         self._given_settings = settings
+        self._overrides = keys_of_patterns(settings.get("overrides") or {}, self.rule)
         self.process_groups = ProcessGroups()
         config = config_of(self.rule, settings, [*inspect.signature(type(self)).parameters][1:])
         given = {**construction_of(config), **RULES[self.rule].fixed, **defaults}
@@ -90,6 +92,7 @@ class StackOptimizer(WrappedOptimizer):
         self._of_rule = tuple(defaults)  # a wrapper (timm's Lookahead) adds defaults of its own
         # Skip WrappedOptimizer.__init__, which would build the executor now.
         MegatronOptimizer.__init__(self, params, defaults, config, None)
+        self._check_overrides_match()
         warn_of_missing_kernels(config.fused_backend, self.rule, self.param_groups)
         if config.release_gradients:
             self._build()  # hooks must be registered before the first backward
@@ -302,8 +305,23 @@ class StackOptimizer(WrappedOptimizer):
             SlotKeyedOptimizer.forget_groups(self, count)
 
     def arranged(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the groups that a group given by the caller is split into; here itself."""
-        return [group]
+        """Return the groups that a group given by the caller is split into."""
+        return split_group(group, self._overrides) if self._overrides else [group]
+
+    def _check_overrides_match(self) -> None:
+        """Raise ValueError if an override matches no parameter."""
+        named = [
+            (name, param)
+            for group in self.param_groups
+            for name, param in zip(group.get("param_names", ()), group["params"], strict=False)
+        ]
+        for key in self._overrides:
+            if not any(key.matches(param, name) for name, param in named):
+                pattern = "|".join(key.name)
+                hint = nearest(pattern, [name for name, _ in named])
+                raise ValueError(
+                    f"overrides[{pattern!r}]: no parameter has such a name{hint}; correct it"
+                )
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -380,9 +398,11 @@ class StackOptimizer(WrappedOptimizer):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        StackOptimizer.__init__(
-            self, state["param_groups"], state["hyperparameters"], state["settings"]
-        )
+        settings = {key: value for key, value in state["settings"].items() if key != "overrides"}
+        StackOptimizer.__init__(self, state["param_groups"], state["hyperparameters"], settings)
+        # The groups are split already, and a schedule may have changed their settings.
+        self._given_settings = state["settings"]
+        self._overrides = keys_of_patterns(state["settings"].get("overrides") or {}, self.rule)
         self.defaults.update(state["defaults"])
         if state["saved"] is not None:
             self.load_state_dict(state["saved"])

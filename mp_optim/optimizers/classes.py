@@ -270,7 +270,8 @@ class Muon(StackOptimizer):
 
     def arranged(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         self._remember(module_of(group["params"]))
-        return by_rule({**group, "params": _members(group["params"])}, self._tables())
+        parts = super().arranged({**group, "params": _members(group["params"])})
+        return [split for part in parts for split in by_rule(part, self._tables())]
 
     def choice_notes(self) -> tuple[str, ...]:
         return choice_notes(self.param_groups, self._tables())

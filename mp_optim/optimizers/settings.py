@@ -42,6 +42,9 @@ class StackSettings(TypedDict, total=False):
     """Keyword arguments of every optimizer class, in addition to its hyperparameters.
 
     Attributes:
+        overrides: settings of some parameters, as in ``{"*.bias|*norm*": {"weight_decay": 0.0}}``.
+            A key is a shell pattern of parameter names, or several separated by ``|``. Values are
+            ``lr``, ``weight_decay`` and other hyperparameters of a param group.
         state: storage format of the moments: ``"fp32"``, ``"bf16"``, ``"fp16"`` with a scale for
             each block of 256 elements, ``"8bit"``, or ``"4bit"`` (first moments in 4 bits, second
             moments in 8).
@@ -91,6 +94,7 @@ class StackSettings(TypedDict, total=False):
         differentiable: only False: steps are not differentiable.
     """
 
+    overrides: Mapping[str, Mapping[str, Any]] | None
     state: str
     min_8bit_size: int
     main_params: str
@@ -130,6 +134,7 @@ _SAME = [
 ]
 """Settings passed unchanged to the config's field with the same name."""
 _DEFAULTS: dict[str, Any] = {
+    "overrides": None,
     "state": "fp32",
     "min_8bit_size": 0,
     "main_params": "fp32",

@@ -374,6 +374,62 @@ def _group(
     }
 
 
+def keys_of_patterns(
+    overrides: Mapping[str, Mapping[str, Any]], rule: str
+) -> dict[ParamKey, dict[str, Any]]:
+    """Return the overrides of an optimizer class, by :class:`ParamKey`.
+
+    Args:
+        overrides: settings by shell pattern of parameter names; ``|`` separates several patterns.
+        rule: ``optimizer`` of the config.
+
+    Raises:
+        ValueError: a setting is not one that a param group of the rule can override.
+    """
+    known = ["lr", "weight_decay", "optimizer", *RULES[rule].overrides]
+    for pattern, override in overrides.items():
+        for name, value in override.items():
+            if name not in known:
+                raise ValueError(
+                    f"overrides[{pattern!r}]: {name}={value!r} is not a setting of a param group"
+                    f"{nearest(name, known)}; use one of {known}"
+                )
+    return {
+        ParamKey(name=tuple(pattern.split("|"))): dict(override)
+        for pattern, override in overrides.items()
+    }
+
+
+def split_group(
+    group: Mapping[str, Any], overrides: Mapping[ParamKey, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Split a param group into one group per combination of overrides.
+
+    Parameters without an override come first, then groups are in order of appearance.
+
+    Args:
+        group: param group; its parameters have names, in pairs or as ``param_names``.
+        overrides: settings by :class:`ParamKey`.
+
+    Raises:
+        ValueError: the parameters have no names, or two overrides of one disagree.
+    """
+    params = group["params"]
+    members = [params] if isinstance(params, Tensor) else list(params)
+    if any(isinstance(member, Tensor) for member in members):
+        names = group.get("param_names")
+        if names is None:
+            raise ValueError("overrides: the parameters have no names; pass named_parameters()")
+        members = list(zip(names, members, strict=True))
+    rest = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    parts: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = {(): []}
+    for name, param in members:
+        override = _combined(param, name, overrides)
+        parts.setdefault(tuple(sorted(override.items())), []).append((name, param))
+    split = [{**rest, **dict(override), "params": part} for override, part in parts.items()]
+    return [part for part in split if part["params"]] or split
+
+
 def check_claims(
     model_chunks: Sequence[nn.Module], param_groups: Sequence[Mapping[str, Any]]
 ) -> None:
