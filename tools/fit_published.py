@@ -70,7 +70,7 @@ LLAMA_7B = "meta-llama/Llama-2-7b-hf"
 TORCHAO = Setting(
     "[torchao](https://github.com/pytorch/ao/tree/main/torchao/optim)",
     *(LLAMA_7B, Batch(1024, 2), True, GIB),
-    "peak in the step, which no shape changes; GB are GiB in their torchtune; compiled",
+    "peak in the step; GB are GiB; compiled",
 )
 TORCHTUNE_3B = Setting(
     "[torchtune, Llama 3.2 3B](https://github.com/pytorch/torchtune#optimization-flags)",
