@@ -188,12 +188,12 @@ class ConfigFields:
     """Work during backward; all modes give the same bits (docs/offload_modes.md).
 
     - sync: none.
-    - overlap: copies gradients to the host and computes their norms. With state on a disk it also
-      reads the first windows.
+    - overlap: copies gradients to the host and computes their norms.
     - speculative: also steps them on the host into back buffers of main params and moments, which
-      ``step()`` commits or discards. With state on a disk the back buffers are on the disk.
+      ``step()`` commits or discards.
 
-    Streamed parameters are stepped in ``step()`` in every mode."""
+    Parameters that are streamed, or whose state is on a disk, are stepped in ``step()`` in every
+    mode."""
     offload_place: str = "host"
     """Device that steps offloaded parameters: host, or streamed for the accelerator. streamed keeps
     main params and state in host memory, and copies them to the accelerator window by window in
@@ -206,8 +206,8 @@ class ConfigFields:
     optimizer_state_path: str | None = None
     """Folder on a local disk for a file with main params and state of offloaded parameters, with
     the same bits as in memory. Host memory holds five windows of ``stream_window_bytes``
-    (``offload_place`` host) or six (streamed). ``offload_mode`` speculative doubles the file. The
-    file has no name, is deleted when the process ends, and is not a checkpoint."""
+    (``offload_place`` host) or six (streamed). The file has no name, is deleted when the process
+    ends, and is not a checkpoint."""
     release_gradients: bool = False
     """Free gradients of offloaded parameters on the accelerator during backward, with
     ``offload_mode`` overlap or speculative (docs/offload_modes.md).

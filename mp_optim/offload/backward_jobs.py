@@ -218,7 +218,6 @@ class EarlyBucket:
     Args:
         buckets: all buckets, including this one.
         comes_down: True if gradients that stay on the device are copied down, too.
-        is_ahead: True if the bucket may be stepped ahead.
 
     Attributes:
         slots: slots whose gradients are copied or stepped.
@@ -229,8 +228,8 @@ class EarlyBucket:
         is_trusted: True if no untraceable write can have changed the inputs or results of that job.
     """
 
-    def __init__(self, buckets: Buckets, index: int, comes_down: bool, is_ahead: bool) -> None:
-        self.index, self.comes_down, self.is_ahead = index, comes_down, is_ahead
+    def __init__(self, buckets: Buckets, index: int, comes_down: bool) -> None:
+        self.index, self.comes_down = index, comes_down
         self.slots = slots = buckets.members[index]
         self.label = buckets.label(sorted(slots))
         self.staging = buckets.staging[index]

@@ -123,11 +123,8 @@ class BackwardScheduler:
         self._transfer = settings.transfer
         self.buckets, largest = [], 0
         if self.is_early and (buckets := host_part.buckets) is not None:
-            is_ahead = self.mode == "speculative" and buckets.has_outputs
-            self.buckets = [
-                EarlyBucket(buckets, index, host_part.comes_down, is_ahead)
-                for index in range(len(buckets.members))
-            ]
+            indices = range(len(buckets.members))
+            self.buckets = [EarlyBucket(buckets, at, host_part.comes_down) for at in indices]
             for staging in buckets.staging:
                 largest = max(largest, staging.capacity // (1 + buckets.has_outputs))
         self._bucket_of = {slot: bucket for bucket in self.buckets for slot in bucket.slots}
@@ -224,12 +221,6 @@ class BackwardScheduler:
         self._multiplier = self._predicted_multiplier()
         self.phase = Phase.BACKWARD
         self.speculates = self._ahead is not None and self._ahead.is_on
-        if not self.speculates:
-            return
-        try:
-            self._host_part.prepare_file()
-        except Exception as error:
-            self._failure = _not_begun("work on the disk", error)
 
     def _begin(self, bucket: EarlyBucket) -> None:
         """Submit the arrived gradients of a bucket to the worker, or those that can be released,
@@ -246,8 +237,8 @@ class BackwardScheduler:
         # Nothing is written here; jobs of one bucket run one after the other.
         room = released.room_for(updates, bucket) if releases else bucket.room_for(updates)
         launches: Sequence[BackLaunch] = ()
-        goes_ahead = self.speculates and bucket.is_ahead and room.in_place
-        if self._ahead is not None and goes_ahead and self.is_last_microbatch:
+        goes_ahead = self.speculates and room.in_place and self.is_last_microbatch
+        if self._ahead is not None and goes_ahead:
             launches = self._ahead.predicted(bucket.index, room.staged)
         # On an accelerator the host cannot compare its copy with the gradient at the step.
         with_bits = not (releases or self._transfer.is_same_place)

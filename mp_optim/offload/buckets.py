@@ -17,10 +17,10 @@ With ``sync`` a model in host memory has no staging: a step reads and writes its
 parameters in place. A plan on the meta device is for an accelerator and counts the staging.
 
 Slots in windows have no staging with ``sync``. In the other modes they have staging for the
-gradients of all buckets: on the host with ``optimizer_state_path`` (with ``speculative``, for
-parameters, too), and streamed with ``release_gradients``. Windows of a file take host memory,
-:func:`~mp_optim.offload.state_storage.windows_held` of them; the back buffer of ``speculative`` is
-in the file then. A model in host memory has no staging for gradients that are not released.
+gradients of all buckets: on the host with ``optimizer_state_path``, and streamed with
+``release_gradients``. They have no back buffer. Windows of a file take host memory,
+:func:`~mp_optim.offload.state_storage.windows_held` of them. A model in host memory has no staging
+for gradients that are not released.
 
 :func:`plan_staging` cuts buckets and sizes staging, :func:`back_buffer_bytes` sizes the back
 buffer. A run allocates the same bytes (:class:`~mp_optim.offload.host_part.HostPart`,

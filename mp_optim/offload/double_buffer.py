@@ -1,8 +1,7 @@
 """The spare of main params and moments: a step ahead is written there, present values stay.
 
 Tensors stay the same objects. Publishing a step gives them the memory of the spare, and the memory
-they had becomes the spare; taking a step back is doing nothing. Where state is kept in host memory,
-the spare is a back buffer. Where it is kept in a file, the spare is as much of the file again.
+they had becomes the spare; taking a step back is doing nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from mp_optim.host.leases import give_memory
 from mp_optim.host.transfer import Transfer
 from mp_optim.kernels.kernel_args import MAIN
 from mp_optim.offload.buckets import back_buffer_bytes
-from mp_optim.offload.state_file import StateFile
 from mp_optim.rules.rule import Launch
 
 Key = tuple[int, int, str]
@@ -71,25 +69,24 @@ class BackLaunch:
 
 class DoubleBuffer:
     """The back buffer of some slots: one allocation of host memory for main params and one for
-    state, or a second part of the state file.
+    state.
 
     Args:
-        storage: the file, or the transfer that allocates host memory.
+        transfer: allocates host memory.
         pin: True to page-lock the memory of main params.
     """
 
-    def __init__(self, storage: Transfer | StateFile, pin: bool = False) -> None:
-        self._storage, self._pin = storage, pin
+    def __init__(self, transfer: Transfer, pin: bool = False) -> None:
+        self._transfer, self._pin = transfer, pin
         self._blocks: dict[bool, Block] = {}
         self._buffered: dict[Key, _BufferedTensor] = {}
 
     def reserve(self, live: Mapping[Key, Tensor]) -> tuple[int, int]:
         """Plan host memory for copies of these tensors, unless it is planned. Return the bytes that
         it takes after its first use, for main params and for state."""
-        assert not isinstance(self._storage, StateFile)
         for is_main in () if self._blocks else (True, False):
             tensors = [live[key] for key in live if _is_main(key) == is_main]
-            allocate = partial(self._storage.empty_host, pin=self._pin and is_main)
+            allocate = partial(self._transfer.empty_host, pin=self._pin and is_main)
             self._blocks[is_main] = Block(back_buffer_bytes(tensors), allocate)
         return self._blocks[True].capacity, self._blocks[False].capacity
 
@@ -99,16 +96,12 @@ class DoubleBuffer:
         return sum(block.allocated for block in self._blocks.values())
 
     def launches(self, launches: Sequence[Launch]) -> list[BackLaunch]:
-        """Return launches into the back buffer; none if a tensor is not in the buffer's file, or is
-        not contiguous and would be stepped as a copy."""
+        """Return launches into the back buffer; none if a tensor is not contiguous and would be
+        stepped as a copy."""
         for planned in launches:
             lists = planned.lists
             if planned.mains is not lists.main or planned.outputs is not lists.output:
                 return []
-            if isinstance(file := self._storage, StateFile):
-                some = filter(Tensor.numel, _stepped(planned))
-                if any(file.offset_of(each) is None for each in some):
-                    return []
         return [self._launch(planned) for planned in launches]
 
     def _launch(self, planned: Launch) -> BackLaunch:
@@ -142,8 +135,6 @@ class DoubleBuffer:
 
     def _take(self, is_main: bool, form: TensorSpec) -> Tensor:
         """Memory for the spare of a main param, or of other state."""
-        if isinstance(self._storage, StateFile):
-            return self._storage.take(*form)
         shape, dtype = form
         size = aligned_bytes(shape.numel(), dtype)
         return self._blocks[is_main].with_room(size).take(shape, dtype)

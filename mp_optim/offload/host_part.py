@@ -69,17 +69,11 @@ class HostPart:
         self.lane: WindowLane | None = None
         if how.place == "streamed" or settings.state_file is not None:
             self.lane = WindowLane(self._rule_executor, how.place, settings, self.label)
-        self.ahead = self._new_ahead()
+        self.ahead: Ahead | None = None
+        if how.mode == "speculative" and self.lane is None:
+            self.ahead = Ahead(self._rule_executor, settings.timeline)
         self._offloaded: frozenset[Slot] = frozenset()
         self._is_allocated = False
-
-    def _new_ahead(self) -> Ahead | None:
-        if self.how.mode != "speculative" or self.how.place == "streamed":
-            return None
-        how, run = self.settings, None
-        if self.lane is not None:
-            run = self.lane.step_ahead
-        return Ahead(self._rule_executor, how.timeline, how.state_file, run)
 
     @property
     def _rule_executor(self) -> RuleExecutor:
@@ -156,7 +150,7 @@ class HostPart:
             is_needed = self.how.is_early or not how.transfer.is_same_place
         if not is_needed:
             return None
-        has_outputs = self.lane is None or (on_host and self.ahead is not None)
+        has_outputs = self.lane is None
         return Buckets(
             self.how.mode,
             self.slots,
@@ -186,12 +180,6 @@ class HostPart:
             self.executor.allocate_state([slot.slot for slot in self.slots])
             self._is_allocated = True
 
-    def prepare_file(self) -> None:
-        """Prepare the state file for windows that the worker steps ahead."""
-        if self.settings.state_file is not None and self.lane is not None:
-            self.settings.state_file.settle()
-            self.lane.resize()
-
     # -- what it takes ----------------------------------------------------------------------------
 
     def host_bytes(self) -> HostBytes:
@@ -220,8 +208,7 @@ class HostPart:
         """Return the bytes of the state file."""
         if self.settings.state_file is None:
             return DiskBytes()
-        times = 1 if self.ahead is None else 2
-        return disk_bytes(self._rule_executor, self.slots, times)
+        return disk_bytes(self._rule_executor, self.slots)
 
     @property
     def released_bytes(self) -> int:

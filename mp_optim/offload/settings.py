@@ -105,7 +105,7 @@ class OffloadedStep:
             _check_windows(executor, here, "optimizer_state_path", "leave it out")
         elif self.place != "host":
             _check_windows(executor, here, f"offload_place={self.place!r}", "use 'host'")
-        if self.mode == "speculative" and self.place != "streamed":
+        elif self.mode == "speculative":
             _check_speculative(executor, params)
 
 

@@ -9,7 +9,7 @@ So speculating pays well below even odds, and stops only where it nearly always 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +20,6 @@ from mp_optim.kernels.kernel_args import MAIN
 from mp_optim.offload.backward_jobs import EarlyBucket
 from mp_optim.offload.bucket_buffers import BucketStep
 from mp_optim.offload.double_buffer import BackLaunch, DoubleBuffer, Key
-from mp_optim.offload.state_file import StateFile
 from mp_optim.offload.timeline import StepTimeline
 from mp_optim.rules.rule import Launch
 from mp_optim.rules.rule_executor import RuleExecutor
@@ -49,25 +48,13 @@ def speculates_next(speculates: bool, verdicts: Collection[bool]) -> bool:
 class Ahead:
     """Steps buckets of the host part into their back buffers, and publishes the results.
 
-    Args:
-        file: stores main params, state and back buffers; None for memory.
-        run: carries out launches into the back buffer, with a label; by default from memory.
-
     Attributes:
         is_on: False while speculation pauses.
     """
 
-    def __init__(
-        self,
-        executor: RuleExecutor,
-        timeline: StepTimeline,
-        file: StateFile | None,
-        run: Callable[[Sequence[BackLaunch], str], None] | None,
-    ) -> None:
-        self._run = run
+    def __init__(self, executor: RuleExecutor, timeline: StepTimeline) -> None:
         self.is_on = True
         self._executor, self._timeline = executor, timeline
-        self._in_file = None if file is None else DoubleBuffer(file)
         self._buckets: Sequence[Sequence[Slot]] = ()
         self._spares: Sequence[DoubleBuffer] = ()
         self._outcomes: deque[bool] = deque(maxlen=WINDOW)
@@ -77,21 +64,16 @@ class Ahead:
     def cut(self, buckets: Sequence[Sequence[Slot]], transfer: Transfer, pin: bool) -> None:
         """Have a spare of each of these buckets from now on. Nothing may be begun."""
         self._buckets = buckets
-        if self._in_file is not None:
-            self._spares = [self._in_file] * len(buckets)
-            return
         self._spares = [DoubleBuffer(transfer, pin) for _ in buckets]
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of host memory that spares take now; 0 if they are in a file."""
-        return sum(spare.allocated for spare in self._spares if self._in_file is None)
+        """Bytes of host memory that spares take now."""
+        return sum(spare.allocated for spare in self._spares)
 
     def reserved(self) -> list[tuple[int, int]]:
-        """Return the bytes of the back buffer of each bucket, for main params and for state; an
-        empty list if the back buffer is in a file."""
-        indices = range(len(self._spares) if self._in_file is None else 0)
-        return [self._reserve(index) for index in indices]
+        """Return the bytes of the back buffer of each bucket, for main params and for state."""
+        return [self._reserve(index) for index in range(len(self._spares))]
 
     def _reserve(self, index: int) -> tuple[int, int]:
         live: dict[Key, Tensor] = {}
@@ -117,15 +99,11 @@ class Ahead:
 
     def _launches(self, bucket: int, planned: Sequence[Launch]) -> Sequence[BackLaunch]:
         """Launches of a bucket into its spare; none if it cannot be stepped there."""
-        if self._in_file is None:
-            self._reserve(bucket)
+        self._reserve(bucket)
         return self._spares[bucket].launches(planned)
 
     def run(self, launches: Sequence[BackLaunch], label: str) -> None:
         """Step into a spare. Nothing that is in use is written."""
-        if self._run is not None:
-            self._run(launches, label)
-            return
         with self._timeline.stage("host_step", label):
             for launch in launches:
                 self._executor.carry_out(launch.target)

@@ -12,7 +12,7 @@ Windows of a file are read ahead and written behind.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,22 +24,10 @@ from mp_optim.host.leases import before_writing
 from mp_optim.host.transfer import Transfer
 from mp_optim.offload.state_file import StateFile, blocks_bytes
 from mp_optim.offload.timeline import WAIT_DISK, StepTimeline
-from mp_optim.offload.window_plan import (
-    IN_FLIGHT,
-    SMALLEST_WINDOW,
-    Piece,
-    Tensors,
-    Window,
-    WindowForm,
-    view_of,
-)
+from mp_optim.offload.window_plan import IN_FLIGHT, SMALLEST_WINDOW, Window, WindowForm, view_of
 
 AHEAD, BEHIND = 1, 2
 """Windows that are read before the next is needed; windows that may still be written."""
-
-Into = Callable[[Piece], Tensors]
-"""Returns the tensors to which main param and state of a piece are stored, if not to their source.
-"""
 
 
 class MemorySource:
@@ -97,7 +85,6 @@ class FileWindows:
         windows: the windows of the step; tensors outside the file are used in place.
         rooms: memory of one window each, at least :func:`windows_held` of them.
         stages: see :class:`FileSource`.
-        into: returns the tensors that windows are written to, if not to their source.
 
     Attributes:
         read: bytes read from the file.
@@ -111,10 +98,9 @@ class FileWindows:
         rooms: Sequence[Tensor],
         timeline: StepTimeline,
         stages: bool,
-        into: Into | None = None,
     ) -> None:
         self._file, self._windows, self._rooms = file, windows, rooms
-        self._timeline, self._stages, self._into = timeline, stages, into
+        self._timeline, self._stages = timeline, stages
         self._begun: list[tuple[Window, list[_Extent]]] = []
         self._reads: dict[int, list[Ticket]] = {}
         self._writes: dict[int, list[Ticket]] = {}
@@ -129,12 +115,8 @@ class FileWindows:
 
     def store(self, number: int) -> None:
         memory, (_, extents) = self._room(number), self._begun[number]
-        written = [piece.held for piece in self._windows[number]]
-        if self._into is not None:
-            written = [self._into(piece) for piece in self._windows[number]]
-            extents = _laid_out(self._windows[number], self._file, memory, written)[1]
-        for tensors in written:
-            before_writing(tensors.values())
+        for piece in self._windows[number]:
+            before_writing(piece.held.values())
         tickets = self._writes.setdefault(number, [])
         for extent in extents:
             part = memory[extent.memory_from :][: extent.size]
@@ -183,9 +165,7 @@ def windows_held(lag: int) -> int:
     return AHEAD + 1 + lag + BEHIND
 
 
-def _laid_out(
-    window: Window, file: StateFile, memory: Tensor, into: Sequence[Tensors] | None = None
-) -> tuple[Window, list[_Extent], int]:
+def _laid_out(window: Window, file: StateFile, memory: Tensor) -> tuple[Window, list[_Extent], int]:
     """Return the window with tensors in a room's memory, in the order of the file; the extents of
     the file; and the used bytes of the room.
 
@@ -193,7 +173,6 @@ def _laid_out(
         window: pieces with tensors in the file.
         file: the state file.
         memory: memory of the room, 1-D uint8.
-        into: returns the tensors that the window is written to, if not to its source.
     """
     found = []
     for index, piece in enumerate(window):
@@ -206,12 +185,10 @@ def _laid_out(
     for offset, index, key, tensor in sorted(found, key=lambda each: each[0]):
         held[index][key] = view_of(memory, used, (tensor.shape, tensor.dtype))
         size = blocks_bytes(tensor.nbytes)
-        target = offset if into is None else file.offset_of(into[index][key])
-        assert target is not None  # a back buffer in the file has only tensors of the file
-        if extents and extents[-1].offset + extents[-1].size == target:
+        if extents and extents[-1].offset + extents[-1].size == offset:
             extents[-1].size += size
         else:
-            extents.append(_Extent(target, used, size))
+            extents.append(_Extent(offset, used, size))
         used += size
     pairs = zip(window, held, strict=True)
     return [replace(piece, held=tensors) for piece, tensors in pairs], extents, used
@@ -278,13 +255,7 @@ class FileSource:
     def lend(self, windows: Sequence[Window]) -> FileWindows:
         self.file.check_owner()
         self.file.settle()
-        return self.lend_ahead(windows)
-
-    def lend_ahead(self, windows: Sequence[Window], into: Into | None = None) -> FileWindows:
-        """Return windows that are written to a spare; from any thread, while nothing else is
-        lent. :meth:`StateFile.settle` was called since the state was exposed."""
-        rooms = self._rooms()
-        return FileWindows(self.file, windows, rooms, self._timeline, self._stages, into)
+        return FileWindows(self.file, windows, self._rooms(), self._timeline, self._stages)
 
 
 Source = MemorySource | FileSource

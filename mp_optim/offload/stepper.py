@@ -9,10 +9,9 @@ into buckets and windows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -152,63 +151,49 @@ class Stepper:
         Back buffers that backward began to fill are completed and published. The other slots are
         stepped by bucket or by window.
         """
-        speculates, lane = self.schedule.speculates, self.host_part.lane
-        steps: list[BucketStep] = []
-        buckets = self.host_part.buckets
-        takes_buckets = self.host_part.how.place == "host" and (lane is None or speculates)
-        if buckets is not None and takes_buckets:
-            steps = buckets.steps(updates, self.transfer_bytes)
-            self.schedule.judge(steps)
-        ahead = self.host_part.ahead
-        transfer = self.host_part.settings.transfer
-        mark = transfer.mark()  # so that no download waits for the device's step
-        on_host = self._gradients_on_host(updates, steps)
-        spares = self._fill_spares(steps, mark) if speculates else {}
-
-        def begin() -> None:
-            step_device()
-            for step in steps:
-                if ahead is not None:
-                    ahead.publish(step, spares.get(step.bucket, ()))
-
-        if self.host_part.is_in_place:
-            begin()
-            if updates:
-                with self.timeline.stage("host_step", self.host_part.label(updates.slots)):
-                    self._executor.step_slots(updates)
-        elif lane is None:
-            self._by_bucket([step for step in steps if not spares.get(step.bucket)], mark, begin)
-        else:
+        part, transfer = self.host_part, self.transfer
+        if part.lane is not None:
+            on_host = self._gradients_on_host(updates)
             if on_host:
                 columns = zip(updates.slots, updates.grads, strict=True)
                 grads = [on_host.get(slot, grad) for slot, grad in columns]
                 updates = replace(updates, grads=grads)
-            published = [step.updates.slots for step in steps if spares.get(step.bucket)]
-            lane.steps(_without(updates, set(chain(*published))), on_host, begin)
+            part.lane.steps(updates, on_host, step_device)
+            return
+        if part.buckets is None:
+            step_device()
+            if updates:
+                with self.timeline.stage("host_step", part.label(updates.slots)):
+                    self._executor.step_slots(updates)
+            return
+        steps = part.buckets.steps(updates, self.transfer_bytes)
+        self.schedule.judge(steps)
+        mark = transfer.mark()  # so that no download waits for the device's step
+        spares = self._fill_spares(steps, mark) if self.schedule.speculates else {}
+
+        def begin() -> None:
+            step_device()
+            for step in steps:
+                if part.ahead is not None:
+                    part.ahead.publish(step, spares.get(step.bucket, ()))
+
+        self._by_bucket([step for step in steps if not spares.get(step.bucket)], mark, begin)
         if steps:
             # NOTE: the device waits for the uploads, the host does not. The wait cannot be later,
             # because the device's next work reads the parameters.
             transfer.join()
 
-    def _gradients_on_host(
-        self, updates: SlotUpdates, counted: Sequence[BucketStep]
-    ) -> Mapping[Slot, Tensor]:
-        """Return the gradients that windows read from host memory, by slot.
-
-        Args:
-            updates: the step's updates of offloaded slots.
-            counted: steps of the host's buckets, whose bytes are counted already.
-        """
+    def _gradients_on_host(self, updates: SlotUpdates) -> Mapping[Slot, Tensor]:
+        """Return the gradients that windows read from host memory, by slot."""
         buckets = self.host_part.buckets
-        if self.host_part.lane is None or buckets is None:
+        if buckets is None:
             return {}
         routes = [
             (self.schedule.buckets[bucket], selection.take(updates))
             for bucket, _, selection in buckets.routes(updates.slots)
         ]
         down = self.schedule.gradients_on_host(routes)
-        if not counted:
-            self.transfer_bytes.add(sum(grad.nbytes for grad in down.values()))
+        self.transfer_bytes.add(sum(grad.nbytes for grad in down.values()))
         return down
 
     def _by_bucket(self, steps: Sequence[BucketStep], mark: Any, begin: Callable[[], None]) -> None:
@@ -272,13 +257,6 @@ class Stepper:
             found["bytes_written"] = self.transfer_bytes.written
             found["disk_wait_ms"] = self.timeline.milliseconds(WAIT_DISK)
         return found
-
-
-def _without(updates: SlotUpdates, slots: Collection[Slot]) -> SlotUpdates:
-    """Return the updates without those of some slots."""
-    if not slots:
-        return updates
-    return updates.take([i for i, slot in enumerate(updates.slots) if slot not in slots])
 
 
 def _by_place(

@@ -27,7 +27,6 @@ from mp_optim.host.host_memory import TensorSpec, aligned_bytes
 from mp_optim.host.transfer import Transfer
 from mp_optim.kernels.kernel_args import MAIN
 from mp_optim.offload.buckets import DiskBytes, HostBytes, HostSlot
-from mp_optim.offload.double_buffer import BackLaunch
 from mp_optim.offload.settings import HostStepSettings
 from mp_optim.offload.state_file import blocks_bytes
 from mp_optim.offload.state_storage import FileSource, LentWindows, MemorySource, Source
@@ -40,7 +39,6 @@ from mp_optim.offload.window_plan import (
     Tensors,
     Window,
     cut_windows,
-    held_by,
     launches_of,
     view_of,
 )
@@ -182,7 +180,7 @@ class WindowLane:
                 f"streamed: {count} parameters are stepped on the device from host memory, in "
                 f"windows of {sizes[0]:,} bytes, {len(sizes)} at a time in step()"
             )
-        size = sum(disk_bytes(self._executor, self._slots, 1))
+        size = sum(disk_bytes(self._executor, self._slots))
         return (
             f"on disk: main params and state of {count} parameters, {size:,} bytes, are in an "
             f"unnamed temporary file in {self.source.file.folder} (not a checkpoint), and are "
@@ -291,29 +289,6 @@ class WindowLane:
             with self._timeline.stage(WAIT_COPIES):
                 site.wait()
 
-    # -- ahead of the step ------------------------------------------------------------------------
-
-    def step_ahead(self, launches: Sequence[BackLaunch], label: str) -> None:
-        """Step launches of host slots from the file into the back buffer in it. Gradients and
-        outputs are in host memory. Any thread may call it while no windows are lent."""
-        assert isinstance(self.source, FileSource) and self._is_host
-        planned = [launch.planned for launch in launches]
-        may_cut = [self._executor.is_elementwise(each.settings) for each in planned]
-        windows = cut_windows(planned, self.source.form, self.sizes[0], may_cut, lambda *_: {})
-        into = partial(held_by, [launch.target for launch in launches])
-        lent = self.source.lend_ahead(windows, into)
-        try:
-            for number in range(len(windows)):
-                window = lent.fetch(number)
-                with self._timeline.stage(self._stage, label):
-                    resident = [piece.held for piece in window]
-                    for launch in launches_of(planned, window, resident):
-                        self._executor.carry_out(launch)
-                lent.store(number)
-        finally:
-            lent.finish()
-        self.moved.add(read=lent.read, written=lent.written)
-
 
 # -- what state takes -----------------------------------------------------------------------------
 
@@ -345,13 +320,12 @@ def state_bytes(executor: RuleExecutor, slots: Iterable[HostSlot]) -> HostBytes:
 _KINDS = {MAIN: "main_params", REMAINDER: "main_params", AVERAGE: "averages"}
 
 
-def disk_bytes(executor: RuleExecutor, slots: Iterable[HostSlot], times: int) -> DiskBytes:
-    """Return the bytes of main params and state of some slots in the file, ``times`` times."""
+def disk_bytes(executor: RuleExecutor, slots: Iterable[HostSlot]) -> DiskBytes:
+    """Return the bytes of main params and state of some slots in the file."""
     sizes: Counter[str] = Counter()
     for slot in slots:
         for key, (shape, dtype) in held_forms(executor, slot).items():
-            size = blocks_bytes(shape.numel() * dtype.itemsize)
-            sizes[_KINDS.get(key, "moments")] += times * size
+            sizes[_KINDS.get(key, "moments")] += blocks_bytes(shape.numel() * dtype.itemsize)
     return DiskBytes(**sizes)
 
 

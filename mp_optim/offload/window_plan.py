@@ -184,12 +184,6 @@ def cut_all(tensors: Tensors, start: int, count: int) -> Tensors:
     return {key: part_of_state(key, each, start, count) for key, each in tensors.items()}
 
 
-def held_by(launches: Sequence[Launch], piece: Piece) -> Tensors:
-    """Main param and state of a piece, if these were the launches that it is a part of."""
-    held = _held(launches[piece.launch].lists, piece.index)
-    return held if piece.is_whole else cut_all(held, piece.start, piece.count)
-
-
 def launches_of(
     launches: Sequence[Launch], window: Window, resident: Sequence[Tensors]
 ) -> Iterator[Launch]:

@@ -113,9 +113,7 @@ def backward(params, seed):
 
 
 @pytest.mark.parametrize("work", ["step", "discard_early_work", "zero_grad"])
-@pytest.mark.parametrize(
-    ("place", "mode"), [("host", "overlap"), ("host", "speculative"), ("streamed", "overlap")]
-)
+@pytest.mark.parametrize(("place", "mode"), [("host", "overlap"), ("streamed", "overlap")])
 def test_child_that_is_forked_between_backward_and_step(tmp_path, place, mode, work):
     expected, alone = build(None, "host")
     params, optimizer = build(str(tmp_path), place, mode)

@@ -26,7 +26,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "overlap": {"offload": 0.5, "offload_mode": "overlap"},
     "speculative": {"offload": 1.0, "offload_mode": "speculative"},
     "streamed": {"offload": 1.0, "offload_place": "streamed", "stream_window_bytes": 4096},
-    "disk": {"offload": 1.0, "offload_mode": "speculative", "stream_window_bytes": 65536},
+    "disk": {"offload": 1.0, "offload_mode": "overlap", "stream_window_bytes": 65536},
 }
 
 

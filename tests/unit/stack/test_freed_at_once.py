@@ -27,7 +27,7 @@ PLACES = (
     {"offload": 1.0, "offload_mode": "overlap", "release_gradients": True},
     {"offload": 1.0, "offload_place": "streamed"},
     {"offload": 1.0, "optimizer_state_path": True},
-    {"offload": 1.0, "optimizer_state_path": True, "offload_mode": "speculative"},
+    {"offload": 1.0, "optimizer_state_path": True, "offload_mode": "overlap"},
 )
 EXTRAS = (
     {"ema_decay": 0.9},

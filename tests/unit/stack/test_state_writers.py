@@ -33,7 +33,6 @@ PLACES: dict[str, dict[str, Any]] = {
     "speculative": {"offload": 1.0, "offload_mode": "speculative"},
     "streamed": {"offload": 1.0, "offload_place": "streamed"},
     "disk": {"offload": 1.0},
-    "disk-speculative": {"offload": 1.0, "offload_mode": "speculative"},
 }
 SHAPES = ((9, 130), (300,))
 
@@ -94,7 +93,9 @@ def test_step_refuses_state_in_memory_of_another_form(
     before = found(model, optimizer)
     value = optimizer.state[model[1]]["exp_avg_sq"]
     value.data = value.data[:9].clone() if wrong == "shape" else value.data.bfloat16()
-    with pytest.raises((ValueError, WorkerError), match=r"1\.exp_avg_sq was given memory of shape"):
+    with pytest.raises(
+        (ValueError, WorkerError), match=r"the memory assigned to 1\.exp_avg_sq has shape"
+    ):
         train(model, optimizer, range(3, 4))
     assert differing(found(model, optimizer), before) == []
     train(model, optimizer, range(3, 4))
