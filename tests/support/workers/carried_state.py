@@ -4,8 +4,6 @@ form these have, and by ``torch.distributed.checkpoint``."""
 from __future__ import annotations
 
 import json
-import os
-import sys
 import warnings
 from copy import deepcopy
 from pathlib import Path
@@ -25,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import mp_optim
+from support.as_rank import as_rank
 from support.layouts import local
 
 warnings.filterwarnings("ignore")
@@ -140,9 +139,7 @@ def by_own_files(form: str, is_sharded: bool, folder: Path) -> bool:
     return kinds == wanted and found
 
 
-def main() -> None:
-    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    dist.init_process_group("gloo")
+def main(folder: Path) -> Any:
     found = {}
     for form in FORMS:
         for is_sharded in (True, False):
@@ -153,11 +150,8 @@ def main() -> None:
                 path = folder / f"{name} {dtype}"
                 found[f"{path.name}: files"] = by_files(form, is_sharded, path, dtype)
             found[f"{name}: own"] = by_own_files(form, is_sharded, folder / f"{name} own")
-    (folder / f"rank{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    as_rank(main)

@@ -4,13 +4,12 @@ into every other."""
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import random
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from mp_optim.checkpoint import FlatShard
+from support.as_rank import as_rank
 
 warnings.filterwarnings("ignore")
 
@@ -96,8 +96,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def main(folder: str) -> None:
-    dist.init_process_group("gloo")
+def main(folder: Path) -> Any:
     rank = dist.get_rank()
     groups = {size: dist.new_group(list(range(size))) for size in range(1, 5)}
     wrong, cases = [], 0
@@ -136,12 +135,8 @@ def main(folder: str) -> None:
                     if torch.equal(full, tensors()[name])
                     else [(saved.name, layout.name, f"full {name}")]
                 )
-    with open(f"{folder}/rank{rank}.json", "w", encoding="utf-8") as file:
-        json.dump({"wrong": wrong, "cases": cases}, file)
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
+    return {"wrong": wrong, "cases": cases}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    as_rank(main)

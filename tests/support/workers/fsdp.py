@@ -1,8 +1,7 @@
 """Two gloo processes: FSDP2-sharded training, and agreement between ranks that hold different
 parameters."""
 
-import os
-import sys
+from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 from unittest import mock
@@ -14,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from mp_optim import MegatronOptimizer, ProcessGroups, checkpoint, get_megatron_optimizer
+from support.as_rank import as_rank
 from support.models import DTYPES, TinyMoE, config_for, is_expert, tokens_of, train
 from support.moved_by_hand import HELPERS
 
@@ -159,8 +159,7 @@ def experts_on_one_rank() -> dict[str, object]:
     }
 
 
-def main(directory: str) -> None:
-    dist.init_process_group("gloo")
+def main(directory: Path) -> Any:
     result = {
         str(case): train_sharded(*case, f"{directory}/{index}") for index, case in enumerate(CASES)
     }
@@ -170,12 +169,8 @@ def main(directory: str) -> None:
     result["hands"] = {form: moved_by_hand(form) for form in HANDS}
     result["stays"] = stays_where_it_is()
     result["eight_bit"] = eight_bit_resumes(f"{directory}/eight_bit")
-    torch.save(result, f"{directory}/rank{dist.get_rank()}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
+    return result
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    as_rank(main)

@@ -1,7 +1,6 @@
 """Two ranks train alike in several layouts, with spikes; each saves which steps were taken, and
 norms of the last step, by layout."""
 
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from mp_optim import OptimizerConfig, ProcessGroups, get_megatron_optimizer
+from support.as_rank import as_rank
 
 STEPS, SPIKES, LOSS_SPIKE = 14, (10,), 12
 
@@ -86,15 +86,13 @@ def tensor_parallel() -> dict[str, Any]:
     return {"norms": optimizer.health.grad_norms()}
 
 
-def main(folder: Path) -> None:
-    dist.init_process_group("gloo")
+def main(folder: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = {name: told(name) for name in LAYOUTS}
         found["tensor parallel"] = tensor_parallel()
-    torch.save(found, folder / f"rank{dist.get_rank()}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    as_rank(main)

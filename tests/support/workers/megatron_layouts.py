@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.models.gpt import GPTModel
@@ -23,6 +19,7 @@ from mp_optim import OptimizerConfig, ProcessGroups, checkpoint, get_megatron_op
 from mp_optim.apps.cli.inspect import compare
 from mp_optim.checkpoint import FlatShard
 from mp_optim.checkpoint.reading import open_checkpoint
+from support.as_rank import as_rank
 
 warnings.filterwarnings("ignore")
 warnings.filterwarnings("error", message=".*not have the values of the loaded main")
@@ -203,18 +200,14 @@ def through(name: str, root: Path, previous: Path) -> list[Any]:
     return [count, wrong, differing, same(snapshot(*other), snapshot(chunks, optimizer))]
 
 
-def main(folder: str) -> None:
-    dist.init_process_group("gloo")
-    root, previous = Path(folder), Path(folder) / "origin"
+def main(folder: Path) -> Any:
+    root, previous = folder, folder / "origin"
     result: dict[str, Any] = {}
     for name in LAYOUTS:
         result[name] = through(name, root, previous)
         previous = root / name
-    (root / f"rank{dist.get_rank()}.json").write_text(json.dumps(result))
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
+    return result
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    as_rank(main)

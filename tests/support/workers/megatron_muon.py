@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import nn
 
 from mp_optim.apps import megatron
+from support.as_rank import as_rank
 
 warnings.filterwarnings("ignore")
 torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
@@ -83,8 +83,7 @@ def refusal() -> str:
     return ""
 
 
-def main(folder: Path) -> None:
-    dist.init_process_group("gloo")
+def main(folder: Path) -> Any:
     parallel_state.initialize_model_parallel()
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -113,9 +112,8 @@ def main(folder: Path) -> None:
         "shapes": shapes(optimizer),
         "refusal": refusal(),
     }
-    torch.save(result, folder / f"rank{rank}.pt")
-    dist.destroy_process_group()
+    return result
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    as_rank(main)

@@ -1,12 +1,10 @@
 """Four gloo processes: parameters split by tensor parallelism and by FSDP2, on nested meshes."""
 
-import os
-import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from mp_optim import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from support.as_rank import as_rank
 
 
 class Net(nn.Module):
@@ -178,9 +177,8 @@ def released(mode: str, shape: tuple[int, ...], releases: bool) -> dict[str, Any
     return {"gone": gone, "norms": norms, "params": params}
 
 
-def main(directory: str) -> None:
+def main(directory: Path) -> Any:
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo")
     found: dict[str, Any] = {}
     found["sequence"] = {str(mode): sequence_parallel(mode) for mode in (None, "overlap")}
     found["early"] = {
@@ -194,12 +192,8 @@ def main(directory: str) -> None:
         for mode in ("overlap", "speculative")
         for releases in (False, True)
     }
-    torch.save(found, f"{directory}/rank{dist.get_rank()}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
+    return found
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    as_rank(main)

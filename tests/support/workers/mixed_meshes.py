@@ -1,15 +1,16 @@
 """Two gloo processes: one optimizer over DTensors of two one-dimensional meshes, of one with two
 dimensions, and a plain tensor that both have."""
 
-import sys
+from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import mp_optim
+from support.as_rank import as_rank
 
 STEPS = 3
 NORM = 0.25
@@ -30,8 +31,7 @@ def built(params: dict[str, nn.Parameter]) -> mp_optim.AdamW:
     return mp_optim.AdamW([*params.items()], lr=1e-2, max_grad_norm=NORM)
 
 
-def main(folder: str) -> None:
-    dist.init_process_group("gloo")
+def main(folder: Path) -> Any:
     ranks = list(range(2))
     flat: tuple[Placement, ...] = (Shard(0),)
     layouts: dict[str, tuple[DeviceMesh, tuple[Placement, ...]]] = {
@@ -67,9 +67,8 @@ def main(folder: str) -> None:
         for name, param in params.items()
     }
     found = {"norms": norms, "refusal": refusal, "weights": weights}
-    torch.save(found, f"{folder}/rank{dist.get_rank()}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    as_rank(main)

@@ -1,9 +1,8 @@
 """Two gloo processes: a foreign optimizer with other weights for evaluation, below the wrappers of
 parameters that ranks share out."""
 
-import os
-import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from mp_optim import (
     OptimizerConfig,
     ProcessGroups,
 )
+from support.as_rank import as_rank
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LAYOUTS = ("fsdp2", "optim", "optim_grads", "no_shard")
@@ -127,17 +127,12 @@ def perform(layout: str, dtype: torch.dtype) -> dict[str, Any]:
     return found
 
 
-def main(directory: str) -> None:
+def main(directory: Path) -> Any:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     found = {case: perform(case[0], DTYPES[case[1]]) for case in CASES}
-    torch.save(found, f"{directory}/rank{dist.get_rank()}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
+    return found
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    as_rank(main)

@@ -1,9 +1,9 @@
 """Four gloo processes: Muon over split parameters, next to whole ones."""
 
 import math
-import os
-import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from mp_optim import (
 )
 from mp_optim.core.flat_shard import FlatShard
 from mp_optim.muon import matrix_exchange
+from support.as_rank import as_rank
 
 Shapes = dict[str, tuple[int, ...]]
 SHAPES = {
@@ -276,8 +277,7 @@ def unknown_partition() -> str:
     return "nothing"
 
 
-def main(directory: str) -> None:
-    dist.init_process_group("gloo")
+def main(directory: Path) -> Any:
     found: dict[str, object] = {"unknown partition": unknown_partition()}
     for case, (shape, layout) in CASES.items():
         mesh = DeviceMesh("cpu", torch.arange(torch.Size(shape).numel()).view(shape))
@@ -289,12 +289,8 @@ def main(directory: str) -> None:
     if mesh.get_coordinate() is not None:
         found["blockwise"] = on_mesh(mesh, _rows, 0.0, muon_tp_mode="blockwise")
     found["shares"] = shares()
-    torch.save(found, f"{directory}/rank{dist.get_rank()}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
+    return found
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    as_rank(main)

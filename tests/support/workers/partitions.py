@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ from mp_optim import (
 from mp_optim.checkpoint import FlatShard
 from mp_optim.checkpoint.common import as_json, from_json
 from mp_optim.checkpoint.reading import open_checkpoint
+from support.as_rank import as_rank
 from support.forged import replaced
 
 warnings.filterwarnings("ignore")
@@ -464,9 +462,8 @@ def unlike(pair: tuple[nn.Module, Any], rank: int) -> tuple[nn.Module, Any]:
     return pair
 
 
-def main(folder: str) -> None:
-    dist.init_process_group("gloo")
-    rank, root, world = dist.get_rank(), Path(folder), dist.group.WORLD
+def main(folder: Path) -> Any:
+    rank, root, world = dist.get_rank(), folder, dist.group.WORLD
     assert world is not None
     if dist.get_world_size() == 4:
         result: dict[str, Any] = {
@@ -483,11 +480,8 @@ def main(folder: str) -> None:
             "other weights": other_weights(root / "other weights", rank, world),
             "names": names(root / "names", rank, world),
         }
-    (root / f"rank{rank}.json").write_text(json.dumps(result))
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
+    return result
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    as_rank(main)

@@ -1,16 +1,15 @@
 """Four gloo processes: rules that see a parameter whole, over parts that Megatron's attributes say
 are cut by tensor parallelism, in blocks or not; alone, and sharded over data-parallel ranks."""
 
-import os
-import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from mp_optim import OptimizerConfig, ProcessGroups, get_megatron_optimizer
+from support.as_rank import as_rank
 
 STEPS = 4
 
@@ -134,8 +133,7 @@ def train(
     return {name: param.detach().clone() for name, param in model.items()}
 
 
-def main(folder: str) -> None:
-    dist.init_process_group("gloo")
+def main(folder: Path) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     groups = ProcessGroups.from_device_mesh(mesh)
     rank = mesh.get_local_rank("tp")
@@ -152,11 +150,8 @@ def main(folder: str) -> None:
             found[f"{rule}, {layout}"] = train(rule, rank, 2, groups, **settings)
     for what, case in REFUSED.items():
         found[f"refused {what}"] = told_of(case, groups)
-    torch.save(found, f"{folder}/rank{dist.get_rank()}.pt")
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
+    return found
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    as_rank(main)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import threading
 import warnings
 from pathlib import Path
@@ -19,6 +16,7 @@ from torch import nn
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
 from mp_optim.checkpoint import writing
 from mp_optim.host.leases import Lease
+from support.as_rank import as_rank
 from support.layouts import layouts as all_layouts
 from support.layouts import local, state_of, train
 
@@ -187,10 +185,9 @@ def failures(folder: Path, rank: int) -> dict[str, str]:
     return found
 
 
-def main(folder: str) -> None:
+def main(folder: Path) -> Any:
     global all_layouts_plain
-    dist.init_process_group("gloo")
-    rank, root = dist.get_rank(), Path(folder)
+    rank, root = dist.get_rank(), folder
     two = all_layouts(2)
     all_layouts_plain = two[0]
     sharded = next(layout for layout in two if layout.name == "fsdp-2")
@@ -201,11 +198,8 @@ def main(folder: str) -> None:
         "exported": exported(root / "exported", sharded),
         **failures(root / "failures", rank),
     }
-    (root / f"rank{rank}.json").write_text(json.dumps(result))
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
+    return result
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    as_rank(main)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from mp_optim import checkpoint
 from mp_optim.checkpoint import FlatShard
+from support.as_rank import as_rank
 from support.layouts import Layout, local, sharded, train, zero
 from support.prints import differing, print_of
 
@@ -89,18 +87,16 @@ def refused_by_scheduler(layout: Layout, folder: Path, rank: int) -> tuple[str, 
     return "", []
 
 
-def main() -> None:
-    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    dist.init_process_group("gloo")
+def main(folder: Path) -> Any:
+    rank = dist.get_rank()
     torch.manual_seed(0)
     found = {}
     for number, (source, target) in enumerate(layouts()):
         found[target.name] = refused(source, target, folder / str(number), rank)
         path = folder / f"{number} scheduler"
         found[f"{target.name}: its scheduler"] = refused_by_scheduler(target, path, rank)
-    (folder / f"rank{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    as_rank(main)

@@ -1,14 +1,14 @@
 """Two ranks skip the same step. Each saves the levels and lines of its log."""
 
 import logging
-import sys
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
+from support.as_rank import as_rank
 
 
 class Lines(logging.Handler):
@@ -22,8 +22,7 @@ class Lines(logging.Handler):
         self.lines.append((record.levelname, record.getMessage()))
 
 
-def main(folder: Path) -> None:
-    dist.init_process_group("gloo")
+def main(folder: Path) -> Any:
     log, handler = logging.getLogger("mp_optim.monitor"), Lines()
     log.setLevel(logging.INFO)
     log.addHandler(handler)
@@ -32,9 +31,8 @@ def main(folder: Path) -> None:
     optimizer = get_megatron_optimizer(config, model)
     model(torch.ones(2, 4)).sum().backward()
     assert optimizer.step().reason
-    torch.save(handler.lines, folder / f"rank{dist.get_rank()}.pt")
-    dist.destroy_process_group()
+    return handler.lines
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    as_rank(main)

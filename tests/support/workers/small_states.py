@@ -1,9 +1,8 @@
 """Two gloo processes: parameters below a number of elements keep FP32 state, however ranks cut
 them."""
 
-import os
-import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from mp_optim import MegatronOptimizer, OptimizerConfig, checkpoint, get_megatron_optimizer
 from mp_optim.core.flat_shard import FlatShard
+from support.as_rank import as_rank
 
 SHAPES = {"tiny": (5,), "small": (6, 16), "exact": (10, 10), "large": (10, 19)}
 BELOW = 100
@@ -92,17 +92,12 @@ def perform(layout: str, folder: str) -> dict[str, Any]:
     return {"is_small": is_small, "moments": moments, "resumed": resumed}
 
 
-def main(directory: str) -> None:
+def main(directory: Path) -> Any:
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo")
     found = {layout: perform(layout, f"{directory}/{layout}") for layout in LAYOUTS}
     found["alone"] = perform("alone", f"{directory}/alone")
-    torch.save(found, f"{directory}/rank{dist.get_rank()}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
+    return found
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    as_rank(main)

@@ -1,9 +1,9 @@
 """Two pipeline stages: one has a gradient that is not finite, and an optimizer without parameters
 steps."""
 
-import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import nn
 
 from mp_optim import OptimizerConfig, ParamKey, get_megatron_optimizer
 from mp_optim.process_groups.process_groups import ProcessGroups
+from support.as_rank import as_rank
 
 
 def stage(rank: int, **settings: object) -> tuple[nn.Module, object]:
@@ -22,8 +23,7 @@ def stage(rank: int, **settings: object) -> tuple[nn.Module, object]:
     )
 
 
-def main(folder: Path) -> None:
-    dist.init_process_group("gloo")
+def main(folder: Path) -> Any:
     rank = dist.get_rank()
     found: dict[str, object] = {}
 
@@ -42,9 +42,8 @@ def main(folder: Path) -> None:
         process_groups=ProcessGroups(grad_stats=dist.group.WORLD),
     )
     found["stub"] = bool(empty.step().success)
-    torch.save(found, folder / f"rank{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    as_rank(main)

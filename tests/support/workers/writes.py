@@ -1,9 +1,8 @@
 """Three gloo processes that write outside of a step, one of them otherwise than the others."""
 
-import os
-import sys
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from mp_optim import MegatronOptimizer, OptimizerConfig, ProcessGroups, get_megatron_optimizer
 from mp_optim.process_groups.missing_ranks import MissingRanksError
+from support.as_rank import as_rank
 
 RANKS, ODD = 3, 1
 OTHERWISE = ["nothing", "factors", "one factor", "name", "unknown", "values"]
@@ -112,16 +112,12 @@ def alone(what: str) -> str:
     return told_by(go)
 
 
-def main(folder: str) -> None:
-    dist.init_process_group("gloo")
+def main(folder: Path) -> Any:
     found: dict[str, Any] = {f"{layout} {what}": write(layout, what) for layout, what in CASES}
     for what in ALONE:
         found[what] = alone(what)
-    torch.save(found, f"{folder}/rank{dist.get_rank()}.pt")
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
+    return found
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    as_rank(main)

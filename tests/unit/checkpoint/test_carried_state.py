@@ -1,20 +1,17 @@
 """Compact state goes through torch's own functions for state dicts, with the collectives that they
 use, and comes back with the same bits."""
 
-import json
-
 import pytest
 import torch
 import torch.distributed as dist
 
-from support.launch import run_ranks
+from support.launch import results_of_ranks
 from support.models import build, train
 from support.prints import differing, print_of
 
 
 def test_every_way_that_torch_has(tmp_path):
-    run_ranks("carried_state", 2, str(tmp_path), timeout=200)
-    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    found = results_of_ranks("carried_state", 2, tmp_path, timeout=200)
     assert found[0].keys() == found[1].keys() and len(found[0]) == 90
     for of_rank in found:
         assert [name for name, is_same in of_rank.items() if not is_same] == []

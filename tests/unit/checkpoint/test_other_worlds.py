@@ -5,15 +5,14 @@ import json
 import pytest
 
 from mp_optim import checkpoint
-from support.launch import run_ranks
+from support.launch import results_of_ranks, run_ranks
 from support.workers.shrinking import LAYOUTS
 
 
 def test_from_two_ranks_to_one_and_three(tmp_path):
-    run_ranks("other_worlds", 3, str(tmp_path), timeout=150)
     found = {}
-    for rank in range(3):
-        for name, value in json.loads((tmp_path / f"rank{rank}.json").read_text()).items():
+    for of_rank in results_of_ranks("other_worlds", 3, tmp_path, timeout=150):
+        for name, value in of_rank.items():
             found.setdefault(name, []).append(value)
     assert len(found) == 16
     for name, values in found.items():

@@ -1,23 +1,20 @@
 """Plain tensor parallelism, experts and layers that ranks count from 0: saved whole, loaded in any
 layout."""
 
-import json
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mp_optim.core.partition import Box, partition
-from support.launch import run_ranks
+from support.launch import results_of_ranks
 from support.workers.partitions import SETTINGS
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("partitions")
-    run_ranks("partitions", 2, str(folder), timeout=120)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return results_of_ranks("partitions", 2, folder, timeout=120)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -91,8 +88,7 @@ def test_experts_and_layers_are_counted_through(ranks, kind):
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("four")
-    run_ranks("partitions", 4, str(folder), timeout=120)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
+    return results_of_ranks("partitions", 4, folder, timeout=120)
 
 
 def test_parts_that_a_distributed_optimizer_shares_out(four_ranks):

@@ -1,17 +1,14 @@
 """Ranks with different parameters save, export and fail."""
 
-import json
-
 import pytest
 
-from support.launch import run_ranks
+from support.launch import results_of_ranks
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks("ranks", 2, str(folder), timeout=120)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return results_of_ranks("ranks", 2, folder, timeout=120)
 
 
 @pytest.mark.parametrize("what", ["different", "grown", "background_", "exported"])

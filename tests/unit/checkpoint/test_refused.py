@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from copy import deepcopy
@@ -17,7 +16,7 @@ from torch.optim import lr_scheduler
 from mp_optim import BrokenOffError, OptimizerParamScheduler, checkpoint
 from mp_optim.checkpoint.common import as_json, from_json
 from support.forged import replaced
-from support.launch import run_ranks
+from support.launch import results_of_ranks
 from support.models import COMPACT, build, train
 from support.prints import differing, print_of
 
@@ -330,8 +329,7 @@ def test_remainders_beside_other_weights_than_theirs(tmp_path: Path) -> None:
 
 
 def test_load_fails_on_all_ranks_when_one_refuses(tmp_path: Path) -> None:
-    run_ranks("refused", 2, str(tmp_path), timeout=120)
-    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    found = results_of_ranks("refused", 2, tmp_path, timeout=120)
     assert found[0].keys() == found[1].keys() and len(found[0]) == 4
     for of_rank in found:
         for name, (error, changed) in of_rank.items():

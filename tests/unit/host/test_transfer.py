@@ -117,8 +117,8 @@ REFUSED = (
     "allocator takes it, which rounds each piece up to a power of two"
 )
 NONE_AT_ALL = (
-    "page-locked memory: there is none (no driver); pageable memory takes its place: copies are "
-    "slower and overlap with nothing"
+    "page-locked memory is not available (no driver), so pageable memory is used: copies are "
+    "slower and do not overlap with other work"
 )
 
 

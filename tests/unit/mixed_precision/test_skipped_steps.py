@@ -14,7 +14,7 @@ from torch import nn
 
 from mp_optim import StepResult, get_megatron_optimizer
 from mp_optim.mixed_precision import MegatronOptimizer
-from support.launch import run_ranks
+from support.launch import results_of_ranks
 from support.models import config_for
 from support.waiting import no_waiting
 
@@ -168,7 +168,6 @@ def test_verdict_of_the_device_is_said_when_it_is_settled(caplog, monkeypatch):
 
 
 def test_skipped_step_is_a_warning_on_rank_0_alone(tmp_path: Path) -> None:
-    run_ranks("skipped_steps", 2, str(tmp_path))
-    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    first, second = results_of_ranks("skipped_steps", 2, tmp_path)
     assert [level for level, _ in first] == ["WARNING"]
     assert [level for level, _ in second] == ["INFO"] and first[0][1] == second[0][1]

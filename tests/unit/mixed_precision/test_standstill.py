@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
-from support.launch import run_ranks
+from support.launch import results_of_ranks
 from support.models import build, tokens_of
 from support.offload import finish_early_work
 
@@ -141,8 +141,7 @@ def test_good_step_ends_the_row_and_a_dynamic_scale_finds_its_place_in_silence(
 
 
 def test_skipped_step_names_the_gradient_on_its_own_stage(tmp_path: Path) -> None:
-    run_ranks("standstill", 2, str(tmp_path))
-    for rank, found in enumerate(torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)):
+    for rank, found in enumerate(results_of_ranks("standstill", 2, tmp_path)):
         assert found["stub"] is True
         culprit = "the gradient of stage1 holds" if rank == 1 else "on another rank"
         assert len(found["said"]) == 1 and culprit in found["said"][0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from mp_optim import checkpoint
-from support.launch import run_ranks
+from support.launch import results_of_ranks
 from support.models import TinyMoE, tokens_of
 
 core = pytest.importorskip("megatron.core.optimizer")
@@ -30,8 +29,7 @@ LAYOUTS = [
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = tmp_path_factory.mktemp("layouts")
-    run_ranks("megatron_layouts", 4, str(folder))
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
+    return results_of_ranks("megatron_layouts", 4, folder)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
