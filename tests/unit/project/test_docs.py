@@ -74,7 +74,7 @@ def test_every_python_block_is_run_here():
         "docs/many_ranks.md": 1,
         "docs/troubleshooting.md": 1,
         "docs/checkpoints.md": 2,
-        "docs/settings.md": 1,
+        "docs/settings.md": 2,
         "docs/recipes.md": 1,
         "docs/outside_writes.md": 1,
         "docs/audit.md": 2,
@@ -288,8 +288,12 @@ def test_examples_of_audits_run(capsys, tmp_path):
     optimizer.step()
 
 
-def test_example_of_settings_runs(capsys):
-    (plans,) = blocks_of("docs/settings.md", "python")
+def test_examples_of_settings_run(capsys):
+    overrides, plans = blocks_of("docs/settings.md", "python")
+    known = {"model": nn.ModuleDict({"router": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})}
+    exec(overrides, known)
+    settings = {(group["lr"], group["weight_decay"]) for group in known["optimizer"].param_groups}
+    assert settings == {(3e-5, 0.01), (3e-5, 0.0), (3e-4, 0.0)}
     exec(plans, {"model": small_model()})
     assert "moments" in capsys.readouterr().out
 
