@@ -27,6 +27,7 @@ from support.launch import ROOT, run_forked_program
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "docs/llms.txt",
 ]
 each_document = pytest.mark.parametrize(
     "document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT))
@@ -88,6 +89,7 @@ def test_every_python_block_is_run_here():
         "docs/clients/torchtitan.md": 1,
         "docs/clients/megatron.md": 1,
         "docs/clients/index.md": 3,
+        "docs/llms.txt": 6,
     }
 
 
@@ -188,7 +190,8 @@ def test_recipe_for_a_rule_names_the_files_that_one_touches():
     assert len(files) == 10 and "touches ten files; Lion shows all" in recipe
 
 
-def test_messages_in_troubleshooting_are_real():
+@pytest.mark.parametrize(("document", "count"), [("troubleshooting.md", 20), ("llms.txt", 9)])
+def test_messages_on_pages_are_real(document, count):
     texts = []
     for path in (ROOT / "mp_optim").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -196,11 +199,11 @@ def test_messages_in_troubleshooting_are_real():
                 texts.append("".join(_constant(part) for part in node.values))
             else:
                 texts.append(_constant(node))
-    text = (ROOT / "docs/troubleshooting.md").read_text()
+    text = (ROOT / "docs" / document).read_text()
     rows = [row.split("|")[1] for row in text.splitlines() if row.startswith("|")]
     quoted = [(row, part) for row in rows for part in re.findall(r'"([^"]+ [^"]+)"', row)]
     ours = [part for row, part in quoted if "(torch's)" not in row]
-    assert len(ours) > 20
+    assert len(ours) > count
     everything = "\n".join(texts)
     found = (part in everything or re.sub(r"\d+", "", part) in everything for part in ours)
     assert list(itertools.compress(ours, map(operator.not_, found))) == []
@@ -220,7 +223,9 @@ def test_examples_of_the_readme_run(tmp_path, monkeypatch):
     assert names["optimizer"].last_step.success and (tmp_path / "run" / "latest").exists()
 
 
-def test_examples_of_zero_and_fsdp2_run(monkeypatch):
+@pytest.fixture
+def one_rank(monkeypatch):
+    """The environment of a job of one rank; its process group ends with the test."""
     for name, value in {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -228,23 +233,44 @@ def test_examples_of_zero_and_fsdp2_run(monkeypatch):
         "MASTER_PORT": "0",
     }.items():
         monkeypatch.setenv(name, value)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_examples_of_llms_txt_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.distributed.init_process_group("gloo")
+    batch = torch.ones(2, 4)
+    names = {
+        "loss_of": lambda model: model(batch.to(model[0].weight.dtype)).float().square().mean(),
+        "arguments": None,
+        "Trainer": lambda model, arguments, optimizer_cls_and_kwargs: optimizer_cls_and_kwargs,
+    }
+    for block in blocks_of("docs/llms.txt", "python"):
+        names["model"] = small_model()
+        exec(block, names)
+    assert names["extra"] == {"step": 1} and names["success"]
+    assert names["trainer"][0] is mp_optim.AdamW
+    assert isinstance(names["optimizer"], mp_optim.Muon)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_examples_of_zero_and_fsdp2_run():
     model = small_model()
     before = model[0].weight.detach().clone()
     names = {"model": model, "micro_batches": [0, 1, 2], "loss_of": lambda batch: loss_of(model)}
-    try:
-        (zero,) = blocks_of("docs/many_ranks.md", "python")
-        (fsdp2,) = blocks_of("docs/fsdp2.md", "python")
-        exec(zero, names)
-        assert not torch.equal(model[0].weight.detach(), before)
-        for block in (fsdp2, blocks_of("README.md", "python")[2]):
-            names["model"] = model = small_model()
-            model.layers = [model[0]]
-            exec(block, names)
-            loss_of(model).backward()
-            names["optimizer"].step()
-            assert names["optimizer"].last_step.success
-    finally:
-        torch.distributed.destroy_process_group()
+    (zero,) = blocks_of("docs/many_ranks.md", "python")
+    (fsdp2,) = blocks_of("docs/fsdp2.md", "python")
+    exec(zero, names)
+    assert not torch.equal(model[0].weight.detach(), before)
+    for block in (fsdp2, blocks_of("README.md", "python")[2]):
+        names["model"] = model = small_model()
+        model.layers = [model[0]]
+        exec(block, names)
+        loss_of(model).backward()
+        names["optimizer"].step()
+        assert names["optimizer"].last_step.success
 
 
 def test_examples_of_checkpoints_run(tmp_path, monkeypatch):
