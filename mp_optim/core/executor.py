@@ -26,8 +26,6 @@ from mp_optim.core.interrupted_step import HOST, StepMark
 from mp_optim.core.slot_state import SlotState
 from mp_optim.host.host_memory import beside, zeros
 
-Mode = Literal["train", "eval"]
-
 Place = Literal["device", "host", "streamed"]
 """The place where a slot is stepped, with its main param and state: ``device`` (the parameter's
 device), ``host`` (host memory), or ``streamed`` (stored in host memory, copied to the device for
@@ -152,15 +150,6 @@ class Executor:
         None means that :meth:`step_slots` needs multipliers as numbers.
         """
         return None
-
-    @property
-    def has_modes(self) -> bool:
-        """True if the optimizer has other weights for evaluation (``train()`` and ``eval()``, as
-        Schedule-Free has)."""
-        return False
-
-    def switch_mode(self, mode: Mode) -> None:
-        """Switch to the training weights, or to the weights for evaluation."""
 
     # -- places -----------------------------------------------------------------------------------
 

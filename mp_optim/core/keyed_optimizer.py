@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.core import ParamGroups, Slot, iter_slots, param_at, slot_name
-from mp_optim.core.executor import Executor, Mode
+from mp_optim.core.executor import Executor
 from mp_optim.core.identity import SharedSettings, check_assigned, check_lists, make_plain, sizes_of
 from mp_optim.core.interrupted_step import StepMark
 from mp_optim.core.model_parallel import ModelParallel
@@ -191,35 +191,6 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
             ValueError: two optimizers below wrote different values for one group, with the values.
         """
         self.shared_settings.exchange(self._live_groups, self.groups_below)
-
-    @property
-    def has_modes(self) -> bool:
-        """True if an optimizer below has other weights for evaluation (``train()`` and ``eval()``,
-        as Schedule-Free optimizers have)."""
-        return self.executor.has_modes
-
-    def switch_mode(self, mode: Mode) -> None:
-        """Switch the optimizers below to a mode, and refresh main params from the weights they
-        write."""
-        self.share_settings()
-        with self.step_mark.step(self):
-            self.step_mark.touch()
-            self.executor.switch_mode(mode)
-        self.share_settings()
-
-    @in_own_modes
-    def train(self) -> None:
-        """Switch the model to its training weights, if an optimizer below has others for
-        evaluation."""
-        if self.has_modes:
-            self.switch_mode("train")
-
-    @in_own_modes
-    def eval(self) -> None:
-        """Switch the model to the weights for evaluation, if an optimizer below has them. Call
-        :meth:`train` before the next step."""
-        if self.has_modes:
-            self.switch_mode("eval")
 
     # -- state ------------------------------------------------------------------------------------
 

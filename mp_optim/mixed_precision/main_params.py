@@ -340,17 +340,6 @@ class MainParams:
         """Give a slot this FP32 value, of the shape of :meth:`stepped_value`, and the model's
         parameter what follows from it."""
         self.executor.set_main_param(slot, value)
-        self.write_model(slot)
-
-    def _hand_out(self, slot: Slot) -> None:
-        """The caller is given the main param or state of a slot, and may write to it."""
-        index = self.table.index(slot)
-        self.written.forget(index)
-        for observer in self.observers:
-            observer.state_exposed(index)
-
-    def write_model(self, slot: Slot) -> None:
-        """Write the main param's value to the model's parameter at a slot."""
         param = self.param(slot)
         for observer in self.observers:
             observer.weight_written(self.table.index(slot))
@@ -358,6 +347,13 @@ class MainParams:
             quantize_(param, self.executor.main_param(slot))
         elif self.has_own_main(slot):
             local_tensor(param).copy_(self._stepped(slot))
+
+    def _hand_out(self, slot: Slot) -> None:
+        """The caller is given the main param or state of a slot, and may write to it."""
+        index = self.table.index(slot)
+        self.written.forget(index)
+        for observer in self.observers:
+            observer.state_exposed(index)
 
     # -- following the model ----------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.core import Slot, SlotUpdates, current_grad, iter_slots, local_tensor, with_names
-from mp_optim.core.executor import Executor, Mode
+from mp_optim.core.executor import Executor
 from mp_optim.core.identity import SharedSettings
 from mp_optim.core.interrupted_step import StepMark
 from mp_optim.core.quantized import FLOAT8_DTYPES
@@ -168,21 +168,6 @@ class WrappedOptimizer(MegatronOptimizer):
             grad = held.get(slot) if grad is None else grad
             if grad is not None:
                 yield self.slot_name(slot), local_tensor(grad)
-
-    # -- the optimizer below ----------------------------------------------------------------------
-
-    def switch_mode(self, mode: Mode) -> None:
-        with self.step_mark.step(self):
-            self.make_current()
-            self.share_settings()
-            self.step_mark.touch()
-            self.executor.switch_mode(mode)
-            self.share_settings()
-            mains = self.engine.mains
-            for slot in mains.slots_with_main():
-                mains.write_model(slot)
-            self.share_settings()
-        self.show_written_params()
 
     # -- main params and state --------------------------------------------------------------------
 

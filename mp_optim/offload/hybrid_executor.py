@@ -36,7 +36,7 @@ from mp_optim.core import (
     update_of,
     with_names,
 )
-from mp_optim.core.executor import Executor, Mode, Place
+from mp_optim.core.executor import Executor, Place
 from mp_optim.core.interrupted_step import StepMark
 from mp_optim.core.param_attributes import has_main_grad, shard_info
 from mp_optim.core.slot_state import SlotState
@@ -510,18 +510,6 @@ class PlacedExecutor(Executor):
         for executor in self._distinct:
             totals.update(executor.metrics())
         return dict(totals)
-
-    @property
-    def has_modes(self) -> bool:
-        return any(executor.has_modes for executor in self._distinct)
-
-    def switch_mode(self, mode: Mode) -> None:
-        self._placed.bind()
-        for executor in self._distinct:
-            executor.switch_mode(mode)
-        for slot, param in iter_slots(self.param_groups):
-            if (main := self._placed[slot].main) is not None:
-                local_tensor(param).copy_(main)
 
     # -- main params ------------------------------------------------------------------------------
 

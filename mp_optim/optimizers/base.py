@@ -135,11 +135,6 @@ class StackOptimizer(WrappedOptimizer):
             self._forget_engine()
             raise
 
-    @property
-    def has_modes(self) -> bool:
-        """Always False. Unlike the inherited property, this one does not build the executor."""
-        return False
-
     def _forget_engine(self) -> None:
         for scheduler in self.early_work:
             scheduler.stop()

@@ -29,7 +29,7 @@ from mp_optim.core import (
     local_grad,
     update_of,
 )
-from mp_optim.core.executor import Executor, Mode, Place
+from mp_optim.core.executor import Executor, Place
 from mp_optim.core.keyed_optimizer import Closure, SlotKeyedOptimizer
 from mp_optim.core.slot_state import STEP, SlotState, State, StateStore, check_state, check_step
 from mp_optim.core.tensors import ParamWatcher, check_memory, continue_from
@@ -252,6 +252,9 @@ class ForeignExecutor(Executor, StateStore):
 
     Args:
         optimizer: not of this package; its groups are the executor's.
+
+    Raises:
+        TypeError: the optimizer has other weights for evaluation.
     """
 
     writes_settings = True
@@ -259,6 +262,11 @@ class ForeignExecutor(Executor, StateStore):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer.param_groups)
         self.optimizer, self.label = optimizer, type(optimizer).__name__
+        if all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):
+            raise TypeError(
+                f"optimizer={self.label}: it has other weights for evaluation (train(), eval()), "
+                "which the model would not get; step it without a wrapper of this package"
+            )
         self.sizes = [len(group["params"]) for group in self.param_groups]
         self._bound = [list(group["params"]) for group in self.param_groups]
         self._own_positions: dict[int, dict[int, int]] = {}
@@ -279,16 +287,6 @@ class ForeignExecutor(Executor, StateStore):
 
     def step_instead(self, slot: Slot, tensor: Tensor) -> None:
         super().step_instead(self._own(slot), tensor)
-
-    @property
-    def has_modes(self) -> bool:
-        return all(callable(getattr(self.optimizer, mode, None)) for mode in ("train", "eval"))
-
-    def switch_mode(self, mode: Mode) -> None:
-        self._rebind()
-        self.step_mark.open_state()
-        if self.has_modes:
-            getattr(self.optimizer, mode)()
 
     def _rebind(self) -> None:
         """Move the state of replaced tensors. All are taken out first: tensors may have swapped

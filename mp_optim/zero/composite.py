@@ -21,7 +21,6 @@ from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.core import Slot, iter_slots
-from mp_optim.core.executor import Mode
 from mp_optim.core.interrupted_step import StepMark
 from mp_optim.mixed_precision import MegatronGradScaler, MegatronOptimizer
 from mp_optim.mixed_precision.description import Description, DescriptionRow
@@ -121,21 +120,6 @@ class CompositeOptimizer(MegatronOptimizer):
     def share_settings(self) -> None:
         for member in self.members:
             member.share_settings()  # their groups are these
-
-    @property
-    def has_modes(self) -> bool:
-        return any(member.has_modes for member in self.members)
-
-    def switch_mode(self, mode: Mode) -> None:
-        with self.step_mark.step(self):
-            self.finish_param_sync()
-            self.make_current()
-            self.share_settings()
-            self.step_mark.touch()
-            for member in self.members:
-                member.switch_mode(mode)
-            self.share_settings()
-        self.show_written_params()
 
     def use_mark(self, mark: StepMark) -> None:
         self.step_mark = mark

@@ -22,7 +22,7 @@ DEFAULTS = {"lr": 0.01, "weight_decay": 0.0, "count": 0, "rate": 1.0}
 
 class Counting(torch.optim.Optimizer):
     """Momentum with a rate that the optimizer lowers itself. Rate and count are in its groups, as
-    Prodigy's and Schedule-Free's are; a group without a gradient keeps them."""
+    Prodigy's are; a group without a gradient keeps them."""
 
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, {**DEFAULTS, **settings})
