@@ -2,8 +2,8 @@
 
 Megatron sets every field for every optimizer, and reads those of the chosen one. This package's
 config refuses fields without effect, so they are left out. Unsupported fields are accepted at
-Megatron's default and refused by name otherwise. ``tools/megatron_fields.py`` prints the tables of
-this module into docs/migrate.md.
+Megatron's default and refused by name otherwise. ``tools/write_docs.py`` writes the table
+of docs/clients/megatron.md from this module.
 """
 
 from __future__ import annotations

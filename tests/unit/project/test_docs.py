@@ -51,6 +51,13 @@ def test_links_and_files_exist(document):
     assert [path for path in (*linked, *named) if not path.exists()] == []
 
 
+def test_pages_that_code_names_exist():
+    """Docstrings and error messages name pages of docs/."""
+    sources = [*(ROOT / "mp_optim").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
+    named = {name for path in sources for name in re.findall(r"docs/[\w/-]+\.md", path.read_text())}
+    assert len(named) > 5 and {name for name in named if not (ROOT / name).exists()} == set()
+
+
 def blocks_of(name, language):
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
 

@@ -1,4 +1,4 @@
-"""docs/migrate.md describes Megatron's fields correctly."""
+"""docs/clients/megatron.md describes Megatron's fields correctly."""
 
 from __future__ import annotations
 
