@@ -28,7 +28,7 @@ CEILINGS = {
     "errors": 3.6,
     "test docstrings": 0.5,
     "test names": 0.0,
-    "documents": 8.0,
+    "documents": 1.0,
 }
 """Habits per 1,000 words (test names: per 1,000 names) that each kind may have. Only lower them."""
 

@@ -8,11 +8,12 @@ python tools/write_docs.py --count    # print the pages and their words, without
 from __future__ import annotations
 
 import re
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import api_reference
 import megatron_fields
+import tyro
 
 from ptx import record
 
@@ -42,9 +43,17 @@ def words_of(text: str) -> int:
     return len(_GENERATED.sub("", text).split())
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Options:
+    """Write the generated parts of README.md and docs/."""
+
+    count: bool = False
+    """Print the pages and their words instead, without generated parts."""
+
+
+def main(options: Options) -> None:
     pages = [path for path in record.pages() if path.parent.name != "upstream-reports"]
-    if sys.argv[1:] == ["--count"]:
+    if options.count:
         counts = {path.relative_to(ROOT): words_of(path.read_text("utf-8")) for path in pages}
         for path, count in sorted(counts.items(), key=lambda item: item[1]):
             print(f"{count:6,} {path}")
@@ -57,4 +66,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(tyro.cli(Options))
