@@ -58,6 +58,22 @@ def test_pages_that_code_names_exist():
     assert len(named) > 5 and {name for name in named if not (ROOT / name).exists()} == set()
 
 
+@each_document
+def test_anchors_are_those_of_a_code_host(document):
+    """mkdocs checks the anchors of the site, a code host's are made from headings alike."""
+    links = re.findall(r"\]\((?!http)([^)\s#]*\.md)?#([^)\s]+)", document.read_text())
+    targets = [(document.parent / path if path else document, name) for path, name in links]
+    assert [(path, name) for path, name in targets if name not in anchors_of(path)] == []
+
+
+def anchors_of(document):
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#{1,6} (.*)", text, re.MULTILINE)
+    shown = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    anchors = [re.sub(r"[^\w\- ]", "", one.strip().lower()).replace(" ", "-") for one in shown]
+    return {*anchors, *re.findall(r' id="([\w-]+)"', text)}
+
+
 def blocks_of(name, language):
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
 
