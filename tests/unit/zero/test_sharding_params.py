@@ -108,6 +108,20 @@ def test_backward_reduces_again_after_no_sync(strategy, fails):
     assert optimizer.step().success
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_step_takes_the_sum_of_two_backward_passes(strategy):
+    """ZeRO-2 reduces after each pass, and adds to the owned shard."""
+    model = nn.ParameterDict({"a": nn.Parameter(torch.ones(3)), "b": nn.Parameter(torch.ones(3))})
+    plain = {"optimizer": "sgd", "weight_decay": 0.0, "sgd_momentum": 0.0, "clip_grad": 0.0}
+    optimizer = sharded(model, strategy=strategy, lr=0.125, **plain)
+    for factor in (1.0, 2.0):
+        (factor * (model["a"].sum() + 2.0 * model["b"].sum())).backward()
+    assert optimizer.step().success
+    assert torch.equal(model["a"], torch.full((3,), 0.625))
+    assert torch.equal(model["b"], torch.full((3,), 0.25))
+
+
 def test_bucket_of_one_parameter_shares_no_memory_with_what_was_there():
     """torch's ``_flatten_dense_tensors`` of one tensor is that tensor."""
     model = nn.ParameterDict({"only": nn.Parameter(torch.ones(4))})
