@@ -257,7 +257,8 @@ def _targets_of(
         differs = _differs(name, value, saved)
         base = entry_name(key.removesuffix(SCALE), fqn)
         if not key:
-            is_staged = (differs and convert) or _is_extra_state(name)
+            is_extra = name.startswith(MODEL) and name.rpartition(".")[2] == _EXTRA_STATE
+            is_staged = (differs and convert) or is_extra
             where = staged if is_staged else live
             where[name] = _new_like(value, saved.get(name)) if is_staged else value
         elif is_scale(key) and base in tensors and _differs(base, tensors[base], saved):
@@ -342,7 +343,3 @@ def _blank(own: Tensor, zeros: dict[tuple[torch.dtype, torch.device], Tensor]) -
         known = torch.zeros(size, dtype=own.dtype, device=own.device)
         zeros[own.dtype, own.device] = known
     return known[: own.numel()].view(own.shape)
-
-
-def _is_extra_state(entry: str) -> bool:
-    return entry.startswith(MODEL) and entry.rpartition(".")[2] == _EXTRA_STATE

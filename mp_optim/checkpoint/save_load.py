@@ -186,7 +186,9 @@ def save(
     if not asynchronous:
         return _write(writing, content, target, keep, ranks)
     try:
-        lane = ranks.broadcast(_free_lane())
+        busy = {key for handle in list(_handles) if not handle.done() for key in handle.concerned}
+        free = next(lane for n in itertools.count() if (lane := f"lane {n}") not in busy)
+        lane = ranks.broadcast(free)
         finish_previous({lane})  # here too: it is over on the first rank
         work = partial(_write, writing, content, target, keep, ranks.in_lane(lane, process_group))
         handle = SaveHandle(target, work, writing.wait_for_device, {*concerned, lane})
@@ -330,7 +332,9 @@ def load(
     version = Path(ranks.broadcast_result(f"loading {path}", lambda: str(newest(Path(path)))))
     loading = f"loading {version}"
     if stack is not None:
-        ranks.run_on_all(loading, partial(_prepared, own, stack))
+        ranks.run_on_all(loading, own.check_names)
+        # settings changed since the last step decide which state there is
+        ranks.run_on_all(loading, stack.share_settings)
     index, common = ranks.run_on_all(loading, lambda: _open(version, verify, ranks))
     load = CheckedLoad(version, index, common, own, scheduler, ranks, convert)
     ranks.run_on_all(loading, load.check_files)
@@ -343,11 +347,6 @@ def load(
         raise
     extra: dict[str, Any] = common["extra"]
     return extra
-
-
-def _prepared(own: Inventory, stack: SlotKeyedOptimizer) -> None:
-    own.check_names()
-    stack.share_settings()  # settings changed since the last step decide which state there is
 
 
 def _open(version: Path, verify: bool, ranks: Ranks) -> tuple[Index, dict[str, Any]]:
@@ -449,12 +448,6 @@ def _concerned(
     keys: set[Hashable] = {id(value) for value in objects if value is not None}
     whole = path.absolute()
     return keys | {str(whole.parent if whole.name.startswith("version-") else whole)}
-
-
-def _free_lane() -> str:
-    """Return the name of a lane in which no save of this process is under way."""
-    busy = {key for handle in list(_handles) if not handle.done() for key in handle.concerned}
-    return next(lane for n in itertools.count() if (lane := f"lane {n}") not in busy)
 
 
 def finish_previous(concerned: Set[Hashable] | None = None) -> None:

@@ -412,8 +412,11 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
             "state": {index: carried(state) for index, state in enumerate(states) if state},
             "param_groups": groups,
         }
-        if has_checksums:
-            _add_checksums(groups, self.param_checksums())
+        checksums = iter(self.param_checksums() if has_checksums else ())
+        for group in groups if has_checksums else ():
+            of_group = list(islice(checksums, len(group["params"])))
+            if any(value is not None for value in of_group):
+                group[CHECKSUMS] = of_group
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             hooked = post_hook(self, result)
             result = result if hooked is None else hooked
@@ -508,14 +511,6 @@ class OverStack(Protocol):
 def stack_of(optimizer: Any) -> Any:
     """Return the stack that an optimizer delegates to, or the optimizer itself if it has none."""
     return optimizer.stack if isinstance(optimizer, OverStack) else optimizer
-
-
-def _add_checksums(groups: Sequence[dict[str, Any]], checksums: Sequence[int | None]) -> None:
-    left = iter(checksums)
-    for group in groups:
-        of_group = list(islice(left, len(group["params"])))
-        if any(value is not None for value in of_group):
-            group[CHECKSUMS] = of_group
 
 
 # -- loading a state dict: check all of it before the first write ---------------------------------

@@ -165,15 +165,10 @@ def partition_blocks(param: Tensor) -> tuple[int, ...]:
     return (length // stride,) * stride if stride and not length % stride else (length,)
 
 
-def is_dense_in_megatron(param: Tensor) -> bool:
-    """True unless Megatron marks the parameter as an expert's (``allreduce=False``)."""
-    return bool(getattr(param, "allreduce", True))
-
-
 def is_expert_param(param: Tensor, name: str) -> bool:
     """True if the parameter is an expert's: Megatron's ``allreduce=False``, or ``.experts.`` in its
     name, as in Hugging Face. Shared experts are dense."""
-    if not is_dense_in_megatron(param):
+    if not getattr(param, "allreduce", True):
         return True
     return ".experts." in f".{name}" and "shared_experts" not in name
 

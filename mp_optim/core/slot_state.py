@@ -67,10 +67,6 @@ def local_state(state: State) -> State:
     }
 
 
-def _ignore_write() -> None:
-    """Do nothing after a write to the model's parameter."""
-
-
 @dataclass(frozen=True)
 class StateLayout:
     """The conversion between the state that this rank stores for one parameter and the callers'
@@ -91,7 +87,7 @@ class StateLayout:
     is_as_stored: bool = True
     is_whole: bool = True
     refusal: str = ""
-    written: Callable[[], None] = _ignore_write
+    written: Callable[[], object] = lambda: None
 
 
 class StateStore:

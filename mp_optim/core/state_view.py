@@ -379,8 +379,8 @@ class Assignment:
     def _is_saved_form(self, given: State) -> bool:
         """Return True if a state has other keys than the exported state, or codes in place of
         values."""
-        stored = {key: coded.stored.dtype for key, coded in self._coded.items()}
-        has_codes = any(getattr(given.get(key), "dtype", None) == stored[key] for key in stored)
+        pairs = ((given.get(key), coded.stored.dtype) for key, coded in self._coded.items())
+        has_codes = any(getattr(value, "dtype", None) == dtype for value, dtype in pairs)
         return has_codes or given.keys() != self._state.exported().keys()
 
     def _check_key(self, key: str) -> None:

@@ -431,10 +431,6 @@ class ParamWatcher:
         before: Iterable[list[Any]] = self.fingerprints
         return all(a[0] == b[index] for a, b in zip(now, before, strict=True))
 
-    def has_shape(self, index: int, param: Tensor) -> bool:
-        """True if a parameter has the shape that is recorded at an index."""
-        return held_tensor(param).shape == self.fingerprints.shapes[index]
-
 
 def check_memory(named: Iterable[tuple[str, Tensor]]) -> None:
     """Raise ValueError if parameters share memory, with each other or among their own elements.

@@ -143,7 +143,10 @@ class SlotUpdates(Sequence[SlotUpdate]):
     def take(self, indices: Sequence[int]) -> SlotUpdates:
         """Return the updates at some indices."""
         columns = (spec.name for spec in fields(self) if spec.name != "is_staged")
-        chosen: dict[str, Any] = {name: _at(indices, getattr(self, name)) for name in columns}
+        chosen: dict[str, Any] = {}
+        for name in columns:
+            column = getattr(self, name)
+            chosen[name] = [column[index] for index in indices] if column else ()
         chosen["slots"] = StepPlan(chosen["slots"])
         return replace(self, **chosen)
 
@@ -162,10 +165,6 @@ class SlotUpdates(Sequence[SlotUpdate]):
             self.layouts[index] if self.layouts else None,
             self.changed[index] if self.changed else None,
         )
-
-
-def _at(indices: Sequence[int], column: Sequence[Any]) -> Sequence[Any]:
-    return [column[index] for index in indices] if column else ()
 
 
 class UpdateSelection:

@@ -37,10 +37,6 @@ class DescriptionRow:
     backend: str
     why: str
 
-    def shifted(self, groups: int) -> DescriptionRow:
-        """The row with its group index moved behind ``groups`` others."""
-        return replace(self, group=self.group + groups)
-
 
 @dataclass(frozen=True)
 class Description:

@@ -260,11 +260,6 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         """The model's parameters in slot order."""
         return [param for _, param in iter_slots(self.param_groups)]
 
-    @property
-    def has_quantized_params(self) -> bool:
-        """Whether some of the model's parameters are in 8 bits, with scales."""
-        return any(any(mains.table.quantized) for mains in self.all_mains())
-
     @abstractmethod
     def leaf(self, slot: Slot) -> tuple[MainParams, Slot]:
         """Return the main params of the wrapper that steps a slot, and the slot's number there."""

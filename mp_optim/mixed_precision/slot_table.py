@@ -29,7 +29,7 @@ from mp_optim.core import (
 )
 from mp_optim.core.quantized import FLOAT8_DTYPES, is_quantized
 from mp_optim.core.tensor_layout import ParamLayout
-from mp_optim.core.tensors import GRADIENT_DTYPES, ParamWatcher, has_memory
+from mp_optim.core.tensors import GRADIENT_DTYPES, ParamWatcher, has_memory, held_tensor
 from mp_optim.mixed_precision.grad_norm import NormKey
 from mp_optim.mixed_precision.settings_agreement import SettingsAlike
 
@@ -272,7 +272,8 @@ class SlotTable:
         indices = []
         for index, slot in [(self.index(slot), slot) for slot in grads]:
             param = param_at(param_groups, slot)
-            is_seen = param is self.params[index] and self.seen.has_shape(index, param)
+            shape = self.seen.fingerprints.shapes[index]
+            is_seen = param is self.params[index] and held_tensor(param).shape == shape
             if is_seen and self.has_main[index]:
                 indices.append(index)
         chosen = self._select(indices)

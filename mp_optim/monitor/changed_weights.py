@@ -254,7 +254,7 @@ class ChangedWeights(Observer):
 
 def _check_trackable(stack: MegatronOptimizer) -> None:
     """Raise ValueError if weights cannot be published, saying why."""
-    if stack.has_quantized_params:
+    if any(any(mains.table.quantized) for mains in stack.all_mains()):
         raise ValueError(
             "track_changes: parameters are in 8 bits, and their scales change with their values; "
             "publish the whole weights"

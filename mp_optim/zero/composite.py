@@ -12,6 +12,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -178,7 +179,7 @@ class CompositeOptimizer(MegatronOptimizer):
         first_group = 0
         for member in self.members:
             described = member.describe()
-            rows += [row.shifted(first_group) for row in described.rows]
+            rows += [replace(row, group=row.group + first_group) for row in described.rows]
             notes += described.notes
             first_group += len(member.param_groups)
         return Description(tuple(rows), tuple(notes))
