@@ -52,7 +52,7 @@ from mp_optim.core.partition import Box, check_cover, whole_box
 from mp_optim.host import host_memory, leases
 from mp_optim.host.calls import in_background
 from mp_optim.host.host_share import host_share
-from mp_optim.host.leases import Lease, SaveBorrow, StagedBytes, is_plain, lend
+from mp_optim.host.leases import Lease, SaveBorrow, StagedBytes, is_plain, lease_tensors
 from mp_optim.process_groups.agreement import Ranks
 
 LENT_FROM = 16 << 10
@@ -226,7 +226,7 @@ class Writing:
             for at, item in enumerate(self.items)
             if (value := _lendable(item)) is not None
         }
-        self._lent = lent = lend(list(lendable.values()))
+        self._lent = lent = lease_tensors(list(lendable.values()))
         lease_at: dict[int, Lease] = dict(zip(lendable, lent.leases, strict=True))
         self.items = [
             item._replace(
@@ -300,10 +300,10 @@ def _lent_of_device(item: Item, lent: SaveBorrow, params: Collection[str]) -> St
     if not value.is_contiguous():
         return None
     if name.startswith(STATE):
-        return borrow.lend_state(value, name)
+        return borrow.lease_state(value, name)
     starts = value.data_ptr(), value.storage_offset() * value.itemsize
     if name in params and not any(start % 8 for start in starts):
-        return borrow.lend_param(value, name)
+        return borrow.lease_param(value, name)
     return None
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from mp_optim.core import ParamGroups, Slot, SlotUpdates, local_tensor, param_at, slot_name
 from mp_optim.core.interrupted_step import HOST, StepMark
 from mp_optim.core.slot_state import SlotState
-from mp_optim.host.host_memory import beside, zeros
+from mp_optim.host.host_memory import allocate_contiguous, zeros
 
 Place = Literal["device", "host", "streamed"]
 """The place where a slot is stepped, with its main param and state: ``device`` (the parameter's
@@ -254,7 +254,7 @@ class Executor:
             dtype = self.main_dtype(source.dtype)
             if source.device.type == "cpu" and source.dtype != dtype:
                 forms.append((source.shape, dtype))
-        self._reserved = iter(beside(forms) or ())
+        self._reserved = iter(allocate_contiguous(forms))
 
     def main_param(self, slot: Slot) -> Tensor:
         """Return the FP32 main param: the stepped tensor, or a copy if it is stored in parts."""

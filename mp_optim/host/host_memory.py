@@ -123,7 +123,7 @@ def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor
     return zeros_host(shape.numel() * dtype.itemsize).view(dtype).view(shape)
 
 
-def cut(memory: Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def tensor_in(memory: Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """A contiguous tensor in a piece of 1-D uint8 memory.
 
     It has a storage of its own over that piece, which keeps all of the memory alive; so
@@ -187,7 +187,7 @@ class Block:
             raise ValueError(f"{size} bytes asked for, {self.left} left")
         if self._memory is None:
             self._memory = self._allocate(self.capacity)
-        tensor = cut(self._memory, self._used, shape, dtype)
+        tensor = tensor_in(self._memory, self._used, shape, dtype)
         self._used += size
         return tensor
 
@@ -196,20 +196,17 @@ class Block:
         self._used = 0
 
 
-def zeros_beside(specs: Sequence[TensorSpec], allocate: Callable[[int], Tensor]) -> list[Tensor]:
-    """Zeroed tensors in one piece of memory, which ``allocate`` returns."""
+def allocate_contiguous(
+    specs: Sequence[TensorSpec], allocate: Callable[[int], Tensor] = zeros_host
+) -> list[Tensor]:
+    """Return zeroed tensors in one piece of memory, for tensors that are stepped together.
+
+    Args:
+        specs: shapes and dtypes.
+        allocate: returns a 1-D uint8 tensor of zeros, of a size in bytes.
+    """
     size = sum(aligned_bytes(shape.numel(), dtype) for shape, dtype in specs)
     block = Block(size, allocate)
-    return [block.take(shape, dtype).zero_() for shape, dtype in specs]
-
-
-def beside(specs: Sequence[TensorSpec]) -> list[Tensor] | None:
-    """Zeroed host tensors that are contiguous to each other, for many that are stepped together;
-    None if all of them are too little to be worth it."""
-    size = sum(aligned_bytes(shape.numel(), dtype) for shape, dtype in specs)
-    if size < HUGE_FROM or len(specs) < 2:
-        return None
-    block = Block(size)
     return [block.take(shape, dtype) for shape, dtype in specs]
 
 

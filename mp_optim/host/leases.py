@@ -300,12 +300,12 @@ class DeviceBorrow:
         self._error: BaseException | None = None
         self._changed = threading.Condition(threading.RLock())
 
-    def lend_state(self, tensor: Tensor, what: str) -> StagedBytes:
+    def lease_state(self, tensor: Tensor, what: str) -> StagedBytes:
         """Lease a contiguous tensor whose writes are announced. ``what`` names it in errors."""
         self._leases.append(lease := _DeviceLease(tensor))
         return StagedBytes(lease.nbytes, partial(self._unwritten, lease, what))
 
-    def lend_param(self, tensor: Tensor, what: str) -> StagedBytes:
+    def lease_param(self, tensor: Tensor, what: str) -> StagedBytes:
         """Borrow a contiguous tensor that other code may write; it begins at an address that is a
         multiple of 8."""
         self._leases.append(lease := _DeviceLease(tensor))
@@ -432,7 +432,7 @@ class DeviceBorrow:
         return memory
 
 
-# -- what is lent now, and writers ----------------------------------------------------------------
+# -- leases of the present save, and writers -------------------------------------------------------
 
 
 class SaveBorrow:
@@ -519,12 +519,12 @@ the save writes gradients and back buffers, which no save reads.
 """
 
 
-def lend(tensors: Sequence[Tensor]) -> SaveBorrow:
-    """Borrow tensors of the host, until :meth:`SaveBorrow.give_back`."""
-    lent = SaveBorrow(tensors)
-    borrows.append(lent)
+def lease_tensors(tensors: Sequence[Tensor]) -> SaveBorrow:
+    """Lease tensors of the host, until :meth:`SaveBorrow.give_back`."""
+    lease_set = SaveBorrow(tensors)
+    borrows.append(lease_set)
     _watch_torch_optimizers()
-    return lent
+    return lease_set
 
 
 @cache
@@ -539,8 +539,8 @@ def _before_torchs_step(*_: Any) -> None:
 
 def give_memory(tensor: Tensor, memory: Tensor) -> None:
     """Have a tensor be in other memory, of any device. Saves go on reading the memory it had."""
-    for lent in tuple(borrows):
-        for lease in lent.leases_of(tensor):
+    for lease_set in tuple(borrows):
+        for lease in lease_set.leases_of(tensor):
             lease.stop_watching()
     tensor.data = memory
 
@@ -549,32 +549,32 @@ def before_writing(*lists: Iterable[Tensor | None]) -> None:
     """Announce that tensors are about to be written, or passed to code that may write them. Copy
     the bytes that saves have not read; for accelerators, wait until saves have read everything.
     Costs nothing without a save in progress."""
-    for lent in tuple(borrows):
+    for lease_set in tuple(borrows):
         waits = False
         for tensors in lists:
             for tensor in tensors:
                 if tensor is not None:
                     waits |= not is_plain(tensor) or not host_memory.is_on_host(tensor)
-                    for lease in lent.leases_of(tensor):
-                        lease.copy_rest(lent.take)
+                    for lease in lease_set.leases_of(tensor):
+                        lease.copy_rest(lease_set.take)
         if waits:
-            lent.wait_for_devices()
+            lease_set.wait_for_devices()
 
 
 def before_writing_all() -> None:
     """Announce that any state may be written, or handed to code that may: copy everything that
     saves have not read, and wait for accelerators. Free while no save is under way, and after the
     first call of a save."""
-    for lent in tuple(borrows):
-        for lease in lent.leases:
-            lease.copy_rest(lent.take)
+    for lease_set in tuple(borrows):
+        for lease in lease_set.leases:
+            lease.copy_rest(lease_set.take)
     wait_for_devices()
 
 
 def wait_for_devices() -> None:
     """Wait until saves read nothing of accelerators any more."""
-    for lent in tuple(borrows):
-        lent.wait_for_devices()
+    for lease_set in tuple(borrows):
+        lease_set.wait_for_devices()
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -166,7 +166,7 @@ class CudaTransfer(Transfer):
         accelerator = self._accelerator
         copies = _Copies(accelerator.event(sleeps=True), [*to, *sources])
         with accelerator.on(self._device):
-            self._let_go(self._under_way[stream])
+            self._drop_finished(self._under_way[stream])
             if after is None:
                 stream.wait_stream(accelerator.current_stream())
             else:
@@ -180,7 +180,7 @@ class CudaTransfer(Transfer):
                     self._under_way[stream].append(copies)
         return copies
 
-    def _let_go(self, under_way: deque[_Copies]) -> None:
+    def _drop_finished(self, under_way: deque[_Copies]) -> None:
         """Hold nothing of copies that are done."""
         done = []
         with self._lock:

@@ -99,9 +99,9 @@ class BackwardGrads:
     def places_changed(self) -> None:
         """Have hooks where slots are not stepped on the device now."""
         self._seen = []
-        self.follow()
+        self.update_hooks()
 
-    def follow(self) -> None:
+    def update_hooks(self) -> None:
         """Have hooks on the trainable parameters that the source has now, and on no others."""
         params = all_params(self.source.param_groups)
         trains = [param.requires_grad for param in params]

@@ -3,7 +3,7 @@ and stepped into the back buffer.
 
 A result is used only if the step would compute it from the same gradients, settings, step numbers,
 main params and moments. So a change between backward and ``step()`` costs at most repeated work. A
-:class:`GradVersion` identifies a gradient; :class:`Arrivals` counts the gradients of this backward.
+:class:`GradVersion` identifies a gradient; :class:`GradTracker` counts the gradients of a backward.
 
 A gradient on an accelerator is the same if its memory, its version and the sums of its bits are the
 same. The version alone misses writes through ``grad.data``, foreign kernels and torch's foreach
@@ -138,7 +138,7 @@ class BackwardJob(Job):
     is_done: bool = False
 
     def __post_init__(self) -> None:
-        self.is_cancelled = self._is_prepared = self._gave_up = False
+        self.is_cancelled = self._is_prepared = self._tracks_copies = False
         self._after = self.owner.transfer.mark()
         self._ticket: Any = None
 
@@ -150,16 +150,16 @@ class BackwardJob(Job):
             self._ticket = self.owner.download(self.updates.grads, to, self._after)
         self._is_prepared = True
 
-    def let_go(self) -> None:
-        """Wait until the gradients are down, and let go of them. From the caller's thread, of a job
-        that releases them."""
+    def release_grads(self) -> None:
+        """Wait until the gradients are on the host, and drop them. Called by the caller's thread,
+        for a job that releases them."""
         self.owner.transfer.wait(self._ticket)
         self.updates = None
 
-    def gave_up_grads(self) -> None:
+    def track_copies(self) -> None:
         """Set ``versions`` to those of the copies, after the worker was drained."""
-        if self.releases and not self._gave_up:
-            self._gave_up = True
+        if self.releases and not self._tracks_copies:
+            self._tracks_copies = True
             slots = zip(self.versions.items(), self.staged.grads, strict=True)
             self.versions = {
                 slot: GradVersion.of(grad, version.count) for (slot, version), grad in slots
@@ -206,7 +206,7 @@ class Destination(NamedTuple):
     in_place: bool = True
 
 
-class EarlyBucket:
+class BackwardBucket:
     """Some slots of a place, and the work begun on them during this backward. Only the caller's
     thread uses it; the worker gets a :class:`BackwardJob`.
 
@@ -239,12 +239,12 @@ class EarlyBucket:
         self.is_trusted = True
         self.expected = frozenset(slots)
 
-    def room_for(self, updates: SlotUpdates) -> Destination:
+    def destination_for(self, updates: SlotUpdates) -> Destination:
         """The staging memory, for some of the bucket's updates."""
-        tensors = self.staging.tensors_for(self.index, self.travelling(updates))
+        tensors = self.staging.tensors_for(self.index, self.with_staged_outputs(updates))
         return Destination(self.staging, tensors.put_into(updates))
 
-    def travelling(self, updates: SlotUpdates) -> SlotUpdates:
+    def with_staged_outputs(self, updates: SlotUpdates) -> SlotUpdates:
         """The updates with the outputs that are staged."""
         if self._no_outputs is None:
             return updates
@@ -284,7 +284,7 @@ class ReleasedGrads:
         if self._can_add(slot, grad):
             claim.release()
 
-    def take_from(self, bucket: EarlyBucket) -> dict[Slot, Tensor]:
+    def take_from(self, bucket: BackwardBucket) -> dict[Slot, Tensor]:
         """Remove and return the gradients of a bucket that a job can release: those that can be
         added to held copies; without held copies all, if all can be released."""
         for slot in list(bucket.waiting):
@@ -305,24 +305,24 @@ class ReleasedGrads:
         held = self.held.get(slot)
         return held is not None and (held.shape, held.dtype) == (grad.shape, grad.dtype)
 
-    def has_held(self, bucket: EarlyBucket) -> bool:
+    def has_held(self, bucket: BackwardBucket) -> bool:
         """Whether some gradients of a bucket were released."""
         return any(slot in self.held for slot in bucket.slots)
 
-    def room_for(self, updates: SlotUpdates, bucket: EarlyBucket) -> Destination:
+    def destination_for(self, updates: SlotUpdates, bucket: BackwardBucket) -> Destination:
         """Return the memory for gradients of a bucket: the step's staging memory for the first
         ones, other memory for those that are added."""
         if not self.has_held(bucket):
-            room = bucket.room_for(updates)
+            destination = bucket.destination_for(updates)
             bucket.staging.is_kept = True
-            return room
-        staged, in_place = self._where_held(bucket.travelling(updates), bucket)
+            return destination
+        staged, in_place = self._where_held(bucket.with_staged_outputs(updates), bucket)
         memory, job = self.landings[0]
         if job is not None:  # the one that had it last
             self._worker.wait_for(job)
         return Destination(memory, staged, memory.landing_for(updates.grads), in_place)
 
-    def _where_held(self, updates: SlotUpdates, bucket: EarlyBucket) -> tuple[SlotUpdates, bool]:
+    def _where_held(self, updates: SlotUpdates, bucket: BackwardBucket) -> tuple[SlotUpdates, bool]:
         """Return the updates with the held copies of their slots, and True if these are in the
         bucket's staging memory, where the step reads them."""
         laid_out = bucket.staging.staged.get(bucket.index)
@@ -343,10 +343,10 @@ class ReleasedGrads:
             self.landings = [self.landings[1], (self.landings[0][0], job)]
 
     def finish(self) -> None:
-        """Wait until the copies of the job that was begun last are done, and let go of its
+        """Wait until the copies of the job that was begun last are done, and drop its
         gradients."""
         if self.previous is not None:
-            self.previous.let_go()
+            self.previous.release_grads()
         self.previous = None
 
     def release(self, slots: Sequence[Slot], grads: Iterable[Tensor]) -> None:
@@ -392,7 +392,7 @@ class ReleasedGrads:
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Arrivals:
+class GradTracker:
     """Counts and comparisons of the gradients of this backward, by slot."""
 
     def __init__(self) -> None:

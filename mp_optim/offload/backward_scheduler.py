@@ -25,7 +25,7 @@ from mp_optim.host.transfer import fetch
 from mp_optim.kernels import choose_backend
 from mp_optim.kernels.kernel_args import fp32
 from mp_optim.offload.backward_grads import BackwardGrads, GradSource, ReleasableGrad
-from mp_optim.offload.backward_jobs import Arrivals, BackwardJob, EarlyBucket, ReleasedGrads
+from mp_optim.offload.backward_jobs import BackwardBucket, BackwardJob, GradTracker, ReleasedGrads
 from mp_optim.offload.bucket_buffers import BucketStep, Staging
 from mp_optim.offload.double_buffer import BackLaunch
 from mp_optim.offload.host_part import HostPart
@@ -77,7 +77,7 @@ class BackwardScheduler:
             after backward.
         released: gradients of which the host has the only copy.
         grads: reports gradients as they arrive.
-        arrivals: counts and order of gradients.
+        grad_tracker: counts and comparisons of gradients.
         is_last_microbatch: True if arriving gradients are complete.
         phase: phase of this iteration.
         speculates: True, except when idle, if gradients are stepped as soon as they are on the
@@ -94,18 +94,18 @@ class BackwardScheduler:
         )
         self.worker = Worker("mp_optim-host", settings.set_up)
         self.released = ReleasedGrads(self.worker)
-        self.buckets: list[EarlyBucket] = []
+        self.buckets: list[BackwardBucket] = []
         self.is_last_microbatch = True
         self.grads = BackwardGrads(source, host_part.place_of, self.on_grad_ready)
         self.phase, self.speculates = Phase.IDLE, False
         self._multiplier = 1.0  # the predicted one, except when idle
         self._expected: Callable[[], Tensor] | None = None
-        self._host_part, self._ahead = host_part, host_part.ahead
+        self._host_part, self._speculation = host_part, host_part.speculation
         self._executor, self._bind_tensors = host_part.executor, bind_tensors
         self._timeline = settings.timeline
         self._reporting = threading.Lock()
-        self.arrivals = Arrivals()
-        self._bucket_of: dict[Slot, EarlyBucket] = {}
+        self.grad_tracker = GradTracker()
+        self._bucket_of: dict[Slot, BackwardBucket] = {}
         self._failure: WorkerError | None = None
 
     def expect_multiplier(self, inverse_scale: Tensor) -> None:
@@ -117,14 +117,14 @@ class BackwardScheduler:
         """Return the multiplier of gradients in FP32 if nothing is clipped or skipped."""
         return 1.0 if self._expected is None else fp32(float(self._expected()))
 
-    def cut(self) -> None:
+    def use_buckets(self) -> None:
         """Have the buckets that the host part has now. Nothing may be begun."""
         host_part, settings = self._host_part, self._host_part.settings
         self._transfer = settings.transfer
         self.buckets, largest = [], 0
         if self.is_early and (buckets := host_part.buckets) is not None:
             indices = range(len(buckets.members))
-            self.buckets = [EarlyBucket(buckets, at, host_part.comes_down) for at in indices]
+            self.buckets = [BackwardBucket(buckets, at, host_part.comes_down) for at in indices]
             for staging in buckets.staging:
                 largest = max(largest, staging.capacity // (1 + buckets.has_outputs))
         self._bucket_of = {slot: bucket for bucket in self.buckets for slot in bucket.slots}
@@ -148,7 +148,7 @@ class BackwardScheduler:
             return
         # NOTE: backward has a thread for each device that has parameters, and one for the CPU.
         with self._reporting:
-            self.arrivals.note(slot)
+            self.grad_tracker.note(slot)
             self._take(slot, grad, claim)
 
     def _take(self, slot: Slot, grad: Tensor, claim: ReleasableGrad | None) -> None:
@@ -203,7 +203,7 @@ class BackwardScheduler:
             return True
         return False
 
-    def _begin_up_to(self, bucket: EarlyBucket) -> None:
+    def _begin_up_to(self, bucket: BackwardBucket) -> None:
         """Hand a complete bucket to the worker, and before it those that backward has left behind:
         they lack gradients that will not come."""
         for earlier in self.buckets[: max(0, bucket.index - 1)]:
@@ -220,9 +220,9 @@ class BackwardScheduler:
         self._bind_tensors()
         self._multiplier = self._predicted_multiplier()
         self.phase = Phase.BACKWARD
-        self.speculates = self._ahead is not None and self._ahead.is_on
+        self.speculates = self._speculation is not None and self._speculation.is_on
 
-    def _begin(self, bucket: EarlyBucket) -> None:
+    def _begin(self, bucket: BackwardBucket) -> None:
         """Submit the arrived gradients of a bucket to the worker, or those that can be released,
         and release them."""
         releases, released = self._host_part.releases, self.released
@@ -235,35 +235,39 @@ class BackwardScheduler:
             return
         # NOTE: a cancelled job of this bucket may still run, and write to the same staging memory.
         # Nothing is written here; jobs of one bucket run one after the other.
-        room = released.room_for(updates, bucket) if releases else bucket.room_for(updates)
+        destination = (
+            released.destination_for(updates, bucket)
+            if releases
+            else bucket.destination_for(updates)
+        )
         launches: Sequence[BackLaunch] = ()
-        goes_ahead = self.speculates and room.in_place and self.is_last_microbatch
-        if self._ahead is not None and goes_ahead:
-            launches = self._ahead.predicted(bucket.index, room.staged)
+        goes_ahead = self.speculates and destination.in_place and self.is_last_microbatch
+        if self._speculation is not None and goes_ahead:
+            launches = self._speculation.predicted(bucket.index, destination.staged)
         # On an accelerator the host cannot compare its copy with the gradient at the step.
         with_bits = not (releases or self._transfer.is_same_place)
         is_whole = len(updates) == len(bucket.slots)
         job = BackwardJob(
             bucket.label if is_whole else self._host_part.label(updates.slots),
-            room.memory,
+            destination.memory,
             updates,
-            room.staged,
-            self.arrivals.versions(updates, with_bits),
+            destination.staged,
+            self.grad_tracker.versions(updates, with_bits),
             launches,
             choose_backend(self.grads.source.fused_backend, _HOST)[0].sum_of_squares,
             self._timeline,
             self.is_last_microbatch,
             releases or len(launches) > 0 or any(grad.is_cpu for grad in grads.values()),
-            room.landing,
+            destination.landing,
             releases,
-            None if self._ahead is None else self._ahead.run,
+            None if self._speculation is None else self._speculation.run,
         )
         if releases:
             released.begin(job)
         bucket.job, bucket.is_trusted = job, True
         self.worker.submit(job)
         if releases:
-            released.release(updates.slots, room.staged.grads)
+            released.release(updates.slots, destination.staged.grads)
 
     # -- between backward and step ----------------------------------------------------------------
 
@@ -283,7 +287,7 @@ class BackwardScheduler:
         self._timeline.begin_step()
         if not self.is_early:
             return CollectedGrads({}, {})
-        self.grads.follow()
+        self.grads.update_hooks()
         try:
             if self.released.lost:
                 raise WorkerError(self.released.lost)
@@ -301,12 +305,12 @@ class BackwardScheduler:
 
     def _sums(self) -> Iterator[tuple[Slot, float]]:
         """Yield the sums of squares that hold for the gradients as they are now."""
-        self.arrivals.forget_comparisons()
+        self.grad_tracker.forget_comparisons()
         held, compares = self.released.held, self._transfer.is_same_place
         for bucket in self.buckets:
             if bucket.job is not None:
                 grad_of = self.grads.present if not bucket.job.releases else held.get
-                yield from self.arrivals.sums(bucket.job, grad_of, compares)
+                yield from self.grad_tracker.sums(bucket.job, grad_of, compares)
 
     def _finish_jobs(self) -> None:
         """Finish all jobs, and add the last gradients to the held copies."""
@@ -321,7 +325,7 @@ class BackwardScheduler:
             self.released.finish()
             for bucket in self.buckets:
                 if bucket.job is not None:
-                    bucket.job.gave_up_grads()
+                    bucket.job.track_copies()
 
     def distrust(self, slot: Slot) -> None:
         """The caller gets live tensors of a slot, and may write to them without a trace."""
@@ -360,25 +364,25 @@ class BackwardScheduler:
 
     def skip(self) -> None:
         """Discard the work of backward because the step is skipped. No prediction covers a skip."""
-        if self._ahead is not None:
-            self.counts["speculation_paused"] += self._ahead.record(False)
+        if self._speculation is not None:
+            self.counts["speculation_paused"] += self._speculation.record(False)
         self.end_iteration()
         self._timeline.end_step()
 
     def check_prediction(self, updates: SlotUpdates) -> None:
         """Take note of whether the step was the one that was predicted."""
-        if self._ahead is None or not updates:
+        if self._speculation is None or not updates:
             return
         is_known = self.phase is not Phase.IDLE
         predicted = self._multiplier if is_known else self._predicted_multiplier()
         was_right = set(updates.multipliers) == {predicted}
-        self.counts["speculation_paused"] += self._ahead.record(was_right)
+        self.counts["speculation_paused"] += self._speculation.record(was_right)
 
     def end_iteration(self) -> None:
         """Forget the work of this backward. The worker must be drained."""
         for bucket in self.buckets:
             bucket.waiting, bucket.job = {}, None
-        self.arrivals.forget_comparisons()
+        self.grad_tracker.forget_comparisons()
         self.phase, self.speculates = Phase.IDLE, False
 
     # -- in step ----------------------------------------------------------------------------------
@@ -398,17 +402,17 @@ class BackwardScheduler:
             # Where its tensors did not fit these updates, others were made just now.
             if job is None or job.staged.grads is not step.staged.grads:
                 continue
-            arrived, updates = self.arrivals, step.updates
+            tracker, updates = self.grad_tracker, step.updates
             compares = self._transfer.is_same_place and not job.releases
-            is_same = arrived.is_as_staged if compares else arrived.is_fresh
+            is_same = tracker.is_as_staged if compares else tracker.is_fresh
             step.is_downloaded = is_same(job, updates)
             if not (step.is_downloaded or job.releases):
-                stale += arrived.is_complete(job, updates)
+                stale += tracker.is_complete(job, updates)
         if stale:
             self._count_changed(stale)
 
     def gradients_on_host(
-        self, routes: Iterable[tuple[EarlyBucket, SlotUpdates]]
+        self, routes: Iterable[tuple[BackwardBucket, SlotUpdates]]
     ) -> dict[Slot, Tensor]:
         """Gradients that windows find in host memory: those that were released, and those that came
         down and are the same.
@@ -425,11 +429,11 @@ class BackwardScheduler:
             job = self._job_of(bucket)
             # Gradients in host memory are read in place at the step, so any write counts.
             is_copied = job is not None and not (job.releases or self._transfer.is_same_place)
-            if job is not None and is_copied and self.arrivals.is_fresh(job, updates):
+            if job is not None and is_copied and self.grad_tracker.is_fresh(job, updates):
                 found.update(zip(updates.slots, job.staged.grads, strict=True))
         return found
 
-    def _job_of(self, bucket: EarlyBucket) -> BackwardJob | None:
+    def _job_of(self, bucket: BackwardBucket) -> BackwardJob | None:
         job = bucket.job
         return None if job is None or not job.is_done else job
 

@@ -97,14 +97,14 @@ class HostSlot:
         share: elements on each rank that holds a part, the same number on every rank.
         numel: elements of this rank.
         dtype: dtype of the gradient and the parameter.
-        stays: True if the main param is the model's parameter, on the device.
+        is_stepped_in_place: True if the main param is the model's parameter, on the device.
     """
 
     slot: Slot
     share: int
     numel: int
     dtype: torch.dtype
-    stays: bool = False
+    is_stepped_in_place: bool = False
 
 
 def plan_staging(

@@ -1,7 +1,8 @@
-"""The spare of main params and moments: a step ahead is written there, present values stay.
+"""The back buffer of main params and moments: a step during backward writes to it, and present
+values stay.
 
-Tensors stay the same objects. Publishing a step gives them the memory of the spare, and the memory
-they had becomes the spare; taking a step back is doing nothing.
+Tensors stay the same objects. Publishing a step gives them the memory of the back buffer, and the
+memory that they had becomes the back buffer. Nothing has to be undone to discard a step.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class DoubleBuffer:
 
     @property
     def allocated(self) -> int:
-        """Bytes of host memory that the spare takes now."""
+        """Bytes of host memory that the back buffer takes now."""
         return sum(block.allocated for block in self._blocks.values())
 
     def launches(self, launches: Sequence[Launch]) -> list[BackLaunch]:
@@ -134,7 +135,7 @@ class DoubleBuffer:
         return self._buffered[key]
 
     def _take(self, is_main: bool, form: TensorSpec) -> Tensor:
-        """Memory for the spare of a main param, or of other state."""
+        """Memory for the back buffer of a main param, or of other state."""
         shape, dtype = form
         size = aligned_bytes(shape.numel(), dtype)
         return self._blocks[is_main].with_room(size).take(shape, dtype)

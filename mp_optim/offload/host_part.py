@@ -12,14 +12,16 @@ from functools import partial
 from itertools import groupby
 from operator import attrgetter
 
+from torch import Tensor
+
 from mp_optim.core import Slot
 from mp_optim.core.executor import Executor, Place
-from mp_optim.host.host_memory import zeros_beside
+from mp_optim.host.host_memory import allocate_contiguous
 from mp_optim.offload.bucket_buffers import Buckets, Staging
 from mp_optim.offload.buckets import DiskBytes, HostBytes, HostSlot
 from mp_optim.offload.settings import HostStepSettings, OffloadedStep
-from mp_optim.offload.speculation import Ahead
-from mp_optim.offload.streaming import WindowLane, disk_bytes, state_bytes
+from mp_optim.offload.speculation import SpeculativeStepper
+from mp_optim.offload.streaming import WindowPipeline, disk_bytes, state_bytes
 from mp_optim.offload.window_plan import IN_FLIGHT
 from mp_optim.rules.rule_executor import RuleExecutor
 
@@ -44,11 +46,11 @@ class HostPart:
         executor: keeps the state of the slots and steps them.
         label: returns a label for some slots, for errors and the timeline.
         slots: the slots, in the order in which their gradients are expected.
-        lane: steps the slots in windows; None if the host steps whole buckets.
+        pipeline: steps the slots in windows; None if the host steps whole buckets.
         buckets: buckets of gradients that are copied to staging memory; None if nothing copies
             them.
         comes_down: True if backward also copies gradients to the host that stay on the device.
-        ahead: steps into a back buffer; None without speculation.
+        speculation: steps into a back buffer; None without speculation.
         releases: True if gradients leave the device during backward.
     """
 
@@ -66,12 +68,12 @@ class HostPart:
         self.buckets: Buckets | None = None
         self.comes_down = False
         self.releases = False
-        self.lane: WindowLane | None = None
+        self.pipeline: WindowPipeline | None = None
         if how.place == "streamed" or settings.state_file is not None:
-            self.lane = WindowLane(self._rule_executor, how.place, settings, self.label)
-        self.ahead: Ahead | None = None
-        if how.mode == "speculative" and self.lane is None:
-            self.ahead = Ahead(self._rule_executor, settings.timeline)
+            self.pipeline = WindowPipeline(self._rule_executor, how.place, settings, self.label)
+        self.speculation: SpeculativeStepper | None = None
+        if how.mode == "speculative" and self.pipeline is None:
+            self.speculation = SpeculativeStepper(self._rule_executor, settings.timeline)
         self._offloaded: frozenset[Slot] = frozenset()
         self._is_allocated = False
 
@@ -89,7 +91,7 @@ class HostPart:
     @property
     def is_in_place(self) -> bool:
         """True if a step reads gradients from the parameters and writes the parameters itself."""
-        return self.lane is None and self.buckets is None
+        return self.pipeline is None and self.buckets is None
 
     def copied_slots(self) -> Sequence[Slot]:
         """Return the slots whose parameters are written by copies, not by a kernel of the step."""
@@ -103,7 +105,7 @@ class HostPart:
         self.slots = list(slots)
         self._offloaded = frozenset(slot.slot for slot in slots)
         self._use_allocators()
-        self.cut()
+        self.cut_buckets()
         if (file := self.settings.state_file) is not None:
             file.reserve(sum(self.disk_bytes()))
 
@@ -111,46 +113,51 @@ class HostPart:
         """Replace the settings, and allocate memory by them."""
         self.settings = settings
         self._use_allocators()
-        if self.lane is not None:
-            self.lane.use(settings)
-        self.cut()
+        if self.pipeline is not None:
+            self.pipeline.use(settings)
+        self.cut_buckets()
 
     def _use_allocators(self) -> None:
         """Make the executor allocate state of windowed slots in memory that copies read."""
         self._is_allocated = False
-        if self.lane is None:
+        if self.pipeline is None:
             return
         settings = self.settings
-        empty_host = partial(settings.transfer.empty_host, pin=settings.pin_mains)
-        file, allocate = settings.state_file, partial(zeros_beside, allocate=empty_host)
+
+        def zeroed(num_bytes: int) -> Tensor:
+            return settings.transfer.empty_host(num_bytes, settings.pin_mains).zero_()
+
+        file, allocate = settings.state_file, partial(allocate_contiguous, allocate=zeroed)
         slots = [slot.slot for slot in self.slots]
         self._rule_executor.rows.allocators = dict.fromkeys(slots, file.zeros if file else allocate)
 
-    def cut(self) -> None:
+    def cut_buckets(self) -> None:
         """Cut the slots into buckets or windows, with new memory."""
         on_host, settings = self.how.place == "host", self.settings
-        if self.lane is not None:
-            self.lane.cut(self.slots, self.releases)
+        if self.pipeline is not None:
+            self.pipeline.use_slots(self.slots, self.releases)
         self.buckets = self._new_buckets()
         # A step in windows of host memory reads gradients in place.
-        in_place = self.lane is not None and settings.transfer.is_same_place
+        in_place = self.pipeline is not None and settings.transfer.is_same_place
         has_outputs = self.buckets is not None and self.buckets.has_outputs
         self.comes_down = on_host and (has_outputs or not in_place)
-        if self.ahead is not None:
+        if self.speculation is not None:
             assert self.buckets is not None  # speculation copies gradients to the host
-            self.ahead.cut(self.buckets.members, settings.transfer, settings.pin_mains)
+            self.speculation.use_buckets(
+                self.buckets.members, settings.transfer, settings.pin_mains
+            )
         self._step_together()
 
     def _new_buckets(self) -> Buckets | None:
         """Return buckets, unless nothing copies gradients to staging memory."""
         how, on_host = self.settings, self.how.place == "host"
-        if self.lane is not None:
+        if self.pipeline is not None:
             is_needed = self.how.is_early and (on_host or self.releases)
         else:  # a step without work in backward reads a model in host memory in place
             is_needed = self.how.is_early or not how.transfer.is_same_place
         if not is_needed:
             return None
-        has_outputs = self.lane is None
+        has_outputs = self.pipeline is None
         return Buckets(
             self.how.mode,
             self.slots,
@@ -165,7 +172,7 @@ class HostPart:
         """Register with the executor the slots of one launch: a bucket, or all slots in windows."""
         sets: dict[int, list[list[int]]] = {}
         together: Sequence[Sequence[Slot]] = [[slot.slot for slot in self.slots]]
-        if self.lane is None and self.buckets is not None:
+        if self.pipeline is None and self.buckets is not None:
             together = self.buckets.members
         for each in together:
             for group, members in groupby(sorted(each), key=attrgetter("group")):
@@ -186,23 +193,23 @@ class HostPart:
         """Return the bytes of host memory that are held once all slots have been stepped, with
         gradients of the model's dtypes."""
         held = HostBytes(())
-        if self.lane is not None and self.settings.state_file is None:
+        if self.pipeline is not None and self.settings.state_file is None:
             held = state_bytes(self._rule_executor, self.slots)
-        if self.ahead is not None:
+        if self.speculation is not None:
             self._bind_tensors()
-            if reserved := self.ahead.reserved():
+            if reserved := self.speculation.reserved():
                 mains, state = zip(*reserved, strict=True)
                 held = held._replace(back_mains=mains, back_state=state)
         pieces = () if self.buckets is None else self.buckets.staging
-        windows = () if self.lane is None else self.lane.host_bytes()
+        windows = () if self.pipeline is None else self.pipeline.host_bytes()
         return held._replace(staging=tuple(piece.capacity for piece in pieces), windows=windows)
 
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory held in ``step()``, in addition to gradients and parameters."""
-        if self.how.place != "streamed" or self.lane is None or not self.slots:
+        if self.how.place != "streamed" or self.pipeline is None or not self.slots:
             return 0
-        return sum(self.lane.sizes[:IN_FLIGHT])
+        return sum(self.pipeline.sizes[:IN_FLIGHT])
 
     def disk_bytes(self) -> DiskBytes:
         """Return the bytes of the state file."""
@@ -225,8 +232,8 @@ class HostPart:
 
     def notes(self) -> Iterator[str]:
         """Yield notes for ``describe()`` about how the slots are stepped."""
-        if self.lane is not None and self.slots:
-            yield self.lane.note()
+        if self.pipeline is not None and self.slots:
+            yield self.pipeline.note()
         if self.how.place == "host" and self.how.is_early and self.buckets is not None:
             yield (
                 f"host: offload_mode {self.how.mode}, {len(self.buckets.members)} "

@@ -139,7 +139,9 @@ class PlacedSlots:
             placed = []
             for index, param in enumerate(group["params"], start):
                 place: Place = self.offloaded if index in hosted else "device"
-                is_stepped_itself = self.stays(place, param.dtype, self._stepped_dtype(param.dtype))
+                is_stepped_itself = self.is_stepped_in_place(
+                    place, param.dtype, self._stepped_dtype(param.dtype)
+                )
                 placed.append(PlacedSlot(place, _share(param), param.dtype, is_stepped_itself))
             start += len(placed)
             self._groups.append(placed)
@@ -162,8 +164,8 @@ class PlacedSlots:
             if self.is_offloaded(slot):
                 placed, numel = self[slot], local_tensor(param).numel()
                 dtype = placed.model_dtype
-                stays = self.stays(placed.place, dtype, self.main_dtype(dtype))
-                slots.append(HostSlot(slot, placed.share, numel, dtype, stays))
+                in_place = self.is_stepped_in_place(placed.place, dtype, self.main_dtype(dtype))
+                slots.append(HostSlot(slot, placed.share, numel, dtype, in_place))
         return slots[::-1]
 
     # -- updates ----------------------------------------------------------------------------------
@@ -193,7 +195,7 @@ class PlacedSlots:
         """Dtype of the main param of a parameter of a dtype."""
         return dtype if self._remainders and dtype == torch.bfloat16 else torch.float32
 
-    def stays(self, place: Place, dtype: torch.dtype, stepped: torch.dtype) -> bool:
+    def is_stepped_in_place(self, place: Place, dtype: torch.dtype, stepped: torch.dtype) -> bool:
         """True if the parameter itself is stepped on its device, as a whole main param or as the
         upper half of one."""
         return place != "host" and dtype == stepped
@@ -209,7 +211,7 @@ class PlacedSlots:
         if self._bound is not None and all_same(params, self._bound):
             return
         stays = True
-        self._follow(self._summed())
+        self._refresh_copies(self._summed())
         for slot, param in iter_slots(self._param_groups):
             executor, now = self._executors[self[slot].place], self._stepped(slot)
             before = executor.stepped(slot)
@@ -234,7 +236,7 @@ class PlacedSlots:
     def _local(self, slot: Slot) -> Tensor:
         return local_tensor(param_at(self._param_groups, slot))
 
-    def _follow(self, slots: Sequence[Slot]) -> None:
+    def _refresh_copies(self, slots: Sequence[Slot]) -> None:
         """Let copies take the values of parameters that do not equal them, rounded."""
         for index in self._written.changed(slots, list(map(self._local, slots))):
             slot = slots[index]
@@ -249,7 +251,7 @@ class PlacedSlots:
         executor = self._executors[self[slot].place]
         executor.step_instead(slot, self._stepped(slot))
         if self[slot].main is not None:
-            self._follow([slot])
+            self._refresh_copies([slot])
             self._written.forget(slot)  # the caller may write to the copy
         if self.is_offloaded(slot):
             self.exposed(slot)
@@ -353,7 +355,9 @@ class PlacedExecutor(Executor):
         placed.file, size = settings.state_file, 0
         for slot, param in iter_slots(self.param_groups):
             dtype = self.main_dtype(param.dtype)
-            is_away = placed.is_offloaded(slot) and not placed.stays(offloaded, param.dtype, dtype)
+            is_away = placed.is_offloaded(slot) and not placed.is_stepped_in_place(
+                offloaded, param.dtype, dtype
+            )
             if placed.file is None and is_away:
                 size += aligned_bytes(local_tensor(param).numel(), dtype)
         empty_host = partial(settings.transfer.empty_host, pin=settings.pin_mains)
@@ -397,7 +401,7 @@ class PlacedExecutor(Executor):
         self._placed.bind()
         place, part = self.place(slot), self.stepper.host_part
         # parts of slots, and steps that may be dropped, are not marked
-        is_whole = place == "device" or (part.lane is None and part.ahead is None)
+        is_whole = place == "device" or (part.pipeline is None and part.speculation is None)
         return is_whole and self.executor_at(place).marks_changes(slot)
 
     def backend_and_reason(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
@@ -531,8 +535,8 @@ class PlacedExecutor(Executor):
     def _is_away(self, slot: Slot, source: Tensor) -> bool:
         """Whether the main param of a parameter is not where the parameter is."""
         placed, dtype = self._placed, source.dtype
-        stays = placed.stays(placed[slot].place, dtype, self.main_dtype(dtype))
-        return placed.is_offloaded(slot) and not stays
+        in_place = placed.is_stepped_in_place(placed[slot].place, dtype, self.main_dtype(dtype))
+        return placed.is_offloaded(slot) and not in_place
 
     def new_main_param(self, slot: Slot, source: Tensor) -> Tensor:
         self._placed.forget()

@@ -50,10 +50,10 @@ class MemoryUse:
         """Return the allocated bytes by purpose."""
         part = self._part
         pieces = () if part.buckets is None else part.buckets.staging
-        windows = 0 if part.lane is None else part.lane.allocated_bytes
+        windows = 0 if part.pipeline is None else part.pipeline.allocated_bytes
         return {
             STAGING: sum(piece.allocated for piece in pieces),
-            BACK: 0 if part.ahead is None else part.ahead.allocated_bytes,
+            BACK: 0 if part.speculation is None else part.speculation.allocated_bytes,
             WINDOWS: windows,
             STATE: self._state[1] if self._is_complete else self._tensors(),
         }
@@ -94,7 +94,7 @@ class MemoryUse:
             return 0
         for slot in part.slots:
             tensors = list(self._state_of(slot.slot))
-            if not slot.stays:
+            if not slot.is_stepped_in_place:
                 tensors.append(param_at(part.executor.param_groups, slot.slot))
             size += sum(each.nbytes for each in tensors if is_on_host(each))
         return size

@@ -1,4 +1,4 @@
-"""Steps ahead of the verdict, into a spare, and whether that pays.
+"""Steps ahead of the verdict, into a back buffer, and whether that pays.
 
 A speculated step is right if the verdict's multiplier is the predicted one (inverse loss scale,
 clip coefficient 1) and nothing is skipped. A wrong one costs the time of a step that was hidden
@@ -17,7 +17,7 @@ from torch import Tensor
 from mp_optim.core import Slot, SlotUpdates, param_at
 from mp_optim.host.transfer import Transfer
 from mp_optim.kernels.kernel_args import MAIN
-from mp_optim.offload.backward_jobs import EarlyBucket
+from mp_optim.offload.backward_jobs import BackwardBucket
 from mp_optim.offload.bucket_buffers import BucketStep
 from mp_optim.offload.double_buffer import BackLaunch, DoubleBuffer, Key
 from mp_optim.offload.timeline import StepTimeline
@@ -45,7 +45,7 @@ def speculates_next(speculates: bool, verdicts: Collection[bool]) -> bool:
     return sum(list(verdicts)[-WINDOW:]) >= (_PAUSE_BELOW if speculates else _RESUME_AT)
 
 
-class Ahead:
+class SpeculativeStepper:
     """Steps buckets of the host part into their back buffers, and publishes the results.
 
     Attributes:
@@ -56,24 +56,24 @@ class Ahead:
         self.is_on = True
         self._executor, self._timeline = executor, timeline
         self._buckets: Sequence[Sequence[Slot]] = ()
-        self._spares: Sequence[DoubleBuffer] = ()
+        self._back_buffers: Sequence[DoubleBuffer] = ()
         self._outcomes: deque[bool] = deque(maxlen=WINDOW)
 
-    # -- spares -----------------------------------------------------------------------------------
+    # -- back buffers -----------------------------------------------------------------------------
 
-    def cut(self, buckets: Sequence[Sequence[Slot]], transfer: Transfer, pin: bool) -> None:
-        """Have a spare of each of these buckets from now on. Nothing may be begun."""
+    def use_buckets(self, buckets: Sequence[Sequence[Slot]], transfer: Transfer, pin: bool) -> None:
+        """Have a back buffer of each of these buckets from now on. Nothing may be begun."""
         self._buckets = buckets
-        self._spares = [DoubleBuffer(transfer, pin) for _ in buckets]
+        self._back_buffers = [DoubleBuffer(transfer, pin) for _ in buckets]
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of host memory that spares take now."""
-        return sum(spare.allocated for spare in self._spares)
+        """Bytes of host memory that back buffers take now."""
+        return sum(buffer.allocated for buffer in self._back_buffers)
 
     def reserved(self) -> list[tuple[int, int]]:
         """Return the bytes of the back buffer of each bucket, for main params and for state."""
-        return [self._reserve(index) for index in range(len(self._spares))]
+        return [self._reserve(index) for index in range(len(self._back_buffers))]
 
     def _reserve(self, index: int) -> tuple[int, int]:
         live: dict[Key, Tensor] = {}
@@ -82,12 +82,12 @@ class Ahead:
             tensors[MAIN] = param_at(self._executor.param_groups, slot)
             for key in tensors.keys() - {"step"}:
                 live[slot.group, slot.position, key] = tensors[key]
-        return self._spares[index].reserve(live)
+        return self._back_buffers[index].reserve(live)
 
     # -- launches ---------------------------------------------------------------------------------
 
     def predicted(self, bucket: int, staged: SlotUpdates) -> Sequence[BackLaunch]:
-        """A bucket's launches into its spare as they are predicted; none if it cannot be stepped
+        """Return a bucket's predicted launches into its back buffer; none if it cannot be stepped
         during backward."""
         if any(map(self._executor.is_collective, staged)):
             return ()
@@ -98,12 +98,12 @@ class Ahead:
         return {step.bucket: self._executor.plan(step.staged) for step in steps}
 
     def _launches(self, bucket: int, planned: Sequence[Launch]) -> Sequence[BackLaunch]:
-        """Launches of a bucket into its spare; none if it cannot be stepped there."""
+        """Launches of a bucket into its back buffer; none if it cannot be stepped there."""
         self._reserve(bucket)
-        return self._spares[bucket].launches(planned)
+        return self._back_buffers[bucket].launches(planned)
 
     def run(self, launches: Sequence[BackLaunch], label: str) -> None:
-        """Step into a spare. Nothing that is in use is written."""
+        """Step into a back buffer. Nothing that is in use is written."""
         with self._timeline.stage("host_step", label):
             for launch in launches:
                 self._executor.carry_out(launch.target)
@@ -113,13 +113,13 @@ class Ahead:
     def fill(
         self,
         steps: Sequence[BucketStep],
-        buckets: Sequence[EarlyBucket],
+        buckets: Sequence[BackwardBucket],
         planned: Mapping[int, Sequence[Launch]],
         hits: Collection[int],
         mark: Any,
     ) -> dict[int, Sequence[BackLaunch]]:
-        """Make the spare of every bucket hold its step: where it does already (``hits``), that is
-        done. Launches by bucket; none for one that has to be stepped where it is.
+        """Make the back buffer of every bucket hold its step, unless it does already (``hits``).
+        Return launches by bucket; none for one that has to be stepped in place.
 
         Args:
             mark: at which the gradients are complete.
@@ -161,7 +161,7 @@ class Ahead:
         self._executor.step_mark.touch()
         with self._timeline.stage("publish", step.label):
             for launch in launches:
-                self._spares[step.bucket].swap(launch.keys)
+                self._back_buffers[step.bucket].swap(launch.keys)
                 group, positions = launch.planned.group, launch.planned.positions
                 self._executor.rows.groups[group].replaced(positions)
                 self._executor.rows.groups[group].count(positions)

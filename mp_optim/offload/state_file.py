@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mp_optim.host.calls import in_own_modes
 from mp_optim.host.direct_file import DISK_BLOCK, DirectFile, Ticket
-from mp_optim.host.host_memory import TensorSpec, cut
+from mp_optim.host.host_memory import TensorSpec, tensor_in
 
 SETTLED_EVERY = 256 << 20
 """Bytes after which what was written to new tensors is brought to the disk."""
@@ -113,7 +113,7 @@ class StateFile:
         if self._unsettled + size > SETTLED_EVERY:
             self.settle()
         segment = self._with_room(size)
-        tensor = cut(segment.memory, segment.used, shape, dtype)
+        tensor = tensor_in(segment.memory, segment.used, shape, dtype)
         segment.used += size
         self._unsettled += size
         return tensor

@@ -1,10 +1,10 @@
 """Storages of main params and state between steps: host memory, or a file.
 
-A storage lends the windows of a step (``lend``), one step at a time. ``fetch`` returns a window
-with its tensors in host memory. ``store`` starts to write it back, and its memory must not be
-written from then on. ``finish`` waits until all windows are stored. ``window_sizes`` returns the
-bytes of each window that is in memory at a time, from the sizes of slots, the largest part that
-cannot be cut (``smallest``), and the number of windows in use (``lag``).
+``open_windows`` begins the windows of a step, one step at a time. ``read_window`` returns a window
+with its tensors in host memory. ``write_window`` starts to write it back, and its memory must not
+be written from then on. ``close_windows`` waits until all windows are stored. ``window_sizes``
+returns the bytes of each window that is in memory at a time, from the sizes of slots, the largest
+part that cannot be cut (``smallest``), and the number of windows in use (``lag``).
 
 Windows of a file are read ahead and written behind.
 """
@@ -30,7 +30,7 @@ AHEAD, BEHIND = 1, 2
 """Windows that are read before the next is needed; windows that may still be written."""
 
 
-class MemorySource:
+class MemoryStorage:
     """Main params and state in host memory. Windows are views of them."""
 
     form = WindowForm()
@@ -50,19 +50,19 @@ class MemorySource:
 
     def resize(self, sizes: Sequence[int]) -> None: ...
 
-    def lend(self, windows: Sequence[Window]) -> MemorySource:
+    def open_windows(self, windows: Sequence[Window]) -> MemoryStorage:
         self._windows = windows
         return self
 
-    def fetch(self, number: int) -> Window:
+    def read_window(self, number: int) -> Window:
         window = self._windows[number]
         for piece in window:
             before_writing(piece.held.values())
         return window
 
-    def store(self, number: int) -> None: ...
+    def write_window(self, number: int) -> None: ...
 
-    def finish(self) -> None:
+    def close_windows(self) -> None:
         self._windows = ()
 
 
@@ -84,7 +84,7 @@ class FileWindows:
     Args:
         windows: the windows of the step; tensors outside the file are used in place.
         rooms: memory of one window each, at least :func:`windows_held` of them.
-        stages: see :class:`FileSource`.
+        stages: see :class:`FileStorage`.
 
     Attributes:
         read: bytes read from the file.
@@ -106,14 +106,14 @@ class FileWindows:
         self._writes: dict[int, list[Ticket]] = {}
         self.read = self.written = 0
 
-    def fetch(self, number: int) -> Window:
+    def read_window(self, number: int) -> Window:
         last = min(number + AHEAD, len(self._windows) - 1)
         while len(self._begun) <= last:
             self._begin(len(self._begun))
         self._wait(self._reads.pop(number, ()))
         return self._begun[number][0]
 
-    def store(self, number: int) -> None:
+    def write_window(self, number: int) -> None:
         memory, (_, extents) = self._room(number), self._begun[number]
         for piece in self._windows[number]:
             before_writing(piece.held.values())
@@ -123,7 +123,7 @@ class FileWindows:
             tickets.append(self._file.write_from(part, extent.offset))
             self.written += extent.size
 
-    def finish(self) -> None:
+    def close_windows(self) -> None:
         under_way = [*self._reads.values(), *self._writes.values()]
         self._reads, self._writes = {}, {}
         self._wait(itertools.chain.from_iterable(under_way))
@@ -206,7 +206,7 @@ def _with_room(window: Window, memory: Tensor, used: int) -> Window:
     return pieces
 
 
-class FileSource:
+class FileStorage:
     """Main params and state in a file.
 
     Args:
@@ -252,11 +252,11 @@ class FileSource:
         begin = -self._memory.data_ptr() % DISK_BLOCK
         return list(torch.split(self._memory[begin:][: sum(self._sizes)], self._sizes))
 
-    def lend(self, windows: Sequence[Window]) -> FileWindows:
+    def open_windows(self, windows: Sequence[Window]) -> FileWindows:
         self.file.check_owner()
         self.file.settle()
         return FileWindows(self.file, windows, self._rooms(), self._timeline, self._stages)
 
 
-Source = MemorySource | FileSource
-LentWindows = MemorySource | FileWindows
+Storage = MemoryStorage | FileStorage
+OpenWindows = MemoryStorage | FileWindows

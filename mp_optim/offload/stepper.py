@@ -90,7 +90,7 @@ class Stepper:
     def _cut_anew(self) -> None:
         """Drop everything that was made for the former buckets."""
         self._executor.step_mark.invalidate_plans()
-        self.schedule.cut()
+        self.schedule.use_buckets()
 
     def release_gradients(self) -> None:
         """Release gradients of offloaded slots during backward from now on.
@@ -101,7 +101,7 @@ class Stepper:
         self.host_part.releases = True
         if self.host_part.how.place == "streamed":
             self.schedule.discard()
-            self.host_part.cut()
+            self.host_part.cut_buckets()
             self._cut_anew()
 
     # -- in step ----------------------------------------------------------------------------------
@@ -119,8 +119,8 @@ class Stepper:
         """
         if self.schedule.phase is not Phase.COLLECTED:  # no wrapper did
             self.schedule.collect()
-        lane = self.host_part.lane
-        if lane is not None:
+        pipeline = self.host_part.pipeline
+        if pipeline is not None:
             self.host_part.allocate()
         self.transfer_bytes = TransferBytes()
         offloaded, of_device = self._parts(updates)
@@ -130,12 +130,12 @@ class Stepper:
                 device.step_slots(of_device)
 
         self._step(offloaded, step_device)
-        if lane is not None:
-            self.transfer_bytes.add(*astuple(lane.moved))
-            lane.moved = TransferBytes()
+        if pipeline is not None:
+            self.transfer_bytes.add(*astuple(pipeline.moved))
+            pipeline.moved = TransferBytes()
         self.timeline.end_step()
         if self.schedule.is_early:
-            if self.host_part.ahead is not None:
+            if self.host_part.speculation is not None:
                 self.schedule.check_prediction(offloaded)
             self.schedule.end_iteration()
 
@@ -152,13 +152,13 @@ class Stepper:
         stepped by bucket or by window.
         """
         part, transfer = self.host_part, self.transfer
-        if part.lane is not None:
+        if part.pipeline is not None:
             on_host = self._gradients_on_host(updates)
             if on_host:
                 columns = zip(updates.slots, updates.grads, strict=True)
                 grads = [on_host.get(slot, grad) for slot, grad in columns]
                 updates = replace(updates, grads=grads)
-            part.lane.steps(updates, on_host, step_device)
+            part.pipeline.steps(updates, on_host, step_device)
             return
         if part.buckets is None:
             step_device()
@@ -169,15 +169,15 @@ class Stepper:
         steps = part.buckets.steps(updates, self.transfer_bytes)
         self.schedule.judge(steps)
         mark = transfer.mark()  # so that no download waits for the device's step
-        spares = self._fill_spares(steps, mark) if self.schedule.speculates else {}
+        back_launches = self._fill_back_buffers(steps, mark) if self.schedule.speculates else {}
 
         def begin() -> None:
             step_device()
             for step in steps:
-                if part.ahead is not None:
-                    part.ahead.publish(step, spares.get(step.bucket, ()))
+                if part.speculation is not None:
+                    part.speculation.publish(step, back_launches.get(step.bucket, ()))
 
-        self._by_bucket([step for step in steps if not spares.get(step.bucket)], mark, begin)
+        self._by_bucket([step for step in steps if not back_launches.get(step.bucket)], mark, begin)
         if steps:
             # NOTE: the device waits for the uploads, the host does not. The wait cannot be later,
             # because the device's next work reads the parameters.
@@ -223,12 +223,12 @@ class Stepper:
             with self.timeline.stage("publish", step.label):
                 step.upload()
 
-    def _fill_spares(
+    def _fill_back_buffers(
         self, steps: Sequence[BucketStep], mark: Any
     ) -> dict[int, Sequence[BackLaunch]]:
         """Make the back buffer of every bucket hold this step; most hold it already. Return
         launches by bucket, none for a bucket that has to be stepped in place."""
-        ahead, buckets = self.host_part.ahead, self.schedule.buckets
+        ahead, buckets = self.host_part.speculation, self.schedule.buckets
         assert ahead is not None
         planned = ahead.planned(steps)
         hits = self.schedule.hits(steps, planned)

@@ -1,13 +1,14 @@
-"""Lanes: a source and a site. The slots of a lane are stepped window by window.
+"""Windows of a step: the slots whose state is streamed or in a file are stepped window by window.
 
-A site is where the windows of one step are stepped. On the host that is where their source lent
-them; on the device it is a ring of memory, with the copies between that and the host.
+The storage (:mod:`~mp_optim.offload.state_storage`) has the windows in host memory. They are
+stepped there (:class:`HostWindows`), or in a ring of device memory (:class:`DeviceRing`), which has
+the copies between that and the host.
 
-The caller has each window come by ``bring``, which returns its tensors where they are stepped;
-calls ``arrive`` before it uses them; steps them; and sends them back by ``send_back``, after all
-work that it has queued so far. Before a window is stepped, the one ``lag`` before it has to be back
-(``wait_for``): the next one takes its room. ``wait`` ends all copies. ``up`` and ``down`` are bytes
-that were copied between accelerator and host.
+The caller calls ``bring`` for each window, which returns its tensors where they are stepped;
+``arrive`` before it uses them; steps them; and ``send_back``, after all work that it has queued so
+far. Before a window is stepped, the one ``lag`` before it has to be back (``wait_for``), because
+the next one takes its memory. ``wait`` ends all copies. ``up`` and ``down`` are bytes that were
+copied between accelerator and host.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from mp_optim.kernels.kernel_args import MAIN
 from mp_optim.offload.buckets import DiskBytes, HostBytes, HostSlot
 from mp_optim.offload.settings import HostStepSettings
 from mp_optim.offload.state_file import blocks_bytes
-from mp_optim.offload.state_storage import FileSource, LentWindows, MemorySource, Source
+from mp_optim.offload.state_storage import FileStorage, MemoryStorage, OpenWindows, Storage
 from mp_optim.offload.timeline import WAIT_COPIES, TransferBytes
 from mp_optim.offload.window_plan import (
     GRAD,
@@ -46,8 +47,8 @@ from mp_optim.rules.rule import Launch
 from mp_optim.rules.rule_executor import RuleExecutor
 
 
-class WindowLane:
-    """Steps slots in windows that a source lends, on the host or on the device.
+class WindowPipeline:
+    """Steps slots in windows of a storage, on the host or on the device.
 
     Args:
         executor: of the slots.
@@ -68,20 +69,20 @@ class WindowLane:
         self.place, self._executor, self._label = place, executor, label
         self._is_host = place == "host"
         self._stage = "host_step" if self._is_host else "stream_step"
-        self._lag = HostSite.lag if self._is_host else DeviceRing.lag
+        self._lag = HostWindows.lag if self._is_host else DeviceRing.lag
         self._slots: Sequence[HostSlot] = ()
         self._carries_grads = False
         self.moved = TransferBytes()
         self.use(settings)
 
     def use(self, settings: HostStepSettings) -> None:
-        """Lend and copy by other settings from now on."""
+        """Store and copy by other settings from now on."""
         self._transfer, self._timeline = settings.transfer, settings.timeline
         self._most = settings.window_bytes
         self._sizes: list[int] = []
-        self.source: Source = MemorySource()
+        self.storage: Storage = MemoryStorage()
         if settings.state_file is not None:
-            self.source = FileSource(
+            self.storage = FileStorage(
                 settings.state_file,
                 self._transfer,
                 settings.pin_mains,
@@ -89,7 +90,7 @@ class WindowLane:
                 self._is_host,
             )
 
-    def cut(self, slots: Sequence[HostSlot], carries_grads: bool) -> None:
+    def use_slots(self, slots: Sequence[HostSlot], carries_grads: bool) -> None:
         """Step these slots from now on.
 
         Args:
@@ -136,7 +137,7 @@ class WindowLane:
 
     def _slot_bytes(self, slot: HostSlot) -> int:
         """Return the bytes of a slot in a window."""
-        size = self.source.form.forms_bytes(held_forms(self._executor, slot).values())
+        size = self.storage.form.forms_bytes(held_forms(self._executor, slot).values())
         return size + self._along_bytes(slot, slot.numel)
 
     def _smallest(self, slot: HostSlot) -> int:
@@ -145,7 +146,7 @@ class WindowLane:
         if not self._may_cut(slot.slot):
             return whole
         forms = held_forms(self._executor, slot).items()
-        elements, size = self.source.form.cuts({key: dtype for key, (_, dtype) in forms})
+        elements, size = self.storage.form.cuts({key: dtype for key, (_, dtype) in forms})
         return min(whole, size + self._along_bytes(slot, elements))
 
     @property
@@ -159,23 +160,23 @@ class WindowLane:
         if not self._sizes:
             slots = list(map(self._slot_bytes, self._slots))
             least = max(map(self._smallest, self._slots), default=0)
-            sizes = self.source.window_sizes(slots, least, self._most, self._lag)
-            self.source.resize(sizes)
+            sizes = self.storage.window_sizes(slots, least, self._most, self._lag)
+            self.storage.resize(sizes)
             self._sizes = sizes
 
     def host_bytes(self) -> tuple[int, ...]:
         """Return the bytes of each piece of host memory that windows take."""
-        return self.source.host_bytes(self.sizes) if self._slots else ()
+        return self.storage.host_bytes(self.sizes) if self._slots else ()
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of host memory that windows take now."""
-        return self.source.allocated
+        return self.storage.allocated
 
     def note(self) -> str:
         """Return a note for ``describe()`` about how the slots are stepped."""
         count, sizes = len(self._slots), self.sizes
-        if isinstance(self.source, MemorySource):
+        if isinstance(self.storage, MemoryStorage):
             return (
                 f"streamed: {count} parameters are stepped on the device from host memory, in "
                 f"windows of {sizes[0]:,} bytes, {len(sizes)} at a time in step()"
@@ -183,7 +184,7 @@ class WindowLane:
         size = sum(disk_bytes(self._executor, self._slots))
         return (
             f"on disk: main params and state of {count} parameters, {size:,} bytes, are in an "
-            f"unnamed temporary file in {self.source.file.folder} (not a checkpoint), and are "
+            f"unnamed temporary file in {self.storage.file.folder} (not a checkpoint), and are "
             f"stepped on the {'host' if self._is_host else 'device'} in windows of {sizes[0]:,} "
             f"bytes, {len(sizes)} at a time in host memory"
         )
@@ -203,27 +204,27 @@ class WindowLane:
         launches = self._executor.plan(updates)
         may_cut = [self._executor.is_elementwise(each.settings) for each in launches]
         along = partial(self._along, on_host)
-        staying = {slot.slot for slot in self._slots if slot.stays}
+        staying = {slot.slot for slot in self._slots if slot.is_stepped_in_place}
         windows = cut_windows(
-            *(launches, self.source.form, self.sizes[0], may_cut, along),
+            *(launches, self.storage.form, self.sizes[0], may_cut, along),
             lambda launch, index: launch.updates.slots[index] in staying,
         )
         if not windows:
             step_device()
             return
-        site = self._site(windows, updates, on_host)
-        lent = self.source.lend(windows)
+        copies = self._copies_of(windows, updates, on_host)
+        opened = self.storage.open_windows(windows)
         try:
-            self._stream(launches, len(windows), lent, site, step_device)
-            for number in range(max(0, len(windows) - site.lag), len(windows)):
-                lent.store(number)
+            self._stream(launches, len(windows), opened, copies, step_device)
+            for number in range(max(0, len(windows) - copies.lag), len(windows)):
+                opened.write_window(number)
         finally:
             # NOTE: the host memory of the windows is read and written by the disk until here.
-            lent.finish()
+            opened.close_windows()
         for launch in launches:
             launch.copy_back()
             self._executor.rows.groups[launch.group].count(launch.positions)
-        self.moved.add(site.down, site.up, lent.read, lent.written)
+        self.moved.add(copies.down, copies.up, opened.read, opened.written)
 
     def _along(self, on_host: Collection[Slot], launch: Launch, index: int) -> Tensors:
         """Return the gradient and output of a launch's tensor that are copied with its window."""
@@ -236,11 +237,11 @@ class WindowLane:
         written = {} if output is None else {OUTPUT: output}
         return written if is_down else {GRAD: grad, **written}
 
-    def _site(
+    def _copies_of(
         self, windows: Sequence[Window], updates: SlotUpdates, on_host: Collection[Slot]
-    ) -> Site:
+    ) -> WindowCopies:
         if self._is_host:
-            return HostSite(self._transfer, windows)
+            return HostWindows(self._transfer, windows)
         like = updates.grads[0]
         if (slot := updates.slots[0]) in on_host:
             output = updates.outputs[0]
@@ -251,43 +252,43 @@ class WindowLane:
         self,
         launches: Sequence[Launch],
         count: int,
-        lent: LentWindows,
-        site: Site,
+        opened: OpenWindows,
+        copies: WindowCopies,
         step_device: Callable[[], None],
     ) -> None:
         """Step all windows, and the device's slots during the first copy."""
         try:
-            coming = lent.fetch(0)
+            coming = opened.read_window(0)
             # NOTE: a copy that is queued behind a window's waits for all of it. So host data of
             # queued steps is uploaded first; a window waits for no step.
-            if isinstance(site, HostSite):
-                resident = site.bring(coming)
+            if isinstance(copies, HostWindows):
+                resident = copies.bring(coming)
                 step_device()
             else:
                 step_device()
                 for launch in launches:
-                    self._executor.announce(launch, site.device)
-                resident = site.bring(coming)
+                    self._executor.announce(launch, copies.device)
+                resident = copies.bring(coming)
             self._executor.step_mark.touch()
             for number in range(count):
                 window, stepped = coming, resident
-                if (before := number - site.lag) >= 0:
+                if (before := number - copies.lag) >= 0:
                     with self._timeline.stage(WAIT_COPIES):
-                        site.wait_for(before)
-                    lent.store(before)
-                site.arrive()
+                        copies.wait_for(before)
+                    opened.write_window(before)
+                copies.arrive()
                 if number + 1 < count:
-                    coming = lent.fetch(number + 1)
-                    resident = site.bring(coming)
+                    coming = opened.read_window(number + 1)
+                    resident = copies.bring(coming)
                 slots = [launches[p.launch].updates.slots[p.index] for p in window]
                 with self._timeline.stage(self._stage, self._label(slots)):
                     for launch in launches_of(launches, window, stepped):
                         self._executor.carry_out(launch)
-                site.send_back(number, window, stepped)
+                copies.send_back(number, window, stepped)
         finally:
-            # NOTE: the site's memory and the host's are read and written by copies until here.
+            # NOTE: copies read and write the memory of both ends until here.
             with self._timeline.stage(WAIT_COPIES):
-                site.wait()
+                copies.wait()
 
 
 # -- what state takes -----------------------------------------------------------------------------
@@ -297,7 +298,7 @@ def held_forms(executor: RuleExecutor, slot: HostSlot) -> dict[str, TensorSpec]:
     """Return the forms of the tensors that are stored for a slot: its state, and its main param
     unless that is on the device."""
     forms = executor.rows.specs(slot.slot)
-    if slot.stays:
+    if slot.is_stepped_in_place:
         del forms[MAIN]
     return forms
 
@@ -329,7 +330,7 @@ def disk_bytes(executor: RuleExecutor, slots: Iterable[HostSlot]) -> DiskBytes:
     return DiskBytes(**sizes)
 
 
-class HostSite:
+class HostWindows:
     """Steps windows in host memory. Gradients are copied from the device, and parameters to it.
 
     Args:
@@ -447,4 +448,4 @@ def _tensors(of_pieces: Sequence[Tensors]) -> list[Tensor]:
     return [tensor for tensors in of_pieces for tensor in tensors.values()]
 
 
-Site = HostSite | DeviceRing
+WindowCopies = HostWindows | DeviceRing

@@ -34,7 +34,7 @@ Tensors = Mapping[str, Tensor]
 ``OUTPUT``, if they have to be copied to where it is stepped."""
 Along = Callable[[Launch, int], Tensors]
 """Gradient and output of a tensor of a launch, if they come along with its state."""
-Stays = Callable[[Launch, int], bool]
+InPlace = Callable[[Launch, int], bool]
 """Whether the main param of a tensor of a launch is where it is stepped, and no window has it."""
 
 
@@ -116,20 +116,20 @@ def cut_windows(
     most: int,
     may_cut: Sequence[bool],
     along: Along,
-    stays: Stays = lambda *_: False,
+    in_place: InPlace = lambda *_: False,
 ) -> list[Window]:
     """The windows of a step, of at most ``most`` bytes each.
 
     Args:
         may_cut: for each launch, whether a part of a tensor can be stepped by itself.
-        stays: of main params.
+        in_place: of main params.
 
     Raises:
         ValueError: a tensor that may not be cut is larger than that, naming its bytes.
     """
     windows: list[Window] = []
     filled = 0
-    for piece in _pieces(launches, form, most, may_cut, along, stays):
+    for piece in _pieces(launches, form, most, may_cut, along, in_place):
         if not windows or filled + piece.num_bytes > most:
             windows.append([])
             filled = 0
@@ -144,12 +144,12 @@ def _pieces(
     most: int,
     may_cut: Sequence[bool],
     along: Along,
-    stays: Stays,
+    in_place: InPlace,
 ) -> Iterator[Piece]:
     for launch, planned in enumerate(launches):
         for index, main in enumerate(planned.lists.main):
             held, extra = _held(planned.lists, index), along(planned, index)
-            if stays(planned, index):
+            if in_place(planned, index):
                 del held[MAIN]
             size = form.bytes_of(held, extra)
             if size <= most:

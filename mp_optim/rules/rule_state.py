@@ -41,7 +41,7 @@ from mp_optim.core.slot_state import (
 from mp_optim.core.tensor_layout import region_of
 from mp_optim.core.tensors import ParamWatcher
 from mp_optim.host.calls import in_own_modes
-from mp_optim.host.host_memory import TensorSpec, as_tensor, beside, zeros
+from mp_optim.host.host_memory import TensorSpec, allocate_contiguous, as_tensor, zeros
 from mp_optim.host.leases import give_memory
 from mp_optim.kernels.codecs import is_blocked, join, split_
 from mp_optim.kernels.kernel_args import MAIN
@@ -403,8 +403,7 @@ class RuleState(StateStore):
 
     @in_own_modes
     def allocate_state(self, slots: Sequence[Slot]) -> None:
-        """Allocate state of some slots. Host tensors of one name are contiguous, if together they
-        are large."""
+        """Allocate state of some slots. Host tensors of one name are contiguous."""
         missing: dict[tuple[str, Allocate | None], list[tuple[Slot, TensorSpec]]] = defaultdict(
             list
         )
@@ -415,8 +414,8 @@ class RuleState(StateStore):
                     missing[key, self.allocators.get(slot)].append((slot, spec))
         for (key, allocate), wanted in missing.items():
             specs = [spec for _, spec in wanted]
-            tensors = beside(specs) if allocate is None else allocate(specs)
-            for (slot, _), tensor in zip(wanted, tensors or (), strict=False):
+            tensors = (allocate or allocate_contiguous)(specs)
+            for (slot, _), tensor in zip(wanted, tensors, strict=True):
                 group_state = self.groups[slot.group]
                 group_state.slots[slot.position].setdefault(
                     "step", group_state.steps[slot.position]

@@ -25,7 +25,7 @@ class Reader:
     def __init__(self, patch):
         self.go, self.held = threading.Event(), threading.Event()
         self.share, self.left = None, 0
-        read_into, lend = leases.Lease.read_into, writing.lend
+        read_into, lend = leases.Lease.read_into, writing.lease_tensors
 
         def count(tensors):
             if self.share is not None:
@@ -40,7 +40,7 @@ class Reader:
                     assert self.go.wait(60)
             read_into(lease, to)
 
-        patch.setattr(writing, "lend", count)
+        patch.setattr(writing, "lease_tensors", count)
         patch.setattr(leases.Lease, "read_into", read)
         patch.setattr(writing, "LENT_FROM", 5)  # all but step counts
 

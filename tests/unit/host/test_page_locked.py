@@ -17,10 +17,10 @@ from mp_optim.host import host_memory
 from mp_optim.host.host_memory import (
     REGISTERED_FROM,
     PageLockError,
-    cut,
     page_locked,
     page_locked_bytes,
     power_of_two,
+    tensor_in,
 )
 from support.cuda_runtime import (
     LockingCuda,
@@ -63,7 +63,7 @@ def test_just_the_pages_of_it_are_locked(runtime: LockingRuntime, size: int) -> 
 def test_page_locked_memory_is_unregistered_once_before_unmapping(runtime: LockingRuntime) -> None:
     memory = page_locked(SIZE, CUDA)
     address = memory.data_ptr()
-    part = cut(memory, 4096, torch.Size([5]), torch.float32)
+    part = tensor_in(memory, 4096, torch.Size([5]), torch.float32)
     del memory
     gc.collect()
     assert runtime.registered == {address: SIZE} and part.sum() == 0

@@ -19,7 +19,7 @@ from mp_optim import FusedAdam, HybridDeviceOptimizer
 from mp_optim.core import Slot, SlotUpdate, SlotUpdates
 from mp_optim.host import leases
 from mp_optim.host.accelerator import accelerator_of
-from mp_optim.host.host_memory import cut
+from mp_optim.host.host_memory import tensor_in
 from mp_optim.host.transfer import fetch, transfer_for
 from mp_optim.offload.backward_jobs import BackwardJob
 from mp_optim.offload.bucket_buffers import Staging
@@ -263,9 +263,9 @@ def borrowed_by_a_save(simulation, write):
     with saves_of(simulation) as saves:
         _, _, value = transfer_and_memory(simulation, 512)
         param = torch.nn.Parameter(value)
-        lent = leases.lend([])
+        lent = leases.lease_tensors([])
         borrow = lent.of_device(param.device)
-        readers = borrow.lend_state(value, "state"), borrow.lend_param(param, "a param")
+        readers = borrow.lease_state(value, "state"), borrow.lease_param(param, "a param")
         lent.start()
         with torch.no_grad():
             write(simulation, param)
@@ -354,7 +354,7 @@ NEVER_WRONG = ("drain", "collect", "accelerator.on", "wait_for(job)", "was_read"
 """Without these the bits are right, if by luck: what the worker has not finished is not used, or it
 finishes in time as its thread happens to run; and of two reads into one piece of memory the later
 one is carried out last at every pace."""
-NEVER_WRONG_SITES = ("streaming.HostSite.wait: self.wait_for(number)",)
+NEVER_WRONG_SITES = ("streaming.HostWindows.wait: self.wait_for(number)",)
 """Reported like the others, but no schedule here gives wrong bits: between two steps the host
 fetches which weights differ, and waits for the device."""
 # The locks of the worker, and of a save, order threads, not streams.
@@ -433,7 +433,7 @@ def test_optimizer_may_go_while_its_parameters_are_on_their_way_up():
 def test_both_ends_of_a_copy_are_held_until_it_is_done(waits):
     with simulated_accelerator() as simulation:
         transfer, host, value = transfer_and_memory(simulation, 32)
-        source = cut(host.view(torch.uint8), 64, torch.Size([16]), torch.float32)
+        source = tensor_in(host.view(torch.uint8), 64, torch.Size([16]), torch.float32)
         target = torch.nn.Parameter(value[:16].clone(), requires_grad=False)
         ends = [simulation.memory.of(source), simulation.memory.of(target)]
         ticket = transfer.upload([target], [source])

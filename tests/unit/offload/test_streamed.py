@@ -158,8 +158,8 @@ def test_device_holds_windows_in_a_step_and_nothing_after_it(form, window):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"optimizer": "lamb"}, r"big takes \d+ bytes; set stream_window_bytes"),
-        ({"optimizer": "muon"}, "muon needs whole parameters, and big takes"),
+        ({"optimizer": "lamb"}, r"big needs \d+ bytes; set stream_window_bytes"),
+        ({"optimizer": "muon"}, "muon needs whole parameters, and big needs"),
         ({"fraction": 0.0}, "offload_place='streamed': has no effect without"),
         ({"window": 100}, "stream_window_bytes=100: must be a whole number"),
     ],
@@ -172,7 +172,7 @@ def test_streaming_refuses_unsupported_optimizers_by_name(fields, said):
 def test_window_that_a_refusal_names_is_large_enough():
     with pytest.raises(ValueError, match="set stream_window_bytes to at least that") as error:
         build(optimizer="lamb")
-    needed = int(re.search(r"big takes (\d+) bytes", str(error.value))[1])
+    needed = int(re.search(r"big needs (\d+) bytes", str(error.value))[1])
     with pytest.raises(ValueError, match="set stream_window_bytes"):
         build(optimizer="lamb", window=needed - 1)
     expected = train(*build(place="device", optimizer="lamb"), 2)
