@@ -115,6 +115,9 @@ def markdown(sections: list[Section], limit: float, regime: str) -> str:
     where = machine()
     others = "".join(f"{name} {version}, " for name, version in where["opponents"].items())
     return (
+        "# Steps on a CPU\n\n"
+        "`python tools/benchmark_host.py` writes this page. Method and summary: "
+        "[Benchmarks](../benchmarks.md#the-step-on-a-cpu).\n\n"
         f"{where['cpu']}, {where['threads']} threads, {where['level']}, "
         f"torch {where['torch']}, "
         f"{others}"
@@ -127,7 +130,7 @@ def tables(sections: Sequence[Section]) -> str:
     for section in sections:
         columns = _columns(section)
         lines += [
-            f"### {section.title}",
+            f"## {section.title}",
             "",
             "| | " + " | ".join(_HEADS.get(key, key) for key in columns) + " |",
             "|---" * (len(columns) + 1) + "|",
