@@ -167,6 +167,16 @@ def test_words_of_the_design_are_names_in_the_code():
     assert unknown == []
 
 
+def test_names_on_the_page_of_the_design_are_in_the_code():
+    named = re.findall(
+        r"`([A-Za-z_]\w*(?:\.\w+)*)(?:\(.*?\))?`", (ROOT / "docs/design.md").read_text()
+    )
+    code = "\n".join(path.read_text() for path in (ROOT / "mp_optim").rglob("*.py"))
+    words = {word for name in named for word in name.split(".")}
+    assert len(words) > 80
+    assert {word for word in words if not re.search(rf"\b{word}\b", code)} == set()
+
+
 def test_members_that_pages_name_are_there():
     """`Class.member` on a page about the code is a member of a class of that name, or of a base."""
     members: dict[str, set[str]] = {}
