@@ -12,8 +12,7 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.config.rules import RULES
 from mp_optim.kernels.state_format import StatePrecision
 from mp_optim.muon.muon import MuonRule
-from mp_optim.rules.rule import Rule
-from mp_optim.rules.rule_optimizer import NAMED_RULES
+from mp_optim.rules.rule import NAMED_RULES, Rule
 
 assert {*NAMED_RULES, MuonRule.name} == {*RULES}
 

@@ -61,8 +61,7 @@ from mp_optim.core.tensors import check_memory
 from mp_optim.host.calls import in_own_modes
 from mp_optim.host.leases import give_memory
 from mp_optim.host.torch_types import is_dtensor
-from mp_optim.kernels.checksums import checksums_of
-from mp_optim.kernels.written_weights import WrittenWeights
+from mp_optim.kernels.checksums import WrittenWeights, checksums_of
 from mp_optim.mixed_precision.grad_norm import EXCLUDED, MAIN_NORM, NormKey
 from mp_optim.mixed_precision.observer import WeightObserver
 from mp_optim.mixed_precision.param_state import (

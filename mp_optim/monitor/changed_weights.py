@@ -18,8 +18,8 @@ from mp_optim.core.model_parallel import ModelParallel
 from mp_optim.core.quantized import bits_of
 from mp_optim.core.tensor_layout import region_of
 from mp_optim.core.weight_delta import WeightDelta, WeightPatch, bits_differ, bits_set
+from mp_optim.kernels.checksums import WrittenWeights
 from mp_optim.kernels.kernel_args import bitmap_bytes
-from mp_optim.kernels.written_weights import WrittenWeights
 from mp_optim.mixed_precision import MegatronOptimizer
 from mp_optim.mixed_precision.main_params import MainParams
 from mp_optim.mixed_precision.observer import Observer, WeightObserver

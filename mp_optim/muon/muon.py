@@ -27,10 +27,9 @@ from mp_optim.muon.orthogonalization import (
     runs_of_wholes,
     whole_directions,
 )
-from mp_optim.rules.elementwise import AdamRule, LionRule, check_decoupled
-from mp_optim.rules.rule import ElementRule, Launch, Rule, Settings, Workspace
+from mp_optim.rules.rule import NAMED_RULES, Launch, Rule, Settings, Workspace, check_decoupled
 
-_SCALARS: dict[str, ElementRule] = {"adam": AdamRule(), "lion": LionRule()}
+_SCALARS = {name: NAMED_RULES[name] for name in ("adam", "lion")}
 
 
 class MuonRule(Rule):

@@ -44,7 +44,7 @@ from mp_optim.core.tensor_layout import split_dims
 from mp_optim.host.calls import in_own_modes, weak_method
 from mp_optim.host.host_memory import Block, aligned_bytes
 from mp_optim.host.torch_types import is_dtensor
-from mp_optim.kernels.written_weights import WrittenWeights
+from mp_optim.kernels.checksums import WrittenWeights
 from mp_optim.offload.backward_grads import GradSource
 from mp_optim.offload.backward_scheduler import BackwardScheduler
 from mp_optim.offload.buckets import HostSlot, plan_offload

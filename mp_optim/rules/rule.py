@@ -1,4 +1,4 @@
-"""The interface of a rule: its moments, its settings, and its step, without state.
+"""Rules: the interface (moments, settings, and a step, without state), and each rule but Muon.
 
 :class:`~mp_optim.rules.rule_executor.RuleExecutor` reads from the rule which state a parameter has,
 keeps it, and passes it back in a :class:`Launch`. Several optimizers may share a rule.
@@ -18,7 +18,8 @@ from mp_optim.config.rules import RULES
 from mp_optim.core import CachedTensorList, DeviceMultiplier, Multiplier, SlotUpdate, SlotUpdates
 from mp_optim.core.tensor_layout import ShardRegion
 from mp_optim.kernels import Backend
-from mp_optim.kernels.kernel_args import RULE_SCALARS, TensorLists
+from mp_optim.kernels.kernel_args import RULE_SCALARS, LambScalars, TensorLists, fp32
+from mp_optim.kernels.sums import reduce_rows
 
 Settings = Mapping[str, Any]
 """A param group, from which rules read hyperparameters."""
@@ -222,3 +223,109 @@ class ElementRule(Rule):
         backend.step(*given)
         if written is not None:
             written()
+
+
+# -- the rules ------------------------------------------------------------------------------------
+#
+# Adam and AdamW: Kingma & Ba 2015, Loshchilov & Hutter 2019. Lion: the sign of an interpolated
+# momentum, Chen et al. 2023. SGD with momentum, as torch defines it. LAMB, which scales the update
+# of a whole parameter: You et al. 2020. Formulas: docs/numerics.md.
+
+
+def check_decoupled(group: Settings) -> None:
+    """Raise ValueError for cautious decay that is a part of the gradient."""
+    if group.get("cautious_wd") and not group.get("adam_w_mode", True):
+        raise ValueError(
+            "cautious_wd=True: needs decoupled weight decay; set adam_w_mode=True "
+            "(decoupled_weight_decay=True of the config)"
+        )
+
+
+class AdamRule(ElementRule):
+    """Adam. With ``betas[0]`` at 0 it keeps no first moment, which would be the gradient."""
+
+    name = "adam"
+
+    def deciding_setting(self, group: Settings) -> str:
+        return "betas"
+
+    def moments(self, group: Settings) -> tuple[str, ...]:
+        unread = self.unread_moments(group)
+        return tuple(name for name in super().moments(group) if name not in unread)
+
+    def check_settings(self, group: Settings) -> None:
+        super().check_settings(group)
+        check_decoupled(group)
+
+    def unread_moments(self, group: Settings) -> tuple[str, ...]:
+        match group["betas"]:
+            case (first, _, *_) if first == 0.0:
+                return ("exp_avg",)
+        return ()  # also for values that are not betas; check_settings names them
+
+
+class LionRule(ElementRule):
+    """Lion, with decoupled weight decay."""
+
+    name = "lion"
+
+    def reads_steps(self, group: Settings) -> bool:
+        return False
+
+
+class SgdRule(ElementRule):
+    """SGD with momentum. The momentum buffer starts as the first gradient."""
+
+    name = "sgd"
+
+    def deciding_setting(self, group: Settings) -> str:
+        return "momentum"
+
+    def moments(self, group: Settings) -> tuple[str, ...]:
+        return super().moments(group) if group["momentum"] else ()
+
+    def reads_steps(self, group: Settings) -> bool:
+        return False
+
+    def check_settings(self, group: Settings) -> None:
+        super().check_settings(group)
+        if group["nesterov"] and not (group["momentum"] > 0 and group["dampening"] == 0):
+            raise ValueError(
+                f"nesterov={group['nesterov']!r}: must be False unless momentum > 0 and "
+                "dampening == 0"
+            )
+
+
+class LambRule(Rule):
+    """LAMB with apex's settings. The trust ratio is per parameter: nothing crosses devices, and for
+    a sharded parameter one small tensor of sums is reduced."""
+
+    name = "lamb"
+    clips = True
+    needs_numbers = False
+
+    def is_collective(self, group: Settings, update: SlotUpdate) -> bool:
+        return bool(update.shard_groups)
+
+    def effective_multiplier(self, group: Settings, multiplier: float, grad_norm: float) -> float:
+        limit = group["max_grad_norm"]
+        if not limit or grad_norm <= limit:
+            return multiplier
+        return fp32(multiplier * limit / grad_norm)
+
+    def apply(self, launch: Launch, backend: Backend) -> None:
+        lists, multiplier = launch.lists, launch.factor
+        scalars = LambScalars.at(launch.settings, launch.step)
+        shard_groups = launch.updates.shard_groups
+        if any(shard_groups):
+            sums = backend.lamb_moments(lists, scalars, multiplier)
+            reduce_rows(sums, shard_groups, "adding up LAMB's norms")
+            backend.lamb_finish(lists, scalars, sums, multiplier)
+        else:
+            backend.lamb(lists, scalars, multiplier)
+
+
+NAMED_RULES: dict[str, Rule] = {
+    rule.name: rule for rule in (AdamRule(), LambRule(), LionRule(), SgdRule())
+}
+"""The rules of this room, by name."""

@@ -38,9 +38,7 @@ from mp_optim.host.host_memory import as_tensor
 from mp_optim.kernels.checksums import global_grad_norm
 from mp_optim.kernels.selection import warn_of_missing_kernels
 from mp_optim.kernels.state_format import StatePrecision
-from mp_optim.rules.elementwise import AdamRule, LionRule, SgdRule
-from mp_optim.rules.lamb import LambRule
-from mp_optim.rules.rule import Rule
+from mp_optim.rules.rule import NAMED_RULES, Rule
 from mp_optim.rules.rule_executor import RuleExecutor
 
 E = TypeVar("E", bound=Executor)
@@ -198,17 +196,11 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         return self.executor.metrics()
 
 
-NAMED_RULES: dict[str, Rule] = {
-    rule.name: rule for rule in (AdamRule(), LambRule(), LionRule(), SgdRule())
-}
-"""The rules of this room, by name."""
-
-
 class RuleOptimizer(SlotOptimizer[RuleExecutor]):
     """Steps FP32 tensors, and bfloat16 ones with remainders, by a rule of this package.
 
     Args:
-        rule: a name of :data:`NAMED_RULES`, or a rule, such as ``MuonRule("adam")``.
+        rule: a name of ``NAMED_RULES``, or a rule, such as ``MuonRule("adam")``.
         params: parameters, named parameters or groups.
         lr: learning rate.
         weight_decay: factor of the weight decay.

@@ -6,7 +6,8 @@ from torch import nn
 
 from mp_optim.core.slot_state import AVERAGE
 from mp_optim.muon.muon import MuonRule
-from mp_optim.rules.rule_optimizer import NAMED_RULES, RuleOptimizer
+from mp_optim.rules.rule import NAMED_RULES
+from mp_optim.rules.rule_optimizer import RuleOptimizer
 from support.kernels import NEED_KERNELS
 from support.models import same_bits
 
