@@ -1,9 +1,16 @@
 """Gradients as backward makes them final: hooks on the parameters of the optimizer that takes the
-step. Each gradient is reported to the scheduler, which may begin work on it."""
+step. Each gradient is reported to the scheduler, which may begin work on it.
+
+A gradient on an accelerator is the same if its memory, its version and the sums of its bits are the
+same. The version alone misses writes through ``grad.data``, foreign kernels and torch's foreach
+operations on a DTensor. Gradients in host memory are compared with the copies that the worker used,
+bit by bit, at every step.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,6 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from mp_optim.core import (
@@ -25,6 +33,8 @@ from mp_optim.core import (
 )
 from mp_optim.core.executor import Place
 from mp_optim.core.tensors import GRADIENT_DTYPES
+from mp_optim.host.calls import writes_counted
+from mp_optim.host.leases import sums_of_bits
 from mp_optim.host.torch_types import is_dtensor
 
 
@@ -62,6 +72,60 @@ class ReleasableGrad:
         self.param.grad = None
 
 
+@dataclass(frozen=True, slots=True)
+class GradVersion:
+    """A gradient at one moment, without keeping it alive.
+
+    Attributes:
+        storage: its memory, as long as that exists; another gradient at the same address has
+            another storage.
+        address: where it begins.
+        version: number of writes that torch counted; None for tensors made in inference mode.
+        count: how often a gradient of the slot had got ready.
+        bits: sums of its bits (:func:`sums_of_bits`) as they were; None if they are not asked for.
+    """
+
+    storage: StorageWeakRef
+    address: int
+    version: int | None
+    count: int
+    bits: Tensor | None = None
+
+    @classmethod
+    def of(cls, grad: Tensor, count: int, with_bits: bool = False) -> GradVersion:
+        """Return the version of a plain tensor; ``with_bits`` also detects writes that torch does
+        not count."""
+        storage = StorageWeakRef(grad.untyped_storage())  # type: ignore[no-untyped-call]
+        bits = _bits_of(grad) if with_bits else None
+        return cls(storage, grad.data_ptr(), writes_counted(grad), count, bits)
+
+    def matches(self, grad: Tensor, count: int) -> bool:
+        """True if this is the same gradient, not written to since."""
+        return (
+            self.count == count
+            and self.version == writes_counted(grad)
+            and self.is_memory_of(grad)
+            and (self.bits is None or torch.equal(self.bits, _bits_of(grad)))
+        )
+
+    def is_memory_of(self, grad: Tensor) -> bool:
+        """Whether a gradient begins where this one did, in the same memory."""
+        is_gone = self.storage.expired()  # type: ignore[no-untyped-call]
+        return (
+            self.address == grad.data_ptr()
+            and not is_gone
+            and self.storage.cdata == grad.untyped_storage()._cdata
+        )
+
+
+@torch.no_grad()
+def _bits_of(grad: Tensor) -> Tensor:
+    flat = grad.detach().reshape(-1)
+    if flat.data_ptr() % 8:
+        flat = flat.clone()
+    return sums_of_bits(flat.view(torch.uint8))
+
+
 class BackwardGrads:
     """Hooks on the parameters of a source that are not stepped on the device.
 
@@ -89,6 +153,8 @@ class BackwardGrads:
         self._watched: dict[Slot, Tensor] = {}
         self._slot_of: dict[int, Slot] = {}  # by the id of the watched parameter
         self._hooks: dict[Slot, RemovableHandle] = {}
+        self._counts: Counter[Slot] = Counter()  # of gradients that arrived
+        self._compared: dict[Slot, bool] = {}
         weakref.finalize(self, _remove, self._hooks)
 
     def use_source(self, source: GradSource) -> None:
@@ -148,6 +214,71 @@ class BackwardGrads:
             return None
         return local_tensor(grad)
 
+    # -- whether gradients are those that a job was given ------------------------------------------
+
+    def count(self, slot: Slot) -> None:
+        """Count a gradient that arrived."""
+        self._counts[slot] += 1
+
+    def versions(self, updates: SlotUpdates, with_bits: bool = False) -> dict[Slot, GradVersion]:
+        """Return the present versions of the gradients of updates; see :meth:`GradVersion.of`."""
+        return {
+            slot: GradVersion.of(grad, self._counts[slot], with_bits)
+            for slot, grad in zip(updates.slots, updates.grads, strict=True)
+        }
+
+    def are_complete(self, given: Mapping[Slot, GradVersion], updates: SlotUpdates) -> bool:
+        """True if a job was given a gradient of each of these slots, and none arrived since."""
+        return tuple(given) == tuple(updates.slots) and all(
+            version.count == self._counts[slot] for slot, version in given.items()
+        )
+
+    def are_same(
+        self,
+        given: Mapping[Slot, GradVersion],
+        updates: SlotUpdates,
+        staged: Sequence[Tensor] | None,
+    ) -> bool:
+        """True if a job was given these gradients, as they are now.
+
+        Args:
+            given: the versions that the job was given.
+            updates: updates of the step.
+            staged: copies of gradients that the host can read, which are compared bit by bit; None
+                to compare versions.
+        """
+        copies = [None] * len(updates) if staged is None else staged
+        rows = zip(updates.slots, updates.grads, copies, strict=True)
+        return self.are_complete(given, updates) and all(
+            given[slot].matches(grad, self._counts[slot])
+            if copy is None
+            else self._has_bits(slot, grad, copy)
+            for slot, grad, copy in rows
+        )
+
+    def is_same(
+        self, slot: Slot, version: GradVersion, grad: Tensor, staged: Tensor | None
+    ) -> bool:
+        """True if a gradient is the one that a job measured; see :meth:`are_same`."""
+        count = self._counts[slot]
+        if staged is None:
+            return version.matches(grad, count)
+        is_last = version.count == count and version.is_memory_of(grad)
+        return is_last and self._has_bits(slot, grad, staged)
+
+    def forget_comparisons(self) -> None:
+        """Gradients may have been written since they were compared."""
+        self._compared = {}
+
+    def _has_bits(self, slot: Slot, grad: Tensor, staged: Tensor) -> bool:
+        """True if a gradient has the bits of its copy. Each is compared once, because the step uses
+        the measured gradients next."""
+        if slot not in self._compared:
+            self._compared[slot] = same_bits(grad, staged)
+        return self._compared[slot]
+
+    # -- hooks ------------------------------------------------------------------------------------
+
     def _report(self, slot: Slot) -> None:
         param, receive = self._watched[slot], self._receive()
         grad = current_grad(param)
@@ -196,3 +327,26 @@ def _is_laid_out_alike(param: Tensor, grad: Tensor) -> bool:
     if is_dtensor(param) and is_dtensor(grad):
         return grad.placements == param.placements
     return not (is_dtensor(param) or is_dtensor(grad))
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether host tensors have the same bits: -0.0 is not 0.0, and a NaN is itself."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    words = _words(one), _words(other)
+    if words[0] is not None and words[1] is not None:
+        return torch.equal(words[0], words[1])
+    integers = _INTEGERS[one.dtype.itemsize]
+    return torch.equal(one.detach().view(integers), other.detach().view(integers))
+
+
+def _words(tensor: Tensor) -> Tensor | None:
+    """Return the tensor's bytes as int64, which compare four times as fast as 16-bit elements; None
+    if they are not whole words."""
+    first = tensor.storage_offset() * tensor.dtype.itemsize
+    if not tensor.is_contiguous() or first % 8 or tensor.nbytes % 8:
+        return None
+    return tensor.detach().view(-1).view(torch.int64)

@@ -2,13 +2,7 @@
 and stepped into the back buffer.
 
 A result is used only if the step would compute it from the same gradients, settings, step numbers,
-main params and moments. So a change between backward and ``step()`` costs at most repeated work. A
-:class:`GradVersion` identifies a gradient; :class:`GradTracker` counts the gradients of a backward.
-
-A gradient on an accelerator is the same if its memory, its version and the sums of its bits are the
-same. The version alone misses writes through ``grad.data``, foreign kernels and torch's foreach
-operations on a DTensor. Gradients in host memory are compared with the copies that the worker used,
-bit by bit, at every step.
+main params and moments. So a change between backward and ``step()`` costs at most repeated work.
 
 With ``release_gradients`` gradients leave the device, and the host has the only copy. The first
 gradient of a slot is copied into its bucket's staging memory, where the step reads it. Gradients of
@@ -19,77 +13,19 @@ of backward passes, as autograd adds them.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from mp_optim.core import Slot, SlotUpdates
-from mp_optim.host.calls import writes_counted
-from mp_optim.host.leases import sums_of_bits
-from mp_optim.offload.backward_grads import ReleasableGrad
+from mp_optim.offload.backward_grads import GradVersion, ReleasableGrad
 from mp_optim.offload.bucket_buffers import Buckets, Staging
 from mp_optim.offload.double_buffer import BackLaunch
 from mp_optim.offload.timeline import WAIT_COPIES, StepTimeline
 from mp_optim.offload.worker import Job, Worker, WorkerError
-
-
-@dataclass(frozen=True, slots=True)
-class GradVersion:
-    """A gradient at one moment, without keeping it alive.
-
-    Attributes:
-        storage: its memory, as long as that exists; another gradient at the same address has
-            another storage.
-        address: where it begins.
-        version: number of writes that torch counted; None for tensors made in inference mode.
-        count: how often a gradient of the slot had got ready.
-        bits: sums of its bits (:func:`sums_of_bits`) as they were; None if they are not asked for.
-    """
-
-    storage: StorageWeakRef
-    address: int
-    version: int | None
-    count: int
-    bits: Tensor | None = None
-
-    @classmethod
-    def of(cls, grad: Tensor, count: int, with_bits: bool = False) -> GradVersion:
-        """Return the version of a plain tensor; ``with_bits`` also detects writes that torch does
-        not count."""
-        storage = StorageWeakRef(grad.untyped_storage())  # type: ignore[no-untyped-call]
-        bits = _bits_of(grad) if with_bits else None
-        return cls(storage, grad.data_ptr(), writes_counted(grad), count, bits)
-
-    def matches(self, grad: Tensor, count: int) -> bool:
-        """True if this is the same gradient, not written to since."""
-        return (
-            self.count == count
-            and self.version == writes_counted(grad)
-            and self.is_memory_of(grad)
-            and (self.bits is None or torch.equal(self.bits, _bits_of(grad)))
-        )
-
-    def is_memory_of(self, grad: Tensor) -> bool:
-        """Whether a gradient begins where this one did, in the same memory."""
-        is_gone = self.storage.expired()  # type: ignore[no-untyped-call]
-        return (
-            self.address == grad.data_ptr()
-            and not is_gone
-            and self.storage.cdata == grad.untyped_storage()._cdata
-        )
-
-
-@torch.no_grad()
-def _bits_of(grad: Tensor) -> Tensor:
-    flat = grad.detach().reshape(-1)
-    if flat.data_ptr() % 8:
-        flat = flat.clone()
-    return sums_of_bits(flat.view(torch.uint8))
 
 
 @dataclass(eq=False)
@@ -385,104 +321,3 @@ class ReleasedGrads:
     def forget(self) -> None:
         """They are of no use any more."""
         self.held, self.claims, self.lost, self.previous = {}, {}, "", None
-
-
-# -- what was seen of gradients -------------------------------------------------------------------
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class GradTracker:
-    """Counts and comparisons of the gradients of this backward, by slot."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[Slot] = Counter()
-        self._compared: dict[Slot, bool] = {}
-
-    def note(self, slot: Slot) -> None:
-        """Count a gradient that got ready."""
-        self._counts[slot] += 1
-
-    # -- versions ---------------------------------------------------------------------------------
-
-    def versions(self, updates: SlotUpdates, with_bits: bool = False) -> dict[Slot, GradVersion]:
-        """The gradients of some updates as they are now; see :meth:`GradVersion.of`."""
-        return {
-            slot: GradVersion.of(grad, self._counts[slot], with_bits)
-            for slot, grad in zip(updates.slots, updates.grads, strict=True)
-        }
-
-    def is_fresh(self, job: BackwardJob, updates: SlotUpdates) -> bool:
-        """Whether a job was given just these gradients, as they are now."""
-        return tuple(job.versions) == tuple(updates.slots) and all(
-            version.matches(grad, self._counts[slot])
-            for (slot, version), grad in zip(job.versions.items(), updates.grads, strict=True)
-        )
-
-    def is_complete(self, job: BackwardJob, updates: SlotUpdates) -> bool:
-        """Whether a job was given a gradient of each of these, and no other got ready since."""
-        return tuple(job.versions) == tuple(updates.slots) and all(
-            version.count == self._counts[slot] for slot, version in job.versions.items()
-        )
-
-    def is_as_staged(self, job: BackwardJob, updates: SlotUpdates) -> bool:
-        """Whether a job was given these gradients of memory that the host reads, and has in its
-        staging memory every bit that is in them now."""
-        rows = zip(updates.slots, updates.grads, job.staged.grads, strict=True)
-        return self.is_complete(job, updates) and all(
-            self._has_bits(slot, grad, staged) for slot, grad, staged in rows
-        )
-
-    def forget_comparisons(self) -> None:
-        """Gradients may have been written since they were compared."""
-        self._compared = {}
-
-    def _has_bits(self, slot: Slot, grad: Tensor, staged: Tensor) -> bool:
-        """True if a gradient has the bits of its copy. Each is compared once, because the step uses
-        the measured gradients next."""
-        if slot not in self._compared:
-            self._compared[slot] = same_bits(grad, staged)
-        return self._compared[slot]
-
-    def sums(
-        self, job: BackwardJob, grad_of: Callable[[Slot], Tensor | None], compares: bool
-    ) -> Iterator[tuple[Slot, float]]:
-        """Yield the sums of squares that a job measured of gradients in host memory that are still
-        the same.
-
-        Args:
-            grad_of: returns the gradient that the step will use.
-            compares: the host can compare gradients with the copies that it measured.
-        """
-        rows = zip(job.versions.items(), job.sums or (), job.staged.grads, strict=False)
-        for (slot, version), value, staged in rows:
-            grad, count = grad_of(slot), self._counts[slot]
-            if grad is None or not grad.is_cpu:
-                continue  # an accelerator measures its gradients itself
-            if job.releases or not compares:
-                is_same = version.matches(grad, count)
-            else:
-                is_last = version.count == count and version.is_memory_of(grad)
-                is_same = is_last and self._has_bits(slot, grad, staged)
-            if is_same:
-                yield slot, value
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether host tensors have the same bits: -0.0 is not 0.0, and a NaN is itself."""
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    words = _words(one), _words(other)
-    if words[0] is not None and words[1] is not None:
-        return torch.equal(words[0], words[1])
-    integers = _INTEGERS[one.dtype.itemsize]
-    return torch.equal(one.detach().view(integers), other.detach().view(integers))
-
-
-def _words(tensor: Tensor) -> Tensor | None:
-    """Return the tensor's bytes as int64, which compare four times as fast as 16-bit elements; None
-    if they are not whole words."""
-    first = tensor.storage_offset() * tensor.dtype.itemsize
-    if not tensor.is_contiguous() or first % 8 or tensor.nbytes % 8:
-        return None
-    return tensor.detach().view(-1).view(torch.int64)

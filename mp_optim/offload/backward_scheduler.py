@@ -25,7 +25,7 @@ from mp_optim.host.transfer import fetch
 from mp_optim.kernels import choose_backend
 from mp_optim.kernels.kernel_args import fp32
 from mp_optim.offload.backward_grads import BackwardGrads, GradSource, ReleasableGrad
-from mp_optim.offload.backward_jobs import BackwardBucket, BackwardJob, GradTracker, ReleasedGrads
+from mp_optim.offload.backward_jobs import BackwardBucket, BackwardJob, ReleasedGrads
 from mp_optim.offload.bucket_buffers import BucketStep, Staging
 from mp_optim.offload.double_buffer import BackLaunch
 from mp_optim.offload.host_part import HostPart
@@ -76,8 +76,7 @@ class BackwardScheduler:
             again, of steps in which speculation paused, and of buckets whose gradients changed
             after backward.
         released: gradients of which the host has the only copy.
-        grads: reports gradients as they arrive.
-        grad_tracker: counts and comparisons of gradients.
+        grads: reports gradients as they arrive, and compares them with those of jobs.
         is_last_microbatch: True if arriving gradients are complete.
         phase: phase of this iteration.
         speculates: True, except when idle, if gradients are stepped as soon as they are on the
@@ -104,7 +103,6 @@ class BackwardScheduler:
         self._executor, self._bind_tensors = host_part.executor, bind_tensors
         self._timeline = settings.timeline
         self._reporting = threading.Lock()
-        self.grad_tracker = GradTracker()
         self._bucket_of: dict[Slot, BackwardBucket] = {}
         self._failure: WorkerError | None = None
 
@@ -148,7 +146,7 @@ class BackwardScheduler:
             return
         # NOTE: backward has a thread for each device that has parameters, and one for the CPU.
         with self._reporting:
-            self.grad_tracker.note(slot)
+            self.grads.count(slot)
             self._take(slot, grad, claim)
 
     def _take(self, slot: Slot, grad: Tensor, claim: ReleasableGrad | None) -> None:
@@ -252,7 +250,7 @@ class BackwardScheduler:
             destination.memory,
             updates,
             destination.staged,
-            self.grad_tracker.versions(updates, with_bits),
+            self.grads.versions(updates, with_bits),
             launches,
             choose_backend(self.grads.source.fused_backend, _HOST)[0].sum_of_squares,
             self._timeline,
@@ -305,12 +303,17 @@ class BackwardScheduler:
 
     def _sums(self) -> Iterator[tuple[Slot, float]]:
         """Yield the sums of squares that hold for the gradients as they are now."""
-        self.grad_tracker.forget_comparisons()
-        held, compares = self.released.held, self._transfer.is_same_place
-        for bucket in self.buckets:
-            if bucket.job is not None:
-                grad_of = self.grads.present if not bucket.job.releases else held.get
-                yield from self.grad_tracker.sums(bucket.job, grad_of, compares)
+        self.grads.forget_comparisons()
+        for job in [bucket.job for bucket in self.buckets if bucket.job is not None]:
+            compares = self._transfer.is_same_place and not job.releases
+            grad_of = self.released.held.get if job.releases else self.grads.present
+            rows = zip(job.versions.items(), job.sums or (), job.staged.grads, strict=False)
+            for (slot, version), value, staged in rows:
+                grad = grad_of(slot)
+                if grad is None or not grad.is_cpu:
+                    continue  # an accelerator measures its gradients itself
+                if self.grads.is_same(slot, version, grad, staged if compares else None):
+                    yield slot, value
 
     def _finish_jobs(self) -> None:
         """Finish all jobs, and add the last gradients to the held copies."""
@@ -382,7 +385,7 @@ class BackwardScheduler:
         """Forget the work of this backward. The worker must be drained."""
         for bucket in self.buckets:
             bucket.waiting, bucket.job = {}, None
-        self.grad_tracker.forget_comparisons()
+        self.grads.forget_comparisons()
         self.phase, self.speculates = Phase.IDLE, False
 
     # -- in step ----------------------------------------------------------------------------------
@@ -402,12 +405,11 @@ class BackwardScheduler:
             # Where its tensors did not fit these updates, others were made just now.
             if job is None or job.staged.grads is not step.staged.grads:
                 continue
-            tracker, updates = self.grad_tracker, step.updates
             compares = self._transfer.is_same_place and not job.releases
-            is_same = tracker.is_as_staged if compares else tracker.is_fresh
-            step.is_downloaded = is_same(job, updates)
+            staged = job.staged.grads if compares else None
+            step.is_downloaded = self.grads.are_same(job.versions, step.updates, staged)
             if not (step.is_downloaded or job.releases):
-                stale += tracker.is_complete(job, updates)
+                stale += self.grads.are_complete(job.versions, step.updates)
         if stale:
             self._count_changed(stale)
 
@@ -429,7 +431,7 @@ class BackwardScheduler:
             job = self._job_of(bucket)
             # Gradients in host memory are read in place at the step, so any write counts.
             is_copied = job is not None and not (job.releases or self._transfer.is_same_place)
-            if job is not None and is_copied and self.grad_tracker.is_fresh(job, updates):
+            if job is not None and is_copied and self.grads.are_same(job.versions, updates, None):
                 found.update(zip(updates.slots, job.staged.grads, strict=True))
         return found
 

@@ -255,7 +255,7 @@ class MegatronAdapter(torch.optim.Optimizer):
                 "no clipping; other ways of clipping have no effect here"
             )
         for scheduler in self.stack.early_work:
-            scheduler.grad_tracker.forget_comparisons()
+            scheduler.grads.forget_comparisons()
         self._finish(prepared)
         return not prepared.verdict.cause
 

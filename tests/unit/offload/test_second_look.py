@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.mixed_precision.clip_and_skip import StepCounts
-from mp_optim.offload.backward_jobs import same_bits
+from mp_optim.offload.backward_grads import same_bits
 from support.models import AdversarialTransfer
 from support.offload import MODES, build_mode, differing, finish_early_work, hybrids, run, snapshot
 
