@@ -1,5 +1,5 @@
-"""Measurements of many tensors at once: a checksum of each tensor's bits, equal on every device,
-checksums of the weights that a step wrote, and the norm of all gradients of a step."""
+"""Measurements over many tensors: checksums of bits, equal on every device, checksums of the
+weights that a step wrote, and the norm of all gradients of a step."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from mp_optim.kernels.native_library import native_library, thread_count
 from mp_optim.kernels.sums import Groups, reduce_over
 
 _WIDTH = 1024
-"""Elements of a row."""
+"""Number of elements of a row."""
 _PIECE = 1 << 22
-"""Elements that are widened to 64 bits at a time."""
+"""Number of elements that are widened to 64 bits at a time."""
 _PRIME = 0x01000193
 
 
 def checksums_of(tensors: Sequence[Tensor]) -> list[int]:
-    """32 bits for each of some tensors of 2-byte elements, in row-major order; waits for their
-    device once."""
+    """Return a 32-bit checksum for each tensor of 2-byte elements, in row-major order.
+
+    Synchronizes once with their device.
+    """
     sums = [sum_of_bits(tensor) for tensor in tensors]
     if not sums:
         return []
@@ -38,12 +40,12 @@ def checksums_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor:
-    """Return a checksum of a plain tensor's bits that depends on their places: int64, shape ().
+    """Return a checksum of a plain tensor's bits that depends on their positions: int64, shape ().
 
-    Each 16 bits are multiplied with a number of their row of 1,024 and one of their column.
-    Elements of one byte count as 16 bits each.
+    Each 16-bit value is multiplied by a number for its row of 1,024 and one for its column.
+    Elements of one byte count as 16-bit values.
     """
-    if not tensor.numel():  # its strides may be 0
+    if not tensor.numel():  # an empty tensor may have strides of 0
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
     bits = tensor.detach().contiguous().view(-1)
     bits = bits.view(torch.int16) if bits.itemsize > 1 else bits.view(torch.int8).short()
@@ -66,45 +68,50 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
 
 
 def _weights(start: int, count: int, device: torch.device) -> Tensor:
-    """Odd numbers below 2^31, int64, shape (count,): a product with one loses nothing."""
+    """Return odd numbers below 2^31, int64, shape (count,). A product with one of them is
+    invertible."""
     index = torch.arange(start, start + count, dtype=torch.int64, device=device)
     return (index * _PRIME + 0x9E3779B9) % 0x7FFFFFFF | 1
 
 
 class WrittenWeights:
-    """Checksums of weights as the last step left them, on the devices of the weights.
+    """Checksums of weights after the last step, computed on the devices of the weights.
 
-    A kernel compares a weight with its main param where both are on one device. A main param on the
-    host, or a weight that is quantized, would have to be copied first. So the weight's device adds
-    up its bits after a step and before the next one, and both are compared only if the sums differ.
+    A kernel compares a weight with its main param if both are on one device. A main param on the
+    host, or a quantized weight, would have to be copied first. So the weight's device sums its bits
+    after a step and before the next one. The weight and its main param are compared only if the
+    sums differ.
     """
 
     def __init__(self) -> None:
         self._sums: dict[Hashable, Tensor] = {}
 
     def note(self, keys: Sequence[Hashable], weights: Sequence[Tensor]) -> None:
-        """Remember weights as they are: equal to their main params, rounded. Waits for no device.
+        """Record checksums of weights that equal their rounded main params. Does not synchronize.
 
         Args:
-            keys: one for each weight. weights: plain tensors of any dtype.
+            keys: one key for each weight.
+            weights: plain tensors of any dtype.
         """
         self._sums.update(zip(keys, map(sum_of_bits, weights), strict=True))
 
     def knows(self, key: Hashable) -> bool:
-        """Whether a weight's checksum was noted."""
+        """True if a weight's checksum was recorded."""
         return key in self._sums
 
     def forget(self, key: Hashable | None = None) -> None:
-        """Compare a weight, or all, with the main param next time: it may have changed."""
+        """Delete the checksum of a weight, or all, so that it is compared with its main param next
+        time."""
         if key is None:
             self._sums.clear()
         else:
             self._sums.pop(key, None)
 
     def changed(self, keys: Sequence[Hashable], weights: Sequence[Tensor]) -> list[int]:
-        """Return the indices of weights that have other bits than noted, or were not noted.
+        """Return the indices of weights whose bits changed since :meth:`note`, or that have no
+        checksum.
 
-        Waits once for each device.
+        Synchronizes once with each device.
         """
         before = [self._sums.get(key) for key in keys]
         known = [index for index, sums in enumerate(before) if sums is not None]
@@ -122,8 +129,10 @@ class WrittenWeights:
 
 
 def global_grad_norm(updates: Sequence[SlotUpdate]) -> float:
-    """Return the L2 norm of gradients in FP64. They may be on several devices and split over ranks;
-    collective if some are split."""
+    """Return the L2 norm of gradients in FP64.
+
+    They may be on several devices. Collective if some are sharded over ranks.
+    """
     alike: dict[tuple[torch.device, Groups], list[Tensor]] = defaultdict(list)
     for update in updates:
         alike[update.grad.device, update.shard_groups].append(update.grad)

@@ -1,5 +1,5 @@
-"""Batches of tensor lists that fit into caches, and the FP32 values of a batch, for any form of
-storage."""
+"""Batches of tensor lists that fit into caches, and FP32 values of a batch in any storage
+format."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ Lists = list[Tensor]
 
 
 def piece_elements(device: torch.device) -> int:
-    """Return the elements of a batch, a power of two: small enough for a CPU core's cache, large
-    enough to fill an accelerator."""
+    """Return the number of elements of a batch, a power of two.
+
+    It is small enough for a CPU core's cache, and large enough to occupy an accelerator.
+    """
     return 1 << 17 if device.type == "cpu" else 1 << 24
 
 
 def batches(lists: TensorLists, most: float = math.inf) -> Iterator[tuple[list[int], TensorLists]]:
-    """Yield flat views of at most ``most`` small tensors or of pieces of large ones, at most
-    :func:`piece_elements` together, each with the positions of their tensors in ``lists``.
+    """Yield batches of flat views, each with the indices of their tensors in ``lists``.
 
-    A tensor that fits into one batch is never cut, and a larger one is cut at multiples of
-    :func:`piece_elements`, so that a piece can be summed by itself (see ``sums``). Empty tensors
-    are skipped.
+    A batch has at most ``most`` small tensors, or pieces of large ones, of at most
+    :func:`piece_elements` elements together. A tensor that fits into one batch is never split. A
+    larger one is split at multiples of :func:`piece_elements`, so that each piece can be summed
+    separately (see ``sums``). Empty tensors are skipped.
     """
     limit = piece_elements(lists.main[0].device) if lists.main else 1
     cuts: list[_Cut] = []
@@ -49,7 +51,7 @@ def batches(lists: TensorLists, most: float = math.inf) -> Iterator[tuple[list[i
 
 
 _Cut = tuple[int, int, int]
-"""A tensor's index, and which of its elements: the first, and how many."""
+"""Index of a tensor, its first element in the batch, and the number of elements."""
 
 
 def _batch(lists: TensorLists, cuts: Sequence[_Cut]) -> tuple[list[int], TensorLists]:
@@ -70,8 +72,9 @@ def _batch(lists: TensorLists, cuts: Sequence[_Cut]) -> tuple[list[int], TensorL
 
 
 def runs_of(sizes: Iterable[tuple[int, int]], most: int) -> Iterator[list[int]]:
-    """Yield runs of indices, in order, of at most ``most`` elements together. A larger tensor is a
-    run by itself.
+    """Yield runs of consecutive indices with at most ``most`` elements together.
+
+    A larger tensor is a run of its own.
 
     Args:
         sizes: indices, each with its number of elements.
@@ -90,8 +93,10 @@ def runs_of(sizes: Iterable[tuple[int, int]], most: int) -> Iterator[list[int]]:
 
 
 def first_moments(batch: TensorLists) -> list[Tensor]:
-    """The first moments of a batch, for kernels that cannot do without: zeros where none are kept,
-    as ``beta1`` is 0 then."""
+    """Return the first moments of a batch, or zeros if none are stored, because ``beta1`` is 0.
+
+    For kernels that always read a first moment.
+    """
     if "exp_avg" in batch.state:
         return batch.state["exp_avg"]
     return [torch.zeros_like(second) for second in batch.state["exp_avg_sq"]]
@@ -106,7 +111,7 @@ def part_of_state(key: str, tensor: Tensor, start: int, count: int) -> Tensor:
         start: first element, a multiple of 256.
         count: a multiple of 256, or all remaining elements.
     """
-    tensor = tensor.detach()  # a view of the tensor itself would keep torch from swapping it
+    tensor = tensor.detach()  # torch cannot swap a tensor while a view of it exists.
     if is_scale(key):
         return tensor.narrow(0, start // BLOCK, blocks_of(count))
     if is_packed(key, tensor.dtype):
@@ -115,7 +120,7 @@ def part_of_state(key: str, tensor: Tensor, start: int, count: int) -> Tensor:
 
 
 def write_outputs(lists: TensorLists) -> None:
-    """Copy main to output, rounding to nearest even into the output's dtype."""
+    """Copy main params to outputs, rounded to nearest even."""
     pairs = [
         (output, main)
         for output, main in zip(lists.output, lists.main, strict=True)
@@ -127,15 +132,17 @@ def write_outputs(lists: TensorLists) -> None:
 
 
 def mark_written(lists: TensorLists) -> None:
-    """Tell autograd, which cannot see a kernel write."""
+    """Increase the versions of tensors that a kernel wrote, because autograd cannot detect it."""
     tell_autograd(model_tensors(lists))
 
 
 def model_tensors(lists: TensorLists) -> list[Tensor]:
-    """Return the written tensors that autograd may know: outputs, and main params without an
-    output, which may be the model's."""
+    """Return the written tensors that autograd may track.
+
+    They are outputs, and main params without an output, which may be the model's parameters.
+    """
     outputs = lists.output
-    if not lists.main:  # a pass that writes no parameters
+    if not lists.main:  # The pass writes no parameters.
         return []
     return [m if o is None else o for m, o in zip(lists.main, outputs, strict=True)]
 
@@ -144,7 +151,7 @@ def model_tensors(lists: TensorLists) -> list[Tensor]:
 
 
 def read_moment(batch: TensorLists, name: str) -> Lists:
-    """FP32 values of a moment: the tensors themselves if they are FP32, else copies."""
+    """Return FP32 values of a moment: the tensors themselves if they are FP32, else copies."""
     scales = batch.state.get(scale_key(name), [None] * len(batch.main))
     return [
         decode(stored, scale, name == SECOND, main.numel())
@@ -166,14 +173,14 @@ def _noise(batch: TensorLists) -> Sequence[Noise | None]:
 
 
 def read_mains(batch: TensorLists) -> Lists:
-    """FP32 main params: the tensors themselves, or copies joined with their remainders."""
+    """Return FP32 main params: the tensors themselves, or copies joined with their remainders."""
     rests = batch.state.get(REMAINDER, [None] * len(batch.main))
     return [join(main, remainder) for main, remainder in zip(batch.main, rests, strict=True)]
 
 
 def write_mains(batch: TensorLists, values: Lists) -> None:
-    """Store FP32 main params, which were stepped in place in the result of :func:`read_mains`, and
-    write the outputs."""
+    """Store FP32 main params that were stepped in the result of :func:`read_mains`, and write the
+    outputs."""
     rests = batch.state.get(REMAINDER, [None] * len(batch.main))
     for value, main, rest, noise in zip(values, batch.main, rests, _noise(batch), strict=True):
         if main.dtype != torch.float32:
@@ -183,8 +190,7 @@ def write_mains(batch: TensorLists, values: Lists) -> None:
 
 
 def take_averages(batch: TensorLists) -> None:
-    """Let the averages take the new main params, as these are stored. Nothing to do where none are
-    kept."""
+    """Update the averages with the new main params, as stored. Does nothing without averages."""
     if AVERAGE not in batch.state:
         return
     weight = batch.average_weight

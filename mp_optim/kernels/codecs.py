@@ -1,11 +1,10 @@
-"""Forms of optimizer state in fewer bits than FP32, as pure functions. docs/numerics.md, "Compact
-states", specifies them.
+"""Compact storage formats of optimizer state, as pure functions.
 
-A moment is stored as float32; as bfloat16; or, in blocks of 256 row-major elements with one FP32
-scale each, as float16, as 8-bit codes or, for a first moment, as 4-bit codes, two in a byte. Block
-formats hold a second moment by its square root. A main param is stored as float32; as the bfloat16
-model parameter with an integer remainder of 16 bits (all of FP32) or 8 (24 bits of it); or as the
-parameter alone.
+docs/numerics.md, "Compact states", specifies them. A moment is stored as float32, as bfloat16, or
+in blocks of 256 row-major elements with one FP32 scale each: as float16, as 8-bit codes, or, for a
+first moment, as 4-bit codes, two in a byte. Block formats store the square root of a second moment.
+A main param is stored as float32; as the bfloat16 model parameter with an integer remainder of 16
+bits (all of FP32) or 8 bits (24 bits of it); or as the parameter alone.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from mp_optim.config.state_forms import BLOCK, FIRST_FORMS, PACKED, SECOND_FORMS
 from mp_optim.core.slot_state import SECOND
 
 MOST_BFLOAT16 = 2.0**128 * (1.0 - 2.0**-8)
-"""The largest finite one."""
+"""The largest finite bfloat16 number."""
 MOST_IN_BLOCKS = 2.0**128 * (1.0 - 2.0**-11)
-"""Largest magnitude for which decoded values of any form are finite."""
+"""Largest magnitude for which the decoded values of all formats are finite."""
 INFINITE_ROOT = 2.0**65
-"""Root from which on the square of its decoded value is infinite, for any rounding."""
+"""Smallest root whose decoded square is infinite, for any rounding."""
 
 _TINY = 2.0**-100
-_FOUR_BITS = 7  # the largest code
+_FOUR_BITS = 7  # The largest code.
 _QUIET_NAN = 0x7FC0
 _INFINITY = 0x7F800000
 _GOLDEN = 0x9E3779B9
@@ -36,25 +35,27 @@ _Bits = TypeVar("_Bits", int, Tensor)
 
 
 def state_form(name: str, dtype: torch.dtype) -> StateForm:
-    """Return the form of a moment whose stored tensor has this dtype."""
+    """Return the format of a moment whose stored tensor has this dtype."""
     return _FORMS.get((name == SECOND, dtype)) or StateForm(str(dtype), dtype, 0)
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Dtype of the stored tensor of a moment that was asked for as ``dtype``: a first moment's
-    uint8 tensor holds pairs of 4-bit codes."""
+    """Return the dtype of the stored tensor of a moment with the config value ``dtype``.
+
+    A first moment's uint8 tensor holds pairs of 4-bit codes.
+    """
     forms = SECOND_FORMS if name == SECOND else FIRST_FORMS
     return next((form.dtype for form in forms if form.name == dtype), dtype)
 
 
 def is_packed(name: str, dtype: torch.dtype) -> bool:
-    """True if the stored tensor of this name has 4-bit codes, two in a byte. It is 1-D, whatever
-    the parameter's shape."""
+    """True if the stored tensor of this name has 4-bit codes, two in a byte. Such a tensor is
+    1-D."""
     return state_form(name, dtype).packed
 
 
 def is_blocked(dtype: torch.dtype) -> bool:
-    """Whether a moment of this dtype has one scale for each block."""
+    """True if a moment of this dtype has one scale for each block."""
     return dtype in _IN_BLOCKS
 
 
@@ -70,8 +71,10 @@ _IN_BLOCKS = {form.dtype for form in (*FIRST_FORMS, *SECOND_FORMS) if form.in_bl
 
 
 def mix(x: _Bits) -> _Bits:
-    """The 32-bit finalizer of MurmurHash3 (Appleby 2011): a bijection without visible structure. Of
-    an int64 tensor, each of the 32-bit values in it."""
+    """Return the 32-bit finalizer of MurmurHash3 (Appleby 2011), a bijection.
+
+    For an int64 tensor, it applies to each 32-bit value in it.
+    """
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
     return x ^ (x >> 16)
@@ -79,7 +82,7 @@ def mix(x: _Bits) -> _Bits:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Random bits for a run of elements of one tensor: a function of seed, stream and index only.
+    """Random bits for a run of elements of one tensor, a function of seed, stream and index.
 
     Attributes:
         seed: 32 bits that differ from step to step.
@@ -93,7 +96,7 @@ class Noise:
     start: int = 0
 
     def words(self, count: int, device: torch.device) -> Tensor:
-        """32 random bits for each element, int64, shape (count,)."""
+        """Return 32 random bits for each element, int64, shape (count,)."""
         key = mix(self.seed ^ self.stream)
         index = (
             torch.arange(self.start, self.start + count, dtype=torch.int64, device=device) & _MASK
@@ -102,20 +105,24 @@ class Noise:
 
     @property
     def own_stream(self) -> int:
-        """Return the stream whose random bits from element 0 on equal those of this run, for
-        kernels that count from 0."""
+        """Return the stream whose random bits from element 0 on equal those of this run.
+
+        For kernels that count from 0.
+        """
         if not self.start:
             return self.stream
         x = (mix(self.seed ^ self.stream) + self.start * _GOLDEN) & _MASK
-        # the input from which mix makes this, by the inverses of its factors modulo 2^32
+        # The inverse of mix, by the inverses of its factors modulo 2^32.
         x = ((x ^ (x >> 16)) * 0x7ED1B41D) & _MASK
         x = ((x ^ (x >> 13) ^ (x >> 26)) * 0xA5CB9243) & _MASK
         return self.seed ^ x ^ (x >> 16)
 
 
 def _sixteen(noise: Noise, like: Tensor, second: bool) -> Tensor:
-    """The 16 bits that a moment of the shape of ``like`` is rounded with, int32: the upper ones for
-    the first."""
+    """Return the 16 bits for rounding a moment with the shape of ``like``, int32.
+
+    They are the upper 16 bits for the first moment, and the lower 16 bits for the second.
+    """
     words = noise.words(like.numel(), like.device)
     return (words & 0xFFFF if second else words >> 16).int()
 
@@ -127,17 +134,17 @@ def decode(stored: Tensor, scale: Tensor | None, second: bool, numel: int | None
     """Return the FP32 values of a stored moment, shape (numel,); the tensor itself if it is FP32.
 
     Args:
-        stored: 1-D.
+        stored: stored tensor, 1-D.
         scale: FP32, shape (ceil(numel / 256),), for block formats.
-        second: True for a second moment, whose blocks hold the square root.
-        numel: elements of the moment; by default those of ``stored``. Tensors of 4-bit codes hold
-            fewer bytes.
+        second: True for a second moment, whose blocks store the square root.
+        numel: number of elements of the moment; by default that of ``stored``. Tensors of 4-bit
+            codes have fewer bytes.
     """
     if scale is None:
         return stored.float()
     four = stored.dtype == torch.uint8 and not second
     codes = stored
-    if four:  # with those that fill up the last run, which are cut off
+    if four:  # The codes that pad the last run are removed.
         pairs = stored.int().view(-1, 1, PACKED // 2)
         halves = torch.cat([pairs & 15, pairs >> 4], 1)
         codes = ((halves ^ 8) - 8).view(-1)[:numel]
@@ -150,9 +157,9 @@ def encode_(
 ) -> None:
     """Store FP32 values, rounded to nearest even, or stochastically with ``noise``.
 
-    Float16 is always rounded to nearest. A decoded block format is stored with the same bits.
-    Finite values are stored as finite values. A second moment of a large gradient may be infinite;
-    in a block it makes no NaN of its neighbours.
+    Float16 is always rounded to nearest. Decoding and storing a block format again gives the same
+    bits. Finite values stay finite. A second moment of a large gradient may be infinite; the other
+    values of its block do not become NaN.
     """
     if value is stored or not value.numel():
         return
@@ -174,8 +181,8 @@ def encode_(
 def encode_again_(value: Tensor, stored: Tensor, scale: Tensor | None, second: bool) -> None:
     """Store FP32 values as :func:`encode_` does, and decoded 8-bit codes as the same values.
 
-    Stochastic rounding can store the largest value of a block as the code below the largest one.
-    The scale of such a block is its largest value by that code.
+    Stochastic rounding can store the largest value of a block as the second-largest code. The scale
+    of such a block is its largest value divided by that code.
     """
     encode_(value, stored, scale, second)
     codes = 255 if second else 127
@@ -191,7 +198,7 @@ def encode_again_(value: Tensor, stored: Tensor, scale: Tensor | None, second: b
 
 
 def _blocks_of_equal(a: Tensor, b: Tensor) -> Tensor:
-    """Return for each block whether two FP32 tensors have the same values there."""
+    """Return, for each block, True if two FP32 tensors have the same values there."""
     differ = (a != b) & ~(a.isnan() & b.isnan())
     return ~torch.nn.functional.pad(differ, (0, -differ.numel() % BLOCK)).view(-1, BLOCK).any(1)
 
@@ -214,9 +221,11 @@ def _encode_blocks(
     good = top.isfinite() & (top >= _TINY)
     half, four = (stored.dtype == torch.float16, stored.dtype == torch.uint8 and not roots)
     if half:
-        # The power of two that brings a block's largest value, rounded to 11 bits, into [2^14,
-        # 2^15), and its inverse: exact. Of the unrounded value, 2^15 could be a code, and storing
-        # its decoded value would take another scale.
+        # The scale is the power of two that maps a block's largest value, rounded to 11 bits, into
+        # [2^14,
+        # 2^15). It and its inverse are exact. Without this rounding a code could be 2^15, and its
+        # decoded
+        # value would have another scale when it is stored again.
         exponent = ((top.view(torch.int32) + 0x1000) & 0x7F800000) - (14 << 23)
         new_scale = exponent.view(torch.float32)
         inverse = ((254 << 23) - exponent).view(torch.float32)
@@ -233,7 +242,7 @@ def _encode_blocks(
     else:
         bounds = (0, 255) if roots else (-127, 127)
         stored.copy_(scaled if half else _codes(scaled, *bounds, noise))
-    if roots:  # a root is never stored as 0: dividing by it would be a step of any length
+    if roots:  # A root is never stored as 0, because dividing by 0 would make a step of any length.
         codes = stored.view(torch.int16) if half else stored
         codes.copy_(
             torch.where(good.repeat_interleave(BLOCK)[: x.numel()], codes.clamp(min=1), codes)
@@ -241,36 +250,39 @@ def _encode_blocks(
 
 
 def _dithered(value: Tensor, sixteen: Tensor) -> Tensor:
-    """Return FP32 values with random bits added and the lower 16 bits cut off; inf and nan
+    """Return FP32 values with random bits added and the lower 16 bits cleared; inf and nan are
     unchanged."""
     bits = (value.view(torch.int32) + sixteen) & -0x10000
     return torch.where(value.isfinite(), bits.view(torch.float32), value)
 
 
 def _code_scale(top: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """top / levels, rounded up to 16 significant bits so that every code times it is exact; and 1 /
-    it. In 4 bits it is cut off, so that the largest value's code is 7 however it is rounded, and
-    what codes stand for is stored with the same scale."""
+    """Return top / levels, rounded up to 16 significant bits, and its reciprocal.
+
+    So every code times the scale is exact. For 4-bit codes it is rounded down. Then the largest
+    value has code 7 with any rounding, and decoded values have the same scale when they are stored
+    again.
+    """
     quotient = top / torch.full_like(
         top, levels
-    )  # by a plain number a GPU would multiply with its reciprocal
+    )  # Divide by a tensor: for a plain number a GPU multiplies by its reciprocal.
     up = 0 if levels == _FOUR_BITS else 0xFF
     scale = ((quotient.view(torch.int32) + up) & -0x100).view(torch.float32)
     return scale, 1.0 / scale
 
 
 def _codes(scaled: Tensor, low: int, high: int, noise: Noise | None) -> Tensor:
-    """Whole numbers from ``low`` to ``high``; a second moment's are not negative."""
+    """Return whole numbers from ``low`` to ``high``; those of a second moment are not negative."""
     if noise is not None:
         bits = _sixteen(noise, scaled, second=low == 0).float()
-        if high == _FOUR_BITS:  # never 0, so a decoded value keeps its code
+        if high == _FOUR_BITS:  # The scale is never 0, so a decoded value keeps its code.
             bits += 0.5
         scaled = (scaled + bits * 2.0**-16).floor_()
     return scaled.round().clamp_(low, high)
 
 
 def _packed(codes: Tensor) -> Tensor:
-    """Whole numbers from -7 to 7, two a byte; the last run is filled up with zeros."""
+    """Pack whole numbers from -7 to 7, two in a byte; the last run is padded with zeros."""
     runs = torch.nn.functional.pad(codes.int() & 15, (0, -codes.numel() % PACKED))
     low, high = runs.view(-1, 2, PACKED // 2).unbind(1)
     return (low | high << 4).reshape(-1)
@@ -280,7 +292,7 @@ def _packed(codes: Tensor) -> Tensor:
 
 
 def store_average(value: Tensor, stored: Tensor, noise: Noise | None) -> None:
-    """Store FP32 averages: as they are, or in bfloat16 with random bits."""
+    """Store FP32 averages in FP32, or in bfloat16 with stochastic rounding."""
     if noise is None or stored.dtype == torch.float32:
         stored.copy_(value)
         return
@@ -296,10 +308,10 @@ def join(param: Tensor, remainder: Tensor | None) -> Tensor:
     """Return the FP32 main param of a bfloat16 parameter.
 
     Args:
-        param: bfloat16.
-        remainder: of the same shape, or None for a parameter alone. A zero has no remainder, and
-            an infinity none that would make it NaN. A bfloat16 one is Kahan's compensation, which
-            only checkpoints of older versions have.
+        param: bfloat16 parameter.
+        remainder: tensor of the same shape, or None for a parameter alone. The remainder of a zero
+            is ignored, and an infinity does not become NaN. A bfloat16 remainder is Kahan's
+            compensation, which only checkpoints of older versions have.
     """
     if remainder is None:
         return param.float()
@@ -316,10 +328,11 @@ def join(param: Tensor, remainder: Tensor | None) -> Tensor:
 def split_(
     value: Tensor, param: Tensor, remainder: Tensor | None, noise: Noise | None = None
 ) -> None:
-    """Write an FP32 main param into parameter and remainder: the parameter is the value rounded to
-    nearest, ties away from zero. 16 bits hold the value itself; 8 bits its upper 24 bits, rounded
-    to nearest even or stochastically. A parameter alone is rounded to nearest, ties to even, or
-    stochastically.
+    """Split an FP32 main param into parameter and remainder.
+
+    The parameter is the value rounded to nearest, ties away from zero. 16 bits store the value
+    itself; 8 bits its upper 24 bits, rounded to nearest even or stochastically. A parameter alone
+    is rounded to nearest, ties to even, or stochastically.
     """
     if remainder is None:
         if noise is not None:

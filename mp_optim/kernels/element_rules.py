@@ -28,7 +28,7 @@ AnyAdam = AdamScalars | LambScalars
 
 
 def gradients(batch: TensorLists, mains: Lists, multiplier: float, l2: float) -> Lists:
-    """FP32(g) * multiplier, then + l2 * p: new tensors of one batch's size."""
+    """Return FP32(g) * multiplier + l2 * p as new tensors, for one batch."""
     grads = [grad.to(torch.float32, copy=True) for grad in batch.grad]
     if multiplier != 1.0:
         torch._foreach_mul_(grads, multiplier)
@@ -38,7 +38,7 @@ def gradients(batch: TensorLists, mains: Lists, multiplier: float, l2: float) ->
 
 
 def average(m: Lists, grads: Lists, keep: float, weight: float) -> None:
-    """m = m*keep + g*weight."""
+    """Compute m = m*keep + g*weight in place."""
     torch._foreach_mul_(m, keep)
     torch._foreach_add_(m, torch._foreach_mul(grads, weight))
 
@@ -52,13 +52,13 @@ def bound(value: Tensor, *made_of: Tensor) -> None:
 
 
 def bound_all(values: Sequence[Tensor], made_of: Lists) -> None:
-    """Clamp many tensors, each by its inputs."""
+    """Clamp many tensors, each by its own inputs, as :func:`bound` does."""
     for value, part in zip(values, made_of, strict=True):
         bound(value, part)
 
 
 def average_squares(v: Lists, grads: Lists, s: AnyAdam) -> None:
-    """v = v*b2 + (g*(1-b2))*g."""
+    """Compute v = v*b2 + (g*(1-b2))*g in place."""
     squares = torch._foreach_mul(grads, s.one_minus_beta2)
     torch._foreach_mul_(squares, grads)
     torch._foreach_mul_(v, s.beta2)
@@ -66,7 +66,7 @@ def average_squares(v: Lists, grads: Lists, s: AnyAdam) -> None:
 
 
 def denominators(v: Lists, s: AnyAdam) -> Lists:
-    """sqrt(v) * (1/sqrt(bias2)) + eps."""
+    """Return sqrt(v) * (1/sqrt(bias2)) + eps."""
     roots = [value.double().sqrt_().float() for value in v]
     torch._foreach_mul_(roots, s.inv_sqrt_bias2)
     torch._foreach_add_(roots, s.eps)
@@ -77,8 +77,8 @@ def descend(p: Lists, steps: Sequence[Tensor], decay: float, cautious: bool) -> 
     """p = (p - decay*p) - step; without decay if that is 0, as 0 * inf is not 0.
 
     Args:
-        cautious: decay an element only where the step does not take it away from 0 (Cautious
-            Weight Decay, Chen et al. 2025, arXiv:2510.12402: x - lr (u + wd * 1[u x >= 0] x)).
+        cautious: decay an element only where the step does not take it away from 0 (Cautious Weight
+            Decay, Chen et al. 2025, arXiv:2510.12402: x - lr (u + wd * 1[u x >= 0] x)).
     """
     if decay != 0.0:
         parts = torch._foreach_mul(p, decay)
@@ -139,4 +139,4 @@ def _lion(batch: TensorLists, s: LionScalars, multiplier: float) -> None:
 
 
 TEXTS: dict[str, Callable[..., None]] = {"adam": _adam, "sgd": _sgd, "lion": _lion}
-"""A step of each rule, for a batch."""
+"""Function that steps a batch, for each rule."""

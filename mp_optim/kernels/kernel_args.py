@@ -1,10 +1,11 @@
-"""Arguments of backends: parallel lists of tensors, scalars rounded once from double, and the
-groups of tensors for one launch, which share the dtypes of all their parts.
+"""Arguments of backends: parallel tensor lists, scalars, and groups of tensors for one launch.
+
+Scalars are formed in double and rounded once. The tensors of a launch have equal dtypes.
 
 A rule's row in :mod:`mp_optim.config.rules` names its moments in the order of kernel arguments. Its
-scalars are the fields of a class here, in the order of kernel arguments. Native kernels take them
-after the multiplier of the gradients, switches as 0 and 1. Triton kernels take at most ten, without
-switches, which are compiled in.
+scalars are the fields of a class in this module, also in that order. Native kernels take them after
+the multiplier of the gradients, with switches as 0 and 1. Triton kernels take at most ten; switches
+are compiled in.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MAIN = ""
 
 
 def fp32(value: float) -> float:
-    """The double that is nearest to ``value`` among FP32 numbers."""
+    """Return the double that equals ``value`` rounded to FP32."""
     return ctypes.c_float(value).value
 
 
@@ -47,27 +48,27 @@ class TensorLists:
     """Parallel lists of contiguous tensors on one device.
 
     Attributes:
-        main: FP32; or bfloat16, with the lower half in ``state[REMAINDER]`` unless the upper half
-            is all. Empty for a pass that steps none.
-        grad: any floating dtype.
-        state: moments by name, stored by their formats, with ``state[scale_key(name)]`` for those
-            in blocks; ``state[AVERAGE]`` for averages.
+        main: FP32 main params; or bfloat16 ones, with the lower half in ``state[REMAINDER]`` unless
+            none is stored. Empty for a pass that steps no parameters.
+        grad: gradients of any floating dtype.
+        state: moments by name, in their storage formats, with ``state[scale_key(name)]`` for block
+            formats; ``state[AVERAGE]`` for averages.
         output: tensor that receives the updated parameter in its dtype, or None; bfloat16 if main
             is.
-        source: present values of main (``MAIN``) and state, if they are not in ``main`` and
-            ``state``, whose values are undefined then. Only for backends that have
-            ``reads_source``.
-        noise: for each tensor, random bits to round state stochastically; None rounds to nearest.
-        average_weight: weight of new main params in their averages, an FP32 number; at 1 the
-            averages become the main params.
-        prepared: the cached launch of each rule for these lists (:class:`PreparedLaunch`), reused
-            with other gradients. None for lists that are not kept.
-        changed: bitmaps in which kernels mark the elements of weights that get another value
-            (``SlotUpdate.changed``), or None. Only for backends that have ``marks_changes``.
-        follows: True if ``output`` holds the model's weights, and the step continues from them
-            where main does not round to them. Only for backends that have ``follows_weights``.
+        source: current values of main (``MAIN``) and state, if they are not in ``main`` and
+            ``state``, whose values are undefined then. Only for backends with ``reads_source``.
+        noise: for each tensor, random bits for stochastic rounding of state; None rounds to
+            nearest.
+        average_weight: weight of new main params in their averages, an FP32 number; with 1 the
+            averages equal the main params.
+        prepared: cached launch of each rule for these lists (:class:`PreparedLaunch`), reused with
+            other gradients. None for temporary lists.
+        changed: bitmaps in which kernels mark the elements of weights whose values change
+            (``SlotUpdate.changed``), or None. Only for backends with ``marks_changes``.
+        follows: True if ``output`` has the model's weights, and the step continues from them where
+            main does not round to them. Only for backends with ``follows_weights``.
 
-    A list that is a ``CachedTensorList`` may be the same one in every step.
+    A ``CachedTensorList`` may be the same object in every step.
     """
 
     main: list[Tensor]
@@ -82,7 +83,7 @@ class TensorLists:
     follows: bool = False
 
     def take(self, indices: Sequence[int]) -> TensorLists:
-        """Some of the tensors."""
+        """Return the lists of some of the tensors."""
 
         def some(values: Sequence[Any]) -> list[Any]:
             return [values[index] for index in indices]
@@ -101,7 +102,7 @@ class TensorLists:
         )
 
     def for_averages(self) -> TensorLists:
-        """The lists without what averages do not read; empty ones where none are kept."""
+        """Return the lists that an update of averages reads; empty lists without averages."""
         if AVERAGE not in self.state or not self.main:
             return TensorLists([], [], {}, [])
         averages, outputs = self.only(REMAINDER, AVERAGE), [None] * len(self.main)
@@ -116,7 +117,7 @@ class TensorLists:
         return replace(self, state=state, source=source, prepared=None)
 
     def in_place(self) -> TensorLists:
-        """The lists with present values brought to where they are stepped."""
+        """Return the lists with current values copied into ``main`` and ``state``."""
         if self.source is None:
             return self
         for key, tensors in self.source.items():
@@ -128,15 +129,20 @@ class TensorLists:
 
 
 def contiguous(tensors: CachedTensorList) -> CachedTensorList:
-    """The list itself if every tensor in it is contiguous, else one that is."""
+    """Return the list itself if every tensor in it is contiguous, else a list with contiguous
+    copies."""
     if tensors.contiguous:
         return tensors
     return CachedTensorList(tensor.contiguous() for tensor in tensors)
 
 
 def contiguous_outputs(outputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """The list itself if every tensor in it is contiguous, else one with copies of those that are
-    not: a step that the device skips leaves them as they are."""
+    """Return the list itself if every tensor in it is contiguous, else a list with contiguous
+    copies.
+
+    The copies have the values of the outputs, because a step that the device skips does not write
+    them.
+    """
     if isinstance(outputs, CachedTensorList) and outputs.contiguous:
         return outputs
     if all(map(Tensor.is_contiguous, [output for output in outputs if output is not None])):
@@ -146,8 +152,10 @@ def contiguous_outputs(outputs: Sequence[Tensor | None]) -> Sequence[Tensor | No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """The inputs of a step's scalars, for kernels that compute their own. Stored in a base class,
-    so that ``__slots__`` of a subclass lists the scalars only."""
+    """Inputs of a step's scalars, for kernels that compute their own scalars.
+
+    It is a base class, so that ``__slots__`` of a subclass lists only the scalars.
+    """
 
     given_lr: float
     given_decay: float
@@ -173,8 +181,10 @@ class AdamScalars(StepInputs):
 
     @classmethod
     def at(cls, group: Mapping[str, Any], step: int) -> AdamScalars:
-        """From a param group's ``lr``, ``betas``, ``eps``, ``weight_decay`` and flags, at step
-        ``step`` >= 1."""
+        """Return the scalars for a param group at step ``step`` >= 1.
+
+        Reads ``lr``, ``betas``, ``eps``, ``weight_decay`` and flags.
+        """
         beta1, beta2 = map(float, group["betas"])
         lr = float(group["lr"])
         bias1, bias2 = bias_corrections(group, beta1, beta2, step)
@@ -205,7 +215,7 @@ class SgdScalars:
 
     @classmethod
     def at(cls, group: Mapping[str, Any], step: int) -> SgdScalars:
-        """From a param group, at step ``step`` >= 1."""
+        """Return the scalars for a param group at step ``step`` >= 1."""
         return cls(
             fp32(float(group["lr"])),
             fp32(group["momentum"]),
@@ -231,7 +241,7 @@ class LionScalars:
 
     @classmethod
     def at(cls, group: Mapping[str, Any], step: int) -> LionScalars:
-        """From a param group; the same at every step."""
+        """Return the scalars for a param group. They are equal at every step."""
         beta1, beta2 = map(float, group["betas"])
         lr = float(group["lr"])
         averages = beta1, 1 - beta1, beta2, 1 - beta2
@@ -257,7 +267,7 @@ class LambScalars(StepInputs):
 
     @classmethod
     def at(cls, group: Mapping[str, Any], step: int) -> LambScalars:
-        """From a param group, at step ``step`` >= 1."""
+        """Return the scalars for a param group at step ``step`` >= 1."""
         beta1, beta2 = (float(b) for b in group["betas"])
         bias1, bias2 = bias_corrections(group, beta1, beta2, step)
         lr, decay, decoupled = (
@@ -284,7 +294,7 @@ class LambScalars(StepInputs):
         )
 
     def ratio(self, param_square: float, update_square: float) -> float:
-        """lr * ||p|| / ||u|| where the rule adapts and both norms are positive, else lr."""
+        """Return lr * ||p|| / ||u|| if the rule adapts and both norms are positive, else lr."""
         if not self.adapts or param_square == 0.0 or update_square == 0.0:
             return fp32(self.lr)
         return fp32(self.lr * math.sqrt(param_square) / math.sqrt(update_square))
@@ -322,7 +332,7 @@ class MuonScalars:
 
     @classmethod
     def at(cls, group: Mapping[str, Any]) -> MuonScalars:
-        """From a param group; the same at every step."""
+        """Return the scalars for a param group. They are equal at every step."""
         momentum = float(group["momentum"])
         average, average_from_end = _lerp(1 - momentum)
         ahead, ahead_from_end = _lerp(momentum)
@@ -355,7 +365,7 @@ _OUTPUTS: dict[tuple[torch.dtype | None, torch.dtype | None], tuple[torch.dtype 
     (torch.bfloat16, torch.int8): (None, torch.bfloat16),
     (torch.bfloat16, None): (None, torch.bfloat16),
 }
-"""Dtypes of outputs, by those of main params and remainders."""
+"""Dtypes of outputs, by the dtypes of main params and remainders."""
 
 
 _FIRST, _SECOND, _AVERAGES = (
@@ -364,7 +374,7 @@ _FIRST, _SECOND, _AVERAGES = (
 
 
 class LaunchDtypes(NamedTuple):
-    """Dtypes that the tensors of a launch share; None where there is no tensor."""
+    """Dtypes that the tensors of a launch have in common; None for a missing tensor."""
 
     grad: torch.dtype
     main: torch.dtype | None = None
@@ -376,13 +386,15 @@ class LaunchDtypes(NamedTuple):
 
     @property
     def compares_weights(self) -> bool:
-        """Whether kernels compare main params with weights of these dtypes."""
+        """True if kernels compare main params with weights of these dtypes."""
         return self.main == torch.float32 and self.output in (torch.bfloat16, torch.float16)
 
 
 class AlikeLists(NamedTuple):
-    """Tensors of one kind: where they are in the lists, and the lists of them alone. A kind of
-    None: no kernel."""
+    """Tensors with equal dtypes: their indices in the lists, and lists of them alone.
+
+    A kind of None has no kernel.
+    """
 
     indices: Sequence[int]
     kind: LaunchDtypes | None
@@ -390,13 +402,13 @@ class AlikeLists(NamedTuple):
 
 
 class PreparedLaunch(NamedTuple):
-    """A launch of a rule over whole lists, kept in :attr:`TensorLists.prepared`.
+    """A launch of a rule over whole lists, stored in :attr:`TensorLists.prepared`.
 
     Attributes:
-        kind: dtypes of their tensors.
-        sizes: elements of each gradient.
-        written: tensors that kernels write, and autograd knows.
-        launch: the backend's own.
+        kind: dtypes of the tensors.
+        sizes: number of elements of each gradient.
+        written: tensors that kernels write and autograd tracks.
+        launch: the backend's own object.
     """
 
     kind: LaunchDtypes
@@ -406,8 +418,7 @@ class PreparedLaunch(NamedTuple):
 
 
 def prepared_launch(lists: TensorLists, rule: str) -> PreparedLaunch | None:
-    """Return the launch that is kept for a rule, if the gradients have the dtypes and sizes that it
-    was made for."""
+    """Return the stored launch of a rule, if the gradients have the same dtypes and sizes."""
     known, grads = lists.prepared.get(rule) if lists.prepared else None, lists.grad
     if known is None or lists.noise is not None or lists.source is not None:
         return None
@@ -421,7 +432,7 @@ def prepared_launch(lists: TensorLists, rule: str) -> PreparedLaunch | None:
 
 
 def prepare_launch(rule: str, part: AlikeLists, written: list[Tensor], launch: Any) -> None:
-    """Keep a launch over a part that is all of its lists for :func:`prepared_launch`."""
+    """Store a launch for :func:`prepared_launch`, if it covers all of its lists."""
     lists, kind = part.lists, part.kind
     if lists.prepared is None or not isinstance(part.indices, range):
         return
@@ -432,8 +443,8 @@ def prepare_launch(rule: str, part: AlikeLists, written: list[Tensor], launch: A
 
 
 def continued(lists: TensorLists, kind: LaunchDtypes | None) -> TensorLists:
-    """Return the lists, with main params that continue from the weights in ``output`` where no
-    kernel compares these."""
+    """Return the lists, with main params set to the weights in ``output`` if no kernel compares
+    them."""
     if not lists.follows or (kind is not None and kind.compares_weights):
         return lists
     continue_from(lists.main, lists.output, lists.changed)
@@ -441,15 +452,15 @@ def continued(lists: TensorLists, kind: LaunchDtypes | None) -> TensorLists:
 
 
 def kept_moments(lists: TensorLists, moments: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of a rule's moments, with "" in place of those that are not kept."""
+    """Return the names of a rule's moments, with "" for moments that are not stored."""
     return tuple([name if name in lists.state else "" for name in moments])
 
 
 def alike_lists(lists: TensorLists, moments: tuple[str, ...]) -> list[AlikeLists]:
-    """The lists by kind; the lists themselves if all tensors are of one.
+    """Return the lists by kind; the lists themselves if all tensors have one kind.
 
     Args:
-        moments: names of the first and the second one, "" for one that is not kept.
+        moments: names of the first and the second moment, "" for one that is not stored.
     """
     if not lists.grad:
         return []
@@ -489,7 +500,7 @@ def _dtypes(column: Sequence[Tensor | None] | None) -> set[torch.dtype | None]:
 def _supported(
     kind: LaunchDtypes, lists: TensorLists, moments: tuple[str, ...]
 ) -> LaunchDtypes | None:
-    """The kind, if there are kernels for it, and scales and seeds are as they expect them."""
+    """Return the kind if kernels support it, including its scales and seeds; else None."""
     scaled = True
     for name, dtype in zip(moments, (kind.moment1, kind.moment2), strict=False):
         scaled &= (scale_key(name) in lists.state) == (dtype is not None and is_blocked(dtype))
@@ -521,7 +532,7 @@ def column_names(moments: tuple[str, ...]) -> dict[str, str]:
 def columns_of(
     lists: TensorLists, kind: LaunchDtypes, moments: tuple[str, ...]
 ) -> dict[str, Sequence[Any]]:
-    """The lists of one kind that kernels read or write in place, by their names there."""
+    """Return the lists of one kind that kernels read or write in place, by kernel argument."""
     names = column_names(moments)
     columns: dict[str, Sequence[Any]] = {"grad": lists.grad}
     if lists.main:
@@ -538,17 +549,16 @@ def columns_of(
 
 
 def check_fit(kind: LaunchDtypes, columns: Mapping[str, CachedTensorList]) -> None:
-    """Check each list when its addresses are first used: kernels read and write at any address that
-    they get.
+    """Check each list when its addresses are first used, because kernels access any address.
 
     Args:
         kind: expected dtypes.
         columns: lists by the names of :class:`LaunchDtypes`, ``scale1``, ``scale2``, ``changed``,
-            each with the prefix ``from_`` for present values that are stored elsewhere.
+            each with the prefix ``from_`` for current values that are stored elsewhere.
 
     Raises:
-        ValueError: a tensor has not the elements or the dtype that its slot requires, or its
-            storage is smaller than it. Nothing was written.
+        ValueError: the elements or the dtype of a tensor differ from those of its slot, or its
+            storage is too small. Nothing was written.
     """
     sized = columns.get("main") or columns["grad"]
     numbers = sized.sizes.tobytes()
@@ -560,7 +570,7 @@ def check_fit(kind: LaunchDtypes, columns: Mapping[str, CachedTensorList]) -> No
             dtype, expected = torch.uint8, _sizes(numbers, "bits")
         else:
             dtype, expected = getattr(kind, column), sized.sizes
-            if dtype == torch.uint8 and column == "moment1":  # bytes of two codes
+            if dtype == torch.uint8 and column == "moment1":  # A byte holds two codes.
                 expected = _sizes(numbers, "packed")
         fits = tensors.own_sizes == expected and tensors.dtypes <= {dtype}
         if not fits or not tensors.stored:
@@ -574,7 +584,7 @@ def _sizes(numbers: bytes, form: str) -> array[int]:
 
 
 def bitmap_bytes(numel: int) -> int:
-    """Return the bytes of a bitmap of ``numel`` elements: whole words of 64 bits."""
+    """Return the number of bytes of a bitmap of ``numel`` elements, a multiple of 8."""
     return -(-numel // 64) * 8
 
 

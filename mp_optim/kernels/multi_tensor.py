@@ -1,11 +1,12 @@
-"""Kernels of other libraries: torch's fused ones, and the multi-tensor ones of NVIDIA apex and
-Transformer Engine, without their optimizer classes, which key state by tensor and keep master
-weights outside the state dict. All are within the tolerance of docs/numerics.md to
-``reference``, not equal to it.
+"""Kernels of torch, NVIDIA apex and Transformer Engine.
 
-The multi-tensor kernels check little of their arguments (docs/upstream-defects.md), so all their
-assumptions are checked here before a launch. Tensors are cut into pieces far below 2^31 elements;
-empty ones are left out.
+Their optimizer classes are not used, because these key state by tensor and keep master weights
+outside the state dict. All kernels are within the tolerance of docs/numerics.md to ``reference``,
+not bitwise equal to it.
+
+The multi-tensor kernels check few of their arguments (docs/upstream-defects.md), so this module
+checks them before a launch. Tensors are split into pieces far below 2^31 elements; empty ones are
+left out.
 """
 
 from __future__ import annotations
@@ -44,13 +45,14 @@ from mp_optim.kernels.kernel_args import (
 from mp_optim.kernels.reference import ReferenceBackend
 
 CHUNK_ELEMENTS = 2048 * 32
-"""Elements that one block of threads works on."""
+"""Number of elements of one thread block."""
 
 MOST_ELEMENTS = 2**31 - 1 - CHUNK_ELEMENTS
-"""Elements of a tensor that the kernels' 32-bit indices reach."""
+"""Largest number of elements of a tensor for the kernels' 32-bit indices."""
 
 MOST_TENSORS = 1024
-"""Tensors per call: Transformer Engine keeps a handle for each, and has some 20,000."""
+"""Largest number of tensors per call: Transformer Engine keeps a handle for each, some 20,000 in
+all."""
 
 KERNEL_DEVICE = CUDA.type
 """The device type of the kernels."""
@@ -59,10 +61,11 @@ KERNEL_DEVICE = CUDA.type
 def check_launch(
     name: str, lists: Sequence[Sequence[Tensor]], dtypes: Sequence[torch.dtype]
 ) -> None:
-    """Refuse a launch that a kernel would read or write wrongly without an error.
+    """Refuse a launch that a kernel would compute wrongly without an error.
 
     Args:
-        name: of the kernel. dtypes: of each list.
+        name: name of the kernel.
+        dtypes: dtype of each list.
 
     Raises:
         ValueError: a list is empty, tensors are empty, too large, of different sizes, not
@@ -91,14 +94,15 @@ def sums_by_torch(tensors: Sequence[Tensor]) -> Tensor:
     """Return the FP64 sum of squares of each tensor, shape (n,), in torch's own order."""
     if not tensors:
         return torch.zeros(0, dtype=torch.float64, device="cpu")
-    # Row-major, as staged copies of gradients are: torch adds up in the order of memory.
+    # Row-major, like staged copies of gradients, because torch sums in the order of memory.
     row_major = [tensor.contiguous() for tensor in tensors]
     return torch.stack(list(torch._foreach_norm(row_major, 2, dtype=torch.float64))).square()
 
 
 class MultiTensorBackend(ReferenceBackend):
-    """Common part of both libraries' backends; ``reference`` carries out steps that their kernels
-    do not support.
+    """Common part of the apex and Transformer Engine backends.
+
+    ``reference`` computes steps that their kernels do not support.
 
     Args:
         library: the module with the ``multi_tensor_*`` functions.
@@ -108,15 +112,15 @@ class MultiTensorBackend(ReferenceBackend):
         self.library = library
 
     def takes(self, kind: LaunchDtypes) -> bool:
-        """Whether there are kernels for a kind; here: FP32 main params and state."""
+        """True if kernels support a kind; here FP32 main params and state."""
         state = {kind.main, kind.remainder, kind.moment1, kind.moment2} - {None}
         return state == {torch.float32}
 
     def split(
         self, rule: str, lists: TensorLists
     ) -> Iterator[tuple[LaunchDtypes | None, TensorLists]]:
-        """Yield parts of the lists with equal dtypes; None instead of dtypes for parts that
-        ``reference`` steps."""
+        """Yield parts of the lists with equal dtypes; None instead of dtypes for parts of
+        ``reference``."""
         for _, kind, alike in alike_lists(lists, kept_moments(lists, RULES[rule].moment_names)):
             is_taken = kind is not None and alike.noise is None and self.takes(kind)
             yield (kind if is_taken else None), alike
@@ -128,7 +132,7 @@ class MultiTensorBackend(ReferenceBackend):
         dtypes: Sequence[torch.dtype],
         *arguments: Any,
     ) -> Any:
-        """Call a kernel with a flag of its own, which no earlier launch can have set."""
+        """Call a kernel with a new overflow flag, which no earlier launch has set."""
         check_launch(f"{self.name}: {name}", lists, dtypes)
         device = lists[0][0].device
         with current_device(device):
@@ -137,7 +141,7 @@ class MultiTensorBackend(ReferenceBackend):
             return getattr(self.library, name)(CHUNK_ELEMENTS, flag, tensors, *arguments)
 
     def scaled(self, grads: Sequence[Tensor], multiplier: float) -> list[Tensor]:
-        """FP32(g) * multiplier in memory of its own, of one batch's size."""
+        """Return FP32(g) * multiplier as new tensors, for one batch."""
         fresh = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
         dtypes = [grads[0].dtype, torch.float32]
         self.launch("multi_tensor_scale", [grads, fresh], dtypes, multiplier)
@@ -157,12 +161,14 @@ class MultiTensorBackend(ReferenceBackend):
     def adam(
         self, kind: LaunchDtypes, batch: TensorLists, s: AdamScalars, multiplier: float
     ) -> None:
-        """One batch of one kind."""
+        """Step one batch of one kind."""
         raise NotImplementedError
 
     def sgd(self, kind: LaunchDtypes, batch: TensorLists, s: SgdScalars, multiplier: float) -> None:
-        """The kernel reads a buffer even without momentum, but writes none then: any list will
-        do."""
+        """Step one batch of one kind.
+
+        Without momentum the kernel reads a buffer but does not write it, so any list can be passed.
+        """
         grads = batch.grad if kind.grad == torch.float32 else self.scaled(batch.grad, multiplier)
         buffers = batch.state.get("momentum_buffer", grads)
         numbers = s.decay, s.momentum, 1.0 - s.one_minus_dampening, s.lr
@@ -177,7 +183,7 @@ class MultiTensorBackend(ReferenceBackend):
 
 
 def _adam_arguments(s: AdamScalars) -> tuple[Any, ...]:
-    """Return the numbers from which both libraries' kernels compute their own scalars."""
+    """Return the inputs from which both libraries' kernels compute their scalars."""
     switches = 0 if s.l2 else 1, int(s.bias_correction)
     return s.given_lr, s.beta1, s.beta2, s.eps, s.given_step, *switches, s.given_decay
 
@@ -186,8 +192,11 @@ def _adam_arguments(s: AdamScalars) -> tuple[Any, ...]:
 
 
 class ApexBackend(MultiTensorBackend):
-    """FP32 main params and moments. Gradients in 16 bits, or with a multiplier, go through FP32
-    batch by batch, as the kernels take gradients and parameters of one dtype."""
+    """Backend for apex: FP32 main params and moments.
+
+    The kernels need gradients and parameters of one dtype. So gradients in 16 bits, or with a
+    multiplier, are converted to FP32 batch by batch.
+    """
 
     name = "apex"
     limits = (
@@ -216,8 +225,11 @@ class ApexBackend(MultiTensorBackend):
                 super().lamb(alike.take(rest), scalars, multiplier)
 
     def _lamb_launch(self, batch: TensorLists, s: LambScalars, multiplier: float) -> None:
-        """The kernel writes the direction over the gradient, so it gets a copy. A clip limit of 0
-        would make all gradients 0; a norm of 0 turns the clip off."""
+        """Launch apex's LAMB kernels for one batch.
+
+        The kernel overwrites the gradient with the direction, so it gets a copy. A clip limit of 0
+        would set all gradients to 0; a norm of 0 disables clipping.
+        """
         grads, state = self.scaled(batch.grad, multiplier), batch.state
         lists = [grads, batch.main, state["exp_avg"], state["exp_avg_sq"]]
         norm = torch.zeros(1, dtype=torch.float32, device=batch.main[0].device)
@@ -235,7 +247,7 @@ _QUIET_NAN = 0x7FC0
 
 
 def load_transformer_engine() -> TransformerEngineBackend:
-    """Import the extension; its core library is loaded by the package.
+    """Import the extension. Importing the package first loads its core library.
 
     Raises:
         Exception: any error of a missing or broken installation (not only ImportError).
@@ -248,9 +260,11 @@ def load_transformer_engine() -> TransformerEngineBackend:
 
 
 class TransformerEngineBackend(MultiTensorBackend):
-    """Moments both FP32 or both bfloat16; main params FP32, or bfloat16 with remainders of 16 bits.
-    Its Adam reads 16-bit gradients and writes the 16-bit parameter in the same pass; it checks
-    dtypes but neither devices nor strides."""
+    """Backend for Transformer Engine: FP32 or bfloat16 moments, and FP32 main params or remainders.
+
+    Both moments have one dtype, and remainders have 16 bits. Its Adam reads 16-bit gradients and
+    writes the 16-bit parameter in the same pass. It checks dtypes but neither devices nor strides.
+    """
 
     name = "transformer_engine"
     limits = "float64 gradients, lamb and lion: reference"
@@ -274,15 +288,17 @@ class TransformerEngineBackend(MultiTensorBackend):
         if REMAINDER in batch.state:
             name, rests = "multi_tensor_adam_param_remainder", batch.state[REMAINDER]
             high, low = _bits_of(batch.main, rests)
-            # a zero has no remainder here; the kernel would borrow from it and make a NaN
+            # Clear the remainder of a zero, because the kernel would borrow from it and compute a
+            # NaN.
             _give_back(low.masked_fill_((high & 0x7FFF) == 0, 0), rests)
             lists = [*lists, rests]
         elif outputs:
             lists = [grads, outputs, first, second, batch.main]
         self.launch(name, lists, [tensors[0].dtype for tensors in lists], *_adam_arguments(s))
         if REMAINDER in batch.state:
-            # CUDA's NaN, 0x7fffffff, rounds to a bfloat16 zero. No other value leaves a negative
-            # remainder next to a zero.
+            # CUDA's NaN, 0x7fffffff, rounds to a bfloat16 zero. No other value has a negative
+            # remainder with a
+            # zero.
             high, low = _bits_of(batch.main, rests)
             hidden = ((high & 0x7FFF) == 0) & (low < 0)
             _give_back(high.masked_fill_(hidden, _QUIET_NAN).view(torch.bfloat16), batch.main)
@@ -291,9 +307,11 @@ class TransformerEngineBackend(MultiTensorBackend):
 
 
 def _bits_of(params: list[Tensor], rests: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return copies of all parameters, as the integers of their bits, and of all remainders, each
-    as one flat tensor of a batch's size, so that the number of launches does not depend on the
-    number of tensors."""
+    """Return copies of all parameters, as integers of their bits, and of all remainders.
+
+    Each is one flat tensor of a batch's size, so the number of launches does not depend on the
+    number of tensors.
+    """
     return torch.cat([param.view(torch.int16) for param in params]), torch.cat(rests)
 
 
@@ -306,7 +324,10 @@ def _give_back(values: Tensor, tensors: list[Tensor]) -> None:
 
 
 class TorchBackend(ReferenceBackend):
-    """Adam by ``torch._fused_adam(w)_``, SGD by ``torch._fused_sgd_``; LAMB is reference's."""
+    """Backend with ``torch._fused_adam(w)_`` for Adam and ``torch._fused_sgd_`` for SGD.
+
+    ``reference`` computes LAMB.
+    """
 
     name = "torch"
 
@@ -322,11 +343,11 @@ class TorchBackend(ReferenceBackend):
         mark_written(lists)
 
     def _adam(self, batch: TensorLists, grads: list[Tensor], scalars: AdamScalars) -> None:
-        """Torch's kernels derive the bias corrections from a step count, and ours are in the
-        scalars.
+        """Step Adam with torch's kernels.
 
-        At step infinity theirs are exactly 1; ours go into lr and eps:
-        ``(lr/bias1) * m / (sqrt(v)*c + eps) = (lr/bias1/c) * m / (sqrt(v) + eps/c)``.
+        torch derives the bias corrections from a step count, but here they are part of the scalars.
+        At step infinity torch's are exactly 1, and ours are applied to lr and eps: ``(lr/bias1) * m
+        / (sqrt(v)*c + eps) = (lr/bias1/c) * m / (sqrt(v) + eps/c)``.
         """
         kernel: Callable[..., Any] = (
             torch._fused_adamw_ if scalars.l2 == 0.0 else torch._fused_adam_

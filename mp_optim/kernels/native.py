@@ -1,7 +1,7 @@
-"""The rules by the compiled kernels of ``kernels/csrc``: one pass over every tensor of a call, on
-all host threads, with the bits of ``reference``.
+"""Backend with the compiled kernels of ``kernels/csrc``: one pass over every tensor of a call.
 
-Tensors that the kernels do not support, such as FP64 gradients, are stepped by ``reference``.
+They run on all host threads and have the bits of ``reference``. Tensors that they do not support,
+such as FP64 gradients, are stepped by ``reference``.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ _CODES = {
     name: _FLOATS | {form.dtype: form.native for form in _FORMS.get(name, ())} | {None: 0}
     for name in LaunchDtypes._fields
 }
-"""Numbers of dtypes in ``csrc/api.h``, by the tensors they are of."""
+"""Numbers of dtypes in ``csrc/api.h``, for each kind of tensor."""
 
 
 class NativeTable:
-    """The C view of tensor lists; keeps the memory that it points to alive.
+    """C view of tensor lists, with references that keep the memory alive.
 
-    NOTE: the caller of a kernel must hold the table, not only ``tensors``, until the call returns.
+    NOTE: the caller of a kernel must keep the table, not only ``tensors``, until the call returns.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class NativeTable:
 
     @classmethod
     def of_one(cls, tensors: CachedTensorList) -> NativeTable:
-        """The view of one list of whole tensors of one dtype, which is only read."""
+        """Return the view of one read-only list of whole tensors of one dtype."""
         table = cls.__new__(cls)
         table._arrays = {"grad": tensors.addresses, "numel": tensors.sizes}
         grad, numel = (values.buffer_info()[0] for values in table._arrays.values())
@@ -111,7 +111,8 @@ class NativeTable:
         return table
 
     def take(self, lists: TensorLists) -> None:
-        """Take the gradients of the next launch, which are like those of the last."""
+        """Set the gradients of the next launch. They must have the dtypes and sizes of the last
+        ones."""
         assert isinstance(lists.grad, CachedTensorList)
         self._arrays["grad"] = lists.grad.addresses
         self.tensors.grad = lists.grad.addresses.buffer_info()[0]
@@ -119,11 +120,11 @@ class NativeTable:
 
 
 class NativeBackend(ReferenceBackend):
-    """Calls the library; ``reference`` does what it cannot."""
+    """Backend that calls the library. ``reference`` computes steps that it does not support."""
 
     name = "native"
     reads_source = True
-    """True if present values may be stored elsewhere than the written ones."""
+    """True if current values may be stored elsewhere than the written ones."""
     marks_changes = True
     follows_weights = True
 
@@ -146,7 +147,7 @@ class NativeBackend(ReferenceBackend):
             if kind is None:
                 super().step(rule, alike.in_place(), scalars, multiplier)
                 for bits in alike.changed or ():
-                    bits.fill_(0xFF)  # all changed elements are among all elements
+                    bits.fill_(0xFF)  # marks all elements, changed or not
                 continue
             table = _table(alike, kind, moments)
             self.library.call("mp_step", byref(table.tensors), *given, thread_count())
@@ -198,7 +199,7 @@ class NativeBackend(ReferenceBackend):
             if kind is None:
                 super().lamb_apply(alike, scalars, part_ratios)
             else:
-                here = replace(alike, source=None)  # the first pass brought it
+                here = replace(alike, source=None)  # The first pass has copied it.
                 table = _table(here, kind, _MOMENTS)
                 to = part_ratios.buffer_info()[0]
                 self.library.call("mp_lamb_apply", byref(table.tensors), values, to, thread_count())
@@ -224,7 +225,7 @@ class NativeBackend(ReferenceBackend):
         if steady.own_sizes != steady.sizes or not steady.stored:
             check_fit(
                 LaunchDtypes(steady[0].dtype), {"grad": steady}
-            )  # raises with the tensor that does not fit
+            )  # Raises an error that names the tensor.
         sums = torch.empty(len(steady), dtype=torch.float64, device="cpu")
         table = NativeTable.of_one(steady)
         self.library.call("mp_measure", byref(table.tensors), sums.data_ptr(), None, thread_count())
@@ -232,13 +233,13 @@ class NativeBackend(ReferenceBackend):
 
 
 def _given(rule: str, scalars: Any, multiplier: float) -> tuple[bytes, Any, int]:
-    """A rule's name, and its scalars as the kernels take them."""
+    """Return a rule's name, and its scalars as arguments of the kernels."""
     numbers = [multiplier, *map(getattr, repeat(scalars), scalars.__slots__)]
     return rule.encode(), (ctypes.c_float * len(numbers))(*numbers), len(numbers)
 
 
 def values_of(structure: type[ctypes.Structure], scalars: Any, multiplier: float) -> Any:
-    """Return a rule's scalars that a structure has fields for."""
+    """Return the scalars of a rule that are fields of a C structure."""
     known = {"multiplier": multiplier, "l2": 0.0}
     known |= {name: getattr(scalars, name) for name in scalars.__slots__}
     return structure(**{name: known[name] for name, *_ in structure._fields_})
@@ -248,5 +249,5 @@ def _table(lists: TensorLists, kind: LaunchDtypes, moments: tuple[str, ...]) -> 
     columns, names = columns_of(lists, kind, moments), column_names(moments)
     for key, tensors in (lists.source or {}).items():
         columns[f"from_{names[key]}"] = tensors
-    follows = lists.follows and kind.compares_weights  # not in a pass that writes no weights
+    follows = lists.follows and kind.compares_weights  # Not in a pass that writes no weights.
     return NativeTable(kind, columns, lists.noise, lists.average_weight, follows)

@@ -1,6 +1,6 @@
-"""Load the compiled kernels of ``kernels/csrc``, or return the reason why there are none.
+"""Loader of the compiled kernels of ``kernels/csrc``, and number of their threads and cores.
 
-Also sets the number of their threads and the cores of these. Nothing here knows a rule.
+Without kernels it returns the reason. This module does not know any rule.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from mp_optim.host.host_share import host_share
 
 ENVIRONMENT = "MP_OPTIM_NATIVE"
-"""``off``, or the instruction-set level to use: ``avx512``, ``avx2`` or ``neon``; else the best
-one."""
+"""``off``, or the instruction-set level to use: ``avx512``, ``avx2`` or ``neon``. The default is
+the best level."""
 
 _ABI = 22
 _STATUS = {
@@ -40,12 +40,12 @@ _floats, _ints = partial(_fields, ctypes.c_float), partial(_fields, ctypes.c_int
 
 
 def structure(*fields: list[tuple[str, Any]]) -> Any:
-    """A structure of ``csrc/api.h``, of fields in their order."""
+    """Return a structure of ``csrc/api.h`` with fields in their order."""
     return type("Structure", (ctypes.Structure,), {"_fields_": [*chain(*fields)]})
 
 
 def scalars(floats: str, integers: str = "") -> type[ctypes.Structure]:
-    """A structure of FP32 fields followed by int32 ones."""
+    """Return a structure of FP32 fields followed by int32 fields."""
     made: type[ctypes.Structure] = structure(_floats(floats), _ints(integers))
     return made
 
@@ -109,11 +109,11 @@ class NativeLibrary:
 
     @property
     def levels(self) -> list[str]:
-        """Levels that this CPU has, best first."""
+        """Levels of this CPU, best first."""
         return [] if self.handle is None else self.handle.mp_levels().decode().split(",")
 
     def set_level(self, name: str) -> None:
-        """Use another level from now on. Raises ValueError if this CPU does not have it."""
+        """Use another level for later calls. Raises ValueError if this CPU does not have it."""
         if self.handle is None or self.handle.mp_set_level(name.encode()):
             raise ValueError(
                 f"{ENVIRONMENT}={name!r}: this machine has {self.levels or 'no native kernels'}"
@@ -122,7 +122,7 @@ class NativeLibrary:
 
 @cache
 def native_library() -> NativeLibrary:
-    """The library of this installation; loaded once.
+    """Return the library of this installation, loaded once.
 
     Raises:
         ValueError: the environment variable names a level that this CPU does not have.
@@ -156,7 +156,7 @@ def _load(path: Path) -> NativeLibrary:
         getattr(handle, name).argtypes = arguments
         getattr(handle, name).restype = ctypes.c_int32
     handle.mp_set_parallel.argtypes, handle.mp_set_parallel.restype = ([ctypes.c_void_p], None)
-    # GNU's, as on Linux: the kernels' threads are those of torch
+    # With GNU's OpenMP, as on Linux, the kernels share torch's threads.
     parallel = getattr(_gomp(), "GOMP_parallel", None)
     address = ctypes.cast(parallel, ctypes.c_void_p).value if parallel else None
     handle.mp_set_parallel(address)
@@ -164,7 +164,7 @@ def _load(path: Path) -> NativeLibrary:
 
 
 def _gomp() -> ctypes.CDLL | None:
-    """GNU's OpenMP library, if torch has loaded it."""
+    """Return GNU's OpenMP library, if torch has loaded it."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return None
@@ -176,9 +176,8 @@ def _gomp() -> ctypes.CDLL | None:
 
 
 def limit_openmp(threads: int) -> None:
-    """Threads of torch's own operations in the calling thread, and in no other, where torch uses
-    GNU's OpenMP."""
-    # torch sets a new thread's number when it first asks; after that the number stays
+    """Limit the threads of torch's operations in the calling thread, if torch uses GNU's OpenMP."""
+    # torch sets a new thread's number at its first query, and does not change it later.
     torch.get_num_threads()
     set_threads = getattr(_gomp(), "omp_set_num_threads", None)
     if set_threads is not None:
@@ -189,7 +188,7 @@ def limit_openmp(threads: int) -> None:
 
 
 MOST_HOST_THREADS = 4096
-"""More than any machine has cores; beyond it the operating system refuses to start them."""
+"""More than the cores of any machine; the operating system refuses to start more threads."""
 _host_threads: int | None = None
 
 
@@ -206,29 +205,29 @@ def set_host_threads(threads: int | None) -> None:
     """Set the number of kernel threads of this process.
 
     Args:
-        threads: number of threads; None for this rank's share of the host, whatever torch's number
-            is (``torchrun`` sets it to 1).
+        threads: number of threads; None for this rank's share of the host's cores. torch's number
+            is ignored (``torchrun`` sets it to 1).
 
     Raises:
-        ValueError: not a whole number from 1 to :data:`MOST_HOST_THREADS`; the previous number
-            stays.
+        ValueError: not a whole number from 1 to :data:`MOST_HOST_THREADS`; the number does not
+            change.
     """
     global _host_threads
     _host_threads = None if threads is None else _checked(threads)
 
 
 def set_thread_share(threads: int | None) -> None:
-    """Threads of the kernels that the calling thread runs; None as everywhere.
+    """Set the number of kernel threads for calls from the calling thread; None for the process's
+    number.
 
     Raises:
-        ValueError: as :func:`set_host_threads`.
+        ValueError: not a whole number from 1 to :data:`MOST_HOST_THREADS`.
     """
     _here.threads = None if threads is None else _checked(threads)
 
 
 def _checked(threads: Any) -> int:
-    """A number of threads that the kernels take: a plain int, whatever kind of whole number was
-    given."""
+    """Return a number of threads as a plain int, after a check."""
     try:
         number = 0 if isinstance(threads, bool) else operator.index(threads)
     except TypeError:
@@ -242,12 +241,12 @@ def _checked(threads: Any) -> int:
 
 
 def thread_count() -> int:
-    """Threads that the kernels may use now, in the calling thread."""
+    """Return the number of threads of kernels that the calling thread runs."""
     return _here.threads or _host_threads or host_share().threads
 
 
 def describe_threads() -> str:
-    """Return how many threads the kernels run here, and why."""
+    """Return the number of kernel threads and its reason, as text."""
     threads, share = thread_count(), host_share()
     words = [f"host kernels: {threads} threads" if threads > 1 else "host kernels: 1 thread"]
     if _host_threads is not None:

@@ -41,11 +41,11 @@ from mp_optim.kernels.kernel_args import RULE_SCALARS, LambScalars, MuonScalars,
 from mp_optim.kernels.sums import combine_pieces, sum_in_pairs, sum_of_squares
 
 Multiplier = Any
-"""A float; or also a tensor, for backends that say so by ``takes_device_multipliers``."""
+"""Float; or a tensor, for backends with ``takes_device_multipliers``."""
 
 
 def _directions(batch: TensorLists, mains: Lists, s: LambScalars) -> Lists:
-    """u = (m * (1/bias1)) / denominator + decay * p, of the moments as they are stored."""
+    """Return u = (m * (1/bias1)) / denominator + decay * p, from the moments as stored."""
     m = read_moment(batch, "exp_avg")
     u = torch._foreach_mul(m, s.inv_bias1)
     bound_all(u, m)
@@ -56,62 +56,65 @@ def _directions(batch: TensorLists, mains: Lists, s: LambScalars) -> Lists:
 
 
 class ReferenceBackend:
-    """The backend that defines the bits, and the base class of all others: it carries out
-    everything that their kernels do not support.
+    """Backend that defines the bits, and base class of all other backends.
 
-    Each method updates every tensor of the lists in place and writes the outputs; a step also
-    updates the averages (``TensorLists.average_weight``).
+    It computes all steps that the kernels of a subclass do not support. Each method updates every
+    tensor of the lists in place and writes the outputs; a step also updates the averages
+    (``TensorLists.average_weight``).
 
-    A new backend is a subclass. Its name, and its rules and states, are in
-    :mod:`mp_optim.config.rules` (one that names none supports all). Its loader, its devices, and
-    whether ``auto`` may choose it, are in :mod:`mp_optim.kernels.selection`. ``auto`` takes only
-    backends whose self-test had these bits. CONTRIBUTING.md lists the tests.
+    A new backend is a subclass. :mod:`mp_optim.config.rules` has its name, rules and states (a
+    backend that lists none supports all). :mod:`mp_optim.kernels.selection` has its loader and
+    devices, and whether ``auto`` may choose it. ``auto`` uses only backends whose self-test had the
+    bits of ``reference``. CONTRIBUTING.md lists the tests.
     """
 
     name = "reference"
 
     takes_device_multipliers = False
-    """Whether a multiplier may also be an FP32 tensor on the tensors' device, shape (1,) or (2,):
-    the second element is not 0 if nothing is to be written. Such a step never waits for the
-    device."""
+    """True if a multiplier may also be an FP32 tensor on the tensors' device, shape (1,) or (2,).
+
+    The step is skipped if the second element is not 0. Such a step never synchronizes.
+    """
 
     interpreted = False
-    """Whether its kernels are interpreted, which takes a thousand times as long."""
+    """True if its kernels are interpreted, which takes a thousand times as long."""
 
     reads_source = False
-    """Whether it reads present values from ``TensorLists.source`` and writes new ones elsewhere, so
+    """True if it reads current values from ``TensorLists.source`` and writes new ones elsewhere, so
     that a step into a back buffer needs no copy first."""
 
     marks_changes = False
-    """Whether :meth:`step` sets the bits of ``TensorLists.changed``."""
+    """True if :meth:`step` sets the bits of ``TensorLists.changed``."""
 
     follows_weights = False
-    """Whether :meth:`step` continues from the weights in ``TensorLists.output`` itself, where
-    ``follows`` asks for it."""
+    """True if :meth:`step` itself continues from the weights in ``TensorLists.output`` where
+    ``follows`` is set."""
 
     limits = ""
-    """The steps that it hands to ``reference``, for reports; empty if none."""
+    """Steps that it leaves to ``reference``, for reports; empty if none."""
 
     # -- rules that step each element by itself ---------------------------------------------------
 
     def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: Multiplier) -> None:
-        """Carry out a rule of :mod:`~mp_optim.kernels.element_rules`, with its scalars."""
+        """Step the lists by a rule of :mod:`~mp_optim.kernels.element_rules` with its scalars."""
         for _, batch in batches(lists):
             if batch.follows:
                 continue_from(batch.main, batch.output)
             TEXTS[rule](batch, scalars, multiplier)
 
     def prove_at_first_use(self) -> None:
-        """Compare each form of a kernel with ``reference`` before the first step that needs it.
-        Only for backends that are chosen by ``by_form`` in ``selection``."""
+        """Compare each form of a kernel with ``reference`` before the first step that uses it.
+
+        Only for backends with ``by_form`` in ``selection``.
+        """
 
     def announce(self, lists: TensorLists, scalars: Any, device: torch.device) -> None:
-        """Parts of these lists are going to be stepped on a device, with these scalars."""
+        """Prepare for steps of parts of these lists on a device, with these scalars."""
 
     # -- LAMB -------------------------------------------------------------------------------------
 
     def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier) -> None:
-        """The whole step, for tensors that are whole parameters."""
+        """Take the whole step, for tensors that are whole parameters."""
         self.lamb_finish(lists, scalars, self.lamb_moments(lists, scalars, multiplier), multiplier)
 
     def lamb_moments(
@@ -140,8 +143,11 @@ class ReferenceBackend:
     def lamb_finish(
         self, lists: TensorLists, scalars: LambScalars, sums: Tensor, multiplier: Multiplier
     ) -> None:
-        """Take the step after :meth:`lamb_moments`, from sums of whole parameters, shape (n, 2)
-        FP64."""
+        """Take the step after :meth:`lamb_moments`.
+
+        Args:
+            sums: sums of whole parameters, shape (n, 2), FP64.
+        """
         self.lamb_apply(lists, scalars, [scalars.ratio(*row) for row in sums.tolist()])
 
     def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]) -> None:
@@ -156,8 +162,10 @@ class ReferenceBackend:
     # -- Muon's passes over elements, before and after the products -------------------------------
 
     def muon_momentum(self, lists: TensorLists, scalars: MuonScalars, multiplier: float) -> None:
-        """Update the momenta. The lists have no main params; the outputs receive what is to be
-        orthogonalised."""
+        """Update the momenta, and write the tensors to orthogonalize into the outputs.
+
+        The lists have no main params.
+        """
         for index, output in enumerate(lists.output):
             assert output is not None
             output.copy_(_averaged(lists, index, scalars, multiplier).view(output.shape))
@@ -165,8 +173,8 @@ class ReferenceBackend:
     def muon_apply(
         self, lists: TensorLists, scalars: MuonScalars, factors: Sequence[float]
     ) -> None:
-        """Decay main params and subtract directions, which are ``lists.grad``, each times its
-        factor, an FP32 value."""
+        """Decay main params, and subtract the directions in ``lists.grad``, each times its FP32
+        factor."""
         for index, factor in enumerate(factors):
             one = lists.take([index])
             (main,), (direction,) = read_mains(one), one.grad
@@ -176,17 +184,20 @@ class ReferenceBackend:
     # -- the rest ---------------------------------------------------------------------------------
 
     def average(self, lists: TensorLists) -> None:
-        """Let the averages take the main params that are there, for rules in torch operations; the
-        methods of the other rules do so themselves. Nothing to do where none are kept."""
+        """Update the averages with the current main params, for rules in torch operations.
+
+        The methods of other rules do so themselves. Does nothing without averages.
+        """
         for _, batch in batches(lists.for_averages()):
             take_averages(batch)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        """FP64, shape (n,)."""
+        """Return FP64 sums of squares, shape (n,)."""
         return sum_of_squares(tensors)
 
     def sum_in_pairs(self, values: Tensor) -> Tensor:
-        """The sum, shape (), of FP64 values, shape (n,), in the order of ``kernels/sums.py``."""
+        """Return the sum, shape (), of FP64 values, shape (n,), in the order of
+        ``kernels/sums.py``."""
         return sum_in_pairs(values)
 
 
@@ -202,8 +213,10 @@ def step_with(
     step: int,
     multiplier: Multiplier,
 ) -> None:
-    """Let a backend carry out a rule for whole parameters, with scalars of a param group at step
-    ``step`` >= 1; a rule that reads sums by the method of its name."""
+    """Step whole parameters by a rule with a backend, for a param group at step ``step`` >= 1.
+
+    A rule that reads sums uses the method of its name.
+    """
     scalars = RULE_SCALARS[rule].at(group, step)
     if rule in TEXTS:
         backend.step(rule, lists, scalars, multiplier)
@@ -216,7 +229,7 @@ MOMENTUM = RULES["muon"].moment_names[0]
 
 
 def _averaged(lists: TensorLists, index: int, scalars: MuonScalars, multiplier: float) -> Tensor:
-    """Update one momentum; returns what is to be orthogonalised, FP32, shape (n,)."""
+    """Update one momentum, and return the tensor to orthogonalize, FP32, shape (n,)."""
     grad = lists.grad[index].reshape(-1).float()
     if multiplier != 1.0:
         grad = grad * multiplier
@@ -237,12 +250,11 @@ def _averaged(lists: TensorLists, index: int, scalars: MuonScalars, multiplier: 
 
 
 def _blend(start: Tensor, end: Tensor, factor: float, from_end: bool, out: Tensor) -> None:
-    """Return one of two values plus a multiple of their difference, as ``torch.lerp`` computes it;
-    bounded for finite values.
+    """Return one of two values plus a multiple of their difference, as ``torch.lerp`` computes it.
 
-    The computation is in FP64, in which the product is exact, so it equals a fused multiply-add on
-    any device. Orthogonalised values are rounded to bfloat16, which amplifies differences in the
-    last bit.
+    The result is clamped for finite values. The computation is in FP64, in which the product is
+    exact, so it equals a fused multiply-add on any device. Orthogonalized values are rounded to
+    bfloat16, which amplifies differences in the last bit.
     """
     piece = piece_elements(out.device)
     for at in range(0, out.numel(), piece):

@@ -1,5 +1,7 @@
-"""Which backend serves a ``fused_backend`` on a device, and why. Each is loaded and proven once per
-process and device."""
+"""Choice of the backend for a ``fused_backend`` on a device, with the reason.
+
+Each backend is loaded and tested once per process and device.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,12 @@ class _Source:
     """The loader of a backend, and its devices.
 
     Attributes:
-        load: returns the backend, or a reason why it is not available; any exception is a reason,
+        load: returns the backend, or a reason why it is not available. Any exception is a reason,
             too.
-        devices: device types that it supports; all if None.
+        devices: device types that it supports; None for all.
         missing: the reason if its module is not installed.
         by_form: True if it compares each form of its kernels with ``reference`` at the form's first
-            use, and steps as ``reference`` does if one differs.
+            use, and falls back to ``reference`` if one differs.
     """
 
     load: Callable[[], Backend | str]
@@ -98,24 +100,24 @@ def candidates(device: torch.device) -> tuple[str, ...]:
 
 
 def forget() -> None:
-    """Forget all proofs, for a process in which a library was installed meanwhile."""
+    """Delete all self-test results, for a process in which a library was installed meanwhile."""
     _proven.cache_clear()
     choose_backend.cache_clear()
 
 
 def proof_of(name: str, device: torch.device, by_form: bool = True) -> SelfTest:
-    """Return the self-test of a backend on a device; the first call loads and steps it.
+    """Return the self-test of a backend on a device. The first call loads and steps it.
 
     Args:
-        by_form: leave kernels that are compared form by form to their first use; False takes the
-            step of each rule by them, too.
+        by_form: True to test kernels that are compared form by form only at their first use; False
+            to step each rule with them now, too.
     """
     return _proven(name, device, by_form)[1]
 
 
 @cache
 def _proven(name: str, device: torch.device, by_form: bool) -> tuple[Backend, SelfTest]:
-    """A backend and its proof; ``reference`` stands in for one that cannot be had."""
+    """Return a backend and its self-test; ``reference`` replaces one that is not available."""
     source, backend = _SOURCES[name], _loaded(name, device)
     if isinstance(backend, str):
         return ReferenceBackend(), SelfTest(name, str(device), False, False, backend)
@@ -126,7 +128,7 @@ def _proven(name: str, device: torch.device, by_form: bool) -> tuple[Backend, Se
 
 
 def _loaded(name: str, device: torch.device) -> Backend | str:
-    """A backend, or why it cannot be had for a device."""
+    """Return a backend, or the reason why it is not available for a device."""
     source = _SOURCES[name]
     try:
         backend = source.load()
@@ -145,11 +147,10 @@ def _loaded(name: str, device: torch.device) -> Backend | str:
 
 @cache
 def choose_backend(name: str, device: torch.device) -> tuple[Backend, str]:
-    """The backend for ``fused_backend=name`` on a device, and why.
+    """Return the backend for ``fused_backend=name`` on a device, and the reason.
 
-    ``auto`` takes the first of :func:`candidates` that has ``reference``'s bits there. A named
-    backend is taken where its kernels run; in the other place (host or accelerator) ``auto``
-    decides.
+    ``auto`` chooses the first of :func:`candidates` with the bits of ``reference``. A named backend
+    is chosen where its kernels run; in the other place (host or accelerator) ``auto`` decides.
 
     Raises:
         ValueError: the name is unknown or not usable.
@@ -177,7 +178,7 @@ def choose_backend(name: str, device: torch.device) -> tuple[Backend, str]:
 
 
 def _serving_device(name: str, device: torch.device) -> torch.device:
-    """The device itself, or one that the backend is for."""
+    """Return the device itself, or a device that the backend supports."""
     devices = _SOURCES[name].devices
     if devices is None or device.type in devices():
         return device
@@ -207,17 +208,17 @@ def _auto(device: torch.device) -> tuple[Backend, str]:
 
 
 def check_serves(name: str, device: torch.device) -> None:
-    """Refuse a named backend for parameters that none of its kernels could reach.
+    """Check that a named backend has kernels for the device of the parameters.
 
     Raises:
-        ValueError: naming the backend and the device.
+        ValueError: it has none; names the backend and the device.
     """
     if name in _SOURCES:
         devices = _SOURCES[name].devices
         if name != "native" and devices is not None and device.type not in (*devices(), "meta"):
             choose_backend(
                 name, device
-            )  # where it is not usable at all, that is the better message
+            )  # If the backend is not usable at all, that error is clearer.
             raise ValueError(
                 f"fused_backend={name!r}: the model's parameters are on {device.type}, but its "
                 f"kernels run on {' and '.join(devices())}; move the model, or choose 'auto'"
@@ -225,8 +226,7 @@ def check_serves(name: str, device: torch.device) -> None:
 
 
 def rule_note(name: str, rule: str) -> str:
-    """Return a note for a rule that a backend hands to ``reference``; empty if it has kernels for
-    it."""
+    """Return a note for a rule without kernels in a backend; empty if it has kernels."""
     return (
         ""
         if rule in CAPABILITIES.get(name, Capability()).rules
@@ -238,8 +238,11 @@ _HOST = torch.device("cpu")
 
 
 def warn_of_missing_kernels(fused_backend: str, rule: str, groups: ParamGroups) -> None:
-    """Warn, once in a process, if a rule that has native kernels steps groups on the host without
-    them, and neither ``fused_backend`` nor the environment asks for that."""
+    """Warn, once in a process, if native kernels are missing for a rule that steps groups on the
+    host.
+
+    There is no warning if ``fused_backend`` or the environment selects another backend.
+    """
     if not any(param.is_cpu for _, param in iter_slots(groups)):
         return
     chosen = choose_backend(fused_backend, _HOST)[0].name

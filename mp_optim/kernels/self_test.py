@@ -1,8 +1,8 @@
-"""Self-test of a backend: a small step of each rule, next to the same step of ``reference``, before
-the backend writes a parameter.
+"""Self-test of a backend, before it writes a parameter.
 
-The tests have more sizes, alignments and dtypes. Kernels that are compiled on this machine are
-compared form by form (:mod:`~mp_optim.kernels.triton.proofs`).
+A small step of each rule is compared with ``reference``. The tests of the package have more sizes,
+alignments and dtypes. Kernels that are compiled on this machine are compared form by form
+(:mod:`~mp_optim.kernels.triton.proofs`).
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from mp_optim.kernels.reference import MOMENTUM, Backend, ReferenceBackend, step
 
 MOST_RELATIVE, MOST_BFLOAT16 = 1e-4, 2.0**-7
 """Largest difference of a usable backend from ``reference``, relative to the largest element of a
-tensor: of FP32 and FP64 tensors, and of tensors in fewer bits."""
+tensor: for FP32 and FP64 tensors, and for tensors in fewer bits."""
 _REFUSED_CODE = ("kernel image", "unsupported toolchain", "unsupported PTX version")
-"""Messages of drivers that do not know some code."""
+"""Parts of driver messages about code that they do not support."""
 _SETTINGS = {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True}
 _MULTIPLIER, _FACTOR = fp32(0.37), fp32(0.011)
-_SIZES = (BLOCK + 35,)  # a whole block, and a part of one
+_SIZES = (BLOCK + 35,)  # A whole block, and a part of a block.
 
 Trial = Callable[[Backend, TensorLists], Tensor | None]
-"""Calls a method of a backend over some lists; returns the method's result if it has one."""
+"""Function that calls a method of a backend over some lists, and returns its result, if any."""
 
 
 @dataclass(frozen=True)
 class SelfTest:
-    """The verdict on a backend on a device of this process.
+    """Result of the self-test of a backend on a device of this process.
 
     Attributes:
         backend: name of the backend.
         device: device of the step.
-        usable: the backend can be loaded, and its results are within the tolerances above.
-        exact: it has the bits of ``reference``.
-        reason: the verdict in words.
+        usable: True if the backend can be loaded, and its results are within the tolerances above.
+        exact: True if it has the bits of ``reference``.
+        reason: the result in words.
     """
 
     backend: str
@@ -59,7 +59,7 @@ class SelfTest:
 
 @in_own_modes
 def prove(backend: Backend, device: torch.device) -> SelfTest:
-    """Return the verdict on a backend. An exception of the backend is a verdict, too."""
+    """Return the self-test of a backend. An exception of the backend is a result, too."""
     found: list[float] = []
     try:
         for form, trial in _trials(CAPABILITIES.get(backend.name, Capability())):
@@ -83,8 +83,9 @@ def prove(backend: Backend, device: torch.device) -> SelfTest:
 def differences(
     backend: Backend, make_lists: Callable[[], TensorLists], trial: Trial
 ) -> list[float]:
-    """Return the difference from ``reference`` of each tensor that has other bits after a trial, in
-    units of the tolerance.
+    """Return the difference from ``reference`` of each tensor whose bits differ after a trial.
+
+    Differences are in units of the tolerance.
 
     Args:
         backend: the backend to compare.
@@ -149,7 +150,7 @@ class TrialForm(NamedTuple):
 
 
 def _trials(can: Capability) -> Iterator[tuple[TrialForm, Trial]]:
-    """Yield a step of each rule, a step with state in few bits, sums of squares, Muon's passes."""
+    """Yield a step of each rule, a step with compact state, sums of squares, and Muon's passes."""
     grad, fp32_ = torch.bfloat16, torch.float32
     plain = LaunchDtypes(grad, fp32_)
     for rule in (rule for rule in can.rules if RULES[rule].has_kernels):
@@ -157,7 +158,7 @@ def _trials(can: Capability) -> Iterator[tuple[TrialForm, Trial]]:
         yield TrialForm(plain, state), partial(_step, rule)
     if can.compact:
         kind = LaunchDtypes(grad, torch.bfloat16, torch.int8, average=torch.bfloat16)
-        codes = dict.fromkeys(("exp_avg", SECOND), torch.uint8)  # of 4 and of 8 bits
+        codes = dict.fromkeys(("exp_avg", SECOND), torch.uint8)  # In 4 and in 8 bits.
         state = codes | dict.fromkeys(map(scale_key, codes), fp32_)
         yield TrialForm(kind, state, True, fp32(0.01)), partial(_step, "adam")
     yield TrialForm(LaunchDtypes(grad), {}), lambda backend, some: backend.sum_of_squares(some.grad)
@@ -179,8 +180,12 @@ def _step(rule: str, backend: Backend, lists: TensorLists) -> None:
 
 @lru_cache(maxsize=32)
 def values_of(count: int, stream: int, device: torch.device) -> Tensor:
-    """Return numbers of several magnitudes, equal on every machine and device, without a period of
-    a block, tile or chunk. NOTE: callers must not write to them."""
+    """Return numbers of several magnitudes, equal on every machine and device.
+
+    They do not repeat with the period of a block, tile or chunk.
+
+    NOTE: callers must not write to them.
+    """
     words = Noise(0x5EED, stream).words(count, device)
     whole = (words >> 8) - (1 << 23)
     return (whole >> (words & 7)).float() * 2.0**-23
@@ -231,7 +236,7 @@ def trial_lists(
     if kind.average is not None:
         state[AVERAGE] = [_shifted(value.flip(0), kind.average, shift) for value in whole]
     outputs: list[Tensor | None] = [None] * len(whole)
-    if kind.output is not None:  # some weights differ from their main params
+    if kind.output is not None:  # Some weights differ from their main params.
         same = torch.arange(BLOCK, device=device) % 5 != 0
         weights = [each * same.repeat(blocks_of(len(each)))[: len(each)] for each in whole]
         outputs = [_shifted(value, kind.output, shift) for value in weights]

@@ -1,5 +1,4 @@
-"""A slot's state as it is stored: which tensors there are under which keys, their FP32 form, and
-the way back."""
+"""Storage of a slot's state: its tensors by key, their FP32 values, and conversion from FP32."""
 
 from __future__ import annotations
 
@@ -81,12 +80,12 @@ class StatePrecision:
             raise ValueError(f"seed={self.seed!r}: must be in [0, 2**32)")
 
     def is_small(self, elements: int) -> bool:
-        """True if a parameter of ``elements`` elements, as a whole, keeps FP32 moments instead of
-        codes."""
+        """True if a parameter of ``elements`` elements (of the whole parameter) keeps FP32
+        moments."""
         return elements < self.fp32_state_below
 
     def stored_dtype(self, moment: str, is_small: bool) -> torch.dtype:
-        """Dtype of the stored tensor of a moment."""
+        """Return the dtype of the stored tensor of a moment."""
         source = moment_of(moment).dtype_field
         asked = torch.float32 if source is None else getattr(self, source)
         if is_small and asked in CODED:
@@ -94,7 +93,7 @@ class StatePrecision:
         return stored_dtype(moment, asked)
 
     def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Dtype of the main param of a parameter."""
+        """Return the dtype of the main param of a parameter."""
         return dtype if dtype == torch.bfloat16 and self.store_param_remainders else torch.float32
 
     def average_weight(self, step: int) -> float:
@@ -106,19 +105,22 @@ class StatePrecision:
 
     @property
     def has_no_main_params(self) -> bool:
-        """Whether bfloat16 parameters are all there is of their main params."""
+        """True if bfloat16 parameters have no main params."""
         return self.store_param_remainders and self.param_remainder_bits == NO_REMAINDER.name
 
     @property
     def remainder_dtype(self) -> torch.dtype | None:
-        """Dtype of the remainders; None without."""
+        """Dtype of the remainders; None without remainders."""
         dtype: torch.dtype | None = REMAINDERS[self.param_remainder_bits].dtype
         return dtype
 
 
 def moment_specs(name: str, shape: torch.Size, dtype: torch.dtype) -> dict[str, TensorSpec]:
-    """Return the forms of the tensors that store a moment: a tensor of its shape, or of the bytes
-    of its 4-bit codes; and its scales, if it has some."""
+    """Return shape and dtype of the tensors that store a moment.
+
+    They are a tensor of the moment's shape, or bytes with 4-bit codes; and its scales, if it has
+    some.
+    """
     form, numel = state_form(name, dtype), shape.numel()
     specs = {name: (torch.Size([packed_bytes(numel)]) if form.packed else shape, dtype)}
     if form.in_blocks:
@@ -127,8 +129,7 @@ def moment_specs(name: str, shape: torch.Size, dtype: torch.dtype) -> dict[str, 
 
 
 def full_precision(state: Mapping[str, Any], main: Tensor) -> State:
-    """A slot's state with everything in FP32, under the keys and in the shapes it would have if it
-    were stored so.
+    """Return a slot's state in FP32, under the keys and in the shapes of FP32 state.
 
     Args:
         main: the main param as it is stepped.
@@ -136,7 +137,7 @@ def full_precision(state: Mapping[str, Any], main: Tensor) -> State:
     full: State = {}
     for key, value in state.items():
         if key == REMAINDER:
-            full[MASTER] = join(main, value.to(main.device))  # it may be parked
+            full[MASTER] = join(main, value.to(main.device))  # The main param may be offloaded.
         elif scale_key(key) in state or value.dtype == torch.bfloat16:
             full[key] = _decoded(state, key, main)
         elif not is_scale(key):
@@ -145,8 +146,10 @@ def full_precision(state: Mapping[str, Any], main: Tensor) -> State:
 
 
 def unpacked(state: Mapping[str, Any], main: Tensor) -> State:
-    """Return a slot's state with 4-bit moments in FP32, in the main param's shape and without
-    scales, so that any layout can read exported state."""
+    """Return a slot's state with 4-bit moments as FP32 tensors of the main param's shape.
+
+    They have no scales, so any layout can read exported state.
+    """
     packed = {
         key
         for key, value in state.items()
@@ -163,7 +166,7 @@ def unpacked(state: Mapping[str, Any], main: Tensor) -> State:
 def coded(
     key: str, stored: Tensor, scale: Tensor, shape: torch.Size, check: Callable[[Tensor], None]
 ) -> Coded:
-    """Return a moment that is stored in blocks, as its FP32 values are read and written."""
+    """Return a moment in a block format, as an object to read and write its FP32 values."""
     second = key == SECOND
 
     def read(stored: Tensor, scale: Tensor) -> Tensor:
@@ -184,15 +187,17 @@ def check_moment(label: str, key: str, values: Tensor) -> None:
 def fitted(
     label: str, mine: Mapping[str, Any], main: Tensor, saved: Mapping[str, Any], convert: bool
 ) -> State:
-    """Saved state in the form of ``mine``.
+    """Return saved state in the storage format of ``mine``.
 
-    Remainders become a master param where the form differs; a master param takes the place of a
+    A remainder becomes a main param if the formats differ, and a saved main param replaces a
     remainder.
 
     Args:
-        label: names the slot in messages.
-        mine: the live state. main: the live main param. saved: state of any form for the same rule.
-        convert: also where that loses bits.
+        label: name of the slot in messages.
+        mine: the live state.
+        main: the live main param.
+        saved: state in any format of the same rule.
+        convert: True to convert also if bits are lost.
 
     Raises:
         ValueError: a value would lose bits.
@@ -222,7 +227,7 @@ def fitted(
         widths = (mine[REMAINDER].dtype if REMAINDER in mine else None, remainder.dtype)
         narrows = widths == (torch.int8, torch.int16)
         if narrows and not convert and bool((remainder & 0xFF).any()):
-            raise ValueError(_more_bits(label))  # whichever weights are there now
+            raise ValueError(_more_bits(label))  # refused for any current weights
     if MASTER in result and REMAINDER in mine:
         result.pop(REMAINDER, None)
         result[MASTER] = as_master(label, result[MASTER], convert)
@@ -231,7 +236,8 @@ def fitted(
 
 
 def _without_scales_of_values(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state without scales of FP32 tensors, which ``optimizer.state`` shows together."""
+    """Return a state without the scales of tensors that are FP32. ``optimizer.state`` shows
+    both."""
     gone = {
         scale_key(key)
         for key, value in state.items()
@@ -243,8 +249,10 @@ def _without_scales_of_values(state: Mapping[str, Any]) -> Mapping[str, Any]:
 def _with_average(
     label: str, mine: Mapping[str, Any], main: Tensor, state: State, convert: bool
 ) -> State:
-    """A fitted state with an average where one is kept, which starts from the main param if none
-    was saved, and without one where none is kept."""
+    """Return fitted state with an average if the optimizer keeps one, else without.
+
+    The average starts from the main param if none was saved.
+    """
     if AVERAGE in state and AVERAGE not in mine:
         if not convert:
             raise ValueError(
@@ -261,7 +269,7 @@ def _with_average(
 
 
 def _can_be_read(saved: Tensor, scale: Any, convert: bool) -> bool:
-    """True if a saved moment has an FP32 form; one without is refused in its saved form."""
+    """True if a saved moment can be converted to FP32. Another one is refused in its saved form."""
     if saved.is_complex() or saved.is_meta:
         return False
     return (
@@ -270,16 +278,20 @@ def _can_be_read(saved: Tensor, scale: Any, convert: bool) -> bool:
 
 
 def shape_of(key: str, stored: Tensor, main: Tensor) -> torch.Size:
-    """Return the shape of a stored moment's FP32 form: the main param's, if there are as many bytes
-    as its 4-bit codes take."""
+    """Return the shape of a stored moment in FP32.
+
+    It is the main param's shape if the number of bytes is that of its 4-bit codes.
+    """
     fits = is_packed(key, stored.dtype) and stored.shape == (packed_bytes(main.numel()),)
     return main.shape if fits else stored.shape
 
 
 def _decoded(state: Mapping[str, Any], key: str, main: Tensor) -> Tensor:
-    """FP32 values of a saved moment of a main param. It has a scale for each block; or, where it is
-    a part cut out of a larger tensor and so of that one's blocks, for each element, in a last
-    dimension of 1."""
+    """Return FP32 values of a saved moment of a main param.
+
+    The moment has a scale for each block. A part of a larger tensor, whose blocks are those of that
+    tensor, has a scale for each element, in a last dimension of 1.
+    """
     stored, scale = state[key], state.get(scale_key(key))
     shape = shape_of(key, stored, main)
     if scale is not None and scale.dim() > 1:
@@ -322,10 +334,10 @@ _OTHER_BLOCKS = (
 
 
 def joined(label: str, main: Tensor, remainder: Tensor) -> Tensor:
-    """The FP32 main param of a parameter and a saved remainder.
+    """Return the FP32 main param of a parameter and a saved remainder.
 
     Raises:
-        ValueError: they do not belong together.
+        ValueError: their shapes or dtypes do not match.
     """
     if main.dtype != torch.bfloat16 or main.shape != remainder.shape:
         raise ValueError(
@@ -336,7 +348,7 @@ def joined(label: str, main: Tensor, remainder: Tensor) -> Tensor:
 
 
 def narrowed(label: str, remainder: Any) -> Any:
-    """Return a saved remainder of 32 bits, as state dicts with process groups hold it, in 16.
+    """Return a saved 32-bit remainder, as state dicts with process groups have it, in 16 bits.
 
     Raises:
         ValueError: it has more than 16 significant bits.
@@ -380,17 +392,18 @@ def without_unread(
     saved: State,
     convert: bool,
 ) -> State:
-    """A saved state with a moment that nothing reads here as it is here: dropped where none is
-    kept, zeros where one is.
+    """Return saved state in which a moment without effect has the form of this optimizer.
+
+    It is dropped if this optimizer does not store it, and zeros if it does.
 
     Args:
-        label: names the slot in messages.
-        decided: the setting that makes it needless, for messages.
-        shape: the moment's.
-        convert: drop it.
+        label: name of the slot in messages.
+        decided: the setting that makes the moment needless, for messages.
+        shape: shape of the moment.
+        convert: True to drop it.
 
     Raises:
-        ValueError: it would be dropped, and ``convert`` is false.
+        ValueError: it would be dropped, and ``convert`` is False.
     """
     if moment in saved and moment not in live:
         if not convert:
@@ -409,8 +422,7 @@ def without_unread(
 
 
 def stepped_without(label: str, moment: str, decided: str) -> ValueError:
-    """Return the error for a stepped slot without a moment: the moment would have to hold gradients
-    that are gone."""
+    """Return the error for a stepped slot without a moment, which depends on earlier gradients."""
     return ValueError(
         f"{label} was stepped without {moment}, which {decided} needs; set back what made it "
         "needless, or give the group the new value from its first step on; nothing was stepped"

@@ -1,10 +1,10 @@
-"""Sums of squares, the same bits on any device and for any thread count: in FP64 in a fixed order.
+"""Sums of squares in FP64 in a fixed order, with the same bits on any device and number of threads.
 
-A tensor's elements, row-major, are cut into blocks of 1024, zero filled. A block
-is 8 rows of 128 squares; rows are added one after another, the 128 sums then by halving (``x[:64] +
-x[64:]`` and so on). Block sums are added in adjacent pairs, zero filled. So a block, or any aligned
-power-of-two run of blocks, can be summed by itself. Sums of a parameter's parts are reduced over
-the ranks that hold them.
+A tensor's elements, row-major, are divided into blocks of 1024, padded with zeros. A block is 8
+rows of 128 squares. Rows are added one after another, then the 128 sums by halving (``x[:64] +
+x[64:]`` and so on). Block sums are added in adjacent pairs, padded with zeros. So a block, or any
+aligned power-of-two run of blocks, can be summed separately. Sums of a parameter's shards are
+reduced over the ranks that hold them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _ROW = 128
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """FP64 sum of squares of each tensor, shape (n,), on the tensors' device.
+    """Return the FP64 sum of squares of each tensor, shape (n,), on the tensors' device.
 
     Args:
-        tensors: any floating dtype, any strides, one device. Inf and nan propagate; an empty one
-            gives 0.
+        tensors: tensors of any floating dtype and strides on one device. Inf and nan propagate; an
+            empty tensor gives 0.
     """
     device = tensors[0].device if tensors else torch.device("cpu")
     piece = piece_elements(device)
@@ -54,12 +54,12 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def combine_pieces(owners: Sequence[int], pieces: Tensor, count: int) -> Tensor:
-    """Sums of ``count`` tensors from the sums of their aligned pieces, in the order of the module's
-    text.
+    """Return sums of ``count`` tensors from the sums of their aligned pieces, in the module's
+    order.
 
     Args:
-        owners: for each piece the tensor it was cut from; a tensor's pieces in order. A tensor
-            without pieces gives 0.
+        owners: for each piece, the tensor that it belongs to; a tensor's pieces are in order. A
+            tensor without pieces gives 0.
         pieces: FP64, shape (len(owners), k): k sums for each piece, reduced independently.
 
     Returns:
@@ -82,8 +82,11 @@ def _index(values: Iterable[int], like: Tensor) -> Tensor:
 
 
 def root(values: Tensor) -> Tensor:
-    """Correctly rounded square roots of FP64 values, where they are. On the CPU torch's are not:
-    one in 150 is off by a unit. On a GPU they are the instruction's."""
+    """Return correctly rounded square roots of FP64 values, on their device.
+
+    torch's roots on the CPU are not correctly rounded: one in 150 is off by a unit. On a GPU they
+    are.
+    """
     if values.device.type != "cpu":
         return values.sqrt()
     return torch.tensor(
@@ -93,8 +96,7 @@ def root(values: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def index_on(device: torch.device, indices: tuple[int, ...]) -> Tensor:
-    """Int64 indices on a device, copied there once: a copy from ordinary host memory waits for the
-    device."""
+    """Return int64 indices on a device, copied once, because such a copy synchronizes."""
     return torch.tensor(indices, dtype=torch.long, device=device)
 
 
@@ -103,7 +105,7 @@ def _next_power(value: int) -> int:
 
 
 def _sum_batch(tensors: Sequence[Tensor], blocks: int) -> Tensor:
-    """Tensors of at most ``blocks`` (a power of two) blocks each."""
+    """Return sums of tensors of at most ``blocks`` (a power of two) blocks each."""
     padded = torch.zeros(
         len(tensors), blocks * SUM_BLOCK, dtype=torch.float64, device=tensors[0].device
     )
@@ -129,7 +131,7 @@ def sum_in_pairs(values: Tensor) -> Tensor:
 
 
 def by_dtype(tensors: CachedTensorList, sum_alike: Callable[[CachedTensorList], Tensor]) -> Tensor:
-    """Return sums, shape (n,) FP64, of tensors on one device, by a function for tensors of one
+    """Return sums, shape (n,) FP64, of tensors on one device, with a function for tensors of one
     dtype."""
     device = tensors[0].device if tensors else torch.device("cpu")
     sums = torch.empty(len(tensors), dtype=torch.float64, device=device)
@@ -151,8 +153,10 @@ def _sum_large(tensor: Tensor, piece: int) -> Tensor:
 
 
 def _row_major(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """Elements [start, stop) in row-major order; of a strided tensor no more than two extra rows
-    are copied."""
+    """Return elements [start, stop) in row-major order.
+
+    At most two extra rows of a strided tensor are copied.
+    """
     while tensor.shape[0] == 1 and tensor.dim() > 1:
         tensor = tensor[0]
     if tensor.is_contiguous():
@@ -171,10 +175,10 @@ def reduce_over(
     doing: str,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> None:
-    """Reduce a value in place over the ranks of one group after the other.
+    """Reduce a value in place over one group of ranks after the other.
 
     Args:
-        doing: what to say of it if a rank is missing.
+        doing: description of the work, for the error if a rank is missing.
     """
     for group in groups:
         with naming_missing_ranks(group)(doing):
@@ -183,13 +187,14 @@ def reduce_over(
 
 
 def reduce_rows(rows: Tensor, shard_groups: Sequence[Groups], doing: str) -> None:
-    """Add up in place what ranks that hold parts of the same parameters have: one reduction for all
-    that are split alike.
+    """Sum rows in place over the ranks with shards of the same parameters.
+
+    There is one reduction for all rows with the same groups.
 
     Args:
-        rows: one for each parameter, of any shape.
-        shard_groups: for each the groups of ranks over which it is split.
-        doing: what to say of it if a rank is missing.
+        rows: one row for each parameter, of any shape.
+        shard_groups: for each row, the groups of ranks over which its parameter is sharded.
+        doing: description of the work, for the error if a rank is missing.
     """
     alike: dict[Groups, list[int]] = defaultdict(list)
     for index, groups in enumerate(shard_groups):

@@ -1,5 +1,5 @@
-"""The rules by Triton kernels, on a GPU or under Triton's interpreter; nothing here imports Triton
-until asked to."""
+"""Loader of the Triton backend, for a GPU or Triton's interpreter. Triton is imported at its first
+use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["triton_backend"]
 
 @cache
 def triton_backend() -> tuple[TritonBackend | None, str]:
-    """Return the backend and its device; or None and the reason. The answer is final for this
+    """Return the backend and its device; or None and the reason. The result never changes in a
     process."""
     try:
         from mp_optim.kernels.triton.backend import TritonBackend
@@ -22,6 +22,6 @@ def triton_backend() -> tuple[TritonBackend | None, str]:
         backend = TritonBackend()
     except (
         Exception
-    ) as error:  # a broken installation raises anything; the other backends must go on
+    ) as error:  # A broken installation can raise any error, and must not affect other backends.
         return None, f"{type(error).__name__}: {error}"
     return backend, backend.runs_on

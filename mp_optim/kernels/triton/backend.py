@@ -1,7 +1,7 @@
-"""The rules by Triton kernels: one launch for all tensors that share dtypes, with the bits of
-``reference``.
+"""Backend with Triton kernels: one launch for all tensors with equal dtypes.
 
-Tensors that the kernels do not support, such as FP64 gradients, are stepped by ``reference``.
+They have the bits of ``reference``. Tensors that they do not support, such as FP64 gradients, are
+stepped by ``reference``.
 """
 
 from __future__ import annotations
@@ -52,29 +52,29 @@ from mp_optim.kernels.triton.proofs import FormProofs
 from mp_optim.kernels.triton.tables import Plan, Tables
 
 OLDEST = (3, 6)
-"""The first Triton whose ``div_rn`` and ``sqrt_rn`` keep denormals: 3.5.1 emits ``div.rn.ftz.f32``.
-"""
+"""The first Triton whose ``div_rn`` and ``sqrt_rn`` keep denormals: 3.5.1 emits
+``div.rn.ftz.f32``."""
 
 _ADAM = ("exp_avg", "exp_avg_sq")
 _TRIED, _TRIED_EACH = 0.375, 0.01171875
-"""The multiplier of trials, and the number of each tensor."""
+"""The multiplier of trials, and the number for each tensor."""
 _REFERENCE = ReferenceBackend()
 Launches = tuple[Sequence[Tensor | None], list[tuple[Plan, bool]]]
 """Columns and plans of a part (:meth:`Tables.launch_of`)."""
 
 
 class TritonBackend(ReferenceBackend):
-    """Launches the kernels; ``reference`` carries out steps that they do not support.
+    """Backend that launches the kernels. ``reference`` computes steps that they do not support.
 
     Attributes:
-        device_type: type of the device whose tensors it can step.
-        runs_on: the device, in words.
+        device_type: type of the device whose tensors it steps.
+        runs_on: description of the device.
         tables: device memory that launches read.
         proofs: comparisons of the used forms of kernels with ``reference``.
 
     Raises:
-        RuntimeError: neither a device nor the interpreter is available, or this Triton computes
-            other bits.
+        RuntimeError: neither a device nor the interpreter is available, or this version of Triton
+            computes other bits.
     """
 
     name = "triton"
@@ -105,7 +105,7 @@ class TritonBackend(ReferenceBackend):
     # -- launches ---------------------------------------------------------------------------------
 
     def _holds(self, one: Pass, part: AlikeLists) -> bool:
-        """Whether the kernels that a pass takes for a part have the bits of ``reference``."""
+        """True if the kernels of a pass for a part have the bits of ``reference``."""
         if not self.proofs.is_on:
             return True
         lists, device = part.lists, part.lists.grad[0].device
@@ -126,8 +126,10 @@ class TritonBackend(ReferenceBackend):
         )
 
     def parts(self, one: Pass) -> Iterator[tuple[AlikeLists, Tensor | None]]:
-        """Yield the parts with tensors, each with its numbers on the device; without numbers if no
-        kernel serves it."""
+        """Yield the non-empty parts, each with its scalars on the device.
+
+        A part without a kernel has no scalars.
+        """
         for part in alike_lists(one.lists, one.moments):
             part = part._replace(lists=continued(part.lists, part.kind))
             numbers = None
@@ -148,11 +150,11 @@ class TritonBackend(ReferenceBackend):
             self.launch(one, part, plan, aligned, columns, numbers, made)
 
     def run_pass(self, one: Pass, keeps: bool = False) -> None:
-        """Carry out a pass that writes, by its kernel where that serves a part, else by
+        """Run a pass that writes tensors, with its kernel if that supports a part, else with
         ``reference``.
 
         Args:
-            keeps: keep the launch for :meth:`launch_again`.
+            keeps: True to store the launch for :meth:`launch_again`.
         """
         for part, numbers in self.parts(one):
             if numbers is not None:
@@ -167,7 +169,7 @@ class TritonBackend(ReferenceBackend):
                 one.call(_REFERENCE, part.lists, value, own)
 
     def sums_of(self, one: Pass, sums: Tensor) -> Tensor:
-        """Return the sums that a pass makes, with a row for each tensor.
+        """Return the sums of a pass, with a row for each tensor.
 
         Args:
             sums: zeros, FP64, with a row for each tensor.
@@ -181,7 +183,9 @@ class TritonBackend(ReferenceBackend):
                     made = sums.new_empty(plan.programs, sums.shape[1])
                     self.launch(one, part, plan, aligned, columns, numbers, made)
                     some = added(plan, made)
-                    found = some if found is None else found + some  # 0 without programs in a plan
+                    found = (
+                        some if found is None else found + some
+                    )  # The sums stay 0 if a plan has no programs.
             elif (value := on_host(one.multiplier)) is not None:
                 found = one.call(_REFERENCE, part.lists, value, None)
             if found is not None and len(part.indices) == len(sums):
@@ -191,8 +195,11 @@ class TritonBackend(ReferenceBackend):
         return sums
 
     def launch_again(self, one: Pass) -> bool:
-        """Launch a pass over unchanged lists again, with new gradients at checked places. Return
-        True if it was launched."""
+        """Repeat the launch of a pass over unchanged lists, with new gradients at known addresses.
+
+        Returns:
+            True if it was launched.
+        """
         known, lists = prepared_launch(one.lists, one.kernel.__name__), one.lists
         if known is None:
             return False
@@ -224,7 +231,7 @@ class TritonBackend(ReferenceBackend):
             aligned: True if all addresses are multiples of 16.
             columns: addresses of the part's tensors.
             numbers: the row of scalars.
-            made: tensors that the step makes on the device.
+            made: tensors that the step creates on the device.
         """
         (_, kind, lists), flags, skip, multiplier = part, one.flags, one.skip, one.multiplier
         assert kind is not None
@@ -258,7 +265,7 @@ class TritonBackend(ReferenceBackend):
             self.run_pass(one, keeps=True)
 
     def _table(self, part: AlikeLists, values: Sequence[float] | Tensor) -> Tensor:
-        """A number for each tensor of a part on the device, FP32, from those of all tensors."""
+        """Return an FP32 table on the device with a number for each tensor of a part."""
         if not isinstance(values, Tensor):
             some = [float(values[index]) for index in part.indices]
             table = torch.tensor(some, dtype=torch.float32, device="cpu")
@@ -302,7 +309,7 @@ class TritonBackend(ReferenceBackend):
 
         Args:
             ratios: FP32 values; or a tensor of them on the tensors' device.
-            skip: FP32, shape (1,), on the device: not 0 if nothing is to be written.
+            skip: FP32, shape (1,), on the device: not 0 to write nothing.
         """
 
         def call(backend: ReferenceBackend, some: TensorLists, _: Any, own: Any) -> None:
@@ -339,7 +346,7 @@ class TritonBackend(ReferenceBackend):
         return sum_alike(self.tables, steady)
 
     def _sums_hold(self, tensors: CachedTensorList) -> bool:
-        """Whether sums of squares of such tensors have the bits of ``reference``."""
+        """True if sums of squares of tensors of this kind have the bits of ``reference``."""
         dtype, device = tensors[0].dtype, tensors[0].device
         is_odd = bool(self.tables.column(tensors, device).odd) if tensors.contiguous else False
         lists = TensorLists([], tensors, {}, [None] * len(tensors))
@@ -359,7 +366,7 @@ class TritonBackend(ReferenceBackend):
 
 
 def _keep(rule: str, part: AlikeLists, launches: Launches) -> None:
-    """Keep the launch of a rule over a part for :meth:`TritonBackend.launch_again`."""
+    """Store the launch of a rule over a part for :meth:`TritonBackend.launch_again`."""
     known = prepared_launch(part.lists, rule)
     by_grads = {} if known is None or len(known.launch) >= MOST_LAUNCHES else known.launch
     by_grads[CachedTensorList.of(part.lists.grad).addresses.tobytes()] = launches
@@ -371,7 +378,7 @@ def _device_of(lists: TensorLists) -> torch.device:
 
 
 def _tried(backend: ReferenceBackend, multiplier: Multiplier, device: torch.device) -> Any:
-    """The multiplier of a trial: on the device where that of the step is, and a number for
+    """Return the multiplier of a trial: a device tensor if the step's is one, a number for
     ``reference``."""
     if not isinstance(multiplier, Tensor) or not isinstance(backend, TritonBackend):
         return _TRIED
@@ -379,8 +386,10 @@ def _tried(backend: ReferenceBackend, multiplier: Multiplier, device: torch.devi
 
 
 def _ratios(scalars: LambScalars, sums: Tensor, numbers: Tensor) -> Tensor:
-    """lr * ||p|| / ||u|| where the rule adapts and both norms are positive, else lr: in double,
-    rounded to FP32."""
+    """Return lr * ||p|| / ||u|| if the rule adapts and both norms are positive, else lr.
+
+    It is computed in double and rounded to FP32.
+    """
     lr = numbers[RATE : RATE + 2].view(torch.float64)
     if not scalars.adapts:
         return lr.expand(len(sums)).float()

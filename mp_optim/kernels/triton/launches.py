@@ -1,8 +1,8 @@
-"""Launches of a rule's kernel: the tensors of one launch, its arguments, and the steps that
-``reference`` takes instead.
+"""Launches of a rule's kernel: the tensors of one launch, its arguments, and its fallback to
+``reference``.
 
-The numbers that change from step to step (rates, bias corrections, seeds) are stored on the device,
-in one row for each call of a rule.
+Numbers that change from step to step (rates, bias corrections, seeds) are stored on the device, in
+one row for each call of a rule.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ OPTIONS: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 4}
 WIDE = {**OPTIONS, "num_warps": 8}
 """Compiler options of launches with large tiles."""
 ROWS = 4
-"""Blocks of 256 elements in a tile: 8 elements for each of 128 threads. A multiprocessor has 70 to
-100 kB in flight then, and below 50 would hide the latency of memory (its share of the bandwidth
+"""Number of blocks of 256 elements in a tile: 8 elements for each of 128 threads. A multiprocessor
+then has 70 to 100 kB in flight; 50 kB would hide the latency of memory (its share of the bandwidth
 times 800 ns)."""
 TYPES = {
     torch.float32: tl.float32,
@@ -47,26 +47,28 @@ TYPES = {
     None: None,
 }
 SCALARS = 4
-"""Index of a rule's first FP32 scalar in a row of int32 values, which hold the scalars' bits.
-Before them are the seed, the weight of new main params in their averages, and, from :data:`RATE`
-on, LAMB's lr in FP64."""
+"""Index of a rule's first FP32 scalar in a row of int32 values, which store the scalars' bits. The
+values before it are the seed, the weight of new main params in their averages, and, from
+:data:`RATE` on, LAMB's lr in FP64."""
 RATE = 2
 _MOST_SCALARS = 10
 WIDTH = SCALARS + _MOST_SCALARS
-"""Int32 values of a row."""
+"""Number of int32 values in a row."""
 
 
 def shape_of(rule: str, kind: LaunchDtypes) -> dict[str, Any]:
-    """Return tile and threads of a rule's launch, chosen by ptxas reports: at most 128 registers,
-    so that a multiprocessor holds 16 warps, and no spills. The first kernel of LAMB, which has
-    the tile of its sums, takes 180 in 4 warps. Four neighbouring elements are 16 bytes of an
-    FP32 tensor, eight without one."""
+    """Return tile and number of threads of a rule's launch, chosen by ptxas reports.
+
+    At most 128 registers are used, so that a multiprocessor has 16 warps, and none is spilled. The
+    first kernel of LAMB, which has the tile of its sums, uses 180 in 4 warps. Four neighbouring
+    elements of an FP32 tensor are 16 bytes, otherwise eight.
+    """
     run = 4 if torch.float32 in kind else 8
     return {"ROWS": ROWS, "RUN": run, **(WIDE if rule == "lamb_moments" else OPTIONS)}
 
 
 def row_of(scalars: Any, seed: int, average_weight: float = 1.0) -> array[int]:
-    """Return a call's row. The scalars are the FP32 fields, in their order.
+    """Return the row of a call. The scalars are the FP32 fields, in their order.
 
     Raises:
         ValueError: the scalars do not fit into a row.
@@ -85,31 +87,31 @@ def row_of(scalars: Any, seed: int, average_weight: float = 1.0) -> array[int]:
 
 
 def row_for(lists: TensorLists, scalars: Any) -> array[int]:
-    """The row of a call with these lists."""
+    """Return the row of a call with these lists."""
     seed = lists.noise[0].seed if lists.noise else 0
-    # the int32 of the same bits
+    # An int32 with the same bits.
     return row_of(scalars, seed - (seed >> 31 << 32), lists.average_weight)
 
 
 # -- kernels that Triton has compiled --------------------------------------------------------------
 
 MULTIPLE = 16
-"""Triton compiles one kernel for pointers that are multiples of it, and one for others."""
+"""Triton compiles one kernel for pointers that are multiples of this number, and one for others."""
 
 
 @dataclass(frozen=True, eq=False)
 class KernelForm:
     """A kernel with its compiled-in constants.
 
-    Before each launch Triton finds the compiled kernel from every argument and constant, in some 50
-    microseconds of Python. So each compiled kernel is cached here by its key, and launched directly
-    from then on.
+    Before each launch Triton looks up the compiled kernel by every argument and constant, in some
+    50 microseconds of Python. So each compiled kernel is cached here by its key, and launched
+    directly afterwards.
 
     Attributes:
         constants: the last arguments of the kernel, in their order.
         options: options of the compiler.
-        compiled: compiled kernels by device and by Triton's key: for pointers whether they are
-            given, and multiples of 16; for other arguments the type.
+        compiled: compiled kernels by device and by Triton's key. For a pointer the key has whether
+            it is given and a multiple of 16, for other arguments the type.
     """
 
     kernel: Any
@@ -119,7 +121,7 @@ class KernelForm:
 
     def launch(self, programs: int, *arguments: Any) -> None:
         """Launch ``programs`` programs on the current device, on its current stream."""
-        if not isinstance(self.kernel, JITFunction):  # it is interpreted
+        if not isinstance(self.kernel, JITFunction):  # The kernel is interpreted.
             self.kernel[(programs,)](*arguments, **self.constants, **self.options)
             return
         key = (driver.active.get_current_device(), *map(_compiled_for, arguments))
@@ -128,7 +130,7 @@ class KernelForm:
             known[(programs, 1, 1)](*arguments, *self.constants.values())
             return
         made = self.kernel[(programs,)](*arguments, **self.constants, **self.options)
-        if isinstance(made, CompiledKernel) and made.module is not None:  # it was launched
+        if isinstance(made, CompiledKernel) and made.module is not None:  # It was launched already.
             self.compiled[key] = made
 
 
@@ -142,30 +144,31 @@ def _compiled_for(argument: Any) -> Any:
 
 
 CHUNK = 8192
-"""Elements a program steps: eight blocks of 1024, so that LAMB's sums of a chunk are those of
-``sums``."""
+"""Number of elements that a program steps: eight blocks of 1024, so that LAMB's sums of a chunk
+equal those of ``sums``."""
 
 MOST_LAUNCHES = 8
-"""Sets of addresses of gradients that are known for each rule and list of main params."""
+"""Number of sets of gradient addresses that are cached for each rule and list of main params."""
 
 Multiplier = float | Tensor
 """The factor of gradients: a number; or FP32 on the tensors' device, shape (1,) or (2,): the
-factor, and a flag that is not 0 to write nothing. A tensor can be formed on the device without a
-wait of the host."""
+factor, and a flag that is not 0 to write nothing. A tensor can be computed on the device without
+synchronization."""
 
 
 Call = Callable[[ReferenceBackend, TensorLists, Any, Any], Any]
-"""A pass by a backend over lists, with a multiplier and a number for each tensor."""
+"""A pass of a backend over lists, with a multiplier and a number for each tensor."""
 
 
 class Pass(NamedTuple):
     """A pass of a rule over lists.
 
     Attributes:
-        kernel: its kernel. call: the same by any backend.
-        moments: names of the moments that it reads, as of ``alike_lists``.
-        each: a number for each tensor, where the pass takes some.
-        skip: a flag on the device, FP32, shape (1,): not 0 if nothing is to be written.
+        kernel: kernel of the pass.
+        call: the same pass with any backend.
+        moments: names of the moments that it reads, as in ``alike_lists``.
+        each: a number for each tensor, if the pass needs some.
+        skip: a flag on the device, FP32, shape (1,): not 0 to write nothing.
     """
 
     kernel: Any
@@ -204,7 +207,8 @@ def step_form(
 
 
 def on_host(multiplier: Multiplier, flag: Tensor | None = None) -> float | None:
-    """Return the multiplier as a number; None if a flag forbids writing. Wait for the device."""
+    """Return the multiplier as a number; None if a flag forbids writing. Synchronizes with the
+    device."""
     if flag is not None and flag.item():
         return None
     if not isinstance(multiplier, Tensor):
@@ -217,12 +221,12 @@ def on_host(multiplier: Multiplier, flag: Tensor | None = None) -> float | None:
 
 
 SUM_CHUNK, SUM_WARPS = 4096, 2
-"""Elements that a program sums, and its warps: small programs, so that some read while others add.
-"""
+"""Number of elements that a program sums, and its warps: small programs, so that some read while
+others add."""
 
 
 def sum_alike(tables: Tables, tensors: CachedTensorList) -> Tensor:
-    """Sums of squares of tensors of one dtype."""
+    """Return sums of squares of tensors of one dtype."""
     if tensors[0].dtype not in FLOATS:
         return sum_of_squares(tensors)
     if not tensors.contiguous:
@@ -240,7 +244,9 @@ def sum_alike(tables: Tables, tensors: CachedTensorList) -> Tensor:
             with current_device(device):
                 form.launch(plan.programs, *given)
         found = added(plan, squares)
-        total = found if total is None else total + found  # 0.0 without programs in a plan
+        total = (
+            found if total is None else total + found
+        )  # The sum is 0.0 if a plan has no programs.
     assert total is not None
     return total[:, 0]
 
@@ -251,7 +257,7 @@ def _sums_form(kernel: Any, warps: int, **constants: Any) -> KernelForm:
 
 
 def added(plan: Plan, values: Tensor) -> Tensor:
-    """Add sums of chunks, shape (programs, columns), up to sums of tensors."""
+    """Return sums of tensors from sums of chunks, shape (programs, columns)."""
     for each in plan.rounds:
         results = values.new_empty(each.programs, values.shape[1])
         with current_device(values.device):

@@ -1,4 +1,4 @@
-"""Compares each form of the kernels with ``reference`` when a step first needs it."""
+"""Comparison of each form of the kernels with ``reference`` when a step first needs it."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from mp_optim.kernels.reference import ReferenceBackend
 from mp_optim.kernels.self_test import Trial, TrialForm, differences, failure, trial_lists
 
 SIZES = (0, 1, 257, 1024 + 256 + 16, 16384, 2 * 8192 + 2048 + 3)
-"""Elements of a trial's tensors.
+"""Numbers of elements of a trial's tensors.
 
-NOTE: they change with the kernels. A whole tile is 1024 elements, and the remainder of a tensor
-that ends at a multiple of 16 has its own branch. Chunks of a step are 8192 elements, those of a sum
+NOTE: adapt them to the kernels. A whole tile is 1024 elements, and the remainder of a tensor that
+ends at a multiple of 16 has its own branch. Chunks of a step are 8192 elements, those of a sum
 16384.
 """
 INTERPRETED_SIZES = (0, 257)
-"""Elements of these tensors where kernels are interpreted: no compiler could be wrong about whole
-tiles."""
+"""Numbers of elements if kernels are interpreted. A compiler's errors with whole tiles cannot
+occur."""
 _TINY = 300
-"""Elements of a trial's last tensor, whose gradients have denormal squares."""
+"""Number of elements of a trial's last tensor, whose gradients have denormal squares."""
 
 
 class FormProofs:
-    """Verdicts on forms of kernels, kept for the life of the process.
+    """Results for forms of kernels, kept for the life of the process.
 
     Attributes:
-        is_on: whether forms are compared; else all count as right.
-        is_right: verdict on each form that was compared, in their order.
+        is_on: True if forms are compared; otherwise all count as right.
+        is_right: result for each compared form, in their order.
     """
 
     def __init__(self) -> None:
