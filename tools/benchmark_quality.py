@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Train one small mixture of experts with every form of optimizer state, over several seeds.
 
-python tools/benchmark_quality.py --steps 2000 --output docs/benchmarks
+python tools/benchmark_quality.py --steps 2000 --output build/quality
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Show on a machine with a GPU what only a GPU can show, in parts of at most eight minutes.
 
-python tools/gpu_check.py --output docs/benchmarks          # every part that is not there yet
+python tools/gpu_check.py --output build/gpu          # every part that is not there yet
 python tools/gpu_check.py --only kernels hybrid             # parts
-python tools/gpu_check.py --output docs/benchmarks --minutes 9    # what fits; goes on later
+python tools/gpu_check.py --output build/gpu --minutes 9    # what fits; goes on later
 """
 
 from __future__ import annotations
