@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar, cast
@@ -39,13 +39,44 @@ Multiplier = float | DeviceMultiplier
 
 
 class StepPlan(tuple[Slot, ...]):
-    """The slots of a step in order, and cached parts of the step that depend on them.
+    """The slots of a step in order, columns that stay from step to step, and cached parts of the
+    step that depend on both.
 
     The caller of a step passes the same object while it has the same slots and none of their
     properties has changed. A new object invalidates all parts at once.
+
+    Args:
+        slots: the slots.
+        shard_groups: one entry for each slot, as in :class:`SlotUpdate`.
+        streams: one entry for each slot, as in :class:`SlotUpdate`.
+        layouts: one entry for each slot, as in :class:`SlotUpdate`.
     """
 
+    shard_groups: Sequence[tuple[ProcessGroup, ...]]
+    streams: Sequence[int | None]
+    layouts: Sequence[ParamLayout | None]
     _parts: dict[str, tuple[tuple[object, ...], Any]]
+
+    def __new__(
+        cls,
+        slots: Iterable[Slot],
+        shard_groups: Sequence[tuple[ProcessGroup, ...]],
+        streams: Sequence[int | None],
+        layouts: Sequence[ParamLayout | None],
+    ) -> StepPlan:
+        plan = super().__new__(cls, slots)
+        plan.shard_groups, plan.streams, plan.layouts = shard_groups, streams, layouts
+        plan._parts = {}
+        return plan
+
+    def at(self, indices: Sequence[int]) -> StepPlan:
+        """Return another plan, of the slots at some indices."""
+        return StepPlan(
+            [self[index] for index in indices],
+            [self.shard_groups[index] for index in indices],
+            [self.streams[index] for index in indices],
+            [self.layouts[index] for index in indices],
+        )
 
     def part(self, name: str, sources: tuple[object, ...], make: Callable[[], T]) -> T:
         """Return a cached part of the plan. Create it if it is missing or was made from other
@@ -59,10 +90,9 @@ class StepPlan(tuple[Slot, ...]):
             sources: objects other than the slots that the part depends on; compared by identity.
             make: creates the part.
         """
-        parts = self.__dict__.setdefault("_parts", {})
-        known = parts.get(name)
+        known = self._parts.get(name)
         if known is None or not all(map(operator.is_, known[0], sources)):
-            known = parts[name] = sources, make()
+            known = self._parts[name] = sources, make()
         made: T = known[1]
         return made
 
@@ -105,10 +135,11 @@ class SlotUpdates(Sequence[SlotUpdate]):
     """The updates of a step as parallel lists, one entry per slot.
 
     With thousands of slots, a pass over a list is cheap and an object per slot is not. The fields
-    are those of :class:`SlotUpdate`, in the plural; ``layouts`` and ``changed`` may be empty. A
-    caller may pass the same list objects in every step while their contents are the same.
+    are those of :class:`SlotUpdate`, in the plural; the other columns are in the plan. A caller may
+    pass the same list objects in every step while their contents are the same.
 
     Attributes:
+        changed: bitmaps; may be empty.
         is_staged: True if the outputs are staging memory, which does not contain the model's
             weights.
     """
@@ -117,9 +148,6 @@ class SlotUpdates(Sequence[SlotUpdate]):
     grads: Sequence[Tensor]
     multipliers: Sequence[Multiplier]
     outputs: Sequence[Tensor | None]
-    shard_groups: Sequence[tuple[ProcessGroup, ...]]
-    streams: Sequence[int | None]
-    layouts: Sequence[ParamLayout | None] = ()
     changed: Sequence[Tensor | None] = ()
     is_staged: bool = False
 
@@ -138,17 +166,12 @@ class SlotUpdates(Sequence[SlotUpdate]):
             return updates
         places = range(len(SlotUpdate._fields))
         columns: list[Any] = [list(map(itemgetter(place), updates)) for place in places]
-        return cls(StepPlan(columns[0]), *columns[1:])
+        slots, grads, multipliers, outputs, *stays, changed = columns
+        return cls(StepPlan(slots, *stays), grads, multipliers, outputs, changed)
 
     def take(self, indices: Sequence[int]) -> SlotUpdates:
         """Return the updates at some indices."""
-        columns = (spec.name for spec in fields(self) if spec.name != "is_staged")
-        chosen: dict[str, Any] = {}
-        for name in columns:
-            column = getattr(self, name)
-            chosen[name] = [column[index] for index in indices] if column else ()
-        chosen["slots"] = StepPlan(chosen["slots"])
-        return replace(self, **chosen)
+        return UpdateSelection(indices, self.slots).take(self)
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -160,9 +183,9 @@ class SlotUpdates(Sequence[SlotUpdate]):
             self.grads[index],
             self.multipliers[index],
             self.outputs[index],
-            self.shard_groups[index],
-            self.streams[index],
-            self.layouts[index] if self.layouts else None,
+            self.slots.shard_groups[index],
+            self.slots.streams[index],
+            self.slots.layouts[index],
             self.changed[index] if self.changed else None,
         )
 
@@ -172,14 +195,12 @@ class UpdateSelection:
 
     Args:
         indices: indices of the selected updates.
-        slots: their slots in the param groups of the receiver.
-        count: number of updates of the whole step.
+        plan: slots of the whole step.
     """
 
-    def __init__(self, indices: Sequence[int], slots: Sequence[Slot], count: int) -> None:
-        self.slots = StepPlan(slots)
-        self._is_whole = list(indices) == list(range(count))
-        self.indices = indices
+    def __init__(self, indices: Sequence[int], plan: StepPlan) -> None:
+        self.slots, self.indices = plan.at(indices), indices
+        self._is_whole = list(indices) == list(range(len(plan)))
 
     def take(self, updates: SlotUpdates) -> SlotUpdates:
         """Return the selected updates."""
@@ -193,9 +214,6 @@ class UpdateSelection:
             grads,
             self._pick(updates.multipliers),
             self._keep("outputs", updates.outputs),
-            self._keep("shard_groups", updates.shard_groups),
-            self._keep("streams", updates.streams),
-            self._keep("layouts", updates.layouts),
             self._keep("changed", updates.changed),
             updates.is_staged,
         )

@@ -36,8 +36,7 @@ from mp_optim.mixed_precision.settings_agreement import SettingsAlike
 
 @dataclass(frozen=True)
 class SlotColumns:
-    """Some slots, and the columns of their :class:`~mp_optim.core.updates.SlotUpdates` that stay
-    from step to step.
+    """Some slots, and what the table knows of them in every step.
 
     Attributes:
         indices: in the table. keys: which norm each counts in.
@@ -51,9 +50,6 @@ class SlotColumns:
     params: CachedTensorList
     slots: StepPlan
     outputs: Sequence[Tensor | None]
-    shard_groups: list[tuple[ProcessGroup, ...]]
-    streams: list[int]
-    layouts: list[ParamLayout]
 
 
 @dataclass
@@ -278,8 +274,7 @@ class SlotTable:
                 indices.append(index)
         chosen = self._select(indices)
         present = [grads[slot] for slot in chosen.slots]
-        stays = chosen.outputs, chosen.shard_groups, chosen.streams, chosen.layouts
-        return SlotUpdates(chosen.slots, present, [multiplier] * len(present), *stays)
+        return SlotUpdates(chosen.slots, present, [multiplier] * len(present), chosen.outputs)
 
     def select(self, indices: list[int]) -> SlotColumns:
         """Some slots as they are now; the same object as in the last step, where they are the same
@@ -301,11 +296,13 @@ class SlotTable:
             keys,
             groups.pop() if len(groups) == 1 else None,
             writable,
-            StepPlan(self.slots[index] for index in indices),
+            StepPlan(
+                [self.slots[index] for index in indices],
+                [key.shard_groups for key in keys],
+                [self.streams[index] for index in indices],
+                [self.layouts[index] for index in indices],
+            ),
             outputs,
-            [key.shard_groups for key in keys],
-            [self.streams[index] for index in indices],
-            [self.layouts[index] for index in indices],
         )
 
 

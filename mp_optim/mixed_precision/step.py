@@ -379,8 +379,7 @@ class WrappedGrads(StepGrads):
         changed: Sequence[Tensor | None] = ()
         for observer in mains.observers:
             changed = observer.before_launch(some.slots, some.indices)
-        stays = some.shard_groups, some.streams, some.layouts
-        updates = SlotUpdates(some.slots, self._grads, factors, some.outputs, *stays, changed)
+        updates = SlotUpdates(some.slots, self._grads, factors, some.outputs, changed)
         if executor.clips and grad_norm is not None:
             updates = executor.clipped(updates, grad_norm)
         executor.step_slots(updates)

@@ -120,7 +120,7 @@ class MuonRule(Rule):
             lists = lists.in_place()
         scalars, rule = MuonScalars.at(group), Orthogonalization.of(group)
         owners.begin(each.slot for each in updates if _shares_matrices(group, each))
-        found = runs(lists.main, updates.layouts, rule.blockwise)
+        found = runs(lists.main, updates.slots.layouts, rule.blockwise)
         for members, is_here in runs_of_wholes(launch.regions) if rule.is_normalized else found:
             chosen = lists.take(members)
             device = lists.main[0].device
@@ -160,7 +160,7 @@ def _directions(
     """
     owners, updates = launch.workspace, launch.updates
     assert isinstance(owners, MatrixOwners)
-    layouts = updates.layouts or [None] * len(updates)
+    layouts = updates.slots.layouts
     found = directions(rule, rounded, layouts, owners)
     if rule.is_normalized:
         moments = launch.lists.state[MOMENT2]

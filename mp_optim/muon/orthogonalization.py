@@ -307,8 +307,7 @@ def normalized(
         updates: updates of the launch.
         regions: region of each parameter that this rank holds.
     """
-    layouts = updates.layouts or [None] * len(updates)
-    shards = updates.shard_groups
+    layouts, shards = updates.slots.layouts, updates.slots.shard_groups
     params = [_Param.of(*each) for each in zip(found, moments, regions, layouts, strict=True)]
     every = [param.ranks_over(own, 0, 1) for param, own in zip(params, shards, strict=True)]
     largest = [largest_magnitude(param.values)[None] for param in params]

@@ -254,13 +254,13 @@ class Buckets:
         """Return bucket, label and members of each bucket that has some of a step's slots."""
         return slots.part("buckets", (self._bucket_of,), partial(self._routes, slots))
 
-    def _routes(self, slots: Sequence[Slot]) -> list[tuple[int, str, UpdateSelection]]:
+    def _routes(self, slots: StepPlan) -> list[tuple[int, str, UpdateSelection]]:
         members: dict[int, list[int]] = {}
         for index in sorted(range(len(slots)), key=slots.__getitem__):
             members.setdefault(self._bucket_of[slots[index]], []).append(index)
         routes = []
         for bucket, indices in sorted(members.items()):
             chosen = [slots[index] for index in indices]
-            selection = UpdateSelection(indices, chosen, len(slots))
+            selection = UpdateSelection(indices, slots)
             routes.append((bucket, self.label(chosen), selection))
         return routes

@@ -152,8 +152,8 @@ def _is_main(key: Key) -> bool:
 
 def _inputs(planned: Launch) -> tuple[object, ...]:
     """Return the inputs of a launch other than tensors."""
-    updates = planned.updates
-    columns = map(list, (updates.streams, updates.shard_groups, updates.layouts))
+    plan = planned.updates.slots
+    columns = map(list, (plan.streams, plan.shard_groups, plan.layouts))
     shared = planned.device, planned.step, planned.multiplier, list(planned.lists.state)
     return planned.group, planned.positions, planned.settings, shared, *columns
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mp_optim.core import Slot, SlotUpdates, UpdateSelection
+from mp_optim.core import Slot, SlotUpdates, StepPlan, UpdateSelection
 from mp_optim.core.executor import Executor, Place
 from mp_optim.host.transfer import Transfer
 from mp_optim.offload.backward_grads import GradSource
@@ -260,11 +260,11 @@ class Stepper:
 
 
 def _by_place(
-    slots: Sequence[Slot], place_of: Callable[[Slot], Place]
+    slots: StepPlan, place_of: Callable[[Slot], Place]
 ) -> tuple[UpdateSelection, UpdateSelection]:
     """Return the members of a step that are offloaded, and those that stay on the device."""
     indices: tuple[list[int], list[int]] = [], []
     for index, slot in enumerate(slots):
         indices[place_of(slot) == "device"].append(index)
-    away, here = (UpdateSelection(part, [slots[i] for i in part], len(slots)) for part in indices)
+    away, here = (UpdateSelection(part, slots) for part in indices)
     return away, here

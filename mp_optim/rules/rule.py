@@ -316,7 +316,7 @@ class LambRule(Rule):
     def apply(self, launch: Launch, backend: Backend) -> None:
         lists, multiplier = launch.lists, launch.factor
         scalars = LambScalars.at(launch.settings, launch.step)
-        shard_groups = launch.updates.shard_groups
+        shard_groups = launch.updates.slots.shard_groups
         if any(shard_groups):
             sums = backend.lamb_moments(lists, scalars, multiplier)
             reduce_rows(sums, shard_groups, "adding up LAMB's norms")

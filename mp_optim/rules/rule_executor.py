@@ -21,6 +21,7 @@ from mp_optim.core import (
     Slot,
     SlotUpdate,
     SlotUpdates,
+    StepPlan,
     UpdateSelection,
     all_same,
     group_settings,
@@ -340,7 +341,7 @@ class RuleExecutor(Executor):
         seed = mix(precision.seed ^ mix(step))
         streams = [
             stream_of(self.slot_name(slot)) if stream is None else stream
-            for slot, stream in zip(updates.slots, updates.streams, strict=True)
+            for slot, stream in zip(updates.slots, updates.slots.streams, strict=True)
         ]
         return [Noise(seed, stream & 0xFFFFFFFF, stream >> 32) for stream in streams]
 
@@ -491,18 +492,16 @@ def settings_now(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _by_group(slots: Sequence[Slot], groups: Sequence[GroupState]) -> list[GroupPlan]:
+def _by_group(slots: StepPlan, groups: Sequence[GroupState]) -> list[GroupPlan]:
     """Return the plans of all groups that occur, in the order in which they do."""
     members: dict[int, list[int]] = {}
     for index, slot in enumerate(slots):
         members.setdefault(slot.group, []).append(index)
     plans = []
     for group, indices in members.items():
-        own = [slots[index] for index in indices]
-        positions = [slot.position for slot in own]
+        positions = [slots[index].position for index in indices]
         together = groups[group].set_at(positions)
         if together is not None:
             positions = together.positions
-        selection = UpdateSelection(indices, own, len(slots))
-        plans.append(GroupPlan(group, selection, positions, together))
+        plans.append(GroupPlan(group, UpdateSelection(indices, slots), positions, together))
     return plans

