@@ -1,1 +1,1 @@
-"""Muon and NorMuon: orthogonalized updates of matrices, also of split ones."""
+"""Muon and NorMuon: orthogonalized updates of matrices, also of sharded ones."""

@@ -1,9 +1,8 @@
-"""Sums of squares without rounding, with the same bits in any order, and so for any cut of a
-parameter.
+"""Exact sums of squares, with the same bits in any order and for any sharding of a parameter.
 
-A square is split into two integers of 31 bits, counted from a power of two above the largest
-square, and each is summed as an integer. Squares below 2^-62 of the largest count as 0. Only the
-final sum is rounded. Formulas: docs/numerics.md, "Exact sums".
+A square is split into two integers of 31 bits, relative to a power of two above the largest square.
+Each is summed as an integer. Squares below 2^-62 of the largest count as 0. Only the final sum is
+rounded. Formulas: docs/numerics.md, "Exact sums".
 """
 
 from __future__ import annotations
@@ -33,8 +32,10 @@ class MatrixBlock(NamedTuple):
     """A contiguous box of a stack of matrices.
 
     Attributes:
-        values: shape (matrices, rows, columns).
-        matrix, row, column: index of its first element in the stack.
+        values: elements, shape (matrices, rows, columns).
+        matrix: index of the first matrix in the stack.
+        row: index of the first row.
+        column: index of the first column.
     """
 
     values: Tensor
@@ -44,15 +45,17 @@ class MatrixBlock(NamedTuple):
 
 
 def matrices_shape(shape: Sequence[int]) -> MatricesShape:
-    """A parameter as a stack of matrices (matrices, rows, columns): its last two dimensions; one
-    row if it has less than two."""
+    """Return a parameter's shape as a stack of matrices (matrices, rows, columns).
+
+    Its last two dimensions are rows and columns; a parameter with fewer dimensions has one row.
+    """
     if len(shape) < 2:
         return 1, 1, math.prod(shape)
     return math.prod(shape[:-2]), shape[-2], shape[-1]
 
 
 def matrix_blocks(region: ShardRegion, local: Tensor) -> list[MatrixBlock]:
-    """The elements that a rank has of a parameter, as views of its contiguous tensor."""
+    """Return a rank's elements of a parameter as blocks, views of its contiguous tensor."""
     if not local.numel():
         return []
     if region.offsets is None:
@@ -67,8 +70,11 @@ def matrix_blocks(region: ShardRegion, local: Tensor) -> list[MatrixBlock]:
 def _boxed(
     local: Tensor, offsets: tuple[int, ...], shape: torch.Size, matrix: int
 ) -> Iterator[MatrixBlock]:
-    """Yield the blocks of a box that begins at ``offsets``, in a tensor whose first matrix has the
-    number ``matrix``."""
+    """Yield the blocks of a box that begins at ``offsets``.
+
+    Args:
+        matrix: index of the tensor's first matrix.
+    """
     rows, columns = local.shape[-2:]
     if local.dim() == 2:
         yield MatrixBlock(local[None], matrix, *offsets[-2:])
@@ -83,13 +89,15 @@ def _boxed(
 
 
 def sum_piece_elements(device: torch.device) -> int:
-    """Return the elements of a piece: small enough for a CPU core's cache in FP64, large enough to
-    keep an accelerator busy."""
+    """Return the number of elements of a piece.
+
+    It is small enough for a CPU core's cache in FP64, and large enough to occupy an accelerator.
+    """
     return 1 << 16 if device.type == "cpu" else _MOST
 
 
 def pieces_of(block: MatrixBlock) -> Iterator[MatrixBlock]:
-    """The block in pieces of at most :func:`sum_piece_elements`."""
+    """Yield the block in pieces of at most :func:`sum_piece_elements`."""
     _, rows, columns = block.values.shape
     most = sum_piece_elements(block.values.device)
     wide = min(columns, most)
@@ -108,8 +116,8 @@ def _cut(values: Tensor, dim: int, size: int, first: int) -> Iterator[tuple[Tens
 
 
 def digits_of(values: Tensor, top: float) -> tuple[Tensor, Tensor]:
-    """Squares of FP32 values as two FP64 tensors of whole numbers below 2^31; nothing is
-    rounded."""
+    """Return squares of FP32 values as two FP64 tensors of whole numbers below 2^31, without
+    rounding."""
     exponent = math.frexp(top)[1]
     squares = values.double().mul_(2.0**-exponent).square_().mul_(2.0**_BITS)
     high = squares.floor()
@@ -117,8 +125,10 @@ def digits_of(values: Tensor, top: float) -> tuple[Tensor, Tensor]:
 
 
 def largest_magnitude(values: Tensor) -> Tensor:
-    """Return the largest magnitude of contiguous FP32 values, shape (): inf if one is not finite, 0
-    if there is none."""
+    """Return the largest magnitude of contiguous FP32 values, shape ().
+
+    It is inf if one is not finite, and 0 without values.
+    """
     if not values.numel():
         return torch.zeros((), dtype=torch.float32, device=values.device)
     low, high = torch.aminmax(values)
@@ -129,11 +139,12 @@ def largest_magnitude(values: Tensor) -> Tensor:
 def row_digits(
     blocks: Sequence[MatrixBlock], top: float, shape: MatricesShape, device: torch.device
 ) -> Tensor:
-    """Return the sum of squares of each row of a stack of matrices in digits: int64, shape (2,
-    matrices, rows), 0 where this rank has no elements. Those of several ranks may be added up.
+    """Return the digits of each row's sum of squares: int64, shape (2, matrices, rows).
+
+    Rows without elements on this rank have 0. Digits of several ranks can be added.
 
     Args:
-        top: the largest magnitude of the whole parameter; inf leaves all digits 0.
+        top: the largest magnitude of the whole parameter; with inf all digits are 0.
     """
     matrices, rows, _ = shape
     by_row = torch.zeros(2, matrices, rows, dtype=torch.int64, device=device)
@@ -147,25 +158,32 @@ def row_digits(
 
 
 def bounded_digits(values: Tensor, most: float) -> Tensor:
-    """Values from 0 to ``most``, a power of two, each rounded to a multiple of 2^-52 of that, as
-    two whole numbers, the first in units of 2^31; and whether they are NaN, which count as 0.
-    Int64, with a first dimension of three; may be added up."""
+    """Return values from 0 to ``most``, a power of two, as digits that can be added.
+
+    Each value is rounded to a multiple of 2^-52 of ``most`` and split into two whole numbers, the
+    first in units of 2^31. A third number is 1 for a NaN, which counts as 0. The result is int64
+    with a first dimension of three.
+    """
     is_nan = values.isnan()
     units = values.masked_fill(is_nan, 0.0).double().mul_(2.0**52 / most).round_().long()
     return torch.stack([units >> _BITS, units.bitwise_and(_LOW), is_nan.long()])
 
 
 def bounded_values(sums: Tensor, most: float) -> Tensor:
-    """Return sums of :func:`bounded_digits` as FP64 values, without their first dimension: rounded
-    once, NaN if a value is NaN."""
+    """Return sums of :func:`bounded_digits` as FP64 values, rounded once; NaN if a value was NaN.
+
+    The first dimension is removed.
+    """
     high, low, nans = sums.unbind()
     units = (high + (low >> _BITS)).double().mul_(2.0**_BITS).add_(low.bitwise_and(_LOW).double())
     return units.mul_(most * 2.0**-52).masked_fill_(nans > 0, math.nan)
 
 
 def digits_to_values(digits: Tensor, top: float) -> Tensor:
-    """Sums of digits as FP64 values, of the shape without the first dimension; NaN if ``top`` is
-    not finite."""
+    """Return sums of digits as FP64 values; NaN if ``top`` is not finite.
+
+    The first dimension is removed.
+    """
     if not math.isfinite(top):
         return torch.full(digits.shape[1:], math.nan, dtype=torch.float64, device=digits.device)
     exponent = math.frexp(top)[1]
@@ -176,13 +194,14 @@ def digits_to_values(digits: Tensor, top: float) -> Tensor:
 def over_shards(
     values: Sequence[Tensor], shard_groups: Sequence[Groups], largest_of: bool, doing: str
 ) -> list[Tensor]:
-    """Values of split parameters from those of their parts: one reduction for all that are split
-    alike.
+    """Return values of sharded parameters from the values of their shards.
+
+    There is one reduction for all parameters with the same groups.
 
     Args:
-        values: contiguous, of one dtype; those of parameters that are whole stay what they are.
-        largest_of: take the largest instead of the sum.
-        doing: what to say of it if a rank is missing.
+        values: contiguous tensors of one dtype; values of whole parameters are unchanged.
+        largest_of: True for the maximum instead of the sum.
+        doing: description of the work, for the error if a rank is missing.
     """
     op = dist.ReduceOp.MAX if largest_of else dist.ReduceOp.SUM
     result = list(values)

@@ -1,11 +1,11 @@
-"""Exchange of matrices that are split over ranks. Owners orthogonalise them: parts are sent to the
-owners and results back, all-to-all, a batch of matrices at a time.
+"""Exchange of matrices that are sharded over ranks.
 
-On a grid of ranks that several process groups span, parts are sent along one axis after the other,
-so the groups of the mesh suffice.
+Owners orthogonalize them. Parts are sent to the owners and results back, all-to-all, a batch of
+matrices at a time. On a grid of ranks that several process groups span, parts are sent along one
+axis after the other, so the groups of the mesh are enough.
 
 NOTE: batches overlap: while one is computed, the next one's parts are received and the previous
-one's results are sent. All ranks start the same communications in the same order, because all have
+one's results are sent. All ranks start the same communication in the same order, because all have
 the same plan (:func:`plan_exchange`).
 """
 
@@ -28,25 +28,25 @@ from mp_optim.rules.rule import Workspace
 
 Compute = Callable[[list[Tensor]], Sequence[Tensor]]
 _Pieces = dict[int, list[Tensor]]
-"""By a matrix's number in the plan: the flattened parts of a block of ranks, in their order."""
+"""Flattened parts of a block of ranks, in their order, by index of the matrix in the plan."""
 
 _DOING = "exchanging parts of matrices with their owners"
 
 
 @dataclass
 class Exchange:
-    """One exchange of the parts of several parameters, between the same ranks.
+    """One exchange of the parts of several parameters between the same ranks.
 
     Attributes:
-        plan: the owner of each matrix.
-        params: the parts of each rank.
+        plan: owner of each matrix.
+        params: parts of each rank.
         groups: process groups that span the grid of these ranks.
         sent: this rank's parts of the parameters, contiguous.
         received: memory for this rank's parts of the results, contiguous.
-        device: the device of communication and products.
+        device: device of communication and products.
         compute: returns the results of whole matrices, in their shapes and in the dtype of
             ``received``.
-        bytes_sent: bytes sent to other ranks so far.
+        bytes_sent: number of bytes sent to other ranks so far.
     """
 
     plan: ExchangePlan
@@ -60,9 +60,11 @@ class Exchange:
 
     def __post_init__(self) -> None:
         self._grid = self.params[0].grid
-        self._here = tuple(group.rank() for group in self.groups)  # this rank's place in the grid
+        self._here = tuple(
+            group.rank() for group in self.groups
+        )  # Coordinates of this rank in the grid.
         (self._rank,) = self._grid.block(*self._here)
-        # the place in the grid of each matrix's owner
+        # Coordinates of each matrix's owner in the grid.
         self._owners = list(map(self._grid.coordinates, self.plan.owners))
         for param, part in zip(self.params, self.sent, strict=True):
             if (there := param.bounds(self._rank)[-1]) != part.numel():
@@ -72,11 +74,11 @@ class Exchange:
                 )
 
     def run(self) -> None:
-        """Collective of all ranks of the grid."""
+        """Run the exchange. Collective over all ranks of the grid."""
         waiting = map(self._steps, self.plan.batches)
         under_way: list[Iterator[bool]] = []
         while begun := [*itertools.islice(waiting, 1), *under_way]:
-            # the youngest first: its parts are sent while an older one is computed
+            # Start with the newest batch: its parts are sent while an older one is computed.
             under_way = [batch for batch in begun if next(batch)]
 
     def _steps(self, batch: Sequence[int]) -> Iterator[bool]:
@@ -103,7 +105,7 @@ class Exchange:
     # -- products ---------------------------------------------------------------------------------
 
     def _computed(self, pieces: _Pieces) -> _Pieces:
-        """The results of this rank's matrices, cut like their parts."""
+        """Return the results of this rank's matrices, split like their parts."""
         if not pieces:
             return {}
         parts_of, wholes = {}, []
@@ -119,7 +121,7 @@ class Exchange:
         }
 
     def _of_item(self, tensors: Sequence[Tensor], item: int) -> Tensor:
-        """This rank's part of a matrix, in one of a list of parameters; flat."""
+        """Return this rank's flattened part of a matrix of a parameter."""
         param, matrix = self.plan.items[item]
         start, stop = self.params[param].bounds(self._rank)[matrix : matrix + 2]
         return tensors[param].view(-1)[start:stop]
@@ -127,8 +129,10 @@ class Exchange:
     # -- on the way -------------------------------------------------------------------------------
 
     def _to_owners(self, axis: int, batch: Sequence[int], pieces: _Pieces) -> _Hop:
-        """Each rank of a group gets the pieces of those matrices that it, or a rank that agrees
-        with it along this axis and later ones, owns."""
+        """Send each rank of a group the pieces of matrices that it owns.
+
+        Owners at the same coordinate along this axis count, too: later axes pass the pieces on.
+        """
         group, here = self.groups[axis], self._here
         sent: list[list[Tensor]] = [[] for _ in range(group.size())]
         for item in filter(pieces.__contains__, batch):
@@ -139,8 +143,10 @@ class Exchange:
         return _Hop(group, self.device, self.sent[0].dtype, sent, coming)
 
     def _from_owners(self, axis: int, batch: Sequence[int], pieces: _Pieces) -> _Hop:
-        """The way back: each rank of a group gets the pieces of the ranks that agree with it along
-        this axis and earlier ones."""
+        """Send results back: each rank of a group gets the pieces of ranks with its coordinates.
+
+        These are the coordinates along this axis and earlier ones.
+        """
         group, here = self.groups[axis], self._here
         sent: list[list[Tensor]] = [[] for _ in range(group.size())]
         for item in filter(pieces.__contains__, batch):
@@ -156,8 +162,7 @@ class Exchange:
         return _Hop(group, self.device, self.received[0].dtype, sent, coming)
 
     def _sizes(self, items: Sequence[int], ranks: range) -> list[tuple[int, int]]:
-        """Return the parts of matrices that ranks hold: for each part the matrix, and its number of
-        elements."""
+        """Return the matrix and the number of elements of each part of ranks."""
         found = []
         for item in items:
             param, matrix = self.plan.items[item]
@@ -190,7 +195,9 @@ class _Hop:
         pieces = [piece for of_rank in sent for piece in of_rank]
         nothing = torch.empty(0, dtype=dtype, device=device)
         packed = torch.cat(pieces) if pieces else nothing
-        self._packed = packed.to(device)  # kept: it is read until the end
+        self._packed = packed.to(
+            device
+        )  # Keep the buffer, because it is read until the communication ends.
         counts = [sum(size for _, size in of_rank) for of_rank in coming]
         sizes = [sum(map(Tensor.numel, of_rank)) * width for of_rank in sent]
         self.bytes_sent = sum(sizes) - sizes[group.rank()]
@@ -209,7 +216,7 @@ class _Hop:
             )
 
     def arrived(self, device: torch.device) -> _Pieces:
-        """The pieces of each matrix, by ranks, on a device."""
+        """Return the received pieces of each matrix, in the order of ranks, on a device."""
         if self._work is not None:
             with self._guard(_DOING):
                 wait_for(self._work, self._group, self._buffer.device)
@@ -223,7 +230,7 @@ class _Hop:
 
 
 def assembled(shape: tuple[int, int], parts: Sequence[Boxes], flats: Sequence[Tensor]) -> Tensor:
-    """A whole matrix from flattened parts."""
+    """Return a whole matrix from its flattened parts."""
     if _are_in_order(parts, shape[1]):
         return torch.cat(list(flats)).view(shape)
     whole = flats[0].new_empty(shape)
@@ -234,7 +241,7 @@ def assembled(shape: tuple[int, int], parts: Sequence[Boxes], flats: Sequence[Te
 
 
 def cut_matrix(whole: Tensor, parts: Sequence[Boxes]) -> list[Tensor]:
-    """The flattened parts of a whole matrix: the inverse of :func:`assembled`."""
+    """Return the flattened parts of a whole matrix: the inverse of :func:`assembled`."""
     if _are_in_order(parts, whole.shape[1]):
         return list(torch.split(whole.reshape(-1), list(map(numel_of, parts))))
     flats = []
@@ -245,7 +252,7 @@ def cut_matrix(whole: Tensor, parts: Sequence[Boxes]) -> list[Tensor]:
 
 
 def _are_in_order(parts: Sequence[Boxes], columns: int) -> bool:
-    """Whether the parts follow each other as the rows of a matrix do."""
+    """True if the parts are consecutive rows of a matrix."""
     end = 0
     for box in itertools.chain.from_iterable(parts):
         (row, column), (high, wide) = box.offsets, box.sizes
@@ -263,14 +270,15 @@ BATCH_BYTES = 64 << 20
 """Largest size in bytes of the whole matrices that a rank receives in one batch, unless one matrix
 is larger."""
 LEAST_BATCH_BYTES = 1 << 20
-"""Smallest size of a batch in bytes. Otherwise a rank's matrices are cut into four batches, so that
-all but the first are sent during products."""
+"""Smallest size of a batch in bytes. Larger matrices of a rank are divided into four batches, so
+that all except the first are sent during products."""
 _BATCHES = 4
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int, method: str = "standard") -> int:
-    """Floating-point operations of the products for one matrix, a multiplication and an addition
-    each counted.
+    """Return the floating-point operations of the products for one matrix.
+
+    A multiplication and an addition each count as one.
 
     Args:
         method: see :func:`~mp_optim.muon.newton_schulz.orthogonalize_each`.
@@ -284,13 +292,15 @@ def newton_schulz_flops(rows: int, columns: int, steps: int, method: str = "stan
 
 
 def assign(costs: Sequence[int], held: Sequence[Sequence[int]], loads: Sequence[int]) -> list[int]:
-    """Return the owner of each matrix. The most expensive matrix left goes to the rank with the
-    smallest load (Graham's LPT rule); among equal ranks to the one that holds most of it.
+    """Return the owner of each matrix.
+
+    The most expensive remaining matrix is assigned to the rank with the smallest load (Graham's LPT
+    rule). Among ranks of equal load the one with most of its elements is chosen.
 
     Args:
         costs: cost of each matrix.
-        held: for each matrix, the elements that each rank holds.
-        loads: present load of each rank.
+        held: for each matrix, the number of elements on each rank.
+        loads: current load of each rank.
 
     Returns:
         Ranks. No load exceeds another by more than the largest cost, unless it did before.
@@ -307,7 +317,7 @@ def assign(costs: Sequence[int], held: Sequence[Sequence[int]], loads: Sequence[
 def exchange_batches(
     owners: Sequence[int], sizes: Sequence[int], ranks: int, limit: int
 ) -> list[list[int]]:
-    """Return batches of matrices, cut so that every rank computes in each batch.
+    """Return batches of matrices in which every rank computes.
 
     Args:
         owners: owner of each matrix.
@@ -348,13 +358,13 @@ class ExchangePlan:
 def plan_exchange(
     params: tuple[MatrixParts, ...], flops: tuple[int, ...], loads: tuple[int, ...], width: int
 ) -> ExchangePlan:
-    """Return the owners of all matrices of parameters that the same ranks share.
+    """Return the owners of all matrices of parameters that are sharded over the same ranks.
 
     Args:
-        params: the parts of each parameter.
+        params: parts of each parameter.
         flops: floating-point operations for each matrix of a parameter.
-        loads: present load of each rank, in floating-point operations.
-        width: bytes of an element that is sent.
+        loads: current load of each rank, in floating-point operations.
+        width: number of bytes of a sent element.
     """
     items = [
         (index, matrix) for index, param in enumerate(params) for matrix in range(len(param.parts))
@@ -371,16 +381,15 @@ def plan_exchange(
 
 
 class MatrixOwners(Workspace):
-    """Loads of the ranks in one step, over all of an optimizer's launches, so that a later launch
-    balances an earlier one.
+    """Loads of the ranks in one step, over all launches of an optimizer, so that they are balanced.
 
-    NOTE: only launches with split matrices are registered. All ranks that share those have them in
-    one order, and so have the same numbers.
+    NOTE: only launches with sharded matrices are registered. All ranks with shards of them launch
+    in one order, so they have the same loads.
 
     Attributes:
-        flops: floating-point operations of this rank's products for split matrices in the last
+        flops: floating-point operations of this rank's products for sharded matrices in the last
             step.
-        bytes_sent: bytes that this rank sent to other ranks for them.
+        bytes_sent: number of bytes that this rank sent to other ranks for them.
     """
 
     def __init__(self) -> None:
@@ -394,10 +403,10 @@ class MatrixOwners(Workspace):
         self.flops = self.bytes_sent = 0
 
     def begin(self, keys: Iterable[Hashable]) -> None:
-        """Begin a launch. A parameter that comes a second time begins a step.
+        """Start a launch. If a parameter occurs a second time, a new step starts.
 
         Args:
-            keys: keys of the parameters whose matrices are split.
+            keys: keys of the parameters with sharded matrices.
         """
         keys = list(keys)
         if not self._seen.isdisjoint(keys):
@@ -411,10 +420,11 @@ class MatrixOwners(Workspace):
         flops: Sequence[int],
         width: int,
     ) -> ExchangePlan:
-        """Assign the matrices of parameters that the same ranks share (:func:`plan_exchange`).
+        """Assign the matrices of parameters that are sharded over the same ranks
+        (:func:`plan_exchange`).
 
         Args:
-            params: the parts of each parameter.
+            params: parts of each parameter.
             groups: process groups that span the grid of these ranks.
             flops: see :func:`plan_exchange`.
             width: see :func:`plan_exchange`.
@@ -431,5 +441,5 @@ class MatrixOwners(Workspace):
         return planned
 
     def metrics(self) -> dict[str, float]:
-        """Return this rank's numbers for split matrices in the last step."""
+        """Return this rank's metrics of sharded matrices in the last step."""
         return {"muon_flops": self.flops, "bytes_exchanged": self.bytes_sent}

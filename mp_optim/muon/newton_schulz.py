@@ -1,4 +1,4 @@
-"""The orthogonal factor of matrices by Newton-Schulz iterations, in matrix products only."""
+"""Orthogonal factors of matrices by Newton-Schulz iterations, which use only matrix products."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from mp_optim.host.calls import without_autocast
 from mp_optim.kernels import choose_backend
 
 _EPS = 1e-7
-"""Norms are taken to be no less; torch.optim.Muon's."""
+"""Smallest norm to divide by, as in torch.optim.Muon."""
 
 
 def orthogonalize_each(
     stacks: Sequence[Tensor], polynomials: Sequence[Polynomial], method: str = "standard"
 ) -> None:
-    """Replace each matrix U S V^T by U V^T, roughly: singular values come near one, not to one.
+    """Replace each matrix U S V^T by approximately U V^T: singular values come near one.
 
-    A matrix is divided by its norm first; zeros stay zeros. On a CPU each matrix has products of
-    its own, elsewhere each stack is one batch. So the bits of a matrix do not depend on
-    the other tensors of a call.
+    A matrix is divided by its norm first; zeros stay zeros. On a CPU each matrix has separate
+    products, elsewhere each stack is one batch. So the bits of a matrix do not depend on the other
+    tensors of a call.
 
     Args:
-        stacks: shapes (..., rows, columns), contiguous, on one device, of one dtype: bfloat16 or
-            float32, which is that of the products; overwritten.
-        polynomials: the steps (see :mod:`mp_optim.config.rules`).
+        stacks: tensors of shape (..., rows, columns), contiguous, on one device, of dtype bfloat16
+            or float32, which is also the dtype of the products; overwritten.
+        polynomials: coefficients of the steps (see :mod:`mp_optim.config.rules`).
         method: ``standard``, or ``gram`` for matrices at least twice as long as wide
             (:func:`~mp_optim.muon.newton_schulz.iterate_grams`).
     """
@@ -45,10 +45,11 @@ def orthogonalize_each(
 
 
 def iterate(x: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
-    """Return one matrix, or a stack, after these steps. The order of operations defines the bits.
+    """Return one matrix, or a stack, after all steps. The order of operations defines the bits.
 
     Args:
         x: shape (rows, columns) or (n, rows, columns), of norm 1.
+        polynomials: coefficients (a, b, c) of each step.
     """
     tall = _is_tall(x)
     x = x.mT if tall else x
@@ -106,10 +107,10 @@ def _is_tall(x: Tensor) -> bool:
 
 
 def _norms(x: Tensor) -> Tensor:
-    """Return Frobenius norms of at least 1e-7, by sums that are equal for any number of threads.
+    """Return Frobenius norms of at least 1e-7, with the same bits for any number of threads.
 
     Returns:
-        shape () of a matrix, (n, 1, 1) of a stack.
+        Shape () for a matrix, (n, 1, 1) for a stack.
     """
     matrices = [x] if x.dim() == 2 else list(x)
     sums = choose_backend("auto", x.device)[0].sum_of_squares(matrices)

@@ -374,8 +374,8 @@ class _Param:
 
     def norms(self, rule: Orthogonalization, digits: Tensor, top: float) -> Tensor:
         """Update the moment. Return squared norms of separately orthogonalised pieces, before and
-        after rows are divided by the moment's roots, as integers that can be summed; int64,
-        shape (5, matrices, pieces).
+        after rows are divided by the moment's roots, as integers that can be summed; int64, shape
+        (5, matrices, pieces).
 
         Args:
             rule: settings of the group.

@@ -1,1 +1,1 @@
-"""Update rules over slots: which arithmetic a step does, and on which state."""
+"""Update rules over slots: the arithmetic of a step, and the state that it needs."""

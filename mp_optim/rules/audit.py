@@ -1,9 +1,9 @@
-"""Audited steps: a random sample of a launch is stepped a second time by ``reference``, in host
-memory, and must have the same bits. A flip in arithmetic, in a gradient that a kernel reads, or in
-a tensor that it writes is found with the probability of being sampled.
+"""Audited steps: ``reference`` repeats a random sample of each launch, and bits must be equal.
 
-A sample is made of whole blocks of 256 elements, on which every form of state is defined. It is a
-function of rank, step and launch. docs/audit.md has the rates.
+The repetition is in host memory. A flipped bit in arithmetic, in a gradient that a kernel reads, or
+in a tensor that it writes is found with the probability of being sampled. A sample consists of
+whole blocks of 256 elements, because every storage format is defined on them. It is a function of
+rank, step and launch. docs/audit.md has the rates.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from mp_optim.kernels.reference import ReferenceBackend
 from mp_optim.rules.rule import Launch
 
 CELL = 32
-"""Blocks that are sampled together."""
+"""Number of blocks that are sampled together."""
 MOST_NAMED = 8
-"""Elements that a message names."""
+"""Number of elements that a message lists."""
 GRAD, OUTPUT, MULTIPLIER = "grad", "output", "multiplier"
 _REFERENCE = ReferenceBackend()
 _BITS_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -50,8 +50,10 @@ Pieces = dict[str, list[Any]]
 
 
 class _Alarm(Exception):
-    """Attributes:
-    mismatches: the elements with other bits.
+    """Base of the error and the warning of an audit.
+
+    Attributes:
+        mismatches: elements with other bits.
     """
 
     def __init__(self, message: str, mismatches: Sequence[Mismatch]) -> None:
@@ -128,7 +130,7 @@ def draw(sizes: Sequence[int], ends: Sequence[int], rate: float, seed: int) -> I
     total, number, offset = ends[-1] if ends else 0, 0, mix(seed) / 2.0**32
     while (block := int(min((number + offset) / rate, total)) * CELL) < total:
         stop, number = min(total, block + CELL), number + 1
-        while block < stop:  # a cell may span several tensors
+        while block < stop:  # A cell may contain several tensors.
             owner = bisect_right(ends, block)
             start = (block - (ends[owner - 1] if owner else 0)) * BLOCK
             end = min(stop, ends[owner])
@@ -140,17 +142,17 @@ def draw(sizes: Sequence[int], ends: Sequence[int], rate: float, seed: int) -> I
 class Check:
     """A sample of one launch, copied before and after it.
 
-    NOTE: this object outlives the launch, so it must not hold the launch, which holds gradients.
+    NOTE: this object outlives the launch, so it must not refer to the launch, which has gradients.
 
     Attributes:
         repeat: steps copies of the sample, and returns the tensors that the step writes.
         given: waits for the copies from before the launch, and returns them.
         found: waits for the copies from after the launch, and returns them.
         places: for each run, its slot, and its first element in the rank's part of the parameter.
-        sizes: elements of each run.
+        sizes: number of elements of each run.
         main: name of the main param in messages.
         step: step of the parameters, from 1 on.
-        is_on_host: whether the copies are available without waiting for an accelerator.
+        is_on_host: True if the copies are available without waiting for an accelerator.
     """
 
     repeat: Callable[[Pieces], Pieces]
@@ -171,7 +173,9 @@ class Check:
             ):
                 for index in [] if mine is None else _differing(mine, other):
                     element = _element_of(key, mine.dtype, index)
-                    if element < self.sizes[number]:  # the last byte of codes may be partly unused
+                    if (
+                        element < self.sizes[number]
+                    ):  # Part of the last byte of codes may be unused.
                         slot, first = self.places[number]
                         yield Mismatch(
                             rank=_rank(),
@@ -202,8 +206,8 @@ class Audit:
     def __init__(self, rate: float, action: str, name_of: Callable[[Slot], str]) -> None:
         self.rate, self.action, self._name_of = rate, action, name_of
         self.elements = self.mismatches = 0
-        self._pending: deque[Check] = deque()  # worker threads append, too
-        self._on_the_way: list[Check] = []  # of the step before, by an accelerator
+        self._pending: deque[Check] = deque()  # Worker threads append, too.
+        self._on_the_way: list[Check] = []  # Samples of the previous step on an accelerator.
         self._transfers: dict[torch.device, Transfer] = {}
 
     @in_own_modes
@@ -273,8 +277,9 @@ class Audit:
 
     @in_own_modes
     def report(self, wait: bool = False) -> None:
-        """Compare the samples of a finished step. Samples of an accelerator are compared after the
-        next step, without a wait for their copies.
+        """Compare the samples of a finished step.
+
+        Samples on an accelerator are compared after the next step, when their copies are complete.
 
         Args:
             wait: True to compare all samples now.
@@ -309,7 +314,7 @@ class Audit:
         warn(AuditWarning(message, found))
 
     def forget(self) -> None:
-        """Drop samples that were not compared: the step that they are of was broken off."""
+        """Discard samples of an interrupted step."""
         self._pending.clear()
         self._on_the_way.clear()
 
@@ -343,7 +348,7 @@ def _copies(columns: Mapping[str, Sequence[Tensor | None]], runs: Sequence[Run])
 
 
 def _brought(pieces: Pieces, transfer: Transfer | None) -> Callable[[], Pieces]:
-    """Start to copy pieces to the host, all at once. No transfer: they are in host memory."""
+    """Start to copy pieces to the host, all at once. Pieces in host memory are not copied."""
     if transfer is None:
         return lambda: pieces
     every = [
@@ -352,7 +357,7 @@ def _brought(pieces: Pieces, transfer: Transfer | None) -> Callable[[], Pieces]:
         for at, each in enumerate(some)
         if each is not None
     ]
-    every.sort(reverse=True)  # by size, so that each is aligned
+    every.sort(reverse=True)  # Sorted by size, so that each is aligned.
     forms = [(pieces[key][at].nbytes, pieces[key][at].dtype) for _, key, at in every]
     empty: Pieces = {key: [None] * len(some) for key, some in pieces.items()}
     come = fetch(transfer, torch.cat([pieces[key][at].view(torch.uint8) for _, key, at in every]))
@@ -369,8 +374,7 @@ def _brought(pieces: Pieces, transfer: Transfer | None) -> Callable[[], Pieces]:
 def _repeated(
     rule: str, sample: TensorLists, scalars: Any, multiplier: Any, given: Pieces
 ) -> Pieces:
-    """Step copies of a sample and return them. Return them unchanged if the device skipped the
-    step."""
+    """Step copies of a sample and return them; unchanged if the device skipped the step."""
     if MULTIPLIER in given:
         multiplier, *skips = given.pop(MULTIPLIER)[0].tolist()
         if skips and skips[0] != 0.0:
@@ -383,7 +387,7 @@ def _repeated(
 
 
 def _differing(found: Tensor, expected: Tensor) -> list[int]:
-    """Return where bits differ. Two NaNs count as the same bits (docs/numerics.md)."""
+    """Return the elements whose bits differ. Two NaNs count as equal (docs/numerics.md)."""
     bits = _BITS_OF_SIZE[found.itemsize]
     differ = found.view(bits) != expected.view(bits)
     if found.is_floating_point():
@@ -398,7 +402,7 @@ def _bits_of(number: Tensor) -> int:
 
 
 def _element_of(key: str, dtype: torch.dtype, index: int) -> int:
-    """Return the first element of a run that a number of a stored tensor belongs to."""
+    """Return the first element of a run that belongs to a number of a stored tensor."""
     if is_scale(key):
         return index * BLOCK
     if is_packed(key, dtype):

@@ -1,4 +1,4 @@
-"""FusedAdam and FusedLAMB: apex's names and arguments for two rules."""
+"""FusedAdam and FusedLAMB, with apex's names and arguments."""
 
 from __future__ import annotations
 

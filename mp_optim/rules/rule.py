@@ -1,7 +1,7 @@
-"""Rules: the interface (moments, settings, and a step, without state), and each rule but Muon.
+"""The interface of rules (moments, settings and a step, without state), and all rules except Muon.
 
-:class:`~mp_optim.rules.rule_executor.RuleExecutor` reads from the rule which state a parameter has,
-keeps it, and passes it back in a :class:`Launch`. Several optimizers may share a rule.
+:class:`~mp_optim.rules.rule_executor.RuleExecutor` stores the moments that a rule names, and passes
+them to the rule in a :class:`Launch`. Several optimizers may share a rule.
 """
 
 from __future__ import annotations
@@ -22,40 +22,41 @@ from mp_optim.kernels.kernel_args import RULE_SCALARS, LambScalars, TensorLists,
 from mp_optim.kernels.sums import reduce_rows
 
 Settings = Mapping[str, Any]
-"""A param group, from which rules read hyperparameters."""
+"""A param group with the hyperparameters of a rule."""
 
 
 class Workspace:
-    """Counts of a rule, kept by each optimizer from one launch to the next. They are not saved."""
+    """Counts of a rule that each optimizer keeps between launches. They are not saved."""
 
     def metrics(self) -> dict[str, float]:
-        """Numbers about the last step, by names as of ``optimizer.metrics()``."""
+        """Return metrics of the last step, by names of ``optimizer.metrics()``."""
         return {}
 
 
 class Launch(NamedTuple):
-    """Parameters that a rule steps at once, and all inputs of the result. They share device, group,
-    step and multiplier.
+    """Parameters that a rule steps together, and all inputs of the step.
+
+    They have one device, group, step and multiplier.
 
     Attributes:
         group: index of their group.
         positions: their positions in the group.
         settings: settings of the group.
-        regions: elements of each parameter that are here.
+        regions: elements of each parameter on this rank.
         device: device of the step.
         step: number of this step, from 1 on.
         multiplier: factor of the gradients; on the device only if
             ``backend.takes_device_multipliers`` and not :attr:`Rule.needs_numbers`.
-        updates: identity of the parameters, and their split over ranks.
-        mains: tensors that are stepped; ``lists`` holds copies of those that are not contiguous.
-        outputs: tensors that are written; ``lists`` likewise.
-        lists: the tensor lists for a backend.
+        updates: identity of the parameters, and their sharding.
+        mains: tensors that are stepped; ``lists`` has copies of those that are not contiguous.
+        outputs: tensors that are written; ``lists`` has copies of those that are not contiguous.
+        lists: tensor lists for a backend.
         workspace: the rule's own data (:meth:`Rule.new_workspace`).
-        rule: the rule that steps the group.
+        rule: rule that steps the group.
         firsts: first element of each tensor in the rank's part of its parameter; empty if each
             tensor is all of that part.
-        begin_audit: called with a backend's arguments before it steps elements; its result, if any,
-            is called afterwards. None without an audit.
+        begin_audit: function to call with a backend's arguments before it steps elements; its
+            result, if any, is called afterwards. None without an audit.
     """
 
     group: int
@@ -76,12 +77,12 @@ class Launch(NamedTuple):
 
     @property
     def factor(self) -> float | Tensor:
-        """The multiplier as a backend takes it."""
+        """The multiplier as an argument of a backend."""
         multiplier = self.multiplier
         return multiplier.values if isinstance(multiplier, DeviceMultiplier) else multiplier
 
     def copy_back(self) -> None:
-        """Give what is not contiguous the values of the copies that were stepped."""
+        """Copy stepped values back to tensors that are not contiguous."""
         for tensors, stepped in ((self.mains, self.lists.main), (self.outputs, self.lists.output)):
             if tensors is stepped:
                 continue
@@ -123,21 +124,23 @@ class Rule(ABC):
     # -- what it keeps ----------------------------------------------------------------------------
 
     def moments(self, group: Settings) -> tuple[str, ...]:
-        """Names of the moments that are kept under a group's settings."""
+        """Return the names of the moments that are stored with a group's settings."""
         return RULES[self.name].moment_names
 
     def deciding_setting(self, group: Settings) -> str:
-        """The setting that :meth:`moments` reads, if there is one."""
+        """Return the setting that :meth:`moments` reads; empty without one."""
         return ""
 
     def unread_moments(self, group: Settings) -> tuple[str, ...]:
-        """Names of moments that the rule does without under a group's settings, though its formula
-        has them. Where a slot has one from before, it is stepped on, so that other settings find
-        it."""
+        """Return the names of moments that have no effect with a group's settings.
+
+        A slot that has one from earlier settings still updates it, so that later settings find it.
+        """
         return ()
 
     def reads_steps(self, group: Settings) -> bool:
-        """Whether the formula needs to know how often a slot was stepped, beyond whether it was."""
+        """True if the formula needs the number of steps of a slot, not only whether it was
+        stepped."""
         return True
 
     def new_workspace(self) -> Workspace:
@@ -151,27 +154,32 @@ class Rule(ABC):
         RULES[self.name].check(group)
 
     def check_shapes(self, group: Settings, shapes: Iterable[torch.Size]) -> None:  # noqa: B027
-        """Raise ValueError, with the parameter, if a shape cannot be stepped.
+        """Check the shapes of a group's parameters.
 
         Args:
             group: the param group.
-            shapes: shapes of the whole parameters; this rank may hold parts.
+            shapes: shapes of the whole parameters; this rank may have shards.
+
+        Raises:
+            ValueError: a shape is not supported; names the parameter.
         """
 
     # -- what a step is ---------------------------------------------------------------------------
 
     def is_elementwise(self, group: Settings) -> bool:
-        """Whether elements are stepped by themselves under a group's settings, so that a part of a
-        parameter can be."""
+        """True if elements are stepped independently with a group's settings.
+
+        Then a part of a parameter can be stepped alone.
+        """
         return self.name in RULES and RULES[self.name].reads == "elements"
 
     def is_collective(self, group: Settings, update: SlotUpdate) -> bool:
-        """Whether stepping a slot is a collective of the ranks that hold its parts, so that all
-        have to do it in one order."""
+        """True if stepping a slot is a collective of the ranks with its shards, which then need one
+        order."""
         return False
 
     def effective_multiplier(self, group: Settings, multiplier: float, grad_norm: float) -> float:
-        """The multiplier after the rule's own clipping, if it has one."""
+        """Return the multiplier after the rule's own clipping, if it clips."""
         return multiplier
 
     def backend_and_reason(self, backend: Backend, why: str, group: Settings) -> tuple[str, str]:
@@ -186,21 +194,23 @@ class Rule(ABC):
         backend: Backend,
         device: torch.device,
     ) -> None:
-        """Prepare a backend with the numbers of a step before the tensors are on the device. Rules
-        that step parts of parameters do so."""
+        """Prepare a backend with the scalars of a step before the tensors are on the device.
+
+        Only for rules that step parts of parameters.
+        """
 
     @abstractmethod
     def apply(self, launch: Launch, backend: Backend) -> None:
-        """Carry the rule out.
+        """Take the step.
 
-        A rule with kernels calls its backend's method. One without does it all here: multiplies the
-        gradients, reads moments and main params in FP32 and stores the new ones (
-        :mod:`mp_optim.kernels.chunking`), which also writes remainders and outputs.
+        A rule with kernels calls a method of its backend. Another rule computes the step here, from
+        FP32 moments and main params (:mod:`mp_optim.kernels.chunking`), which are stored with
+        remainders and outputs.
         """
 
 
 class ElementRule(Rule):
-    """A rule of :mod:`~mp_optim.kernels.element_rules`, which backends have kernels for."""
+    """A rule of :mod:`~mp_optim.kernels.element_rules`, for which backends have kernels."""
 
     marks_changes = True
     hands_weights = True
@@ -242,7 +252,7 @@ def check_decoupled(group: Settings) -> None:
 
 
 class AdamRule(ElementRule):
-    """Adam. With ``betas[0]`` at 0 it keeps no first moment, which would be the gradient."""
+    """Adam. With ``betas[0]`` 0 it stores no first moment, which would equal the gradient."""
 
     name = "adam"
 
@@ -261,7 +271,7 @@ class AdamRule(ElementRule):
         match group["betas"]:
             case (first, _, *_) if first == 0.0:
                 return ("exp_avg",)
-        return ()  # also for values that are not betas; check_settings names them
+        return ()  # Betas may be invalid here; check_settings reports them.
 
 
 class LionRule(ElementRule):
@@ -297,8 +307,11 @@ class SgdRule(ElementRule):
 
 
 class LambRule(Rule):
-    """LAMB with apex's settings. The trust ratio is per parameter: nothing crosses devices, and for
-    a sharded parameter one small tensor of sums is reduced."""
+    """LAMB with apex's settings.
+
+    The trust ratio is computed per parameter, so no data crosses devices. For a sharded parameter
+    one small tensor of sums is reduced.
+    """
 
     name = "lamb"
     clips = True
@@ -328,4 +341,4 @@ class LambRule(Rule):
 NAMED_RULES: dict[str, Rule] = {
     rule.name: rule for rule in (AdamRule(), LambRule(), LionRule(), SgdRule())
 }
-"""The rules of this room, by name."""
+"""The rules of this module, by name."""

@@ -1,7 +1,7 @@
 """Torch optimizers over an executor, for users and wrappers.
 
-The executor is a rule's, or that of any torch optimizer, which gets FP32 ``.grad`` and keeps its
-own state.
+The executor belongs to a rule, or wraps another torch optimizer, which gets FP32 ``.grad`` and
+keeps its own state.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NAMES = ("param_names", "fqns")
 
 
 class _LastStep(NamedTuple):
-    """Inputs of the last step's updates: the parameters with a gradient, their names, and their
+    """Inputs of the last step's updates: parameters with a gradient, their names, and their
     memory."""
 
     indices: list[int]
@@ -56,14 +56,15 @@ class _LastStep(NamedTuple):
 
 
 class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
-    """The face of an executor: adds groups, steps from the parameters' gradients, shows state.
+    """Torch optimizer over an executor: adds groups, steps from the parameters' gradients, shows
+    state.
 
     Args:
-        executor: new, without groups.
+        executor: new executor without groups.
 
     Attributes:
-        executor: does the work. A wrapper takes it over and steps it itself; this optimizer's
-            groups then hold main params.
+        executor: computes the steps. A wrapper takes it over and steps it itself; this optimizer's
+            groups then have main params.
     """
 
     executor: E
@@ -82,7 +83,7 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         """Add a group.
 
         Raises:
-            ValueError: a setting is out of range, or parameters share memory, naming them.
+            ValueError: a setting is out of range, or parameters share memory; names them.
         """
         with self.added_whole():
             super().add_param_group(param_group)
@@ -94,7 +95,7 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
             in_own_modes(self.executor.group_added)()
 
     def lists_are_known(self) -> None:
-        """The executor knows how many parameters each group has."""
+        """Record the number of parameters of each group in the executor."""
 
     def forget_groups(self, count: int) -> None:
         self.executor.forget_groups(count)
@@ -103,10 +104,10 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
     # -- steps ------------------------------------------------------------------------------------
 
     def step(self, closure: Closure | None = None) -> Any:
-        """Step every parameter that has a gradient; returns the closure's loss if one is given.
+        """Step every parameter that has a gradient, and return the closure's loss, if given.
 
         Raises:
-            TypeError: a parameter is not FP32, or a gradient is sparse or complex, naming it.
+            TypeError: a parameter is not FP32, or a gradient is sparse or complex; names it.
         """
         loss = None
         if closure is not None:
@@ -124,8 +125,11 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         self.step_slots(updates, grad_norm=grad_norm)
 
     def _updates(self) -> SlotUpdates:
-        """Return the updates of a step. Everything except gradients is reused from the last step
-        while the parameters with gradients have the same memory."""
+        """Return the updates of a step.
+
+        All except gradients are reused from the last step while the parameters with gradients have
+        the same memory.
+        """
         every = all_params(self.param_groups)
         present = current_grads(every)
         indices = [index for index, grad in enumerate(present) if grad is not None]
@@ -142,7 +146,7 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
                     for slot, param, grad in zip(slots, params, grads, strict=True)
                 ]
             )
-            updates = replace(updates, grads=())  # kept gradients would stay allocated
+            updates = replace(updates, grads=())  # Stored gradients would stay allocated.
             last = self._last = _LastStep(indices, names, ParamWatcher(params), updates)
         if not (last.seen.plain and are_plain(grads)):
             grads = list(map(local_grad, params, grads))
@@ -187,17 +191,18 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
     # -- what is going on -------------------------------------------------------------------------
 
     def main_param(self, slot: Slot) -> Tensor:
-        """Return the FP32 main param of a slot: the stepped tensor, or a copy if that is stored in
+        """Return the FP32 main param of a slot: the stepped tensor, or a copy joined from its
         parts."""
         return self.executor.main_param(slot)
 
     def metrics(self) -> dict[str, float]:
-        """Numbers about the last step."""
+        """Return metrics of the last step."""
         return self.executor.metrics()
 
 
 class RuleOptimizer(SlotOptimizer[RuleExecutor]):
-    """Steps FP32 tensors, and bfloat16 ones with remainders, by a rule of this package.
+    """Optimizer that steps FP32 tensors, and bfloat16 ones with remainders, by a rule of this
+    package.
 
     Args:
         rule: a name of ``NAMED_RULES``, or a rule, such as ``MuonRule("adam")``.
@@ -211,8 +216,8 @@ class RuleOptimizer(SlotOptimizer[RuleExecutor]):
             ``audit_rate`` and ``audit_action`` of the config.
 
     Raises:
-        ValueError: the backend is not usable, has no kernels for the rule, or does not store state
-            so.
+        ValueError: the backend is not usable, has no kernels for the rule, or does not support the
+            storage format.
         TypeError: a setting is unknown.
     """
 
@@ -239,11 +244,10 @@ class RuleOptimizer(SlotOptimizer[RuleExecutor]):
 
 
 class ForeignExecutor(Executor, StateStore):
-    """Slots over an optimizer that is keyed by tensors: its state moves along when a tensor is
-    replaced.
+    """Executor over an optimizer that is keyed by tensors. Its state is moved to replaced tensors.
 
     Args:
-        optimizer: not of this package; its groups are the executor's.
+        optimizer: an optimizer of another package; its groups are the executor's.
 
     Raises:
         TypeError: the optimizer has other weights for evaluation.
@@ -267,7 +271,7 @@ class ForeignExecutor(Executor, StateStore):
         self._own_positions[group] = {given: own for own, given in enumerate(positions)}
 
     def _own(self, slot: Slot) -> Slot:
-        """A slot as the optimizer's groups have it."""
+        """Return a slot's tensor in the optimizer's groups."""
         positions = self._own_positions.get(slot.group)
         return slot if positions is None else Slot(slot.group, positions[slot.position])
 
@@ -281,8 +285,10 @@ class ForeignExecutor(Executor, StateStore):
         super().step_instead(self._own(slot), tensor)
 
     def _rebind(self) -> None:
-        """Move the state of replaced tensors. All are taken out first: tensors may have swapped
-        slots."""
+        """Move the state of replaced tensors.
+
+        All state is removed first, because tensors may have swapped slots.
+        """
         while len(self._bound) < len(self.param_groups):
             self._bound.append(list(self.param_groups[len(self._bound)]["params"]))
         moved: list[tuple[Tensor, Any]] = []
@@ -295,7 +301,7 @@ class ForeignExecutor(Executor, StateStore):
         self.optimizer.state.update(moved)
 
     def _param(self, slot: Slot) -> Tensor:
-        """The tensor at a slot, with the optimizer's state under it."""
+        """Return the tensor at a slot, with the optimizer's state keyed by it."""
         param, own = self.stepped(slot), self._own(slot)
         if len(self._bound) <= own.group or self._bound[own.group][own.position] is not param:
             self._rebind()
@@ -316,14 +322,17 @@ class ForeignExecutor(Executor, StateStore):
 
     def live_state(self, slot: Slot) -> State:
         """Return the foreign state's tensors, and its numbers as tensors; empty before the first
-        step. An item of a list has a key of its own, ``key[0]``."""
+        step.
+
+        An item of a list has its own key, ``key[0]``.
+        """
         return dict(_flat(self.optimizer.state.get(self._param(slot), {})))
 
     def check_fitted(self, slot: Slot, state: State) -> None:
         live = self.live_state(slot)
         if state and live:
             check_state(self.slot_name(slot), live, state)
-        elif STEP in state:  # state that is not allocated yet takes any value
+        elif STEP in state:  # Any value is accepted while state is not allocated.
             check_step(self.slot_name(slot), state[STEP])
 
     def check_values(self, slot: Slot, key: str, values: Tensor) -> None:
@@ -349,13 +358,13 @@ class ForeignExecutor(Executor, StateStore):
         self.optimizer.state.pop(self._param(slot), None)
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
-        """Nothing: the optimizer does so when it steps a parameter for the first time.
+        """Do nothing, because the optimizer allocates state when it first steps a parameter.
 
         Raises:
-            TypeError: it keeps what no state dict here can hold, so that training could not be
-                resumed, naming it.
+            TypeError: it keeps data that no state dict can store, so training could not be resumed;
+                names it.
         """
-        self._rebind()  # torch's state_dict knows present tensors only
+        self._rebind()  # torch's state_dict has only tensors of current parameters.
         kept: list[Any] = [*self.optimizer.state_dict().keys() - {"state", "param_groups"}]
         kept += [key for key in self.optimizer.state if not isinstance(key, Tensor)]
         if slots and kept:
@@ -384,7 +393,9 @@ class ForeignExecutor(Executor, StateStore):
         if not updates.is_staged:
             continue_from(mains, updates.outputs)
         for update, main in zip(updates, mains, strict=True):
-            assert not isinstance(update.multiplier, DeviceMultiplier)  # no verdict_device here
+            assert not isinstance(
+                update.multiplier, DeviceMultiplier
+            )  # The verdict of a step on the device is not supported.
             wide = torch.promote_types(main.dtype, torch.float32)
             main.grad = update.grad.to(wide, copy=True).mul_(update.multiplier).to(main.dtype)
         self.step_mark.touch()
@@ -429,9 +440,11 @@ def _flat(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _present_form(key: str, saved: Any) -> Any:
-    """Return the value that a foreign optimizer without state would keep for a saved tensor: the
-    inverse of :func:`_flat`. Torch's own ``step`` is a tensor, of torch's default dtype if that
-    is float64 and else float32."""
+    """Return the value that a foreign optimizer without state would keep for a saved tensor.
+
+    This is the inverse of :func:`_flat`. torch's own ``step`` is a tensor, float64 if that is
+    torch's default dtype, else float32.
+    """
     is_torchs = key == "step" and torch.get_default_dtype() == torch.float64
     if not isinstance(saved, Tensor) or is_torchs:
         return saved
@@ -443,11 +456,12 @@ def _present_form(key: str, saved: Any) -> Any:
 
 
 def _in_form_of(live: Any, saved: Any, device: torch.device | None) -> Any:
-    """Return a copy of a saved value: a number where the foreign optimizer keeps a number, an empty
-    list where it keeps one, else a tensor.
+    """Return a copy of a saved value in the type of the foreign optimizer's value.
+
+    It is a number, an empty list or a tensor.
 
     Args:
-        device: of the tensor; None for the saved one's.
+        device: device of the tensor; None for the saved tensor's.
     """
     if isinstance(live, list):
         return []
@@ -458,7 +472,7 @@ def _in_form_of(live: Any, saved: Any, device: torch.device | None) -> Any:
 
 
 def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return state with its lists, from their items."""
+    """Return state with lists built from their items."""
     nested: dict[str, Any] = {}
     lists: dict[str, dict[int, Any]] = {}
     for key, value in leaves.items():

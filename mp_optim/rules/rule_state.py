@@ -1,5 +1,4 @@
-"""State of a rule: counts of steps and state tensors of each slot; and its export, checks and
-loads."""
+"""State of a rule: step counts and state tensors of each slot, with export, checks and loads."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ from mp_optim.kernels.state_format import (
 from mp_optim.rules.rule import Rule
 
 Allocate = Callable[[Sequence[TensorSpec]], list[Tensor]]
-"""Makes zeroed tensors of some forms."""
+"""Function that allocates zeroed tensors of given shapes and dtypes."""
 
 
 class SlotSet:
@@ -88,8 +87,10 @@ class SlotSet:
         self.forget()
 
     def forget(self) -> None:
-        """Forget tensors: some were replaced or have other memory, and lists of them keep the
-        former memory alive."""
+        """Discard the lists of tensors, because a tensor or its memory was replaced.
+
+        The lists would keep the old memory allocated.
+        """
         self.watched = CachedTensorList()
         self.lists: dict[str, CachedTensorList] = {}
         self.mains: CachedTensorList | None = None
@@ -121,11 +122,12 @@ class GroupState:
         self.shapes: list[torch.Size | None] = [None] * count
         self.is_shown = False
         self._version = self.steps._version
-        self._set_of: list[SlotSet] = []  # by position
+        self._set_of: list[SlotSet] = []  # Indexed by position.
         self.step_together([])
 
     def step_together(self, sets: Iterable[Sequence[int]]) -> None:
-        """Put the slots at each of these positions into a set, and the remaining slots into one."""
+        """Make one set of the slots at each of these lists of positions, and one of the remaining
+        slots."""
         found: dict[int, SlotSet] = {}
         for positions in sets:
             found |= dict.fromkeys(positions, SlotSet(positions))
@@ -135,19 +137,19 @@ class GroupState:
         self.sets = list(dict.fromkeys(self._set_of))
 
     def set_at(self, positions: Sequence[int]) -> SlotSet | None:
-        """Return the set that has the slots at these positions and no others, or None."""
+        """Return the set of exactly the slots at these positions, or None."""
         kept = self._set_of[positions[0]]
         is_whole = positions is kept.positions or positions == kept.positions
         return kept if is_whole else None
 
     def show(self, position: int) -> None:
-        """Watch the memory of state from now on: a caller is given the state of a slot."""
+        """Watch the memory of state from now on, because a caller gets a slot's state."""
         self.is_shown = True
         self._watched_of(self._set_of[position])
 
     def has_moved(self, kept: SlotSet) -> bool:
-        """Return whether state of a set has other memory than at the last step, or another form."""
-        if kept.watched:  # .data = .data.t() of a square tensor keeps address and shape
+        """True if memory or shape of a set's state differ from the last step."""
+        if kept.watched:  # .data = .data.t() of a square tensor keeps address and shape.
             return kept.watched.has_moved() or not all(map(Tensor.is_contiguous, kept.watched))
         return self.forms_of(kept) != kept.forms
 
@@ -166,8 +168,8 @@ class GroupState:
         ]
 
     def tensors(self, name: str, positions: Sequence[int]) -> list[Tensor]:
-        """Return state tensors of one name; for slots that are stepped together the same list each
-        time."""
+        """Return state tensors of one name; for slots that are stepped together always the same
+        list."""
         kept = self.set_at(positions)
         if kept is None:
             return [self.slots[position][name] for position in positions]
@@ -177,19 +179,19 @@ class GroupState:
         return kept.lists[name]
 
     def replaced(self, positions: Iterable[int] | None = None) -> None:
-        """Forget lists of tensors: at some positions, or anywhere, there are others now."""
+        """Discard lists of tensors, because tensors at some positions, or at any, were replaced."""
         every = self._set_of
         sets = self.sets if positions is None else set(map(every.__getitem__, positions))
         for kept in sets:
             kept.forget()
 
     def was_stepped(self, position: int) -> bool:
-        """Whether a slot was ever stepped."""
-        # unlike item(), tolist() is no question to a device
+        """True if a slot was ever stepped."""
+        # Unlike item(), tolist() of a CPU tensor does not synchronize a device.
         return bool(self.steps[position : position + 1].tolist()[0] > 0)
 
     def count(self, positions: Sequence[int], by: int = 1) -> None:
-        """Add a step to the given slots; -1 takes it back."""
+        """Add 1, or with -1 subtract it, from the step counts of the given slots."""
         kept = self._set_of[positions[0]]
         if positions is not kept.positions or self.steps._version != self._version:
             self._forget_counts()
@@ -221,7 +223,8 @@ class GroupState:
         return counts
 
     def _forget_counts(self) -> None:
-        """They were written: slots' ``step`` are views of them, so torch counts who writes them."""
+        """Discard cached counts after a write. Slots' ``step`` tensors are views, so torch's
+        version counter detects writes."""
         self._version = self.steps._version
         for kept in self.sets:
             kept.count = None
@@ -230,8 +233,8 @@ class GroupState:
 class RuleState(StateStore):
     """State of the slots of a rule, kept for the optimizer's life: per slot ``step`` (0-d FP32 on
     the CPU), its moments, with ``<moment>_scale`` if they are stored in blocks (4-bit codes are
-    1-D, two codes a byte), ``remainder`` if it has one, and ``averaged_param`` if averages are
-    kept (from the first step on).
+    1-D, two codes a byte), ``remainder`` if it has one, and ``averaged_param`` if averages are kept
+    (from the first step on).
 
     Args:
         rule: names the state of a slot.
@@ -256,7 +259,7 @@ class RuleState(StateStore):
         self.parked = ParkedTensors()
 
     def name(self, slot: Slot) -> str:
-        """FQN of a slot."""
+        """Return the FQN of a slot."""
         return slot_name(self.param_groups, slot)
 
     def whole_shapes(self, params: list[Tensor]) -> Iterator[torch.Size]:
@@ -277,15 +280,15 @@ class RuleState(StateStore):
                 group_state.count(positions, -1)
 
     def recover(self) -> None:
-        """Discard the counts of an interrupted step, which are loaded again."""
+        """Discard the counts of an interrupted step, because a load replaces them."""
         self.unsettled = []
         self.replaced()
 
     def replaced(self, slot: Slot | None = None) -> None:
-        """Tensors of a slot, or of any, were given other memory."""
+        """Record that the memory of a slot's tensors, or of any, was replaced."""
         if slot is not None:
             group_state = self.groups[slot.group]
-            group_state.mains[slot.position] = None  # state has yet to follow it
+            group_state.mains[slot.position] = None  # State has not followed yet.
             group_state.replaced([slot.position])
             return
         for group_state in self.groups:
@@ -295,7 +298,7 @@ class RuleState(StateStore):
 
     @in_own_modes
     def live_state(self, slot: Slot) -> State:
-        """A slot's tensors, allocated where the slot is stepped now, with its count."""
+        """Return a slot's tensors, allocated where the slot is stepped now, with its step count."""
         self.settle()
         return self.uncounted_live(slot)
 
@@ -317,13 +320,13 @@ class RuleState(StateStore):
             for key, value in state.items()
             if key != STEP and value.device != home and id(value) not in self.parked.homes
         ]
-        for value in away:  # it stays the same tensor, for those that were given it
+        for value in away:  # Keep the same tensor object, because callers may refer to it.
             give_memory(value, value.data.to(home))
         if missing or away:
             state.update(zip(missing, tensors, strict=True))
             group_state.replaced([slot.position])
         if not self.is_split(main.dtype):
-            state.pop(REMAINDER, None)  # the parameter was bfloat16 once
+            state.pop(REMAINDER, None)  # The parameter was bfloat16 before.
         if (
             group_state.mains[slot.position] is not tensor
             or group_state.shapes[slot.position] != main.shape
@@ -334,7 +337,7 @@ class RuleState(StateStore):
         return state
 
     def _names(self, index: int, position: int) -> tuple[str, ...]:
-        """Return the names of the moments that are kept for a slot."""
+        """Return the names of the moments that are stored for a slot."""
         group = self.param_groups[index]
         rule = self.rule.of(group)
         names = rule.moments(group)
@@ -343,41 +346,41 @@ class RuleState(StateStore):
         return (*present, *names) if present else names
 
     def _home(self, slot: Slot, main: Tensor) -> torch.device:
-        """Return the device of a main param's state: its own, or the host for windows."""
+        """Return the device of a main param's state: the main param's, or the host for windows."""
         is_lent = slot in self.allocators and main.device.type != "meta"
         return torch.device("cpu") if is_lent else main.device
 
     def specs(self, slot: Slot) -> dict[str, TensorSpec]:
-        """Return the forms of all tensors that are stepped for a slot: its main param, by ``MAIN``,
-        and its state."""
+        """Return shape and dtype of all stepped tensors of a slot: main param, by ``MAIN``, and
+        state."""
         param = self.stepped(slot)
         main = param.shape, self.precision.main_dtype(param.dtype)
         return {MAIN: main, **self._state_specs(slot, main)}
 
     def _missing(self, slot: Slot, main: Tensor) -> dict[str, TensorSpec]:
-        """State that a main param lacks."""
+        """Return the state that a main param lacks."""
         state = self.groups[slot.group].slots[slot.position]
         specs = self._state_specs(slot, (main.shape, main.dtype))
         missing = {key: spec for key, spec in specs.items() if key not in state}
         if missing and self.groups[slot.group].was_stepped(slot.position):
-            # the moment of a stepped slot would have to hold gradients that are gone
+            # The moment of a stepped slot depends on earlier gradients.
             moments = self._names(slot.group, slot.position)
             late = {key for name in moments for key in (name, scale_key(name))}
             missing = {key: spec for key, spec in missing.items() if key not in late}
         return missing
 
     def deciding_setting(self, group: dict[str, Any]) -> str:
-        """The setting that decides which moments are kept, for messages."""
+        """Return the setting that decides which moments are stored, for messages."""
         name = self.rule.of(group).deciding_setting(group)
         return f"{name}={group[name]!r}" if name in group else self.rule.name
 
     def _state_specs(
         self, slot: Slot, main: TensorSpec, check: bool = True
     ) -> dict[str, TensorSpec]:
-        """State of a main param.
+        """Return shape and dtype of a main param's state.
 
         Args:
-            check: raise ValueError if a tensor that is there has another shape.
+            check: True to raise ValueError if an existing tensor has another shape.
         """
         main_shape, dtype = main
         state = self.groups[slot.group].slots[slot.position]
@@ -426,7 +429,7 @@ class RuleState(StateStore):
             self.uncounted_live(slot)
 
     def mains(self, index: int, positions: Sequence[int], kept: SlotSet | None) -> CachedTensorList:
-        """The plain tensors to step at some positions of a group, with state that fits them.
+        """Return the plain tensors to step at some positions of a group, after fitting their state.
 
         Args:
             kept: the set of these positions (:meth:`GroupState.set_at`).
@@ -465,12 +468,13 @@ class RuleState(StateStore):
     # -- memory that callers replaced -------------------------------------------------------------
 
     def follow_memory(self) -> None:
-        """Step main params and state in the memory that they have now, where callers gave them
-        other memory (``tensor.data = ...``, ``set_``, ``swap_tensors``).
+        """Use the current memory of main params and state after callers replaced it.
+
+        Callers do so with ``tensor.data = ...``, ``set_`` or ``swap_tensors``.
 
         Raises:
-            ValueError: state has another shape or dtype now, naming slot and key. It has its former
-                memory again, if that is known.
+            ValueError: state has another shape or dtype; names slot and key. Its former memory is
+                restored, if it is known.
         """
         for index, group_state in enumerate(self.groups):
             for kept in group_state.sets:
@@ -487,7 +491,8 @@ class RuleState(StateStore):
                     kept.forget()
 
     def _bring_home(self, mains: CachedTensorList) -> None:
-        """Have main params be on the device where they were stepped, if they are not parked."""
+        """Move main params back to the device where they were stepped, unless they are
+        offloaded."""
         for main, before in zip(mains, mains.held, strict=False):
             if main.device != before.device and id(main) not in self.parked.homes:
                 give_memory(main, main.data.to(before.device))
@@ -500,7 +505,7 @@ class RuleState(StateStore):
         """
         main, state = self.stepped(slot), self.groups[slot.group].slots[slot.position]
         if not state:
-            return  # it was never stepped
+            return  # The slot was never stepped.
         specs = self._state_specs(slot, (main.shape, main.dtype), check=False)
         for key, value in state.items():
             form = value.shape, value.dtype
@@ -515,14 +520,14 @@ class RuleState(StateStore):
                     f"{tuple(given)} and {given_dtype}; assign memory of shape {tuple(shape)} and "
                     f"{dtype}"
                 )
-            if not value.is_contiguous():  # kernels read memory in its order
+            if not value.is_contiguous():  # Kernels read memory in storage order.
                 give_memory(value, value.data.contiguous())
             if not value.is_contiguous():
                 value.data = value.data.contiguous()
         self.uncounted_live(slot)
 
     def _follow_count(self, slot: Slot) -> None:
-        """Take the number from a slot's ``step`` that was given memory of its own."""
+        """Copy the number from a slot's ``step`` tensor whose memory was replaced."""
         group_state = self.groups[slot.group]
         mine = group_state.steps[slot.position]
         shown = group_state.slots[slot.position].setdefault(STEP, mine)
@@ -538,7 +543,7 @@ class RuleState(StateStore):
         group, regions = self.param_groups[index], self.groups[index].regions
         rule = self.rule.of(group)
         names = [rule.moments(group)] * len(positions)
-        if rule.unread_moments(group):  # some slots have one from before
+        if rule.unread_moments(group):  # Some slots have one from earlier settings.
             names = [self._names(index, position) for position in positions]
         of_each = [
             (moments, self.precision.is_small(regions[position].shape.numel()), main.dtype)
@@ -558,11 +563,11 @@ class RuleState(StateStore):
         return (*moments, *map(scale_key, blocked), *remainder, *average)
 
     def state_tensors(self, index: int, key: str, positions: Sequence[int]) -> list[Tensor]:
-        """State of that name at some positions of a group."""
+        """Return state of one name at some positions of a group."""
         group_state = self.groups[index]
         try:
             return group_state.tensors(key, positions)
-        except KeyError:  # settings that need it are new
+        except KeyError:  # New settings need it.
             self.allocate_state([Slot(index, position) for position in positions])
         for position in positions:
             if key not in group_state.slots[position]:
@@ -574,11 +579,11 @@ class RuleState(StateStore):
     # -- main params ----------------------------------------------------------------------------
 
     def stepped(self, slot: Slot) -> Tensor:
-        """The plain tensor that is stepped for a slot."""
+        """Return the plain tensor that is stepped for a slot."""
         return local_tensor(self.param_groups[slot.group]["params"][slot.position])
 
     def is_split(self, dtype: torch.dtype) -> bool:
-        """Whether a stepped tensor of this dtype is the upper half of a main param."""
+        """True if a stepped tensor of this dtype is the upper half of a main param."""
         return dtype != torch.float32 and self.precision.main_dtype(dtype) == dtype
 
     def has_no_fp32_main(self, slot: Slot) -> bool:
@@ -590,7 +595,7 @@ class RuleState(StateStore):
         return join(main, _beside(main, self.uncounted_live(slot).get(REMAINDER)))
 
     def set_main_param(self, slot: Slot, value: Tensor) -> None:
-        """Give a main param another value of any floating dtype."""
+        """Set a main param to another value of any floating dtype."""
         main, state = self.stepped(slot), self.live_state(slot)
         if not self.is_split(main.dtype):
             main.copy_(value)
@@ -621,7 +626,7 @@ class RuleState(StateStore):
         group = self.param_groups[slot.group]
         rule = self.rule.of(group)
         if saved and STEP not in saved and not rule.reads_steps(group):
-            # torch keeps no count; the slot has state, so it was stepped
+            # torch stores no count; the slot has state, so it was stepped.
             saved = {key: value for key, value in saved.items() if value is not None}
             saved[STEP] = 1.0
         for moment in rule.unread_moments(group):
@@ -631,7 +636,7 @@ class RuleState(StateStore):
 
     def check_fitted(self, slot: Slot, state: State) -> None:
         live, rest = self.live_state(slot), dict(state)
-        if REMAINDER in live and MASTER in state:  # the main param stands for the remainder
+        if REMAINDER in live and MASTER in state:  # The main param replaces the remainder.
             form = torch.empty(self.stepped(slot).shape, dtype=torch.float32, device="meta")
             check_fits(f"{self.name(slot)}.{MASTER}", form, rest.pop(MASTER))
             rest[REMAINDER] = live[REMAINDER]
@@ -653,10 +658,10 @@ class RuleState(StateStore):
 
     def reset_state(self, slot: Slot) -> None:
         for key, tensor in self.live_state(slot).items():
-            if key != REMAINDER:  # it belongs to the main param
+            if key != REMAINDER:  # It belongs to the main param.
                 tensor.zero_()
 
 
 def _beside(main: Tensor, remainder: Tensor | None) -> Tensor | None:
-    """Return a remainder on the device of its parameter; it may be parked."""
+    """Return a remainder on the device of its parameter. It may be offloaded."""
     return None if remainder is None else remainder.to(main.device)
