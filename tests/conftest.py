@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from support import interpreter
+from support.one_rank import one_rank as in_one_rank
 
 if not torch.cuda.is_available() and "triton" not in sys.modules:
     os.environ.setdefault(
@@ -124,3 +125,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section(f"{len(nodeids)} tests did not run: {reason}")
         for nodeid in nodeids:
             terminalreporter.line(nodeid)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    with in_one_rank():
+        yield
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Have torch use one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -5,7 +5,6 @@ from functools import cache
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from mp_optim import checkpoint
 from mp_optim.apps.cli.inspect import compare
@@ -20,6 +19,7 @@ from support.accelerator.simulation import COLLECTIVES, device_at
 from support.accelerator.stand_in import simulated_accelerator
 from support.accelerator.streams import Pace
 from support.offload import differing
+from support.one_rank import one_rank
 
 pytestmark = [pytest.mark.native, pytest.mark.filterwarnings("ignore::UserWarning")]
 BEFORE, AFTER = 2, 2
@@ -27,9 +27,8 @@ BEFORE, AFTER = 2, 2
 
 @pytest.fixture(scope="module", autouse=True)
 def alone():
-    dist.init_process_group(COLLECTIVES, store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with one_rank(COLLECTIVES):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@ use, and comes back with the same bits."""
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from support.launch import results_of_ranks
 from support.models import build, train
@@ -17,16 +16,7 @@ def test_every_way_that_torch_has(tmp_path):
         assert [name for name, is_same in of_rank.items() if not is_same] == []
 
 
-@pytest.fixture
-def alone(tmp_path):
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-    )
-    yield
-    dist.destroy_process_group()
-
-
-def test_width_of_remainders_in_state_dicts(alone):
+def test_width_of_remainders_in_state_dicts(one_rank):
     model, optimizer = build("bf16-remainder", 0.5)
     train(model, optimizer, 2)
     state = optimizer.state_dict()

@@ -8,16 +8,17 @@ import dataclasses
 import decimal
 import math
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 
 FIELDS = [spec.name for spec in dataclasses.fields(OptimizerConfig)]
 
@@ -150,13 +151,6 @@ NONSENSE: list[Any] = [
 class Timer:
     def start(self, barrier: bool = False) -> None: ...
     def stop(self) -> None: ...
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def steps_to_finite_numbers(config: OptimizerConfig) -> None:

@@ -1,12 +1,10 @@
 """Names are the model's, in every wrapper."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -21,14 +19,10 @@ from mp_optim import (
     get_standard_config_overrides,
 )
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
 CONFIG = OptimizerConfig(lr=1e-2, bf16=True)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Block(nn.Module):

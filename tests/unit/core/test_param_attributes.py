@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import mp_optim
@@ -21,6 +20,9 @@ from mp_optim import (
     get_megatron_optimizer,
 )
 from mp_optim.core.param_attributes import REFUSED
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 
 CONFIG = OptimizerConfig(lr=1e-2)
 
@@ -52,13 +54,6 @@ DOORS: dict[str, Callable[[nn.Module], Any]] = {
     "adamw": lambda model: _stepped(mp_optim.AdamW(model.named_parameters()), model),
     "muon": lambda model: _stepped(mp_optim.Muon(model.named_parameters()), model),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -11,16 +11,11 @@ from mp_optim.muon.muon import MuonRule
 from mp_optim.muon.newton_schulz import iterate, orthogonalize_each
 from mp_optim.rules.rule_optimizer import RuleOptimizer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 SHAPES = [(64, 128), (128, 48), (32, 32), (300, 7), (1, 5), (5, 1)]
 SIMPLE = {"coefficient_type": "simple", "scale_mode": "shape_scaling"}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def random(*shape, seed=0):

@@ -11,13 +11,7 @@ from mp_optim.muon.muon import MuonRule
 from mp_optim.muon.newton_schulz import orthogonalize_each
 from mp_optim.rules.rule_optimizer import RuleOptimizer
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

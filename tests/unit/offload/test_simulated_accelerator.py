@@ -10,7 +10,6 @@ from functools import cached_property, partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,6 +39,7 @@ from support.accelerator.simulation import COLLECTIVES, Simulation, device_at
 from support.accelerator.stand_in import simulated_accelerator
 from support.accelerator.streams import Pace
 from support.offload import MODES, differing, state_of
+from support.one_rank import one_rank
 
 pytestmark = [
     pytest.mark.native,
@@ -49,9 +49,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def alone():
-    dist.init_process_group(COLLECTIVES, store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with one_rank(COLLECTIVES):
+        yield
 
 
 # -- schedules are clean --------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from mp_optim.process_groups.missing_ranks import naming_missing_ranks
 from support.launch import results_of_ranks, run_forked_program
+from support.one_rank import one_rank
 from support.workers.missing_ranks import DISAGREE, PATIENCE, RANKS, SCENARIOS, TIMEOUT
 
 SECONDS = 10.0
@@ -41,16 +42,13 @@ def test_error_names_the_silent_ranks_and_no_others_when_a_collective_fails(told
 
 def test_errors_of_other_code_are_kept_whatever_they_say():
     """By where an error was raised, not by its text."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with one_rank():
         with (
             pytest.raises(RuntimeError, match="Connection timed out") as raised,
             naming_missing_ranks(dist.group.WORLD)("reducing"),
         ):
             raise RuntimeError("Connection timed out: NCCL, gloo")
         assert raised.type is RuntimeError
-    finally:
-        dist.destroy_process_group()
 
 
 def test_optimizer_opens_no_port_when_it_has_ranks():

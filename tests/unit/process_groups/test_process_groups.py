@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from mp_optim import ProcessGroups
 from mp_optim.process_groups.agreement import agree_on_largest
+from support.one_rank import one_rank
 
 
 def test_from_megatrons_attribute_names():
@@ -24,8 +25,7 @@ def test_from_megatrons_attribute_names():
 
 
 def test_from_a_device_mesh(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
+    with one_rank():
         groups = ProcessGroups.from_device_mesh(
             dist.init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "pp", "tp"))
         )
@@ -40,8 +40,6 @@ def test_from_a_device_mesh(tmp_path):
             ProcessGroups.from_device_mesh(
                 dist.init_device_mesh("cpu", (1,), mesh_dim_names=("data",))
             )
-    finally:
-        dist.destroy_process_group()
 
 
 def test_agreement_frees_the_frames_of_a_failure_at_once(tmp_path):

@@ -18,6 +18,7 @@ from mp_optim.core.quantized import FLOAT8_DTYPES, dequantized, quantize_, scale
 from mp_optim.zero.buckets import check_shardable
 from support.models import DTYPES, TinyMoE, config_for, is_expert, same_bits, tokens_of, train
 from support.offload import MODES, hybrids
+from support.one_rank import one_rank
 
 E4M3 = torch.float8_e4m3fn
 
@@ -425,16 +426,11 @@ def test_float8_refuses_unsupported_optimizers(tmp_path) -> None:
         ValueError, match=r"p is a Parameter of torch\.float8_e4m3fn: buffers hold 16 and 32 bits"
     ):
         check_shardable([("p", float8_param(8, 4))])
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    try:
+    with one_rank():
         mesh = init_device_mesh("cpu", (1,))
         split = nn.Parameter(DTensor.from_local(torch.zeros(8, 4, dtype=E4M3), mesh, [Replicate()]))
         with pytest.raises(TypeError, match=r"0 is a DTensor of Tensor torch\.float8_e4m3fn"):
             get_megatron_optimizer(config_for("bf16"), nn.ParameterList([split]))
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_float8_gradient_is_refused() -> None:

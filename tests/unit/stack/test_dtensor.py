@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor, Partial
 from mp_optim.core.tensor_layout import shard_groups_of
 from support.launch import results_of_ranks
 from support.models import build, tokens_of
+from support.one_rank import one_rank
 from support.workers.fsdp import CASES, HANDS, STEPS
 
 
@@ -63,16 +64,11 @@ def test_rank_without_experts_takes_part(ranks):
 
 
 def test_partial_parameters_are_refused(tmp_path):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    try:
+    with one_rank():
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
         param = DTensor.from_local(torch.ones(2), mesh, [Partial()])
         with pytest.raises(ValueError, match=r"w: placement .*redistribute"):
             shard_groups_of("w", param)
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("form", HANDS)

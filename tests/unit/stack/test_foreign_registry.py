@@ -19,6 +19,9 @@ from mp_optim import (
 )
 from support.models import config_for, same_bits
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 registry = pytest.importorskip("pytorch_optimizer")
 
 OF_GROUPS = (
@@ -34,14 +37,6 @@ OF_GROUPS = (
 """Those whose steps depend on what they wrote into a group, beside a count."""
 OTHERS = ("adan", "ademamix", "came", "lion", "mars", "novograd", "shampoo", "sm3", "soap")
 STEPS = 6
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def model_of(dtype):

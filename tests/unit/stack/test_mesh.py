@@ -74,12 +74,8 @@ class Rotated(Placement):
 
 
 @pytest.fixture
-def mesh(tmp_path):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    yield torch.distributed.init_device_mesh("cpu", (1, 1))
-    torch.distributed.destroy_process_group()
+def mesh(one_rank):
+    return torch.distributed.init_device_mesh("cpu", (1, 1))
 
 
 def wrap(params):

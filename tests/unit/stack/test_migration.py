@@ -13,6 +13,7 @@ from mp_optim import checkpoint, get_megatron_optimizer
 from mp_optim.apps import convert as foreign
 from mp_optim.apps.cli.command import main
 from support.models import TinyMoE, build, config_for, same_bits, train
+from support.one_rank import one_rank
 
 
 def tree_equal(a, b):
@@ -471,10 +472,7 @@ def test_universal_round_trips_and_lists_what_is_missing(tmp_path):
 
 
 def test_sharded_parameters_take_their_part(tmp_path):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    try:
+    with one_rank():
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
         whole = torch.randn(4, 6)
         model = nn.ParameterDict(
@@ -493,8 +491,6 @@ def test_sharded_parameters_take_their_part(tmp_path):
         assert isinstance(optimizer.state[model["w"]]["exp_avg"], DTensor)
         assert same_state(foreign.export_state(optimizer), state)
         assert same_bits(model["w"].detach().full_tensor(), whole.bfloat16())
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def command(arguments):

@@ -11,13 +11,7 @@ from support.launch import results_of_ranks
 from support.models import TinyMoE, config_for, is_expert, same_bits, train
 from support.workers import muon as muon_worker
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def build(precision="bf16", fraction=0.0, seed=0, **settings):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,15 +111,6 @@ WRITERS: dict[str, Writer] = {
 }
 NEW_MEMORY = ("`tensor.set_(...)`", "`tensor.data = ...`", "`torch.utils.swap_tensors`")
 """Not done to DTensors: FSDP2 owns the memory of their local tensors."""
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
 
 
 PLACES: dict[str, dict[str, Any]] = {

@@ -5,22 +5,15 @@ import itertools
 import pytest
 import torch
 
-from mp_optim import HybridDeviceOptimizer, OptimizerParamScheduler, checkpoint
+from mp_optim import OptimizerParamScheduler, checkpoint
 from support.models import AdversarialTransfer, build, same_bits, train
+from support.offload import hybrids
 
 STEPS = 8
 
 
 def final(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def hybrids(optimizer):
-    return [
-        part.optimizer
-        for part in optimizer.chained_optimizers
-        if isinstance(part.optimizer, HybridDeviceOptimizer)
-    ]
 
 
 def assert_same(result, expected):

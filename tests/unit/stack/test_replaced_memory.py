@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -236,15 +236,6 @@ def test_parameters_in_one_memory_are_stepped_when_their_bytes_do_not_overlap(
 
 
 # -- sharded -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])

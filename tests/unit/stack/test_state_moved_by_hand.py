@@ -10,7 +10,6 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import mp_optim
@@ -22,6 +21,7 @@ from support.accelerator.stand_in import simulated_accelerator
 from support.models import DTYPES, TinyMoE, config_for, is_expert, same_bits, tokens_of
 from support.moved_by_hand import HELPERS, all_to
 from support.offload import differing, hybrids, params_of, state_of
+from support.one_rank import one_rank
 
 DEVICE, HOST = device_at(1), torch.device("cpu")
 STAYS = "stays on the host"
@@ -40,9 +40,8 @@ pytestmark = [pytest.mark.native, pytest.mark.filterwarnings("ignore:a step was 
 
 @pytest.fixture(scope="module", autouse=True)
 def alone():
-    dist.init_process_group(COLLECTIVES, store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with one_rank(COLLECTIVES):
+        yield
 
 
 @pytest.fixture

@@ -37,15 +37,6 @@ PLACES: dict[str, dict[str, Any]] = {
 SHAPES = ((9, 130), (300,))
 
 
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def build(place: str, state: str, folder: Path, **fields: Any) -> tuple[nn.ParameterList, Any]:
     settings = {**PLACES[place], **fields}
     if place.startswith("disk"):

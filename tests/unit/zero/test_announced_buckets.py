@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from mp_optim import DistributedOptimizer, get_megatron_optimizer
@@ -14,15 +13,10 @@ from mp_optim.zero import grad_reducer
 from support.models import config_for, same_bits
 from support.two_threads import Narrow, backward_in_two_threads
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
 OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def alone(tmp_path_factory):
-    store = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def layers(count: int, **settings: Any) -> tuple[nn.Module, DistributedOptimizer]:

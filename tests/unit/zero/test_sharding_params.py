@@ -25,13 +25,7 @@ from mp_optim import (
 from mp_optim.zero.buckets import SHARD_ALIGNMENT
 from support.models import config_for
 
-
-@pytest.fixture(scope="module", autouse=True)
-def alone(tmp_path_factory):
-    store = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 STRATEGIES = ("no_shard", "optim", "optim_grads")

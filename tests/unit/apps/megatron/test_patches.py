@@ -11,8 +11,9 @@ from typing import Any
 import megatron_patches as tool
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
+
+from support.one_rank import one_rank
 
 core = pytest.importorskip("megatron.core.optimizer")
 
@@ -82,8 +83,7 @@ def test_build_takes_the_groups_of_a_program_that_replaces_them(
         groups = theirs(chunks, *arguments)
         return [{**group, "max_lr": 3e-5 if group["wd_mult"] else 7e-5} for group in groups]
 
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
+    with one_rank():
         monkeypatch.setattr(core, "_get_param_groups", with_rates)
         optimizer = build()
         rates = {group["wd_mult"]: group["lr"] for group in optimizer.param_groups}
@@ -96,8 +96,6 @@ def test_build_takes_the_groups_of_a_program_that_replaces_them(
             RuntimeError, match=r"_get_param_groups is .*with_rates.*--optimizer muon"
         ):
             core.get_megatron_optimizer(config, [model])
-    finally:
-        dist.destroy_process_group()
 
 
 def test_install_reaches_a_program_that_imported_the_factory_under_another_name(

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from support.models import TinyMoE, same_bits, tokens_of
+from support.one_rank import one_rank
 
 core = pytest.importorskip("megatron.core.optimizer")
 from mp_optim.apps import megatron  # noqa: E402
@@ -68,8 +68,7 @@ def test_in_parts_or_at_once_a_step_has_the_same_bits(settings: dict[str, Any]) 
 
 @pytest.mark.parametrize("half", ["fp16", "bf16"])
 def test_in_parts_a_distributed_step_has_the_same_bits(half: str) -> None:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
+    with one_rank():
         settings = {half: True, "use_distributed_optimizer": True}
         (whole, at_once), (cut, in_parts) = build(**settings), build(**settings)
         for step in range(4):
@@ -80,8 +79,6 @@ def test_in_parts_a_distributed_step_has_the_same_bits(half: str) -> None:
             assert len(in_parts.get_grads_for_grad_norm()) == len([*cut.parameters()])
         for one, other in zip(whole.parameters(), cut.parameters(), strict=True):
             assert same_bits(one, other)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_norm_and_zeros_are_those_of_the_step() -> None:
