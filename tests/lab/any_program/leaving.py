@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from lab.any_program.oracle import Oracle, Scaler
+from lab.any_program.oracle import Oracle, Scaler, Slot
 from lab.any_program.setups import Place
 from lab.any_program.subject import (
     Model,
@@ -26,8 +27,20 @@ from lab.any_program.subject import (
     saved_state,
 )
 from mp_optim import checkpoint
+from mp_optim.apps.convert import export_state
+from mp_optim.core.slot_state import MASTER
 
-LOOKS = ("state_dict", "full precision", "torch.save", "pickle", "view", "main params", "export")
+LOOKS = (
+    "state_dict",
+    "full precision",
+    "torch.save",
+    "pickle",
+    "view",
+    "main params",
+    "export",
+    "foreign",
+    "dcp",
+)
 WAYS = (
     "state_dict",
     "deepcopy",
@@ -63,23 +76,34 @@ def look(subject: Subject, oracle: Oracle, how: str) -> None:
             for name, param in subject.params()
             if name in oracle.slots
         )
-        for group in oracle.groups:
-            for name in group.names:
-                if oracle.slots[name].bound:
-                    assert (
-                        float(optimizer.state[subject.model.param(name)]["step"])
-                        == oracle.slots[name].step
-                    )
+        for _, slot in oracle.order():
+            if slot.bound:
+                shown = optimizer.state[subject.model.param(slot.name)]
+                assert float(shown["step"]) == slot.step
+                _check_main(slot, shown)
     elif how == "main params":
         subject.check_main_params(oracle)
     elif how == "export":
         _check_export(subject, oracle)
+    elif how in ("foreign", "dcp"):
+        need(oracle.rule != "foreign")
+        if how == "foreign":
+            states = export_state(optimizer).state
+        else:
+            states = get_optimizer_state_dict(subject.model, optimizer)["state"]
+        for name, state in states.items():
+            _check_main(oracle.slots[name], state)
     else:
         full = how == "full precision"
         state_dict = optimizer.state_dict(full_precision=full)
         subject.check_state_dict(oracle, COPIES.get(how, lambda value: value)(state_dict), full)
         _write_over_settings(state_dict)
         subject.check_state_dict(oracle, optimizer.state_dict(full_precision=full), full)
+
+
+def _check_main(slot: Slot, state: dict[str, Any]) -> None:
+    if MASTER in state:
+        expect_bits(f"main param of {slot.name}", state[MASTER], slot.value())
 
 
 def _write_over_settings(state_dict: dict[str, Any]) -> None:

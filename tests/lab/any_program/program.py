@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,6 +22,7 @@ from lab.any_program.setups import Param, Setup, setups
 from lab.any_program.starting import predicted
 from lab.any_program.subject import (
     Model,
+    NotNow,
     Subject,
     as_tensor,
     dtype_of,
@@ -155,9 +157,9 @@ class Program(RuleBasedStateMachine):
             return
         self.subject.bind(self.oracle)
         self.oracle.follow()
-        leaving.look(
-            self.subject,
-            self.oracle,
-            "state_dict" if "look:torch.save" in self.without else "torch.save",
-        )
+        other = zlib.crc32(self.lines[0].encode()) % len(leaving.LOOKS)
+        for how in ("torch.save", leaving.LOOKS[other]):
+            if f"look:{how}" not in self.without:
+                with contextlib.suppress(NotNow):
+                    leaving.look(self.subject, self.oracle, how)
         self.subject.check_main_params(self.oracle)

@@ -6,11 +6,8 @@ The first 2, 3 or all 4 ranks form the data-parallel group of a case; each rank 
 import dataclasses
 import gc
 import hashlib
-import os
-import sys
-import time
 import warnings
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,11 +23,10 @@ from mp_optim import (
 )
 from mp_optim.apps.fit.model_plan import Layout, plan
 from mp_optim.core.flat_shard import FlatShard
-from mp_optim.process_groups import missing_ranks
 from mp_optim.zero.grad_reducer import start_reduction
+from support.as_rank import as_rank
 from support.models import DTYPES, config_for, is_expert
 
-missing_ranks._PATIENCE = 5.0
 STEPS = 3
 SETTINGS: dict[str, dict[str, Any]] = {
     "no_shard": {},
@@ -263,24 +259,22 @@ def goes_to_owners(rank: int, group: dist.ProcessGroup, divisor: int, add: bool)
 # -- state ----------------------------------------------------------------------------------------
 
 
-def resumed(rank: int, layout: str, group: dist.ProcessGroup, directory: str) -> dict[str, Any]:
+def resumed(rank: int, layout: str, group: dist.ProcessGroup, folder: Path) -> dict[str, Any]:
     case = Case(4, "bf16", layout, 0.5)
     model, optimizer = build(case, group)
     train(model, optimizer, case, rank, range(2))
-    torch.save(
-        [model.state_dict(), optimizer.state_dict()], f"{directory}/state-{layout}-{rank}.pt"
-    )
-    checkpoint.save(f"{directory}/{layout}", model, optimizer)
+    torch.save([model.state_dict(), optimizer.state_dict()], f"{folder}/state-{layout}-{rank}.pt")
+    checkpoint.save(f"{folder}/{layout}", model, optimizer)
     results = {"straight": train(model, optimizer, case, rank, range(2, 4))}
     model, optimizer = build(case, group)
-    weights, state = torch.load(f"{directory}/state-{layout}-{rank}.pt", weights_only=True)
+    weights, state = torch.load(f"{folder}/state-{layout}-{rank}.pt", weights_only=True)
     model.load_state_dict(weights)
     optimizer.load_state_dict(state)
     results["state_dict"] = train(model, optimizer, case, rank, range(2, 4))
     for other in ("optim", "optim_grads", "no_shard", "optim-whole"):
         case = dataclasses.replace(case, layout=other)
         model, optimizer = build(case, group)
-        checkpoint.load(f"{directory}/{layout}", model, optimizer)
+        checkpoint.load(f"{folder}/{layout}", model, optimizer)
         results[f"checkpoint to {other}"] = train(model, optimizer, case, rank, range(2, 4))
     return results
 
@@ -355,7 +349,7 @@ def bytes_of(layout: str, fp32_reduce: bool, group: dist.ProcessGroup) -> dict[s
     }
 
 
-# -- misuse, disagreement, and ranks that are gone ------------------------------------------------
+# -- misuse and disagreement ------------------------------------------------
 
 
 def error_of(call: Any) -> str:
@@ -479,17 +473,7 @@ def disagree(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
     return found
 
 
-def leave(rank: int, gone: int, group: dist.ProcessGroup) -> dict[str, Any]:
-    model, optimizer = build(Case(4, "bf16", "optim"), group)
-    began = time.monotonic()
-    if rank == gone:
-        return {}
-    told = error_of(lambda: train(model, optimizer, Case(4, "bf16", "optim"), rank, range(1)))
-    return {"told": told, "seconds": time.monotonic() - began}
-
-
-def main(directory: str) -> None:
-    dist.init_process_group("gloo")
+def main(folder: Path) -> Any:
     rank = dist.get_rank()
     groups = {ranks: dist.new_group(list(range(ranks))) for ranks in (2, 3, 4)}
     halves = {
@@ -504,7 +488,7 @@ def main(directory: str) -> None:
     }
     results["forgotten groups"] = forgotten_groups(own)
     results["duplicates"] = [duplicates(rank, layout, own) for layout in ("no_shard", "optim")]
-    results["resumed"] = resumed(rank, "optim", groups[4], directory)
+    results["resumed"] = resumed(rank, "optim", groups[4], folder)
     results["sums"] = sums_are_in_the_order_of_ranks(rank, groups[4])
     results["fraction"] = fraction_for_all(rank, groups[4])
     results["start"] = starts_alike(rank, groups[4])
@@ -516,14 +500,8 @@ def main(directory: str) -> None:
     results["parts of some"] = parts_of_some(rank, own)
     results["gan"] = gan(rank, groups[4])
     results["disagree"] = disagree(rank, groups[4])
-    impatient = dist.new_group([0, 1, 2, 3], timeout=timedelta(seconds=3))
-    dist.barrier()
-    torch.save(results, f"{directory}/rank{rank}.pt")
-    results["dead"] = leave(rank, 3, impatient)  # and rank 3 ends
-    torch.save(results, f"{directory}/rank{rank}.pt")
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
+    return results
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    as_rank(main)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from mp_optim import (
@@ -50,7 +50,6 @@ MANY = {
 LATE = ("wide1", "wide2")
 """Of these, there is no gradient at the second step."""
 STEPS = 3
-NORMUON = {"muon_moment2_method": "normuon", "muon_beta2": 0.8}
 
 
 def values(step: int, shapes: Shapes = SHAPES) -> dict[str, Tensor]:
@@ -70,77 +69,30 @@ def model_of(params: dict[str, Tensor]) -> nn.Module:
 
 
 def built(
-    model: nn.Module, fraction: float, groups: ProcessGroups | None = None, **settings: object
+    model: nn.Module, groups: ProcessGroups | None = None, **settings: object
 ) -> MegatronOptimizer:
-    offload = (
-        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction} if fraction else {}
-    )
-    config = OptimizerConfig(
-        optimizer="muon", lr=1e-2, weight_decay=0.1, bf16=True, **offload, **settings
-    )
+    config = OptimizerConfig(optimizer="muon", lr=1e-2, weight_decay=0.1, bf16=True, **settings)
     return get_megatron_optimizer(config, model, OVERRIDES, process_groups=groups)
 
 
-def train(
-    part: Callable[[str, Tensor], Tensor],
-    whole: Callable[[str, Tensor], Tensor],
-    fraction: float,
-    groups: ProcessGroups | None = None,
-    mark: Callable[[str, Tensor], None] = lambda name, param: None,
-    **settings: object,
-) -> dict[str, Tensor]:
-    """Step parameters that are parts of the whole ones; their main params come back whole."""
-    model = model_of({name: part(name, value) for name, value in values(-1).items()})
+def by_rows(mesh: DeviceMesh | None = None, **settings: object) -> dict[str, Tensor]:
+    """Step parameters that are cut by rows, or whole; their main params come back whole."""
+
+    def part(value: Tensor) -> Tensor:
+        return value.clone() if mesh is None else distribute_tensor(value, mesh, [Shard(0)])
+
+    model = model_of({name: part(value) for name, value in values(-1).items()})
     named = dict(model.named_parameters())
-    for name, param in named.items():
-        mark(name, param)
-    optimizer = built(model, fraction, groups, **settings)
+    optimizer = built(model, **settings)
     for step in range(STEPS):
         for name, grad in values(step).items():
-            named[name].grad = part(name, grad)
+            named[name].grad = part(grad)
         assert optimizer.step().success
-    return {name: whole(name, main).clone() for name, main in optimizer.named_main_params()}
-
-
-def single(fraction: float = 0.0, **settings: object) -> dict[str, Tensor]:
-    return train(
-        lambda name, value: value.clone(), lambda name, main: main.detach(), fraction, **settings
-    )
-
-
-def _rows(name: str) -> Sequence[object]:
-    return [Shard(0)]
-
-
-def _columns(name: str) -> Sequence[object]:
-    return [Shard(len(SHAPES[name]) - 1)]
-
-
-def _middle(name: str) -> Sequence[object]:
-    return [Shard(1) if len(SHAPES[name]) > 1 else Replicate()]
-
-
-def _grid(name: str) -> Sequence[object]:
-    return [Shard(0), Shard(1)] if len(SHAPES[name]) > 1 else [Replicate(), Shard(0)]
-
-
-CASES: dict[str, tuple[tuple[int, ...], Callable[[str], Sequence[object]]]] = {
-    "4 ranks, rows": ((4,), _rows),
-    "4 ranks, columns": ((4,), _columns),
-    "2 ranks, middle": ((2,), _middle),
-    "2 x 2, both": ((2, 2), _grid),
-}
-
-
-def on_mesh(
-    mesh: DeviceMesh, layout: Callable[[str], Sequence[object]], fraction: float, **settings: object
-) -> dict[str, Tensor]:
-    return train(
-        lambda name, value: distribute_tensor(value, mesh, layout(name)),
-        lambda name, main: main.full_tensor() if isinstance(main, DTensor) else main,
-        fraction,
-        **settings,
-    )
+    mains = {name: main.detach() for name, main in optimizer.named_main_params()}
+    return {
+        name: (main.full_tensor() if isinstance(main, DTensor) else main).clone()
+        for name, main in mains.items()
+    }
 
 
 # -- who does what --------------------------------------------------------------------------------
@@ -158,7 +110,7 @@ def shared(
     named = dict(model.named_parameters())
     for name, param in named.items():
         mark(name, param)
-    optimizer = built(model, 0.0, groups, **settings)
+    optimizer = built(model, groups, **settings)
     for name, grad in values(0, MANY).items():
         (named[name] * part(name, grad)).sum().backward()
     assert optimizer.step().success
@@ -271,23 +223,17 @@ def unknown_partition() -> str:
     model = model_of(values(-1))
     model.get_parameter("wide").tensor_model_parallel = True
     try:
-        built(model, 0.0, ProcessGroups(tp=dist.group.WORLD))
+        built(model, ProcessGroups(tp=dist.group.WORLD))
     except ValueError as error:
         return str(error)
     return "nothing"
 
 
-def main(directory: Path) -> Any:
+def main(folder: Path) -> Any:
     found: dict[str, object] = {"unknown partition": unknown_partition()}
-    for case, (shape, layout) in CASES.items():
-        mesh = DeviceMesh("cpu", torch.arange(torch.Size(shape).numel()).view(shape))
-        if mesh.get_coordinate() is not None:
-            found[case] = on_mesh(mesh, layout, 0.5)
-            found[f"{case}, normuon"] = on_mesh(mesh, layout, 0.5, **NORMUON)
-        dist.barrier()
     mesh = DeviceMesh("cpu", torch.arange(2))
     if mesh.get_coordinate() is not None:
-        found["blockwise"] = on_mesh(mesh, _rows, 0.0, muon_tp_mode="blockwise")
+        found["blockwise"] = by_rows(mesh, muon_tp_mode="blockwise")
     found["shares"] = shares()
     return found
 

@@ -10,19 +10,12 @@ from mp_optim import OptimizerConfig
     "settings, names",
     [
         ({"fp16": True, "bf16": True}, "fp16=True and bf16=True"),
-        ({"lr": -1.0}, "lr=-1.0"),
-        ({"lr": float("nan")}, "lr=nan"),
         ({"lr": 1e-3, "min_lr": 1.0}, "min_lr=1.0: must not exceed lr"),
-        ({"adam_beta1": 2}, "adam_beta1=2"),
-        ({"adam_eps": -1}, "adam_eps=-1"),
         ({"optimizer": "adamm"}, "did you mean 'adam'"),
         ({"fused_backend": "refrence"}, "did you mean 'reference'"),
         ({"optimizer_offload_fraction": 3.0}, "optimizer_offload_fraction=3.0: must be between"),
         ({"optimizer_offload_fraction": 0.5}, "no effect without optimizer_cpu_offload=True"),
         ({"optimizer_cpu_offload": True}, "without optimizer_offload_fraction"),
-        ({"lr": "fast"}, "lr='fast': must be a float"),
-        ({"bf16": 1}, "bf16=1: must be a bool"),
-        ({"clip_grad": None}, "clip_grad=None: must be a float"),
         ({"params_dtype": "bfloat17"}, "params_dtype='bfloat17': .*did you mean 'bfloat16'"),
         ({"params_dtype": "bf16"}, "params_dtype=torch.bfloat16: contradicts"),
         (
@@ -57,9 +50,6 @@ from mp_optim import OptimizerConfig
             },
             "exp_avg_dtype=torch.bfloat16: fused_backend='torch'",
         ),
-        ({"fp16": True, "loss_scale_window": 1.5}, "loss_scale_window=1.5"),
-        ({"fp16": True, "loss_scale_window": -5}, "loss_scale_window=-5"),
-        ({"fp16": True, "hysteresis": 0}, "hysteresis=0"),
         ({"fp16": True, "initial_loss_scale": 0.5}, "min_loss_scale=1.0: must not exceed"),
         (
             {"sgd_momentum": 0.5},
@@ -87,19 +77,10 @@ from mp_optim import OptimizerConfig
             "contradicts",
         ),
         (
-            {"use_distributed_optimizer": True, "bucket_size": 0},
-            "bucket_size=0: must be a whole number",
-        ),
-        (
             {"use_distributed_optimizer": True, "grad_reduce_op": "mean"},
             "grad_reduce_op='mean': must be one of",
         ),
-        ({"grad_norm_skip_threshold": 0}, "grad_norm_skip_threshold=0"),
         ({"muon_momentum": 0.9}, "muon_momentum=0.9: has no effect with optimizer='adam'"),
-        (
-            {"optimizer": "muon", "muon_momentum": 1.0},
-            "muon_momentum=1.0: must be a finite number in",
-        ),
         (
             {"optimizer": "muon", "muon_num_ns_steps": 6},
             "muon_num_ns_steps=6: coefficient_type='quintic'",
@@ -113,7 +94,6 @@ from mp_optim import OptimizerConfig
             "order of additions depends on the ranks",
         ),
         ({"optimizer": "muon", "muon_fp32_matmul_prec": "high"}, "TF32"),
-        ({"optimizer": "muon", "muon_extra_scale_factor": 0.0}, "muon_extra_scale_factor=0.0"),
         (
             {"optimizer": "muon", "muon_scalar_optimizer": "sgd"},
             "muon_scalar_optimizer='sgd': must be one of",

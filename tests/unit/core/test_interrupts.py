@@ -17,10 +17,8 @@ from torch import Tensor, nn
 
 from mp_optim import checkpoint, get_megatron_optimizer
 from mp_optim.core.interrupted_step import BrokenOffError
-from mp_optim.core.slot_state import SlotState
 from mp_optim.kernels.native import NativeBackend
 from mp_optim.kernels.reference import ReferenceBackend
-from mp_optim.mixed_precision.main_params import MainParams
 from support.models import DTYPES, TinyMoE, config_for, is_expert, same_bits
 
 STACKS: dict[str, dict[str, Any]] = {
@@ -180,29 +178,6 @@ def test_kernel_that_raises_in_place_is_not_gone_on_from(stack, call, monkeypatc
     assert optimizer.step().success
 
 
-def test_step_raises_after_an_interrupted_load(monkeypatch):
-    model, optimizer = built(STACKS["sync"])
-    backward(model, optimizer, 0)
-    optimizer.step()
-    state, calls = copy.deepcopy(optimizer.state_dict()), iter(range(1000))
-    original = SlotState.load
-
-    def third(*args: Any) -> None:
-        if next(calls) == 2:
-            raise KeyboardInterrupt
-        original(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SlotState, "load", third)
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.load_state_dict(state)
-    with pytest.raises(BrokenOffError):
-        optimizer.step()
-    optimizer.load_state_dict(state)
-    backward(model, optimizer, 1)
-    assert optimizer.step().success
-
-
 NONSENSE = [
     ("lr", "x"),
     ("lr", float("nan")),
@@ -234,34 +209,3 @@ def test_wrong_setting_of_any_group_is_found_before_anything_is_stepped(stack):
             assert alike(everything(model, optimizer), was), (group, name, value)
     backward(model, optimizer, 2)
     assert optimizer.step().success
-
-
-@pytest.mark.parametrize("stack", ["in place", "fp32", "speculative", "remainders"])
-def test_rows_that_were_scaled_in_part_are_not_gone_on_from(stack, monkeypatch, tmp_path):
-    model, optimizer = built(STACKS[stack])
-    backward(model, optimizer, 0)
-    optimizer.step()
-    checkpoint.save(tmp_path, model, optimizer)
-    was, calls = everything(model, optimizer), iter(range(1000))
-    halves = {name: torch.full(main.shape[:1], 0.5) for name, main in optimizer.named_main_params()}
-
-    def second(*args: Any, original: Any = MainParams.set_stepped_value) -> None:
-        if next(calls) == 1:
-            raise KeyboardInterrupt
-        original(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(MainParams, "set_stepped_value", second)
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.scale_rows_(halves)
-    for use in (
-        optimizer.step,
-        optimizer.state_dict,
-        lambda: checkpoint.save(tmp_path, model, optimizer),
-        lambda: optimizer.scale_rows_(halves),
-    ):
-        with pytest.raises(BrokenOffError, match=r"scaling.*by KeyboardInterrupt"):
-            use()
-    checkpoint.load(tmp_path, model, optimizer)
-    assert alike(everything(model, optimizer), was)
-    optimizer.scale_rows_(halves)

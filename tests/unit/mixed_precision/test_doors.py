@@ -5,17 +5,12 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import mp_optim
 from mp_optim import get_megatron_optimizer
-from mp_optim.apps.convert import export_state
-from mp_optim.core.slot_state import MASTER
 from support.models import build, config_for, same_bits, train
 
-FORMS = ["fp32", "bf16", "fp16", "bf16-remainder", "bf16-8bit8", "bf16-master"]
 PLACES = [(0.0, "sync"), (0.4, "sync"), (1.0, "overlap"), (1.0, "speculative")]
 
 
@@ -28,153 +23,7 @@ def make(precision, place, seed=0):
 # -- how a model is written or replaced -----------------------------------------------------------
 
 
-def fill(model, optimizer):
-    with torch.no_grad():
-        model.dense.fill_(0.5)
-
-
-def load_weights(model, optimizer):
-    model.load_state_dict({**model.state_dict(), "dense": torch.full_like(model.dense, 0.5)})
-
-
-def new_memory(model, optimizer):
-    model.dense.data = torch.full_like(model.dense, 0.5)
-
-
-def new_parameter(model, optimizer):
-    new = nn.Parameter(torch.full_like(model.dense, 0.5))
-    for group in optimizer.param_groups:
-        group["params"][:] = [new if param is model.dense else param for param in group["params"]]
-    model.dense = new
-
-
-def swapped(model, optimizer):
-    torch.utils.swap_tensors(model.dense, nn.Parameter(torch.full_like(model.dense, 0.5)))
-
-
-def reloaded(model, optimizer):
-    new_parameter(model, optimizer)
-    optimizer.reload_model_params()
-
-
-def without_a_trace(model, optimizer):
-    model.dense.data.fill_(0.5)
-    optimizer.reload_model_params()
-
-
-WRITES = [fill, load_weights, new_memory, new_parameter, swapped, reloaded, without_a_trace]
-
 # -- how state leaves: the value of `dense` as each door tells it ---------------------------------
-
-
-def resumed(model, optimizer, load):
-    other_model, other = load()
-    for param in other_model.parameters():
-        param.grad = torch.zeros_like(param) * other.get_loss_scale().to(param.dtype)
-    for group in other.param_groups:
-        group["weight_decay"] = group["lr"] = 0.0
-    other.step()
-    return other_model.dense.detach().float()
-
-
-def by_state_dict(model, optimizer, again, folder):
-    def load():
-        other_model, other = again()
-        other_model.load_state_dict(copy.deepcopy(model.state_dict()))
-        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        return other_model, other
-
-    return resumed(model, optimizer, load)
-
-
-def by_full_precision(model, optimizer, again, folder):
-    state = copy.deepcopy(optimizer.state_dict(full_precision=True))
-    index = [name for group in state["param_groups"] for name in group["param_names"]].index(
-        "dense"
-    )
-    return state["state"][index].get("master_param", model.dense.detach().float())
-
-
-def by_checkpoint(model, optimizer, again, folder):
-    def load():
-        other_model, other = again()
-        mp_optim.checkpoint.save(folder, model, optimizer)
-        mp_optim.checkpoint.load(folder, other_model, other)
-        return other_model, other
-
-    return resumed(model, optimizer, load)
-
-
-def by_named_main_params(model, optimizer, again, folder):
-    return dict(optimizer.named_main_params())["dense"].detach().clone()
-
-
-def by_main_param(model, optimizer, again, folder):
-    (slot,) = (slot for slot in optimizer.slots() if optimizer.slot_name(slot) == "dense")
-    return optimizer.main_param(slot).detach().float().clone()
-
-
-def by_safetensors(model, optimizer, again, folder):
-    from safetensors.torch import load_file
-
-    (path,) = mp_optim.checkpoint.export_safetensors(folder, optimizer)
-    return load_file(path)["dense"]
-
-
-def by_foreign_state(model, optimizer, again, folder):
-    return export_state(optimizer).state["dense"][MASTER].clone()
-
-
-def by_state_view(model, optimizer, again, folder):
-    state = optimizer.state[model.dense]
-    assert state.keys() >= {"step", "exp_avg"}
-    return state.get("master_param", model.dense.main_param).detach().float().clone()
-
-
-def by_dcp(model, optimizer, again, folder):
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    state = get_optimizer_state_dict(model, optimizer)["state"]["dense"]
-    return state.get("master_param", model.dense.main_param).detach().float().clone()
-
-
-DOORS = [
-    by_state_dict,
-    by_full_precision,
-    by_checkpoint,
-    by_named_main_params,
-    by_main_param,
-    by_safetensors,
-    by_foreign_state,
-    by_state_view,
-    by_dcp,
-]
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    st.sampled_from(WRITES),
-    st.sampled_from(DOORS),
-    st.sampled_from(FORMS),
-    st.sampled_from(PLACES),
-    st.integers(0, 2),
-    st.booleans(),
-)
-def test_state_dict_has_the_models_present_values(
-    tmp_path_factory, write, door, precision, place, steps, mid_backward
-):
-    model, optimizer = make(precision, place)
-    train(model, optimizer, steps)
-    write(model, optimizer)
-    if mid_backward:  # host work may have begun
-        optimizer.scale_loss(model(torch.arange(11))).backward()
-    dense = door(
-        model, optimizer, lambda: make(precision, place, seed=3), tmp_path_factory.mktemp("door")
-    )
-    bits_kept = (
-        2.0**-9 if "remainder" in precision or "8bit" in precision else 0.0
-    )  # below the parameter's last one
-    assert (dense - 0.5).abs().max() <= bits_kept, dense
 
 
 # -- what is refused has changed nothing ----------------------------------------------------------

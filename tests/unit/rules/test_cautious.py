@@ -5,16 +5,13 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import mp_optim
-from lab.any_program.arithmetic import MOMENTS, Array, stepped, stored
 from mp_optim.config.rules import KERNEL_RULES, RULES
 from mp_optim.kernels import choose_backend
-from mp_optim.kernels.kernel_args import TensorLists
 from mp_optim.kernels.reference import ReferenceBackend, step_with
 from mp_optim.rules.rule_optimizer import RuleOptimizer
 from support.kernel_cases import GROUP, KEYS, Case, lists_of
@@ -33,33 +30,6 @@ def group_of(rule: str, **settings: Any) -> dict[str, Any]:
     group = {**GROUP, **settings}
     beta1 = 0.0 if rule.startswith("plain") else 0.9
     return {**group, "betas": (beta1, 0.999)}
-
-
-def oracle(rule: str, p: Array, g: Array, state: list[Array], t: int, h: dict[str, Any]) -> Any:
-    """Return a parameter and its moments after a step in numpy."""
-    pairs = zip(MOMENTS[rule], state, strict=True)
-    given = {name: stored(value, "float32", name == "exp_avg_sq") for name, value in pairs}
-    found, new = stepped(rule, p, g, given, t, h, 1.0)
-    return found, [new[name].values() for name in MOMENTS[rule]]
-
-
-@pytest.mark.parametrize("rule", CAUTIOUS)
-def test_steps_are_those_of_the_formulas(rule: str) -> None:
-    group = group_of(rule, **SWITCH)
-    draw = np.random.default_rng(7)
-    p = draw.standard_normal(1300).astype(np.float32)
-    state = [np.zeros_like(p) for _ in RULES[rule].moments]
-    main = torch.from_numpy(p.copy())
-    kept = {m.name: [torch.zeros(1300)] for m in RULES[rule].moments}
-    for t in (1, 2, 3):
-        g = draw.standard_normal(1300).astype(np.float32)
-        g[::7] = 0.0
-        ours = TensorLists([main], [torch.from_numpy(g)], kept, [None])
-        step_with(ReferenceBackend(), rule, ours, group, t, 1.0)
-        p, state = oracle(rule, p, g, state, t, group)
-        assert np.array_equal(main.numpy(), p)
-        plain = {**group, "cautious_wd": False}
-        assert not np.array_equal(oracle(rule, p, g, state, t, plain)[0], main.numpy())
 
 
 def all_of(lists: Any) -> list[torch.Tensor]:

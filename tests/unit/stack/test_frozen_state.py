@@ -16,14 +16,6 @@ from mp_optim import checkpoint
 from support.models import same_bits
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PLACES: dict[str, dict[str, Any]] = {
-    "device": {},
-    "half": {"offload": 0.5},
-    "host": {"offload": 1.0},
-    "speculative": {"offload": 1.0, "offload_mode": "speculative"},
-    "streamed": {"offload": 1.0, "offload_place": "streamed"},
-    "disk": {"offload": 1.0, "optimizer_state_path": "here"},
-}
 
 
 class Run:
@@ -71,10 +63,6 @@ class Run:
         return [t.detach().clone() for t in [*tensors, *self.model.parameters()]]
 
 
-def alike(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(map(same_bits, a, b))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_refused_load_of_frozen_state_shows_nothing(dtype: str, tmp_path: Path) -> None:
     run = Run(tmp_path, dtype)
@@ -95,31 +83,3 @@ def test_refused_load_of_frozen_state_shows_nothing(dtype: str, tmp_path: Path) 
         assert all(same_bits(now[1][key], value) for key, value in before["state"][1].items())
     run.optimizer.load_state_dict(saved)
     assert [*run.optimizer.state_dict()["state"]] == [0, 1]
-
-
-@pytest.mark.parametrize("via", ["state_dict", "checkpoint"])
-@pytest.mark.parametrize("thawed_before_resume", [True, False])
-@pytest.mark.parametrize("place", ["device", "host"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_parameter_that_is_thawed_and_saved_before_its_first_step(
-    dtype: str, place: str, thawed_before_resume: bool, via: str, tmp_path: Path
-) -> None:
-    ends = []
-    for resumes in (False, True):
-        run = Run(tmp_path, dtype, "SGD", momentum=0.9, **PLACES[place])
-        run.freeze("a")
-        run.optimizer = run.built()
-        run.step()
-        run.freeze()
-        if resumes:
-            run.everything()
-            if not thawed_before_resume:
-                saved = copy.deepcopy(run.optimizer.state_dict())
-                run.freeze("a")
-                run.optimizer = run.built()
-                run.optimizer.load_state_dict(saved)
-                run.freeze()
-            run.resume(via, tmp_path / "saved")
-        run.step()
-        ends.append(run.everything())
-    assert alike(*ends)

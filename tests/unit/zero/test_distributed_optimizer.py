@@ -203,10 +203,3 @@ def test_ranks_that_disagree_are_named_on_every_rank(ranks):
         assert "rank 2 has 'lr=0.2' where rank 0 has 'lr=0.1'" in found["config"]
         assert "rank 1 has 'group 0 position 0: w50 (50,)" in found["order"]
         assert "rank 2 has 'lr=0.3 of the group of w50' where rank 0 has 'lr=0.1 of" in found["lr"]
-
-
-def test_rank_that_is_gone_is_named_and_nobody_hangs(ranks):
-    for rank in ranks[:3]:
-        found = rank["dead"]
-        assert "failed: rank 3 of [0, 1, 2, 3] did not report within" in found["told"]
-        assert found["seconds"] < 20
