@@ -116,6 +116,14 @@ def test_step_takes_the_sum_of_two_backward_passes(strategy):
     assert torch.equal(model["b"], torch.full((3,), 0.25))
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_step_without_backward_warns(strategy):
+    optimizer = sharded(nn.Linear(4, 4), strategy=strategy)
+    with pytest.warns(UserWarning, match="none of the optimizer's 2 parameters has a gradient"):
+        optimizer.step()
+
+
 def test_bucket_of_one_parameter_shares_no_memory_with_what_was_there():
     """torch's ``_flatten_dense_tensors`` of one tensor is that tensor."""
     model = nn.ParameterDict({"only": nn.Parameter(torch.ones(4))})
