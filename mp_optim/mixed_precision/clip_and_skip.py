@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -162,10 +162,6 @@ class Verdict:
         norm = self.norms.get(MAIN_NORM, 0.0)
         return StepResult(not self.cause, norm, self.num_zeros, self.reason)
 
-    def settle(self) -> Verdict:
-        """Return this verdict, as :meth:`DeviceVerdict.settle` returns one."""
-        return self
-
 
 def not_finite(groups: Iterable[str], scaling: tuple[float, ...]) -> Verdict:
     """The verdict on gradients of some norm groups that are not finite."""
@@ -257,13 +253,20 @@ def _read(scalars: Sequence[Tensor], more: Tensor | None) -> tuple[list[float], 
 
 
 @dataclass(eq=False)
-class ComingVerdict:
-    """A verdict's numbers on the device, and their copy to the host in progress.
+class DeviceVerdict:
+    """A verdict for kernels on the device, with its copy to the host in progress.
+
+    The copy starts with the object, so settling waits for the verdict, not for kernels that were
+    launched since.
+
+    NOTE: ``multipliers`` and ``result`` refer to this object, so it must not keep them.
 
     Attributes:
+        cause: empty, because the host does not know it.
+        norms: empty, likewise; kernels read the flag next to each multiplier.
         names: norm groups, in the order of the rows.
         controls: FP32, shape (names, 2): each group's multiplier, and 0 unless the step is skipped.
-        overflow: bool, shape (): True if a gradient is not finite.
+        found_inf: bool, shape (): True if a gradient is not finite.
         report: FP64, 1-D: overflow, skip (2 or 3 if ranks disagree), norms, multipliers before
             rounding, the number of zeros if they were counted, the ``judged`` numbers of the
             observer that judges, the numbers of a verdict's ``scaling``, and the sums of ``params``
@@ -275,9 +278,12 @@ class ComingVerdict:
         params: number of parameters whose sums of squares are kept, 0 for none.
     """
 
+    cause: ClassVar[str] = ""
+    norms: ClassVar[Mapping[str, float]] = MappingProxyType({})
+
     names: Sequence[str]
     controls: Tensor
-    overflow: Tensor
+    found_inf: Tensor
     report: Tensor
     counts_zeros: bool
     threshold: float
@@ -290,8 +296,21 @@ class ComingVerdict:
         self._verdict: Verdict | None = None
         self._told_to: list[Callable[[Verdict], object]] = []
 
+    @property
+    def multipliers(self) -> dict[str, DeviceMultiplier]:
+        """The multiplier of each norm group."""
+        rows = zip(self.names, self.controls.unbind(), strict=True)
+        return {
+            name: DeviceMultiplier(row, lambda: bool(self.settle().cause)) for name, row in rows
+        }
+
+    @property
+    def result(self) -> StepResult:
+        """The result for the caller of ``step``; reading its values settles."""
+        return StepResult.later(lambda: self.settle().result._known())
+
     def settle(self) -> Verdict:
-        """See :meth:`DeviceVerdict.settle`."""
+        """Return the verdict in the host's numbers. Wait until the device has formed it, once."""
         if self._verdict is None:
             self._verdict = self._formed(self._read())
             told_to, self._told_to = self._told_to, []
@@ -300,7 +319,13 @@ class ComingVerdict:
         return self._verdict
 
     def when_settled(self, tell: Callable[[Verdict], object]) -> None:
-        """See :meth:`DeviceVerdict.when_settled`."""
+        """Call ``tell`` once, as soon as the verdict is on the host; now if it is. Callbacks are
+        called in the order of registration.
+
+        Args:
+            tell: a callback without a strong reference to the optimizer, whose last verdict this
+                is.
+        """
         if self._verdict is None:
             self._told_to.append(tell)
         else:
@@ -333,7 +358,7 @@ def decide_on_device(
     scaled_by: Sequence[Tensor],
     config: Any,
     judge: Observer | None = None,
-) -> ComingVerdict:
+) -> DeviceVerdict:
     """Return the verdict on the device of the measurement's sums, of which at least one exists,
     without a wait. ``judge`` gets the norm. Arguments as for :func:`decide`, on the same device."""
     names = list(measurement.sums)
@@ -361,7 +386,7 @@ def decide_on_device(
         flags[1] += 2.0 * (measurement.disagreement.to(sums.device) != 0.0)
     counted = [measurement.zeros, judged, *scaled_by, measurement.params]
     more = [value.double().reshape(-1) for value in counted if value is not None]
-    return ComingVerdict(
+    return DeviceVerdict(
         names,
         torch.stack([multipliers, flags[1].expand_as(multipliers)], dim=1).float(),
         overflow,
@@ -382,48 +407,6 @@ def clip_coefficients(norms: Tensor, limit: float) -> Tensor:
     # not `limit / ...`, which torch computes as a reciprocal times limit: two roundings
     dividend = torch.tensor(limit, dtype=norms.dtype, device="cpu")
     return (dividend / (norms + 1e-6)).clamp(max=1.0)
-
-
-class DeviceVerdict:
-    """A verdict for kernels on the device, with its copy to the host in progress.
-
-    The copy starts with the object, so settling waits for the verdict, not for kernels that were
-    launched since.
-
-    Attributes:
-        multipliers: for each norm group, as in :class:`Verdict`.
-        found_inf: bool tensor on the device, shape ().
-        result: the result for the caller of ``step``; reading it settles.
-        cause: empty, because the host does not know it.
-        norms: empty, likewise; kernels read the flag next to each multiplier.
-    """
-
-    cause = ""
-    norms: Mapping[str, float] = MappingProxyType({})
-
-    def __init__(self, coming: ComingVerdict) -> None:
-        # Multipliers and result refer to the copy alone: they must not keep this object alive.
-        self._coming = coming
-        self.found_inf = coming.overflow
-        self.multipliers = {
-            name: DeviceMultiplier(row, lambda: bool(coming.settle().cause))
-            for name, row in zip(coming.names, coming.controls.unbind(), strict=True)
-        }
-        self.result = StepResult.later(lambda: coming.settle().result._known())
-
-    def settle(self) -> Verdict:
-        """The verdict in the host's numbers; waits until the device has formed it, once."""
-        return self._coming.settle()
-
-    def when_settled(self, tell: Callable[[Verdict], object]) -> None:
-        """Call ``tell`` once, as soon as the verdict is on the host; now if it is. Callbacks are
-        called in the order of registration.
-
-        Args:
-            tell: a callback without a strong reference to the optimizer, whose last verdict this
-                is.
-        """
-        self._coming.when_settled(tell)
 
 
 @cache

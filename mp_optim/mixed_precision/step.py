@@ -157,7 +157,7 @@ def _decide(
         scalars = [*measurement.sums.values(), *scaling]
         if all(value.device == device for value in scalars):
             judge = stack.observers.judge_on(device) if stack.observers.judges else None
-            return DeviceVerdict(decide_on_device(measurement, scaling, config, judge)), None
+            return decide_on_device(measurement, scaling, config, judge), None
     judge = stack.observers.judge_on(_HOST) if stack.observers.judges else None
     verdict = decide(measurement, scaling, config, judge)
     if verdict.cause == DISAGREEMENT:

@@ -109,8 +109,8 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[No
         return [steps for optimizer in optimizers for steps in _steps(optimizer)]
 
     newest: list[Any] = []
-    create = verdict.ComingVerdict.__init__
-    settle = unwatched(verdict.ComingVerdict.settle)
+    create = verdict.DeviceVerdict.__init__
+    settle = unwatched(verdict.DeviceVerdict.settle)
 
     def created(self: Any, *args: Any) -> None:
         create(self, *args)
@@ -122,8 +122,8 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[No
         return settle(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(verdict.ComingVerdict, "__init__", created)
-        patch.setattr(verdict.ComingVerdict, "settle", settled)
+        patch.setattr(verdict.DeviceVerdict, "__init__", created)
+        patch.setattr(verdict.DeviceVerdict, "settle", settled)
         patch.setattr(GridExecutor, "__call__", unwatched(GridExecutor.__call__))
         for module in (verdict, backend, sums):
             patch.setattr(module, "root", unwatched(module.root))

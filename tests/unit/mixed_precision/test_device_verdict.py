@@ -24,7 +24,7 @@ from mp_optim import (
 from mp_optim.core import Slot
 from mp_optim.mixed_precision import MegatronOptimizer
 from mp_optim.mixed_precision import clip_and_skip as verdicts
-from mp_optim.mixed_precision.clip_and_skip import DeviceVerdict, decide, decide_on_device
+from mp_optim.mixed_precision.clip_and_skip import decide, decide_on_device
 from mp_optim.mixed_precision.grad_norm import (
     EXCLUDED,
     MAIN_NORM,
@@ -77,7 +77,7 @@ def test_bits_are_those_of_the_host(sums, scale, clip, threshold, zeros):
     config = OptimizerConfig(lr=1.0, clip_grad=clip, grad_norm_skip_threshold=threshold)
     host, device = (
         decide(measurement, scaling, config),
-        DeviceVerdict(decide_on_device(measurement, scaling, config)),
+        decide_on_device(measurement, scaling, config),
     )
     found = device.settle()
     for mine, theirs in ((found.multipliers, host.multipliers), (found.norms, host.norms)):

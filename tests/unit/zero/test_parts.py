@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mp_optim import OptimizerConfig
-from mp_optim.mixed_precision.clip_and_skip import DeviceVerdict, decide, decide_on_device
+from mp_optim.mixed_precision.clip_and_skip import decide, decide_on_device
 from mp_optim.mixed_precision.grad_norm import EXCLUDED, MAIN_NORM, Measurement
 from support.launch import results_of_ranks
 from support.workers.parts import OTHER_SETTINGS, OTHERWISE, RANKS
@@ -75,7 +75,7 @@ def test_device_leaves_everything_as_it_is_where_ranks_disagree(off, skips):
     config = OptimizerConfig(clip_grad=1.0)
     sums = {name: torch.tensor(4.0, dtype=torch.float64) for name in (MAIN_NORM, EXCLUDED)}
     measured = Measurement(sums, None, torch.tensor(off, dtype=torch.float64))
-    pending = DeviceVerdict(decide_on_device(measured, (), config))
+    pending = decide_on_device(measured, (), config)
     verdict = decide(measured, (), config)
     assert pending.settle() == verdict
     assert (bool(verdict.cause), verdict.disagrees) == (skips, skips)
