@@ -1,5 +1,7 @@
-"""Muon (Jordan 2024) for matrices and stacks of them, with Adam or Lion for other parameters.
-Formulas: docs/numerics.md."""
+"""Muon (Jordan 2024) for matrices and stacks of matrices, with Adam or Lion for other parameters.
+
+Formulas: docs/numerics.md.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +35,14 @@ _SCALARS = {name: NAMED_RULES[name] for name in ("adam", "lion")}
 
 
 class MuonRule(Rule):
-    """Muon for FP32 matrices, shape (rows, columns), and stacks of them, shape (experts, rows,
-    columns), with decoupled weight decay. Groups with ``optimizer="adam"`` or ``"lion"`` are
-    stepped by that rule instead.
+    """Muon for FP32 matrices, shape (rows, columns), and stacks, shape (experts, rows, columns).
 
-    The products of matrices are taken where the model's parameter is, of the whole matrix, however
-    it is split and wherever it is stepped.
+    Weight decay is decoupled. Another rule steps groups with ``optimizer="adam"`` or ``"lion"``.
+    The matrix products are computed for whole matrices, on the device of the model's parameter, for
+    any sharding and place of the step.
 
     Args:
-        scalar: name of the other rule, which ``backend`` has to have kernels for.
+        scalar: name of the other rule; ``backend`` must have kernels for it.
 
     Raises:
         ValueError: the other rule is neither adam nor lion.
@@ -116,7 +117,8 @@ class MuonRule(Rule):
         lists, group, multiplier = launch.lists, launch.settings, float(launch.factor)
         owners, updates = launch.workspace, launch.updates
         assert isinstance(owners, MatrixOwners)
-        if not lists.state.keys().isdisjoint((AVERAGE, MOMENT2)):  # which are read in place
+        # Averages and second moments are read in place.
+        if not lists.state.keys().isdisjoint((AVERAGE, MOMENT2)):
             lists = lists.in_place()
         scalars, rule = MuonScalars.at(group), Orthogonalization.of(group)
         owners.begin(each.slot for each in updates if _shares_matrices(group, each))
@@ -143,7 +145,7 @@ class MuonRule(Rule):
 
 
 def _shares_matrices(group: Settings, update: SlotUpdate) -> bool:
-    """Whether ranks make whole matrices of their parts."""
+    """True if ranks exchange shards to get whole matrices."""
     layout, blockwise = update.layout, group["tp_mode"] == "blockwise"
     return layout is not None and layout.is_shared(blockwise)
 
@@ -151,12 +153,13 @@ def _shares_matrices(group: Settings, update: SlotUpdate) -> bool:
 def _directions(
     rule: Orthogonalization, rounded: Sequence[Tensor], launch: Launch
 ) -> list[Direction]:
-    """The direction of each parameter of a run, for this rank's part of it. Collective if some are
-    split over ranks.
+    """Return the direction of each parameter of a run, for this rank's part.
+
+    Collective if some are sharded over ranks.
 
     Args:
         rounded: momenta; overwritten.
-        launch: of these parameters.
+        launch: launch of these parameters.
     """
     owners, updates = launch.workspace, launch.updates
     assert isinstance(owners, MatrixOwners)

@@ -1,8 +1,8 @@
-"""From momenta to directions: how matrices are orthogonalised, which together, and where.
+"""Directions from momenta: settings, batches and devices of the orthogonalization.
 
-NorMuon has a second moment of each neuron, a row of a matrix (Li et al. 2025, arXiv:2510.05491):
-rows of a direction come to one size, and its norm stays what it was. Sums are whole numbers, so
-that no layout shows in the bits. Formulas: docs/numerics.md.
+NorMuon has a second moment for each neuron, a row of a matrix (Li et al. 2025, arXiv:2510.05491).
+Rows of a direction are scaled to one size, and the norm of the direction is kept. Sums are whole
+numbers, so the bits do not depend on the layout. Formulas: docs/numerics.md.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from mp_optim.muon.newton_schulz import orthogonalize_each
 
 _DTYPES = {"medium": torch.bfloat16, "highest": torch.float32}
 _TOGETHER = 1 << 26
-"""Elements of parameters that are orthogonalised together: each needs its rounded momentum and its
-direction meanwhile."""
+"""Largest number of elements of parameters that are orthogonalized together. Each needs memory for
+its rounded momentum and its direction."""
 _TOGETHER_ON_HOST = 15 << 20
-"""Bytes that one process orthogonalises at a time on the host. Small batches reuse memory, where
-new memory would be cleared page by page."""
+"""Largest number of bytes that one process orthogonalizes at a time on the host. Small batches
+reuse memory; the system clears new memory page by page."""
 
 
 class Direction(NamedTuple):
@@ -87,7 +87,7 @@ class Orthogonalization:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> Orthogonalization:
-        """From a param group."""
+        """Return the settings of a param group."""
         return cls(
             coefficients(group["coefficient_type"], group["num_ns_steps"]),
             group["ns_method"],
@@ -108,13 +108,15 @@ class Orthogonalization:
 def runs(
     params: Sequence[Tensor], layouts: Sequence[ParamLayout | None], blockwise: bool
 ) -> Iterator[tuple[list[int], bool]]:
-    """Indices of parameters that are orthogonalised together, and whether each of them is whole and
-    its products are taken where it is stepped. Runs of those that are split over ranks are the same
-    on every rank that has a part of them, as they depend on whole shapes alone.
+    """Yield runs of parameters that are orthogonalized together.
+
+    A run has the indices of its parameters, and True if each is whole and on the device of its
+    products. Runs of sharded parameters are equal on all ranks with shards, because they depend
+    only on whole shapes.
 
     Args:
-        layouts: of the model's parameters, as many, or none at all.
-        blockwise: whether a rank's part is a matrix of its own.
+        layouts: layouts of the model's parameters; empty if unknown.
+        blockwise: True if a rank's shard counts as a matrix.
     """
     split, elsewhere, here = [], [], []
     for index, (param, layout) in enumerate(zip_longest(params, layouts)):
@@ -133,8 +135,10 @@ def runs(
 
 
 def runs_of_wholes(regions: Sequence[ShardRegion]) -> Iterator[tuple[list[int], bool]]:
-    """Yield runs for steps that read sums over whole parameters. All ranks that share a parameter
-    meet in each run, also those without an element of a matrix."""
+    """Yield runs for steps that read sums over whole parameters.
+
+    All ranks that share a parameter take part in each run, also ranks without elements.
+    """
     for members in runs_of(enumerate(region.shape.numel() for region in regions), _TOGETHER):
         yield members, False
 
@@ -208,7 +212,7 @@ def _by_owners(
     pieces = [pieces_of(rule, each.rows, each.columns) for each in parts]
     steps, method = len(rule.polynomials), rule.method
     flops = [sum(newton_schulz_flops(*one, steps, method) for one in each) for each in pieces]
-    # results of fused matrices are scaled already, and FP32
+    # Results of fused matrices are scaled already, and FP32.
     fused = rule.parts is not None and not rule.is_normalized
     dtype = torch.float32 if fused else rule.dtype
     factors = [1.0 if fused else rule.factor(*each[0]) for each in pieces]
@@ -275,7 +279,7 @@ def _by_parts(
 
 
 def _cut(fused: Tensor, parts: tuple[int, ...]) -> Sequence[Tensor]:
-    """Views of the parts of fused matrices, shape (..., groups, rows, columns)."""
+    """Return views of the parts of fused matrices, shape (..., groups, rows, columns)."""
     (*stack, rows, columns), size = fused.shape, sum(parts)
     if rows % size:
         raise ValueError(
@@ -286,7 +290,7 @@ def _cut(fused: Tensor, parts: tuple[int, ...]) -> Sequence[Tensor]:
 
 
 _EPS = 1e-8
-"""Added to the root of the moment; dion's."""
+"""Number added to the root of the moment, as in dion."""
 _DOING = "adding up the squares of NorMuon's rows"
 
 
@@ -297,15 +301,16 @@ def normalized(
     updates: SlotUpdates,
     regions: Sequence[ShardRegion],
 ) -> list[Direction]:
-    """Return directions with rows of one norm, scaled, in FP32; update the moments. Collective if
-    some are split over ranks.
+    """Return directions with rows of equal norm, scaled, in FP32, and update the moments.
+
+    Collective if some are sharded over ranks.
 
     Args:
         rule: settings of the group.
-        found: unscaled directions, whatever their factors; may be overwritten.
+        found: unscaled directions; their factors have no effect. They may be overwritten.
         moments: second moment of all rows of each parameter, FP32, shape (..., rows, 1).
         updates: updates of the launch.
-        regions: region of each parameter that this rank holds.
+        regions: region of each parameter on this rank.
     """
     layouts, shards = updates.slots.layouts, updates.slots.shard_groups
     params = [_Param.of(*each) for each in zip(found, moments, regions, layouts, strict=True)]
@@ -357,8 +362,11 @@ class _Param:
         return cls(values, blocks, moment, shape, layout, dim, moment)
 
     def ranks_over(self, shards: Groups, *dims: int) -> Groups:
-        """Ranks that have other parts: those it is sharded over, and those of tensor parallelism if
-        it cuts matrices along one of some dimensions."""
+        """Return the groups of ranks with other shards.
+
+        They are the groups that shard the parameter, and the tensor-parallel group if it splits
+        matrices along one of the given dimensions.
+        """
         if self.layout is None or self.layout.tensor_parallel is None or self.dim not in dims:
             return shards
         return (*shards, self.layout.tensor_parallel)
@@ -384,7 +392,8 @@ class _Param:
         """
         matrices, _, columns = self.shape
         sums = digits_to_values(digits, top)
-        # NOTE: a GPU's division by a number is a product with its reciprocal, which has other bits.
+        # NOTE: divide by a tensor. A GPU computes a division by a number as a product with its
+        # reciprocal, which has other bits.
         count = sums.new_full((), max(columns * self._ranks(1), 1))
         fresh = sums.div(count).mul_(1.0 - rule.beta2)
         self.moment.copy_(self.moment.double().mul_(rule.beta2).add_(fresh))
@@ -396,7 +405,7 @@ class _Param:
         return empty.index_add_(2, index, of_rows)
 
     def scale(self, rule: Orthogonalization, norms: Tensor, top: float) -> None:
-        """Make the direction what is subtracted from the parameter."""
+        """Scale the direction in place, so that it can be subtracted from the parameter."""
         before = root(digits_to_values(norms[:2], top))
         after = root(bounded_values(norms[2:], self._most(rule)))
         kept = torch.where(after == 0.0, after, before / after)
@@ -409,8 +418,10 @@ class _Param:
             block.values.mul_(rows[:, :, None])
 
     def _most(self, rule: Orthogonalization) -> float:
-        """A power of two that the square of no row exceeds once it is divided by the moment's root:
-        the moment is at least (1 - beta2) of its mean square."""
+        """Return an upper bound, a power of two, of squared row norms divided by the moments.
+
+        The moment is at least (1 - beta2) of the row's mean square.
+        """
         columns = max(self.shape[2] * self._ranks(1), 1)
         return 2.0 ** math.frexp(columns / (1.0 - rule.beta2))[1]
 

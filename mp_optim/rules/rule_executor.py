@@ -1,4 +1,4 @@
-"""RuleExecutor: steps slots by a rule of this package, many in a launch."""
+"""Executor that steps slots by a rule of this package, many in one launch."""
 
 from __future__ import annotations
 
@@ -79,23 +79,23 @@ class CheckedGroup(NamedTuple):
 
 
 class RuleExecutor(Executor):
-    """Steps FP32 tensors, and bfloat16 tensors with remainders, by a rule.
+    """Executor that steps FP32 tensors, and bfloat16 tensors with remainders, by a rule.
 
     Args:
         rule: the rule, without state.
-        precision: the form of its state.
+        precision: storage formats of its state.
         backend: ``fused_backend`` of the config.
-        audit_rate: see the config.
-        audit_action: see the config.
+        audit_rate: ``audit_rate`` of the config.
+        audit_action: ``audit_action`` of the config.
 
     Attributes:
         rows: state of the slots.
-        workspace: the rule's data from launch to launch.
+        workspace: the rule's data between launches.
         audit: repeats samples of steps; None without an audit.
 
     Raises:
         ValueError: the backend is not usable, has no kernels for the rule, or does not support the
-            form of state; or rule or backend cannot be audited.
+            storage formats; or rule or backend cannot be audited.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class RuleExecutor(Executor):
             check_audited(audit_rate, rule.name, backend)
             action = check_field("audit_action", audit_action)
             self.audit = Audit(audit_rate, action, partial(slot_name, param_groups))
-        self._plain: Backend | None = None  # one that has kernels for the rule
-        self._checked: dict[int, CheckedGroup] = {}  # by group
+        self._plain: Backend | None = None  # A backend with kernels for the rule.
+        self._checked: dict[int, CheckedGroup] = {}  # Indexed by group.
 
     # -- groups and settings ----------------------------------------------------------------------
 
@@ -159,16 +159,16 @@ class RuleExecutor(Executor):
             rule = self.rule.of(group)
             moments = rule.moments(group), rule.unread_moments(group)
             if known is not None and known.moments == moments:
-                moments = known.moments  # a launch is reused if this is the same object
+                moments = known.moments  # A launch is reused if this is the same object.
             self._checked[index] = CheckedGroup(values if is_fixed else (), rule, moments)
 
     def is_collective(self, update: SlotUpdate) -> bool:
-        """Whether stepping a slot is a collective of the ranks that hold its parts."""
+        """True if stepping a slot is a collective of the ranks with its shards."""
         group = self.param_groups[update.slot.group]
         return self.rule.of(group).is_collective(group, update)
 
     def is_elementwise(self, group: Settings) -> bool:
-        """Whether the elements of a group's parameters are stepped by themselves."""
+        """True if the elements of a group's parameters are stepped independently."""
         return self.rule.of(group).is_elementwise(group)
 
     # -- steps ------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class RuleExecutor(Executor):
         rows = self.rows
         if rows.unsettled:
             rows.settle()
-        # All launches are formed before the first is carried out, so an error leaves everything
+        # All launches are built before the first one starts, so an error leaves all parameters
         # unstepped.
         planned = self._launches(updates)
         self.step_mark.touch()
@@ -257,7 +257,8 @@ class RuleExecutor(Executor):
         if is_common and all(len(each) == 1 for each in (mains.devices, mains.dtypes, set(keys))):
             shared = mains[0].device, mains[0].dtype, counts[0], multiplier, keys[0]
             planned = self._planned(index, shared, updates, positions, mains, settings)
-            # neither copies of strided tensors, nor tensors whose memory other code may move
+            # A launch is not kept if it has copies of strided tensors, or tensors whose memory
+            # other code may replace.
             may_stay = planned.lists.main is mains and planned.lists.output is planned.outputs
             is_live = settings is self.param_groups[index]
             if together is not None and mains is together.mains and may_stay and is_live:
@@ -334,7 +335,7 @@ class RuleExecutor(Executor):
         )
 
     def _noise(self, step: int, updates: SlotUpdates) -> list[Noise] | None:
-        """Random bits that depend on seed, step and parameter alone."""
+        """Return random bits that depend only on seed, step and parameter."""
         precision = self.rows.precision
         if not precision.stochastic_rounding:
             return None
@@ -346,8 +347,7 @@ class RuleExecutor(Executor):
         return [Noise(seed, stream & 0xFFFFFFFF, stream >> 32) for stream in streams]
 
     def announce(self, launch: Launch, device: torch.device) -> None:
-        """Have the numbers of a launch be on the device where parts of it are going to be carried
-        out."""
+        """Copy the scalars of a launch to the device before parts of it are stepped there."""
         backend, _ = self.backend_for(device)
         self.rule.announce(launch.settings, launch.step, launch.lists, backend, device)
 
@@ -383,7 +383,7 @@ class RuleExecutor(Executor):
     def _report_audit(self, audit: Audit, wait: bool) -> None:
         try:
             audit.report(wait)
-        except AuditError as error:  # state is read, too, so there is no step to interrupt
+        except AuditError as error:  # Reading state takes no step, so none can be interrupted.
             self.step_mark.break_off(error)
             raise
 
@@ -409,7 +409,7 @@ class RuleExecutor(Executor):
         if self.rule.needs_numbers or first is None:
             return None
         if not self.backend_for(first.device)[0].takes_device_multipliers:
-            return None  # thousands of parameters need not be asked
+            return None  # Avoid a call for each of thousands of parameters.
         if any(group.get("max_grad_norm") for group in self.param_groups):
             return None
         devices = {param.device for group in self.param_groups for param in group["params"]}
@@ -485,7 +485,7 @@ def check_audited(rate: float, rule: str, backend: str) -> None:
 
 
 def settings_now(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's settings as plain values that stay what they are."""
+    """Return a group's settings as plain values, which later writes do not change."""
     return {
         key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         for key, value in group_settings(group).items()
