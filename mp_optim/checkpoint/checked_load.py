@@ -94,7 +94,7 @@ class CheckedLoad:
             refused = {}
         self._saved, self._refused = saved, refused
         copies = own.copies(tensors) | new.keys()
-        # staged: read into new tensors, and checked or converted; live: read into their place
+        # "staged" tensors are new and checked or converted; "live" ones are read in place
         self._staged, self._live = _targets_of(tensors, saved, copies, convert=convert)
         self._read_anywhere = ranks.union({*self._staged, *self._live})
 
@@ -193,7 +193,7 @@ class CheckedLoad:
         state_dict = self._state_dict(optimizer, self._staged | blanks)
         state = state_dict["state"]
         match = match_without_state(optimizer, state_dict, convert=self._convert)
-        # the weights that remainders belong to are yet to come
+        # the weights of these remainders are loaded later
         yet_to_come = replace(match, checksums={})
         StateLoad(yet_to_come, state, optimizer.state_of, self._convert).check()
         for fqn, slot in self._own.slots.items():
@@ -262,7 +262,7 @@ def _targets_of(
             where = staged if is_staged else live
             where[name] = _new_like(value, saved.get(name)) if is_staged else value
         elif is_scale(key) and base in tensors and _differs(base, tensors[base], saved):
-            continue  # it is read with the tensor that it scales
+            continue  # a scale is read together with its tensor
         elif differs or key == STEP:
             staged.update(_as_saved(name, value, saved))
         else:
@@ -302,7 +302,7 @@ def _as_saved(name: str, own: Tensor, saved: Mapping[str, Saved]) -> dict[str, T
             return {other: _new_like(own, saved[other])}
         if is_scale(key) and entry_name(key.removesuffix(SCALE), fqn) in saved:
             return {}
-        if key == AVERAGE:  # it starts from the main param
+        if key == AVERAGE:  # a missing average starts from the main param
             return {}
     form = {name: _new_like(own, saved.get(name))}
     scale = saved.get(entry_name(scale_key(key), fqn))

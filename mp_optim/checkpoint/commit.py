@@ -79,7 +79,9 @@ def publish(target: Path, keep: int | None) -> None:
     replace_durably(root / LATEST, f"{target.name}\n".encode())
     others = [path for path in complete_versions(root) if path != target]
     for old in [] if keep is None else others[: max(0, len(others) - keep + 1)]:
-        doomed = old.with_name(f".{old.name}.deleted")  # half of a version must not look like one
+        doomed = old.with_name(
+            f".{old.name}.deleted"
+        )  # a partly deleted version must not look complete
         old.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 

@@ -90,7 +90,7 @@ def as_json(common: Mapping[str, Any]) -> bytes:
 def _plain(value: Any, refused: set[str]) -> Any:
     """Return a value that JSON can hold. Types that are not supported are added to ``refused``."""
     if not isinstance(value, Tensor) and getattr(value, "ndim", 1) == 0:
-        value = plain_setting(value)  # schedules put numpy's numbers there
+        value = plain_setting(value)  # schedulers store numpy numbers in it
     kind = type(value)
     if kind in _SAME_IN_JSON:
         return value
@@ -138,7 +138,7 @@ def read_common(version: Path, files: Files) -> dict[str, Any]:
         for group in (common["optimizer"] or {"param_groups": ()})["param_groups"]:
             if len(group["params"]) != len(set(group["param_names"])):
                 raise ValueError("a param group has not one name for each parameter")
-    except Exception as error:  # damage raises anything
+    except Exception as error:  # a damaged file can raise any error
         first = (str(error).splitlines() or [""])[0]
         raise ValueError(
             f"{version / COMMON} is damaged or has objects other than plain data: "

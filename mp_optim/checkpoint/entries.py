@@ -105,7 +105,7 @@ def _misfits(
                 is_each_ranks = here.is_stacked
             else:
                 is_each_ranks = name.startswith(STATE) and there.shape[1:] == tuple(here.shape)
-            if is_each_ranks:  # and not cut out of the whole's
+            if is_each_ranks:  # scales of the shard's own blocks
                 text += " (one for each tensor-parallel rank: load it with as many)"
             misshaped.append(text)
         if there.dtype != here.dtype:

@@ -400,7 +400,7 @@ def as_metadata(index: Index, folder: Path) -> bytes:
 # and the shape alone, so it is made once for all tensors that share them: writing a small tensor is
 # two copies, where ``torch.save`` takes hundreds of microseconds.
 
-_PICKLE_PROTOCOL = 2  # the protocol of torch.load's safe unpickler
+_PICKLE_PROTOCOL = 2  # torch.load's safe unpickler reads only this protocol
 _KEY = "0"
 _TENSOR, _STORAGE = object(), object()
 

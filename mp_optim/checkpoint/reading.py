@@ -156,7 +156,9 @@ def _read(file: BinaryIO, copy: _Copy, version: Path) -> None:
     begin, end = copy.rows()
     file.seek(begin)
     is_of_host = copy.target.device.type == "cpu" and copy.target.is_contiguous()
-    if is_of_host and copy.part.sizes[1:] == copy.box.place.sizes[1:]:  # the bytes of the rows
+    if (
+        is_of_host and copy.part.sizes[1:] == copy.box.place.sizes[1:]
+    ):  # number of bytes of the rows
         _fill(file, byte_view(copy.target), version, copy)
         return
     first_dim, *others = copy.part.sizes or (1,)

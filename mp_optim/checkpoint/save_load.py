@@ -189,7 +189,9 @@ def save(
         busy = {key for handle in list(_handles) if not handle.done() for key in handle.concerned}
         free = next(lane for n in itertools.count() if (lane := f"lane {n}") not in busy)
         lane = ranks.broadcast(free)
-        finish_previous({lane})  # here too: it is over on the first rank
+        finish_previous(
+            {lane}
+        )  # the save is over on this rank, too, when it is over on the first rank
         work = partial(_write, writing, content, target, keep, ranks.in_lane(lane, process_group))
         handle = SaveHandle(target, work, writing.wait_for_device, {*concerned, lane})
     except BaseException:
@@ -333,7 +335,7 @@ def load(
     loading = f"loading {version}"
     if stack is not None:
         ranks.run_on_all(loading, own.check_names)
-        # settings changed since the last step decide which state there is
+        # changed settings decide which state exists
         ranks.run_on_all(loading, stack.share_settings)
     index, common = ranks.run_on_all(loading, lambda: _open(version, verify, ranks))
     load = CheckedLoad(version, index, common, own, scheduler, ranks, convert)
@@ -393,7 +395,8 @@ class SaveHandle:
         else:
             self._future.set_result(self.path)
         finally:
-            # and the snapshot with it; an error refers to this frame, and the future to the error
+            # delete the reference to the future: an error refers to this frame, and the future to
+            # the error
             del self._work, self
 
     def done(self) -> bool:

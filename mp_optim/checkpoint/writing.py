@@ -240,7 +240,7 @@ class Writing:
 
     def wait_for_device(self, timeout: float | None = None) -> bool:
         """Wait until nothing of an accelerator is borrowed any more; whether that is so."""
-        lent = self._lent  # which the save's thread may drop
+        lent = self._lent  # the save's thread may delete its own reference
         return lent is None or lent.wait_for_devices(timeout)
 
     def give_back(self) -> None:
@@ -255,7 +255,9 @@ class Writing:
         Raises:
             OSError: naming the file.
         """
-        threads = host_share().threads // (1 if self._lent is None else 2)  # training has the rest
+        threads = host_share().threads // (
+            1 if self._lent is None else 2
+        )  # training uses the other cores
         names = (f"__{self.rank}_{number}.distcp" for number in itertools.count())
         paths = map(self.folder.joinpath, names)
         return _write_files(list(zip(_by_file(self.items, threads), paths, strict=False)))
@@ -428,8 +430,8 @@ def _write_files(files: Sequence[tuple[Sequence[Item], Path]]) -> list[WrittenFi
     try:
         return list(map(Future.result, writing))
     finally:
-        futures.wait(writing)  # also after an error: the memory may be given back next
-        writing.clear()  # a frame that kept the future of its own error would be a cycle
+        futures.wait(writing)  # wait after an error, too, because the memory may be freed next
+        writing.clear()  # a reference to the future of this frame's error would be a cycle
 
 
 def _written(
@@ -520,7 +522,7 @@ class _SummedFile:
         if self._used:
             self._put()
         if self._writing is not None:
-            self._writing.result()  # raises why it could not be written
+            self._writing.result()  # raises the error of the write
         with naming(self._path):
             os.fsync(self._file.fileno())
         return FileSum.of_blocks(self.size, self.blocks)

@@ -317,7 +317,7 @@ _LAMB = RuleSpec(
         Hyperparameter("use_nvlamb", as_flag, False, {"lamb_use_nvlamb": as_bool}),
         Hyperparameter("grad_averaging", as_flag, True, {"lamb_grad_averaging": as_bool}),
     ),
-    fixed={"max_grad_norm": 0.0},  # clip_grad is the stack's one clip
+    fixed={"max_grad_norm": 0.0},  # the stack clips with clip_grad
     reads="sums",
     trial={"eps": 1e-8},
 )
@@ -341,7 +341,7 @@ _MUON = RuleSpec(
     "muon",
     (_MOMENTUM, _MOMENT2),
     (
-        replace(_BETAS, fields={}),  # a stack takes betas and eps from muon_scalar_optimizer's
+        replace(_BETAS, fields={}),  # the fields of muon_scalar_optimizer set betas and eps
         replace(_EPS, fields={}),
         _BIAS_CORRECTION,
         replace(_ADAM_W_MODE, fields={}),

@@ -53,7 +53,9 @@ class StepMark:
         self.plan_key = object()
         self.is_set = False
         self._why = self._lent_to = ""
-        self._writer: tuple[object, int] | None = None  # outermost layer, and its thread's id
+        self._writer: tuple[object, int] | None = (
+            None  # the outermost layer and the id of its thread
+        )
 
     def touch(self) -> None:
         """Mark the stack as inconsistent until the step or load is complete.

@@ -35,7 +35,7 @@ _DENORMAL = 5e-324
 def torch_threads_flush() -> bool:
     """True if a thread of torch's pool takes denormal numbers for zero: it keeps the mode that the
     thread which started it was in (torch.set_flush_denormal)."""
-    elements = torch.get_num_threads() << 16  # a part for each thread
+    elements = torch.get_num_threads() << 16  # one entry for each thread
     product = torch.full((elements,), 1e-40, dtype=torch.float32, device="cpu") * 1.0
     return bool((product.view(torch.int32) == 0).any())
 
@@ -49,8 +49,8 @@ def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         had_grad = torch.is_grad_enabled()
         flushed = _DENORMAL * 1.0 == 0.0
-        # by hand, and one in the other: an interrupt in the wrong place would make a context
-        # manager leave autograd off for good
+        # NOTE: set both by hand, one inside the other. With a context manager, an interrupt between
+        # enter and exit would leave autograd off.
         try:
             try:
                 if flushed:

@@ -214,7 +214,7 @@ class DirectFile:
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {asked}")
         if num_bytes and hasattr(os, "posix_fallocate"):
             os.posix_fallocate(self._buffered, self.num_bytes, num_bytes)
-        else:  # macOS, which reports only the bytes that are free now
+        else:  # macOS reports only the bytes that are free now
             os.ftruncate(self._buffered, self.num_bytes + num_bytes)
         self.num_bytes += num_bytes
 
@@ -304,5 +304,5 @@ def _keep_from_parent() -> None:
                 _libc.mprotect(address, size, mmap.PROT_READ)
 
 
-if sys.platform == "linux":  # elsewhere tensors that a child holds are its parent's
+if sys.platform == "linux":  # with other start methods a child's tensors belong to its parent
     os.register_at_fork(after_in_child=_keep_from_parent)

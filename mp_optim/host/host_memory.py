@@ -57,7 +57,7 @@ def mapped(num_bytes: int, alignment: int = 1) -> tuple[mmap.mmap, int]:
     # NOTE: the system maps where it likes; address space up to a huge page's start costs no memory
     memory = mmap.mmap(-1, _HUGE_PAGE + offset + num_bytes, flags=flags)
     first = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # this Linux kernel has no such pages
         memory.madvise(mmap.MADV_HUGEPAGE, first, offset + num_bytes)
     return memory, first + offset
 
@@ -261,7 +261,7 @@ def page_locked(num_bytes: int, device: torch.device) -> Tensor:
     while _dropped:
         _release(*_dropped.pop())
     memory, start = mapped(num_bytes, mmap.PAGESIZE)
-    with contextlib.suppress(OSError):  # a kernel without it
+    with contextlib.suppress(OSError):  # this Linux kernel does not support it
         memory.madvise(mmap.MADV_DONTFORK)
     values = (ctypes.c_char * num_bytes).from_buffer(memory, start)
     address = ctypes.addressof(values)
@@ -297,15 +297,15 @@ def _release(
 ) -> None:
     if os.getpid() != owner:
         return
-    if accelerator.is_capturing():  # which a wait for the device would end
+    if accelerator.is_capturing():  # synchronizing would end a capture
         _dropped.append((memory, address, accelerator, device, owner))
         return
     with contextlib.suppress(AssertionError, RuntimeError), accelerator.on(device):
-        accelerator.synchronize()  # a caller may have started a copy of its own
+        accelerator.synchronize()  # a caller may have started its own copy
         if accelerator.unregister(address):
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(memory))
         else:
-            _forget_error(device)  # and keep the memory
+            _forget_error(device)  # keep the memory if the wait fails
 
 
 def _forget_error(device: torch.device) -> None:

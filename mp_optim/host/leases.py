@@ -136,7 +136,7 @@ class Lease:
 
     def _notice_writes(self) -> None:
         """Notice writes that were not announced, where torch counts them."""
-        live = self._watched  # if it has other memory now, this is only the save's
+        live = self._watched  # if the tensor's memory was replaced, only the save uses this memory
         if live is not None and live.data_ptr() == self.address:
             self._is_lost = writes_counted(live) != self._version
 
@@ -244,7 +244,7 @@ class _DeviceLease:
 
     def are_down(self, num_bytes: int) -> None:
         """Count ``num_bytes`` more as read; after the last, drop the accelerator's memory."""
-        tensor = self._tensor  # if it has other memory now, this is only the save's
+        tensor = self._tensor  # if the tensor's memory was replaced, only the save uses this memory
         if tensor is not None and tensor.data_ptr() == self._address:
             self.is_written |= writes_counted(tensor) != self._version
         self._borrowed -= num_bytes
@@ -453,7 +453,7 @@ class SaveBorrow:
         end = 0
         for lease in sorted(self.leases, key=lambda lease: lease.address):
             if lease.address < end:
-                lease.copy_rest(self.take)  # memory that another one has, too
+                lease.copy_rest(self.take)  # another tensor shares this memory
             else:
                 self._apart.append(lease)
                 end = lease.end

@@ -198,7 +198,7 @@ class CudaTransfer(Transfer):
     def upload(
         self, to: Sequence[Tensor], sources: Sequence[Tensor], after: Event | None = None
     ) -> _Copies:
-        # other tensors over their memory, which stays if a parameter is given another (.data = ...)
+        # new tensors over the same memory, which stays valid if a parameter's .data is replaced
         return self._copy(self._up, list(map(Tensor.detach, to)), list(sources), after)
 
     def wait(self, ticket: _Copies) -> None:
@@ -215,7 +215,7 @@ def _wait_for(
     under_way: Iterable[deque[_Copies]], accelerator: Accelerator, device: torch.device
 ) -> None:
     """Wait for copies in progress before a transfer is deleted."""
-    if accelerator.is_initialized():  # not in a forked child
+    if accelerator.is_initialized():  # False in a forked child, which cannot synchronize
         with accelerator.on(device):
             for copies in itertools.chain(*under_way):
                 copies.done.synchronize()

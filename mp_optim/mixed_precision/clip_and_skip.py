@@ -365,7 +365,7 @@ def decide_on_device(
     sums = torch.stack(list(measurement.sums.values()))
     scale = scaled_by[0].reshape(()) if scaled_by else None
     norms = root(sums) if scale is None else root(sums) * scale
-    overflow = ~(sums.amax() < math.inf)  # sums of squares: none is below 0
+    overflow = ~(sums.amax() < math.inf)  # sums of squares are never negative
     skip, judged, clipped = overflow, norms[:0], norms
     if MAIN_NORM in measurement.sums:
         main, threshold = names.index(MAIN_NORM), config.grad_norm_skip_threshold
@@ -404,7 +404,7 @@ def clip_coefficients(norms: Tensor, limit: float) -> Tensor:
     none."""
     if not limit > 0.0:
         return torch.ones_like(norms)
-    # not `limit / ...`, which torch computes as a reciprocal times limit: two roundings
+    # torch computes `limit / ...` as limit times a reciprocal, which rounds twice
     dividend = torch.tensor(limit, dtype=norms.dtype, device="cpu")
     return (dividend / (norms + 1e-6)).clamp(max=1.0)
 

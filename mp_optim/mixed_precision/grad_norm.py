@@ -204,7 +204,7 @@ def agree(
             )
         number = None if numbers is None else numbers.get(key)
         if zeros is None and number is None and not key.shard_groups:
-            totals[key.group] += value  # no other rank has a part
+            totals[key.group] += value  # no other rank has a shard
             continue
         # Always two: a rank that counts zeros and one that does not reduce alike.
         values = [value, torch.zeros_like(value) if zeros is None else zeros[key]]

@@ -139,7 +139,7 @@ class DynamicGradScaler(MegatronGradScaler):
         clean = torch.where(inf, 0, self._growth_tracker + 1)
         grows = clean >= self.growth_interval
         scale = self._scale.double()
-        # a tensor for each: numbers alone would take the default dtype
+        # one FP32 tensor each, because plain numbers would get the default dtype
         changed = torch.where(
             inf & (left == 0),
             scale * self.backoff_factor,

@@ -386,7 +386,7 @@ class MainParams:
         if self.table.by_sums:
             self._take_values(sorted(self.table.by_sums))
         if self.agreement.expected:
-            self.follow()  # weights that were loaded after their remainders
+            self.follow()  # the weights were loaded after their remainders
             self.check_remainders(None)
 
     def _find_by_sums(self) -> set[int]:
@@ -453,11 +453,11 @@ class MainParams:
         elif self.table.has_own_main[index]:
             set_main_param(self._shown, slot, param, main)
             self._stay_beside(slot, main, param)
-            self.written.forget(index)  # its value is compared next
+            self.written.forget(index)  # the next check compares its value
         elif param.dtype == main.dtype:
             self.executor.param_groups[slot.group]["params"][slot.position] = local
             set_main_param(self._shown, slot, param, local)
-        else:  # it was cast: now it needs a main param, or has no place here
+        else:  # its dtype changed, so it needs a main param now, or none any more
             self._set_main(index, self._new_main(slot, param), param)
 
     def _stay_beside(self, slot: Slot, main: Tensor, param: Tensor) -> None:

@@ -119,7 +119,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     # -- the step ---------------------------------------------------------------------------------
 
-    @_disable_dynamo  # objects made in the first step outlive a trace
+    @_disable_dynamo  # objects built in the first step must not be part of a trace
     def step(self, closure: Closure | None = None) -> Any:
         """Take one step. Return a :class:`~mp_optim.mixed_precision.clip_and_skip.StepResult`, or
         the loss of the closure if one is given.
@@ -396,7 +396,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     def offload_to_cpu(self) -> None:
         """Move main params and moments off the accelerator, until :meth:`restore_from_cpu`; a step
         before that raises RuntimeError. Gradients are the caller's to clear."""
-        self.discard_early_work()  # it holds gradients
+        self.discard_early_work()  # the measurement refers to gradients
         super().offload_to_cpu()
 
     # -- what changed -----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ class Observer:
     """
 
     def __init__(self, stack: Any) -> None:
-        self._stack = weakref.ref(stack)  # which owns this object
+        self._stack = weakref.ref(stack)  # the optimizer owns this object
 
     @property
     def stack(self) -> Any:

@@ -40,7 +40,9 @@ def as_sharded(local: Tensor, param: Tensor, key: str = "") -> Tensor:
         return local
     from torch.distributed.tensor import DTensor
 
-    if local.device.type != param.device_mesh.device_type:  # from_local would bring it there
+    if (
+        local.device.type != param.device_mesh.device_type
+    ):  # from_local would move it to the mesh's device
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
         meta = TensorMeta(param.shape, param.stride(), local.dtype)
@@ -195,7 +197,7 @@ def param_state(
         agreement: of the wrapper. layout: how state is shown.
     """
     below, stepped = executor.state_of(slot), param_at(executor.param_groups, slot)
-    # else the parameter is FP32 itself, or has a remainder
+    # otherwise the parameter is FP32, or has a remainder
     has_fp32_main = has_own_main and param.dtype != torch.float32 and stepped.dtype == torch.float32
     is_shown = has_fp32_main or below.store.has_no_fp32_main(below.slot)
     return ParamState(
@@ -246,7 +248,7 @@ class ParamState(SlotState):
         state = self.layout.take(saved)
         is_tied = self._belongs_to_weights(state) and not self._keeps_remainder()
         if checksum is not None and is_tied and not convert:
-            # a remainder that is kept may be loaded before its weights
+            # a remainder may be loaded before its weights
             beside = self._local if weights is None else weights
             self.agreement.check([(self.slot, checksum)], lambda _: beside, lambda _: self.name)
         if REMAINDER in state and self.main is not None:  # `fitted` joins it where bf16 is stepped
@@ -292,7 +294,7 @@ class ParamState(SlotState):
     def finish_load(self, saved: State, checksum: int | None) -> bool:
         is_tied = self._belongs_to_weights(saved) and self._keeps_remainder()
         if checksum is not None and is_tied and checksums_of([self._local]) != [checksum]:
-            self.agreement.expected[self.slot] = checksum  # its weights are yet to come
+            self.agreement.expected[self.slot] = checksum  # its weights are loaded later
         differs = self._write_model()
         if differs:
             self.layout.written()
@@ -311,7 +313,7 @@ class ParamState(SlotState):
                 quantize_(self.param, main)
             return differs
         main, local = self._stepped, self._local
-        # a bfloat16 main param was noted when it was split
+        # the checksum of a bfloat16 main param was recorded when it was split
         differs = main.dtype == torch.float32 and not stands_for(main, local)
         value = main.to(device=local.device, dtype=local.dtype)
         if not same_values(value, local):

@@ -110,7 +110,7 @@ class SettingsAlike:
         Raises:
             ValueError: ranks have others, naming them.
         """
-        for key, copies in self.copies.items():  # a distributed optimizer compares when it is built
+        for key, copies in self.copies.items():  # a distributed optimizer compares at construction
             over, said = [*key.shard_groups, *copies], of_config(config)
             said += of_groups(groups, self._groups[key])
             doing, what = "comparing the ranks' settings", "parameters"

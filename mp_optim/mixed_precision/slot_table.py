@@ -198,7 +198,7 @@ class SlotTable:
         # parameter or of the gradient is replaced after that.
         if list(map(Tensor.size, grads)) != shapes or not grads.stored:
             self._refuse_memory(indices, shapes, grads, name_of)
-        if "sizes" in vars(grads):  # the parameters' sizes, which are now known to be right
+        if "sizes" in vars(grads):  # the sizes of the parameters are checked now
             vars(grads)["own_sizes"] = grads.sizes
         return columns, grads
 

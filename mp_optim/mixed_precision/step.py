@@ -107,7 +107,7 @@ def take_step(
                 # finish the work of backward, refresh, collect
                 try:
                     grads = stack.collect_grads()
-                except WorkerError:  # the work of all workers is done again
+                except WorkerError:  # every worker's job runs again in this process
                     stack.discard_early_work()
                     raise
                 # measure, agree
@@ -138,7 +138,7 @@ def take_step(
     for after_step in observers.after_step:
         after_step(grads, verdict)
     if config.release_gradients:
-        stack.zero_grad()  # released gradients are None; the others must not differ from them
+        stack.zero_grad()  # released gradients are None; set the others to None, too
     return verdict.result
 
 

@@ -138,11 +138,11 @@ class WrappedOptimizer(MegatronOptimizer):
         added, engine = self.param_groups[-1], self.engine
         engine.optimizer.add_param_group(with_names(added))
         inner_group = engine.executor.param_groups[-1]
-        engine.executor.check_settings(inner_group)  # torch's do not
+        engine.executor.check_settings(inner_group)  # torch's optimizers do not have it
         for key, value in inner_group.items():
             added.setdefault(key, value)
         self.share_settings()
-        # some rank may have other norm groups and settings
+        # ranks may differ in norm groups and settings
         engine.norm_names, engine.has_compared = None, False
         engine.mains.bind_group(len(self.param_groups) - 1)
 
@@ -191,7 +191,7 @@ class WrappedOptimizer(MegatronOptimizer):
 
     def recover(self) -> None:
         super().recover()
-        self.engine.mains.written.forget()  # main params may not have their weights' values
+        self.engine.mains.written.forget()  # main params may differ from their weights
 
     # -- what is going on -------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ def _with_model_names(wrapper: WrappedOptimizer, group: dict[str, Any]) -> dict[
     names = [] if named else wrapper.model_params.names_of(params)
     if is_stub and None not in names:
         for groups in (wrapper.param_groups, wrapper.executor.param_groups):
-            groups[0].setdefault("param_names", [])  # torch wants them in all groups or none
+            groups[0].setdefault("param_names", [])  # torch requires names in all groups or none
     if named or not any("param_names" in live for live in wrapper.param_groups):
         return {**group, "params": params}
     if None in names:

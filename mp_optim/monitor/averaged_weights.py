@@ -37,11 +37,11 @@ class AveragedWeights(Observer):
                 swap_in(stack, own)
                 stack.show_written_params()
                 yield
-            except MissingRanksError:  # parameters that other ranks own do not come back
+            except MissingRanksError:  # parameters of missing ranks cannot be restored
                 are_there = False
                 raise
             finally:
-                mark.touch()  # an interrupt from here on leaves it
+                mark.touch()  # after an interrupt from here on, the model keeps the averages
                 swap_back(own)
                 if are_there:
                     stack.show_written_params()
@@ -68,7 +68,7 @@ def swap_in(stack: MegatronOptimizer, own: OwnWeights) -> None:
                 continue
             local = local_tensor(param)
             own.append((mains, slot, local.clone()))
-            local.copy_(average.to(local.dtype))  # in the model's dtype to its device
+            local.copy_(average.to(local.dtype))  # convert first, so that fewer bytes are copied
 
 
 @in_own_modes

@@ -81,7 +81,9 @@ class WeightChanges(WeightObserver):
         self._written.update(alone[at] for at in changed)
         self._sums.note([alone[at] for at in changed], [weights[at] for at in changed])
         once = self._exposed.union(filter(self._sums.knows, range(self._count)))
-        once.difference_update(self._alone(frozen=True))  # shown, or frozen until now
+        once.difference_update(
+            self._alone(frozen=True)
+        )  # the parameter was shown to a caller, or frozen until now
         for index in once:
             if self._sums.changed([index], [self._weights(index)]):
                 self._written.add(index)
@@ -93,7 +95,7 @@ class WeightChanges(WeightObserver):
             for index, is_trained in enumerate(has_main):
                 if is_trained and not self._is_marked[index] and index not in self._written:
                     self._remember(index)
-            self._had_main = has_main  # last: after a signal all of this is done again
+            self._had_main = has_main  # assign last, so that after a signal all of this is repeated
 
     def _remember(self, index: int) -> None:
         if index not in self._values:
@@ -137,7 +139,7 @@ class WeightChanges(WeightObserver):
         self._written.add(index)
 
     def state_exposed(self, index: int) -> None:
-        if not self._sums.knows(index):  # those without a main param are known
+        if not self._sums.knows(index):  # weights without a main param have a checksum already
             self._exposed.add(index)
             self._sums.note([index], [self._weights(index)])
 

@@ -83,7 +83,7 @@ class SkipRule(Observer):
         self.reported = total[:1] / total[1:]
 
     def begin_judging(self, device: torch.device) -> bool:
-        reported, self.reported = self.reported, None  # it is of this step alone
+        reported, self.reported = self.reported, None  # the loss belongs to this step only
         if not math.isfinite(self._config.skip_step_sigma_factor):
             return False
         if self._window.device != device:
@@ -188,7 +188,7 @@ def _is_window(value: Any) -> bool:
 def _median(rows: Tensor, count: Tensor) -> Tensor:
     """Return the median of each row's ``count`` numbers, shape (rows, 1); the other entries are
     nan."""
-    ordered = rows.sort(dim=1).values  # nan is last
+    ordered = rows.sort(dim=1).values  # nan is sorted last
     low = ordered.gather(1, ((count - 1) // 2).clamp(min=0))
     high = ordered.gather(1, (count // 2).clamp(max=rows.shape[1] - 1))
     return (low + high) * 0.5

@@ -72,7 +72,7 @@ class StepWarnings(Observer):
             return
         self.skips += 1
         stack = self._stack()
-        if verdict.disagrees or stack is None:  # a disagreement is an error
+        if verdict.disagrees or stack is None:  # ranks that disagree raise an error
             return
         scale = fp32(1.0 / verdict.scaling[0]) if verdict.scaling else None
         told = self._warn(stack, verdict, scale)
@@ -88,7 +88,7 @@ class StepWarnings(Observer):
             return ""
         times = "a step was" if self.skips == 1 else f"{self.skips} steps in a row were"
         if not verdict.found_inf:
-            if self.skips == 1:  # a single skip is the threshold's purpose
+            if self.skips == 1:  # a single skip is expected with a threshold
                 return ""
             warn(f"{times} skipped: {verdict.reason}")
             return verdict.reason

@@ -151,9 +151,9 @@ class BackwardGrads:
         self._seen: list[Tensor] = []
         self._trains: list[bool] = []
         self._watched: dict[Slot, Tensor] = {}
-        self._slot_of: dict[int, Slot] = {}  # by the id of the watched parameter
+        self._slot_of: dict[int, Slot] = {}  # keyed by the id of the watched parameter
         self._hooks: dict[Slot, RemovableHandle] = {}
-        self._counts: Counter[Slot] = Counter()  # of gradients that arrived
+        self._counts: Counter[Slot] = Counter()  # versions of arrived gradients
         self._compared: dict[Slot, bool] = {}
         weakref.finalize(self, _remove, self._hooks)
 
@@ -199,7 +199,7 @@ class BackwardGrads:
         """Report the gradients of these parameters, or of all, in slot order."""
         if params is None:
             slots = list(self._watched)
-        else:  # in time that grows with these parameters alone
+        else:  # the time depends only on the number of these parameters
             found = [self._slot_of[id(param)] for param in params if id(param) in self._slot_of]
             slots = sorted(found)
         for slot in slots:
@@ -283,7 +283,7 @@ class BackwardGrads:
         param, receive = self._watched[slot], self._receive()
         grad = current_grad(param)
         if grad is None or grad.layout != torch.strided or receive is None:
-            return  # the step names a gradient that it cannot read
+            return  # the step reports a gradient that it does not support
         groups = self.source.param_groups
         live = groups[slot.group]["params"] if slot.group < len(groups) else ()
         if not any(param is each for each in live[slot.position :][:1]):

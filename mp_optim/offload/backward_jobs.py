@@ -108,8 +108,8 @@ class BackwardJob(Job):
             return
         with self.timeline.stage(WAIT_COPIES, self.label):
             self.owner.transfer.wait(self._ticket)
-        if not self.releases:  # else the caller lets go, and knows when they are gone
-            self.updates = self._after = None  # its gradients are the caller's again
+        if not self.releases:  # otherwise the caller deletes them
+            self.updates = self._after = None  # its gradients belong to the caller again
         if self.landing is not None:
             with self.timeline.stage("host_add", self.label):
                 torch._foreach_add_(list(self.staged.grads), list(self.landing))
@@ -254,7 +254,7 @@ class ReleasedGrads:
             return destination
         staged, in_place = self._where_held(bucket.with_staged_outputs(updates), bucket)
         memory, job = self.landings[0]
-        if job is not None:  # the one that had it last
+        if job is not None:  # the previous owner
             self._worker.wait_for(job)
         return Destination(memory, staged, memory.landing_for(updates.grads), in_place)
 

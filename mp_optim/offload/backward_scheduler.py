@@ -97,7 +97,7 @@ class BackwardScheduler:
         self.is_last_microbatch = True
         self.grads = BackwardGrads(source, host_part.place_of, self.on_grad_ready)
         self.phase, self.speculates = Phase.IDLE, False
-        self._multiplier = 1.0  # the predicted one, except when idle
+        self._multiplier = 1.0  # the predicted multiplier; None when idle
         self._expected: Callable[[], Tensor] | None = None
         self._host_part, self._speculation = host_part, host_part.speculation
         self._executor, self._bind_tensors = host_part.executor, bind_tensors
@@ -153,10 +153,11 @@ class BackwardScheduler:
         if self.phase is Phase.COLLECTED:
             self.phase = Phase.BACKWARD
         if (bucket := self._bucket_of.get(slot)) is None:
-            self._try((slot,), lambda: None)  # begins the iteration alone
+            self._try((slot,), lambda: None)  # the first gradient of an iteration
             return
         if bucket.job is not None and slot in bucket.job.versions:
-            # another micro-batch: the job's result is stale, and the worker still owns its memory
+            # a further micro-batch makes the job's result stale, but the worker still uses its
+            # memory
             bucket.job.is_cancelled = True
             bucket.job = None
         if self._failure is not None:
@@ -168,7 +169,7 @@ class BackwardScheduler:
             return
         released = self.released
         if slot in released.held and slot in released.claims and slot in bucket.waiting:
-            # one gradient waits to be added to the held copy; further ones are added in order
+            # one gradient is added to the copy later; further ones are added in order
             self._try(bucket.slots, partial(self._begin, bucket))
         if self._host_part.releases:
             released.claim(slot, grad, claim)
@@ -187,7 +188,7 @@ class BackwardScheduler:
             self._failure = error
         except Exception as error:
             if not self._host_part.releases and self._settings_are_refused():
-                return  # they came after the first of some micro-batches
+                return  # they arrived after the first micro-batch
             what = f"{self._host_part.label(slots)}: work on the host"
             self._failure = _not_begun(what, error)
 

@@ -119,7 +119,7 @@ def plan_staging(
         pipelined: ``overlap_cpu_optimizer_d2h_h2d``.
         has_outputs: True if parameters are staged, too.
     """
-    # ranks that reduce together get the same numbers, so they cut the same buckets
+    # ranks that reduce together have the same sizes, so their buckets are equal
     shared = [2 * slot.share * slot.dtype.itemsize for slot in slots]
     bucket_bytes = most if mode == "sync" else fitting_bucket_bytes(sum(shared), most)
     buckets = plan_buckets([slot.slot for slot in slots], shared, bucket_bytes)
@@ -130,7 +130,7 @@ def plan_staging(
     # In a step one bucket is copied down, one is stepped and one is copied up. Backward copies all
     # down.
     in_step = 3 if pipelined else 1
-    if mode == "sync" and len(needed) > in_step:  # a ring of pieces that each hold the largest
+    if mode == "sync" and len(needed) > in_step:  # a ring of pieces of the largest size
         needed = [max(needed)] * in_step
     return buckets, needed
 

@@ -224,7 +224,7 @@ class PlacedSlots:
 
     def written(self) -> None:
         """Remember offloaded parameters as a step left them."""
-        if self._bound is None:  # else this package's own tensors are stepped themselves
+        if self._bound is None:  # otherwise the optimizer's own tensors are stepped
             slots = self._summed()
             self._written.note(slots, list(map(self._local, slots)))
 
@@ -332,7 +332,7 @@ class PlacedExecutor(Executor):
         self.fraction, self._how = fraction, how
         self.optimizers: dict[Place, torch.optim.Optimizer] = {}
         self.executors: dict[Place, Executor] = {}
-        self._distinct: list[Executor] = []  # all of these, each once
+        self._distinct: list[Executor] = []  # each optimizer once
         self._placed = PlacedSlots(param_groups, self.executors, how.place, copies, remainders)
 
     def build(
@@ -400,7 +400,7 @@ class PlacedExecutor(Executor):
     def marks_changes(self, slot: Slot) -> bool:
         self._placed.bind()
         place, part = self.place(slot), self.stepper.host_part
-        # parts of slots, and steps that may be dropped, are not marked
+        # changes of parts of slots, and of steps that may be rolled back, are not marked
         is_whole = place == "device" or (part.pipeline is None and part.speculation is None)
         return is_whole and self.executor_at(place).marks_changes(slot)
 
@@ -452,13 +452,13 @@ class PlacedExecutor(Executor):
         """Its parameters are placed on their own, by the same fraction and policy."""
         super().group_added()
         if not self.executors:
-            return  # the first groups are planned together
+            return  # the first groups are placed together
         index = len(self.param_groups) - 1
         self._placed.assign([self.param_groups[index]], self.fraction)
         for place, optimizer in self.optimizers.items():
             is_ours = isinstance(optimizer, SlotOptimizer)
             if is_ours and "param_names" in self.param_groups[0]:
-                # of an empty first group: torch wants names in all groups or none
+                # for an empty first group, because torch requires names in all groups or none
                 optimizer.param_groups[0].setdefault("param_names", [])
             optimizer.add_param_group(self._group_of(index, place, is_ours))
         self._groups_are_known([index])
@@ -467,7 +467,7 @@ class PlacedExecutor(Executor):
     def forget_groups(self, count: int) -> None:
         super().forget_groups(count)
         if not self.executors:
-            return  # it is being built
+            return  # the executor is under construction
         self._placed.forget_groups(count)
         for executor in self._distinct:
             executor.forget_groups(count)
@@ -544,7 +544,7 @@ class PlacedExecutor(Executor):
         self._placed[slot].is_stepped_itself, self._placed[slot].main = True, None
         if not self._is_away(slot, source):
             return super().new_main_param(slot, source)
-        # born where it is kept: it never exists in FP32 on the device
+        # allocated where it is stored, so it never exists in FP32 on the device
         main = self._placed.copy(source, self._placed[slot].place, self.main_dtype(source.dtype))
         self.step_instead(slot, main)
         return main

@@ -81,7 +81,7 @@ class MemoryUse:
             return 0
         if not isinstance(executor := part.executor, RuleExecutor):
             return self._tensors()
-        if self._state[0] is not part.slots:  # other slots since
+        if self._state[0] is not part.slots:  # the slots have changed since
             forms = (form for slot in part.slots for form in held_forms(executor, slot).values())
             self._state = part.slots, sum(size.numel() * dtype.itemsize for size, dtype in forms)
             self._is_complete = False

@@ -78,7 +78,7 @@ class StateFile:
 
     @property
     def file(self) -> DirectFile:
-        assert self._file is not None  # reserve() comes first
+        assert self._file is not None  # reserve() is called first
         return self._file
 
     def reserve(self, num_bytes: int) -> None:
@@ -87,7 +87,7 @@ class StateFile:
         Raises:
             OSError: the disk has too little space; with the path and the remedy.
         """
-        unit = mmap.ALLOCATIONGRANULARITY  # the granularity of mappings
+        unit = mmap.ALLOCATIONGRANULARITY  # offsets of mappings must be multiples of it
         more = max(-(-num_bytes // unit) * unit - self.capacity, 0)
         if not self._is_planned:
             if self._file is None:

@@ -156,7 +156,7 @@ class FileWindows:
                     failed.append(error)
         if failed:
             del failed[1:]
-            raise failed.pop()  # a frame that kept its own error would be a cycle
+            raise failed.pop()  # a reference from this frame to its own error would be a cycle
 
 
 def windows_held(lag: int) -> int:
@@ -242,7 +242,7 @@ class FileStorage:
     def resize(self, sizes: Sequence[int]) -> None:
         if list(sizes) != self._sizes:
             self._memory = None
-            self._sizes = list(sizes)  # last: after a signal in between, the work is done again
+            self._sizes = list(sizes)  # assign last, so that after a signal the work is repeated
 
     def _rooms(self) -> list[Tensor]:
         """Memory for each window; kept from one step to the next."""

@@ -117,7 +117,7 @@ class Stepper:
         Raises:
             WorkerError: the worker failed; nothing was stepped.
         """
-        if self.schedule.phase is not Phase.COLLECTED:  # no wrapper did
+        if self.schedule.phase is not Phase.COLLECTED:  # no wrapper has measured them
             self.schedule.collect()
         pipeline = self.host_part.pipeline
         if pipeline is not None:

@@ -400,7 +400,7 @@ class DeviceRing:
     def __init__(self, transfer: Transfer, sizes: Sequence[int], like: Tensor) -> None:
         self._transfer = transfer
         self._rooms = [like.new_empty(size, dtype=torch.uint8) for size in sizes]
-        self._tickets: list[list[Any]] = [[] for _ in sizes]  # of each room's copies
+        self._tickets: list[list[Any]] = [[] for _ in sizes]  # of the copies in each window buffer
         self.device, self._made = like.device, transfer.mark()
         self._uploads = 0
         self.up = self.down = 0

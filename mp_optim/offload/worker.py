@@ -99,7 +99,7 @@ def _serve(calls: _Calls) -> None:
         result, error = None, None
         try:
             result = work()
-        except BaseException as raised:  # the caller of the future's methods gets it
+        except BaseException as raised:  # the future's methods raise it
             error = raised
         del work
         if error is None:
@@ -121,7 +121,7 @@ class Worker:
         self._name, self._set_up = name, set_up
         self._pool: DaemonExecutor | None = None
         self._pid = os.getpid()
-        self._begun: list[tuple[str, Future[None]]] = []  # since the last drain, with labels
+        self._begun: list[tuple[str, Future[None]]] = []  # jobs since the last drain, with labels
         self._last: Job | None = None
 
     def submit(self, job: Job) -> None:
@@ -159,7 +159,7 @@ class Worker:
             label, future = self._begun[0]
             if (error := future.exception()) is not None:
                 self.discard()
-                self._pool = None  # which the failed set-up of a thread would leave unusable
+                self._pool = None  # a failed start of a thread would leave it unusable
                 raise WorkerError(
                     f"{label}: work on the host during backward failed: {error!r}. The optimizer "
                     "is as it was before this step; call step() again, or continue with the next "
@@ -201,7 +201,7 @@ def _run(job: Job) -> None:
 def _stop(pool: DaemonExecutor, pid: int) -> None:
     """End the thread of a worker that is gone; a forked child does not have it."""
     if os.getpid() == pid:
-        is_own = pool.thread is threading.current_thread()  # which cannot wait for itself
+        is_own = pool.thread is threading.current_thread()  # the worker cannot wait for itself
         pool.shutdown(wait=not is_own, cancel_futures=True)
 
 

@@ -89,7 +89,7 @@ class StackOptimizer(WrappedOptimizer):
         given = {**construction_of(config), **RULES[self.rule].fixed, **defaults}
         self._empty = RuleOptimizer(rule_of(config), [{"params": []}], **given)
         """The rule's optimizer without parameters, used to check settings."""
-        self._of_rule = tuple(defaults)  # a wrapper (timm's Lookahead) adds defaults of its own
+        self._of_rule = tuple(defaults)  # a wrapper (timm's Lookahead) adds its own defaults
         # Skip WrappedOptimizer.__init__, which would build the executor now.
         MegatronOptimizer.__init__(self, params, defaults, config, None)
         self._check_overrides_match()

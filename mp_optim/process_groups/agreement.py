@@ -264,7 +264,7 @@ def _attempt(
     """
     try:
         return work(), [], None
-    except BaseException as error:  # others wait: they have to learn of an interrupt too
+    except BaseException as error:  # other ranks wait, so an interrupt must reach them, too
         kind = type(error).__name__
         return None, [error], (kind, rank, f"{kind}: {error}")
 
@@ -308,7 +308,7 @@ def difference(described: Sequence[Sequence[str]], ranks: Sequence[int]) -> str 
         ranks: their global numbers.
     """
     by_rank = list(map(tuple, described))
-    common = max(by_rank, key=by_rank.count)  # of those that are equally frequent, the first
+    common = max(by_rank, key=by_rank.count)  # among equally frequent values, the first
     reference = ranks[by_rank.index(common)]
     differences = []
     for rank, lines in zip(ranks, by_rank, strict=True):
@@ -393,14 +393,14 @@ def difference_told(lines: Sequence[str], ranks: Sequence[int]) -> str:
         if own == first:
             how = _compared(store, ranks)
             store.set("how", how)
-            others = len(ranks) - 1  # this process may keep the store
+            others = len(ranks) - 1  # this process may host the store
             _wait_until(lambda: store.add("read", 0) == others, _GRACE)
         elif _wait_until(lambda: store.check(["how"]), _PATIENCE + _GRACE):
             how = store.get("how").decode()
             store.add("read", 1)
         else:
             how = f"rank {first} did not report"
-    except RuntimeError:  # the store is gone, and the rank that kept it
+    except RuntimeError:  # the rank that hosts the store has ended
         return "the difference is unknown, because the store is gone"
     return how or "the difference is unknown"
 

@@ -26,7 +26,7 @@ def finish() -> None:
     called at this process's exit."""
     end = time.monotonic() + _EXIT_PATIENCE
     while time.monotonic() < end:
-        time.sleep(1e-3)  # a thread that waits for the interpreter's lock gets it here
+        time.sleep(1e-3)  # gives the interpreter's lock to a waiting thread
         if "R" not in _states():
             return
 
@@ -35,7 +35,7 @@ def _states() -> Iterator[str]:
     """Yield the state of each of this process's gloo threads: ``R`` runs or wants to, ``S`` sleeps.
     Empty where the system has no such list."""
     for task in _TASKS.glob("*"):
-        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
             name, _, rest = (task / "stat").read_text().rpartition(")")
             if name.endswith(f"({_THREAD}"):
                 yield rest.split()[0]

@@ -69,7 +69,7 @@ def announce() -> None:
         return
     store, own = _get_default_store(), f"mp_optim/life/{dist.get_rank()}"
     life = store.add("mp_optim/life", 0)
-    if store.add(own, 0) == life:  # this rank took part in the last one, so that one is over
+    if store.add(own, 0) == life:  # this rank took part in the last collective, so that is complete
         life += 1
     for name in ("mp_optim/life", own):
         store.set(name, str(life))
@@ -191,7 +191,7 @@ def _raise_if_noticed(group: ProcessGroup) -> None:
     def is_noticed() -> bool:
         try:
             return bool(_notes(group).check(["any"]))
-        except RuntimeError:  # the store is gone, and the rank that kept it
+        except RuntimeError:  # the rank that hosts the store has ended
             return True
 
     _questions[:] = [in_background(is_noticed)]
@@ -242,7 +242,9 @@ def _missing(group: ProcessGroup, doing: str) -> str:
     process that keeps it may be gone, or stopped."""
     ranks = dist.get_process_group_ranks(group)
     answer = in_background(lambda: _by_notes(_notes(group), ranks, doing))
-    with contextlib.suppress(RuntimeError, futures.TimeoutError):  # no store, or no answer
+    with contextlib.suppress(
+        RuntimeError, futures.TimeoutError
+    ):  # the store is missing or does not answer
         return answer.result(_PATIENCE + _STORE)
     return (
         "the store is gone, or does not answer: the process that keeps it, perhaps rank 0, has "

@@ -244,7 +244,7 @@ class FlatBucket:
         with torch.no_grad():
             values = param.detach()
             if values.untyped_storage()._cdata == entry.data.untyped_storage()._cdata:
-                values = values.clone()  # another view of the bucket: transposed, say
+                values = values.clone()  # another view of the bucket, such as a transposed one
             entry.data.copy_(values)
         param.data = entry.data
         entry.param = param

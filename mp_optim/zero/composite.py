@@ -116,11 +116,11 @@ class CompositeOptimizer(MegatronOptimizer):
             yield from member.named_gradients()
 
     def check_settings(self, group: dict[str, Any]) -> None:
-        self.members[0].check_settings(group)  # the same rule in all
+        self.members[0].check_settings(group)  # all members have the same rule
 
     def share_settings(self) -> None:
         for member in self.members:
-            member.share_settings()  # their groups are these
+            member.share_settings()  # these are the groups of all members
 
     def use_mark(self, mark: StepMark) -> None:
         self.step_mark = mark
@@ -227,7 +227,7 @@ class ChainedOptimizer(CompositeOptimizer):
         composites = [member for member in self.members if isinstance(member, CompositeOptimizer)]
         reducers = [member.grad_reducer for member in composites]
         ours = [reducer for reducer in reducers if isinstance(reducer, GradReducer)]
-        if len(ours) > 1:  # the same order on all ranks
+        if len(ours) > 1:  # all ranks use this order
             again = self.config.data_parallel_sharding_strategy == "optim_grads"
             reduce_in_one_order(ours, again=again)
 

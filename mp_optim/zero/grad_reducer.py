@@ -93,9 +93,9 @@ class GradReducer:
         self.buckets, self.group, self._config = buckets, group, config
         self._divisor = divisor if config.grad_reduce_op == "avg" else 1
         strategy = config.data_parallel_sharding_strategy
-        # until zero_grad (ZeRO-1); else they are handed out (ZeRO-2)
+        # kept until zero_grad (ZeRO-1), or passed to the optimizer (ZeRO-2)
         self._keeps_grads = strategy != "optim_grads"
-        self._replicates = strategy == "no_shard"  # every rank gets all of the sums
+        self._replicates = strategy == "no_shard"  # every rank receives all sums
         self._in_backward = config.overlap_grad_reduce or not self._keeps_grads
         self.guard, self._check_use = guard, check_use
         self.on_reduced: Callable[[int], None] | None = None
@@ -107,8 +107,8 @@ class GradReducer:
         LaunchOrder([self], again=not self._keeps_grads)
         self.has_gradients, self.late = False, ""
         self.bytes_reduced = self.grad_bytes_gathered = 0
-        self._entries: dict[int, Entry] = {}  # by mark
-        self._watched: dict[int, _Watched] = {}  # by id of the entry
+        self._entries: dict[int, Entry] = {}  # keyed by mark
+        self._watched: dict[int, _Watched] = {}  # keyed by the id of the entry
         weakref.finalize(self, _unwatch, self._watched).atexit = False
         for index, bucket in enumerate(buckets):
             for entry in bucket.entries:
@@ -120,7 +120,9 @@ class GradReducer:
         """Put the hook on an entry's parameter; one that an earlier optimizer put there has no
         effect any more."""
         this, param, mark = weakref.ref(self), cast(Any, entry.param), next(_marks)
-        self._entries[mark] = entry  # the hook must not keep it: it has the parameter
+        self._entries[mark] = (
+            entry  # the hook must not refer to the entry, which refers to the parameter
+        )
 
         def arrive(tensor: Tensor) -> None:
             reducer = this()
@@ -221,7 +223,7 @@ class GradReducer:
                 add=self._reduced[index],
             )
         if not self._keeps_grads:
-            bucket.grads = None  # the reduction holds them for as long as it needs them
+            bucket.grads = None  # the reduction refers to them as long as it needs them
         self._reduced[index], self._waiting[index] = True, False
         self._complete = False
         self.rounds += index == 0
@@ -403,7 +405,7 @@ class LaunchOrder:
         left = any(of_members)
         if not self._again:
             return left
-        if self._next > 0:  # a backward that failed has begun the round
+        if self._next > 0:  # a failed backward may have started the round
             return True
         with self._members[0].guard("asking for another pass to reduce"):
             for group in self._groups:
@@ -534,7 +536,7 @@ class Reduction:
         op = dist.ReduceOp.SUM
         if self.divisor == self.group.size():
             op = dist.ReduceOp.AVG
-        elif self.divisor != 1:  # before the sum: 16-bit floats may not hold it
+        elif self.divisor != 1:  # divide before the sum, which may overflow in 16 bits
             divide_(self.grads, self.divisor)
         if _are_even(self.bounds):
             self.result = torch.empty_like(self.owned) if self.add else self.owned
@@ -635,7 +637,7 @@ def divide_(grads: Tensor, divisor: int) -> None:
 
 def finish_sum(total: Tensor, owned: Tensor, divisor: int, add: bool) -> None:
     """Write a sum over ranks, divided, to the owned shard, or add it there."""
-    if divisor != 1:  # by a tensor: CUDA would multiply with a number's reciprocal
+    if divisor != 1:  # divide by a tensor, because CUDA multiplies by the reciprocal of a number
         total /= torch.full_like(total, divisor)
     if add:
         total += owned

@@ -222,7 +222,7 @@ class ShardedParams:
         keeps_shape = self.steps_everything or self._config.use_layer_wise_distributed_optimizer
         start, tensor = 0, torch.empty(0, dtype=param.dtype, device=param.device)
         owned, ranges = None, None
-        if slot in self._entries:  # not frozen, nor without elements
+        if slot in self._entries:  # trainable, and with elements on this rank
             index, entry = self._entries[slot]
             bucket, stop = self.buckets[index], param.numel()
             # Megatron may have kept it in the part of one rank, which steps it alone
@@ -243,7 +243,7 @@ class ShardedParams:
             owned = tensor.detach().clone()
         grad = None if owned is None else owned.view(tensor.shape)
         set_main_grad(tensor, grad)
-        # ranks meet in the communication of such a rule, so all of them place it alike
+        # ranks communicate in such a rule, so all of them must place it alike
         config, reads = self._config, RULES[self._config.optimizer].reads
         adds_up = reads == "sums" or config.muon_moment2_method is not None
         placed_alike = adds_up or (reads == "matrices" and not keeps_shape)
@@ -374,7 +374,7 @@ def _set_attributes(tensor: Tensor, param: Tensor, info: ShardInfo) -> None:
     attributes."""
     set_shard_info(tensor, info)
     attributes = norm_attributes(param)
-    if tensor.shape != param.shape:  # a flat part has not the parameter's dimensions
+    if tensor.shape != param.shape:  # a flat shard does not have the parameter's dimensions
         for of_shape in ("partition_dim", "partition_stride", "partition_sizes"):
             attributes.pop(of_shape, None)
     set_norm_attributes(tensor, attributes)

@@ -111,7 +111,7 @@ class DistributedOptimizer(CompositeOptimizer):
         self.groups_below = [self.shards.param_groups, *self.shards.groups_below]
         self.take_members([self.shards])
         _show_settings(self, sharded=not self._model.steps_everything)
-        # a listener makes backward wait for earlier reductions
+        # A listener makes backward wait for earlier reductions, so it is registered only if needed.
         if self.early_work:
             shards, tensors = self.shards, self._model.tensors  # the reducer must not keep `self`
             self.grad_reducer.on_reduced = lambda bucket: shards.gradients_ready(tensors[bucket])
@@ -130,7 +130,7 @@ class DistributedOptimizer(CompositeOptimizer):
         super().add_param_group(param_group)
 
     def share_settings(self) -> None:
-        SlotKeyedOptimizer.share_settings(self)  # the shards have groups of their own
+        SlotKeyedOptimizer.share_settings(self)  # the shards have their own groups
 
     def locate(self, slot: Slot) -> tuple[MegatronOptimizer, Slot]:
         return self.shards, slot
@@ -184,14 +184,14 @@ class DistributedOptimizer(CompositeOptimizer):
         self.finish_param_sync()
         if slot is None or not self._model.is_followed(slot):
             self._follow_buckets()
-        # buckets do not see writes that change no version; the wrapper compares values
+        # buckets do not detect writes without a new version, so the wrapper compares values
         self.shards.make_current(slot, follow_only=follow_only)
 
     def _follow_buckets(self) -> None:
         """Take parameters that were replaced, moved or written into the buckets."""
         self.finish_param_sync()
         if self._model.follow():
-            # copies on the host follow now: state may be read before the next step
+            # update copies on the host now, because state may be read before the next step
             self.shards.make_current(follow_only=True)
             self._model.look()
 

@@ -48,9 +48,7 @@ def log_own_norm(trainer: Any) -> None:
 
     def with_norm(logs: dict[str, float], *args: Any, **named: Any) -> None:
         prepared = trainer.optimizer
-        stack = stack_of(
-            getattr(prepared, "optimizer", prepared)
-        )  # accelerate wraps the optimizer.
+        stack = stack_of(getattr(prepared, "optimizer", prepared))  # accelerate wraps the optimizer
         is_ours = isinstance(stack, MegatronOptimizer)
         if "grad_norm" in logs and is_ours and stack.config.release_gradients:
             logs = {**logs, "grad_norm": stack.metrics()["grad_norm"]}

@@ -190,7 +190,7 @@ class MegatronAdapter(torch.optim.Optimizer):
         with stack.step_mark.step(stack):
             try:
                 grads = stack.collect_grads()
-            except WorkerError:  # the work of all workers is done again
+            except WorkerError:  # every worker's job runs again in this process
                 stack.discard_early_work()
                 raise
             measurement = grads.sums()

@@ -98,7 +98,7 @@ def get_megatron_optimizer(
         group["default_config"] = rates == (ours.lr, ours.min_lr)  # the rate that Megatron logs
         if not has_rate and group["default_config"]:
             group["lr"] = None
-            group.pop("max_lr", None)  # the scheduler's own counts
+            group.pop("max_lr", None)  # the scheduler counts these itself
     return ChainedOptimizer.over(stack, model_chunks, groups_elsewhere(stack))
 
 
@@ -207,7 +207,7 @@ def install(**settings: Any) -> None:
     _theirs.update({name: theirs for name, theirs in present.items() if theirs})
     for name, theirs in _theirs.items():
         _put(theirs, _FACTORIES[name][1])
-    # callers that ask for the kind of their optimizer
+    # Megatron's callers test the class of their optimizer
     theirs = importlib.import_module(_HOME)
     theirs.MegatronOptimizer.register(MegatronAdapter)
     theirs.ChainedOptimizer.register(ChainedOptimizer)
@@ -306,7 +306,7 @@ def _stack_over(
     if optimizer is None:
         optimizer = FusedAdam([{"params": []}], lr=0.0)
     if getattr(config, "lr", None) is None and not isinstance(config, OptimizerConfig):
-        # the rate is the optimizer's where the config leaves it open
+        # the optimizer's rate applies if the config has none
         config = dataclasses.replace(config, lr=float(optimizer.param_groups[0]["lr"] or 0.0))
     scaler = grad_scaler_from_megatron(grad_scaler)
     return wrapper(optimizer, config_from_megatron(config), scaler)
