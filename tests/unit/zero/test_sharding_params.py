@@ -23,6 +23,7 @@ from mp_optim import (
     get_megatron_optimizer,
 )
 from mp_optim.zero.buckets import SHARD_ALIGNMENT
+from mp_optim.zero.sharded_params import ParamShard
 from support.models import config_for
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -122,6 +123,15 @@ def test_step_without_backward_warns(strategy):
     optimizer = sharded(nn.Linear(4, 4), strategy=strategy)
     with pytest.warns(UserWarning, match="none of the optimizer's 2 parameters has a gradient"):
         optimizer.step()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_shard_takes_its_blocks_of_the_scales_of_a_whole_parameter(first):
+    start, shape = first * SHARD_ALIGNMENT, torch.Size((4, SHARD_ALIGNMENT))
+    owned = torch.empty(2 * SHARD_ALIGNMENT)
+    shard = ParamShard("w", shape, start, start + owned.numel(), owned, None, shown_whole=False)
+    assert shard.localize("exp_avg_scale", torch.arange(4.0)).tolist() == [first, first + 1]
 
 
 def test_bucket_of_one_parameter_shares_no_memory_with_what_was_there():
