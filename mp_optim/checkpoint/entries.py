@@ -70,15 +70,6 @@ def check_entries(
     missing = sorted(wanted.keys() - saved.keys())
     unexpected = sorted(saved.keys() - set(others))
     misshaped, of_another_dtype = _misfits(saved, wanted)
-    if any(key_and_fqn(name)[0] == AVERAGE for name in unexpected):
-        unexpected.append("(averages: set ema_decay, or load with convert=True, which drops them)")
-    if any(_is_unread(name, wanted) for name in unexpected):
-        unexpected.append(
-            "(first moments: none are kept where betas[0] is 0; load with convert=True, which "
-            "drops them)"
-        )
-    if any(_is_unread(name, saved) for name in missing):
-        missing.append("(first moments: none were kept, as betas[0] was 0; build the optimizer so)")
     listed = []
     for kind, names in (
         ("missing", missing),
@@ -89,6 +80,10 @@ def check_entries(
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         if names:
             listed.append(f"{kind} {names[:_SHOWN]}{more}")
+    if any(key_and_fqn(name)[0] == AVERAGE or _is_unread(name, wanted) for name in unexpected):
+        listed.append("convert=True drops averages and first moments that are not kept here")
+    if any(_is_unread(name, saved) for name in missing):
+        listed.append("no first moments were kept, because betas[0] was 0; build the optimizer so")
     if listed:
         raise ValueError(f"{where} does not fit this model and optimizer: {', '.join(listed)}")
 

@@ -184,12 +184,9 @@ def _largest(magnitudes: Tensor, blocks: Sequence[int]) -> Tensor:
     for dim, count in enumerate(blocks):
         size = magnitudes.shape[dim]
         width = -(-size // count)
-        if count * width != size:  # Pad the last block with 0, the least magnitude.
-            filled = magnitudes.new_zeros(
-                (*magnitudes.shape[:dim], count * width, *magnitudes.shape[dim + 1 :])
-            )
-            filled.narrow(dim, 0, size).copy_(magnitudes)
-            magnitudes = filled
+        # Pad the last block with 0, the least magnitude.
+        padding = [0, 0] * (magnitudes.ndim - 1 - dim) + [0, count * width - size]
+        magnitudes = torch.nn.functional.pad(magnitudes, padding)
         split = (*magnitudes.shape[:dim], count, width, *magnitudes.shape[dim + 1 :])
         magnitudes = magnitudes.reshape(split).amax(dim + 1)
     return magnitudes

@@ -195,16 +195,14 @@ def _median(rows: Tensor, count: Tensor) -> Tensor:
 
 
 def _check_loss(loss: object) -> None:
-    if loss is None or (type(loss) is not bool and isinstance(loss, Real)):
-        return
     if isinstance(loss, Tensor):
-        is_plain = loss.layout == torch.strided and not loss.is_meta
-        if is_plain and loss.numel() == 1 and not loss.is_complex():
-            return
-        what = f"a tensor of shape {tuple(loss.shape)}, {loss.dtype}, on {loss.device}"
+        is_usable = loss.layout == torch.strided and not loss.is_meta and not loss.is_complex()
+        is_usable, shown = is_usable and loss.numel() == 1, f"{loss.dtype} {tuple(loss.shape)}"
     else:
-        what = repr(loss)
-    raise ValueError(
-        f"report_loss: the loss is {what}, not one real number; pass the mean over the batch "
-        "(loss.mean()), or None on a rank without a loss"
-    )
+        is_usable = loss is None or (isinstance(loss, Real) and not isinstance(loss, bool))
+        shown = repr(loss)
+    if not is_usable:
+        raise ValueError(
+            f"loss={shown}: it is not one real number; give the mean over the batch "
+            "(loss.mean()), or None if this rank has no loss"
+        )

@@ -4,7 +4,6 @@ it, and never waits for the device."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -75,10 +74,19 @@ class StepWarnings(Observer):
         if verdict.disagrees or stack is None:  # ranks that disagree raise an error
             return
         scale = fp32(1.0 / verdict.scaling[0]) if verdict.scaling else None
-        told = self._warn(stack, verdict, scale)
+        told, count = self._warn(stack, verdict, scale), stack.counts.skipped[verdict.cause]
+        if count > _LOGGED_FIRST and count & (count - 1):
+            return
+        line = f"step {stack.counts.steps} was skipped: {verdict.reason}"
+        line += f" ({told})" if told not in line else ""
+        line += "" if scale is None else f"; loss scale {scale:.10g}"
         health = stack.observers.get("health")
-        norms = {} if health is None else health.norms_in(verdict, _SAID_FIRST)
-        _log_skip(stack, verdict, scale, told, norms)
+        largest = {} if health is None else health.norms_in(verdict, _LARGEST)
+        if largest:
+            norms = ", ".join(f"{name} {norm:g}" for name, norm in largest.items())
+            line += f"; largest gradient norms: {norms}"
+        is_first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+        _log.log(logging.WARNING if is_first and not told else logging.INFO, line)
 
     def _warn(self, stack: MegatronOptimizer, verdict: Verdict, scale: float | None) -> str:
         """Warn of the 1st, 10th, 100th ... skipped one in a row;
@@ -101,42 +109,10 @@ class StepWarnings(Observer):
         return culprit or verdict.reason
 
 
-_SAID_FIRST = 3
+_LOGGED_FIRST = 3
 """Skipped steps of one cause that are all logged; after them the 4th, 8th, 16th ..."""
-
-
-def _log_skip(
-    stack: MegatronOptimizer,
-    verdict: Verdict,
-    scale: float | None,
-    told: str,
-    largest_norms: Mapping[str, float],
-) -> None:
-    """Log a skipped step, if it is due: as a warning on rank 0, as information on other ranks.
-
-    Args:
-        stack: the stack.
-        verdict: verdict of the step.
-        scale: loss scale of the step; None without a scaler.
-        told: the cause that a warning has just named. The line is information then.
-        largest_norms: largest norms of single gradients, by name, if they are kept.
-    """
-    count = stack.counts.skipped[verdict.cause]
-    is_due = count <= _SAID_FIRST or count & (count - 1) == 0
-    if not is_due:
-        return
-    line = f"step {stack.counts.steps} was skipped: {verdict.reason}"
-    if told not in line:
-        line += f" ({told})"
-    if scale is not None:
-        line += f"; loss scale {scale:.10g}"
-    if largest_norms:
-        norms = ", ".join(f"{name} {norm:g}" for name, norm in largest_norms.items())
-        line += f"; largest gradient norms: {norms}"
-    if count > _SAID_FIRST + 1:
-        line += f"; {count // 2 - 1} skipped before it for the same cause were not said"
-    is_first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-    _log.log(logging.WARNING if is_first and not told else logging.INFO, line)
+_LARGEST = 3
+"""Gradient norms that the log has of a skipped step, if norms are kept."""
 
 
 def _culprit(stack: MegatronOptimizer) -> str:

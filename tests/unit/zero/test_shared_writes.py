@@ -5,12 +5,13 @@ import pytest
 from support.launch import results_of_ranks
 from support.workers.writes import ALONE, CASES, ODD, RANKS
 
+ROWS = "weight: Tensor of torch.float32, shape (12,), torch.strided, checksum"
 SAYS = {
-    "factors": "rank 1 has 'weight: torch.float32 of shape (12,) from 0.75 to 0.75,",
-    "one factor": "rank 1 has 'weight: torch.float32 of shape (12,) from 0.25 to 0.5,",
-    "name": "rank 1 has 'nothing' where rank 0 has 'weight: torch.float32 of shape (12,)",
-    "unknown": "rank 1 has 'wieght: torch.float32 of shape (12,) from 0.5 to 0.5,",
-    "values": "rank 1 has 'weight: torch.float32 of shape (12, 8) from 0 to 9,",
+    "factors": f"rank 1 has '{ROWS}",
+    "one factor": f"rank 1 has '{ROWS}",
+    "name": f"rank 1 has 'nothing' where rank 0 has '{ROWS}",
+    "unknown": "rank 1 has 'wieght: Tensor of torch.float32, shape (12,),",
+    "values": "rank 1 has 'weight: Tensor of torch.float32, shape (12, 8),",
 }
 
 
