@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import sys
 from collections.abc import Iterator
@@ -12,72 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import mp_optim
-
-
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).bfloat16()
-
-
-def fit(layers: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[float, float]:
-    losses = []
-    for step in range(60):
-        x = torch.randn(32, 8, generator=torch.Generator().manual_seed(step)).bfloat16()
-        optimizer.zero_grad()
-        loss = (layers(x) - x).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses[0], losses[-1]
-
-
-def test_builder_that_imports_module_and_class() -> None:
-    """verl: ``optimizer_impl``, ``optimizer``, ``override_optimizer_config``."""
-    override = {"offload": 1.0, "state": "8bit"}
-    cls = getattr(importlib.import_module("mp_optim"), "AdamW")  # noqa: B009
-    layers = model()
-    arguments = {"lr": 1e-2, "weight_decay": 0.01, "betas": [0.9, 0.95], **override}
-    first, last = fit(layers, cls(layers.parameters(), **arguments))
-    assert last < 0.2 * first
-
-
-def by_class_path(path: str, params: Any, lr: float, arguments: list[str]) -> Any:
-    split = [argument.split("=") for argument in arguments]
-    settings = {name: ast.literal_eval(value) for name, value in split}
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)(params, lr=lr, **settings)
-
-
-def test_builder_by_class_path_with_arguments_of_text() -> None:
-    layers = model()
-    adapters = [{"params": list(layers[0].parameters()), "lr": 1e-2}]
-    adapters.append({"params": list(layers[2].parameters()), "lr": 2e-2})
-    arguments = ["state='8bit'", "offload='1.0'", "betas=(0.9,0.95)", "weight_decay=0.01"]
-    optimizer = by_class_path("mp_optim.AdamW", adapters, 1e-3, arguments)
-    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 2e-2]
-    assert optimizer.config.optimizer_offload_fraction == 1.0
-    assert optimizer.state_dict()["state"] == {}  # parameters may still move to a device
-    first, last = fit(layers, optimizer)
-    assert last < 0.2 * first
-    states = optimizer.state_dict()["state"].values()
-    assert {state["exp_avg"].dtype for state in states} == {torch.int8}
-    with pytest.raises(ValueError, match="stochastic_rounding='False': must be a bool"):
-        by_class_path("mp_optim.AdamW", adapters, 1e-3, ["stochastic_rounding='False'"])
-
-
-def test_builder_that_passes_params_by_name() -> None:
-    """NeMo Automodel: ``_target_: mp_optim.AdamW``; ``foreach=False`` with tensor parallelism."""
-    layers = model()
-    optimizer = mp_optim.AdamW(
-        params=[{"params": list(layers.parameters()), "weight_decay": 0.0}], lr=1e-2, foreach=False
-    )
-    first, last = fit(layers, optimizer)
-    assert last < 0.2 * first
-
 
 # -- plugins of Trainers ---------------------------------------------------------------------------
 

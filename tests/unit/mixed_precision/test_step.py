@@ -11,21 +11,7 @@ from torch import nn
 from mp_optim import DynamicGradScaler, FP32Optimizer, FusedAdam, get_megatron_optimizer
 from mp_optim.core.interrupted_step import ParkedTensors
 from support.models import build, config_for, same_bits, tokens_of, train
-
-
-def snapshot(model, optimizer):
-    state = {
-        f"{i}.{k}": v.clone()
-        for i, s in optimizer.state_dict()["state"].items()
-        for k, v in s.items()
-    }
-    return {**state, **{n: p.detach().clone() for n, p in model.named_parameters()}}
-
-
-def assert_untouched(before, after):
-    assert before.keys() == after.keys()
-    for key, value in before.items():
-        assert same_bits(value, after[key]), key
+from support.offload import differing, snapshot
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -39,7 +25,7 @@ def test_overflow_leaves_everything_untouched(precision, fraction, bad):
     model.experts["up"].grad[0, 0, 0] = bad
     result = optimizer.step()
     assert result == (False, None, None)
-    assert_untouched(before, snapshot(model, optimizer))
+    assert differing(before, snapshot(model, optimizer)) == []
     assert optimizer.metrics()["skipped_steps"] == 1
 
 
@@ -49,7 +35,7 @@ def test_norm_threshold_skips_without_a_chain():
     model(tokens_of(0)).backward()
     success, norm, _ = optimizer.step()
     assert not success and norm > 1e-3
-    assert_untouched(before, snapshot(model, optimizer))
+    assert differing(before, snapshot(model, optimizer)) == []
 
 
 def test_growth_step_divides_by_the_scale_of_backward():

@@ -17,7 +17,7 @@ from mp_optim.apps.float8 import quantize_weights
 from mp_optim.core.quantized import FLOAT8_DTYPES, dequantized, quantize_, scaled_codes
 from mp_optim.zero.buckets import check_shardable
 from support.models import DTYPES, TinyMoE, config_for, is_expert, same_bits, tokens_of, train
-from support.offload import MODES, hybrids
+from support.offload import MODES, differing, hybrids
 from support.one_rank import one_rank
 
 E4M3 = torch.float8_e4m3fn
@@ -45,11 +45,6 @@ def everything(model: nn.Module, optimizer: object) -> dict[str, Tensor]:
     return found | {
         f"main {name}": value.detach().clone() for name, value in optimizer.named_main_params()
     }
-
-
-def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
-    assert a.keys() == b.keys()
-    return [name for name in a if not torch.equal(_bytes(a[name]), _bytes(b[name]))]
 
 
 def _bytes(tensor: Tensor) -> Tensor:

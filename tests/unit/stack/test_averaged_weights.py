@@ -11,21 +11,9 @@ from mp_optim import checkpoint
 from mp_optim.core.interrupted_step import BrokenOffError
 from mp_optim.monitor import averaged_weights
 from support.models import build, same_bits, train
+from support.offload import differing, snapshot
 
 AVERAGE = "averaged_param"
-
-
-def everything(model, optimizer):
-    found = {f"model.{name}": p.detach().clone() for name, p in model.named_parameters()}
-    for slot in optimizer.slots():
-        for key, value in optimizer.slot_state(slot).items():
-            found[f"{optimizer.slot_name(slot)}.{key}"] = value.clone()
-    return found
-
-
-def differing(a, b):
-    assert a.keys() == b.keys()
-    return [key for key in a if not same_bits(a[key], b[key])]
 
 
 def averages(optimizer):
@@ -82,7 +70,7 @@ def test_200_steps_follow_a_float64_oracle(dtype):
 def test_averaged_weights_refuse_step_save_and_load_in_the_block(tmp_path):
     model, optimizer = build("bf16", ema_decay=0.9)
     train(model, optimizer, 1)
-    saved, before = optimizer.state_dict(), everything(model, optimizer)
+    saved, before = optimizer.state_dict(), snapshot(model, optimizer)
     refused = [
         optimizer.step,
         optimizer.state_dict,
@@ -98,7 +86,7 @@ def test_averaged_weights_refuse_step_save_and_load_in_the_block(tmp_path):
         for call in refused:
             with pytest.raises(RuntimeError, match=r"inside .*averaged_weights"):
                 call()
-    assert differing(everything(model, optimizer), before) == []
+    assert differing(snapshot(model, optimizer), before) == []
     _, without = build("bf16")
     with pytest.raises(ValueError, match="set ema_decay"), without.averaged_weights():
         pass

@@ -96,7 +96,7 @@ def expected(form, steps=4):
 # -- the helpers of others ------------------------------------------------------------------------
 
 
-BY_DAY = {("device", "verl"), ("streamed", "areal"), ("disk", "skyrl")}
+BY_DAY = {("streamed", "areal"), ("disk", "skyrl")}
 PAIRS = [
     pytest.param(*pair, marks=() if pair in BY_DAY else pytest.mark.slow)
     for pair in itertools.product(PLACES, HELPERS)

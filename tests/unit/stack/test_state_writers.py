@@ -25,6 +25,7 @@ from mp_optim import (
 )
 from mp_optim.offload.worker import WorkerError
 from support.models import same_bits
+from support.offload import differing, snapshot
 
 PLACES: dict[str, dict[str, Any]] = {
     "device": {},
@@ -63,17 +64,6 @@ def backward(model: nn.ParameterList, optimizer: Any, step: int) -> None:
     torch.stack(products).sum().backward()
 
 
-def found(model: nn.ParameterList, optimizer: Any) -> dict[str, Tensor]:
-    state = optimizer.state_dict(full_precision=True)["state"]
-    bits = {f"{i}.{key}": value for i, each in state.items() for key, value in each.items()}
-    return copy.deepcopy({**bits, **dict(model.named_parameters())})
-
-
-def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    assert one.keys() == other.keys()
-    return [key for key in one if not same_bits(one[key].detach(), other[key].detach())]
-
-
 @pytest.mark.parametrize("place", list(PLACES))
 @pytest.mark.parametrize("wrong", ["shape", "dtype"])
 def test_step_refuses_state_in_memory_of_another_form(
@@ -81,18 +71,18 @@ def test_step_refuses_state_in_memory_of_another_form(
 ) -> None:
     model, optimizer = build(place, "fp32", tmp_path)
     train(model, optimizer, range(3))
-    before = found(model, optimizer)
+    before = snapshot(model, optimizer)
     value = optimizer.state[model[1]]["exp_avg_sq"]
     value.data = value.data[:9].clone() if wrong == "shape" else value.data.bfloat16()
     with pytest.raises(
         (ValueError, WorkerError), match=r"the memory assigned to 1\.exp_avg_sq has shape"
     ):
         train(model, optimizer, range(3, 4))
-    assert differing(found(model, optimizer), before) == []
+    assert differing(snapshot(model, optimizer), before) == []
     train(model, optimizer, range(3, 4))
     other, undisturbed = build("device", "fp32", tmp_path)
     train(other, undisturbed, range(4))
-    assert differing(found(model, optimizer), found(other, undisturbed)) == []
+    assert differing(snapshot(model, optimizer), snapshot(other, undisturbed)) == []
 
 
 def stacks() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]]]]:
