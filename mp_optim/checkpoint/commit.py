@@ -23,8 +23,6 @@ MANIFEST = "manifest.json"
 LATEST = "latest"
 _MOST_READ = 4096
 """Bytes that are read of it; a name is shorter."""
-_DEEPEST = 16
-"""Folders, each with a ``latest`` of its own."""
 _PREFIX = "version-"
 _NAME = re.compile(rf"{_PREFIX}(\d+)")
 _LONGEST_NAME = 255
@@ -87,55 +85,35 @@ def publish(target: Path, keep: int | None) -> None:
 
 
 def newest(path: Path) -> Path:
-    """Return ``path`` itself if it is a version, or the version that its ``latest`` names, perhaps
-    through folders that have their own ``latest``.
+    """Return ``path`` itself if it is a version, or the version that its ``latest`` names.
 
     Raises:
         FileNotFoundError: the folder has no complete checkpoint.
-        ValueError: ``latest`` does not hold the name of a version.
+        ValueError: ``latest`` is empty, not text, a path, or a link that leads elsewhere.
     """
-    for _ in range(_DEEPEST):
-        if (path / MANIFEST).is_file():
-            return path
-        found = latest_version(path)
-        complete = [version.name for version in complete_versions(path)]
-        if found is None:
-            hint = f"; it has complete versions {complete}; load one by its own path"
-            raise FileNotFoundError(
-                f"no complete checkpoint under {path} (it has no {LATEST} file)"
-                f"{hint if complete else ''}"
-            )
-        if not (found / LATEST).is_file() and not (found / MANIFEST).is_file():
-            raise FileNotFoundError(
-                f"{path / LATEST} names {found.name}, which is missing or not complete; complete "
-                f"are {complete}"
-            )
-        path = found
-    raise ValueError(
-        f"{path} leads to {_DEEPEST} folders, each named by a file {LATEST} of the one before; "
-        "load a version by its own path"
-    )
-
-
-def latest_version(root: Path) -> Path | None:
-    """Return the version that ``latest`` names; None without such a file.
-
-    Raises:
-        ValueError: it is empty, not text, a path, or a link that leads elsewhere.
-    """
-    pointer = root / LATEST
+    if (path / MANIFEST).is_file():
+        return path
+    pointer, complete = path / LATEST, [version.name for version in complete_versions(path)]
     if not pointer.is_file():
-        return None
+        hint = f"; it has complete versions {complete}; load one by its own path"
+        raise FileNotFoundError(
+            f"no complete checkpoint under {path} (it has no {LATEST} file)"
+            f"{hint if complete else ''}"
+        )
     try:
-        with inside(root, LATEST, str(root)).open("rb") as file:
+        with inside(path, LATEST, str(path)).open("rb") as file:
             name = file.read(_MOST_READ).decode().strip()
-        return inside(root, name, str(pointer))
+        found = inside(path, name, str(pointer))
     except ValueError as error:
         raise ValueError(
             f"{pointer} is damaged ({error}); write into it the name of one of the complete "
-            "versions "
-            f"{[version.name for version in complete_versions(root)]}, or load one by its own path"
+            f"versions {complete}, or load one by its own path"
         ) from error
+    if not (found / MANIFEST).is_file():
+        raise FileNotFoundError(
+            f"{pointer} names {name}, which is missing or not complete; complete are {complete}"
+        )
+    return found
 
 
 # -- names that were read from a disk -------------------------------------------------------------

@@ -155,10 +155,6 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         parameters by editing the lists."""
         check_lists(self._live_groups, self._sizes)
 
-    def _checked_groups(self) -> ParamGroups:
-        self.check_lists()
-        return self.param_groups
-
     def forget_groups(self, count: int) -> None:
         """Remove all groups after the first ``count``, even if adding them failed half-way."""
         del self.param_groups[count:]
@@ -340,14 +336,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     def state(self) -> SlotStateView:
         """A mapping from the current parameters to their state. It is a view: each lookup reads the
         present state."""
-        return SlotStateView(
-            self._checked_groups,
-            self.has_slot_state,
-            self.shown_state,
-            self.assign_states,
-            self.reset_states,
-            self._state_lookups,
-        )
+        return SlotStateView(self, self._state_lookups)
 
     @state.setter
     def state(self, value: Mapping[Tensor, dict[str, Any]]) -> None:

@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.core.identity import ParamGroups, Slot, iter_slots, param_at
+from mp_optim.core.identity import Slot, iter_slots, param_at
 from mp_optim.core.interrupted_step import HOST, ParkedTensors, wait_for
 from mp_optim.core.slot_state import (
     STEP,
@@ -174,30 +174,21 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
     needs the garbage collector to be freed.
 
     Args:
-        param_groups: returns the current groups.
-        has: returns True if a slot has any state.
-        read: returns the state of a slot.
-        write: stores values in some slots' state; with ``whole=True`` they are the complete state.
-        reset: resets the state of some slots.
+        optimizer: a :class:`~mp_optim.core.keyed_optimizer.SlotKeyedOptimizer`.
         lookups: lookups of earlier views of the same optimizer.
     """
 
-    def __init__(
-        self,
-        param_groups: Callable[[], ParamGroups],
-        has: Callable[[Slot], bool],
-        read: Callable[[Slot], State],
-        write: Callable[..., None],
-        reset: Callable[[Sequence[Slot]], None],
-        lookups: Lookups,
-    ) -> None:
-        self._param_groups, self._has, self._read, self._write = param_groups, has, read, write
-        self._reset, self._lookups = reset, lookups
+    def __init__(self, optimizer: Any, lookups: Lookups) -> None:
+        self._optimizer, self._lookups = optimizer, lookups
+
+    def _slots(self) -> Iterator[tuple[Slot, Tensor]]:
+        self._optimizer.check_lists()
+        return iter_slots(self._optimizer.param_groups)
 
     def _slot(self, tensor: Tensor) -> Slot:
         slot = self._lookups.index.get(id(tensor))
         if slot is None or not self._holds(slot, tensor):
-            index = {id(p): s for s, p in iter_slots(self._param_groups())}
+            index = {id(p): s for s, p in self._slots()}
             self._lookups.index = index
             slot = index.get(id(tensor))
         if slot is None:
@@ -208,26 +199,27 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
         return slot
 
     def _holds(self, slot: Slot, tensor: Tensor) -> bool:
+        self._optimizer.check_lists()
         try:
-            return param_at(self._param_groups(), slot) is tensor
+            return param_at(self._optimizer.param_groups, slot) is tensor
         except IndexError:
             return False
 
     def __getitem__(self, tensor: Tensor) -> dict[str, Any]:
-        slot, read, write, reset = self._slot(tensor), self._read, self._write, self._reset
+        slot, optimizer = self._slot(tensor), self._optimizer
         if (shown := self._lookups.shown.get(slot)) is not None:
             return shown.look()
         shown = ShownState(
-            lambda: read(slot),
-            lambda given: write({slot: given}, whole=False),
-            lambda: reset([slot]),
+            lambda: optimizer.shown_state(slot),
+            lambda given: optimizer.assign_states({slot: given}, whole=False),
+            lambda: optimizer.reset_states([slot]),
         )
         self._lookups.shown[slot] = shown
         return shown
 
     def __setitem__(self, tensor: Tensor, state: dict[str, Any]) -> None:
         if state:
-            self._write({self._slot(tensor): dict(state)}, whole=True)
+            self._optimizer.assign_states({self._slot(tensor): dict(state)}, whole=True)
         else:
             self._take_away([self._slot(tensor)])
 
@@ -242,16 +234,15 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
             ValueError: a state does not fit.
         """
         given = {self._slot(tensor): dict(state) for tensor, state in states.items() if state}
-        self._write(given, whole=True)
-        slots = [slot for slot, _ in iter_slots(self._param_groups())]
-        self._take_away([slot for slot in slots if slot not in given])
+        self._optimizer.assign_states(given, whole=True)
+        self._take_away([slot for slot, _ in self._slots() if slot not in given])
 
     def __delitem__(self, tensor: Tensor) -> None:
         self._take_away([self._slot(tensor)])
 
     def clear(self) -> None:
         """Reset the state of all slots to that before the first step."""
-        self._take_away([slot for slot, _ in iter_slots(self._param_groups())])
+        self._take_away([slot for slot, _ in self._slots()])
 
     def popitem(self) -> Any:
         """Raise TypeError: a reset slot still has state, so a loop over this would not end."""
@@ -261,11 +252,10 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
         for slot in slots:
             if (shown := self._lookups.shown.pop(slot, None)) is not None:
                 shown.part()
-        self._reset(slots)
+        self._optimizer.reset_states(slots)
 
     def __iter__(self) -> Iterator[Tensor]:
-        slots = iter_slots(self._param_groups())
-        return (param for slot, param in slots if self._has(slot))
+        return (param for slot, param in self._slots() if self._optimizer.has_slot_state(slot))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -275,7 +265,9 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
 
     def __contains__(self, tensor: object) -> bool:
         try:
-            return isinstance(tensor, Tensor) and self._has(self._slot(tensor))
+            if not isinstance(tensor, Tensor):
+                return False
+            return bool(self._optimizer.has_slot_state(self._slot(tensor)))
         except KeyError:
             return False
 
