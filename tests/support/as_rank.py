@@ -18,3 +18,12 @@ def as_rank(main: Callable[[Path], object]) -> None:
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """Return the error of a call, with its type, or "no error"."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

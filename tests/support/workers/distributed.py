@@ -24,7 +24,7 @@ from mp_optim import (
 from mp_optim.apps.fit.model_plan import Layout, plan
 from mp_optim.core.flat_shard import FlatShard
 from mp_optim.zero.grad_reducer import start_reduction
-from support.as_rank import as_rank
+from support.as_rank import as_rank, error_of
 from support.models import DTYPES, config_for, is_expert
 
 STEPS = 3
@@ -350,14 +350,6 @@ def bytes_of(layout: str, fp32_reduce: bool, group: dist.ProcessGroup) -> dict[s
 
 
 # -- misuse and disagreement ------------------------------------------------
-
-
-def error_of(call: Any) -> str:
-    try:
-        call()
-    except (RuntimeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def misuse(rank: int, group: dist.ProcessGroup) -> dict[str, str]:

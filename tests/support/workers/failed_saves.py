@@ -5,7 +5,6 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
 from mp_optim.checkpoint import writing
+from support.as_rank import error_of
 
 RANKS, TIMEOUT = 3, 6.0
-
-
-def told_by(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except (RuntimeError, OSError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def meet(folder: Path, rank: int, where: str) -> None:
@@ -58,13 +50,13 @@ def main(directory: str) -> None:
 
     meet(folder, rank, "begin")
     writing.Writing.write = full
-    found["two fail"] = told_by(save)
+    found["two fail"] = error_of(save)
     writing.Writing.write = write
     meet(folder, rank, "late")
     time.sleep(TIMEOUT + 1.0 if rank == 2 else 0.0)
-    found["one is late"] = told_by(save)
+    found["one is late"] = error_of(save)
     meet(folder, rank, "again")
-    found["again"] = told_by(save)
+    found["again"] = error_of(save)
     other = nn.Linear(8, 8)
     both = other, get_megatron_optimizer(OptimizerConfig(lr=1e-3), other)
     go = threading.Event()

@@ -22,7 +22,7 @@ from mp_optim import (
 from mp_optim.checkpoint import FlatShard
 from mp_optim.checkpoint.common import as_json, from_json
 from mp_optim.checkpoint.reading import open_checkpoint
-from support.as_rank import as_rank
+from support.as_rank import as_rank, error_of
 from support.forged import replaced
 
 warnings.filterwarnings("ignore")
@@ -123,14 +123,6 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-def message(work: Any) -> str:
-    try:
-        work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
 def parts_are_of(whole: dict[str, Tensor], parts: dict[str, Tensor], rank: int) -> bool:
     """Whether a rank's snapshot is its part of the whole model's."""
     for label, value in whole.items():
@@ -191,7 +183,7 @@ def compact(root: Path, tp: dist.ProcessGroup) -> dict[str, Any]:
         again = build(settings, tp, (name,), seed=1)
         checkpoint.load(root / name, *again)
         whole = build(settings, None, (name,), seed=1)
-        text = message(lambda name=name, whole=whole: checkpoint.load(root / name, *whole))
+        text = error_of(lambda name=name, whole=whole: checkpoint.load(root / name, *whole))
         found[name] = [same(snapshot(*again), snapshot(*parts)), text]
         checkpoint.load(root / name, *whole, convert=True)
         checkpoint.save(root / f"{name} whole", *whole)
@@ -210,7 +202,7 @@ def without_optimizer(root: Path, tp: dist.ProcessGroup) -> list[Any]:
     other, optimizer = build({}, None, seed=1)
     checkpoint.load(root, other, None)
     joined = all(map(torch.equal, other.parameters(), whole.parameters()))
-    twice = message(lambda: checkpoint.load(root, other, optimizer, model_parallel=parallel))
+    twice = error_of(lambda: checkpoint.load(root, other, optimizer, model_parallel=parallel))
     return [joined, twice]
 
 
@@ -221,20 +213,20 @@ def refused(root: Path, rank: int, world: dist.ProcessGroup) -> dict[str, str]:
     found = {}
     parts = model_of(values, rank, 2)
     unknown = parts, get_megatron_optimizer(config, parts)
-    found["no group"] = message(lambda: checkpoint.save(root, *unknown))
+    found["no group"] = error_of(lambda: checkpoint.save(root, *unknown))
     layers = Stage(rank, 2)
     unnamed = layers, get_megatron_optimizer(config, layers)
-    found["no stages"] = message(lambda: checkpoint.save(root, *unnamed))
+    found["no stages"] = error_of(lambda: checkpoint.save(root, *unnamed))
     for field, value in (("dim", 2), ("stride", 5), ("sizes", (3, 3))):
         other = model_of(values, rank, 2)
         setattr(other["fused"], f"partition_{field}", value)
         groups = ProcessGroups(tp=world)
-        found[field] = message(
+        found[field] = error_of(
             lambda model=other, groups=groups: get_megatron_optimizer(
                 config, model, process_groups=groups
             )
         )
-    found["one name"] = message(
+    found["one name"] = error_of(
         lambda: get_megatron_optimizer(config, layers, global_names=lambda name: "x")
     )
     return found
@@ -366,7 +358,7 @@ def sharded_too(root: Path, rank: int) -> list[bool]:
     again = parts(1)
     checkpoint.load(root / "split", *again)
     found.append(same(snapshot(*again), snapshot(*sharded)))
-    mixed = message(lambda: checkpoint.save(root / "mixed", *unlike(sharded, rank)))
+    mixed = error_of(lambda: checkpoint.save(root / "mixed", *unlike(sharded, rank)))
     return [*found, "part 0 of 2): ranks 0 and 2 have different values" in mixed]
 
 
@@ -452,7 +444,7 @@ def other_weights(root: Path, rank: int, world: dist.ProcessGroup) -> list[Any]:
         replaced(version, "common.json", as_json(common))
     dist.barrier()
     before = snapshot(*again)
-    text = message(lambda: checkpoint.load(root, *again))
+    text = error_of(lambda: checkpoint.load(root, *again))
     return [text, same(snapshot(*again), before)]
 
 

@@ -3,7 +3,6 @@
 import hashlib
 import time
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from mp_optim import MegatronOptimizer, OptimizerConfig, ProcessGroups, get_mega
 from mp_optim.apps.megatron.adapter import MegatronAdapter
 from mp_optim.zero.buckets import plan_whole
 from mp_optim.zero.grad_reducer import start_reduction
-from support.as_rank import as_rank
+from support.as_rank import as_rank, error_of
 
 FOLDER = ""
 RANKS = 3
@@ -87,14 +86,6 @@ def largest_exchange(numels: list[int]) -> float:
 
 
 # -- ranks that disagree ---------------------------------------------------------------------------
-
-
-def error_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (RuntimeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def built(strategy: str) -> tuple[nn.Module, MegatronOptimizer]:

@@ -16,7 +16,7 @@ from torch import nn
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
 from mp_optim.checkpoint import writing
 from mp_optim.host.leases import Lease
-from support.as_rank import as_rank
+from support.as_rank import as_rank, error_of
 from support.layouts import layouts as all_layouts
 from support.layouts import local, state_of, train
 
@@ -112,14 +112,6 @@ def exported(folder: Path, layout: Any) -> bool:
     )
 
 
-def message(work: Any) -> str:
-    try:
-        work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "asynchronous": ("save", {"asynchronous": True}),
     "full_precision": ("save", {"full_precision": True}),
@@ -136,7 +128,7 @@ def failures(folder: Path, rank: int) -> dict[str, str]:
     """Return this rank's error for each save that fails on one rank; no save may hang."""
     model, optimizer = stage(rank, ["w"])
     found = {
-        "extra": message(lambda: checkpoint.save(folder, model, optimizer, extra={"bad": folder}))
+        "extra": error_of(lambda: checkpoint.save(folder, model, optimizer, extra={"bad": folder}))
     }
     write = writing.Writing.write
 
@@ -146,13 +138,13 @@ def failures(folder: Path, rank: int) -> dict[str, str]:
         return write(self)
 
     writing.Writing.write = full
-    found["disk"] = message(lambda: checkpoint.save(folder, model, optimizer))
+    found["disk"] = error_of(lambda: checkpoint.save(folder, model, optimizer))
     handle = checkpoint.save(folder, model, optimizer, asynchronous=True)
     if rank == 0:
-        message(handle.wait)  # this rank has heard of it, the other has not
-    found["background"] = message(lambda: checkpoint.save(folder, model, optimizer))
+        error_of(handle.wait)  # this rank has heard of it, the other has not
+    found["background"] = error_of(lambda: checkpoint.save(folder, model, optimizer))
     writing.Writing.write = write
-    found["other shape"] = message(
+    found["other shape"] = error_of(
         lambda: checkpoint.save(
             folder, nn.ParameterDict({"w": nn.Parameter(torch.zeros(rank + 1))}), None
         )
@@ -163,7 +155,7 @@ def failures(folder: Path, rank: int) -> dict[str, str]:
             rank
         )  # a rank's own expert, or its part of a whole, under the name of the other's
         part.bias.fill_(1.0)
-    found["other values"] = message(lambda: checkpoint.save(folder, part, None))
+    found["other values"] = error_of(lambda: checkpoint.save(folder, part, None))
     found["left"] = str([path.name for path in folder.iterdir() if path.name == "latest"])
     checkpoint.save(folder, model, optimizer)
     for name, (call, given) in CALLS.items():
@@ -173,15 +165,15 @@ def failures(folder: Path, rank: int) -> dict[str, str]:
         arguments = given if rank == 1 else {}
         if name == "the call" and rank == 1:
             made = load
-        found[f"other {name}"] = message(
+        found[f"other {name}"] = error_of(
             lambda made=made, path=path, arguments=arguments: made(  # type: ignore[misc]
                 path, model, optimizer, **arguments
             )
         )
     found["versions"] = str([path.name for path in checkpoint.versions(folder)])
     other = stage(rank, ["w"] if rank == 0 else ["w", "x"])
-    found["export"] = message(lambda: checkpoint.export_safetensors(folder / "export", other[1]))
-    found["another model"] = message(lambda: checkpoint.load(folder, *other))
+    found["export"] = error_of(lambda: checkpoint.export_safetensors(folder / "export", other[1]))
+    found["another model"] = error_of(lambda: checkpoint.load(folder, *other))
     return found
 
 

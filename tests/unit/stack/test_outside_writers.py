@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import mp_optim
 from support.offload import MODES, build_mode, differing, finish_early_work, run, snapshot
+from support.places import PLACES, settings_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "outside_writes.md"
 Writer = Callable[[Tensor], object]
@@ -113,14 +114,6 @@ NEW_MEMORY = ("`tensor.set_(...)`", "`tensor.data = ...`", "`torch.utils.swap_te
 """Not done to DTensors: FSDP2 owns the memory of their local tensors."""
 
 
-PLACES: dict[str, dict[str, Any]] = {
-    "device": {},
-    "host": {"offload": 1.0},
-    "overlap": {"offload": 1.0, "offload_mode": "overlap"},
-    "speculative": {"offload": 1.0, "offload_mode": "speculative"},
-    "streamed": {"offload": 1.0, "offload_place": "streamed"},
-    "disk": {"offload": 1.0},
-}
 FORMS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "FP32": (torch.float32, {}),
     "bf16": (torch.bfloat16, {}),
@@ -148,9 +141,7 @@ def test_step_continues_from_what_other_code_wrote(
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
     for place, form in itertools.product(PLACES, FORMS):
         dtype, settings = FORMS[form]
-        settings = {**settings, **PLACES[place]}
-        if place == "disk":
-            settings["optimizer_state_path"] = tmp_path
+        settings = {**settings, **settings_of(place, tmp_path)}
         values = torch.linspace(0.4, 1.7, 256).view(16, 16).to(dtype)
         if layout == "DTensor":
             values = distribute_tensor(values, mesh, [Shard(0)])

@@ -13,25 +13,14 @@ from torch.distributed.fsdp import fully_shard
 
 import mp_optim
 from mp_optim import FusedAdam, HybridDeviceOptimizer, OptimizerConfig, get_megatron_optimizer
+from support.places import PLACES, settings_of
 
-HOST = {"offload": 1.0}
-PLACES: dict[str, dict[str, Any]] = {
-    "device": {},
-    "host": HOST,
-    "overlap": {**HOST, "offload_mode": "overlap"},
-    "speculative": {**HOST, "offload_mode": "speculative"},
-    "streamed": {**HOST, "offload_place": "streamed"},
-    "disk": {**HOST, "optimizer_state_path": "here"},
-}
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(params=PLACES)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
-    settings = dict(PLACES[request.param])
-    if "optimizer_state_path" in settings:
-        settings["optimizer_state_path"] = str(tmp_path)
-    return settings
+    return settings_of(request.param, tmp_path)
 
 
 def sgd(params: list[tuple[str, nn.Parameter]], **settings: Any) -> Any:

@@ -26,22 +26,14 @@ from mp_optim import (
 from mp_optim.offload.worker import WorkerError
 from support.models import same_bits
 from support.offload import differing, snapshot
+from support.places import PLACES, settings_of
 
-PLACES: dict[str, dict[str, Any]] = {
-    "device": {},
-    "host": {"offload": 1.0},
-    "overlap": {"offload": 1.0, "offload_mode": "overlap"},
-    "speculative": {"offload": 1.0, "offload_mode": "speculative"},
-    "streamed": {"offload": 1.0, "offload_place": "streamed"},
-    "disk": {"offload": 1.0},
-}
 SHAPES = ((9, 130), (300,))
 
 
 def build(place: str, state: str, folder: Path, **fields: Any) -> tuple[nn.ParameterList, Any]:
-    settings = {**PLACES[place], **fields}
-    if place.startswith("disk"):
-        settings["optimizer_state_path"] = str(folder)
+    settings = {**settings_of(place, folder), **fields}
+    if place == "disk":
         settings.setdefault("stream_window_bytes", 1 << 15)  # the larger parameter is cut
     generator = torch.Generator().manual_seed(0)
     model = nn.ParameterList(

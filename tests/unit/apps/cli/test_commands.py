@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import sys
@@ -13,22 +12,6 @@ import torch
 
 from mp_optim.apps.cli.command import COMMANDS, main, status_of
 from support.launch import run_forked_program
-
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "vocab_size": 256,
-}
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA))
-    return path
 
 
 def help_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:

@@ -15,12 +15,8 @@ from mp_optim.apps.cli.command import main
 from mp_optim.apps.fit import command as fit
 from mp_optim.apps.fit.activations import build_hf
 from mp_optim.apps.fit.model_plan import specs_of
+from support.llama import LLAMA
 
-LLAMA = {
-    **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64},
-    **{"intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2},
-    "vocab_size": 256,
-}
 PUBLISHED = {
     **{
         "meta-llama/Llama-3.2-1B": 1_235_814_400,
@@ -45,13 +41,6 @@ PUBLISHED = {
     },
 }
 """Parameters, as the models' cards have them."""
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA))
-    return path
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, Any]]:

@@ -26,12 +26,7 @@ from mp_optim.apps.fit.chunked_loss import can_chunk, chunk_loss
 from mp_optim.apps.fit.fit import Candidate, Estimate
 from mp_optim.apps.fit.recipes import Recipe, python_lines, recipes
 from mp_optim.factory.memory_plan import Memory, MemoryPlan
-
-LLAMA = {
-    **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64},
-    **{"intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2},
-    "vocab_size": 256,
-}
+from support.llama import LLAMA
 
 
 def words_of(main_params: Any) -> list[dict[str, Any]]:

@@ -1,0 +1,15 @@
+"""The config of a small model, in a file."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support.llama import LLAMA
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    return path
