@@ -369,8 +369,11 @@ def _partitions(
         dim = partition_dim(param)
         if ranks is None or ranks.size() == 1 or not is_tensor_parallel(param):
             continue
-        if dim is None or name.endswith(_UNPARTED) or _is_dtensor_over(param, ranks):
+        if dim is None or name.endswith(_UNPARTED):
             continue
+        mesh = param.device_mesh.mesh.flatten().tolist() if is_dtensor(param) else []
+        if {*mesh}.issuperset(dist.get_process_group_ranks(ranks)):
+            continue  # The DTensor describes this split itself.
         stride = partition_stride(param)
         if name.rpartition(".")[0] in gated:
             stride = max(stride, 2)  # Some of Megatron's layers leave it at 1.
@@ -386,11 +389,3 @@ def _partitions(
                 size=ranks.size(),
             ),
         )
-
-
-def _is_dtensor_over(param: Tensor, ranks: ProcessGroup) -> bool:
-    """True if a tensor is a DTensor, and its mesh contains these ranks."""
-    if not is_dtensor(param):
-        return False
-    mesh = {*param.device_mesh.mesh.flatten().tolist()}
-    return mesh.issuperset(dist.get_process_group_ranks(ranks))

@@ -118,15 +118,10 @@ class MatrixParts:
         sizes_of = {parts: tuple(map(numel_of, parts)) for parts in set(self.parts)}
         return tuple(sizes_of[parts] for parts in self.parts)
 
-    @cached_property
-    def _bounds(self) -> list[list[int]]:
-        by_rank = zip(*self.sizes, strict=True)
-        return [list(itertools.accumulate(sizes, initial=0)) for sizes in by_rank]
-
     def bounds(self, rank: int) -> list[int]:
         """Return the offsets of a rank's parts in its memory, one per matrix, and their total
         size."""
-        return self._bounds[rank] if self.parts else [0]
+        return list(itertools.accumulate((sizes[rank] for sizes in self.sizes), initial=0))
 
 
 @cache
@@ -464,13 +459,6 @@ class ParamLayout:
             for p in self.placements
         ]
 
-    @property
-    def splits_matrices(self) -> bool:
-        """True if this rank has only a part of each matrix."""
-        return self.flat is not None or any(
-            p != keep for p, keep in zip(self.placements, self._whole_matrices(), strict=True)
-        )
-
     def share(self, local: Tensor) -> int:
         """Return the number of the parameter's elements divided by the ranks it is split over,
         rounded up. It is equal on all ranks.
@@ -500,7 +488,7 @@ class ParamLayout:
             blockwise: True if the parts on a mesh or of tensor-parallel ranks are treated as
                 separate matrices.
         """
-        return self.splits_matrices and (self.flat is not None or not blockwise)
+        return self.flat is not None or (not blockwise and bool(self._axes()))
 
     def tensor_parallel_rows(self, rows: int) -> list[int]:
         """Return the row numbers in the whole matrix of a part that tensor parallelism split along

@@ -378,8 +378,16 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         """Have all ranks, and FSDP2, use parameters that were written on this rank. Collective if
         ranks share parameters."""
         params = itertools.chain.from_iterable(mains.table.params for mains in self.all_mains())
-        if any(map(is_dtensor, params)):
-            _forget_gathered()
+        if not any(map(is_dtensor, params)):
+            return
+        from torch.distributed._composable_state import _module_state_mapping
+        from torch.distributed.fsdp import FSDPModule
+
+        # After a forward pass without backward the outermost module keeps its parameters whole, and
+        # would use the old values.
+        for module in list(_module_state_mapping):
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def take_model_params(self, values: Mapping[str, Any]) -> None:
         """Do the work of :meth:`reload_model_params` without comparing ranks."""
@@ -488,14 +496,3 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     @abstractmethod
     def own_metrics(self) -> dict[str, float]:
         """:meth:`metrics` without those of observers."""
-
-
-def _forget_gathered() -> None:
-    """Make FSDP2 gather its parameters again. After a forward pass without backward the outermost
-    module keeps them whole, and would use the old values."""
-    from torch.distributed._composable_state import _module_state_mapping
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in list(_module_state_mapping):
-        if isinstance(module, FSDPModule):
-            module.reshard()

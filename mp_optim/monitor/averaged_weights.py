@@ -29,7 +29,12 @@ class AveragedWeights(Observer):
         stack = self.stack
         stack.make_current()
         for mains in stack.all_mains():
-            _check_kept(mains)
+            slot = next(iter(mains.slots_with_main()), None)
+            if slot is not None and AVERAGE not in mains.stored(slot):
+                raise ValueError(
+                    "averaged_weights: the optimizer keeps no averages; set ema_decay (of "
+                    "OptimizerConfig, or of the optimizer's class)"
+                )
         own: OwnWeights = []
         are_there, mark = True, stack.step_mark
         with mark.lent("averaged_weights"):
@@ -80,13 +85,3 @@ def swap_back(own: OwnWeights) -> None:
             quantize_(param, mains.stepped_value(slot))
         else:
             local_tensor(param).copy_(value)
-
-
-def _check_kept(mains: MainParams) -> None:
-    """Raise ValueError if no averages are kept."""
-    slot = next(iter(mains.slots_with_main()), None)
-    if slot is not None and AVERAGE not in mains.stored(slot):
-        raise ValueError(
-            "averaged_weights: the optimizer keeps no averages; set ema_decay (of "
-            "OptimizerConfig, or of the optimizer's class)"
-        )

@@ -263,7 +263,9 @@ def _by_notes(notes: PrefixStore, ranks: Sequence[int], doing: str) -> str:
     while not notes.check(["verdict"]):  # another rank may have waited longer
         silent = [rank for rank in silent if not notes.check([str(rank)])]
         if not silent or time.monotonic() > until:
-            named = _silent(silent, ranks) if silent else _all_noticed(notes, ranks)
+            named = _counted("rank", "ranks", silent)
+            named += f" of {list(ranks)} did not report within {_PATIENCE:g} s"
+            named = named if silent else _all_noticed(notes, ranks)
             notes.set("verdict", f"{' '.join(map(str, silent))}:{named}")
             time.sleep(_GRACE)
             return named
@@ -272,11 +274,6 @@ def _by_notes(notes: PrefixStore, ranks: Sequence[int], doing: str) -> str:
     if str(own) in missing.split():
         return f"{verdict}; rank {own} is this one, which came too late"
     return verdict
-
-
-def _silent(silent: Sequence[int], ranks: Sequence[int]) -> str:
-    named = _counted("rank", "ranks", silent)
-    return f"{named} of {list(ranks)} did not report within {_PATIENCE:g} s"
 
 
 def _all_noticed(notes: PrefixStore, ranks: Sequence[int]) -> str:

@@ -256,7 +256,13 @@ class ChainedOptimizer(CompositeOptimizer):
         self.check_lists()
         given = param_group["params"]
         params = [given] if isinstance(given, Tensor) else list(given)
-        self._refuse_known(params)
+        added = {id(param[1] if isinstance(param, tuple) else param) for param in params}
+        for slot, param in iter_slots(self.param_groups):  # each member looks at its own groups
+            if id(param) in added:
+                raise ValueError(
+                    f"add_param_group: {self.slot_name(slot)} is in param group {slot.group} "
+                    "already; remove it from the new group"
+                )
         kind = bool(param_group.get("is_expert_parallel", False))
         alike = []
         for member in self.members:
@@ -266,16 +272,6 @@ class ChainedOptimizer(CompositeOptimizer):
         (alike or self.members)[-1].add_param_group({**param_group, "params": params})
         self.param_groups[:] = [group for member in self.members for group in member.param_groups]
         self.lists_are_known()
-
-    def _refuse_known(self, params: Sequence[Any]) -> None:
-        """Each member looks at its own groups alone."""
-        added = {id(param[1] if isinstance(param, tuple) else param) for param in params}
-        for slot, param in iter_slots(self.param_groups):
-            if id(param) in added:
-                raise ValueError(
-                    f"add_param_group: {self.slot_name(slot)} is in param group {slot.group} "
-                    "already; remove it from the new group"
-                )
 
     def check_lists(self) -> None:
         """Also give the members groups that were put in the place of theirs here."""

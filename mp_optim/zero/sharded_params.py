@@ -256,7 +256,12 @@ class ShardedParams:
             partition_blocks(param),
             ranges,
         )
-        _set_attributes(tensor, param, info)
+        set_shard_info(tensor, info)
+        attributes = norm_attributes(param)
+        if tensor.shape != param.shape:  # a flat shard does not have the dimensions
+            for of_shape in ("partition_dim", "partition_stride", "partition_sizes"):
+                attributes.pop(of_shape, None)
+        set_norm_attributes(tensor, attributes)
         return ParamShard(name, param.shape, start, stop, tensor, grad, self.steps_everything)
 
     def groups(self) -> list[dict[str, Any]]:
@@ -327,7 +332,6 @@ class ShardedParams:
         if is_replaced:
             self.reducer.watch(index, entry)
             self.gatherer.look()
-        increment_version(self.shards[slot].tensor)
 
     def look(self) -> None:
         """Take the parameters as they are now as seen."""
@@ -367,14 +371,3 @@ def _shaped(flat: Tensor, param: Tensor) -> Tensor:
     if flat.numel() == param.numel():
         return flat.view(param.shape)
     return flat if flat.numel() or not param.dim() else flat.view(0, *param.shape[1:])
-
-
-def _set_attributes(tensor: Tensor, param: Tensor, info: ShardInfo) -> None:
-    """Set attributes of an owned tensor: its part of the parameter, and the parameter's norm
-    attributes."""
-    set_shard_info(tensor, info)
-    attributes = norm_attributes(param)
-    if tensor.shape != param.shape:  # a flat shard does not have the parameter's dimensions
-        for of_shape in ("partition_dim", "partition_stride", "partition_sizes"):
-            attributes.pop(of_shape, None)
-    set_norm_attributes(tensor, attributes)
