@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from mp_optim.core import Slot, param_at
+from mp_optim.core import Slot
 from mp_optim.core.slot_state import STEP
 from mp_optim.host.host_memory import is_on_host
 from mp_optim.offload.host_part import HostPart
@@ -95,7 +95,7 @@ class MemoryUse:
         for slot in part.slots:
             tensors = list(self._state_of(slot.slot))
             if not slot.is_stepped_in_place:
-                tensors.append(param_at(part.executor.param_groups, slot.slot))
+                tensors.append(part.executor.stepped(slot.slot))
             size += sum(each.nbytes for each in tensors if is_on_host(each))
         return size
 

@@ -68,3 +68,16 @@ def test_metrics_warn_once_of_staging_when_gradients_are_wider_than_planned() ->
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         optimizer.metrics()
+
+
+def test_metrics_count_state_of_torchs_optimizer_when_a_part_is_offloaded() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    optimizer = mp_optim.HybridDeviceOptimizer(
+        model.parameters(), 0.4, torch.optim.AdamW, torch.optim.AdamW, param_update_in_fp32=True
+    )
+    config = mp_optim.OptimizerConfig(lr=1e-3)
+    wrapped = mp_optim.FP32Optimizer(optimizer, config)
+    model(torch.randn(2, 64)).sum().backward()
+    wrapped.step()
+    elements = sum(param.numel() for param in model.parameters())
+    assert 12 * 0.4 * elements <= wrapped.metrics()["resident_host_bytes"] < 12 * 0.6 * elements
