@@ -102,7 +102,7 @@ class ConfigFields:
     hysteresis: int = 2
     """Number of consecutive overflows after which the loss scale halves."""
     adam_beta1: float = 0.9
-    """Decay per step of the first moment (adam, lamb); at 0 adam keeps no first moment."""
+    """Decay per step of the first moment (adam, lamb)."""
     adam_beta2: float = 0.999
     """Decay per step of the second moment (adam, lamb)."""
     adam_eps: float = 1e-8

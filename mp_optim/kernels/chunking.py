@@ -92,16 +92,6 @@ def runs_of(sizes: Iterable[tuple[int, int]], most: int) -> Iterator[list[int]]:
         yield members
 
 
-def first_moments(batch: TensorLists) -> list[Tensor]:
-    """Return the first moments of a batch, or zeros if none are stored, because ``beta1`` is 0.
-
-    For kernels that always read a first moment.
-    """
-    if "exp_avg" in batch.state:
-        return batch.state["exp_avg"]
-    return [torch.zeros_like(second) for second in batch.state["exp_avg_sq"]]
-
-
 def part_of_state(key: str, tensor: Tensor, start: int, count: int) -> Tensor:
     """Return the part of a state tensor for ``count`` elements from ``start`` on, 1-D.
 

@@ -91,16 +91,13 @@ def descend(p: Lists, steps: Sequence[Tensor], decay: float, cautious: bool) -> 
 
 def _adam(batch: TensorLists, s: AdamScalars, multiplier: float) -> None:
     p, v = read_mains(batch), read_moment(batch, "exp_avg_sq")
-    m = grads = gradients(batch, p, multiplier, s.l2)
-    if "exp_avg" in batch.state:
-        m = read_moment(batch, "exp_avg")
-        average(m, grads, s.beta1, s.one_minus_beta1)
+    grads, m = gradients(batch, p, multiplier, s.l2), read_moment(batch, "exp_avg")
+    average(m, grads, s.beta1, s.one_minus_beta1)
     average_squares(v, grads, s)
     updates = torch._foreach_div(m, denominators(v, s))
     torch._foreach_mul_(updates, s.step_size)
     descend(p, updates, s.decay, s.cautious_wd)
-    if "exp_avg" in batch.state:
-        write_moment(batch, "exp_avg", m)
+    write_moment(batch, "exp_avg", m)
     write_moment(batch, "exp_avg_sq", v)
     write_mains(batch, p)
 

@@ -25,7 +25,6 @@ from mp_optim.core.slot_state import REMAINDER
 from mp_optim.host.accelerator import CUDA, current_device
 from mp_optim.kernels.chunking import (
     batches,
-    first_moments,
     mark_written,
     piece_elements,
     runs_of,
@@ -209,7 +208,7 @@ class ApexBackend(MultiTensorBackend):
     ) -> None:
         plain = kind.grad == torch.float32 and multiplier == 1.0
         grads = batch.grad if plain else self.scaled(batch.grad, multiplier)
-        lists = [grads, batch.main, first_moments(batch), batch.state["exp_avg_sq"]]
+        lists = [grads, batch.main, batch.state["exp_avg"], batch.state["exp_avg_sq"]]
         self.launch("multi_tensor_adam", lists, [torch.float32] * 4, *_adam_arguments(s))
         write_outputs(batch)
 
@@ -282,7 +281,7 @@ class TransformerEngineBackend(MultiTensorBackend):
         self, kind: LaunchDtypes, batch: TensorLists, s: AdamScalars, multiplier: float
     ) -> None:
         grads = batch.grad if multiplier == 1.0 else self.scaled(batch.grad, multiplier)
-        first, second = first_moments(batch), batch.state["exp_avg_sq"]
+        first, second = batch.state["exp_avg"], batch.state["exp_avg_sq"]
         outputs = [output for output in batch.output if output is not None]
         name, lists = "multi_tensor_adam", [grads, batch.main, first, second]
         if REMAINDER in batch.state:
@@ -358,7 +357,7 @@ class TorchBackend(ReferenceBackend):
         kernel(
             batch.main,
             grads,
-            first_moments(batch),
+            batch.state["exp_avg"],
             batch.state["exp_avg_sq"],
             [],
             [settled] * len(batch.main),

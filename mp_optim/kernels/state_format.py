@@ -380,47 +380,6 @@ def _more_bits(label: str) -> str:
     )
 
 
-# -- moments that a rule does without under some settings -----------------------------------------
-
-
-def without_unread(
-    label: str,
-    moment: str,
-    decided: str,
-    live: State,
-    shape: torch.Size,
-    saved: State,
-    convert: bool,
-) -> State:
-    """Return saved state in which a moment without effect has the form of this optimizer.
-
-    It is dropped if this optimizer does not store it, and zeros if it does.
-
-    Args:
-        label: name of the slot in messages.
-        decided: the setting that makes the moment needless, for messages.
-        shape: shape of the moment.
-        convert: True to drop it.
-
-    Raises:
-        ValueError: it would be dropped, and ``convert`` is False.
-    """
-    if moment in saved and moment not in live:
-        if not convert:
-            raise ValueError(
-                f"{label}: saved with {moment}, which this optimizer does not keep ({decided}); "
-                "load with convert=True, which drops it, or build the optimizer with settings "
-                "that keep it"
-            )
-        dropped = (moment, scale_key(moment))
-        return {key: value for key, value in saved.items() if key not in dropped}
-    if saved and moment in live and moment not in saved:
-        device = live[moment].device
-        zeros = torch.zeros(shape, dtype=torch.float32, device=device)
-        return {**saved, moment: zeros}
-    return saved
-
-
 def stepped_without(label: str, moment: str, decided: str) -> ValueError:
     """Return the error for a stepped slot without a moment, which depends on earlier gradients."""
     return ValueError(

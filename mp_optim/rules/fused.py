@@ -11,8 +11,6 @@ from mp_optim.rules.rule_optimizer import RuleOptimizer
 class FusedAdam(RuleOptimizer):
     """Adam over FP32 tensors on any device, in one pass per batch.
 
-    With ``betas[0]`` at 0 it keeps no first moment, which would be the gradient.
-
     Args:
         params: FP32 parameters, named parameters or groups.
         adam_w_mode: decoupled weight decay; False adds ``weight_decay * p`` to the gradient.

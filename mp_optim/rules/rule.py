@@ -131,13 +131,6 @@ class Rule(ABC):
         """Return the setting that :meth:`moments` reads; empty without one."""
         return ""
 
-    def unread_moments(self, group: Settings) -> tuple[str, ...]:
-        """Return the names of moments that have no effect with a group's settings.
-
-        A slot that has one from earlier settings still updates it, so that later settings find it.
-        """
-        return ()
-
     def reads_steps(self, group: Settings) -> bool:
         """True if the formula needs the number of steps of a slot, not only whether it was
         stepped."""
@@ -252,26 +245,13 @@ def check_decoupled(group: Settings) -> None:
 
 
 class AdamRule(ElementRule):
-    """Adam. With ``betas[0]`` 0 it stores no first moment, which would equal the gradient."""
+    """Adam and AdamW."""
 
     name = "adam"
-
-    def deciding_setting(self, group: Settings) -> str:
-        return "betas"
-
-    def moments(self, group: Settings) -> tuple[str, ...]:
-        unread = self.unread_moments(group)
-        return tuple(name for name in super().moments(group) if name not in unread)
 
     def check_settings(self, group: Settings) -> None:
         super().check_settings(group)
         check_decoupled(group)
-
-    def unread_moments(self, group: Settings) -> tuple[str, ...]:
-        match group["betas"]:
-            case (first, _, *_) if first == 0.0:
-                return ("exp_avg",)
-        return ()  # Betas may be invalid here; check_settings reports them.
 
 
 class LionRule(ElementRule):

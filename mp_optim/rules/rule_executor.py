@@ -70,12 +70,12 @@ class CheckedGroup(NamedTuple):
     Attributes:
         values: the checked values; empty if one is a tensor, which can be written in place.
         rule: the rule that steps the group.
-        moments: names of the moments that are kept, and of those that are not read.
+        moments: names of the moments that are kept.
     """
 
     values: Sequence[Any]
     rule: Rule
-    moments: tuple[tuple[str, ...], tuple[str, ...]]
+    moments: tuple[str, ...]
 
 
 class RuleExecutor(Executor):
@@ -157,7 +157,7 @@ class RuleExecutor(Executor):
                 raise RefusedSettings(text) from error
             is_fixed = not any(isinstance(value, Tensor) for value in values)
             rule = self.rule.of(group)
-            moments = rule.moments(group), rule.unread_moments(group)
+            moments = rule.moments(group)
             if known is not None and known.moments == moments:
                 moments = known.moments  # A launch is reused if this is the same object.
             self._checked[index] = CheckedGroup(values if is_fixed else (), rule, moments)

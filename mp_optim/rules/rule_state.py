@@ -54,7 +54,6 @@ from mp_optim.kernels.state_format import (
     shape_of,
     stepped_without,
     unpacked,
-    without_unread,
 )
 from mp_optim.rules.rule import Rule
 
@@ -336,14 +335,10 @@ class RuleState(StateStore):
             group_state.replaced([slot.position])
         return state
 
-    def _names(self, index: int, position: int) -> tuple[str, ...]:
-        """Return the names of the moments that are stored for a slot."""
+    def _names(self, index: int) -> tuple[str, ...]:
+        """Return the names of the moments that are kept for the slots of a group."""
         group = self.param_groups[index]
-        rule = self.rule.of(group)
-        names = rule.moments(group)
-        state = self.groups[index].slots[position]
-        present = [name for name in rule.unread_moments(group) if name in state]
-        return (*present, *names) if present else names
+        return self.rule.of(group).moments(group)
 
     def _home(self, slot: Slot, main: Tensor) -> torch.device:
         """Return the device of a main param's state: the main param's, or the host for windows."""
@@ -364,7 +359,7 @@ class RuleState(StateStore):
         missing = {key: spec for key, spec in specs.items() if key not in state}
         if missing and self.groups[slot.group].was_stepped(slot.position):
             # The moment of a stepped slot depends on earlier gradients.
-            moments = self._names(slot.group, slot.position)
+            moments = self._names(slot.group)
             late = {key for name in moments for key in (name, scale_key(name))}
             missing = {key: spec for key, spec in missing.items() if key not in late}
         return missing
@@ -387,7 +382,7 @@ class RuleState(StateStore):
         whole = self.groups[slot.group].regions[slot.position].shape
         is_small = self.precision.is_small(whole.numel())
         specs: dict[str, TensorSpec] = {}
-        for name in self._names(slot.group, slot.position):
+        for name in self._names(slot.group):
             shape = moment_of(name).local_shape(main_shape, whole)
             specs |= moment_specs(name, shape, self.precision.stored_dtype(name, is_small))
         rest = self.precision.remainder_dtype if self.is_split(dtype) else None
@@ -540,14 +535,10 @@ class RuleState(StateStore):
         self, index: int, positions: Sequence[int], mains: CachedTensorList
     ) -> list[tuple[str, ...]]:
         """Return the keys of the state tensors that are stepped with each main param of a group."""
-        group, regions = self.param_groups[index], self.groups[index].regions
-        rule = self.rule.of(group)
-        names = [rule.moments(group)] * len(positions)
-        if rule.unread_moments(group):  # Some slots have one from earlier settings.
-            names = [self._names(index, position) for position in positions]
+        regions, moments = self.groups[index].regions, self._names(index)
         of_each = [
             (moments, self.precision.is_small(regions[position].shape.numel()), main.dtype)
-            for moments, position, main in zip(names, positions, mains, strict=True)
+            for position, main in zip(positions, mains, strict=True)
         ]
         keys = {each: self._keys_of(*each) for each in set(of_each)}
         return list(map(keys.__getitem__, of_each))
@@ -624,14 +615,10 @@ class RuleState(StateStore):
     def fit_state(self, slot: Slot, saved: State, convert: bool) -> State:
         stepped, live, name = self.stepped(slot), self.live_state(slot), self.name(slot)
         group = self.param_groups[slot.group]
-        rule = self.rule.of(group)
-        if saved and STEP not in saved and not rule.reads_steps(group):
+        if saved and STEP not in saved and not self.rule.of(group).reads_steps(group):
             # torch stores no count; the slot has state, so it was stepped.
             saved = {key: value for key, value in saved.items() if value is not None}
             saved[STEP] = 1.0
-        for moment in rule.unread_moments(group):
-            decided = self.deciding_setting(group)
-            saved = without_unread(name, moment, decided, live, stepped.shape, saved, convert)
         return fitted(name, live, stepped, saved, convert)
 
     def check_fitted(self, slot: Slot, state: State) -> None:

@@ -62,7 +62,6 @@ KEYS = {
     "lion": ("exp_avg",),
     "sgd": ("momentum_buffer",),
     "plain sgd": (),
-    "plain adam": ("", "exp_avg_sq"),
 }
 PASSES = {**KEYS, "muon_momentum": ("momentum_buffer",), "muon_apply": ()}
 """Rules, and passes that are a part of one."""

@@ -118,7 +118,7 @@ def _settings(values: dict[str, str], rule: str, is_plain: bool) -> tuple[tuple[
     if rule == "muon_momentum":
         found["momentum"] = 0.3 if values["average_from_end"] == "True" else 0.95
     if is_plain:
-        found |= {"momentum": 0.0} if rule == "sgd" else {"betas": (0.0, 0.999)}
+        found["momentum"] = 0.0
     return tuple(sorted(found.items()))
 
 

@@ -224,8 +224,7 @@ const ElementRule* rule_for(const MpTensors* t, const char* name, const float* s
     const ElementRule* rule = level().rules;
     while (rule->name && std::strcmp(rule->name, name)) ++rule;
     if (!rule->name || rule->scalars != count) return nullptr;
-    const int moments = rule->moments(scalars);
-    return valid(*t, true, moments & 1, moments & 2, threads) ? rule : nullptr;
+    return valid(*t, true, rule->moments & 1, rule->moments & 2, threads) ? rule : nullptr;
 }
 
 }  // namespace

@@ -60,7 +60,7 @@ struct Run {
 struct ElementRule {
     const char* name;  // null at the end of a list
     int32_t scalars;
-    int (*moments)(const float* scalars);  // those it cannot do without: the sum of 1 for the first and 2 for the second
+    int moments;  // those it cannot do without: the sum of 1 for the first and 2 for the second
     void (*step)(const Run&, const float* scalars);
 };
 

@@ -56,9 +56,7 @@ MP_INLINE f32x16 denominator(f32x16 root, const Scalars& s) {
     return root * s.inv_sqrt_bias2 + s.eps;
 }
 
-// Without a first moment beta1 is 0, and the gradient takes its place.
-template <bool has_first>
-struct AdamRule : Touches<true, true, has_first, true, true> {
+struct AdamRule : Touches<true, true, true, true, true> {
     MpAdam s;
     MaybeFactor l2{s.l2};
     Decay decay{s.decay, s.cautious_wd};
@@ -67,7 +65,7 @@ struct AdamRule : Touches<true, true, has_first, true, true> {
 
     MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& m, f32x16& v, f32x16& root) const {
         g = gradient(g, s.multiplier, l2, p);
-        m = has_first ? m * s.beta1 + g * s.one_minus_beta1 : g;
+        m = m * s.beta1 + g * s.one_minus_beta1;
         v = v * s.beta2 + (g * s.one_minus_beta2) * g;
         root = square_root(v);
         const f32x16 u = (m / denominator(root, s)) * s.step_size;
@@ -208,14 +206,7 @@ MP_INLINE bool run_special_moments(const Run& run, const Rule& rule) {
 }
 
 static void adam(const Run& run, const MpAdam& s) {
-    if (!run.moment1.data) {
-        const AdamRule<false> rule(s);
-        if (!run_special<MP_NONE, MP_NONE, MP_F32>(run, rule) && !run_special_moments<MP_NONE, MP_BF16>(run, rule) &&
-            !run_special_moments<MP_NONE, MP_U8>(run, rule))
-            run_rule(run, rule);
-        return;
-    }
-    const AdamRule<true> rule(s);
+    const AdamRule rule(s);
     if (!run_special<MP_NONE, MP_F32, MP_F32>(run, rule) && !run_special<MP_I16, MP_F32, MP_F32>(run, rule) &&
         !run_special_moments<MP_BF16, MP_BF16>(run, rule) && !run_special_moments<MP_F16, MP_F16>(run, rule) &&
         !run_special_moments<MP_I8, MP_U8>(run, rule) && !run_special_moments<MP_I4, MP_U8>(run, rule))
@@ -238,19 +229,19 @@ MP_INLINE Scalars read_scalars(const float* from) {
     return scalars;
 }
 
-// A row of kRules. `moments`: those it cannot do without; of the first one `or_none_at_0`, where the second scalar is 0.
-template <class Scalars, void (*step)(const Run&, const Scalars&), int moments, bool or_none_at_0 = false>
+// A row of kRules. `moments`: those that it cannot do without.
+template <class Scalars, void (*step)(const Run&, const Scalars&), int moments>
 constexpr ElementRule row_of(const char* name) {
     static_assert(sizeof(Scalars) % sizeof(float) == 0, "scalars are floats");
     return {name, int32_t(sizeof(Scalars) / sizeof(float)),
-            [](const float* s) { return or_none_at_0 && s[1] == 0.0f ? moments & ~1 : moments; },
+            moments,
             [](const Run& run, const float* s) { step(run, read_scalars<Scalars>(s)); }};
 }
 
 // Every rule that steps each element by itself. Its scalars are in the order of its class in kernels/element_rules.py.
 static const ElementRule kRules[] = {
-    row_of<MpAdam, adam, 1 | 2, true>("adam"),
+    row_of<MpAdam, adam, 1 | 2>("adam"),
     row_of<Sgd, sgd, 0>("sgd"),
     row_of<Lion, lion, 1>("lion"),
-    {nullptr, 0, nullptr, nullptr},
+    {nullptr, 0, 0, nullptr},
 };

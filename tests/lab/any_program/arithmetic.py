@@ -225,8 +225,7 @@ def _kept(state: State, **values: Array) -> State:
 
 def _moments(g: Array, state: State, h: Mapping[str, Any], weight: float) -> tuple[Array, Array]:
     b1, b2 = h["betas"][:2]
-    v = state["exp_avg_sq"].values()
-    m = state["exp_avg"].values() if "exp_avg" in state else np.zeros_like(v)
+    m, v = state["exp_avg"].values(), state["exp_avg_sq"].values()
     return m * F(b1) + g * F(weight), v * F(b2) + (g * F(1 - b2)) * g
 
 

@@ -188,10 +188,7 @@ class Oracle:
             return ()
         if self.rule == "foreign" and not slot.step:
             return ()  # it makes its state when it steps
-        names = MOMENTS[self.rule]
-        if self.rule == "adam" and settings["betas"][0] == 0.0:
-            return tuple(name for name in names if name != "exp_avg")
-        return names
+        return MOMENTS[self.rule]
 
     def converts_losslessly(self, place: Place) -> bool:
         """Whether all state can be kept in a place's form without losing a bit."""

@@ -124,8 +124,6 @@ def lists_of(
 ) -> TensorLists:
     group = settings or BASE
     keys = STATE[rule] if rule != "sgd" or group.get("momentum") else ()
-    if rule == "adam" and group["betas"][0] == 0.0:
-        keys = ("exp_avg_sq",)
     state = {key: [numbers(n, 50 + i, device) * 0.1 for i, n in enumerate(sizes)] for key in keys}
     if "exp_avg_sq" in state:
         state["exp_avg_sq"] = [x.square() for x in state["exp_avg_sq"]]

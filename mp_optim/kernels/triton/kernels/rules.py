@@ -47,17 +47,14 @@ def _adam_tile(tile, chunk, per_tensor, FLAGS: tl.constexpr):
     s = AdamNumbers(*chunk.scalars[:9])
     p = read_main(chunk, tile, FLAGS.follows)
     g = gradient(chunk, p, tile, s.l2, FLAGS.has_l2)
-    m = g
-    if chunk.first.stored is not None:
-        m = read_moment(chunk.first, tile, False)
-        m = m * s.beta1 + g * s.one_minus_beta1
+    m = read_moment(chunk.first, tile, False)
+    m = m * s.beta1 + g * s.one_minus_beta1
     v = read_moment(chunk.second, tile, True)
     v = v * s.beta2 + (g * s.one_minus_beta2) * g
     u = tl.div_rn(m, denominator(v, s.eps, s.inv_sqrt_bias2)) * s.step_size
     p = decayed(p, u, s.decay, FLAGS)
     p = p - u
-    if chunk.first.stored is not None:
-        write_moment(m, chunk.first, tile, False)
+    write_moment(m, chunk.first, tile, False)
     write_moment(v, chunk.second, tile, True)
     write_main(p, chunk, tile)
 

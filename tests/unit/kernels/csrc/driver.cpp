@@ -255,10 +255,7 @@ void bad_arguments() {
     check(step(&bad, &adam, 1), MP_BAD_ARGUMENT, "missing table");
     bad = call.tensors;
     bad.moment1 = nullptr, bad.moment1_dtype = MP_NONE;
-    check(step(&bad, &adam, 1), MP_OK, "no first moment");
-    adam.scalars[1] = 0.9f;
-    check(step(&bad, &adam, 1), MP_BAD_ARGUMENT, "no first moment to average");
-    adam.scalars[1] = 0.0f;
+    check(step(&bad, &adam, 1), MP_BAD_ARGUMENT, "no first moment");
     call.main[2] = nullptr;
     check(step(&call.tensors, &adam, 1), MP_BAD_ARGUMENT, "null tensor");
     call.main[2] = call.main[0];
