@@ -77,208 +77,6 @@ class PlacedSlot:
     main: Tensor | None = None
 
 
-class PlacedSlots:
-    """The slots of an optimizer in their places, and the tensors that are stepped, kept for the
-    optimizer's life.
-
-    Args:
-        param_groups: live groups.
-        executors: the executor of each place.
-        offloaded: the place of offloaded slots.
-        copies: True if 16-bit parameters are stepped through FP32 copies.
-        remainders: True if the copy of a bfloat16 parameter is a remainder next to it.
-
-    Attributes:
-        memory: host memory of copies, in one piece for the first groups.
-        file: the state file that stores the copies, or None.
-        exposed: called before an offloaded slot's tensors may be written.
-        written_by_copies: returns the slots whose parameters a step writes by copies.
-    """
-
-    memory: Block
-    file: StateFile | None
-    exposed: Callable[[Slot], object]
-    written_by_copies: Callable[[], Sequence[Slot] | None]
-
-    def __init__(
-        self,
-        param_groups: ParamGroups,
-        executors: Mapping[Place, Executor],
-        offloaded: Place,
-        copies: bool,
-        remainders: bool,
-    ) -> None:
-        self._param_groups, self._executors = param_groups, executors
-        self.offloaded, self._copies, self._remainders = offloaded, copies, remainders
-        self._groups: list[list[PlacedSlot]] = []
-        self._written = WrittenWeights()
-        self._bound: list[Tensor] | None = None
-
-    def __getitem__(self, slot: Slot) -> PlacedSlot:
-        return self._groups[slot.group][slot.position]
-
-    def is_offloaded(self, slot: Slot) -> bool:
-        """True if a slot is not stepped on its parameter's device."""
-        return self[slot].place != "device"
-
-    def at(self, place: Place, group: int) -> list[int]:
-        """The positions of a group that are at a place."""
-        of_group = enumerate(self._groups[group])
-        return [position for position, placed in of_group if placed.place == place]
-
-    def assign(self, groups: Sequence[dict[str, Any]], fraction: float) -> None:
-        """Plan the places of new groups, together.
-
-        Args:
-            fraction: see :func:`~mp_optim.offload.buckets.plan_offload`.
-        """
-        params = [param for group in groups for param in group["params"]]
-        hosted = plan_offload([_share(p) if p.requires_grad else 0 for p in params], fraction)
-        start = 0
-        for group in groups:
-            placed = []
-            for index, param in enumerate(group["params"], start):
-                place: Place = self.offloaded if index in hosted else "device"
-                is_stepped_itself = self.is_stepped_in_place(
-                    place, param.dtype, self._stepped_dtype(param.dtype)
-                )
-                placed.append(PlacedSlot(place, _share(param), param.dtype, is_stepped_itself))
-            start += len(placed)
-            self._groups.append(placed)
-        self.forget()
-
-    def forget_groups(self, count: int) -> None:
-        """Forget the groups after the first ``count``."""
-        del self._groups[count:]
-        self.forget()
-
-    def forget(self) -> None:
-        """Slots or their main params are others now."""
-        self._bound = None
-
-    def host_slots(self) -> list[HostSlot]:
-        """Return the offloaded slots in the order in which backward is expected to reach them: the
-        last first."""
-        slots = []
-        for slot, param in iter_slots(self._param_groups):
-            if self.is_offloaded(slot):
-                placed, numel = self[slot], local_tensor(param).numel()
-                dtype = placed.model_dtype
-                in_place = self.is_stepped_in_place(placed.place, dtype, self.main_dtype(dtype))
-                slots.append(HostSlot(slot, placed.share, numel, dtype, in_place))
-        return slots[::-1]
-
-    # -- updates ----------------------------------------------------------------------------------
-
-    def with_outputs(self, updates: SlotUpdates) -> SlotUpdates:
-        """Return the updates with the tensor that receives each stepped value. A wrapper's updates
-        have it already."""
-        make = partial(self._outputs_of, updates)
-        outputs = updates.slots.part("outputs", (updates.outputs,), make)
-        return updates if outputs is updates.outputs else replace(updates, outputs=outputs)
-
-    def _outputs_of(self, updates: SlotUpdates) -> Outputs:
-        if all(self[slot].is_stepped_itself for slot in updates.slots):
-            return updates.outputs
-        return list(map(self.output, updates.slots, updates.outputs))
-
-    def output(self, slot: Slot, output: Tensor | None) -> Tensor | None:
-        """Return the tensor that receives the stepped value: the parameter, if the stepped copy was
-        made here."""
-        if self[slot].is_stepped_itself:
-            return output
-        return local_tensor(param_at(self._param_groups, slot))
-
-    # -- tensors ----------------------------------------------------------------------------------
-
-    def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Dtype of the main param of a parameter of a dtype."""
-        return dtype if self._remainders and dtype == torch.bfloat16 else torch.float32
-
-    def is_stepped_in_place(self, place: Place, dtype: torch.dtype, stepped: torch.dtype) -> bool:
-        """True if the parameter itself is stepped on its device, as a whole main param or as the
-        upper half of one."""
-        return place != "host" and dtype == stepped
-
-    def _stepped_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Dtype that a parameter of a dtype is stepped in if no wrapper asked for a main param."""
-        is_copied = self._copies and dtype in (torch.float16, torch.bfloat16)
-        return self.main_dtype(dtype) if is_copied else dtype
-
-    def bind(self) -> None:
-        """Hand the present tensors to the executors that step them."""
-        params = all_params(self._param_groups)
-        if self._bound is not None and all_same(params, self._bound):
-            return
-        stays = True
-        self._refresh_copies(self._summed())
-        for slot, param in iter_slots(self._param_groups):
-            executor, now = self._executors[self[slot].place], self._stepped(slot)
-            before = executor.stepped(slot)
-            stays_there = _is_own(before) and same_memory(before, now)
-            if before is not now and not stays_there:
-                executor.step_instead(slot, now)
-            # Only this package's own tensors are known to stay where they are, and unwritten.
-            stays = stays and _is_own(param)
-        self._bound = params if stays else None
-
-    def written(self) -> None:
-        """Remember offloaded parameters as a step left them."""
-        if self._bound is None:  # otherwise the optimizer's own tensors are stepped
-            slots = self._summed()
-            self._written.note(slots, list(map(self._local, slots)))
-
-    def _summed(self) -> list[Slot]:
-        """Return the slots whose copies here are compared with their parameters by checksums."""
-        slots = self.written_by_copies() or ()
-        return [slot for slot in slots if self[slot].main is not None]
-
-    def _local(self, slot: Slot) -> Tensor:
-        return local_tensor(param_at(self._param_groups, slot))
-
-    def _refresh_copies(self, slots: Sequence[Slot]) -> None:
-        """Let copies take the values of parameters that do not equal them, rounded."""
-        for index in self._written.changed(slots, list(map(self._local, slots))):
-            slot = slots[index]
-            main, name = self[slot].main, slot_name(self._param_groups, slot)
-            assert main is not None
-            if follow(main, self._local(slot), name) and self.is_offloaded(slot):
-                self.exposed(slot)
-
-    def current(self, slot: Slot) -> Executor:
-        """Return the executor of a slot, with the slot's present tensor. The caller may read live
-        tensors from it."""
-        executor = self._executors[self[slot].place]
-        executor.step_instead(slot, self._stepped(slot))
-        if self[slot].main is not None:
-            self._refresh_copies([slot])
-            self._written.forget(slot)  # the caller may write to the copy
-        if self.is_offloaded(slot):
-            self.exposed(slot)
-        return executor
-
-    @in_own_modes
-    def copy(self, source: Tensor, place: Place, dtype: torch.dtype) -> Tensor:
-        """Return the copy of a tensor that is stepped at a place."""
-        if place == "device":
-            return source.to(dtype)
-        if self.file is not None:
-            return self.file.take(source.shape, dtype).copy_(source)
-        block = self.memory.with_room(aligned_bytes(source.numel(), dtype))
-        return block.take(source.shape, dtype).copy_(source)
-
-    def _stepped(self, slot: Slot) -> Tensor:
-        """The tensor to step for a slot, following whatever sits in ``param_groups`` now."""
-        placed, param = self[slot], param_at(self._param_groups, slot)
-        if placed.is_stepped_itself:
-            return param if _is_own(param) else local_tensor(param)
-        local = local_tensor(param)
-        if placed.main is None:
-            placed.main = self.copy(local, placed.place, self._stepped_dtype(local.dtype))
-        check_shape(placed.main, local, slot_name(self._param_groups, slot))
-        return placed.main
-
-
 def _is_own(tensor: Tensor) -> bool:
     """Whether a tensor to step is one of this package's, not a model's parameter."""
     return type(tensor) is Tensor and not tensor.requires_grad
@@ -294,7 +92,10 @@ def _share(param: Tensor) -> int:
     return math.ceil(param.numel() / ranks)
 
 
-# -- what steps them ------------------------------------------------------------------------------
+def _is_stepped_in_place(place: Place, dtype: torch.dtype, stepped: torch.dtype) -> bool:
+    """Return whether the parameter itself is stepped on its device, as a whole main param or as the
+    upper half of one."""
+    return place != "host" and dtype == stepped
 
 
 def is_of_rule(stepper: SlotStepper) -> bool:
@@ -309,16 +110,20 @@ class PlacedExecutor(Executor):
         param_groups: live groups; the optimizer adds the first ones before :meth:`build`.
         fraction: see :func:`~mp_optim.offload.buckets.plan_offload`.
         how: place and mode of the offloaded slots.
-        copies: see :class:`PlacedSlots`.
-        remainders: see :class:`PlacedSlots`.
+        copies: True if 16-bit parameters are stepped through FP32 copies.
+        remainders: True if the copy of a bfloat16 parameter is a remainder next to it.
 
     Attributes:
         optimizers: optimizers by place. One class of this package for both places is the device's
             alone, and steps the slots of both.
         executors: executors by place.
         stepper: steps the offloaded slots.
-        main_memory: host memory of main params, unless a file stores them.
+        main_memory: host memory of main params, unless a file stores them; in one piece for the
+            first groups.
     """
+
+    main_memory: Block
+    _file: StateFile | None
 
     def __init__(
         self,
@@ -333,7 +138,10 @@ class PlacedExecutor(Executor):
         self.optimizers: dict[Place, torch.optim.Optimizer] = {}
         self.executors: dict[Place, Executor] = {}
         self._distinct: list[Executor] = []  # each optimizer once
-        self._placed = PlacedSlots(param_groups, self.executors, how.place, copies, remainders)
+        self._copies, self._remainders = copies, remainders
+        self._placed: list[list[PlacedSlot]] = []
+        self._written = WrittenWeights()
+        self._bound: list[Tensor] | None = None
 
     def build(
         self,
@@ -350,18 +158,14 @@ class PlacedExecutor(Executor):
             share_settings: makes the groups here and in the parts alike, as long as nothing wraps
                 the optimizer. It must not keep the optimizer alive.
         """
-        placed, offloaded = self._placed, self._how.place
-        placed.assign(self.param_groups, self.fraction)
-        placed.file, size = settings.state_file, 0
+        offloaded = self._how.place
+        self._assign(self.param_groups, self.fraction)
+        self._file, size = settings.state_file, 0
         for slot, param in iter_slots(self.param_groups):
-            dtype = self.main_dtype(param.dtype)
-            is_away = placed.is_offloaded(slot) and not placed.is_stepped_in_place(
-                offloaded, param.dtype, dtype
-            )
-            if placed.file is None and is_away:
-                size += aligned_bytes(local_tensor(param).numel(), dtype)
+            if self._file is None and self._is_away(slot, param):
+                size += aligned_bytes(local_tensor(param).numel(), self.main_dtype(param.dtype))
         empty_host = partial(settings.transfer.empty_host, pin=settings.pin_mains)
-        self.main_memory = placed.memory = Block(size, empty_host)
+        self.main_memory = Block(size, empty_host)
         indices = range(len(self.param_groups))
         for place, build in classes.items():
             is_ours = is_of_rule(build)
@@ -378,14 +182,58 @@ class PlacedExecutor(Executor):
         self._groups_are_known(indices)
         part = self.executors[offloaded]
         named = [(s, self.slot_name(s), p) for s, p in iter_slots(self.param_groups)]
-        self._how.check(part, named, placed.is_offloaded, settings)
+        self._how.check(part, named, self._is_offloaded, settings)
         updates = weak_method(self._updates_in_backward)
         source = GradSource(self.param_groups, share_settings, updates, "auto")
-        self.stepper = Stepper(self._how, part, placed.host_slots(), placed.bind, settings, source)
-        placed.exposed = weak_method(self.stepper.schedule.distrust)
-        placed.written_by_copies = weak_method(self.stepper.host_part.copied_slots)
+        bind = weak_method(self._bind)
+        self.stepper = Stepper(self._how, part, self._slots_of_stepper(), bind, settings, source)
 
     # -- places and groups ------------------------------------------------------------------------
+
+    def _placed_at(self, slot: Slot) -> PlacedSlot:
+        return self._placed[slot.group][slot.position]
+
+    def _is_offloaded(self, slot: Slot) -> bool:
+        """True if a slot is not stepped on its parameter's device."""
+        return self._placed_at(slot).place != "device"
+
+    def _positions(self, place: Place, group: int) -> list[int]:
+        """The positions of a group that are at a place."""
+        of_group = enumerate(self._placed[group])
+        return [position for position, placed in of_group if placed.place == place]
+
+    def _assign(self, groups: Sequence[dict[str, Any]], fraction: float) -> None:
+        """Plan the places of new groups, together.
+
+        Args:
+            fraction: see :func:`~mp_optim.offload.buckets.plan_offload`.
+        """
+        params = [param for group in groups for param in group["params"]]
+        hosted = plan_offload([_share(p) if p.requires_grad else 0 for p in params], fraction)
+        start = 0
+        for group in groups:
+            placed = []
+            for index, param in enumerate(group["params"], start):
+                place: Place = self._how.place if index in hosted else "device"
+                is_stepped_itself = _is_stepped_in_place(
+                    place, param.dtype, self._stepped_dtype(param.dtype)
+                )
+                placed.append(PlacedSlot(place, _share(param), param.dtype, is_stepped_itself))
+            start += len(placed)
+            self._placed.append(placed)
+        self._bound = None
+
+    def _slots_of_stepper(self) -> list[HostSlot]:
+        """Return the offloaded slots in the order in which backward is expected to reach them: the
+        last first."""
+        slots = []
+        for slot, param in iter_slots(self.param_groups):
+            if self._is_offloaded(slot):
+                placed, numel = self._placed_at(slot), local_tensor(param).numel()
+                dtype = placed.model_dtype
+                in_place = _is_stepped_in_place(placed.place, dtype, self.main_dtype(dtype))
+                slots.append(HostSlot(slot, placed.share, numel, dtype, in_place))
+        return slots[::-1]
 
     def place(self, slot: Slot) -> Place:
         return self.stepper.host_part.place_of(slot)
@@ -398,7 +246,7 @@ class PlacedExecutor(Executor):
         return self.executors[place]
 
     def marks_changes(self, slot: Slot) -> bool:
-        self._placed.bind()
+        self._bind()
         place, part = self.place(slot), self.stepper.host_part
         # changes of parts of slots, and of steps that may be rolled back, are not marked
         is_whole = place == "device" or (part.pipeline is None and part.speculation is None)
@@ -413,7 +261,7 @@ class PlacedExecutor(Executor):
         group = self.param_groups[index]
         if is_ours:
             return with_names(group)
-        positions = self._placed.at(place, index)
+        positions = self._positions(place, index)
         part = group_settings(group)
         part["params"] = [local_tensor(group["params"][position]) for position in positions]
         if names := group.get("param_names"):
@@ -430,7 +278,7 @@ class PlacedExecutor(Executor):
         """
         for index in indices:
             for place, executor in self.executors.items():
-                if positions := self._placed.at(place, index):
+                if positions := self._positions(place, index):
                     executor.has_only(index, positions)
                     executor.step_together(index, [positions])
             self._release_others(index)
@@ -443,7 +291,7 @@ class PlacedExecutor(Executor):
         for place, optimizer in self.optimizers.items():
             if len(self.optimizers) == 1 or not isinstance(optimizer, SlotOptimizer):
                 continue
-            params, here = optimizer.param_groups[index]["params"], self._placed.at(place, index)
+            params, here = optimizer.param_groups[index]["params"], self._positions(place, index)
             for position in set(range(len(params))).difference(here):
                 with torch.no_grad():
                     params[position] = torch.empty_like(params[position], device="meta")
@@ -454,7 +302,7 @@ class PlacedExecutor(Executor):
         if not self.executors:
             return  # the first groups are placed together
         index = len(self.param_groups) - 1
-        self._placed.assign([self.param_groups[index]], self.fraction)
+        self._assign([self.param_groups[index]], self.fraction)
         for place, optimizer in self.optimizers.items():
             is_ours = isinstance(optimizer, SlotOptimizer)
             if is_ours and "param_names" in self.param_groups[0]:
@@ -468,13 +316,14 @@ class PlacedExecutor(Executor):
         super().forget_groups(count)
         if not self.executors:
             return  # the executor is under construction
-        self._placed.forget_groups(count)
+        del self._placed[count:]
+        self._bound = None
         for executor in self._distinct:
             executor.forget_groups(count)
         self._cut_buckets()
 
     def _cut_buckets(self) -> None:
-        self.stepper.cut_buckets(self._placed.host_slots())
+        self.stepper.cut_buckets(self._slots_of_stepper())
 
     def all_groups(self) -> list[ParamGroups]:
         below = (groups for executor in self._distinct for groups in executor.all_groups())
@@ -518,34 +367,112 @@ class PlacedExecutor(Executor):
     # -- main params ------------------------------------------------------------------------------
 
     def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self._placed.main_dtype(dtype)
+        return dtype if self._remainders and dtype == torch.bfloat16 else torch.float32
+
+    def _stepped_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype that a parameter of a dtype is stepped in if no wrapper asked for a main param."""
+        is_copied = self._copies and dtype in (torch.float16, torch.bfloat16)
+        return self.main_dtype(dtype) if is_copied else dtype
+
+    def _bind(self) -> None:
+        """Hand the present tensors to the executors that step them."""
+        params = all_params(self.param_groups)
+        if self._bound is not None and all_same(params, self._bound):
+            return
+        stays = True
+        self._refresh_copies(self._summed())
+        for slot, param in iter_slots(self.param_groups):
+            executor, now = self.executors[self._placed_at(slot).place], self._stepped(slot)
+            before = executor.stepped(slot)
+            stays_there = _is_own(before) and same_memory(before, now)
+            if before is not now and not stays_there:
+                executor.step_instead(slot, now)
+            # Only this package's own tensors are known to stay where they are, and unwritten.
+            stays = stays and _is_own(param)
+        self._bound = params if stays else None
+
+    def _note_written(self) -> None:
+        """Remember offloaded parameters as a step left them."""
+        if self._bound is None:  # otherwise the optimizer's own tensors are stepped
+            slots = self._summed()
+            self._written.note(slots, list(map(self._local, slots)))
+
+    def _summed(self) -> list[Slot]:
+        """Return the slots whose copies here are compared with their parameters by checksums."""
+        slots = self.stepper.host_part.copied_slots()
+        return [slot for slot in slots if self._placed_at(slot).main is not None]
+
+    def _local(self, slot: Slot) -> Tensor:
+        return local_tensor(param_at(self.param_groups, slot))
+
+    def _refresh_copies(self, slots: Sequence[Slot]) -> None:
+        """Let copies take the values of parameters that do not equal them, rounded."""
+        for index in self._written.changed(slots, list(map(self._local, slots))):
+            slot = slots[index]
+            main, name = self._placed_at(slot).main, self.slot_name(slot)
+            assert main is not None
+            if follow(main, self._local(slot), name) and self._is_offloaded(slot):
+                self.stepper.schedule.distrust(slot)
+
+    def _current(self, slot: Slot) -> Executor:
+        """Return the executor of a slot, with the slot's present tensor. The caller may read live
+        tensors from it."""
+        executor = self.executors[self._placed_at(slot).place]
+        executor.step_instead(slot, self._stepped(slot))
+        if self._placed_at(slot).main is not None:
+            self._refresh_copies([slot])
+            self._written.forget(slot)  # the caller may write to the copy
+        if self._is_offloaded(slot):
+            self.stepper.schedule.distrust(slot)
+        return executor
+
+    @in_own_modes
+    def _copy(self, source: Tensor, place: Place, dtype: torch.dtype) -> Tensor:
+        """Return the copy of a tensor that is stepped at a place."""
+        if place == "device":
+            return source.to(dtype)
+        if self._file is not None:
+            return self._file.take(source.shape, dtype).copy_(source)
+        block = self.main_memory.with_room(aligned_bytes(source.numel(), dtype))
+        return block.take(source.shape, dtype).copy_(source)
+
+    def _stepped(self, slot: Slot) -> Tensor:
+        """The tensor to step for a slot, following whatever sits in ``param_groups`` now."""
+        placed, param = self._placed_at(slot), param_at(self.param_groups, slot)
+        if placed.is_stepped_itself:
+            return param if _is_own(param) else local_tensor(param)
+        local = local_tensor(param)
+        if placed.main is None:
+            placed.main = self._copy(local, placed.place, self._stepped_dtype(local.dtype))
+        check_shape(placed.main, local, self.slot_name(slot))
+        return placed.main
 
     def main_param(self, slot: Slot) -> Tensor:
-        return self._placed.current(slot).main_param(slot)
+        return self._current(slot).main_param(slot)
 
     def set_main_param(self, slot: Slot, value: Tensor) -> None:
-        self._placed.current(slot).set_main_param(slot, value)
+        self._current(slot).set_main_param(slot, value)
 
     def main_written(self, slot: Slot) -> None:
-        self._placed.current(slot)
+        self._current(slot)
 
     def reserve_main_params(self, coming: Sequence[tuple[Slot, Tensor]]) -> None:
         super().reserve_main_params([pair for pair in coming if not self._is_away(*pair)])
 
     def _is_away(self, slot: Slot, source: Tensor) -> bool:
         """Whether the main param of a parameter is not where the parameter is."""
-        placed, dtype = self._placed, source.dtype
-        in_place = placed.is_stepped_in_place(placed[slot].place, dtype, self.main_dtype(dtype))
-        return placed.is_offloaded(slot) and not in_place
+        place, dtype = self._placed_at(slot).place, source.dtype
+        in_place = _is_stepped_in_place(place, dtype, self.main_dtype(dtype))
+        return self._is_offloaded(slot) and not in_place
 
     def new_main_param(self, slot: Slot, source: Tensor) -> Tensor:
-        self._placed.forget()
+        self._bound = None
         # from now on the tensor in ``param_groups`` is the one to step
-        self._placed[slot].is_stepped_itself, self._placed[slot].main = True, None
+        self._placed_at(slot).is_stepped_itself, self._placed_at(slot).main = True, None
         if not self._is_away(slot, source):
             return super().new_main_param(slot, source)
         # allocated where it is stored, so it never exists in FP32 on the device
-        main = self._placed.copy(source, self._placed[slot].place, self.main_dtype(source.dtype))
+        main = self._copy(source, self._placed_at(slot).place, self.main_dtype(source.dtype))
         self.step_instead(slot, main)
         return main
 
@@ -553,20 +480,20 @@ class PlacedExecutor(Executor):
         """Take the parameters' present values into the copies kept here."""
         self.step_mark.open_state()
         for slot, param in iter_slots(self.param_groups):
-            if self._placed[slot].main is not None or param.dtype != torch.float32:
+            if self._placed_at(slot).main is not None or param.dtype != torch.float32:
                 self.set_main_param(slot, local_tensor(param))
 
     # -- state ------------------------------------------------------------------------------------
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         for place, executor in self.executors.items():
-            here = [slot for slot in slots if self._placed[slot].place == place]
+            here = [slot for slot in slots if self._placed_at(slot).place == place]
             for slot in here:
-                self._placed.current(slot)
+                self._current(slot)
             executor.allocate_state(here)
 
     def state_of(self, slot: Slot) -> SlotState:
-        state, main = self._placed.current(slot).state_of(slot), self._placed[slot].main
+        state, main = self._current(slot).state_of(slot), self._placed_at(slot).main
         if main is None or main.dtype == param_at(self.param_groups, slot).dtype:
             return state  # the parameter has all bits of the copy
         missing = f"state of {state.name}: master_param ({main.dtype}) is missing"
@@ -574,20 +501,39 @@ class PlacedExecutor(Executor):
 
     # -- stepping ---------------------------------------------------------------------------------
 
+    def _with_outputs(self, updates: SlotUpdates) -> SlotUpdates:
+        """Return the updates with the tensor that receives each stepped value. A wrapper's updates
+        have it already."""
+        make = partial(self._outputs_of, updates)
+        outputs = updates.slots.part("outputs", (updates.outputs,), make)
+        return updates if outputs is updates.outputs else replace(updates, outputs=outputs)
+
+    def _outputs_of(self, updates: SlotUpdates) -> Outputs:
+        if all(self._placed_at(slot).is_stepped_itself for slot in updates.slots):
+            return updates.outputs
+        return list(map(self._output, updates.slots, updates.outputs))
+
+    def _output(self, slot: Slot, output: Tensor | None) -> Tensor | None:
+        """Return the tensor that receives the stepped value: the parameter, if the stepped copy was
+        made here."""
+        if self._placed_at(slot).is_stepped_itself:
+            return output
+        return local_tensor(param_at(self.param_groups, slot))
+
     def clipped(self, updates: SlotUpdates, grad_norm: float) -> SlotUpdates:
         found = {
             place: executor.clipped(updates, grad_norm)
             for place, executor in self.executors.items()
         }
-        places = (self._placed[slot].place for slot in updates.slots)
+        places = (self._placed_at(slot).place for slot in updates.slots)
         multipliers = [found[place].multipliers[index] for index, place in enumerate(places)]
         return replace(updates, multipliers=multipliers)
 
     def step_slots(self, updates: SlotUpdates) -> None:
-        self._placed.bind()
-        updates = self._placed.with_outputs(updates)
+        self._bind()
+        updates = self._with_outputs(updates)
         self.stepper.step_slots(updates, self.executors["device"])
-        self._placed.written()
+        self._note_written()
 
     def finish_step(self) -> None:
         for executor in self._distinct:
@@ -604,7 +550,7 @@ class PlacedExecutor(Executor):
             param = param_at(groups, slot)
             if local_tensor(param).shape == grad.shape:
                 update = update_of(slot, slot_name(groups, slot), param, grad)
-                output = self._placed.output(slot, None)
+                output = self._output(slot, None)
                 updates.append(update._replace(multiplier=multiplier, output=output))
         return SlotUpdates.of(updates)
 
