@@ -108,13 +108,6 @@ def locked_bytes() -> int:
     raise AssertionError("the kernel does not say")
 
 
-def missing_pages(address: int, num_bytes: int) -> int:
-    pages = -(-num_bytes // mmap.PAGESIZE)
-    held = (ctypes.c_ubyte * pages)()
-    assert _libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), held) == 0
-    return sum(not each & 1 for each in held)
-
-
 def is_mapped(address: int) -> bool:
     """Whether this process has memory there."""
     for line in Path("/proc/self/maps").read_text().splitlines():

@@ -15,8 +15,9 @@ def test_benchmark_disk_compares_steps_with_dd(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @needs_kernels
-@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "overlap"])
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
 def test_benchmark_disk_keeps_parameters_under_a_limit_smaller_than_the_state(
     tmp_path, capsys, mode
 ):

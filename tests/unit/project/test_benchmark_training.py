@@ -42,9 +42,8 @@ def records(folder: Path, part: str) -> dict[str, dict[str, Any]]:
     return {each["name"]: each for each in parts[part]}
 
 
-@pytest.mark.parametrize(
-    "parts", ["E", *(pytest.param(p, marks=pytest.mark.slow) for p in ("DA", "BC"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", ["E", "DA", "BC"])
 def test_miniature_runs_every_row_once(
     parts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
