@@ -26,7 +26,6 @@ from mp_optim.checkpoint.entries import (
     entry_name,
     key_and_fqn,
     state_by_index,
-    without_surplus,
 )
 from mp_optim.checkpoint.file_format import Index, Saved
 from mp_optim.checkpoint.inventory import Inventory
@@ -89,8 +88,12 @@ class CheckedLoad:
         new = own.unallocated(saved, self._entries)
         tensors, refused = self._entries | new, own.refused(saved)
         if convert:
-            saved = without_surplus(saved, ranks.union(set(tensors)))
-            saved = {name: entry for name, entry in saved.items() if name not in refused}
+            own_names = ranks.union(set(tensors))
+            saved = {
+                name: entry
+                for name, entry in saved.items()
+                if name not in refused and (name in own_names or key_and_fqn(name)[0] != AVERAGE)
+            }
             refused = {}
         self._saved, self._refused = saved, refused
         copies = own.copies(tensors) | new.keys()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from mp_optim.checkpoint.common import as_json
 from mp_optim.checkpoint.file_format import Saved
 from mp_optim.core.flat_shard import PartitionShard
-from mp_optim.core.slot_state import AVERAGE, scale_key
+from mp_optim.core.slot_state import AVERAGE
 from mp_optim.core.state_dict import with_params
 from mp_optim.process_groups.agreement import Ranks
 
@@ -80,10 +80,8 @@ def check_entries(
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         if names:
             listed.append(f"{kind} {names[:_SHOWN]}{more}")
-    if any(key_and_fqn(name)[0] == AVERAGE or _is_unread(name, wanted) for name in unexpected):
-        listed.append("convert=True drops averages and first moments that are not kept here")
-    if any(_is_unread(name, saved) for name in missing):
-        listed.append("no first moments were kept, because betas[0] was 0; build the optimizer so")
+    if any(key_and_fqn(name)[0] == AVERAGE for name in unexpected):
+        listed.append("convert=True drops averages that are not kept here")
     if listed:
         raise ValueError(f"{where} does not fit this model and optimizer: {', '.join(listed)}")
 
@@ -106,27 +104,6 @@ def _misfits(
         if there.dtype != here.dtype:
             of_another_dtype.append(f"{name}: saved {there.dtype}, expected {here.dtype}")
     return misshaped, of_another_dtype
-
-
-def without_surplus(saved: Mapping[str, Saved], own: Collection[str]) -> dict[str, Saved]:
-    """A checkpoint's entries without averages of main params, and first moments, where none are
-    kept here."""
-    return {
-        name: entry
-        for name, entry in saved.items()
-        if name in own or not (key_and_fqn(name)[0] == AVERAGE or _is_unread(name, own))
-    }
-
-
-def _is_unread(name: str, others: Collection[str]) -> bool:
-    """Whether this is a first moment, or its scales, of a parameter that has but a second one
-    among other entries: at ``betas[0]`` = 0 Adam keeps no first one."""
-    key, fqn = key_and_fqn(name)
-    return (
-        key in ("exp_avg", scale_key("exp_avg"))
-        and entry_name("exp_avg", fqn) not in others
-        and entry_name("exp_avg_sq", fqn) in others
-    )
 
 
 # -- common.json: plain data ----------------------------------------------------------------------
