@@ -12,15 +12,12 @@ import logging
 import math
 import re
 import time
-from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
-from rich.console import Console
-from rich.table import Table
 
 from lab.any_program import setups
 from lab.any_program.machine import AnyProgram
@@ -51,51 +48,16 @@ class Options:
     """Carry out the program in this file instead."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A program that failed.
-
-    Attributes:
-        programs: number of programs before it.
-            seconds: time before it.
-            message: the error.
-            program: its operations.
-    """
-
-    programs: int
-    seconds: float
-    message: str
-    program: str
-
-
-@dataclass
-class Tally:
-    """Counts so far.
-
-    Attributes:
-        counts: programs and operations, without the shrinking of a failure.
-        failures: one of each round that failed.
-    """
-
-    started: float = field(default_factory=time.monotonic)
-    counts: Counter[str] = field(default_factory=Counter)
-    failures: list[Failure] = field(default_factory=list)
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.started
-
-
-def one_round(options: Options, number: int, limit: int, tally: Tally) -> None:
-    first: list[Failure] = []
-    AnyProgram.counts = Counter()
+def one_round(options: Options, number: int, limit: int) -> str:
+    """Carry out programs; return the first failure with its program, or "" if there is none."""
+    first: list[str] = []
+    before = AnyProgram.counts.copy()
 
     def note(error: Exception, lines: list[str]) -> None:
-        if not first:
-            tally.counts += AnyProgram.counts
-            first.append(
-                Failure(tally.counts["programs"], tally.seconds, _in_short(error), "\n".join(lines))
-            )
+        nonlocal before
+        if not first:  # programs that shrinking tries do not count
+            before = AnyProgram.counts.copy()
+            first.append("\n".join(lines))
 
     AnyProgram.on_failure, AnyProgram.without = (staticmethod(note), frozenset(options.without))
     seed(options.seed + number)(AnyProgram)
@@ -114,14 +76,11 @@ def one_round(options: Options, number: int, limit: int, tally: Tally) -> None:
                 report_multiple_bugs=False,
             ),
         )
-        tally.counts += AnyProgram.counts
     except Exception as error:
-        failure = (
-            first[0]
-            if first
-            else Failure(tally.counts["programs"], tally.seconds, _in_short(error), "")
-        )
-        tally.failures.append(replace(failure, program=_shortest(error) or failure.program))
+        AnyProgram.counts.clear()
+        AnyProgram.counts.update(before)
+        return f"{_in_short(error)}\n{_shortest(error) or ''.join(first)}"
+    return ""
 
 
 def _in_short(error: BaseException) -> str:
@@ -150,55 +109,23 @@ def replay(path: Path) -> None:
     exec(program, names)
 
 
-def go_on(options: Options, tally: Tally) -> bool:
-    """Whether there is time, and there are programs left."""
-    programs = options.programs if options.programs or options.minutes else 100
-    return (
-        len(tally.failures) < options.failures
-        and (programs is None or tally.counts["programs"] < programs)
-        and (options.minutes is None or tally.seconds < options.minutes * 60)
-    )
-
-
-def report(tally: Tally, console: Console) -> None:
-    table = Table(
-        title=f"{tally.counts['programs']} programs, {tally.counts['operations']} operations, "
-        f"{tally.seconds:.0f} s, {len(tally.failures)} failures"
-    )
-    table.add_column("operation")
-    table.add_column("times", justify="right")
-    for name, count in sorted(tally.counts.items(), key=lambda item: -item[1]):
-        if name not in ("programs", "operations"):
-            table.add_row(name, str(count))
-    console.print(table)
-
-
-def show_last(tally: Tally, console: Console) -> None:
-    failure = tally.failures[-1]
-    console.print(f"[red]after {failure.programs} programs, {failure.seconds:.1f} s:[/red]")
-    console.print(
-        f"{failure.message}\n{failure.program}", markup=False, highlight=False, soft_wrap=True
-    )
-
-
 def main(options: Options) -> int:
     """Returns the exit status: 1 if a program failed."""
-    console = Console()
     if options.replay is not None:
         replay(options.replay)
         return 0
     logging.getLogger("mp_optim").setLevel(logging.CRITICAL)
-    tally, number = Tally(), 0
-    while go_on(options, tally):
-        left = (
-            PROGRAMS_A_ROUND
-            if options.programs is None
-            else options.programs - tally.counts["programs"]
-        )
-        before = len(tally.failures)
-        one_round(options, number, max(1, min(PROGRAMS_A_ROUND, left)), tally)
-        if len(tally.failures) > before:
-            show_last(tally, console)
+    most = options.programs or (math.inf if options.minutes else 100)
+    end = time.monotonic() + 60 * (options.minutes or math.inf)
+    failed = number = 0
+    counts = AnyProgram.counts
+    counts.clear()
+    while failed < options.failures and counts["programs"] < most and time.monotonic() < end:
+        limit = int(min(PROGRAMS_A_ROUND, most - counts["programs"]))
+        if failure := one_round(options, number, limit):
+            failed += 1
+            print(f"FAILED in round {number}, of seed {options.seed + number}:\n{failure}")
         number += 1
-    report(tally, console)
-    return int(bool(tally.failures))
+    print(f"{counts.pop('programs')} programs, {failed} failures; operations:")
+    print(", ".join(f"{name} {count}" for name, count in counts.most_common()))
+    return int(bool(failed))
