@@ -48,7 +48,7 @@ from mp_optim.core.quantized import (
     is_quantized,
     quantize_,
 )
-from mp_optim.core.slot_state import MASTER, SlotState, State, StateLayout, StateStore
+from mp_optim.core.slot_state import MASTER, SlotState, StateLayout, StateStore
 from mp_optim.core.tensor_layout import (
     ParamLayout,
     first_element,
@@ -327,16 +327,8 @@ class MainParams:
         """Return the slots that were ever trainable."""
         return filter(self.has_main, self.table.slots)
 
-    def stored(self, slot: Slot) -> State:
-        """A slot's state in the wrapped optimizer."""
-        return self.executor.state_of(slot).live()
-
-    def stepped_value(self, slot: Slot) -> Tensor:
-        """Return the FP32 value of a slot's main param."""
-        return self.executor.main_param(slot)
-
     def set_stepped_value(self, slot: Slot, value: Tensor) -> None:
-        """Give a slot this FP32 value, of the shape of :meth:`stepped_value`, and the model's
+        """Give a slot this FP32 value, of the shape of the main param, and the model's
         parameter what follows from it."""
         self.executor.set_main_param(slot, value)
         param = self.param(slot)
@@ -505,10 +497,6 @@ class MainParams:
         if self.layout_of is None:
             return state_layout_of(self.param(slot))
         return self.layout_of(slot)
-
-    def home(self, slot: Slot) -> torch.device:
-        """Return the device on which a slot is stepped."""
-        return self.executor.home(slot, self.param(slot))
 
     def state_of(self, slot: Slot) -> SlotState:
         """Return a slot's state in the layout that callers see."""

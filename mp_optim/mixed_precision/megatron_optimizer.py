@@ -270,7 +270,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     def home(self, slot: Slot) -> torch.device:
         mains, there = self.leaf(slot)
-        return mains.home(there)
+        return mains.executor.home(there, mains.param(there))
 
     def has_state(self, slot: Slot) -> bool:
         """Return whether a slot has ever been trainable; one that has not costs nothing."""

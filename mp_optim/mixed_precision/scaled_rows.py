@@ -78,7 +78,7 @@ def _check(name: str, param: Tensor, factors: Any) -> None:
 
 
 def _scale(wrapper: MainParams, slot: Slot, factors: Tensor) -> None:
-    main = wrapper.stepped_value(slot)
+    main = wrapper.executor.main_param(slot)
     of_elements = _for_elements(wrapper.param(slot), factors.to(main.device))
     if main.numel():
         wrapper.set_stepped_value(slot, main * of_elements.float())

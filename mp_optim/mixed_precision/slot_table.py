@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import cast
@@ -176,13 +176,15 @@ class SlotTable:
         else:
             indices = [index for index, grad in enumerate(present) if grad is not None]
             if not indices:
-                self._refuse_meta([*range(len(params))], params, name_of)
+                meta = [index for index, param in enumerate(params) if param.is_meta]
+                empty = [params[index] for index in meta]
+                self._refuse(meta, map(Tensor.size, empty), empty, name_of)
             columns = self.select(indices)
             grads = CachedTensorList(grad for grad in present if grad is not None)
         if simple:
             grads.gradients_of(columns.params)
         elif not are_plain(grads):
-            self._refuse_kinds(columns.indices, grads, name_of)
+            self._refuse(columns.indices, map(Tensor.size, grads), grads, name_of)
             with_grad = [params[index] for index in columns.indices]
             grads = CachedTensorList(map(local_grad, with_grad, grads))
         indices, shapes = columns.indices, self.seen.fingerprints.shapes
@@ -192,67 +194,52 @@ class SlotTable:
             strided = grads.contiguous or all(grad.layout == torch.strided for grad in grads)
         except RuntimeError:
             strided = False
-        if not (strided and grads.dtypes <= GRADIENT_DTYPES) or _META in grads.devices:
-            self._refuse_kinds(indices, grads, name_of)
+        is_readable = strided and grads.dtypes <= GRADIENT_DTYPES and _META not in grads.devices
         # torch checks the shape of a gradient when it is assigned, but not when the memory of the
         # parameter or of the gradient is replaced after that.
-        if list(map(Tensor.size, grads)) != shapes or not grads.stored:
-            self._refuse_memory(indices, shapes, grads, name_of)
+        if not is_readable or list(map(Tensor.size, grads)) != shapes or not grads.stored:
+            self._refuse(indices, shapes, grads, name_of)
         if "sizes" in vars(grads):  # the sizes of the parameters are checked now
             vars(grads)["own_sizes"] = grads.sizes
         return columns, grads
 
-    def _refuse_memory(
+    def _refuse(
         self,
         indices: Sequence[int],
-        shapes: Sequence[torch.Size],
-        grads: Sequence[Tensor],
+        shapes: Iterable[torch.Size],
+        tensors: Sequence[Tensor],
         name_of: Callable[[Slot], str],
     ) -> None:
-        """Raise ValueError if some gradients have other shapes than their parameters, or no
-        memory."""
-        for index, shape, grad in zip(indices, shapes, grads, strict=True):
-            if grad.shape != shape:
-                raise ValueError(
-                    f"{name_of(self.slots[index])}: the gradient has the shape "
-                    f"{tuple(grad.shape)} here, the parameter {tuple(shape)}: the memory of one "
-                    "of them was replaced after backward; call zero_grad(), and backward again"
-                )
-            if not has_memory(grad):
-                raise ValueError(
-                    f"{name_of(self.slots[index])}: the gradient's memory was freed "
-                    "(untyped_storage().resize_); call zero_grad(), and backward again"
-                )
-
-    def _refuse_kinds(
-        self, indices: Sequence[int], grads: Sequence[Tensor], name_of: Callable[[Slot], str]
-    ) -> None:
-        """Raise if some gradients are of a kind that cannot be read."""
-        self._refuse_meta(indices, grads, name_of)
-        for index, grad in zip(indices, grads, strict=True):
-            if grad.layout == torch.strided and grad.dtype in GRADIENT_DTYPES:
-                continue
-            name = name_of(self.slots[index])
-            if grad.dtype in FLOAT8_DTYPES:
-                raise TypeError(
-                    f"{name}: gradient is {grad.dtype}; set grad_dtype=torch.bfloat16 on the "
-                    "parameter"
-                )
-            raise TypeError(
-                f"{name}: gradient is {grad.dtype}, layout {grad.layout}; dense floating-point "
-                "gradients are supported (build the embedding with sparse=False)"
-            )
-
-    def _refuse_meta(
-        self, indices: Sequence[int], tensors: Sequence[Tensor], name_of: Callable[[Slot], str]
-    ) -> None:
-        for index, tensor in zip(indices, tensors, strict=True):
+        """Raise if a gradient is of a kind that cannot be read, has another shape than its
+        parameter, or no memory; or if a parameter is on the meta device."""
+        for index, shape, tensor in zip(indices, shapes, tensors, strict=True):
+            error: type[Exception] = ValueError
             if tensor.is_meta:
-                raise ValueError(
-                    f"{name_of(self.slots[index])} is on the meta device, without values: call "
-                    "model.to_empty(device=...) and initialise or load the weights, then build "
-                    "the optimizer"
+                why = (
+                    " is on the meta device, without values: call model.to_empty(device=...) and "
+                    "initialise or load the weights, then build the optimizer"
                 )
+            elif tensor.dtype in FLOAT8_DTYPES:
+                error, why = TypeError, f": gradient is {tensor.dtype}; set grad_dtype="
+                why += "torch.bfloat16 on the parameter"
+            elif tensor.layout != torch.strided or tensor.dtype not in GRADIENT_DTYPES:
+                error, why = TypeError, f": gradient is {tensor.dtype}, layout {tensor.layout}; "
+                why += "dense floating-point gradients are supported (build the embedding with "
+                why += "sparse=False)"
+            elif tensor.shape != shape:
+                why = (
+                    f": the gradient has the shape {tuple(tensor.shape)} here, the parameter "
+                    f"{tuple(shape)}: the memory of one of them was replaced after backward; call "
+                    "zero_grad(), and backward again"
+                )
+            elif not has_memory(tensor):
+                why = (
+                    ": the gradient's memory was freed (untyped_storage().resize_); call "
+                    "zero_grad(), and backward again"
+                )
+            else:
+                continue
+            raise error(f"{name_of(self.slots[index])}{why}")
 
     def updates(
         self, grads: Mapping[Slot, Tensor], multiplier: float, param_groups: ParamGroups

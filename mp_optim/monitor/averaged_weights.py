@@ -30,7 +30,7 @@ class AveragedWeights(Observer):
         stack.make_current()
         for mains in stack.all_mains():
             slot = next(iter(mains.slots_with_main()), None)
-            if slot is not None and AVERAGE not in mains.stored(slot):
+            if slot is not None and AVERAGE not in mains.executor.state_of(slot).live():
                 raise ValueError(
                     "averaged_weights: the optimizer keeps no averages; set ema_decay (of "
                     "OptimizerConfig, or of the optimizer's class)"
@@ -63,7 +63,7 @@ def swap_in(stack: MegatronOptimizer, own: OwnWeights) -> None:
     """
     for mains in stack.all_mains():
         for slot in mains.slots_with_main():
-            state = mains.stored(slot)
+            state = mains.executor.state_of(slot).live()
             if state["step"] == 0:
                 continue
             param, average = mains.param(slot), state[AVERAGE]
@@ -82,6 +82,6 @@ def swap_back(own: OwnWeights) -> None:
     for mains, slot, value in own:
         param = mains.param(slot)
         if is_quantized(param):
-            quantize_(param, mains.stepped_value(slot))
+            quantize_(param, mains.executor.main_param(slot))
         else:
             local_tensor(param).copy_(value)
