@@ -64,23 +64,6 @@ def test_state_that_is_kept_is_read_as_it_is_now(reading):
     assert all(same_bits(value, now[key]) for key, value in found.items())
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.5])
-def test_replaced_tensor_is_found_under_its_new_identity_alone(fraction):
-    model, optimizer = build("bf16", fraction, experts=False)
-    train(model, optimizer, 2)
-    before = [
-        {key: value.clone() for key, value in state.items()} for state in optimizer.state.values()
-    ]
-    groups = optimizer.param_groups
-    old = [param for group in groups for param in group["params"]]
-    for group in groups:
-        group["params"][:] = [nn.Parameter(param.detach().clone()) for param in group["params"]]
-    new = [param for group in groups for param in group["params"]]
-    assert not any(param in optimizer.state for param in old) and len(optimizer.state) == len(new)
-    for param, state in zip(new, before, strict=True):
-        assert all(same_bits(optimizer.state[param][key], value) for key, value in state.items())
-
-
 def test_state_given_by_tensor_is_copied_into_the_slot():
     model, optimizer = build("fp32", experts=False)
     train(model, optimizer, 1)

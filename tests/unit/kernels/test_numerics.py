@@ -24,8 +24,6 @@ from mp_optim.rules.rule_optimizer import RuleOptimizer
 # times (twice with decay), and roundings add up like a random walk. Measured: reference 3.2e-4
 # (LAMB 1.7e-4), torch 8.1e-4.
 FP64_TOLERANCE = {"reference": 1e-3, "torch": 2e-3}
-# At lr = 1e-3 an ulp is ten times as many lr; torch contracts multiply-adds and decays first.
-TORCH_TOLERANCE = 1e-2
 # 0-d, empty, less and more than a block, more than a batch.
 SHAPES: list[tuple[int, ...]] = [(), (0,), (7,), (33, 31), (1025,), (3, 45000)]
 
@@ -166,26 +164,3 @@ def test_hundred_steps_stay_close_to_fp64(cls: Any, backend: str) -> None:
         fp64_adam(exact, m, v, grad.double(), step, optimizer.param_groups[0], cls is FusedLAMB)
     error = float((main - exact).abs().max()) / 1e-2
     assert error < FP64_TOLERANCE[backend]
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("w_mode", [True, False])
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_close_to_torch_fused(backend: str, w_mode: bool, decay: float) -> None:
-    start = tensors(0)
-    theirs = [torch.nn.Parameter(t.clone()) for t in start]
-    cls = torch.optim.AdamW if w_mode else torch.optim.Adam
-    other = cls(theirs, lr=1e-3, weight_decay=decay, fused=True)
-    ours = FusedAdam(start, lr=1e-3, weight_decay=decay, adam_w_mode=w_mode, backend=backend)
-    for step in range(10):
-        grads = tensors(100 + step, 0.1)
-        for p, g in zip(theirs, grads, strict=True):
-            p.grad = g.clone()
-        other.step()
-        ours.step_slots([SlotUpdate(Slot(0, i), g) for i, g in enumerate(grads)])
-    error = max(
-        float((a - b.detach()).abs().max()) / 1e-3
-        for a, b in zip(start, theirs, strict=True)
-        if a.numel()
-    )
-    assert error < TORCH_TOLERANCE

@@ -4,14 +4,13 @@ interface."""
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from mp_optim.core import Slot, SlotUpdate, SlotUpdates
+from mp_optim.core import Slot, SlotUpdate
 from mp_optim.rules.fused import FusedAdam, FusedLAMB
 from mp_optim.rules.rule_optimizer import ForeignExecutor, RuleOptimizer, executor_of
 
@@ -141,52 +140,3 @@ def test_state_of_many_tensors_lies_side_by_side_and_has_the_same_bits(
         torch.equal(value, fresh.slot_state(Slot(0, 0))[key])
         for key, value in found["state"][0].items()
     )
-
-
-def stepped_thrice(main: Tensor, settings: dict[str, Any] | None = None) -> FusedAdam:
-    optimizer = FusedAdam([main, torch.ones(3)], lr=0.1)
-    first = [SlotUpdate(Slot(0, 0), torch.ones(6, 4)), SlotUpdate(Slot(0, 1), torch.ones(3))]
-    same = SlotUpdates.of(first)
-    for step in range(3):
-        if step == 2:
-            optimizer.param_groups[0].update(settings or {})
-            main.mul_(0.5)
-        grads = [torch.full((6, 4), 1.0 + step), torch.full((3,), 2.0)]
-        optimizer.step_slots(replace(same, grads=grads))
-    return optimizer
-
-
-def test_strided_tensors_are_stepped_from_their_present_values_in_every_step() -> None:
-    values = torch.arange(24.0).view(4, 6)
-    strided, plain = values.t(), values.t().contiguous()
-    stepped_thrice(strided)
-    stepped_thrice(plain)
-    assert not strided.is_contiguous() and torch.equal(strided, plain)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"lr": 0.3}, {"betas": (0.0, 0.9)}, {"weight_decay": 0.5}, {"lr": torch.tensor(0.3)}],
-)
-def test_settings_that_change_count_in_the_step_after(settings: dict[str, Any]) -> None:
-    once, other = torch.ones(6, 4), torch.ones(6, 4)
-    stepped_thrice(once, settings)
-    stepped_thrice(other)
-    assert not torch.equal(once, other)
-
-
-def test_state_that_is_written_counts_in_the_step_after() -> None:
-    mains = [torch.ones(6, 4), torch.ones(6, 4)]
-    optimizers = [stepped_thrice(main) for main in mains]
-    optimizers[0].slot_state(Slot(0, 0))["step"].fill_(1.0)
-    optimizers[1].load_slot_state(
-        Slot(0, 0), {**optimizers[1].slot_state(Slot(0, 0)), "step": torch.tensor(1.0)}
-    )
-    updates = [SlotUpdate(Slot(0, 0), torch.ones(6, 4))]
-    before = mains[0].clone()
-    for optimizer in optimizers:
-        optimizer.step_slots(updates)
-    assert torch.equal(*mains) and not torch.equal(mains[0], before)
-    third = torch.ones(6, 4)
-    stepped_thrice(third).step_slots(updates)
-    assert not torch.equal(third, mains[0])
