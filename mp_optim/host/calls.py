@@ -3,6 +3,7 @@ the caller's line, and callbacks without strong references."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import queue
@@ -11,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -127,43 +128,92 @@ def warn(message: str | Warning) -> None:
 
 
 # -- the background -------------------------------------------------------------------------------
-#
-# Calls that may never return, made by threads that wait for the next one afterwards. A daemon
-# thread that exits while the interpreter shuts down can abort the process; one that waits for work
-# is simply gone with it. So these never end.
 
-_Call = tuple[Future[Any], Callable[[], Any]]
-_idle: list[tuple[int, queue.SimpleQueue[_Call]]] = []
-"""Threads that wait, by their process and their queue."""
+
+class DaemonExecutor(Executor):
+    """One daemon thread that runs calls in order.
+
+    NOTE: a process that ends waits for the threads of ``ThreadPoolExecutor``, also for one that
+    hangs in a copy from a dead device. A launcher could never restart that rank.
+
+    Args:
+        name: name of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: _Calls = queue.SimpleQueue()
+        self.thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
+        self.thread.start()
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **more: Any) -> Future[Any]:
+        """Queue a call; the future has its result or its error."""
+        future: Future[Any] = Future()
+        self._calls.put((future, functools.partial(work, *args, **more)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the thread after the call in progress.
+
+        Args:
+            wait: wait for that, at most 2 seconds.
+            cancel_futures: cancel the calls that are queued.
+        """
+        with contextlib.suppress(queue.Empty):
+            while cancel_futures and (call := self._calls.get_nowait()) is not None:
+                call[0].cancel()
+        self._calls.put(None)
+        if wait:
+            self.thread.join(_END_WITHIN)
+
+
+_Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+_END_WITHIN = 2.0
+
+
+def _serve(calls: _Calls) -> None:
+    """Run the calls of a queue until it ends with None.
+
+    NOTE: the thread drops a call before its waiter goes on. Otherwise the waiter could delete an
+    optimizer that the call still refers to.
+    """
+    torch.set_flush_denormal(False)  # a thread inherits the mode of the one that started it
+    while (call := calls.get()) is not None:
+        future, work = call
+        del call
+        if not future.set_running_or_notify_cancel():
+            del future, work
+            continue
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as raised:  # the future's methods raise it
+            error = raised
+        del work
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+        del future, result, error
+
+
+_idle: list[tuple[int, DaemonExecutor]] = []
+"""Threads without a call, each with its process."""
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
-    """Start a call on a daemon thread. The future has its result or its error."""
-    result: Future[T] = Future()
+    """Start a call that may never return, on a daemon thread of its own. The future has its result
+    or its error.
+
+    NOTE: these threads never end. One that exits while the interpreter shuts down can abort the
+    process; one that waits for a call is simply gone with it.
+    """
     while _idle:
-        pid, calls = _idle.pop()
+        pid, pool = _idle.pop()
         if pid == os.getpid():  # a forked child has none of its parent's threads
             break
     else:
-        calls = queue.SimpleQueue()
-        name = "mp_optim-background"
-        threading.Thread(target=_serve, args=(calls,), name=name, daemon=True).start()
-    calls.put((result, work))
-    return result
-
-
-def _serve(calls: queue.SimpleQueue[_Call]) -> None:
-    pid = os.getpid()
-    while True:
-        _carry_out(*calls.get())
-        _idle.append((pid, calls))
-
-
-def _carry_out(result: Future[T], work: Callable[[], T]) -> None:
-    torch.set_flush_denormal(False)  # a thread inherits the mode of the one that started it
-    try:
-        result.set_result(work())
-    except BaseException as error:  # the caller that waits for it raises it
-        result.set_exception(error)
-    finally:
-        del result, work  # an error refers to this frame, and the result to the error
+        pool = DaemonExecutor("mp_optim-background")
+    future = pool.submit(work)
+    idle = os.getpid(), pool
+    future.add_done_callback(lambda _: _idle.append(idle))
+    return future

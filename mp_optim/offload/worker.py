@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Executor, Future
-from functools import partial
-from typing import Any
+from concurrent.futures import CancelledError, Future
 
-import torch
-
+from mp_optim.host.calls import DaemonExecutor
 from mp_optim.host.host_share import host_share
 from mp_optim.kernels.native_library import limit_openmp, set_thread_share
 
@@ -44,71 +40,6 @@ class Job:
         """Do the work."""
 
 
-class DaemonExecutor(Executor):
-    """One daemon thread that runs calls in order.
-
-    NOTE: a process that ends waits for the threads of ``ThreadPoolExecutor``, also for one that
-    hangs in a copy from a dead device. A launcher could never restart that rank.
-
-    Args:
-        name: name of the thread.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._calls: _Calls = queue.SimpleQueue()
-        self.thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
-        self.thread.start()
-
-    def submit(self, work: Callable[..., Any], /, *args: Any, **more: Any) -> Future[Any]:
-        """Queue a call; the future has its result or its error."""
-        future: Future[Any] = Future()
-        self._calls.put((future, partial(work, *args, **more)))
-        return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the thread after the call in progress.
-
-        Args:
-            wait: wait for that, at most 2 seconds.
-            cancel_futures: cancel the calls that are queued.
-        """
-        with contextlib.suppress(queue.Empty):
-            while cancel_futures and (call := self._calls.get_nowait()) is not None:
-                call[0].cancel()
-        self._calls.put(None)
-        if wait:
-            self.thread.join(_END_WITHIN)
-
-
-_Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
-_END_WITHIN = 2.0
-
-
-def _serve(calls: _Calls) -> None:
-    """Run the calls of a queue until it ends with None.
-
-    NOTE: the thread drops a call before its waiter goes on. Otherwise the waiter could delete an
-    optimizer that the call still refers to.
-    """
-    while (call := calls.get()) is not None:
-        future, work = call
-        del call
-        if not future.set_running_or_notify_cancel():
-            del future, work
-            continue
-        result, error = None, None
-        try:
-            result = work()
-        except BaseException as raised:  # the future's methods raise it
-            error = raised
-        del work
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-        del future, result, error
-
-
 class Worker:
     """One thread, started with the first job and again after a failure or a fork.
 
@@ -129,7 +60,9 @@ class Worker:
         if self._pool is None or self._pid != os.getpid():
             self._pid, self._pool = os.getpid(), DaemonExecutor(self._name)
             weakref.finalize(self, _stop, self._pool, self._pid)
-            self._begun = [("the first job", self._pool.submit(_begin_thread, self._set_up))]
+            self._begun = []
+            if self._set_up is not None:
+                self._begun.append(("the first job", self._pool.submit(self._set_up)))
         elif self._last is not None:
             self._last.following = job
         self._last, job.future = job, self._pool.submit(_run, job)
@@ -180,12 +113,6 @@ class Worker:
         self._begun, self._last = [], None
         if self._pid != os.getpid():
             self._pool = None
-
-
-def _begin_thread(set_up: Callable[[], None] | None) -> None:
-    torch.set_flush_denormal(False)  # a thread inherits the mode of the one that started it
-    if set_up is not None:
-        set_up()
 
 
 def _run(job: Job) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from mp_optim.offload.worker import DaemonExecutor
+from mp_optim.host.calls import DaemonExecutor
 from support.accelerator.clocks import Actor
 from support.accelerator.devices import Devices
 from support.accelerator.operations import Operations

@@ -155,7 +155,7 @@ def release_of_what_is_on_its_way(simulation):
     timeline = StepTimeline()
     job = BackwardJob("", staging, updates, staged, {}, (), torch.stack, timeline, releases=True)
     job.prepare()
-    job.let_go()
+    job.release_grads()
     return job.updates is None and staged.grads[0].tolist() == [3.0] * 16
 
 
