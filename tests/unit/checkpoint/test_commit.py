@@ -223,8 +223,9 @@ def test_background_save_waits_for_none_of_another_optimizer_and_path(tmp_path, 
         return write(self)
 
     monkeypatch.setattr(writing.Writing, "write", held)
-    first = checkpoint.save(tmp_path / "first", *build("bf16"), asynchronous=True)
-    second = checkpoint.save(tmp_path / "second", *build("bf16"), asynchronous=True)
+    one, other = build("bf16"), build("bf16")  # held: ids of freed objects are used again
+    first = checkpoint.save(tmp_path / "first", *one, asynchronous=True)
+    second = checkpoint.save(tmp_path / "second", *other, asynchronous=True)
     assert second.wait(60) == tmp_path / "second" / "version-1" and not first.done()
     opened.set()
     assert first.wait(60) == tmp_path / "first" / "version-1"
