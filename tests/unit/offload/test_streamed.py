@@ -2,6 +2,8 @@
 
 import copy
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import mp_optim
 from mp_optim.apps.fit.model_plan import plan
 from mp_optim.core.interrupted_step import BrokenOffError
 from mp_optim.host.host_memory import page_locked_bytes
@@ -34,6 +37,33 @@ def test_offload_to_cpu_moves_nothing_and_changes_nothing():
     assert addresses() == before
     expected = train(*build(place="device"), 4)
     assert differing(train(model, optimizer, 2, 2), expected) == []
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+def test_streamed_pieces_of_a_parameter_are_rounded_with_the_bits_of_the_whole(
+    tmp_path: Path, on_disk: bool
+) -> None:
+    """A parameter is larger than a window, and each piece takes its own random bits."""
+
+    def stepped(**place: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        param = nn.Parameter(torch.randn(600_000).bfloat16())
+        optimizer = mp_optim.AdamW(
+            [("p", param)],
+            lr=1e-2,
+            state="8bit",
+            main_params="remainder8",
+            stochastic_rounding=True,
+            **place,
+        )
+        for step in range(3):
+            param.grad = torch.randn(600_000).bfloat16() * (step + 1)
+            optimizer.step()
+        return torch.cat([param.detach().float(), optimizer.state[param]["exp_avg"].float()])
+
+    window = {"offload": 1.0, "offload_place": "streamed", "stream_window_bytes": 1 << 20}
+    path = {"optimizer_state_path": tmp_path} if on_disk else {}
+    assert torch.equal(stepped(), stepped(**window, **path))
 
 
 # -- steps that fail ------------------------------------------------------------------------------
