@@ -310,14 +310,10 @@ def join(param: Tensor, remainder: Tensor | None) -> Tensor:
     Args:
         param: bfloat16 parameter.
         remainder: tensor of the same shape, or None for a parameter alone. The remainder of a zero
-            is ignored, and an infinity does not become NaN. A bfloat16 remainder is Kahan's
-            compensation, which only checkpoints of older versions have.
+            is ignored, and an infinity does not become NaN.
     """
     if remainder is None:
         return param.float()
-    if remainder.dtype == torch.bfloat16:
-        whole = param.float()
-        return torch.where(whole != 0.0, whole + remainder.float(), whole)
     high = param.view(torch.int16).int() << 16
     low = remainder.int() << (8 if remainder.dtype == torch.int8 else 0)
     magnitude = high & 0x7FFFFFFF

@@ -126,15 +126,10 @@ def _check_speculative(executor: Executor, params: Sequence[NamedParam]) -> None
 def _check_windows(
     executor: Executor, params: Sequence[NamedParam], asked: str, way_out: str
 ) -> None:
-    if not isinstance(executor, RuleExecutor):
+    if not isinstance(executor, RuleExecutor) or executor.rule.name not in RULES:
         raise ValueError(
             f"{asked}: {executor.label} cannot be stepped in windows; use an optimizer of this "
             f"package, or {way_out}"
-        )
-    if executor.rule.name not in RULES:
-        raise ValueError(
-            f"{asked}: {executor.label} cannot be stepped in windows (this package's rules "
-            f"can); {way_out}"
         )
     for name in _collective(executor, params):
         raise ValueError(

@@ -160,22 +160,3 @@ def test_stochastic_rounding_differs_when_two_names_share_a_crc32(backend):
     optimizer.step()
     first, second = (optimizer.state[param]["exp_avg"] for param in params)
     assert not torch.equal(first, second)
-
-
-@pytest.mark.parametrize("main_params", ["fp32", "remainder16"])
-def test_saved_kahan_compensations_become_main_params_when_loaded(main_params):
-    param = nn.Parameter(torch.linspace(-3.0, 3.0, 1000).bfloat16())
-    source = mp_optim.AdamW([("p", param)], lr=1e-4, main_params="remainder16")
-    for _ in range(3):
-        param.grad = torch.ones_like(param)
-        source.step()
-    saved = copy.deepcopy(source.state_dict())
-    (main,) = (main for _, main in source.named_main_params())
-    kept = (main.detach() - param.detach().float()).bfloat16()
-    (state,) = saved["state"].values()
-    state["remainder"] = kept
-
-    target = mp_optim.AdamW([("p", param)], lr=1e-4, main_params=main_params)
-    target.load_state_dict(saved)
-    (found,) = (main for _, main in target.named_main_params())
-    assert torch.equal(found, param.detach().float() + kept.float()) and kept.any()
