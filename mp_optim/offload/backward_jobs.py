@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mp_optim.core import Slot, SlotUpdates
 from mp_optim.offload.backward_grads import GradVersion, ReleasableGrad
-from mp_optim.offload.bucket_buffers import Buckets, Staging
+from mp_optim.offload.buckets import Buckets, Staging
 from mp_optim.offload.double_buffer import BackLaunch
 from mp_optim.offload.timeline import WAIT_COPIES, StepTimeline
 from mp_optim.offload.worker import Job, Worker, WorkerError

@@ -26,7 +26,7 @@ from mp_optim.kernels import choose_backend
 from mp_optim.kernels.kernel_args import fp32
 from mp_optim.offload.backward_grads import BackwardGrads, GradSource, ReleasableGrad
 from mp_optim.offload.backward_jobs import BackwardBucket, BackwardJob, ReleasedGrads
-from mp_optim.offload.bucket_buffers import BucketStep, Staging
+from mp_optim.offload.buckets import BucketStep, Staging
 from mp_optim.offload.double_buffer import BackLaunch
 from mp_optim.offload.host_part import HostPart
 from mp_optim.offload.timeline import WAIT_WORKER

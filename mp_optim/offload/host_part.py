@@ -17,8 +17,7 @@ from torch import Tensor
 from mp_optim.core import Slot
 from mp_optim.core.executor import Executor, Place
 from mp_optim.host.host_memory import allocate_contiguous
-from mp_optim.offload.bucket_buffers import Buckets, Staging
-from mp_optim.offload.buckets import DiskBytes, HostBytes, HostSlot
+from mp_optim.offload.buckets import Buckets, DiskBytes, HostBytes, HostSlot, Staging
 from mp_optim.offload.settings import HostStepSettings, OffloadedStep
 from mp_optim.offload.speculation import SpeculativeStepper
 from mp_optim.offload.streaming import WindowPipeline, disk_bytes, state_bytes

@@ -18,7 +18,7 @@ from mp_optim.core import Slot, SlotUpdates, param_at
 from mp_optim.host.transfer import Transfer
 from mp_optim.kernels.kernel_args import MAIN
 from mp_optim.offload.backward_jobs import BackwardBucket
-from mp_optim.offload.bucket_buffers import BucketStep
+from mp_optim.offload.buckets import BucketStep
 from mp_optim.offload.double_buffer import BackLaunch, DoubleBuffer, Key
 from mp_optim.offload.timeline import StepTimeline
 from mp_optim.rules.rule import Launch

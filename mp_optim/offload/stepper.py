@@ -21,8 +21,7 @@ from mp_optim.core.executor import Executor, Place
 from mp_optim.host.transfer import Transfer
 from mp_optim.offload.backward_grads import GradSource
 from mp_optim.offload.backward_scheduler import BackwardScheduler, Phase
-from mp_optim.offload.bucket_buffers import BucketStep
-from mp_optim.offload.buckets import HostSlot
+from mp_optim.offload.buckets import BucketStep, HostSlot
 from mp_optim.offload.double_buffer import BackLaunch
 from mp_optim.offload.host_part import HostPart
 from mp_optim.offload.memory_use import MemoryUse
