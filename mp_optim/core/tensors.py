@@ -40,7 +40,7 @@ class CachedTensorList(list[Tensor]):
     Attributes:
         addresses: ``data_ptr`` of each tensor.
         sizes: ``numel`` of each tensor.
-        own_sizes: ``numel`` of each tensor, never copied from another list (:meth:`gradients_of`).
+        own_sizes: ``numel`` of each tensor, never copied from another list, as ``sizes`` may be.
         stored: True if no tensor's memory was freed (``untyped_storage().resize_(0)``).
         dtypes: set of the dtypes.
         devices: set of the devices.
@@ -50,15 +50,6 @@ class CachedTensorList(list[Tensor]):
     """
 
     held: tuple[Tensor, ...] = ()
-
-    def gradients_of(self, params: CachedTensorList) -> CachedTensorList:
-        """Copy sizes and devices from the list of parameters that have these tensors in ``grad``,
-        and return this list.
-
-        torch allows only the parameter's shape and device for ``grad``.
-        """
-        self.__dict__.update(sizes=params.sizes, devices=params.devices)
-        return self
 
     def hold(self) -> CachedTensorList:
         """Keep the present memory alive, and return this list.

@@ -33,7 +33,7 @@ from mp_optim.mixed_precision.main_params import MainParams
 from mp_optim.mixed_precision.observer import Observer, Observers
 from mp_optim.mixed_precision.scaled_rows import scale_rows_
 from mp_optim.mixed_precision.settings_agreement import check_write, disagreement
-from mp_optim.mixed_precision.step import StepGrads, take_step
+from mp_optim.mixed_precision.step import take_step
 from mp_optim.offload.backward_scheduler import BackwardScheduler
 from mp_optim.param_groups.tables import Tables, choice_notes
 
@@ -55,6 +55,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     Attributes:
         model_params: parameters of the whole model, if the stack was built for one; names are
             looked up in them.
+        grads_of: class of the gradients of one step; its constructor collects them from a stack,
+            without a wait for the device.
         observer_kinds: observers that every stack has, by name (:mod:`mp_optim.monitor`).
         observers: observers of this stack.
         early_work: schedulers of work during backward, one for each wrapper that has one.
@@ -62,6 +64,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     """
 
     model_params: ModelParams | None = None
+    grads_of: ClassVar[type[Any]]
     observer_kinds: ClassVar[Mapping[str, type[Observer]]] = {}
 
     def __init__(
@@ -98,15 +101,6 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         return self.observers["health"]
 
     # -- what a step is made of -------------------------------------------------------------------
-
-    @abstractmethod
-    def collect_grads(self) -> StepGrads:
-        """Return this step's gradients without a wait for the device.
-
-        Raises:
-            WorkerError: work during backward failed; the caller discards the work of all workers.
-            TypeError, ValueError: a gradient or a hyperparameter is not supported, naming it.
-        """
 
     @abstractmethod
     def all_mains(self) -> list[MainParams]:

@@ -182,7 +182,9 @@ class SlotTable:
             columns = self.select(indices)
             grads = CachedTensorList(grad for grad in present if grad is not None)
         if simple:
-            grads.gradients_of(columns.params)
+            # torch allows only the parameter's shape and device for ``grad``.
+            sizes, devices = columns.params.sizes, columns.params.devices
+            vars(grads).update(sizes=sizes, devices=devices)
         elif not are_plain(grads):
             self._refuse(columns.indices, map(Tensor.size, grads), grads, name_of)
             with_grad = [params[index] for index in columns.indices]

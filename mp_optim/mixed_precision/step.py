@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.core import Multiplier, ParamGroups, SlotUpdates
 from mp_optim.core.executor import Executor
 from mp_optim.core.interrupted_step import StepMark
-from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.core.quantized import quantize_
 from mp_optim.host.calls import in_own_modes
 from mp_optim.mixed_precision.clip_and_skip import (
@@ -71,13 +70,13 @@ _UNTIMED = nullcontext()
 class SteppedStack(Protocol):
     """A wrapper or composite, as its step uses it. See :class:`mp_optim.MegatronOptimizer`."""
 
+    grads_of: ClassVar[type[Any]]
     config: OptimizerConfig
     grad_scaler: MegatronGradScaler | None
     step_mark: StepMark
     observers: Observers
     counts: StepCounts
 
-    def collect_grads(self) -> StepGrads: ...
     def discard_early_work(self) -> None: ...
     def remember_scale(self) -> None: ...
     def refuse_disagreement(self) -> NoReturn: ...
@@ -106,7 +105,7 @@ def take_step(
             with _UNTIMED if config.timers is None else _timed(config, "optimizer-clip-main-grad"):
                 # finish the work of backward, refresh, collect
                 try:
-                    grads = stack.collect_grads()
+                    grads = stack.grads_of(stack)
                 except WorkerError:  # every worker's job runs again in this process
                     stack.discard_early_work()
                     raise
@@ -181,7 +180,11 @@ def _timed(config: OptimizerConfig, name: str) -> Iterator[None]:
 
 
 class StepGrads(ABC):
-    """Gradients that were collected for one step, and are freed with this object.
+    """Gradients that a stack's optimizers collect for one step, freed with this object.
+
+    Raises:
+        WorkerError: work during backward failed; the caller discards the work of all workers.
+        TypeError, ValueError: a gradient or a hyperparameter is not supported, naming it.
 
     Attributes:
         has_any: True if any parameter has a gradient.
@@ -220,7 +223,8 @@ class StepGrads(ABC):
 class GradsOfMembers(StepGrads):
     """Gradients of a composite's members, which have one measurement and one verdict."""
 
-    def __init__(self, members: Sequence[StepGrads]) -> None:
+    def __init__(self, composite: Any) -> None:
+        members: list[StepGrads] = [member.grads_of(member) for member in composite.members]
         self._members = members
         self.has_any = any(member.has_any for member in members)
         self.has_slots = any(member.has_slots for member in members)
@@ -333,14 +337,15 @@ class WrappedGrads(StepGrads):
     """Gradients of one precision wrapper's parameters.
 
     Args:
-        wrapper: the wrapper, which refreshes its settings and main params first.
-        engine: its parts.
+        wrapper: the :class:`~mp_optim.mixed_precision.wrapped_optimizer.WrappedOptimizer`. Its
+            settings and main params are refreshed first.
 
     Raises:
         TypeError, ValueError: a gradient or a hyperparameter is not supported, naming it.
     """
 
-    def __init__(self, wrapper: SlotKeyedOptimizer, engine: Engine) -> None:
+    def __init__(self, wrapper: Any) -> None:
+        engine: Engine = wrapper.engine
         self._wrapper, self._engine = wrapper, engine
         overlap, mains, table = engine.overlap, engine.mains, engine.table
         self._in_backward = CollectedGrads({}, {}) if overlap is None else overlap.collect()

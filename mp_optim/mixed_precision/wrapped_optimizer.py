@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from mp_optim.mixed_precision.grad_norm import EXCLUDED, MAIN_NORM
 from mp_optim.mixed_precision.grad_scaler import MegatronGradScaler
 from mp_optim.mixed_precision.main_params import MainParams
 from mp_optim.mixed_precision.megatron_optimizer import MegatronOptimizer
-from mp_optim.mixed_precision.step import Engine, StepGrads, WrappedGrads
+from mp_optim.mixed_precision.step import Engine, WrappedGrads
 from mp_optim.offload.backward_grads import GradSource
 from mp_optim.offload.hybrid_executor import stepper_of, work_in_backward
 from mp_optim.process_groups.process_groups import ProcessGroups
@@ -43,6 +43,8 @@ class WrappedOptimizer(MegatronOptimizer):
     Raises:
         TypeError, ValueError: a parameter's dtype does not fit, naming it.
     """
+
+    grads_of: ClassVar[type[Any]] = WrappedGrads
 
     def __init__(
         self,
@@ -151,9 +153,6 @@ class WrappedOptimizer(MegatronOptimizer):
         self.executor.forget_groups(count)
 
     # -- the step ---------------------------------------------------------------------------------
-
-    def collect_grads(self) -> StepGrads:
-        return WrappedGrads(self, self.engine)
 
     def all_mains(self) -> list[MainParams]:
         return [self.engine.mains]

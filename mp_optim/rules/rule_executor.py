@@ -249,7 +249,7 @@ class RuleExecutor(Executor):
         is_common = len(set(updates.multipliers)) == 1 and len(set(counts)) == 1
         multiplier = updates.multipliers[0]
         # NOTE: a list of main params stays the same object only while they and their state keep
-        # their memory (RuleState.follow_memory); a plan for another thread has settings of its own.
+        # their memory (follow_memory); a plan for another thread has settings of its own.
         sources = mains, settings, updates.outputs, updates.changed, checked.moments
         if is_common and together is not None and all_same(sources, together.sources):
             return [self._with_grads(together.launch, updates, int(counts[0]) + 1)]
@@ -440,7 +440,27 @@ class RuleExecutor(Executor):
         self.rows.replaced(slot)
 
     def follow_memory(self) -> None:
-        self.rows.follow_memory()
+        """Use the current memory of main params and state after callers replaced it.
+
+        Callers do so with ``tensor.data = ...``, ``set_`` or ``swap_tensors``.
+
+        Raises:
+            ValueError: state has another shape or dtype; names slot and key. Its former memory is
+                restored, if it is known.
+        """
+        for index, group_state in enumerate(self.rows.groups):
+            for kept in group_state.sets:
+                has_moved = kept.mains is not None and kept.mains.has_moved()
+                if kept.mains is not None and has_moved:
+                    self.rows.bring_home(kept.mains)
+                if group_state.is_shown and group_state.has_moved(kept):
+                    has_moved = True
+                    for position in kept.positions:
+                        self.rows.check_memory(Slot(index, position), kept)
+                    kept.watched = CachedTensorList()
+                    kept.forms = group_state.forms_of(kept)
+                if has_moved:
+                    kept.forget()
 
     def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.rows.precision.main_dtype(dtype)

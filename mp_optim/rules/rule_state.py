@@ -462,37 +462,14 @@ class RuleState(StateStore):
 
     # -- memory that callers replaced -------------------------------------------------------------
 
-    def follow_memory(self) -> None:
-        """Use the current memory of main params and state after callers replaced it.
-
-        Callers do so with ``tensor.data = ...``, ``set_`` or ``swap_tensors``.
-
-        Raises:
-            ValueError: state has another shape or dtype; names slot and key. Its former memory is
-                restored, if it is known.
-        """
-        for index, group_state in enumerate(self.groups):
-            for kept in group_state.sets:
-                has_moved = kept.mains is not None and kept.mains.has_moved()
-                if kept.mains is not None and has_moved:
-                    self._bring_home(kept.mains)
-                if group_state.is_shown and group_state.has_moved(kept):
-                    has_moved = True
-                    for position in kept.positions:
-                        self._check_memory(Slot(index, position), kept)
-                    kept.watched = CachedTensorList()
-                    kept.forms = group_state.forms_of(kept)
-                if has_moved:
-                    kept.forget()
-
-    def _bring_home(self, mains: CachedTensorList) -> None:
+    def bring_home(self, mains: CachedTensorList) -> None:
         """Move main params back to the device where they were stepped, unless they are
         offloaded."""
         for main, before in zip(mains, mains.held, strict=False):
             if main.device != before.device and id(main) not in self.parked.homes:
                 give_memory(main, main.data.to(before.device))
 
-    def _check_memory(self, slot: Slot, kept: SlotSet) -> None:
+    def check_memory(self, slot: Slot, kept: SlotSet) -> None:
         """Check the state of a slot after its tensors may have been given other memory.
 
         Args:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from mp_optim.core.interrupted_step import StepMark
 from mp_optim.mixed_precision import MegatronGradScaler, MegatronOptimizer
 from mp_optim.mixed_precision.description import Description, DescriptionRow
 from mp_optim.mixed_precision.main_params import MainParams
-from mp_optim.mixed_precision.step import GradsOfMembers, StepGrads
+from mp_optim.mixed_precision.step import GradsOfMembers
 from mp_optim.zero.grad_reducer import GradReducer, reduce_in_one_order
 from mp_optim.zero.transport import Reducer
 
@@ -45,6 +45,8 @@ class CompositeOptimizer(MegatronOptimizer):
     Attributes:
         members: in slot order.
     """
+
+    grads_of: ClassVar[type[Any]] = GradsOfMembers
 
     def __init__(
         self,
@@ -104,9 +106,6 @@ class CompositeOptimizer(MegatronOptimizer):
             )
 
     # -- asked of all members ---------------------------------------------------------------------
-
-    def collect_grads(self) -> StepGrads:
-        return GradsOfMembers([member.collect_grads() for member in self.members])
 
     def all_mains(self) -> list[MainParams]:
         return [mains for member in self.members for mains in member.all_mains()]

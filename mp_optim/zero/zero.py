@@ -38,7 +38,7 @@ from mp_optim.host.calls import in_own_modes
 from mp_optim.mixed_precision import MegatronGradScaler, MegatronOptimizer
 from mp_optim.mixed_precision.grad_norm import Measurement, NormKey
 from mp_optim.mixed_precision.settings_agreement import of_config, of_groups
-from mp_optim.mixed_precision.step import GradsOfMembers, StepGrads
+from mp_optim.mixed_precision.step import Engine, GradsOfMembers
 from mp_optim.mixed_precision.wrapped_optimizer import WrappedOptimizer
 from mp_optim.process_groups.agreement import check_agreement
 from mp_optim.process_groups.missing_ranks import naming_missing_ranks
@@ -51,6 +51,59 @@ Build = Callable[[list[dict[str, Any]]], WrappedOptimizer]
 
 _OURS = "an optimizer"
 """Words for the thing that ranks share, in comparisons."""
+
+
+class ReducedGrads(GradsOfMembers):
+    """This rank's part of the reduced gradients.
+
+    The constructor reduces them. Settings are compared with the other ranks in the reduction of the
+    norm.
+
+    Args:
+        optimizer: the :class:`DistributedOptimizer`.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        optimizer.finish_grad_sync()
+        self._optimizer, self._model = optimizer, optimizer._model
+        self._trained: list[Slot] = self._model.hand_out_grads()
+        step, reducer = optimizer.counts.steps + 1, optimizer.grad_reducer
+        lines = _of_step(optimizer.param_groups, step, reducer.rounds, self._model.frozen)
+        optimizer.shards.engine.compared = lines
+        optimizer.share_settings()
+        super().__init__(optimizer)
+        # Parameters without a backward pass on this rank have gradients of zeros.
+        self.has_any = reducer.has_gradients
+
+    def sums(self, on_host: bool = False) -> Measurement:
+        return self._owned_sums() if self._model.steps_everything else super().sums()
+
+    def _owned_sums(self) -> Measurement:
+        """Return the sums of owned parts, if each rank steps everything, so that the norm has the
+        same summands as with sharding."""
+        optimizer = self._optimizer
+        over = (optimizer._group,)
+        keys = {slot: NormKey(optimizer.norm_key(slot).group, over) for slot in optimizer.slots()}
+        nothing = torch.empty(0, dtype=torch.float32, device=optimizer.device)
+        owned = [self._model.owned_grad(slot) for slot in self._trained]
+        grads = [nothing if grad is None else grad for grad in owned]
+        distinct = list(dict.fromkeys(keys.values()))
+        where = {slot: index for index, slot in enumerate(keys)}
+        indices = [where[slot] for slot in self._trained]
+        of_grads = [keys[slot] for slot in self._trained]
+        engine: Engine = optimizer.shards.engine
+        return engine.agreed_sums(grads, of_grads, distinct, indices, over=over)
+
+    def skip(self) -> None:
+        super().skip()
+        self._optimizer.share_settings()
+        self._model.gather(False)
+
+    def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
+        super().step(multipliers, grad_norm)
+        self._optimizer.share_settings()
+        self._optimizer.step_mark.touch()
+        self._model.gather(True)
 
 
 class DistributedOptimizer(CompositeOptimizer):
@@ -79,6 +132,8 @@ class DistributedOptimizer(CompositeOptimizer):
         ValueError: a parameter cannot become part of a flat buffer, or the ranks disagree about
             model, groups or config; naming the parameter, or the rank and the difference.
     """
+
+    grads_of = ReducedGrads
 
     def __init__(
         self,
@@ -163,20 +218,6 @@ class DistributedOptimizer(CompositeOptimizer):
         super().zero_grad(set_to_none=True)
         self.grad_reducer.zero()
 
-    # -- the step ---------------------------------------------------------------------------------
-
-    def collect_grads(self) -> StepGrads:
-        """Reduce the gradients. Settings are compared with the other ranks in the reduction of the
-        norm."""
-        self.finish_grad_sync()
-        trained = self._model.hand_out_grads()
-        step, rounds = self.counts.steps + 1, self.grad_reducer.rounds
-        engine = self.shards.engine
-        engine.compared = _of_step(self.param_groups, step, rounds, self._model.frozen)
-        self.share_settings()
-        owned = self.shards.collect_grads()
-        return ReducedGrads(self, trained, owned)
-
     # -- parameters and state: what this rank owns ------------------------------------------------
 
     @in_own_modes
@@ -221,53 +262,6 @@ class DistributedOptimizer(CompositeOptimizer):
         """Return the metrics of every optimizer, and the bytes of gradients and parameters that
         were reduced and gathered in the last step, each counted once."""
         return {**super().own_metrics(), **self._model.bytes}
-
-
-class ReducedGrads(GradsOfMembers):
-    """This rank's part of the reduced gradients.
-
-    Args:
-        trained: slots with a gradient.
-        owned: the wrapper's gradients of the owned tensors.
-    """
-
-    def __init__(
-        self, optimizer: DistributedOptimizer, trained: Sequence[Slot], owned: StepGrads
-    ) -> None:
-        super().__init__([owned])
-        self._optimizer, self._trained = optimizer, trained
-        self._model = optimizer._model
-        # Parameters without a backward pass on this rank have gradients of zeros.
-        self.has_any = optimizer.grad_reducer.has_gradients
-
-    def sums(self, on_host: bool = False) -> Measurement:
-        return self._owned_sums() if self._model.steps_everything else super().sums()
-
-    def _owned_sums(self) -> Measurement:
-        """Return the sums of owned parts, if each rank steps everything, so that the norm has the
-        same summands as with sharding."""
-        optimizer = self._optimizer
-        over = (optimizer._group,)
-        keys = {slot: NormKey(optimizer.norm_key(slot).group, over) for slot in optimizer.slots()}
-        nothing = torch.empty(0, dtype=torch.float32, device=optimizer.device)
-        owned = [self._model.owned_grad(slot) for slot in self._trained]
-        grads = [nothing if grad is None else grad for grad in owned]
-        distinct = list(dict.fromkeys(keys.values()))
-        where = {slot: index for index, slot in enumerate(keys)}
-        indices = [where[slot] for slot in self._trained]
-        of_grads = [keys[slot] for slot in self._trained]
-        return optimizer.shards.engine.agreed_sums(grads, of_grads, distinct, indices, over=over)
-
-    def skip(self) -> None:
-        super().skip()
-        self._optimizer.share_settings()
-        self._model.gather(False)
-
-    def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
-        super().step(multipliers, grad_norm)
-        self._optimizer.share_settings()
-        self._optimizer.step_mark.touch()
-        self._model.gather(True)
 
 
 def _of_construction(

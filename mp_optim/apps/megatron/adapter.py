@@ -189,7 +189,7 @@ class MegatronAdapter(torch.optim.Optimizer):
         stack.check_lists()
         with stack.step_mark.step(stack):
             try:
-                grads = stack.collect_grads()
+                grads = stack.grads_of(stack)
             except WorkerError:  # every worker's job runs again in this process
                 stack.discard_early_work()
                 raise
@@ -265,7 +265,7 @@ class MegatronAdapter(torch.optim.Optimizer):
         norm."""
         if self._prepared is None:
             with self.stack.step_mark.step(self.stack):
-                self.stack.collect_grads()
+                self.stack.grads_of(self.stack)
         scaler, group = self.stack.grad_scaler, grad_norm_group or MAIN_NORM
         factor = 1.0 if scaler is None else scaler.inv_scale
         grads: list[Tensor] = []
