@@ -168,8 +168,8 @@ class StepMark:
                 raise RuntimeError(_PARKED)
         if self.copies.shown:
             self._take_edits()
-        self._writer = layer, get_ident()
         try:
+            self._writer = layer, get_ident()
             if is_load:
                 self.touch()
             yield

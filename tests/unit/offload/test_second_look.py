@@ -197,3 +197,23 @@ def test_gradients_of_fsdp_that_are_clipped_outside(limit: float, adversarial: b
         assert (metrics["speculation_stale"] == 0) == (limit == math.inf), mode
     if limit == math.inf:
         assert metrics["speculation_hits"] >= 5
+
+
+def test_speculated_step_is_taken_again_when_state_is_written_after_backward() -> None:
+    """``.data`` leaves no trace in torch's counts of writes."""
+    found = []
+    for mode in MODES:
+        model, optimizer = build_mode(mode, "bf16", 1.0, experts=False, adversarial=False)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = sum((param * (step + 1)).float().square().sum() for param in model.parameters())
+            optimizer.scale_loss(loss).backward()
+            finish_early_work(optimizer)
+            if step:
+                for param in model.parameters():
+                    for name, value in optimizer.state[param].items():
+                        if name != "step":
+                            value.data.mul_(0.5)
+            optimizer.step()
+        found.append(snapshot(model, optimizer))
+    assert differing(found[1], found[0]) == [] and differing(found[2], found[0]) == []
