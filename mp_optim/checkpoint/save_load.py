@@ -250,7 +250,9 @@ def _write(writing: Writing, common: bytes, target: Path, keep: int | None, rank
         ranks.run_on_first(f"completing {target}", commit)
     except Exception:
         if ranks.rank == 0:
-            shutil.rmtree(staging, ignore_errors=True)  # the disk may be full
+            shutil.rmtree(
+                staging, ignore_errors=True
+            )  # frees the space of the failed version, because the disk may be full
         raise
     finally:
         writing.give_back()

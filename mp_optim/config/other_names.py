@@ -97,8 +97,8 @@ ARGUMENTS = {
 """Fields or procedures of :data:`FIELDS`, and the argument of the optimizer classes for each."""
 
 NO_GRAPHS = (
-    "steps are not captured in CUDA graphs (an eager step of 100 M parameters takes 1.60 ms on an "
-    "H100, a graph took 1.64); leave it out, or False in Megatron's config"
+    "steps are not captured in CUDA graphs (docs/decisions.md); leave it out, or False in "
+    "Megatron's config"
 )
 _NO_RULES = (
     "OptimizerConfig has no adafactor and no ademamix; pass it to mp_optim.Adafactor or "

@@ -68,7 +68,9 @@ def canonical_name(module: nn.Module, name: str) -> str:
             and part != inner[0]
             and not _has(current, part)
         ):
-            current = inner[1]  # This wrapper's state dict leaves out its attribute.
+            current = inner[
+                1
+            ]  # State dict keys skip the wrapper's attribute, so continue in the wrapped module.
         if inner is not None and part == inner[0]:
             current = inner[1]
             continue

@@ -208,7 +208,7 @@ class DirectFile:
     def _allocate(self, num_bytes: int) -> None:
         system = os.fstatvfs(self._buffered)
         free = system.f_bavail * system.f_frsize
-        if system.f_blocks and num_bytes > free:  # 0: it is not known
+        if system.f_blocks and num_bytes > free:  # 0 if the file system reports no size
             # Asked first: some file systems would fill the disk before they notice.
             asked = f"{num_bytes} bytes asked for, {free} free"
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {asked}")

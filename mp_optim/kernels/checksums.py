@@ -45,7 +45,7 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
     Each 16-bit value is multiplied by a number for its row of 1,024 and one for its column.
     Elements of one byte count as 16-bit values.
     """
-    if not tensor.numel():  # an empty tensor may have strides of 0
+    if not tensor.numel():  # view() fails for an empty tensor, which may have strides of 0
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
     bits = tensor.detach().contiguous().view(-1)
     bits = bits.view(torch.int16) if bits.itemsize > 1 else bits.view(torch.int8).short()

@@ -428,7 +428,7 @@ def _transfer(device: torch.device) -> Transfer:
 # - *The device decides*: ``RuleExecutor.step_slots`` counts the step as taken, and
 #   ``RuleState.settle`` takes it back before a count is read again, if ``DeviceVerdict.settle``
 #   says that it was skipped.
-# - *Speculation*: what is stepped during backward is not counted. ``Ahead.publish``
+# - *Speculation*: what is stepped during backward is not counted. ``SpeculativeStepper.publish``
 #   (``offload/speculation.py``) calls ``GroupState.count`` as it swaps the buffers; a
 #   skipped step is never published. It never meets a verdict on the device: with a slot on the host
 #   ``PlacedExecutor.verdict_device`` is None, and the host decides.

@@ -80,7 +80,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         super().__init__(params, defaults)
 
     def _begin(self, config: OptimizerConfig) -> None:
-        """Have no history."""
+        """Create empty counts, observers and early work."""
         self.config = config
         self.early_work: list[BackwardScheduler] = []
         self.counts = StepCounts(weak_method(self.refuse_disagreement))
@@ -398,7 +398,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     def offload_to_cpu(self) -> None:
         """Move main params and moments off the accelerator, until :meth:`restore_from_cpu`; a step
         before that raises RuntimeError. Gradients are the caller's to clear."""
-        self.discard_early_work()  # the measurement refers to gradients
+        self.discard_early_work()  # early work refers to gradients, whose memory would not be freed
         super().offload_to_cpu()
 
     # -- what changed -----------------------------------------------------------------------------

@@ -211,7 +211,7 @@ class BackwardScheduler:
         self._begin(bucket)
 
     def _begin_iteration(self) -> None:
-        """Settle what holds from the first gradient on."""
+        """Fix settings and the predicted multiplier at the first gradient of an iteration."""
         if self.phase is not Phase.IDLE:
             return
         self.grads.source.share_settings()

@@ -92,13 +92,16 @@ class OffloadedStep:
         is_offloaded: Callable[[Slot], bool],
         settings: HostStepSettings,
     ) -> None:
-        """Raise unless an optimizer can step what is offloaded.
+        """Check that the executor supports this place and mode for the offloaded parameters.
 
         Args:
-            params: all of them. is_offloaded: whether a slot is.
+            executor: the executor of the optimizer.
+            params: slots and parameters.
+            is_offloaded: returns True for an offloaded slot.
+            settings: settings of the steps on the host.
 
         Raises:
-            ValueError: naming the class, or the parameter.
+            ValueError: it does not; names the class or the parameter.
         """
         here = [param for param in params if is_offloaded(param[0])]
         if settings.state_file is not None:

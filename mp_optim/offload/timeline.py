@@ -59,7 +59,7 @@ class StepTimeline:
             self._began = time.perf_counter()
 
     def end_step(self) -> None:
-        """The round is complete."""
+        """Move the recorded spans to ``last``, and begin a new record."""
         self.last, self._spans = self._spans, []
         self.began = time.perf_counter() if self._began is None else self._began
         self._began = None

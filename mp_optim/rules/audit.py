@@ -305,7 +305,7 @@ class Audit:
         shown = "; ".join(map(str, found[:MOST_NAMED]))
         more = f"; and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
         message = (
-            f"audit_rate={self.rate!r}: {len(found)} numbers have other bits than they should: "
+            f"audit_rate={self.rate!r}: {len(found)} value(s) differ from the repetition: "
             f"{shown}{more}. A core, memory or the accelerator is faulty (docs/audit.md). Load the "
             "last checkpoint from before this step"
         )

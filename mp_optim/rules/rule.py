@@ -167,8 +167,7 @@ class Rule(ABC):
         return self.name in RULES and RULES[self.name].reads == "elements"
 
     def is_collective(self, group: Settings, update: SlotUpdate) -> bool:
-        """True if stepping a slot is a collective of the ranks with its shards, which then need one
-        order."""
+        """True if all ranks with shards of a slot must step it together, in one order of slots."""
         return False
 
     def effective_multiplier(self, group: Settings, multiplier: float, grad_norm: float) -> float:

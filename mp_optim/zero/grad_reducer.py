@@ -439,8 +439,7 @@ def reduce_in_one_order(members: Sequence[GradReducer], again: bool) -> None:
     groups = list(dict.fromkeys(member.group for member in members))
     ranks = [set(dist.get_process_group_ranks(group)) for group in groups]
     for group, members_of in zip(groups, ranks, strict=True):
-        # Ranks of a group inside all others see the same members; those outside may have other
-        # members of their own between the common ones.
+        # Only ranks in every group have the same list of members, so only they compare it.
         inside = all(members_of <= other for other in ranks)
         if group.size() > 1 and (inside or not any(all(a <= b for b in ranks) for a in ranks)):
             host, what = torch.device("cpu"), "the order in which gradients are reduced"

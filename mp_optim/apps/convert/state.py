@@ -170,7 +170,9 @@ def _tensors(name: str, state: Mapping[str, Any], step: Any) -> dict[str, Tensor
         )
     odd = sorted(key for key, value in given.items() if not isinstance(value, (Tensor, int, float)))
     if odd:
-        raise ValueError(f"the state of {name} has {odd}, which are not tensors; remove them")
+        raise ValueError(
+            f"the state of {name} has {odd}, which are neither tensors nor numbers; remove them"
+        )
     return {
         key: as_tensor(value).reshape(()).to(torch.float32) if key == STEP else as_tensor(value)
         for key, value in given.items()

@@ -114,7 +114,9 @@ def _check_pickles(file: BinaryIO) -> None:
         raise ValueError("its records are larger than the file, or listed twice")
     for record in records:
         if record.compress_type != zipfile.ZIP_STORED:
-            raise ValueError(f"its record {record.filename!r} is compressed")
+            raise ValueError(
+                f"its record {record.filename!r} is compressed; save the file with torch.save"
+            )
         if record.filename.endswith(".pkl"):
             # Do not use ZipFile.read: it needs checksums, and torch can omit them.
             file.seek(record.header_offset + 26)

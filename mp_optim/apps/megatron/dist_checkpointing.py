@@ -307,7 +307,7 @@ def _placed(
     states: Iterable[tuple[Slot, State, bool]],
     is_distributed: bool,
 ) -> Iterator[tuple[int, dict[str, ModelTensor]]]:
-    """Return sharded state tensors by running index, with the positions of the model's tensors.
+    """Yield the index of each slot, and its sharded state tensors with the model's offsets.
 
     Args:
         states: for every slot, tensors of the local parameter's shape, and True if this rank must

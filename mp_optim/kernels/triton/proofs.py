@@ -27,7 +27,7 @@ _TINY = 300
 
 
 class FormProofs:
-    """Results for forms of kernels, kept for the life of the process.
+    """Results of comparing kernel forms with ``reference``, for the life of the process.
 
     Attributes:
         is_on: True if forms are compared; otherwise all count as right.

@@ -188,7 +188,7 @@ class Tables:
         return self.plan_of(sizes, chunk, device)
 
     def plan_of(self, sizes: array[int], chunk: int, device: torch.device) -> Plan:
-        """The programs that work on tensors of these sizes."""
+        """Return the cached plan of Triton programs for tensors of these sizes."""
         key = sizes.tobytes(), chunk, device
         return self._remembered(key, lambda: Plan(self, sizes, chunk, device))
 

@@ -36,7 +36,7 @@ MODELS: Mapping[str, Callable[[Machine, Form, int], float]] = {
 
 
 def places(rate: Rate, numel: int, rounds: int) -> Section:
-    machine = machine_of(rate, rounds)
+    machine, numel = machine_of(rate, rounds), sum(sizes_of(numel, "large"))
     section = Section("State in host memory: stepped there, or streamed")
     section.rows["rates, GB/s"] = {
         "up": machine.up / 1e9,

@@ -123,7 +123,7 @@ def test_join_keeps_a_written_zero_and_infinity_whatever_the_remainder(dtype: to
 @pytest.mark.parametrize(("dtype", "second"), BLOCKED)
 @given(seed=seeds, n=st.integers(1, 1500), decades=st.floats(0.0, 12.0))
 @settings(max_examples=30, deadline=None)
-def test_codecs_store_decoded_values_with_equal_bits(
+def test_codecs_reencode_decoded_values_to_the_same_codes(
     dtype: torch.dtype, second: bool, seed: int, n: int, decades: float
 ) -> None:
     value = values(seed, n, decades)

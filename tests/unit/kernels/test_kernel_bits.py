@@ -243,7 +243,7 @@ def test_sums_of_squares_equal_reference(
     assert_same(kernels.backend.sum_of_squares(ours), expected, "sums")
 
 
-def test_sums_of_mixed_dtypes_and_strides_and_of_nothing(kernels: Kernels) -> None:
+def test_sums_equal_reference_for_mixed_dtypes_strides_and_empty_lists(kernels: Kernels) -> None:
     tensors = [torch.randn(40, 30).t(), torch.randn(5).double(), torch.randn(2000).half()]
     tensors += [torch.zeros(0), torch.randn(7).bfloat16()]
     ours = kernels.backend.sum_of_squares([tensor.to(kernels.device) for tensor in tensors])

@@ -119,7 +119,7 @@ def test_output_is_rounded_to_nearest_even_through_any_strides() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_sum_of_squares_order(dtype: torch.dtype) -> None:
+def test_sum_of_squares_adds_in_the_documented_order(dtype: torch.dtype) -> None:
     strided = [torch.randn(700, 500).t(), torch.randn(1, 300, 2, 900).transpose(1, 3)]
     values = [t.to(dtype) for t in (*tensors(5), *strided)]
     expected = [summed(v.double().numpy().flatten()) for v in values]

@@ -154,7 +154,7 @@ def test_skipped_step_names_the_gradient_on_its_own_stage(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
-def test_gradients_that_are_clipped_outside_are_counted_and_said_once(mode: str) -> None:
+def test_outside_clipping_is_counted_and_warned_of_once(mode: str) -> None:
     model = regression()
     stack = get_megatron_optimizer(
         OptimizerConfig(

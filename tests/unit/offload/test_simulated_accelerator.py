@@ -371,7 +371,7 @@ SITES = [
 ]
 
 
-def test_sites_are_found():
+def test_source_scan_finds_every_wait():
     texts = {site.text for site in SITES}
     assert {"ticket.done.synchronize()", "copies.done.synchronize()"} <= texts
     assert len(SITES) >= 15

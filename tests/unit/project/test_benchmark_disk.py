@@ -18,7 +18,7 @@ def test_benchmark_disk_compares_steps_with_dd(tmp_path, capsys):
 @pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
-def test_benchmark_disk_keeps_parameters_under_a_limit_smaller_than_the_state(
+def test_benchmark_disk_reports_equal_parameters_with_less_memory_than_the_state(
     tmp_path, capsys, mode
 ):
     options = Options("limit", tmp_path, state=150, window=4, memory=140, steps=3, mode=mode)

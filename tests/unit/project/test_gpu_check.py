@@ -82,7 +82,7 @@ def test_every_opponent_of_the_step_trains_as_ours(monkeypatch: pytest.MonkeyPat
         torch.testing.assert_close(params, first, rtol=2**-7, atol=0.0)
 
 
-def test_our_step_reads_fp32_main_grad() -> None:
+def test_benchmarked_full_step_reads_fp32_main_grad() -> None:
     rate = speed.Rate(torch.device("cpu"))
     step = speed.full_step(rate, "auto", [1000], wide=True)
     assert step()[1] == pytest.approx(1e-3 * 1000**0.5)

@@ -82,5 +82,5 @@ def test_messages_of_the_package_repeat_the_hardware_status() -> None:
         "modelled: never measured on a GPU",
     ],
 )
-def test_sentence_without_the_source_is_found(sentence: str) -> None:
+def test_hardware_sentence_outside_gpu_marks_is_reported(sentence: str) -> None:
     assert contradictions(f"A page.\n\n- {sentence}\n") != []

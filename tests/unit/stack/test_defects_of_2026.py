@@ -34,7 +34,7 @@ def test_transformers_48208_meshes_and_plain_tensors_have_one_exact_norm(tmp_pat
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_megatron_5974_state_is_allocated_and_the_first_update_is_the_first(fraction):
+def test_megatron_5974_init_state_does_not_count_a_step(fraction):
     """Also Megatron#5976, torchtitan#4382: a dummy step that makes state leaves counts or moments
     behind, and the first real update is too small."""
     model, optimizer = build("bf16", fraction)

@@ -327,13 +327,13 @@ def byte_codes(scaled, good, words, TYPE: tl.constexpr, ROOT: tl.constexpr):
         if TYPE == tl.uint8 and not ROOT:
             bits = bits + 0.5
         scaled = scaled + bits * 2.0**-16
-        codes = scaled.to(tl.int32)  # not tl.floor: a GPU's takes denormals for 0
+        codes = scaled.to(tl.int32)  # tl.floor flushes denormals on a GPU, so truncate and correct
         codes = tl.where(codes.to(tl.float32) > scaled, codes - 1, codes)
     else:
         codes = ((scaled + ROUNDER) - ROUNDER).to(tl.int32)
     if ROOT:
         codes = tl.minimum(tl.maximum(codes, tl.where(good, 1, 0)[:, None]), 255).to(TYPE)
-    elif TYPE == tl.uint8:  # two codes a byte, put together where they are stored
+    elif TYPE == tl.uint8:  # 4-bit codes, which the store packs two in a byte
         codes = tl.minimum(tl.maximum(codes, -7), 7)
     else:
         codes = tl.minimum(tl.maximum(codes, -127), 127).to(TYPE)

@@ -70,7 +70,7 @@ def of_kind(kind: Kind, table: dict[str, Any], config: type) -> list[str]:
 
 
 @pytest.mark.parametrize("name", of_kind(Kind.WITHOUT_EFFECT, OPTIMIZER_FIELDS, OptimizerConfig))
-def test_field_without_effect_changes_nothing(name: str) -> None:
+def test_config_from_megatron_ignores_fields_listed_without_effect(name: str) -> None:
     config = OptimizerConfig(lr=1e-3)
     plain = config_from_megatron(config)
     setattr(config, name, other_than(getattr(config, name)))

@@ -89,7 +89,7 @@ def test_norm_and_zeros_are_those_of_the_step() -> None:
     assert (True, *asked) == optimizer.step()
 
 
-def test_gradients_of_the_norm_are_unscaled() -> None:
+def test_get_grads_for_grad_norm_returns_unscaled_gradients() -> None:
     model = TinyMoE(torch.float16)
     model.bias.shared = True  # counted where it is first
     config = core.OptimizerConfig(lr=1e-2, fp16=True, loss_scale=128.0)
