@@ -49,7 +49,7 @@ from mp_optim.offload.backward_grads import GradSource
 from mp_optim.offload.backward_scheduler import BackwardScheduler
 from mp_optim.offload.buckets import HostSlot, plan_offload
 from mp_optim.offload.settings import HostStepSettings, OffloadedStep, SlotStepper
-from mp_optim.offload.state_file import StateFile
+from mp_optim.offload.state_storage import StateFile
 from mp_optim.offload.stepper import Stepper
 from mp_optim.rules.rule import Rule
 from mp_optim.rules.rule_optimizer import RuleOptimizer, SlotOptimizer, executor_of

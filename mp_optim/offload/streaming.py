@@ -29,8 +29,13 @@ from mp_optim.host.transfer import Transfer
 from mp_optim.kernels.kernel_args import MAIN
 from mp_optim.offload.buckets import DiskBytes, HostBytes, HostSlot
 from mp_optim.offload.settings import HostStepSettings
-from mp_optim.offload.state_file import blocks_bytes
-from mp_optim.offload.state_storage import FileStorage, MemoryStorage, OpenWindows, Storage
+from mp_optim.offload.state_storage import (
+    FileStorage,
+    MemoryStorage,
+    OpenWindows,
+    Storage,
+    blocks_bytes,
+)
 from mp_optim.offload.timeline import WAIT_COPIES, TransferBytes
 from mp_optim.offload.window_plan import (
     GRAD,

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from mp_optim.offload.state_file import StateFile
+from mp_optim.offload.state_storage import StateFile
 
 
 class _Late:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
-from mp_optim.offload.state_file import StateFile
+from mp_optim.offload.state_storage import StateFile
 from support.models import AdversarialTransfer
 from support.offload import delays, differing, finish_early_work, hybrids, snapshot
 from support.slow_disk import slow_disk
