@@ -58,11 +58,12 @@ class CheckedLoad:
 
     Args:
         version: folder of the checkpoint.
-        index: entries of the checkpoint. common: its plain data.
+        index: entries of the checkpoint.
+        common: plain data of the checkpoint.
         own: the model and the optimizer to load into.
         scheduler: object with ``load_state_dict``; None loads none.
         ranks: ranks that load together.
-        convert: load also where that loses bits.
+        convert: True to convert state also if bits are lost.
     """
 
     def __init__(
@@ -104,8 +105,8 @@ class CheckedLoad:
     # -- the files --------------------------------------------------------------------------------
 
     def check_files(self) -> None:
-        """Raise ValueError if names, shapes, dtypes or settings do not fit, or files are damaged
-        or hold second moments that the optimizer refuses."""
+        """Raise ValueError if names, shapes, dtypes or settings do not fit, or files are damaged or
+        hold second moments that the optimizer refuses."""
         for why in self._refused.values():
             raise ValueError(why)
         tensors = self._staged | self._live
@@ -244,8 +245,8 @@ def _targets_of(
     convert: bool,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the tensors to read a checkpoint into, by the names of the entries: new tensors (for
-    state that was saved in another form, or is converted when it is loaded, for step numbers,
-    and for extra state of modules), and tensors of the model and the optimizer.
+    state that was saved in another form, or is converted when it is loaded, for step numbers, and
+    for extra state of modules), and tensors of the model and the optimizer.
 
     Args:
         tensors: result of :meth:`~mp_optim.checkpoint.inventory.Inventory.entries`.
@@ -296,8 +297,7 @@ def _differs(name: str, own: Tensor, saved: Mapping[str, Saved]) -> bool:
 
 
 def _as_saved(name: str, own: Tensor, saved: Mapping[str, Saved]) -> dict[str, Tensor]:
-    """New tensors to read one state tensor into, under the names and of the dtypes it was saved
-    with."""
+    """Return new tensors to read one state tensor into, with its saved names and dtypes."""
     key, fqn = key_and_fqn(name)
     if name not in saved:
         other = entry_name(_OTHER_KEYS.get(key, ""), fqn)
@@ -316,7 +316,7 @@ def _as_saved(name: str, own: Tensor, saved: Mapping[str, Saved]) -> dict[str, T
 
 
 def _new_like(own: Tensor, saved: Saved | None) -> Tensor:
-    """A tensor to read an entry into, of the layout of ``own`` and the dtype that was saved."""
+    """Return a tensor to read an entry into, with the layout of ``own`` and the saved dtype."""
     dtype = own.dtype if saved is None else saved.dtype
     if isinstance(own, PartitionShard):
         return own.with_held(torch.empty_like(own.held, dtype=dtype))

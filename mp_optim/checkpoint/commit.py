@@ -2,9 +2,9 @@
 
 ::
 
-    <root>/latest               name of the newest complete version
-    <root>/version-<n>/         a complete version: its manifest lists every file
-    <root>/.version-<n>.*       one being written, or being deleted; cleared away by the next save
+    <root>/latest               name of the newest complete version <root>/version-<n>/         a
+    complete version: its manifest lists every file <root>/.version-<n>.*       one being written,
+    or being deleted; cleared away by the next save
 
 A version is written under its temporary name, synced, renamed, and becomes the newest one when
 ``latest`` is replaced. A process killed anywhere in between leaves ``latest`` where it was.
@@ -29,13 +29,13 @@ _LONGEST_NAME = 255
 
 
 def _numbered(root: Path) -> list[tuple[int, Path]]:
-    """Versions in order, complete or not."""
+    """Return the versions in order, complete or not."""
     matched = [(_NAME.fullmatch(path.name), path) for path in root.glob(f"{_PREFIX}*")]
     return sorted((int(match[1]), path) for match, path in matched if match)
 
 
 def complete_versions(root: Path) -> list[Path]:
-    """Version directories that have a manifest, oldest first."""
+    """Return the version directories that have a manifest, oldest first."""
     return [path for _, path in _numbered(root) if (path / MANIFEST).is_file()]
 
 

@@ -110,8 +110,9 @@ def _misfits(
 
 
 def packed(common: Mapping[str, Any], ranks: Ranks) -> bytes:
-    """The content of the file on the first rank, with the parameters of all ranks in its groups;
-    b"" on the others.
+    """Return the content of the file on the first rank, and b"" on the others.
+
+    Its groups have the parameters of all ranks.
 
     Raises:
         ValueError: a value is no plain data, naming its type.

@@ -130,7 +130,7 @@ def _check_names(own: set[str], every: set[str]) -> None:
 
 
 def _named_averages(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
-    """The average of every main param; the main param where there is none."""
+    """Yield the average of every main param, or the main param without an average."""
     mains = optimizer.named_main_params()
     for slot, (name, main) in zip(optimizer.slots(), mains, strict=True):
         state = optimizer.slot_state(slot)
@@ -188,7 +188,8 @@ def _joined(name: str, shard: PartitionShard, ranks: Ranks) -> Tensor:
 
 
 def _files(named: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
-    """Tensors in order, as many to a file as fit; one empty file if there are none."""
+    """Return lists of tensors in order, as many for each file as fit; one empty list without
+    tensors."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in named:
         elements = sum(other.numel() for other in tensors.values()) + tensor.numel()

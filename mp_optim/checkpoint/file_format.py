@@ -62,7 +62,7 @@ class FileSum:
 
     @classmethod
     def of_blocks(cls, size: int, sums: Sequence[int]) -> FileSum:
-        """The sum of a data file, from the CRC-32s of its MiBs."""
+        """Return the checksum of a data file, from the CRC-32s of its blocks of 1 MiB."""
         packed = struct.pack(f"<{len(sums)}I", *sums)
         return cls(size, blocks=hashlib.sha256(packed).hexdigest())
 
@@ -132,8 +132,10 @@ def read_manifest(folder: Path) -> Files:
 
 
 def _read_text(path: Path) -> bytes:
-    """The content of a file that has to be text. Holes of a sparse one read as zeros, which no text
-    has: so it takes no more memory than the file does of the disk.
+    """Return the content of a text file.
+
+    Holes of a sparse file read as zeros, which text does not have, so no more memory is used than
+    the file has on disk.
 
     Raises:
         ValueError: it has zeros.
@@ -193,7 +195,8 @@ class SavedBox(NamedTuple):
 
     Attributes:
         file: name of the file.
-        start: first byte of its elements. length: bytes from there.
+        start: first byte of its elements.
+        length: number of bytes.
     """
 
     place: Box
@@ -223,7 +226,7 @@ class Index:
 
 
 def as_json(index: Index) -> bytes:
-    """The content of ``index.json``. Most entries are one box, which is the whole tensor: dtype,
+    """Return the content of ``index.json``. Most entries are one box, the whole tensor: dtype,
     shape, number of the file, first byte."""
     files = sorted(index.sums)
     number = {name: at for at, name in enumerate(files)}
@@ -441,7 +444,7 @@ def header(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
 
 
 def byte_view(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host, writable; the tensor has to outlive the
+    """Return the bytes of a contiguous tensor on the host, writable. The tensor must outlive the
     view."""
     assert tensor.device.type == "cpu" and tensor.is_contiguous()
     if not tensor.nbytes:

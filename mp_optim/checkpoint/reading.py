@@ -47,7 +47,7 @@ class _Copy(NamedTuple):
     target: Tensor
 
     def rows(self) -> tuple[int, int]:
-        """Bytes of the box that hold them: whole rows of its first dimension."""
+        """Return the bytes of the box that contain the rows: whole rows of its first dimension."""
         if not self.part.sizes:
             return self.box.start, self.box.start + self.box.length
         row = math.prod(self.box.place.sizes[1:]) * self.target.itemsize
@@ -193,7 +193,7 @@ class Contents:
     index: Index
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor, on the host.
+        """Return one whole tensor, on the host.
 
         Raises:
             ValueError: its bytes are not those that were written.

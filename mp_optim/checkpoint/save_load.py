@@ -260,8 +260,8 @@ def _write(writing: Writing, common: bytes, target: Path, keep: int | None, rank
 
 
 def versions(path: StrPath) -> list[Path]:
-    """The complete versions under a checkpoint directory, oldest first; each can be loaded by its
-    own path."""
+    """Return the complete versions under a checkpoint directory, oldest first. Each can be loaded
+    by its own path."""
     return complete_versions(Path(path))
 
 

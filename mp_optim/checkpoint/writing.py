@@ -263,7 +263,7 @@ class Writing:
         return _write_files(list(zip(_by_file(self.items, threads), paths, strict=False)))
 
     def finish(self, written: list[WrittenFile]) -> dict[str, FileSum]:
-        """On the first rank, after all have written: write the index.
+        """Write the index on the first rank, after all ranks have written.
 
         Returns:
             The files of all ranks.
@@ -399,7 +399,7 @@ def _items(
 
 
 def _by_file(items: Sequence[Item], threads: int) -> list[list[Item]]:
-    """The items by file, about as many bytes in each; in their order."""
+    """Return the items grouped by file, with about as many bytes in each, in their order."""
     total = sum(item.content.nbytes for item in items)
     count = max(1, min(total // FILE_FROM, threads, _MOST_FILES))
     loads = [(0, number) for number in range(count)]

@@ -91,7 +91,7 @@ except TypeError:  # before torch 2.7
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which products on a device keep the dtype of their factors."""
+    """Return a context in which products on a device keep the dtype of their factors."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

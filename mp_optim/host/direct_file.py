@@ -191,7 +191,8 @@ class DirectFile:
         return f"DirectFile({str(self.path)!r}, {self.num_bytes} bytes, {way})"
 
     def _opened_directly(self) -> int:
-        """The file opened past the page cache, or its other descriptor where that is refused."""
+        """Return the file opened without the page cache, or its other descriptor if that is
+        refused."""
         if not _O_DIRECT:
             self.why = "this system has no O_DIRECT"
             return self._buffered
@@ -294,7 +295,7 @@ _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def _keep_from_parent() -> None:
-    """In a forked child, keep writes to mapped memory in this process."""
+    """Make writes to mapped memory private in a forked child."""
     private = mmap.MAP_PRIVATE | _MAP_FIXED | _NORESERVE
     both = mmap.PROT_READ | mmap.PROT_WRITE
     for file in list(_live):

@@ -34,14 +34,14 @@ HUGE_FROM = 4 << 20
 
 
 def aligned_bytes(numel: int, dtype: torch.dtype) -> int:
-    """Bytes that ``numel`` elements take in a block."""
+    """Return the bytes of ``numel`` elements in a block."""
     return math.ceil(numel * dtype.itemsize / ALIGNMENT) * ALIGNMENT
 
 
 @in_own_modes
 def zeros_host(num_bytes: int) -> Tensor:
-    """A 1-D uint8 tensor of pageable, zeroed host memory, in huge pages where they pay and the
-    system has them."""
+    """Return a 1-D uint8 tensor of pageable, zeroed host memory, in huge pages if they help and
+    exist."""
     if num_bytes < HUGE_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
     memory, start = mapped(num_bytes)
@@ -94,7 +94,7 @@ _TOUCHED_AT_ONCE = 64 << 20
 
 
 def as_tensor(value: Any) -> Tensor:
-    """A tensor itself, where it is; a number, or several, as a tensor on the host.
+    """Return a tensor unchanged, and a number or several as a tensor on the host.
 
     ``torch.as_tensor`` would move both to the default device.
     """
@@ -111,20 +111,20 @@ def is_on_host(tensor: Tensor) -> bool:
 
 
 def empty_host_tensor() -> Tensor:
-    """A tensor of no elements, where one has to stand."""
+    """Return a tensor without elements, as a placeholder."""
     return torch.zeros(0, dtype=torch.float32, device="cpu")
 
 
 @in_own_modes
 def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A contiguous tensor of zeros that will be stepped through."""
+    """Return a contiguous tensor of zeros for state that is stepped."""
     if device.type != "cpu" or shape.numel() * dtype.itemsize < HUGE_FROM:
         return torch.zeros(shape, dtype=dtype, device=device)
     return zeros_host(shape.numel() * dtype.itemsize).view(dtype).view(shape)
 
 
 def tensor_in(memory: Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A contiguous tensor in a piece of 1-D uint8 memory.
+    """Return a contiguous tensor in a piece of 1-D uint8 memory.
 
     It has a storage of its own over that piece, which keeps all of the memory alive; so
     ``torch.save`` writes its bytes and no others, and takes neighbours of another dtype. And a
@@ -241,7 +241,7 @@ def power_of_two(num_bytes: int) -> int:
 
 @in_own_modes
 def page_locked(num_bytes: int, device: torch.device) -> Tensor:
-    """A 1-D uint8 tensor of zeroed memory that the GPU ``device`` copies from and to by itself.
+    """Return a 1-D uint8 tensor of zeroed memory that the GPU ``device`` can copy from and to.
 
     It is unregistered and unmapped when the last tensor over it goes. NOTE: torch's allocator waits
     for copies of its own memory and does not know this one; the owner of a copy keeps both ends of
@@ -309,8 +309,8 @@ def _release(
 
 
 def _forget_error(device: torch.device) -> None:
-    """The runtime keeps the error of a failed call, and torch would raise it after its next kernel:
-    have a kernel of no use raise it now."""
+    """Clear the error of a failed runtime call. torch would raise it after its next kernel, so an
+    empty kernel is launched here."""
     with contextlib.suppress(AssertionError, RuntimeError):
         torch.zeros(1, dtype=torch.float32, device=device)
 

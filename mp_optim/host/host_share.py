@@ -51,7 +51,8 @@ class Host:
         return max(1, int(texts[0])) if texts and texts[0].isdecimal() else 1
 
     def read(self, path: str | Path) -> str | None:
-        """A small file below the root, stripped; None if there is no such file."""
+        """Return the content of a small file below the root, stripped; None if it does not
+        exist."""
         try:
             return (self.root / path).read_text().strip()
         except (OSError, UnicodeDecodeError):
@@ -69,7 +70,7 @@ class Host:
         return len({self.read(path.format(cpu)) or str(cpu) for cpu in self.affinity})
 
     def quota(self) -> float | None:
-        """Processors' worth of time that the process's cgroups grant; None if all of it."""
+        """Return the number of processors that the process's cgroups grant; None for all."""
         limits = []
         for folder in self.cgroups("cpu"):
             quota, _, period = (self.read(folder / "cpu.max") or "max").partition(" ")

@@ -49,7 +49,7 @@ Take = Callable[[int], Tensor]
 
 
 def _written_by_others(what: str) -> RuntimeError:
-    """State was written, and the write was not announced."""
+    """Record a write to state that was not announced."""
     return RuntimeError(
         f"a tensor of the optimizer ({what}) was written while a save in the background read it, "
         "and not by the optimizer; take state by state_dict(), optimizer.state or "
@@ -135,7 +135,7 @@ class Lease:
         self._watched, self.is_unread = None, False
 
     def _notice_writes(self) -> None:
-        """Notice writes that were not announced, where torch counts them."""
+        """Detect writes that were not announced, by torch's version counters."""
         live = self._watched  # if the tensor's memory was replaced, only the save uses this memory
         if live is not None and live.data_ptr() == self.address:
             self._is_lost = writes_counted(live) != self._version
@@ -150,7 +150,7 @@ def can_stage(tensor: Tensor) -> bool:
 
 
 def sums_of_bits(values: Tensor) -> Tensor:
-    """The 8-byte words added up in columns: int64, shape (256,), without a copy of the values.
+    """Return the 8-byte words summed in columns: int64, shape (256,), without a copy of the values.
 
     Args:
         values: 1-D uint8, from an address on that is a multiple of 8.
@@ -184,14 +184,14 @@ class Windows:
         return self.transfer.empty_host(num_bytes, pin=True)
 
     def put(self, window: Tensor) -> None:
-        """No copy reads or writes it any more."""
+        """Free the memory, because no copy uses it any more."""
         with self._lock:
             self._free.append(window)
 
 
 @cache
 def windows_of(device: torch.device) -> Windows:
-    """The way down from an accelerator, one for the process."""
+    """Return the staging windows for copies from an accelerator, one object a process."""
     return Windows(transfer_for(device))
 
 
@@ -223,15 +223,16 @@ class StagedBytes:
 
 
 class _DeviceLease:
-    """The bytes of a contiguous tensor on an accelerator as they are now.
+    """The current bytes of a contiguous tensor on an accelerator.
 
     NOTE: counts and memory are read and changed under the lock of the :class:`DeviceBorrow`.
 
     Attributes:
-        nbytes: how many there are.
-        source: them on the accelerator, until all are down. memory: where they go.
+        nbytes: number of bytes.
+        source: the tensor on the accelerator, until all bytes are copied.
+        memory: host memory for the copy.
         missing: bytes that are not in ``memory``.
-        is_written: whether torch counted a write before all were down.
+        is_written: True if torch counted a write before all bytes were copied.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -301,13 +302,12 @@ class DeviceBorrow:
         self._changed = threading.Condition(threading.RLock())
 
     def lease_state(self, tensor: Tensor, what: str) -> StagedBytes:
-        """Lease a contiguous tensor whose writes are announced. ``what`` names it in errors."""
+        """Lease a contiguous tensor with announced writes. Errors name it ``what``."""
         self._leases.append(lease := _DeviceLease(tensor))
         return StagedBytes(lease.nbytes, partial(self._unwritten, lease, what))
 
     def lease_param(self, tensor: Tensor, what: str) -> StagedBytes:
-        """Borrow a contiguous tensor that other code may write; it begins at an address that is a
-        multiple of 8."""
+        """Lease a contiguous tensor that other code may write. Its address is a multiple of 8."""
         self._leases.append(lease := _DeviceLease(tensor))
         assert lease.source is not None
         sums = self.copy_small(sums_of_bits(lease.source))
@@ -460,9 +460,9 @@ class SaveBorrow:
         self._starts = [lease.address for lease in self._apart]
 
     def take(self, num_bytes: int) -> Tensor:
-        """Host memory for a copy; any thread may call. It is cut from large pieces: many small ones
-        cost several times as much when they are first written. A piece goes with the last copy in
-        it."""
+        """Return host memory for a copy; any thread may call. It is a part of a large piece,
+        because first writes to many small pieces cost several times as much. A piece is freed with
+        its last copy."""
         size = aligned_bytes(num_bytes, torch.uint8)
         with self._lock:
             if size > self._block.left:
@@ -488,14 +488,14 @@ class SaveBorrow:
         return all(waits)
 
     def give_back(self) -> None:
-        """Nothing is read any more."""
+        """End the lease, because the save reads the memory no more."""
         for borrow in self._of_devices.values():
             borrow.stop(RuntimeError("the save is over"))
         if self in borrows:
             borrows.remove(self)
 
     def leases_of(self, tensor: Tensor) -> Sequence[Lease]:
-        """Leases of memory that a tensor has; all, where it is not known which it has."""
+        """Return the leases of a tensor's memory; all leases, if its memory is unknown."""
         if not is_plain(tensor):
             return self.leases
         if not host_memory.is_on_host(tensor) or not tensor.numel():
@@ -520,7 +520,7 @@ the save writes gradients and back buffers, which no save reads.
 
 
 def lease_tensors(tensors: Sequence[Tensor]) -> SaveBorrow:
-    """Lease tensors of the host, until :meth:`SaveBorrow.give_back`."""
+    """Lease host tensors until :meth:`SaveBorrow.give_back`."""
     lease_set = SaveBorrow(tensors)
     borrows.append(lease_set)
     _watch_torch_optimizers()

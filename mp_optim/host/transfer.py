@@ -1,7 +1,7 @@
 """Copies between accelerator and host behind one small interface: copy, wait, join.
 
-Code above must be right for every implementation; one
-in the tests delays each copy until the caller waits for it, so a missing wait fails on any machine.
+Code above must be right for every implementation; one in the tests delays each copy until the
+caller waits for it, so a missing wait fails on any machine.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ class Transfer:
     is_same_place = True
 
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
-        """A 1-D uint8 host buffer, page-locked if ``pin`` and the accelerator can use it."""
+        """Return a 1-D uint8 host buffer, page-locked if ``pin`` is set and the accelerator can use
+        it."""
         return zeros_host(num_bytes)
 
     def mark(self) -> Any:
-        """A point in the work that the calling thread has queued so far, for copies ``after`` it,
-        also in another thread."""
+        """Return a marker of the calling thread's queued work, for later copies ``after`` it, also
+        by another thread."""
 
     def download(self, to: Sequence[Tensor], sources: Sequence[Tensor], after: Any = None) -> Any:
         """Start copying accelerator tensors to the host, after a mark or all work queued so far.
@@ -222,7 +223,7 @@ def _wait_for(
 
 
 def transfer_for(device: torch.device) -> Transfer:
-    """The transfer between ``device`` and the host.
+    """Return the transfer between ``device`` and the host.
 
     Raises:
         ValueError: for an accelerator that has no implementation here.

@@ -74,7 +74,8 @@ def denominators(v: Lists, s: AnyAdam) -> Lists:
 
 
 def descend(p: Lists, steps: Sequence[Tensor], decay: float, cautious: bool) -> None:
-    """p = (p - decay*p) - step; without decay if that is 0, as 0 * inf is not 0.
+    """Compute p = (p - decay*p) - step in place; without decay if that is 0, because 0 * inf is not
+    0.
 
     Args:
         cautious: decay an element only where the step does not take it away from 0 (Cautious Weight

@@ -164,7 +164,7 @@ class Verdict:
 
 
 def not_finite(groups: Iterable[str], scaling: tuple[float, ...]) -> Verdict:
-    """The verdict on gradients of some norm groups that are not finite."""
+    """Return the verdict for norm groups with gradients that are not finite."""
     reason = f"the gradients of norm group {', '.join(groups)} hold an inf or nan"
     return Verdict(cause=NOT_FINITE, reason=reason, scaling=scaling)
 
@@ -198,7 +198,7 @@ def decide(
     config: Any,
     judge: Observer | None = None,
 ) -> Verdict:
-    """The step's verdict, formed in double; reads the device once.
+    """Return the step's verdict, computed in double. Reads the device once.
 
     Args:
         measurement: agreed sums of squares of the gradients as they are (still scaled).
@@ -238,7 +238,7 @@ def decide(
 
 
 def _read(scalars: Sequence[Tensor], more: Tensor | None) -> tuple[list[float], Tensor | None]:
-    """Tensors of one element as numbers, and one of many on the host, by one transfer."""
+    """Return tensors of one element as numbers, and larger ones on the host, with one transfer."""
     device, parts = scalars[0].device, [*scalars, *([] if more is None else [more])]
     read = torch.cat([value.to(device, torch.float64).reshape(-1) for value in parts]).cpu()
     count = len(scalars)
@@ -439,13 +439,14 @@ def _transfer(device: torch.device) -> Transfer:
 
 
 class StepCounts:
-    """Steps of one optimizer, and those of them that were skipped.
+    """Counts of the steps of one optimizer, and of skipped steps.
 
     Args:
-        refuse: raises what a step ends in on which ranks disagree.
+        refuse: function that raises the error of a step on which ranks disagree.
 
     Attributes:
-        steps: all of them. skipped: those of them, by cause, that the host knows to be skipped.
+        steps: number of all steps.
+        skipped: number of steps that the host knows to be skipped, by cause.
     """
 
     def __init__(self, refuse: Callable[[], object]) -> None:
@@ -471,7 +472,7 @@ class StepCounts:
             self.skipped[verdict.cause] += 1
 
     def settle(self) -> Verdict:
-        """The last verdict, and its step in the counts; waits for the device, once.
+        """Return the last verdict, and correct its step in the counts. Waits for the device once.
 
         Raises:
             ValueError: the ranks disagreed, saying about what; nothing was stepped.
@@ -483,7 +484,7 @@ class StepCounts:
         return self._last
 
     def metrics(self) -> dict[str, float]:
-        """The counts by name."""
+        """Return the counts by name."""
         causes = {f"skipped_steps/{name}": n for name, n in self.skipped.items()}
         skipped = sum(self.skipped.values())
         return {"steps": self.steps, "skipped_steps": skipped, **causes}

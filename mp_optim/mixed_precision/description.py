@@ -57,7 +57,7 @@ class Description:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of a table as lines of text, with their cells below each other."""
+    """Return rows of a table as lines of text with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 

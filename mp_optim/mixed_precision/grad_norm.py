@@ -41,8 +41,8 @@ class Measurement:
     """FP64 scalars per norm group, and the number of zero gradient elements if it was counted.
 
     Attributes:
-        disagreement: 0 if the ranks that share parameters would step them alike, else more; None
-            if there is nothing to compare.
+        disagreement: 0 if the ranks that share parameters would step them alike, else more; None if
+            there is nothing to compare.
         params: sum of squares of each parameter's gradient, shape (slots,) FP64, 0 where there is
             none; None if they are not kept.
         known: the sums as numbers, instead of ``sums``, where the host alone has to know them.
@@ -139,7 +139,8 @@ _FEW = 256
 
 
 def pairwise_sum_on_host(values: Tensor) -> float:
-    """:func:`sum_in_pairs` of FP64 numbers on the host, as a number: the same additions."""
+    """Return :func:`sum_in_pairs` of FP64 numbers on the host, as a number, with the same
+    additions."""
     if values.numel() > _FEW:
         return float(sum_in_pairs(values))
     numbers: list[float] = values.tolist()
@@ -250,7 +251,7 @@ def _over_shards(
 
 
 def norm_groups(keys: Iterable[NormKey], group: ProcessGroup | None) -> list[str]:
-    """Names of the norm groups that any rank of ``group`` has, in one order on all of them.
+    """Return the names of norm groups that any rank of ``group`` has, in one order on all.
     Collective."""
     names = {MAIN_NORM, EXCLUDED, *(key.group for key in keys)}
     if group is not None:
@@ -259,8 +260,10 @@ def norm_groups(keys: Iterable[NormKey], group: ProcessGroup | None) -> list[str
 
 
 def of_parameters(sums: Tensor, indices: Sequence[int], split_over: Sequence[Groups]) -> Tensor:
-    """Gradients' sums of squares as those of whole parameters, shape (slots,), 0 where there is no
-    gradient. Collective, once for each kind of split.
+    """Return sums of squares of whole parameters from those of local gradients, shape (slots,), 0
+    without a gradient.
+
+    Collective, once for each kind of sharding.
 
     Args:
         indices: in slot order, of the slots that have a gradient.

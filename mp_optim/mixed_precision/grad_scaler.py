@@ -76,7 +76,7 @@ class ConstantGradScaler(MegatronGradScaler):
         return {}
 
     def check_state_dict(self, state_dict: Any) -> None:
-        """Anything will do: the scale stays what it is."""
+        """Accept any state, because the scale is constant."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
@@ -150,7 +150,7 @@ class DynamicGradScaler(MegatronGradScaler):
         self._growth_tracker.copy_(torch.where(grows, 0, clean))
 
     def state_dict(self) -> dict[str, Any]:
-        """Clones of the three device scalars: ``scale``, ``growth_tracker``,
+        """Return clones of the three device scalars: ``scale``, ``growth_tracker``,
         ``hysteresis_tracker``."""
         return {key: live.clone() for key, live in self._live().items()}
 

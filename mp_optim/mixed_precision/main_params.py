@@ -170,8 +170,8 @@ class MainParams:
             self._make_trainable(self.table.slots[index])
 
     def _check_places(self, changed: list[int], params: list[Tensor]) -> None:
-        """A parameter that took another's place is no replacement: its state would be the
-        other's."""
+        """Raise if a parameter has taken another one's position, because it would get the other's
+        state."""
         slots = self.table.slots
         places = {id(param): index for index, param in enumerate(self.table.seen.params)}
         for index in changed:
@@ -249,7 +249,7 @@ class MainParams:
         return layout_of(param, self._tensor_parallel(slot))
 
     def split_over(self) -> list[tuple[ProcessGroup, ...]]:
-        """For each slot the groups of ranks over which its parameter is split."""
+        """Return, for each slot, the groups of ranks over which its parameter is sharded."""
         table = self.table
         if table.split_over is None:
             table.split_over = []
@@ -266,11 +266,11 @@ class MainParams:
     # -- what there is ----------------------------------------------------------------------------
 
     def name(self, slot: Slot) -> str:
-        """A slot's FQN."""
+        """Return a slot's FQN."""
         return slot_name(self._param_groups, slot)
 
     def param(self, slot: Slot) -> Tensor:
-        """The model's parameter at a slot, as it is now."""
+        """Return the model's current parameter at a slot."""
         return param_at(self._param_groups, slot)
 
     def _local(self, slot: Slot) -> Tensor:
@@ -328,8 +328,8 @@ class MainParams:
         return filter(self.has_main, self.table.slots)
 
     def set_stepped_value(self, slot: Slot, value: Tensor) -> None:
-        """Give a slot this FP32 value, of the shape of the main param, and the model's
-        parameter what follows from it."""
+        """Give a slot this FP32 value, of the shape of the main param, and the model's parameter
+        what follows from it."""
         self.executor.set_main_param(slot, value)
         param = self.param(slot)
         for observer in self.observers:
@@ -340,7 +340,7 @@ class MainParams:
             local_tensor(param).copy_(self._stepped(slot))
 
     def _hand_out(self, slot: Slot) -> None:
-        """The caller is given the main param or state of a slot, and may write to it."""
+        """Record that a caller gets the main param or state of a slot, and may write to it."""
         index = self.table.index(slot)
         self.written.forget(index)
         for observer in self.observers:
@@ -368,8 +368,8 @@ class MainParams:
         self._take_values([index for index in indices if table.has_own_main[index]])
 
     def follow_for_step(self) -> None:
-        """Rebind replaced tensors; take the model's value where the step itself does not compare
-        it with the main param."""
+        """Rebind replaced tensors; take the model's value where the step itself does not compare it
+        with the main param."""
         params = all_params(self._param_groups)
         if changed := self.table.seen.changed(params):
             self._follow_changed(changed, params)
@@ -382,8 +382,8 @@ class MainParams:
             self.check_remainders(None)
 
     def _find_by_sums(self) -> set[int]:
-        """Find the weights that are not on the device of their main params, or that are
-        quantized, for ``table.by_sums``."""
+        """Find the weights that are not on the device of their main params, or that are quantized,
+        for ``table.by_sums``."""
         table = self.table
         found = {index for index, is_coded in enumerate(table.quantized) if is_coded}
         found.update(map(table.index, self.executor.host_slots()))
@@ -403,7 +403,8 @@ class MainParams:
         """Rebind model tensors that were replaced, moved or laid out again since the last look.
 
         Args:
-            changed: their indices. params: all tensors of the model, in slot order.
+            changed: indices of these tensors.
+            params: all tensors of the model, in slot order.
         """
         table = self.table
         self._check_places(changed, params)

@@ -104,10 +104,10 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     @abstractmethod
     def all_mains(self) -> list[MainParams]:
-        """The main params of the wrappers, member by member."""
+        """Yield the main params of the wrappers, member by member."""
 
     def norm_ranks(self) -> list[ProcessGroup]:
-        """The ranks that agree on one gradient norm, member by member."""
+        """Yield the ranks that agree on one gradient norm, member by member."""
         of_members = (mains.process_groups.grad_stats for mains in self.all_mains())
         return [ranks for ranks in of_members if ranks is not None]
 
@@ -158,13 +158,13 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         return self.grad_scaler.scale
 
     def remember_scale(self) -> None:
-        """Predict the multiplier of the next backward from the present loss scale."""
+        """Predict the multiplier of the next backward from the current loss scale."""
         if self.grad_scaler is not None:
             for scheduler in self.early_work:
                 scheduler.expect_multiplier(self.grad_scaler.inv_scale)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale; call ``backward`` on the result."""
+        """Return the loss times the loss scale; call ``backward`` on the result."""
         if self.grad_scaler is None:
             return loss
         return loss * self.grad_scaler.scale.to(loss.device).reshape(())
@@ -180,7 +180,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     @abstractmethod
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """The local gradients there are now, by name."""
+        """Yield the current local gradients, by name."""
 
     def finish_grad_sync(self) -> None:
         """Reduce what has not been reduced over the ranks, and wait; :meth:`step` does so
@@ -206,7 +206,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For all micro-batches but the last: nothing is begun during backward."""
+        """Open a context for all micro-batches except the last: no work starts during backward."""
         before, self.is_last_microbatch = self.is_last_microbatch, False
         try:
             yield
@@ -251,7 +251,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         return not any(group["params"] for group in self.param_groups)
 
     def get_parameters(self) -> list[Tensor]:
-        """The model's parameters in slot order."""
+        """Return the model's parameters in slot order."""
         return [param for _, param in iter_slots(self.param_groups)]
 
     @abstractmethod
@@ -330,13 +330,13 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
         Args:
             factors: by FQN, for each row one: shape (rows,) of the whole parameter, of a part that
-                plain tensor parallelism gives a rank of that part. The same on all ranks that
-                hold it.
+                plain tensor parallelism gives a rank of that part. The same on all ranks that hold
+                it.
 
         Raises:
-            ValueError: a name is not trained here or has another number of rows, or a factor is
-                not finite; or ranks that share parameters give other factors, naming them; nothing
-                is changed.
+            ValueError: a name is not trained here or has another number of rows, or a factor is not
+                finite; or ranks that share parameters give other factors, naming them; nothing is
+                changed.
             BrokenOffError: the last step, load or scaling was broken off half-way.
         """
         self.step_mark.check("scale_rows_")
@@ -404,8 +404,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     # -- what changed -----------------------------------------------------------------------------
 
     def track_changes(self, on: bool = True) -> None:
-        """From now on remember which weights change, for :meth:`changed_weights`; or forget it.
-        What it costs is in ``docs/deltas.md``; switched off, nothing.
+        """Track the weights that change from now on, for :meth:`changed_weights`; or stop.
+        ``docs/deltas.md`` has the cost; without tracking there is none.
 
         Raises:
             ValueError: parameters have no names, or are in 8 bits.
@@ -439,8 +439,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     def state_dict(
         self, is_loading: bool = False, *, full_precision: bool = False
     ) -> dict[str, Any]:
-        """Torch-shaped, plus ``grad_scaler`` if there is one. ``is_loading`` is accepted and not
-        needed."""
+        """Return a state dict in torch's format, plus ``grad_scaler`` if the optimizer has one.
+        ``is_loading`` is accepted for compatibility, without effect."""
         return super().state_dict(full_precision=full_precision)
 
     def param_checksums(self) -> list[int | None]:
@@ -470,7 +470,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     # -- what is going on -------------------------------------------------------------------------
 
     def choice_notes(self) -> tuple[str, ...]:
-        """With Muon, lines that list the parameters of each rule, and the reasons; else none."""
+        """Return lines that list the parameters of each rule with Muon, and the reasons; else
+        none."""
         if self.config.optimizer != "muon":
             return ()
         chunks = [] if self.model_params is None else self.model_params.chunks()
@@ -478,7 +479,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     @abstractmethod
     def describe(self) -> Description:
-        """Per group, place and dtype: count, bytes, backend and why; ``print`` it."""
+        """Return a table of count, bytes and backend with its reason, per group, place and dtype.
+        ``print`` it."""
 
     def metrics(self) -> dict[str, float]:
         """Numbers about the last step and the run so far."""

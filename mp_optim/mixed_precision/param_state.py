@@ -24,9 +24,10 @@ from mp_optim.kernels.state_format import joined
 
 
 def as_sharded(local: Tensor, param: Tensor, key: str = "") -> Tensor:
-    """State of a DTensor parameter as a DTensor of the same layout, in the memory where it is, on
-    the host, too. Scalars, state of another shape, state that every rank keeps whole and that of
-    plain parameters are returned unchanged.
+    """Return state of a DTensor parameter as a DTensor of the same layout and memory.
+
+    Scalars, state of another shape, state that every rank has whole, and state of plain parameters
+    are returned unchanged.
 
     Args:
         key: of the state; empty for a main param.
@@ -85,7 +86,7 @@ class Agreement:
         self.written: set[Slot] = set()
 
     def forget(self, slot: Slot) -> None:
-        """The slot was loaded anew."""
+        """Reset the record of a slot after a load."""
         self.expected.pop(slot, None)
         self.written.discard(slot)
 
@@ -192,9 +193,11 @@ def param_state(
 
     Args:
         executor: steps the slot, and keeps its state.
-        name: FQN of the slot. param: the tensor in the wrapper's groups.
-        has_own_main: whether another tensor is stepped for it.
-        agreement: of the wrapper. layout: how state is shown.
+        name: FQN of the slot.
+        param: the tensor in the wrapper's groups.
+        has_own_main: True if another tensor is stepped for it.
+        agreement: agreement of the wrapper.
+        layout: layout in which state is shown.
     """
     below, stepped = executor.state_of(slot), param_at(executor.param_groups, slot)
     # otherwise the parameter is FP32, or has a remainder

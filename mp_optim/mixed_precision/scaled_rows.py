@@ -85,7 +85,7 @@ def _scale(wrapper: MainParams, slot: Slot, factors: Tensor) -> None:
 
 
 def _for_elements(param: Tensor, factors: Tensor) -> Tensor:
-    """The factor of each element that a rank has of a parameter, in a shape that multiplies it."""
+    """Return the factor of each element of a parameter on this rank, in a shape that broadcasts."""
     region, local = region_of(param), local_tensor(param)
     if region.offsets is not None:
         first = region.offsets[0]

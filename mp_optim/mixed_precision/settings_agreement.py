@@ -32,7 +32,7 @@ _OF_ONE_MACHINE = ("optimizer_state_path",)
 
 
 def of_config(config: OptimizerConfig) -> list[str]:
-    """Each field that is not a rank's own affair."""
+    """Return each field of the config that must be equal on all ranks."""
     said = {spec.name: getattr(config, spec.name) for spec in fields(config)}
     for name in _OF_ONE_RANK:
         del said[name]
@@ -42,8 +42,8 @@ def of_config(config: OptimizerConfig) -> list[str]:
 
 
 def of_groups(groups: ParamGroups, indices: Iterable[int] | None = None) -> list[str]:
-    """The settings of some groups, or of all, one a line; a group is named by its first parameter,
-    for ranks may number theirs otherwise."""
+    """Return the settings of some groups, or of all, one a line. A group is named by its first
+    parameter, because ranks may number theirs differently."""
     return [
         f"{name}={_plain(value)!r} of the group of {slot_name(groups, Slot(index, 0))}"
         for index in (range(len(groups)) if indices is None else indices)
@@ -52,7 +52,7 @@ def of_groups(groups: ParamGroups, indices: Iterable[int] | None = None) -> list
 
 
 def _plain(value: Any) -> Any:
-    """A value to compare; what lies on a device is not waited for."""
+    """Return a value to compare. Values on a device are not waited for."""
     if isinstance(value, Tensor):
         return value.tolist() if value.device.type == "cpu" else "on a device"
     kinds = (bool, int, float, str, tuple, list, torch.dtype, Mapping, type(None))

@@ -36,11 +36,12 @@ from mp_optim.mixed_precision.settings_agreement import SettingsAlike
 
 @dataclass(frozen=True)
 class SlotColumns:
-    """Some slots, and what the table knows of them in every step.
+    """Columns of the table for some slots, reused in every step.
 
     Attributes:
-        indices: in the table. keys: which norm each counts in.
-        group: the norm group, if it is one for all of them.
+        indices: indices of the slots in the table.
+        keys: norm key of each slot.
+        group: norm group of all slots, if they have one in common.
         params: their tensors, those of DTensors local.
     """
 

@@ -220,7 +220,7 @@ class WrappedOptimizer(MegatronOptimizer):
 
 
 def _with_model_names(wrapper: WrappedOptimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """The group, with names for its parameters where the other groups have names."""
+    """Return the group, with names for its parameters if the other groups have names."""
     if wrapper.model_params is None or "params" not in group:
         return group
     params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])

@@ -33,8 +33,8 @@ in that, row-major and ascending, None for all elements; and their values."""
 class WeightChanges(WeightObserver):
     """Changes of each parameter since the last publication, kept for the wrapper's life. A
     parameter whose kernels mark changes has a bitmap, and a flag for writes by other code, after
-    which all of it counts as changed. Any other trained parameter has a copy of its values at
-    the publication.
+    which all of it counts as changed. Any other trained parameter has a copy of its values at the
+    publication.
 
     NOTE: the kernel that gives an element another value sets its bit (``SlotUpdate.changed``). A
     parameter that other code wrote differs from its rounded main param, which :class:`MainParams`
@@ -67,7 +67,7 @@ class WeightChanges(WeightObserver):
     # -- in a step --------------------------------------------------------------------------------
 
     def look(self, frozen: bool = True) -> None:
-        """Notice parameters that other code wrote, before a step or a publication.
+        """Detect parameters that other code wrote, before a step or a publication.
 
         Args:
             frozen: compare parameters that are not trained, too.
@@ -204,7 +204,8 @@ class ChangedWeights(Observer):
     """Publications of the changed weights of a stack, while they are tracked.
 
     Attributes:
-        run: name of this series of publications. number: how many there were.
+        run: name of this series of publications.
+        number: number of publications so far.
         tracked: main params of each wrapper, and the changes of its weights; empty if off.
     """
 
@@ -300,7 +301,7 @@ def _patch_of(name: str, part: ChangedPart, parallel: ModelParallel) -> WeightPa
 def _index_in_whole(
     index: Tensor, held: torch.Size, whole: torch.Size, offsets: Sequence[int]
 ) -> Tensor:
-    """Row-major indices in a tensor, from those in a box of it."""
+    """Return row-major indices in a tensor, from those in a box of it."""
     found, step = torch.zeros_like(index), 1
     for size, full, first in zip(reversed(held), reversed(whole), reversed(offsets), strict=True):
         found += (index % size + first) * step

@@ -89,9 +89,9 @@ class StepWarnings(Observer):
         _log.log(logging.WARNING if is_first and not told else logging.INFO, line)
 
     def _warn(self, stack: MegatronOptimizer, verdict: Verdict, scale: float | None) -> str:
-        """Warn of the 1st, 10th, 100th ... skipped one in a row;
-        of one that a dynamic loss scale is there for, or a threshold, only when it should not have
-        come to that. Returns what was said of the cause; empty if nothing was."""
+        """Warn of the 1st, 10th, 100th ... skipped one in a row; of one that a dynamic loss scale
+        is there for, or a threshold, only when it should not have come to that. Returns what was
+        said of the cause; empty if nothing was."""
         if self.skips != 10 ** (len(str(self.skips)) - 1):
             return ""
         times = "a step was" if self.skips == 1 else f"{self.skips} steps in a row were"
@@ -116,7 +116,7 @@ _LARGEST = 3
 
 
 def _culprit(stack: MegatronOptimizer) -> str:
-    """Which gradient is not finite now, if one is; waits for the device, once."""
+    """Return the first gradient that is not finite now, if any. Waits for the device once."""
     named = [(name, grad) for name, grad in stack.named_gradients() if grad.layout == torch.strided]
     finite = [torch.isfinite(grad).all() for _, grad in named]
     if not finite:

@@ -267,7 +267,7 @@ class BackwardGrads:
         return is_last and self._has_bits(slot, grad, staged)
 
     def forget_comparisons(self) -> None:
-        """Gradients may have been written since they were compared."""
+        """Discard comparisons, because gradients may have been written since."""
         self._compared = {}
 
     def _has_bits(self, slot: Slot, grad: Tensor, staged: Tensor) -> bool:

@@ -176,12 +176,12 @@ class BackwardBucket:
         self.expected = frozenset(slots)
 
     def destination_for(self, updates: SlotUpdates) -> Destination:
-        """The staging memory, for some of the bucket's updates."""
+        """Return the staging memory for some of the bucket's updates."""
         tensors = self.staging.tensors_for(self.index, self.with_staged_outputs(updates))
         return Destination(self.staging, tensors.put_into(updates))
 
     def with_staged_outputs(self, updates: SlotUpdates) -> SlotUpdates:
-        """The updates with the outputs that are staged."""
+        """Return the updates with staged outputs."""
         if self._no_outputs is None:
             return updates
         return replace(updates, outputs=self._no_outputs[: len(updates)])
@@ -279,14 +279,13 @@ class ReleasedGrads:
             self.landings = [self.landings[1], (self.landings[0][0], job)]
 
     def finish(self) -> None:
-        """Wait until the copies of the job that was begun last are done, and drop its
-        gradients."""
+        """Wait until the copies of the job that was begun last are done, and drop its gradients."""
         if self.previous is not None:
             self.previous.release_grads()
         self.previous = None
 
     def release(self, slots: Sequence[Slot], grads: Iterable[Tensor]) -> None:
-        """The worker has the job that brings these gradients down to these tensors."""
+        """Record that the worker copies these gradients to these tensors."""
         for slot, grad in zip(slots, grads, strict=True):
             self.held[slot] = grad
             self.claims.pop(slot).release()
@@ -310,7 +309,7 @@ class ReleasedGrads:
         return frozenset(here)
 
     def lose(self, error: WorkerError) -> None:
-        """The work that would have brought gradients down failed."""
+        """Record that the copy of released gradients failed."""
         if self.held:
             self.lost = (
                 f"{error} But the gradients had been released (release_gradients=True) and are "
@@ -319,5 +318,5 @@ class ReleasedGrads:
         self.held, self.claims, self.previous = {}, {}, None
 
     def forget(self) -> None:
-        """They are of no use any more."""
+        """Discard the copies, because no step uses them."""
         self.held, self.claims, self.lost, self.previous = {}, {}, "", None

@@ -140,7 +140,8 @@ class BackwardScheduler:
         it is released. Never raises: :meth:`collect` reports errors.
 
         Args:
-            grad: the local gradient. claim: the gradient, if it may be released.
+            grad: the local gradient.
+            claim: the gradient, if it may be released.
         """
         if not self.is_early:
             return
@@ -332,7 +333,8 @@ class BackwardScheduler:
                     bucket.job.track_copies()
 
     def distrust(self, slot: Slot) -> None:
-        """The caller gets live tensors of a slot, and may write to them without a trace."""
+        """Discard comparisons of a slot, because a caller gets its live tensors and may write to
+        them."""
         if (file := self._host_part.settings.state_file) is not None:
             file.exposed()
         if (bucket := self._bucket_of.get(slot)) is not None:
@@ -417,8 +419,7 @@ class BackwardScheduler:
     def gradients_on_host(
         self, routes: Iterable[tuple[BackwardBucket, SlotUpdates]]
     ) -> dict[Slot, Tensor]:
-        """Gradients that windows find in host memory: those that were released, and those that came
-        down and are the same.
+        """Return gradients that windows find in host memory: released ones, and unchanged copies.
 
         Args:
             routes: the step's updates by bucket.

@@ -135,7 +135,7 @@ class DoubleBuffer:
         return self._buffered[key]
 
     def _take(self, is_main: bool, form: TensorSpec) -> Tensor:
-        """Memory for the back buffer of a main param, or of other state."""
+        """Return memory for the back buffer of a main param, or of other state."""
         shape, dtype = form
         size = aligned_bytes(shape.numel(), dtype)
         return self._blocks[is_main].with_room(size).take(shape, dtype)
@@ -159,6 +159,6 @@ def _inputs(planned: Launch) -> tuple[object, ...]:
 
 
 def _stepped(planned: Launch) -> list[Tensor]:
-    """Main params and moments of a launch."""
+    """Return main params and moments of a launch."""
     moments = [tensor for tensors in planned.lists.state.values() for tensor in tensors]
     return [*planned.lists.main, *moments]

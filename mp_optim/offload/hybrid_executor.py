@@ -83,8 +83,8 @@ def _is_own(tensor: Tensor) -> bool:
 
 
 def _share(param: Tensor) -> int:
-    """Elements of a parameter per rank that holds a part of it. Unlike the local size, no two ranks
-    differ in it."""
+    """Return the elements of a parameter per rank with a shard of it. Unlike the local size, it is
+    equal on all ranks."""
     if not is_dtensor(param):
         share = shard_info(param).offload_share
         return param.numel() if share is None else share
@@ -150,7 +150,7 @@ class PlacedExecutor(Executor):
         settings: HostStepSettings,
         share_settings: Callable[[], None],
     ) -> None:
-        """Place the slots of the first groups, and build what steps them.
+        """Place the slots of the first groups, and build the executors that step them.
 
         Args:
             classes: optimizer classes or rules of both places.
@@ -198,7 +198,7 @@ class PlacedExecutor(Executor):
         return self._placed_at(slot).place != "device"
 
     def _positions(self, place: Place, group: int) -> list[int]:
-        """The positions of a group that are at a place."""
+        """Return the positions of a group's slots at a place."""
         of_group = enumerate(self._placed[group])
         return [position for position, placed in of_group if placed.place == place]
 
@@ -297,7 +297,7 @@ class PlacedExecutor(Executor):
                     params[position] = torch.empty_like(params[position], device="meta")
 
     def group_added(self) -> None:
-        """Its parameters are placed on their own, by the same fraction and policy."""
+        """Place the group's parameters, by the same fraction and policy as the first ones."""
         super().group_added()
         if not self.executors:
             return  # the first groups are placed together
@@ -370,7 +370,7 @@ class PlacedExecutor(Executor):
         return dtype if self._remainders and dtype == torch.bfloat16 else torch.float32
 
     def _stepped_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Dtype that a parameter of a dtype is stepped in if no wrapper asked for a main param."""
+        """Return the dtype that a parameter is stepped in without a wrapper."""
         is_copied = self._copies and dtype in (torch.float16, torch.bfloat16)
         return self.main_dtype(dtype) if is_copied else dtype
 
@@ -437,7 +437,7 @@ class PlacedExecutor(Executor):
         return block.take(source.shape, dtype).copy_(source)
 
     def _stepped(self, slot: Slot) -> Tensor:
-        """The tensor to step for a slot, following whatever sits in ``param_groups`` now."""
+        """Return the tensor to step for a slot, from the current ``param_groups``."""
         placed, param = self._placed_at(slot), param_at(self.param_groups, slot)
         if placed.is_stepped_itself:
             return param if _is_own(param) else local_tensor(param)

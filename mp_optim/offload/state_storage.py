@@ -418,7 +418,7 @@ class FileStorage:
             self._sizes = list(sizes)  # assign last, so that after a signal the work is repeated
 
     def _rooms(self) -> list[Tensor]:
-        """Memory for each window; kept from one step to the next."""
+        """Return memory for each window, kept between steps."""
         if self._memory is None:
             (size,) = self.host_bytes(self._sizes)
             self._memory = self._transfer.empty_host(size, self._pin)

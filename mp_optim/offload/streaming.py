@@ -146,7 +146,7 @@ class WindowPipeline:
         return size + self._along_bytes(slot, slot.numel)
 
     def _smallest(self, slot: HostSlot) -> int:
-        """Bytes of the smallest part of a slot that can be stepped by itself."""
+        """Return the bytes of the smallest part of a slot that can be stepped alone."""
         whole = self._slot_bytes(slot)
         if not self._may_cut(slot.slot):
             return whole
@@ -309,7 +309,7 @@ def held_forms(executor: RuleExecutor, slot: HostSlot) -> dict[str, TensorSpec]:
 
 
 def state_bytes(executor: RuleExecutor, slots: Iterable[HostSlot]) -> HostBytes:
-    """Host memory of the state of some slots, each kind of it in one piece."""
+    """Return the host memory of the state of some slots, each kind in one piece."""
     sizes: Counter[str] = Counter()
     for slot in slots:
         for key, (shape, dtype) in held_forms(executor, slot).items():

@@ -65,7 +65,7 @@ class StepTimeline:
         self._began = None
 
     def metrics(self) -> dict[str, float]:
-        """Milliseconds of the last round.
+        """Return the milliseconds of the last round.
 
         ``copy_wait_ms``: waiting for copies, in any thread. ``worker_wait_ms``: ``step()`` waiting
         for the worker. ``host_ms``: arithmetic on the host. ``hidden_ms``: the part of it that was

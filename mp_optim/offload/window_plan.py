@@ -88,8 +88,8 @@ class WindowForm:
 
     def cuts(self, dtypes: Mapping[str, torch.dtype]) -> tuple[int, int]:
         """Return the number of elements at whose multiples a tensor with these dtypes is cut, and
-        their bytes: in a file, whole blocks for each. The dtypes may be empty for a parameter
-        that is stepped in place."""
+        their bytes: in a file, whole blocks for each. The dtypes may be empty for a parameter that
+        is stepped in place."""
         sizes = [_block_bytes(key, dtype) for key, dtype in dtypes.items()]
         count = max(1, self.unit // min(sizes, default=self.unit)) if self.unit > ALIGNMENT else 1
         return count * BLOCK, count * sum(sizes)
@@ -118,7 +118,7 @@ def cut_windows(
     along: Along,
     in_place: InPlace = lambda *_: False,
 ) -> list[Window]:
-    """The windows of a step, of at most ``most`` bytes each.
+    """Return the windows of a step, of at most ``most`` bytes each.
 
     Args:
         may_cut: for each launch, whether a part of a tensor can be stepped by itself.
@@ -180,7 +180,7 @@ def _held(lists: TensorLists, index: int) -> dict[str, Tensor]:
 
 
 def cut_all(tensors: Tensors, start: int, count: int) -> Tensors:
-    """Some elements of each."""
+    """Return views of some elements of each tensor."""
     return {key: part_of_state(key, each, start, count) for key, each in tensors.items()}
 
 
@@ -245,7 +245,7 @@ def _or_part(came: Tensor | None, tensor: Tensor, piece: Piece) -> Tensor:
 
 
 def view_of(memory: Tensor, start: int, form: TensorSpec) -> Tensor:
-    """A contiguous tensor in 1-D uint8 memory, which shares its storage."""
+    """Return a contiguous tensor in 1-D uint8 memory, sharing its storage."""
     shape, dtype = form
     size = shape.numel() * dtype.itemsize
     return memory[start : start + size].view(dtype).view(shape)

@@ -145,7 +145,7 @@ def threads_beside_backward(threads: int) -> int:
 
 
 def worker_threads(host_threads: int | None) -> int:
-    """``host_threads`` if it is set, else most of this rank's share of the host."""
+    """Return ``host_threads`` if it is set, else most of this rank's share of the host."""
     return host_threads or threads_beside_backward(host_share().threads)
 
 

@@ -72,7 +72,7 @@ class Ranks:
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None = None) -> Ranks:
-        """The ranks of a group, or of all processes. The first call for all processes is a
+        """Return the ranks of a group, or of all processes. The first call for all processes is a
         collective."""
         if not dist.is_available() or not dist.is_initialized():
             return cls(None, 0, 1)
@@ -102,7 +102,7 @@ class Ranks:
         return Ranks(groups[lane], self.rank, self.size)
 
     def members(self) -> set[int]:
-        """Global ranks."""
+        """Return the global ranks."""
         if self.group is not None:
             return {*dist.get_process_group_ranks(self.group)}
         is_alone = not dist.is_available() or not dist.is_initialized()
@@ -123,7 +123,8 @@ class Ranks:
             raise
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in order, on the first; an empty list on the others."""
+        """Return the values of all ranks, in order, on the first rank; an empty list on the
+        others."""
         if self.group is None:
             return [value]
         values: list[Any] | None = None if self.rank else [None] * self.size
@@ -131,7 +132,7 @@ class Ranks:
         return values or []
 
     def scatter(self, values: list[T]) -> T:
-        """The first rank's list, one item for each rank of a group."""
+        """Return this rank's item of the first rank's list, which has one for each rank."""
         received: list[Any] = [None]
         given = None if self.rank else values
         self._call(dist.scatter_object_list, received, given, first_is="src")
@@ -139,7 +140,7 @@ class Ranks:
         return item
 
     def broadcast(self, value: T | None) -> T:
-        """The first rank's value."""
+        """Return the first rank's value."""
         received: list[Any] = [value]
         if self.group is not None:
             self._call(dist.broadcast_object_list, received, first_is="src")
@@ -147,7 +148,7 @@ class Ranks:
         return item
 
     def union(self, names: set[str]) -> set[str]:
-        """The names that any rank has."""
+        """Return the names that any rank has."""
         if self.group is None:
             return names
         others = self.gather_differing(names, "\n".join(sorted(names)))
@@ -182,7 +183,8 @@ class Ranks:
         self.run_on_first(what, compare)
 
     def gather_results(self, what: str, work: Callable[[], T]) -> list[T]:
-        """All ranks work; the results, in order, on the first rank, an empty list on the others.
+        """Run work on all ranks, and return the results, in order, on the first rank; an empty list
+        on the others.
 
         Raises:
             Exception: the work's own where it failed; elsewhere one of the same kind that names the
@@ -197,7 +199,7 @@ class Ranks:
         return [value for value, _ in results]  # type: ignore[misc]
 
     def broadcast_result(self, what: str, work: Callable[[], T]) -> T:
-        """The first rank works, all get the result.
+        """Run work on the first rank, and return its result on all.
 
         Raises:
             Exception: as :meth:`gather_results`.
@@ -211,7 +213,7 @@ class Ranks:
         return item
 
     def run_on_all(self, what: str, work: Callable[[], T]) -> T:
-        """All ranks work, and each keeps its own result.
+        """Run work on all ranks, and return each rank's own result.
 
         Raises:
             Exception: as :meth:`gather_results`.
@@ -221,7 +223,7 @@ class Ranks:
         return kept[0]
 
     def run_on_first(self, what: str, work: Callable[[], T]) -> T | None:
-        """The first rank works and keeps the result; None elsewhere.
+        """Run work on the first rank and return its result there; None on the others.
 
         Raises:
             Exception: as :meth:`gather_results`.
@@ -239,7 +241,7 @@ def job_timeout() -> timedelta:
 
 
 def _new_companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A gloo group of the same ranks, with the timeout of the job. Collective.
+    """Return a new gloo group of the same ranks, with the timeout of the job. Collective.
 
     Where all processes have a gloo group already, they meet in it first: its connections break at
     once if a rank is gone, which a group that is being made notices after the timeout only.
@@ -359,7 +361,7 @@ def check_agreement(
 def _largest(
     numbers: Tensor, groups: Sequence[ProcessGroup], device: torch.device, doing: str
 ) -> Tensor:
-    """Each number's largest value among the ranks of all these groups."""
+    """Return each number's largest value among the ranks of all these groups."""
     for group in groups:
         served = {known.type: known for known in group._device_types}
         numbers = numbers.to(device if device.type in served else next(iter(served.values())))
@@ -377,8 +379,8 @@ def number_of(lines: Sequence[str]) -> int:
 
 def difference_told(lines: Sequence[str], ranks: Sequence[int]) -> str:
     """Describe how ranks' descriptions differ. They exchange them through the store, without a
-    collective, so that each rank may call it when it notices. The first rank compares, and
-    writes the answer.
+    collective, so that each rank may call it when it notices. The first rank compares, and writes
+    the answer.
 
     Args:
         lines: the description of this rank.

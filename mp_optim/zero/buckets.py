@@ -85,7 +85,7 @@ class FlatBucketPlan:
 
 
 def aligned(numel: int) -> int:
-    """``numel`` rounded up to a multiple of :data:`SHARD_ALIGNMENT`."""
+    """Return ``numel`` rounded up to a multiple of :data:`SHARD_ALIGNMENT`."""
     return -(-numel // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
 
 
@@ -212,17 +212,17 @@ class FlatBucket:
         return self.entries[-1]
 
     def local_grads(self) -> Tensor:
-        """This rank's own gradients; zeros where none has arrived."""
+        """Return this rank's own gradients; zeros for those that have not arrived."""
         if self.grads is None:
             self.grads = self._zero_grads(self.plan.numel)
         return self.grads
 
     def local_grad(self, entry: Entry) -> Tensor:
-        """The gradient of one parameter, in its shape."""
+        """Return the gradient of one parameter, in its shape."""
         return self.local_grads()[entry.placed.elements].view(entry.data.shape)
 
     def owned_grad(self, entry: Entry) -> Tensor:
-        """The owned elements of one parameter's reduced gradient, 1-D."""
+        """Return the owned elements of one parameter's reduced gradient, 1-D."""
         count = entry.stop - entry.start
         first = entry.placed.start + entry.start - self.plan.owned(self.rank)[0] if count else 0
         return self.owned_grads[first : first + count]

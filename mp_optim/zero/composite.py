@@ -59,7 +59,7 @@ class CompositeOptimizer(MegatronOptimizer):
         super().__init__(params, defaults, config, grad_scaler)
 
     def take_members(self, members: Sequence[MegatronOptimizer]) -> None:
-        """Consist of these from now on: they share this optimizer's loss scale and step mark."""
+        """Set the members, which share this optimizer's loss scale and step mark."""
         self.members.extend(members)
         for member in self.members:
             member.join(self)
@@ -155,7 +155,7 @@ class CompositeOptimizer(MegatronOptimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """The members' ``no_sync``."""
+        """Enter the members' ``no_sync``."""
         with ExitStack() as stack:
             for member in self.members:
                 stack.enter_context(member.no_sync())

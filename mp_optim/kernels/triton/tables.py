@@ -123,7 +123,7 @@ class Tables:
         self._rows: dict[tuple[bytes, torch.device], Tensor] = {}
 
     def column(self, tensors: Sequence[Tensor], device: torch.device) -> Column:
-        """The addresses of tensors."""
+        """Return the addresses of tensors."""
         addresses = CachedTensorList.of(tensors).addresses
 
         def build() -> Column:
@@ -151,7 +151,8 @@ class Tables:
         return [columns[name].values if name in columns else None for name in _COLUMNS], plans
 
     def streams(self, lists: TensorLists, device: torch.device) -> Tensor | None:
-        """Streams of random numbers on the device, each with the tensor's place in its own."""
+        """Return streams of random numbers on the device, each with the tensor's position in its
+        stream."""
         if not lists.noise:
             return None
         pairs = array("I")
@@ -193,7 +194,7 @@ class Tables:
         return self._remembered(key, lambda: Plan(self, sizes, chunk, device))
 
     def values(self, values: array[int], device: torch.device) -> Tensor:
-        """A table of integers on the device."""
+        """Return a table of integers on the device."""
         key = values.typecode, values.tobytes(), device
         return self._remembered(key, lambda: self._uploaded(values, device))
 
@@ -220,7 +221,7 @@ class Tables:
         return known
 
     def upload(self, table: Tensor, device: torch.device) -> Tensor:
-        """A copy of a table in host memory; nothing waits for it.
+        """Copy a table from host memory without synchronization.
 
         Raises:
             RuntimeError: a CUDA graph is being captured.

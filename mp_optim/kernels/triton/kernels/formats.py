@@ -48,7 +48,7 @@ def place(column, tensor, start, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def fetch(pointer, offsets, count, MASKED: tl.constexpr):
-    """Elements as they lie in memory; 0 from ``count`` on."""
+    """Return stored elements; 0 from ``count`` on."""
     if MASKED:
         raw = tl.load(pointer + offsets, mask=offsets < count, other=0)
     else:
@@ -84,7 +84,7 @@ class Tile(NamedTuple):
 
 @triton.jit
 def fetch_tile(pointer, tile):
-    """A tile's elements as they lie in memory; 0 from its count on."""
+    """Return the stored elements of a tile; 0 from its count on."""
     if tile.masked:
         raw = tl.load(pointer + tile.offsets, mask=tile.inside, other=0)
     else:
@@ -103,7 +103,7 @@ def put_tile(pointer, raw, tile):
 
 @triton.jit
 def widened(raw):
-    """FP32 values of stored elements."""
+    """Return FP32 values of stored elements."""
     if raw.dtype == tl.int16:
         value = (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -113,7 +113,7 @@ def widened(raw):
 
 @triton.jit
 def narrowed(value, TYPE: tl.constexpr):
-    """FP32 values rounded to nearest even into a floating dtype, as stored."""
+    """Return FP32 values rounded to nearest even into a floating dtype."""
     if TYPE == tl.int16:
         bits = value.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -130,7 +130,8 @@ def is_finite(x):
 
 @triton.jit
 def bounded(x, made_of_finite):
-    """What overflowed of something finite becomes FP32's largest number, of its sign."""
+    """Return a value with overflows of finite inputs replaced by FP32's largest number with its
+    sign."""
     bits = x.to(tl.int32, bitcast=True)
     overflown = ((bits & MAGNITUDE) == INFINITY) & made_of_finite
     return tl.where(overflown, bits - 1, bits).to(tl.float32, bitcast=True)
@@ -138,7 +139,7 @@ def bounded(x, made_of_finite):
 
 @triton.jit
 def finite_within(value, MOST: tl.constexpr):
-    """What is finite is brought within a magnitude, given by its bits."""
+    """Clamp finite values to a magnitude, given by its bits."""
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & MAGNITUDE
     above = (magnitude > MOST) & (magnitude < INFINITY)
@@ -150,7 +151,7 @@ def finite_within(value, MOST: tl.constexpr):
 
 @triton.jit
 def mix(x):
-    """The 32-bit finalizer of MurmurHash3, of uint32."""
+    """Return the 32-bit finalizer of MurmurHash3 of uint32 values."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)
@@ -158,14 +159,14 @@ def mix(x):
 
 @triton.jit
 def random_words(stream, seed, start, offsets):
-    """32 random bits for each element; ``start`` is uint32."""
+    """Return 32 random bits for each element; ``start`` is uint32."""
     key = mix(seed.to(tl.uint32) ^ stream.to(tl.uint32, bitcast=True))
     return mix(key + (start + offsets.to(tl.uint32)) * GOLDEN)
 
 
 @triton.jit
 def sixteen_bits(words, ROOT: tl.constexpr):
-    """The bits that a moment is rounded with."""
+    """Return the bits for rounding a moment."""
     if ROOT:
         bits = words & 0xFFFF
     else:
@@ -185,8 +186,8 @@ class Moment(NamedTuple):
 
 @triton.jit
 def decoded(raw, scale, ROOT: tl.constexpr):
-    """FP32 values of a stored moment of shape (blocks, 256); ``scale`` of shape (blocks,), or None
-    if it has none."""
+    """Return FP32 values of a stored moment of shape (blocks, 256); ``scale`` has shape (blocks,),
+    or is None."""
     value = widened(raw)
     if scale is not None:
         value = value * scale[:, None]
@@ -197,7 +198,7 @@ def decoded(raw, scale, ROOT: tl.constexpr):
 
 @triton.jit
 def read_moment(moment, tile, ROOT: tl.constexpr):
-    """FP32 values of a moment; ROOT says that it is the second one."""
+    """Return FP32 values of a moment; ROOT is True for the second one."""
     scale = None
     if moment.scales is not None:
         scale = fetch(moment.scales, tile.blocks, tl.cdiv(tile.count, BLOCK), tile.masked)
@@ -235,8 +236,8 @@ def write_moment(value, moment, tile, ROOT: tl.constexpr):
 
 @triton.jit
 def fetch_pairs(pointer, tile):
-    """4-bit codes, int32: of every 64 the first 32 are the lower halves of bytes, the others the
-    upper ones."""
+    """Return 4-bit codes as int32. Of each 64 codes the first 32 are lower halves of bytes, the
+    others upper halves."""
     places = (tile.offsets >> 6 << 5) + (tile.offsets & 31)
     places = tl.max_contiguous(tl.multiple_of(places, (1, 32)), (1, 32))
     both = fetch(pointer, places, bytes_of_pairs(tile.count), tile.masked).to(tl.int32)
@@ -256,13 +257,13 @@ def put_pairs(pointer, codes, tile):
 
 @triton.jit
 def bytes_of_pairs(count):
-    """Bytes that so many 4-bit codes take: whole runs of 64 codes."""
+    """Return the number of bytes of 4-bit codes, in whole runs of 64 codes."""
     return tl.cdiv(count, 64) * 32
 
 
 @triton.jit
 def dithered(value, sixteen):
-    """bfloat16 bits of FP32 values whose lower 16 bits are cut off after random bits were added."""
+    """Return bfloat16 bits of FP32 values: random bits are added, and the lower 16 bits cleared."""
     bits = value.to(tl.int32, bitcast=True)
     finite = (bits & INFINITY) != INFINITY
     return tl.where(finite, (bits + sixteen) >> 16, narrowed(value, tl.int16).to(tl.int32)).to(
@@ -272,7 +273,7 @@ def dithered(value, sixteen):
 
 @triton.jit
 def encoded(value, words, TYPE: tl.constexpr, ROOT: tl.constexpr):
-    """Codes of shape (blocks, 256) and scales of shape (blocks,)."""
+    """Return codes of shape (blocks, 256) and scales of shape (blocks,)."""
     if ROOT:
         value = tl.sqrt_rn(value)
     # As integers magnitudes have the order of the values, with inf above them and NaN above inf.
@@ -310,7 +311,7 @@ def encoded(value, words, TYPE: tl.constexpr, ROOT: tl.constexpr):
 
 @triton.jit
 def half_codes(scaled, good, ROOT: tl.constexpr):
-    """A root is never stored as 0: dividing by it would be a step of any length."""
+    """Return codes of roots, never 0, because dividing by 0 would make a step of any length."""
     raw = scaled.to(tl.float16)
     if ROOT:
         bits = raw.to(tl.int16, bitcast=True).to(tl.int32)
@@ -321,7 +322,8 @@ def half_codes(scaled, good, ROOT: tl.constexpr):
 
 @triton.jit
 def byte_codes(scaled, good, words, TYPE: tl.constexpr, ROOT: tl.constexpr):
-    """Integers nearest to the scaled values, or random neighbours; roots at least 1, as above."""
+    """Return integers nearest to the scaled values, or random neighbours; those of roots are at
+    least 1."""
     if words is not None:
         bits = sixteen_bits(words, ROOT).to(tl.float32)
         if TYPE == tl.uint8 and not ROOT:
@@ -402,7 +404,8 @@ def write_average(value, chunk, tile):
 
 @triton.jit
 def lone(value, words, TYPE: tl.constexpr):
-    """FP32 main params with nothing beside them, as stored: in bfloat16 stochastically rounded."""
+    """Return FP32 main params without remainders in their stored form: in bfloat16 rounded
+    stochastically."""
     if TYPE != tl.int16:
         raw = value
     elif words is None:
@@ -424,8 +427,8 @@ def joined(high, low, REMAINDER: tl.constexpr):
 
 @triton.jit
 def split(value, words, REMAINDER: tl.constexpr):
-    """Upper 16 bits, rounded to nearest with ties away from zero, and what is missing; both
-    int32."""
+    """Return the upper 16 bits, rounded to nearest with ties away from zero, and the remainder;
+    both int32."""
     bits = value.to(tl.int32, bitcast=True)
     is_nan = (bits & MAGNITUDE) > INFINITY
     if REMAINDER == tl.int8:

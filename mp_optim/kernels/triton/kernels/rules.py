@@ -33,7 +33,7 @@ class AdamNumbers(NamedTuple):
 
 @triton.jit
 def denominator(v, eps, inv_sqrt_bias2):
-    """sqrt(v) * (1/sqrt(bias2)) + eps."""
+    """Return sqrt(v) * (1/sqrt(bias2)) + eps."""
     return tl.sqrt_rn(v) * inv_sqrt_bias2 + eps
 
 

@@ -13,7 +13,7 @@ from mp_optim.kernels.triton.kernels.tiles import even_count, located
 
 @triton.jit
 def lanes_added(x, ROWS: tl.constexpr):
-    """Shape (ROWS, 128) to (ROWS,), by halving: ``x[:64] + x[64:]`` and so on."""
+    """Add up shape (ROWS, 128) to (ROWS,), by halving: ``x[:64] + x[64:]`` and so on."""
     x = tl.sum(tl.reshape(x, (ROWS, 2, 64)), axis=1)
     x = tl.sum(tl.reshape(x, (ROWS, 2, 32)), axis=1)
     x = tl.sum(tl.reshape(x, (ROWS, 2, 16)), axis=1)
@@ -25,7 +25,8 @@ def lanes_added(x, ROWS: tl.constexpr):
 
 @triton.jit
 def pairs_added(x, COUNT: tl.constexpr):
-    """Shape (COUNT,) to a scalar, adjacent pairs first; COUNT is a power of two up to 1024."""
+    """Add up shape (COUNT,) to a scalar, adjacent pairs first; COUNT is a power of two up to
+    1024."""
     if COUNT >= 1024:
         x = tl.sum(tl.reshape(x, (512, 2)), axis=1)
     if COUNT >= 512:
@@ -58,7 +59,7 @@ def chunk_sums(
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Each program the sum of one chunk, a power of two of blocks of 1024."""
+    """Sum one chunk, a power of two of blocks of 1024, in each program."""
     tensor, start, count = located(owners, firsts, sizes, None, CHUNK)
     pointer = place(tensors, tensor, start, TYPE, ALIGNED)
     even = even_count(count, ALIGNED)
@@ -87,8 +88,8 @@ def _chunk_sum(pointer, count, BLOCKS: tl.constexpr, MASKED: tl.constexpr):
 def run_sums(
     owners, firsts, starts, counts, sums, results, COLUMNS: tl.constexpr, RUN: tl.constexpr
 ):
-    """Each program the sums, column by column, of a run of RUN of its tensor's ``counts`` rows in
-    ``sums``."""
+    """Sum, column by column, a run of RUN of a tensor's ``counts`` rows in ``sums``, in each
+    program."""
     program = tl.program_id(0)
     tensor = tl.load(owners + program)
     at = (program - tl.load(firsts + tensor)) * RUN

@@ -33,7 +33,7 @@ class Flags(NamedTuple):
 
     @classmethod
     def of(cls, scalars: Any) -> "Flags":
-        """Those of a rule's scalars: its switches, and whether there is something to decay.
+        """Return the flags of a rule's scalars: its switches, and whether a parameter decays.
 
         Raises:
             ValueError: a switch is no field here, so that no kernel would know of it.
@@ -86,8 +86,8 @@ class Chunk(NamedTuple):
 
 @triton.jit
 def located(owners, firsts, sizes, skip, CHUNK: tl.constexpr):
-    """This program's tensor, its first element there and its number of elements, which is 0 in a
-    skipped step."""
+    """Return this program's tensor, its first element and its number of elements, 0 in a skipped
+    step."""
     program = tl.program_id(0)
     tensor = tl.load(owners + program)
     start = (program - tl.load(firsts + tensor)).to(tl.int64) * CHUNK
@@ -105,7 +105,7 @@ def number(numbers, index):
 
 @triton.jit
 def numbers_of(numbers):
-    """The scalars of a rule; those that it does not read are not loaded."""
+    """Return the scalars of a rule. Those that it does not read are not loaded."""
     return (number(numbers, 4), number(numbers, 5), number(numbers, 6), number(numbers, 7),
             number(numbers, 8), number(numbers, 9), number(numbers, 10), number(numbers, 11),
             number(numbers, 12), number(numbers, 13))
@@ -125,9 +125,10 @@ def multiplier_of_grads(multiplier, ON_DEVICE: tl.constexpr):
 
 @triton.jit
 def located_in_tile(at, count, ROWS: tl.constexpr, STRIDE: tl.constexpr, RUN: tl.constexpr):
-    """Blocks, shape (ROWS,), and elements, shape (ROWS, 256), of a tile whose first element is
-    ``at``; from one row of it to the next it is STRIDE elements. And which elements are below
-    ``count``.
+    """Return the blocks, shape (ROWS,), and elements, shape (ROWS, 256), of a tile whose first
+    element is ``at``, and a mask of elements below ``count``.
+
+    Rows are STRIDE elements apart.
 
     NOTE: a thread takes as many elements side by side as are in 16 bytes of the narrowest tensor,
     if it is not told of fewer, RUN. Beside FP32 tensors that would be two accesses for each of
@@ -145,8 +146,9 @@ def located_in_tile(at, count, ROWS: tl.constexpr, STRIDE: tl.constexpr, RUN: tl
 
 @triton.jit
 def even_count(count, ALIGNED: tl.constexpr):
-    """The count of an aligned chunk that ends at a multiple of 16, else 0: masks are alike in runs
-    of 16 then, so that masked accesses are wide, too.
+    """Return the count of an aligned chunk that ends at a multiple of 16, else 0.
+
+    Masks are then equal in runs of 16, so masked accesses are wide, too.
 
     NOTE: what is done with it and with other counts are not two ways of one condition. The compiler
     would make one of them, with a count of which it knows nothing.
@@ -184,7 +186,7 @@ def _one_tile(RULE: tl.constexpr, at, count, chunk, per_tensor, FLAGS: tl.conste
 
 @triton.jit
 def words_of(chunk, offsets):
-    """32 random bits for each of these elements; None without noise."""
+    """Return 32 random bits for each of these elements; None without noise."""
     words = None
     if chunk.streams is not None:
         pair = chunk.streams + 2 * chunk.tensor
@@ -195,7 +197,7 @@ def words_of(chunk, offsets):
 
 @triton.jit
 def gradient(chunk, main, tile, l2, HAS_L2: tl.constexpr):
-    """FP32 gradient times the multiplier, plus ``l2 * main``."""
+    """Return the FP32 gradient times the multiplier, plus ``l2 * main``."""
     value = widened(fetch_tile(chunk.grad, tile)) * chunk.grad_multiplier
     if HAS_L2:
         value = value + main * l2
@@ -204,7 +206,8 @@ def gradient(chunk, main, tile, l2, HAS_L2: tl.constexpr):
 
 @triton.jit
 def decayed(p, u, decay, FLAGS: tl.constexpr):
-    """A decayed main param; of cautious decay not where the step takes it away from 0."""
+    """Return a decayed main param. With cautious decay, elements that the step moves away from 0 do
+    not decay."""
     if FLAGS.has_decay:
         if FLAGS.cautious_wd:
             is_opposed = ((p > 0.0) & (u < 0.0)) | ((p < 0.0) & (u > 0.0))
@@ -225,7 +228,7 @@ def place_average(column, tensor, start, TYPE: tl.constexpr, ALIGNED: tl.constex
 
 
 def _name(launch):
-    """A launch is called like its rule."""
+    """Name a launch after its rule."""
     return launch.constants["RULE"].__name__
 
 

@@ -31,7 +31,7 @@ from mp_optim.kernels.triton.kernels.tiles import (
 
 @triton.jit
 def direction(p, m, v, scalars, FLAGS: tl.constexpr):
-    """u = (m * (1/bias1)) / denominator + decay * p."""
+    """Return u = (m * (1/bias1)) / denominator + decay * p."""
     _, _, _, _, eps, inv_bias1, inv_sqrt_bias2, decay = scalars[:8]
     u = tl.div_rn(bounded(m * inv_bias1, is_finite(m)), denominator(v, eps, inv_sqrt_bias2))
     if FLAGS.has_decay:
@@ -41,8 +41,8 @@ def direction(p, m, v, scalars, FLAGS: tl.constexpr):
 
 @triton.jit
 def rows_added(total, value, tile, ROWS: tl.constexpr):
-    """The sums so far, shape (ROWS, 128), plus the squares of two more rows of 128, one after the
-    other."""
+    """Return the sums so far, shape (ROWS, 128), plus the squares of two more rows of 128, in
+    order."""
     if tile.masked:
         value = tl.where(tile.inside, value, 0.0)
     square = value.to(tl.float64)
@@ -64,7 +64,7 @@ def lamb_moments(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.const
 
 @triton.jit
 def _moments_chunk(chunk, FLAGS: tl.constexpr, BLOCKS: tl.constexpr, MASKED: tl.constexpr):
-    """Two rows of 128 of each block of 1024 at a time, so that its eight rows are added in
+    """Step two rows of 128 of each block of 1024 at a time, so that its eight rows are added in
     order."""
     beta1, grad_weight, beta2, one_minus_beta2, _, _, _, _, l2 = chunk.scalars[:9]
     p_sums = tl.zeros((BLOCKS, 128), tl.float64)
@@ -109,8 +109,8 @@ def _lamb_tile(tile, chunk, ratio, FLAGS: tl.constexpr):
 
 @triton.jit
 def blended(start, end, weight, FROM_END: tl.constexpr):
-    """One of two values plus a multiple of their difference, which does not overflow where both
-    are finite: product and sum in FP64, rounded once."""
+    """Return one of two values plus a multiple of their difference, without overflow for finite
+    values. Product and sum are in FP64, rounded once."""
     change = bounded(end - start, is_finite(start) & is_finite(end))
     change = change.to(tl.float64) * weight.to(tl.float64)
     if FROM_END:
