@@ -53,9 +53,8 @@ class StepMark:
         self.plan_key = object()
         self.is_set = False
         self._why = self._lent_to = ""
-        self._writer: tuple[object, int] | None = (
-            None  # the outermost layer and the id of its thread
-        )
+        self._writer: tuple[object, int] | None = None
+        """The outermost layer, and the id of its thread, during a step or load."""
 
     def touch(self) -> None:
         """Mark the stack as inconsistent until the step or load is complete.
@@ -177,9 +176,12 @@ class StepMark:
             self._why = repr(error)
             raise
         finally:
-            self._writer = None
-            if self.copies.shown:
-                self.copies.refresh()
+            try:
+                self._writer = None
+                if self.copies.shown:
+                    self.copies.refresh()
+            finally:
+                self._writer = None  # again: an interrupt may come before the first assignment
         # An interrupt after the block and before this line leaves the flag set, which is safe.
         self.is_set, self._why = False, ""
 

@@ -45,7 +45,8 @@ class _Segment:
     """A mapped part of the file.
 
     Attributes:
-        begin: its offset in the file. used: bytes of it that were handed out.
+        begin: offset in the file.
+        used: number of bytes in use.
     """
 
     begin: int
@@ -138,7 +139,7 @@ class StateFile:
         return self._segments[-1]
 
     def zeros(self, forms: Sequence[TensorSpec]) -> list[Tensor]:
-        """The next tensors."""
+        """Return the next zeroed tensors of the file."""
         return [self.take(shape, dtype) for shape, dtype in forms]
 
     def offset_of(self, tensor: Tensor) -> int | None:
@@ -158,7 +159,7 @@ class StateFile:
             self._file.check_owner()
 
     def exposed(self) -> None:
-        """The caller gets tensors, and may write to them.
+        """Record that a caller gets tensors, and may write to them.
 
         Raises:
             RuntimeError: this is a forked child (:meth:`DirectFile.check_owner`).
