@@ -168,20 +168,20 @@ class StepMark:
         if self.copies.shown:
             self._take_edits()
         try:
-            self._writer = layer, get_ident()
-            if is_load:
-                self.touch()
-            yield
-        except BaseException as error:
-            self._why = repr(error)
-            raise
-        finally:
             try:
+                self._writer = layer, get_ident()
+                if is_load:
+                    self.touch()
+                yield
+            except BaseException as error:
+                self._why = repr(error)
+                raise
+            finally:
                 self._writer = None
                 if self.copies.shown:
                     self.copies.refresh()
-            finally:
-                self._writer = None  # again: an interrupt may come before the first assignment
+        finally:
+            self._writer = None  # again, because an interrupt may come before the first assignment
         # An interrupt after the block and before this line leaves the flag set, which is safe.
         self.is_set, self._why = False, ""
 

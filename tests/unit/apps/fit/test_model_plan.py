@@ -136,7 +136,7 @@ def test_smallest_fraction_fits_and_the_next_smaller_does_not() -> None:
     assert found.accelerator.total <= limit
     assert plan(specs, with_fraction(config, found.fraction - 1 / 64)).accelerator.total > limit
     assert smallest_fraction(specs, config, gpu_memory=GIB).fraction == 0.0
-    with pytest.raises(ValueError, match="shard the model over more ranks|or more ranks"):
+    with pytest.raises(ValueError, match="more ranks"):
         smallest_fraction(specs, config, gpu_memory=2**20)
     with pytest.raises(
         ValueError, match=r"host_memory=1000 bytes: .* needs [0-9.]+ (bytes|MiB|GiB) on the host"
