@@ -113,5 +113,5 @@ def test_hf_trainer_calls_clip_grad_norm_and_early_work_survives(tmp_path, limit
     if limit == 0.5:  # which does clip
         assert metrics["speculation_stale"] > 0
     else:
-        assert metrics["speculation_hits"] in (11, 22)  # in all steps but the first
+        assert metrics["speculation_hits"] in (12, 24)  # in all steps
         assert metrics["speculation_stale"] == metrics["speculation_redone"] == 0

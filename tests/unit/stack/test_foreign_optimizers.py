@@ -4,13 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mp_optim import (
-    ChainedOptimizer,
-    Float16OptimizerWithFloat16Params,
-    FP32Optimizer,
-    HybridDeviceOptimizer,
-)
-from mp_optim.core.interrupted_step import BrokenOffError
+from mp_optim import ChainedOptimizer, FP32Optimizer, HybridDeviceOptimizer
 from support.models import config_for, same_bits
 
 
@@ -28,72 +22,6 @@ def wrapped(params):
 
 def wrapped_hybrid(params):
     return FP32Optimizer(hybrid(params), config_for("fp32", clip_grad=0.0))
-
-
-class Meaning(torch.optim.SGD):
-    """Shows the mean of a parameter's first value and its last one for evaluation."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                self.state[param].setdefault("first", param.detach().clone())
-        return super().step(closure)
-
-    def _show(self, weight):
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.data.lerp_(self.state[param]["first"], weight)
-
-    def eval(self):
-        self._show(0.5)
-
-    def train(self):
-        self._show(-1.0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_replaced_parameter_is_shown_as_it_is_evaluated(dtype):
-    """No step comes between that would have found it."""
-    param = nn.Parameter(torch.full((3,), 4.0, dtype=dtype))
-    inner = Meaning([param], lr=1.0)
-    if dtype == torch.float32:
-        optimizer = FP32Optimizer(inner, config_for("fp32", clip_grad=0.0))
-    else:
-        optimizer = Float16OptimizerWithFloat16Params(inner, config_for("bf16", clip_grad=0.0))
-    param.grad = torch.full_like(param, 2.0)
-    optimizer.step()
-    new = nn.Parameter(param.detach().clone())
-    optimizer.param_groups[0]["params"][0] = new
-    for show, value in ((optimizer.eval, 3.0), (optimizer.train, 2.0)):
-        show()
-        assert new.eq(value).all() and param.eq(2.0).all()
-
-
-class Interrupted(Meaning):
-    """Is interrupted when half of its parameters are shown."""
-
-    def _show(self, weight):
-        whole, self.param_groups = self.param_groups, self.param_groups[:1]
-        super()._show(weight)
-        self.param_groups = whole
-        raise KeyboardInterrupt
-
-
-def test_evaluation_that_is_broken_off_is_not_trained_on():
-    params = [nn.Parameter(torch.full((3,), 4.0)) for _ in range(2)]
-    inner = Interrupted([{"params": [param]} for param in params], lr=1.0)
-    optimizer = FP32Optimizer(inner, config_for("fp32", clip_grad=0.0))
-    for param in params:
-        param.grad = torch.full((3,), 2.0)
-    optimizer.step()
-    saved = optimizer.state_dict()
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.eval()
-    for use in (optimizer.step, optimizer.state_dict):
-        with pytest.raises(BrokenOffError, match="interrupted by KeyboardInterrupt"):
-            use()
-    optimizer.load_state_dict(saved)
-    optimizer.step()
 
 
 class Counting(torch.optim.SGD):

@@ -114,7 +114,7 @@ def test_chain_of_wrappers_has_one_norm() -> None:
     model(tokens_of(0)).backward()
     expected = sum(p.grad.double().square().sum() for p in params).sqrt().item()
     assert chain.step()[1] == pytest.approx(expected, rel=1e-12)
-    with pytest.raises(TypeError, match="holds a SGD: wrap it"):
+    with pytest.raises(TypeError, match="has a SGD; wrap it"):
         megatron.ChainedOptimizer([torch.optim.SGD(params, lr=1.0)])
 
 

@@ -94,6 +94,6 @@ def test_older_factory_that_takes_something_new_is_named(monkeypatch: pytest.Mon
 
     present = core.get_megatron_optimizer
     monkeypatch.setattr(muon, "get_megatron_muon_optimizer", newer)
-    with pytest.raises(RuntimeError, match=r"muon_optimizer takes telepathy, which"):
+    with pytest.raises(RuntimeError, match=r"muon_optimizer has arguments telepathy, which"):
         megatron.install()
     assert core.get_megatron_optimizer is present
