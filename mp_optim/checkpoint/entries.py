@@ -80,10 +80,13 @@ def check_entries(
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         if names:
             listed.append(f"{kind} {names[:_SHOWN]}{more}")
+    hint = ""
     if any(key_and_fqn(name)[0] == AVERAGE for name in unexpected):
-        listed.append("convert=True drops averages that are not kept here")
+        hint = ". To load without averages, which this optimizer does not keep, pass convert=True"
     if listed:
-        raise ValueError(f"{where} does not fit this model and optimizer: {', '.join(listed)}")
+        raise ValueError(
+            f"{where} does not fit this model and optimizer: {', '.join(listed)}{hint}"
+        )
 
 
 def _misfits(

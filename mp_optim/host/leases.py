@@ -470,8 +470,10 @@ class SaveBorrow:
             return self._block.take(torch.Size([num_bytes]), torch.uint8)
 
     def of_device(self, device: torch.device) -> DeviceBorrow:
-        """Return the leases of an accelerator. The training thread adds tensors and calls
-        :meth:`start`; after that any thread may call it."""
+        """Return the leases of an accelerator, created at the first call.
+
+        Before :meth:`start` only the training thread may call this, afterwards any thread.
+        """
         if device not in self._of_devices:
             self._of_devices[device] = DeviceBorrow(windows_of(device))
         return self._of_devices[device]

@@ -467,7 +467,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         for observer in self.observers.values():
             observer.load_state_dict(state_dict)
 
-    # -- what is going on -------------------------------------------------------------------------
+    # -- main params and metrics -------------------------------------------------------------------
 
     def choice_notes(self) -> tuple[str, ...]:
         """Return lines that list the parameters of each rule with Muon, and the reasons; else

@@ -192,7 +192,7 @@ class WrappedOptimizer(MegatronOptimizer):
         super().recover()
         self.engine.mains.written.forget()  # main params may differ from their weights
 
-    # -- what is going on -------------------------------------------------------------------------
+    # -- main params and metrics -------------------------------------------------------------------
 
     def describe(self) -> Description:
         self.check_lists()

@@ -317,7 +317,7 @@ def _is_final(param: Tensor) -> bool:
 
 
 def _can_be_released(param: Tensor, grad: Tensor) -> bool:
-    """Whether a gradient holds only the local values that this rank steps with."""
+    """True if ``param.grad`` is this tensor, of a supported dtype and its parameter's layout."""
     is_read = grad.dtype in GRADIENT_DTYPES and not (grad.is_meta or grad.requires_grad)
     return param.grad is grad and is_read and _is_laid_out_alike(param, grad)
 

@@ -188,7 +188,7 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         if self.executor.writes_settings:
             self.share_settings()
 
-    # -- what is going on -------------------------------------------------------------------------
+    # -- main params and metrics -------------------------------------------------------------------
 
     def main_param(self, slot: Slot) -> Tensor:
         """Return the FP32 main param of a slot: the stepped tensor, or a copy joined from its

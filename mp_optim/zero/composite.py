@@ -169,7 +169,7 @@ class CompositeOptimizer(MegatronOptimizer):
         for member in self.members:
             member.finish_param_sync()
 
-    # -- what is going on -------------------------------------------------------------------------
+    # -- main params and metrics -------------------------------------------------------------------
 
     def describe(self) -> Description:
         """Return the members' descriptions as one, with the composite's numbers of groups."""

@@ -203,7 +203,7 @@ class MegatronHooks:
             chunk.zero_grad_buffer()
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """The modules' own."""
+        """Enter ``no_sync()`` of every model chunk (Megatron's DistributedDataParallel)."""
         stack = ExitStack()
         for chunk in self._chunks:
             stack.enter_context(chunk.no_sync())

@@ -256,7 +256,7 @@ class DistributedOptimizer(CompositeOptimizer):
         super().take_model_params(local)
         self._model.look()
 
-    # -- what is going on -------------------------------------------------------------------------
+    # -- main params and metrics -------------------------------------------------------------------
 
     def own_metrics(self) -> dict[str, float]:
         """Return the metrics of every optimizer, and the bytes of gradients and parameters that

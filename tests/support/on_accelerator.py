@@ -41,7 +41,7 @@ _OF_THE_HOST = (
     # call kernels of the host, or the interpreter's, by their name
     "test_native_kernels_have_the_bits_of_reference",
     "test_launches_of_triton_are_repeated_by_kernels_of_the_host",
-    "test_kernels_for_gpus_have_the_same_bits",
+    "test_triton_has_the_bits_of_reference_after_large_gradients",
     # of addresses in host memory, of what has none, of a class that makes tensors of its own
     "test_state_of_many_tensors_lies_side_by_side_and_has_the_same_bits",
     "test_sparse_gradients_are_refused_before_anything_moves",

@@ -112,8 +112,8 @@ class Difference:
         name: name of the entry.
         what: "equal" to the bit; "only in a", "only in b", "dtype", "shape"; or "values".
         differing: number of elements whose bits differ.
-        largest: largest absolute difference; nan if a value that is not finite differs.
-        ulps: largest difference in units of the last place, for floating dtypes of up to 4 bytes.
+        largest: largest absolute difference; inf or nan if an infinity or a NaN differs.
+        ulps: largest difference in units of the last place for floats of 2 or 4 bytes; else None.
     """
 
     name: str

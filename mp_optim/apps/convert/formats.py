@@ -159,7 +159,8 @@ def from_megatron(
         counts.append(sum(len(group["params"]) for group in _inner(member)["param_groups"]))
     if len(names) != sum(counts):
         raise ValueError(
-            f"{len(names)} names for parts of {counts} parameters, {sum(counts)} together"
+            f"names= has {len(names)} entries, but the saved optimizers have {counts} parameters, "
+            f"{sum(counts)} in total; pass one name per parameter, in the order of param_groups"
         )
     groups: list[ForeignGroup] = []
     state: dict[str, Mapping[str, Tensor]] = {}

@@ -31,7 +31,9 @@ class Record:
     def __new__(cls, *args: Any, **_: Any) -> Record:
         is_sized = bool(args) and isinstance(args[0], (int, float))
         if is_sized and cls.__name__ not in _BY_NUMBER:
-            raise pickle.UnpicklingError(f"it contains a {cls.__name__} of a given size")
+            raise pickle.UnpicklingError(
+                f"it calls {cls.__name__} with a number, which could allocate memory of any size"
+            )
         if _mentions_bytes(args):
             raise pickle.UnpicklingError("it calls a function that makes a bytearray")
         return super().__new__(cls)

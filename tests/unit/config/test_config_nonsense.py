@@ -211,7 +211,7 @@ def test_wrong_kind_of_value_says_what_to_write(settings: dict[str, Any], messag
         ("weight_decy", "did you mean 'weight_decay'"),
     ],
 )
-def test_names_from_elsewhere_lead_to_the_field(name: str, here: str) -> None:
+def test_error_for_another_librarys_field_names_our_field(name: str, here: str) -> None:
     with pytest.raises(TypeError, match=f"no field '{name}'.*{here}"):
         OptimizerConfig(**{name: 1.0})
     with pytest.raises(TypeError) as caught:

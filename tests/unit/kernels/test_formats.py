@@ -70,7 +70,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 @given(seeds)
 @settings(max_examples=50, deadline=None)
-def test_sixteen_bits_hold_every_fp32_value_whose_bfloat16_is_not_zero(seed: int) -> None:
+def test_bf16_and_16_bit_remainder_restore_every_fp32_value_unless_bf16_is_zero(seed: int) -> None:
     value = patterns(seed)
     param, remainder = split(value, torch.int16)
     assert same(join(param, remainder), torch.where(param == 0, param.float(), value))
@@ -229,7 +229,7 @@ def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
 @given(seed=seeds, n=st.integers(1, 1500), decades=st.floats(0.0, 2.0))
 @settings(max_examples=20, deadline=None)
 @example(seed=0, n=1 << 20, decades=0.0)
-def test_stochastic_four_bit_codes_stand_for_values_that_are_stored_as_the_same_codes(
+def test_decoding_and_storing_again_keeps_stochastic_four_bit_codes(
     seed: int, n: int, decades: float
 ) -> None:
     """In a million elements the random bits that are added are all 0 for sixteen."""

@@ -173,7 +173,7 @@ def test_without_a_gpu_a_named_backend_says_so(
             choose_backend("apex", CPU)
 
 
-def test_host_part_of_a_named_backend_is_native_and_says_that_bits_differ(
+def test_auto_decides_where_a_named_backend_does_not_run_and_says_that_bits_differ(
     standins: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accelerator = torch.device("meta")  # plays the place where apex's kernels do not run
@@ -219,7 +219,9 @@ CODES = {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"}
         ({**TE, "bf16": True, **BF16, "stochastic_rounding": True}, "stochastic_rounding=True"),
     ],
 )
-def test_selection_refuses_rules_that_a_library_lacks(settings: dict[str, Any], words: str) -> None:
+def test_config_refuses_rules_and_state_formats_that_a_backend_lacks(
+    settings: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ValueError) as caught:
         OptimizerConfig(lr=0.1, **settings)
     assert words in str(caught.value)

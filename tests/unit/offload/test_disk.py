@@ -111,7 +111,7 @@ def test_folder_that_is_not_there_is_refused_and_one_that_goes_is_not_missed(tmp
         ("open", errno.EROFS, "the file system is read-only; choose another folder"),
     ],
 )
-def test_disk_that_cannot_take_it_is_refused_before_anything(
+def test_full_or_read_only_disk_is_refused_at_construction_and_leaves_no_file(
     tmp_path, monkeypatch, call, error, said
 ):
     def refuse(*_, **__):

@@ -80,7 +80,7 @@ def test_step_raises_the_error_of_a_backward_hook(mode, error, monkeypatch):
     goes_on_like(pair, other)
 
 
-def test_kernel_that_raises_in_the_worker(monkeypatch):
+def test_step_raises_a_kernel_error_of_the_worker_and_changes_nothing(monkeypatch):
     pair, other = ready("speculative")
     carry_out, calls = RuleExecutor.carry_out, []
 

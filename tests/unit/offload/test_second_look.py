@@ -144,7 +144,7 @@ def test_after_a_step_that_was_broken_off_gradients_made_by_hand_are_stepped(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("start", [0, 1])
 @pytest.mark.parametrize("count", [0, 1, 3, 64, 65])
-def test_every_element_counts(count: int, start: int, dtype: torch.dtype) -> None:
+def test_same_bits_sees_a_change_of_any_element(count: int, start: int, dtype: torch.dtype) -> None:
     one = torch.randn(100).to(dtype)[start : start + count]
     assert same_bits(one, one.clone())
     for index in range(count):

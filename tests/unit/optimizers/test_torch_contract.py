@@ -377,7 +377,7 @@ OF_THE_CLASSES = {*inspect.signature(mp_optim.AdamW).parameters}
 
 
 @pytest.mark.parametrize("name", [*OF_OTHERS, *sorted({*CONFIG_FIELDS} - OF_THE_CLASSES)])
-def test_names_of_others_are_answered_in_words_of_the_class(name: str) -> None:
+def test_error_for_another_librarys_argument_names_our_argument(name: str) -> None:
     with pytest.raises(TypeError, match=f"unexpected argument '{name}'") as caught:
         mp_optim.AdamW([nn.Parameter(torch.zeros(2))], **{name: 8})
     said = str(caught.value).partition(f"'{name}'")[2]

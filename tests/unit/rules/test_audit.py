@@ -228,7 +228,7 @@ def test_rules_that_read_more_than_elements_are_refused_by_name(rule):
         ({"audit_rate": 1e-4, "fused_backend": "torch"}, "fused_backend='torch' gives other bits"),
     ],
 )
-def test_audit_refuses_unsupported_optimizers(fields, says):
+def test_audit_refuses_invalid_settings_and_backends_with_other_bits(fields, says):
     with pytest.raises(ValueError) as caught:
         mp_optim.OptimizerConfig(lr=1e-3, **fields)
     assert says in str(caught.value)

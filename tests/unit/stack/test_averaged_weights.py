@@ -137,7 +137,7 @@ def test_averages_that_nobody_keeps_are_dropped_if_asked_for(tmp_path):
     train(model, optimizer, 2)
     checkpoint.save(tmp_path, model, optimizer)
     other, without = build("bf16", seed=7)
-    with pytest.raises(ValueError, match=r"averaged_param.*convert=True drops averages"):
+    with pytest.raises(ValueError, match=r"averaged_param.*without averages.*convert=True"):
         checkpoint.load(tmp_path, other, without)
     with pytest.raises(ValueError, match="ema_decay"):
         without.load_state_dict(optimizer.state_dict())
