@@ -188,7 +188,7 @@ class ConfigFields:
     """Work during backward; all modes give the same bits (docs/offload_modes.md).
 
     - sync: none.
-    - overlap: copies gradients to the host and computes their norms.
+    - overlap: copies gradients to the host, and computes norms of those that only the host has.
     - speculative: also steps them on the host into back buffers of main params and moments, which
       ``step()`` commits or discards.
 

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 import mp_optim
 
-ON_HOST = {"state": "8bit", "main_params": "remainder16", "offload": 0.75}
+ON_HOST = {"state": "8bit", "main_params": "remainder16", "offload": 1.0}
 ON_DISK = {
     **{"state": "8bit", "main_params": "remainder16", "offload": 1.0},
     **{"offload_mode": "overlap", "release_gradients": True, "offload_place": "streamed"},
