@@ -78,7 +78,8 @@ class SpeculativeStepper:
     def _reserve(self, index: int) -> tuple[int, int]:
         live: dict[Key, Tensor] = {}
         for slot in self._buckets[index]:
-            tensors = {**self._executor.state_of(slot).live()}
+            # NOTE: not state_of(), which compares audits: the worker may still add samples.
+            tensors = {**self._executor.rows.live_state(slot)}
             tensors[MAIN] = param_at(self._executor.param_groups, slot)
             for key in tensors.keys() - {"step"}:
                 live[slot.group, slot.position, key] = tensors[key]
