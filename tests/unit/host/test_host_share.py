@@ -60,23 +60,24 @@ print(get_megatron_optimizer(OptimizerConfig(bf16=True, lr=1e-3), model).describ
 """
 
 
-TOLD = """
-import json, os
+WRITE_ENVIRONMENT = """
+import json, os, pathlib, sys
 words = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")
-print(json.dumps({name: os.environ[name] for name in os.environ if name.endswith(words)}))
+seen = {name: os.environ[name] for name in os.environ if name.endswith(words)}
+pathlib.Path(sys.argv[1] + os.environ["RANK"]).write_text(json.dumps(seen))
 """
 
 
-def test_ranks_of_tests_are_told_what_torchrun_tells(tmp_path):
+def test_launched_ranks_have_the_environment_of_torchrun(tmp_path):
     program = tmp_path / "program.py"
-    program.write_text(TOLD)
-    by_torchrun = torchrun(2, str(program)).splitlines()
-    by_the_tests = run_program_of_ranks(2, str(program)).splitlines()
-    told, ours = (list(map(json.loads, lines)) for lines in (by_torchrun, by_the_tests))
-    assert sorted(each["LOCAL_RANK"] for each in told) == ["0", "1"]
-    for each in ours:
-        (same,) = [other for other in told if other["RANK"] == each["RANK"]]
-        assert each == {name: same.get(name) for name in each}
+    program.write_text(WRITE_ENVIRONMENT)
+    torchrun(2, str(program), str(tmp_path / "torchrun"))
+    run_program_of_ranks(2, str(program), str(tmp_path / "tests"))
+    for rank in ("0", "1"):
+        expected = json.loads((tmp_path / f"torchrun{rank}").read_text())
+        seen = json.loads((tmp_path / f"tests{rank}").read_text())
+        assert seen["LOCAL_RANK"] == rank
+        assert seen == {name: expected.get(name) for name in seen}
 
 
 @pytest.mark.native
