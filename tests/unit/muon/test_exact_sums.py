@@ -58,7 +58,7 @@ def sums_of(values, top):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_sums_are_right_to_the_last_bit_of_the_largest(shape):
+def test_exact_sums_equal_fractions_to_fp64_precision_when_rows_differ_widely(shape):
     values = values_of(shape)
     top = float(largest_magnitude(values))
     columns = matrices_shape(shape)[2]
@@ -71,7 +71,7 @@ def test_sums_are_right_to_the_last_bit_of_the_largest(shape):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("piece", [1 << 21, 7])
-def test_any_cut_gives_the_same_digits(monkeypatch, shape, piece):
+def test_exact_sums_give_equal_digits_when_a_tensor_is_cut_differently(monkeypatch, shape, piece):
     values = values_of(shape, 1)
     top, count = float(largest_magnitude(values)), values.numel()
     expected = sums([(ShardRegion(values.shape, (0,) * values.dim()), values)], shape, top)
@@ -85,13 +85,13 @@ def test_any_cut_gives_the_same_digits(monkeypatch, shape, piece):
 
 
 @pytest.mark.parametrize("value", [2.0**-149, 1e-30, 1.0, 3.0e38])
-def test_smallest_and_the_largest_numbers(value):
+def test_exact_sums_are_exact_for_the_smallest_and_largest_floats(value):
     values = torch.full((3, 2), value)
     top = float(largest_magnitude(values))
     assert sums_of(values, top).tolist() == [[2 * float(values[0, 0]) ** 2] * 3]
 
 
-def test_zeros_nothing_and_what_is_not_finite():
+def test_exact_sums_return_zero_for_zeros_and_nan_for_infinite_elements():
     assert float(largest_magnitude(torch.zeros(0))) == 0.0
     assert float(largest_magnitude(torch.zeros(3))) == float(sums_of(torch.zeros(3), 0.0)) == 0.0
     for bad in (math.nan, math.inf, -math.inf):

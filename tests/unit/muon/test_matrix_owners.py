@@ -41,7 +41,7 @@ def test_matrix_owners_balance_ranks_within_one_matrix(costs, ranks):
 
 @few
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), max_size=20), st.integers(1, 40))
-def test_every_matrix_travels_once_and_batches_are_bounded(matrices, limit):
+def test_muon_exchange_sends_each_matrix_once_in_batches_within_the_limit(matrices, limit):
     owners, sizes = [owner for owner, _ in matrices], [size for _, size in matrices]
     found = exchange_batches(owners, sizes, 4, limit)
     assert sorted(itertools.chain(*found)) == list(range(len(matrices)))
@@ -66,7 +66,7 @@ MESHES = [
 
 @pytest.mark.parametrize("shape", [(8, 6), (7, 5), (1, 9)], ids=str)
 @pytest.mark.parametrize("mesh, cuts", MESHES, ids=str)
-def test_parts_on_a_mesh_make_up_the_matrix_on_every_rank(mesh, cuts, shape):
+def test_matrix_parts_assemble_to_the_whole_matrix_on_every_mesh_rank(mesh, cuts, shape):
     axes = tuple(dim for dim, each in enumerate(cuts) if each is not None)
     found = [parts_on_mesh(shape, cuts, axes, mesh, at) for at in coordinates(mesh)]
     matrix = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
@@ -79,13 +79,13 @@ def test_parts_on_a_mesh_make_up_the_matrix_on_every_rank(mesh, cuts, shape):
         assert torch.equal(flats[0], matrix.chunk(3, 1)[0].flatten())
 
 
-def test_only_the_experts_that_a_rank_has_are_planned_for():
+def test_matrix_parts_contain_only_local_experts_when_experts_are_sharded():
     mesh, cuts = (2, 2), (Shard(0), Shard(1))
     counts = [len(parts_on_mesh((3, 4, 6), cuts, (1,), mesh, at).parts) for at in coordinates(mesh)]
     assert counts == [2, 2, 1, 1]
 
 
-def test_every_rank_comes_to_the_same_plan():
+def test_muon_exchange_plan_is_equal_on_all_ranks_of_a_mesh():
     shapes, mesh, cuts = ([(64, 32), (6, 16, 16), (32, 96)], (2, 2), (Shard(-2), Shard(-1)))
     plans = []
     for at in coordinates(mesh):

@@ -48,7 +48,7 @@ def stepped(value, grads, **settings):
     ids=["nesterov", "plain", "momentum", "spectral"],
 )
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
-def test_muon_equals_torchs_muon(shape, ours, torchs):
+def test_muon_rule_matches_torch_muon_for_each_shape_and_setting(shape, ours, torchs):
     grads = [random(*shape, seed=1 + step) for step in range(20)]
     param = nn.Parameter(random(*shape))
     oracle = torch.optim.Muon([param], lr=0.02, weight_decay=0.1, **torchs)
@@ -81,7 +81,7 @@ def orthogonalize(matrices, polynomials, dtype):
 
 @pytest.mark.parametrize("kind", COEFFICIENT_TYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_newton_schulz_is_the_iteration_in_fp64(shape, kind):
+def test_newton_schulz_matches_numpy_in_fp64_for_each_coefficient_type(shape, kind):
     matrix = random(*shape)
     for steps in (5, 10):
         polynomials = coefficients(kind, steps)
@@ -94,7 +94,7 @@ def test_newton_schulz_is_the_iteration_in_fp64(shape, kind):
 
 
 @pytest.mark.parametrize("kind", COEFFICIENT_TYPES)
-def test_singular_values_come_near_one(kind):
+def test_newton_schulz_brings_singular_values_near_one_after_ten_steps(kind):
     values = torch.linalg.svdvals(
         orthogonalize(random(40, 60), coefficients(kind, 10), torch.float32)
     )
@@ -102,7 +102,7 @@ def test_singular_values_come_near_one(kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_batched_product_does_what_the_loop_does(dtype):
+def test_batched_newton_schulz_matches_the_loop_over_matrices(dtype):
     stack, polynomials = random(3, 24, 16), coefficients("quintic", 5)
     norms = stack.flatten(1).norm(dim=1)[:, None, None]
     found = iterate((stack / norms).to(dtype), polynomials)
@@ -112,7 +112,7 @@ def test_batched_product_does_what_the_loop_does(dtype):
     )
 
 
-def test_fused_parts_are_stepped_by_themselves():
+def test_muon_steps_q_k_and_v_separately_when_a_weight_is_fused():
     """Two query groups of 4 + 2 + 2 rows: queries are one matrix of 8 rows, keys and values of
     4."""
     rows = {"q": [0, 1, 2, 3, 8, 9, 10, 11], "k": [4, 5, 12, 13], "v": [6, 7, 14, 15]}
@@ -126,7 +126,7 @@ def test_fused_parts_are_stepped_by_themselves():
         stepped(value, grads, qkv_split_shapes=(2, 2, 1))
 
 
-def test_scale_modes():
+def test_muon_scales_its_update_by_shape_for_each_scale_mode():
     assert scale_factor("spectral", 4, 9) == scale_factor("spectral", 9, 4) == 3.0
     assert (scale_factor("unit_rms_norm", 4, 1), scale_factor("unit_rms_norm", 1, 4)) == (2.0, 0.5)
     assert (scale_factor("shape_scaling", 4, 1), scale_factor("shape_scaling", 1, 4)) == (2.0, 1.0)
@@ -150,7 +150,7 @@ def test_scale_modes():
         torch.testing.assert_close(moved[1], moved[0] / 2)
 
 
-def test_zero_and_enormous_gradients_make_finite_steps():
+def test_muon_keeps_params_finite_when_gradients_are_zero_tiny_or_huge():
     for size in (0.0, 1e-30, 1e30):
         found, _ = stepped(torch.ones(4, 6), [torch.full((4, 6), size)])
         assert found.isfinite().all()
@@ -179,7 +179,7 @@ def test_muon_rule_refuses_bad_setting_by_name(settings, reason):
         RuleOptimizer(MuonRule(), [{"params": [nn.Parameter(random(2, 2))], **settings}])
 
 
-def test_vector_is_refused_by_name():
+def test_muon_rule_names_a_vector_parameter_when_refusing_it():
     with pytest.raises(ValueError, match=r"bias has shape \(3,\): muon steps matrices"):
         RuleOptimizer(
             MuonRule(), [("weight", nn.Parameter(random(3, 3))), ("bias", nn.Parameter(random(3)))]
@@ -191,7 +191,7 @@ def test_vector_is_refused_by_name():
 @pytest.mark.parametrize(
     ("form", "error"), [("bfloat16", 0.02), ("float16", 0.003), ("uint8", 0.05), ("uint4", 0.5)]
 )
-def test_compact_momentum_is_near_the_full_one(form, error):
+def test_muon_steps_close_to_fp32_when_momentum_is_compact(form, error):
     grads = [random(16, 24, seed=step) for step in range(10)]
     full, _ = stepped(random(16, 24), grads, fp32_matmul_prec="highest")
     compact, optimizer = stepped(
@@ -203,7 +203,7 @@ def test_compact_momentum_is_near_the_full_one(form, error):
     assert kept == codes.get(form, getattr(torch, form))
 
 
-def test_full_precision_is_not_the_processs_choice():
+def test_newton_schulz_keeps_fp32_bits_when_torch_matmul_precision_is_medium():
     torch.set_float32_matmul_precision("medium")
     try:
         rough = orthogonalize(random(64, 64), coefficients("quintic", 5), torch.float32)
@@ -219,7 +219,7 @@ def test_full_precision_is_not_the_processs_choice():
 @pytest.mark.parametrize(
     "shape", [(0, 8), (8, 0), (0, 0), (3, 0, 8), (0, 4, 4), (2, 8, 0)], ids=str
 )
-def test_empty_matrices_are_stepped(shape, parts):
+def test_muon_counts_a_step_and_changes_no_other_when_a_matrix_is_empty(shape, parts):
     """They count the step, decay nothing, and leave the others alone."""
     empty, other = nn.Parameter(torch.zeros(shape)), nn.Parameter(random(8, 8))
     alone = nn.Parameter(random(8, 8))

@@ -35,7 +35,7 @@ def stepped(shapes, places, **settings) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("products", ["medium", "highest"])
-def test_matrix_has_the_bits_that_it_has_alone(products):
+def test_muon_gives_a_matrix_equal_bits_alone_and_beside_other_matrices(products):
     shapes = [*SHAPES, *SHAPES, (3, 64, 128), *SHAPES[:3], (2, 128, 64)]
     places = list(range(len(shapes)))
     together = stepped(shapes, places, fp32_matmul_prec=products)

@@ -44,7 +44,7 @@ MATRICES = {
 
 @pytest.mark.parametrize("kind", COEFFICIENT_TYPES)
 @pytest.mark.parametrize("name", MATRICES)
-def test_grams_are_as_near_the_iteration_in_fp64(name, kind):
+def test_gram_newton_schulz_is_as_accurate_as_the_standard_method(name, kind):
     """In bfloat16 the standard steps are 0.5 % to 40 % of the norm from it, most where singular
     values are small; grams are within 1.6 times of that and 2 %, in FP32 within 0.1 %."""
     for steps in (5, 10):
@@ -55,7 +55,7 @@ def test_grams_are_as_near_the_iteration_in_fp64(name, kind):
             assert apart(rounded, "gram", polynomials) < 1.6 * standard + more
 
 
-def test_gram_does_not_depend_on_what_is_stepped_beside_it():
+def test_gram_newton_schulz_keeps_the_bits_of_a_matrix_when_stacked():
     polynomials = coefficients("polar_express", 6)
     stack = random(3, 32, 96).bfloat16()
     alone = [matrix.clone() for matrix in stack]
@@ -74,6 +74,6 @@ def stepped(value: Tensor, grads: list[Tensor], **settings) -> Tensor:
     return param.detach()
 
 
-def test_unknown_methods_are_refused():
+def test_muon_refuses_an_unknown_ns_method_and_lists_the_valid_ones():
     with pytest.raises(ValueError, match=r"ns_method='fast': must be one of"):
         stepped(random(32, 24), [random(32, 24)], ns_method="fast")

@@ -137,7 +137,7 @@ def levels() -> Iterator[list[str]]:
 
 @needs_kernels
 @pytest.mark.parametrize("form", forms(), ids=name_of)
-def test_native_kernels_have_the_bits_of_the_reference(
+def test_native_muon_kernels_match_the_reference_bits_for_every_state_form(
     form: dict[str, Any], levels: list[str]
 ) -> None:
     grads = GRADS[forms().index(form) % 3]
@@ -150,7 +150,9 @@ def test_native_kernels_have_the_bits_of_the_reference(
 
 
 @pytest.mark.parametrize("form", forms()[::4], ids=name_of)
-def test_triton_kernels_have_the_bits_of_the_reference(form: dict[str, Any]) -> None:
+def test_triton_muon_kernels_match_the_reference_bits_for_every_state_form(
+    form: dict[str, Any],
+) -> None:
     if FOUND is None:
         pytest.skip(f"no Triton kernels: {WHY}")
     few = form | {"shapes": [(3, 5), (2, 12, 24)]}
@@ -161,7 +163,7 @@ def test_triton_kernels_have_the_bits_of_the_reference(form: dict[str, Any]) -> 
 
 @needs_kernels
 @pytest.mark.parametrize("momentum", [0.95, 0.5, 0.2])
-def test_momentum_is_numpys_in_fp64(momentum: float) -> None:
+def test_muon_momentum_rounds_once_from_fp64_when_magnitudes_differ(momentum: float) -> None:
     """Product and sum in FP64, then one rounding: for a gradient that is much larger or smaller
     than the momentum, too."""
     shape = (40, 64)

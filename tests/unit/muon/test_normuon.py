@@ -52,7 +52,7 @@ def even_rows(x, v, beta2):
 @pytest.mark.parametrize(
     "shape", [(12, 20), (20, 12), (7, 300), (1, 9), (9, 1), (3, 8, 5)], ids=str
 )
-def test_normuon_equals_its_formula(shape, backend):
+def test_normuon_matches_its_numpy_formula_for_each_shape_and_backend(shape, backend):
     grads = [random(*shape, seed=1 + step) for step in range(5)]
     found, optimizer = stepped(random(*shape), grads, backend=backend)
     p = random(*shape).double().numpy()
@@ -79,7 +79,7 @@ def test_normuon_equals_its_formula(shape, backend):
     ids=["fused"],
 )
 @pytest.mark.parametrize("precision", ["medium", "highest"])
-def test_normuon_keeps_a_norm_for_each_matrix(rows, settings, precision):
+def test_normuon_normalizes_q_k_and_v_separately_when_a_weight_is_fused(rows, settings, precision):
     value, grads = random(16, 6), [random(16, 6, seed=step) for step in range(1, 4)]
     whole, _ = stepped(value, grads, fp32_matmul_prec=precision, **settings)
     for part in rows:
@@ -96,7 +96,7 @@ def test_normuon_keeps_a_norm_for_each_matrix(rows, settings, precision):
         ({"beta2": 1.0}, "beta2=1.0: must be"),
     ],
 )
-def test_refused_by_name(settings, says):
+def test_muon_rule_refuses_invalid_normuon_settings_by_name(settings, says):
     with pytest.raises(ValueError, match=re.escape(says)):
         RuleOptimizer(MuonRule(), [nn.Parameter(torch.zeros(2, 3))], **{**NORMUON, **settings})
 
@@ -112,12 +112,12 @@ def test_refused_by_name(settings, says):
         ),
     ],
 )
-def test_fields_are_refused_by_name(fields, says):
+def test_config_refuses_invalid_muon_moment2_method_by_name(fields, says):
     with pytest.raises(ValueError, match=says):
         OptimizerConfig(optimizer="muon", lr=0.1, **fields)
 
 
-def test_turned_on_after_steps_it_is_refused_until_the_group_begins_anew():
+def test_muon_refuses_normuon_when_turned_on_after_a_step():
     param = nn.Parameter(random(4, 6))
     optimizer = RuleOptimizer(MuonRule(), [param], **SETTINGS)
     param.grad = random(4, 6, seed=1)
@@ -129,7 +129,7 @@ def test_turned_on_after_steps_it_is_refused_until_the_group_begins_anew():
         optimizer.step()
 
 
-def test_negative_moment_is_refused():
+def test_load_refuses_a_normuon_moment_with_negative_elements():
     _, optimizer = stepped(random(4, 6), [random(4, 6, seed=1)])
     saved = optimizer.state_dict()
     saved["state"][0][MOMENT] = saved["state"][0][MOMENT] - 1.0
@@ -154,7 +154,7 @@ def trained(net, optimizer, steps):
 @pytest.mark.parametrize(
     "offload", [{}, {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}]
 )
-def test_classes_and_the_config_say_the_same_and_go_on_after_a_resume(offload, tmp_path):
+def test_normuon_trains_alike_by_config_by_class_and_after_a_resume(offload, tmp_path):
     fields = {
         "muon_moment2_method": "normuon",
         "muon_beta2": 0.8,
@@ -181,7 +181,7 @@ def test_classes_and_the_config_say_the_same_and_go_on_after_a_resume(offload, t
     assert all(map(torch.equal, after, trained(plain, torch_shaped, range(6))))
 
 
-def test_checkpoint_without_the_moment_is_refused_by_name(tmp_path):
+def test_load_names_the_missing_normuon_moment_when_the_checkpoint_lacks_it(tmp_path):
     nets = [model(), model()]
     without, wants = (
         get_megatron_optimizer(

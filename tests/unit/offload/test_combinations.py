@@ -153,7 +153,7 @@ def programs(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(program=programs())
-def test_offloaded_program_has_bits_of_the_device(
+def test_offload_matches_device_bits_in_random_programs(
     tmp_path_factory: pytest.TempPathFactory, program: dict[str, Any]
 ) -> None:
     check(tmp_path_factory.mktemp("state"), program)
@@ -183,7 +183,7 @@ def on_device(steps: int, **fields: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("place", "mode"), EVERY)
-def test_disk_is_read_once_and_in_the_step(
+def test_disk_offload_reads_state_once_per_step_and_never_during_backward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, mode: str
 ) -> None:
     model, optimizer = on_disk(tmp_path, place, mode)
@@ -206,7 +206,9 @@ def test_disk_is_read_once_and_in_the_step(
 
 
 @pytest.mark.parametrize("folder", [False, True], ids=["memory", "disk"])
-def test_released_gradient_comes_up_with_its_window(tmp_path: Path, folder: bool) -> None:
+def test_streaming_uploads_a_released_gradient_once_with_its_window(
+    tmp_path: Path, folder: bool
+) -> None:
     how = {"offload_place": "streamed", "offload_mode": "overlap", "release_gradients": True}
     model, optimizer = build(tmp_path if folder else None, **how, **ON_DISK)
     elements = sum(param.numel() for param in model.parameters())
@@ -226,7 +228,7 @@ def test_released_gradient_comes_up_with_its_window(tmp_path: Path, folder: bool
     assert differing(snapshot(model, optimizer), snapshot(*expected)) == []
 
 
-def test_parameter_that_does_not_fit_with_its_gradient_is_refused() -> None:
+def test_streaming_refuses_a_window_too_small_for_a_released_gradient() -> None:
     """A released gradient takes room in the window."""
     how = {"offload_place": "streamed", "optimizer": "lamb", "stream_window_bytes": 120_000}
     build(**how)
@@ -234,7 +236,7 @@ def test_parameter_that_does_not_fit_with_its_gradient_is_refused() -> None:
         build(**how, offload_mode="overlap", release_gradients=True)
 
 
-def test_parameter_that_is_cut_while_its_gradient_waits_is_refused_by_name() -> None:
+def test_step_names_a_parameter_that_was_cut_while_its_gradient_waited() -> None:
     """The others of its bucket get ready in a later backward."""
     model, optimizer = build(offload_mode="speculative", clip_grad=0.0)
     train(model, optimizer, 2)
@@ -251,7 +253,7 @@ def test_parameter_that_is_cut_while_its_gradient_waits_is_refused_by_name() -> 
 
 
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
-def test_disk_that_fails_during_backward_is_an_error_of_the_step(
+def test_step_raises_the_disk_error_when_a_read_fails_during_backward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     model, optimizer = on_disk(tmp_path, "streamed", mode)

@@ -68,7 +68,7 @@ def cached_bytes(hybrid):
 
 
 @pytest.mark.parametrize("place", ["host", "streamed"])
-def test_step_reads_and_writes_past_the_page_cache(tmp_path, place):
+def test_disk_step_leaves_no_page_cached_when_direct_io_is_available(tmp_path, place):
     model, optimizer = build(tmp_path, place=place)
     (hybrid,) = hybrids(optimizer)
     if not hybrid.stepper.host_part.settings.state_file.file.direct:
@@ -91,7 +91,7 @@ def test_step_reads_and_writes_past_the_page_cache(tmp_path, place):
 # -- what fails -----------------------------------------------------------------------------------
 
 
-def test_folder_that_is_not_there_is_refused_and_one_that_goes_is_not_missed(tmp_path):
+def test_disk_offload_needs_its_folder_at_construction_but_not_afterwards(tmp_path):
     folder = tmp_path / "state"
     with pytest.raises(FileNotFoundError, match="the folder does not exist; make it"):
         build(folder)
@@ -111,7 +111,7 @@ def test_folder_that_is_not_there_is_refused_and_one_that_goes_is_not_missed(tmp
         ("open", errno.EROFS, "the file system is read-only; choose another folder"),
     ],
 )
-def test_full_or_read_only_disk_is_refused_at_construction_and_leaves_no_file(
+def test_disk_offload_refuses_a_full_or_read_only_disk_and_leaves_no_file(
     tmp_path, monkeypatch, call, error, said
 ):
     def refuse(*_, **__):
@@ -139,7 +139,9 @@ def failing(move, after, error=errno.EIO):
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 @pytest.mark.parametrize("place", ["host", "streamed"])
-def test_disk_that_fails_breaks_the_step_off(tmp_path, monkeypatch, place, call):
+def test_disk_error_in_a_step_refuses_further_steps_until_a_load(
+    tmp_path, monkeypatch, place, call
+):
     model, optimizer = build(tmp_path, place=place)
     train(model, optimizer, 2)
     weights = copy.deepcopy(model.state_dict())
@@ -158,7 +160,7 @@ def test_disk_that_fails_breaks_the_step_off(tmp_path, monkeypatch, place, call)
     assert differing(train(model, optimizer, 2, 2), expected) == []
 
 
-def test_disk_that_fails_before_the_first_window_breaks_nothing(tmp_path, monkeypatch):
+def test_disk_error_before_the_first_window_leaves_training_unchanged(tmp_path, monkeypatch):
     model, optimizer = build(tmp_path, fraction=0.7)
     train(model, optimizer, 2)
     monkeypatch.setattr(os, "preadv", failing(os.preadv, after=0))
@@ -172,9 +174,7 @@ def test_disk_that_fails_before_the_first_window_breaks_nothing(tmp_path, monkey
 
 @pytest.mark.parametrize("releases", [False, True])
 @pytest.mark.parametrize("place", ["host", "streamed"])
-def test_rule_may_keep_nothing_of_a_parameter_that_is_stepped_where_it_lies(
-    tmp_path, place, releases
-):
+def test_disk_offload_trains_fp32_params_when_the_rule_has_no_state(tmp_path, place, releases):
     fields = {"dtype": torch.float32, "optimizer": "sgd", "sgd_momentum": 0.0}
     early = {"offload_mode": "overlap", "release_gradients": True} if releases else {}
     model, optimizer = build(tmp_path, place=place, **fields, **early)
@@ -217,7 +217,7 @@ for is_killed in (True, False):
 """
 
 
-def test_killed_within_a_step_and_resumed_from_the_last_checkpoint(tmp_path):
+def test_resume_gives_equal_bits_when_the_process_is_killed_in_a_disk_write(tmp_path):
     expected = train(*build(), 30)
     (tmp_path / "streamed" / "state").mkdir(parents=True)
     where = os.pathsep.join([environment()["PYTHONPATH"], os.path.dirname(__file__)])
@@ -239,7 +239,7 @@ def test_killed_within_a_step_and_resumed_from_the_last_checkpoint(tmp_path):
         ({"window": 4096}, "smallest part of .* needs 18432 bytes; set stream_window"),
     ],
 )
-def test_disk_refuses_unsupported_optimizers_by_name(tmp_path, fields, said):
+def test_disk_offload_refuses_unsupported_settings_by_name(tmp_path, fields, said):
     with pytest.raises(ValueError, match=said):
         build(tmp_path, **fields)
     assert list(tmp_path.iterdir()) == []

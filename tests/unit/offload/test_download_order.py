@@ -38,7 +38,7 @@ class RecordingTransfer(Transfer):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("begun", [False, True])
-def test_downloads_of_a_step_wait_for_what_came_before_the_devices_step(
+def test_offload_step_downloads_before_the_device_step_ends(
     mode: str, begun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether nothing was begun during backward, or all of it was dropped."""

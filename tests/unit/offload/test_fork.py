@@ -78,7 +78,9 @@ def writes_what_it_holds(params, optimizer, held, saved):
 @pytest.mark.parametrize("place", ["host", "streamed"])
 @pytest.mark.parametrize("before", [0, 1], ids=["before a step", "after a step"])
 @pytest.mark.parametrize("work", [steps, loads, scales, reads, saves, writes_what_it_holds])
-def test_forked_child_leaves_its_parents_state_alone(tmp_path, place, before, work):
+def test_forked_child_is_refused_and_leaves_its_parents_disk_state_unchanged(
+    tmp_path, place, before, work
+):
     expected, alone = build(None, "host")
     params, optimizer = build(str(tmp_path), place)
     alone.stack.init_state()
@@ -114,7 +116,9 @@ def backward(params, seed):
 
 @pytest.mark.parametrize("work", ["step", "discard_early_work", "zero_grad"])
 @pytest.mark.parametrize(("place", "mode"), [("host", "overlap"), ("streamed", "overlap")])
-def test_child_that_is_forked_between_backward_and_step(tmp_path, place, mode, work):
+def test_fork_between_backward_and_step_leaves_the_parents_training_unchanged(
+    tmp_path, place, mode, work
+):
     expected, alone = build(None, "host")
     params, optimizer = build(str(tmp_path), place, mode)
     for number in range(4):

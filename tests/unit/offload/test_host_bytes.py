@@ -30,7 +30,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize("pipelined", [True, False])
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "compact"])
 @pytest.mark.parametrize("mode", MODES)
-def test_run_holds_the_bytes_that_were_planned(
+def test_offload_holds_the_planned_bytes_of_host_memory_after_steps(
     mode: str, precision: str, pipelined: bool, bucket_bytes: int
 ) -> None:
     compact = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "uint8"}

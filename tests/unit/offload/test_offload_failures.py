@@ -53,7 +53,9 @@ def goes_on_like(pair, other):
 
 @each_early
 @pytest.mark.parametrize("error", [ValueError, MemoryError, SystemExit, KeyboardInterrupt])
-def test_job_that_raises(mode, error, monkeypatch):
+def test_step_names_parameters_and_changes_nothing_when_a_worker_job_raises(
+    mode, error, monkeypatch
+):
     pair, other = ready(mode)
     with monkeypatch.context() as patch:
         patch.setattr(BackwardJob, "run", lambda job: (_ for _ in ()).throw(error("no such luck")))
@@ -99,7 +101,7 @@ def test_step_raises_a_kernel_error_of_the_worker_and_changes_nothing(monkeypatc
     goes_on_like(pair, other)
 
 
-def test_kernel_that_raises_when_a_bucket_is_stepped_again(monkeypatch):
+def test_step_changes_no_bucket_when_a_kernel_raises_after_the_clip(monkeypatch):
     """The clip fires, buckets are stepped again in step(), and one of them fails: none is
     stepped."""
     pair, other = ready("speculative", fraction=1.0, experts=False)
@@ -122,7 +124,7 @@ def test_kernel_that_raises_when_a_bucket_is_stepped_again(monkeypatch):
     goes_on_like(pair, other)
 
 
-def test_slow_worker_is_waited_for(monkeypatch):
+def test_step_keeps_its_bits_when_the_worker_is_slow(monkeypatch):
     pair, other = ready("speculative", experts=False)
     run_job = BackwardJob.run
     monkeypatch.setattr(BackwardJob, "run", lambda job: (time.sleep(0.15), run_job(job)))
@@ -136,7 +138,7 @@ class FunctionJob(Job):
         self.run = action
 
 
-def test_worker_goes_with_its_owner():
+def test_worker_thread_ends_when_the_worker_is_deleted():
     worker, threads = Worker("short-lived"), []
     worker.submit(FunctionJob(lambda: threads.append(threading.current_thread())))
     worker.drain()
@@ -144,7 +146,7 @@ def test_worker_goes_with_its_owner():
     assert not threads[0].is_alive()
 
 
-def test_worker_that_cannot_begin():
+def test_worker_raises_its_set_up_error_when_drained():
     def fail():
         raise MemoryError("no pinned memory")
 
@@ -158,7 +160,7 @@ def test_worker_that_cannot_begin():
 
 @pytest.mark.repeats
 @pytest.mark.parametrize("steps", [60, pytest.param(250, marks=pytest.mark.slow)])
-def test_many_steps_leave_nothing_behind(steps):
+def test_offload_holds_a_constant_number_of_threads_and_tensors_over_many_steps(steps):
     """Steps, discarded work, replaced parameters, new optimizers: threads, tensors and host blocks
     stay bounded."""
     blocks = []
@@ -238,7 +240,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_interpreter_ends_in_the_middle_of_work(end):
+def test_interpreter_exits_cleanly_when_the_worker_is_busy(end):
     code, status = ENDS[end]
     script = SCRIPT.format(end=code)
     ended = end_forked_program("-c", script, timeout=240)  # a hang; torch may take long to end

@@ -80,7 +80,7 @@ LONG = {
 @pytest.mark.repeats
 @pytest.mark.parametrize("name", LONG)
 @pytest.mark.parametrize("steps", [60, pytest.param(200, marks=pytest.mark.slow)])
-def test_many_steps_are_the_same_bits(name, steps):
+def test_offload_modes_give_equal_bits_over_many_steps(name, steps):
     case = dict(LONG[name])
     settings, precision, groups = (
         case.pop("settings"),
@@ -235,7 +235,9 @@ def run_events(mode, events, waits=(), precision="bf16", **settings):
 )
 @settings(max_examples=30, deadline=None)
 @pytest.mark.filterwarnings("ignore:none of the optimizer:UserWarning")
-def test_any_schedule(data, releases, waits, **settings):
+def test_offload_modes_give_equal_bits_after_random_events_before_the_step(
+    data, releases, waits, **settings
+):
     """Events between backward and step, with delays of the worker, give the bits of sync."""
     kinds = st.sampled_from(RELEASABLE if releases else EVENTS)
     events = data.draw(st.lists(kinds, min_size=1, max_size=8))
@@ -249,7 +251,7 @@ def test_any_schedule(data, releases, waits, **settings):
 # -- gradients: what comes, what does not, what is reduced later ----------------------------------
 
 
-def test_step_takes_over_unfinished_work_of_backward():
+def test_step_keeps_finished_buckets_when_a_gradient_is_missing():
     model = nn.ParameterList(torch.randn(600).bfloat16() for _ in range(6))
     config = OptimizerConfig(
         lr=1e-3,
@@ -275,7 +277,7 @@ def test_step_takes_over_unfinished_work_of_backward():
 
 
 @each_early
-def test_gradients_reduced_after_backward_are_waited_for(mode, monkeypatch):
+def test_early_work_starts_at_gradients_ready_when_several_ranks_reduce(mode, monkeypatch):
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda *_: 2)
     results = []
@@ -299,7 +301,7 @@ def test_gradients_reduced_after_backward_are_waited_for(mode, monkeypatch):
 
 
 @each_early
-def test_only_the_last_micro_batch_starts_work(mode):
+def test_early_work_starts_only_in_the_last_micro_batch(mode):
     model, optimizer = build_mode(mode, clip_grad=0.0)
     run(model, optimizer, 2)
     optimizer.zero_grad()
@@ -321,7 +323,7 @@ def test_only_the_last_micro_batch_starts_work(mode):
     assert spans_of_worker(optimizer, "wait_copies") == []
 
 
-def test_hooks_follow_parameters_and_go_with_the_optimizer():
+def test_gradient_hooks_follow_replaced_params_and_end_with_the_optimizer():
     model, optimizer = build_mode("speculative", experts=False, fraction=1.0)
     old = model.dense
     between(model, optimizer, "replace a parameter")
@@ -358,7 +360,7 @@ def test_speculation_changes_nothing_when_one_element_is_not_finite(precision, b
     assert all(value.isfinite().all() for value in snapshot(model, optimizer).values())
 
 
-def test_huge_finite_gradient_that_is_skipped_leaves_no_trace():
+def test_speculation_changes_nothing_when_a_huge_gradient_is_skipped():
     model, optimizer = build_mode("speculative", clip_grad=0.0, grad_norm_skip_threshold=1e6)
     run(model, optimizer, 3)
     before, hits = snapshot(model, optimizer), counts(optimizer, "hits")
@@ -378,7 +380,7 @@ def test_huge_finite_gradient_that_is_skipped_leaves_no_trace():
 @pytest.mark.quick
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_sync_steps_a_model_in_host_memory_in_place(precision, fraction):
+def test_sync_offload_stages_no_bytes_when_the_model_is_in_host_memory(precision, fraction):
     """Nothing is staged, and writes to gradients and weights between steps are followed."""
 
     def trained(share):
@@ -401,7 +403,7 @@ def test_sync_steps_a_model_in_host_memory_in_place(precision, fraction):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_metrics_and_description(mode):
+def test_metrics_report_bytes_and_hidden_time_for_each_offload_mode(mode):
     model, optimizer = build_mode(mode, fraction=1.0, clip_grad=0.0)
     is_early = mode == "speculative" or (mode == "overlap" and model.dense.is_cpu)
     for _ in range(20):  # until the worker got a core during backward
@@ -432,7 +434,7 @@ def test_metrics_and_description(mode):
         assert f"{back_buffer_bytes(hybrids(optimizer)[0]):,} bytes double buffer" in text
 
 
-def test_speculation_pauses_and_resumes():
+def test_speculation_pauses_while_every_step_clips_and_then_resumes():
     model, optimizer = build_mode("speculative", experts=False, clip_grad=0.16, lr=1e-3)
 
     def hits_of(steps, start, scale):
@@ -451,7 +453,7 @@ def test_speculation_pauses_and_resumes():
 # -- alone, and what cannot be --------------------------------------------------------------------
 
 
-def test_worker_leaves_cores_to_others(monkeypatch):
+def test_worker_kernels_use_fewer_threads_than_the_main_thread(monkeypatch):
     from mp_optim.kernels.native import NativeBackend
     from mp_optim.offload.worker import occupy
 

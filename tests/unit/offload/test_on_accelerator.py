@@ -9,8 +9,8 @@ import pytest
 from support.launch import ROOT, environment
 
 SUITES = (
-    "tests/unit/offload/test_offload_modes.py::test_huge_finite_gradient_that_is_skipped_leaves_no_trace",
-    "tests/unit/offload/test_release_gradients.py::test_grad_is_none_and_the_gradient_is_still_known",
+    "tests/unit/offload/test_offload_modes.py::test_speculation_changes_nothing_when_a_huge_gradient_is_skipped",
+    "tests/unit/offload/test_release_gradients.py::test_named_gradients_returns_a_gradient_after_its_release",
     "tests/unit/rules/test_audit.py::test_after_an_alarm_nothing_is_stepped_or_saved_until_a_load",
 )
 WITHOUT_A_WAIT = """
@@ -24,7 +24,7 @@ def test_without_a_wait():
 
 
 @pytest.mark.slow
-def test_suites_pass_there_and_a_missing_wait_fails(tmp_path: Path) -> None:
+def test_simulated_accelerator_fails_a_test_that_leaves_out_a_wait(tmp_path: Path) -> None:
     program, report = tmp_path / "test_program.py", tmp_path / "report"
     program.write_text(WITHOUT_A_WAIT)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "support.on_accelerator"]

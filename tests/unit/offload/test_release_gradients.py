@@ -91,7 +91,9 @@ def deep(mode, release, bucket_layers=2, **settings):
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("use_no_sync", [True, False])
 @pytest.mark.parametrize("wait", [0.003])
-def test_at_most_two_buckets_of_gradients_are_there(mode, micro, use_no_sync, wait):
+def test_released_gradients_occupy_at_most_two_buckets_during_backward(
+    mode, micro, use_no_sync, wait
+):
     peaks = {}
     for release in (False, True):
         model, optimizer, most = deep(mode, release)
@@ -121,7 +123,7 @@ def test_at_most_two_buckets_of_gradients_are_there(mode, micro, use_no_sync, wa
 
 
 @each_early
-def test_grad_is_none_and_the_gradient_is_still_known(mode):
+def test_named_gradients_returns_a_gradient_after_its_release(mode):
     model, optimizer = build_mode("sync", fraction=1.0)
     model(tokens_of(0)).backward()
     expected = {name: grad.cpu().clone() for name, grad in optimizer.named_gradients()}
@@ -133,7 +135,7 @@ def test_grad_is_none_and_the_gradient_is_still_known(mode):
 
 
 @each_early
-def test_gradient_that_is_not_finite_is_named(mode):
+def test_step_names_a_released_gradient_that_is_not_finite(mode):
     model, optimizer = build(mode, fraction=1.0, bucket_bytes=1)
     model.dense.register_hook(lambda grad: grad.fill_(math.inf))
     before = params_of(model)
@@ -144,7 +146,7 @@ def test_gradient_that_is_not_finite_is_named(mode):
 
 
 @each_early
-def test_another_gradient_beside_a_released_one_is_refused(mode):
+def test_step_refuses_a_second_gradient_when_the_first_was_released(mode):
     model, optimizer = build(mode, fraction=1.0, bucket_bytes=1)
     model(tokens_of(0)).backward()
     before = params_of(model)
@@ -157,7 +159,7 @@ def test_another_gradient_beside_a_released_one_is_refused(mode):
 
 
 @each_early
-def test_gradients_with_a_graph_stay(mode):
+def test_gradients_are_not_released_when_backward_creates_a_graph(mode):
     """They may be differentiated again."""
 
     def run_it(model, optimizer):
@@ -176,7 +178,7 @@ def test_gradients_with_a_graph_stay(mode):
 
 @each_early
 @pytest.mark.parametrize("micro", [1, 2])
-def test_lost_gradients_are_not_stepped_without(mode, micro, monkeypatch):
+def test_step_refuses_until_zero_grad_when_released_gradients_are_lost(mode, micro, monkeypatch):
     model, optimizer = build(mode, experts=False)
     run(model, optimizer, 2)
     before, original, calls = snapshot(model, optimizer), BackwardJob.run, []
@@ -228,7 +230,7 @@ def test_release_gradients_refuses_unsupported_settings(settings, text):
         OptimizerConfig(lr=1e-3, bf16=True, release_gradients=True, **settings)
 
 
-def test_main_grad_is_refused():
+def test_release_gradients_refuses_params_with_main_grad():
     model = TinyMoE(DTYPES["bf16"])
     model.dense.main_grad = torch.zeros_like(model.dense, dtype=torch.float32)
     config = config_for("bf16", 1.0, offload_mode="overlap", release_gradients=True)
@@ -236,7 +238,7 @@ def test_main_grad_is_refused():
         get_megatron_optimizer(config, model)
 
 
-def test_optimizer_that_waits_for_step_is_refused():
+def test_release_gradients_refuses_an_optimizer_without_early_work():
     model = TinyMoE(DTYPES["bf16"])
     inner = HybridDeviceOptimizer(model.parameters(), 1.0, FusedAdam, FusedAdam, lr=1e-3)
     config = config_for("bf16", 1.0, offload_mode="overlap", release_gradients=True)

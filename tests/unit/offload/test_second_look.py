@@ -102,7 +102,7 @@ def test_writes_that_change_no_bit_keep_early_work_of_the_host(
 @pytest.mark.parametrize(
     "change", [one_bit, sign, zeros, swapped], ids=lambda change: change.__name__
 )
-def test_whatever_changes_is_stepped_again(
+def test_step_repeats_early_work_when_gradient_bits_change_after_backward(
     change: Callable[[Tensor], None], adversarial: bool
 ) -> None:
     for mode in MODES:
@@ -118,7 +118,7 @@ def test_whatever_changes_is_stepped_again(
 
 
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
-def test_after_a_step_that_was_broken_off_gradients_made_by_hand_are_stepped(
+def test_step_uses_gradients_assigned_by_hand_after_an_interrupted_step(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The signal comes when gradients are measured and nothing is written; no backward follows."""
@@ -144,7 +144,9 @@ def test_after_a_step_that_was_broken_off_gradients_made_by_hand_are_stepped(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("start", [0, 1])
 @pytest.mark.parametrize("count", [0, 1, 3, 64, 65])
-def test_same_bits_sees_a_change_of_any_element(count: int, start: int, dtype: torch.dtype) -> None:
+def test_same_bits_detects_a_change_of_any_one_element(
+    count: int, start: int, dtype: torch.dtype
+) -> None:
     one = torch.randn(100).to(dtype)[start : start + count]
     assert same_bits(one, one.clone())
     for index in range(count):
@@ -189,7 +191,9 @@ def sharded_run(
 @pytest.mark.filterwarnings("ignore:.*gradients changed after backward")
 @pytest.mark.parametrize("adversarial", [True, False], ids=["accelerator", "host"])
 @pytest.mark.parametrize("limit", [math.inf, 1e-3])
-def test_gradients_of_fsdp_that_are_clipped_outside(limit: float, adversarial: bool) -> None:
+def test_offload_modes_give_equal_bits_when_fsdp_gradients_are_clipped_outside(
+    limit: float, adversarial: bool
+) -> None:
     expected, _ = sharded_run("sync", limit, adversarial)
     for mode in MODES[1:]:
         params, metrics = sharded_run(mode, limit, adversarial)

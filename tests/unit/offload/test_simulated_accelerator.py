@@ -132,7 +132,7 @@ def test_audits_of_the_worker_are_compared_after_it_is_drained(monkeypatch):
 
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(schedule=schedules())
-def test_schedules_are_clean_and_give_the_bits_of_the_plain_run(schedule):
+def test_offload_is_free_of_races_in_random_schedules_on_a_simulated_device(schedule):
     check(schedule)
 
 
@@ -403,7 +403,7 @@ SITES = [
 ]
 
 
-def test_source_scan_finds_every_wait():
+def test_source_scan_finds_the_waits_of_the_offload_package():
     texts = {site.text for site in SITES}
     assert {"ticket.done.synchronize()", "copies.done.synchronize()"} <= texts
     assert len(SITES) >= 15
@@ -427,7 +427,7 @@ BY_DAY = [
 
 @pytest.mark.repeats
 @pytest.mark.parametrize("site", BY_DAY)
-def test_every_missing_wait_is_noticed(site, with_every_wait):
+def test_simulated_accelerator_reports_each_wait_that_is_left_out(site, with_every_wait):
     """Most likely by a scenario that comes to it, so those are the first."""
     is_reported = False
     is_wrong = str(site) in NEVER_WRONG_SITES or any(name in site.text for name in NEVER_WRONG)
@@ -445,7 +445,7 @@ def test_simulated_accelerator_finds_nothing_with_every_wait(with_every_wait):
     assert [found for _, found, _ in with_every_wait] == [(False, False)] * len(SCENARIOS)
 
 
-def test_optimizer_may_go_while_its_parameters_are_on_their_way_up():
+def test_deleted_optimizer_completes_its_uploads_without_a_race():
     with simulated_accelerator() as simulation:
         param = torch.nn.Parameter(torch.ones(8))
         optimizer = HybridDeviceOptimizer([param], 1.0, FusedAdam, FusedAdam, lr=0.5)
@@ -461,7 +461,7 @@ def test_optimizer_may_go_while_its_parameters_are_on_their_way_up():
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_both_ends_of_a_copy_are_held_until_it_is_done(waits):
+def test_transfer_holds_source_and_target_until_the_copy_is_done(waits):
     with simulated_accelerator() as simulation:
         transfer, host, value = transfer_and_memory(simulation, 32)
         source = tensor_in(host.view(torch.uint8), 64, torch.Size([16]), torch.float32)

@@ -40,12 +40,12 @@ def test_step_plan_splits_slots_by_place(sizes, fraction, chosen):
 
 
 @pytest.mark.parametrize("fraction", [-0.001, 1.001, float("nan")])
-def test_fraction_is_between_0_and_1(fraction):
+def test_offload_plan_refuses_fractions_outside_0_to_1(fraction):
     with pytest.raises(ValueError, match="offload_fraction"):
         plan_offload([1], fraction)
 
 
-def test_buckets_are_filled_to_the_byte_and_not_beyond():
+def test_buckets_are_filled_to_the_byte_limit_and_never_beyond():
     assert plan_buckets("abcd", [3, 3, 3, 3], 6) == [("a", "b"), ("c", "d")]
     assert plan_buckets("abcd", [3, 3, 3, 3], 5) == [("a",), ("b",), ("c",), ("d",)]
     assert plan_buckets("abc", [9, 0, 1], 6) == [("a",), ("b", "c")]
@@ -63,23 +63,21 @@ def test_buckets_are_filled_to_the_byte_and_not_beyond():
         (0, 0, 1),
     ],
 )
-def test_model_is_cut_into_sixteen_buckets_unless_they_were_too_small_or_too_large(
-    total, most, bucket
-):
+def test_bucket_size_is_a_sixteenth_of_the_model_within_both_limits(total, most, bucket):
     assert fitting_bucket_bytes(total, most) == bucket
 
 
 @pytest.mark.parametrize(
     ("threads", "share"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 6), (9, 6), (16, 12), (64, 48)]
 )
-def test_backward_keeps_two_threads_and_a_quarter(threads, share, monkeypatch):
+def test_worker_leaves_two_threads_and_a_quarter_to_backward(threads, share, monkeypatch):
     assert threads_beside_backward(threads) == share
     whole = HostShare(threads, "made up")
     monkeypatch.setattr(cores, "host_share", lambda: whole)
     assert worker_threads(None) == share and worker_threads(5) == 5
 
 
-def test_description_counts_elements_and_bytes_by_group_place_and_dtype():
+def test_describe_counts_elements_and_bytes_by_group_place_and_dtype():
     model = nn.ParameterDict(
         {
             "a": nn.Parameter(torch.ones(1000, dtype=torch.bfloat16)),

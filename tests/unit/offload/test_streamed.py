@@ -23,7 +23,7 @@ from support.streamed import FORMS, LARGEST, build, give_gradients, train
 # -- the bits of every other place ----------------------------------------------------------------
 
 
-def test_offload_to_cpu_moves_nothing_and_changes_nothing():
+def test_offload_to_cpu_keeps_addresses_and_bits_when_state_is_streamed():
     model, optimizer = build()
     train(model, optimizer, 2)
 
@@ -40,7 +40,7 @@ def test_offload_to_cpu_moves_nothing_and_changes_nothing():
 
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
-def test_streamed_pieces_of_a_parameter_are_rounded_with_the_bits_of_the_whole(
+def test_streaming_rounds_like_the_device_when_a_param_exceeds_the_window(
     tmp_path: Path, on_disk: bool
 ) -> None:
     """A parameter is larger than a window, and each piece takes its own random bits."""
@@ -69,7 +69,7 @@ def test_streamed_pieces_of_a_parameter_are_rounded_with_the_bits_of_the_whole(
 # -- steps that fail ------------------------------------------------------------------------------
 
 
-def test_kernel_that_raises_breaks_the_step_off(monkeypatch):
+def test_streamed_step_refuses_further_steps_until_a_load_after_a_kernel_error(monkeypatch):
     model, optimizer = build()
     train(model, optimizer, 2)
     weights = copy.deepcopy(model.state_dict())
@@ -131,7 +131,7 @@ class Recorded(AdversarialTransfer):
         return super().download(to, sources, after)
 
 
-def test_next_window_comes_up_before_one_is_stepped(monkeypatch):
+def test_streaming_uploads_the_next_window_before_stepping_the_current_window(monkeypatch):
     """An upload waits for the steps that were queued before it."""
     model, optimizer = build()
     calls, carry_out = [], RuleExecutor.carry_out
@@ -164,7 +164,7 @@ class CountingTransfer(AdversarialTransfer):
 
 @pytest.mark.parametrize("window", [4096, 8192, 1 << 20])
 @pytest.mark.parametrize("form", ["fp32", "8-bit"])
-def test_device_holds_windows_in_a_step_and_nothing_after_it(form, window):
+def test_streaming_holds_three_windows_on_the_device_in_a_step_and_none_after(form, window):
     compact = {"use_precision_aware_optimizer": True} if form != "fp32" else {}
     model, optimizer = build(window=window, **compact, **FORMS[form])
     (hybrid,) = hybrids(optimizer)
@@ -199,7 +199,7 @@ def test_streaming_refuses_unsupported_optimizers_by_name(fields, said):
         build(**fields)
 
 
-def test_window_that_a_refusal_names_is_large_enough():
+def test_streaming_accepts_the_window_size_that_its_refusal_names():
     with pytest.raises(ValueError, match="set stream_window_bytes to at least that") as error:
         build(optimizer="lamb")
     needed = int(re.search(r"big needs (\d+) bytes", str(error.value))[1])
@@ -209,7 +209,7 @@ def test_window_that_a_refusal_names_is_large_enough():
     assert differing(train(*build(optimizer="lamb", window=needed), 2), expected) == []
 
 
-def test_parameter_that_comes_later_must_fit_too():
+def test_add_param_group_refuses_a_param_larger_than_the_streaming_window():
     _, optimizer = build(optimizer="lamb", window=LARGEST)
     large = nn.Parameter(torch.ones(LARGEST))
     with pytest.raises(ValueError, match="stream_window_bytes"):

@@ -44,7 +44,7 @@ def run(mode: str) -> tuple[dict[str, torch.Tensor], NarrowTransfer]:
 
 
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
-def test_buckets_are_handed_over_one_by_one(mode: str) -> None:
+def test_buckets_are_queued_one_at_a_time_when_two_threads_run_backward(mode: str) -> None:
     expected, _ = run("sync")
     found, transfer = run(mode)
     assert transfer.place.most == 1 and transfer.marks == 2 * (12 + 1)

@@ -57,7 +57,7 @@ def test_worker_drops_queued_jobs_and_waits_for_the_running_one(worker):
 
 
 @pytest.mark.parametrize("forget", [False, True])
-def test_failure_is_told_once_unless_it_is_discarded(worker, forget):
+def test_worker_raises_a_job_failure_once_unless_discarded(worker, forget):
     (job,) = submit(worker, HeldJob("the third bucket", error=KeyError("x"), is_free=False))
     job.free.set()
     if forget:

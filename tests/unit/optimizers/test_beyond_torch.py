@@ -22,7 +22,7 @@ def step(layers: nn.Module, optimizer: torch.optim.Optimizer, count: int = 1) ->
         optimizer.step()
 
 
-def test_state_of_torchs_adamw_goes_on_under_ours() -> None:
+def test_adamw_continues_from_imported_torch_adamw_state() -> None:
     layers = model()
     before = torch.optim.AdamW(layers.parameters(), lr=1e-2)
     step(layers, before, 3)

@@ -47,7 +47,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("rule", "form", "function"), CASES)
-def test_rule_converges_in_every_form_of_its_state(
+def test_each_rule_converges_in_every_state_form(
     rule: str, form: str, function: Callable[[Tensor], Tensor]
 ) -> None:
     torch.manual_seed(0)

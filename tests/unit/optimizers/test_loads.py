@@ -47,7 +47,9 @@ def rates(optimizer: Any) -> dict[str, float]:
 
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("rule", RULES)
-def test_settings_go_by_name_and_are_copies(rule: str, steps: int) -> None:
+def test_load_copies_settings_by_param_name_from_an_unstepped_state_dict(
+    rule: str, steps: int
+) -> None:
     tensors = torch.tensor(0.1), torch.tensor(0.5)
     saved = two_groups(rule, "a", "b", tensors).state_dict()
     others = [stepped(two_groups(rule, "b", "a", (0.5, 0.1)), steps) for _ in range(2)]
@@ -63,7 +65,7 @@ def test_settings_go_by_name_and_are_copies(rule: str, steps: int) -> None:
 @pytest.mark.parametrize("place", [{}, {"offload": 1.0, "offload_mode": "overlap"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rule", RULES)
-def test_state_of_the_beginning_begins_anew(
+def test_load_of_an_unstepped_state_dict_resets_training_exactly(
     rule: str, dtype: torch.dtype, place: dict[str, Any]
 ) -> None:
     def run(tries: bool) -> list[Tensor]:
@@ -116,7 +118,7 @@ def test_load_refuses_values_that_are_no_state_dict(state_dict: Any, said: str, 
 @pytest.mark.parametrize(
     "settings", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}]
 )
-def test_state_of_torchs_sgd_goes_on(settings: dict[str, Any]) -> None:
+def test_sgd_continues_like_torch_sgd_from_its_state_dict(settings: dict[str, Any]) -> None:
     here, there = named("w"), named("w")
     theirs = stepped(torch.optim.SGD(there, lr=0.1, **settings), 3)
     with torch.no_grad():
@@ -129,7 +131,7 @@ def test_state_of_torchs_sgd_goes_on(settings: dict[str, Any]) -> None:
         torch.testing.assert_close(here[0][1], there[0][1], rtol=1e-6, atol=1e-7)
 
 
-def test_load_accepts_missing_momentum_of_older_torch() -> None:
+def test_load_accepts_a_none_momentum_buffer_of_older_torch() -> None:
     there = stepped(torch.optim.SGD(named("w"), lr=0.1)).state_dict()
     ours = mp_optim.SGD(named("w"), lr=0.5)
     ours.load_state_dict({**there, "state": {0: {"momentum_buffer": None}}})
@@ -137,7 +139,7 @@ def test_load_accepts_missing_momentum_of_older_torch() -> None:
 
 
 @pytest.mark.parametrize("rule", ["AdamW", "LAMB"])
-def test_rule_that_counts_wants_a_number_of_steps(rule: str) -> None:
+def test_load_refuses_adam_state_without_a_step_count(rule: str) -> None:
     saved = copy.deepcopy(stepped(getattr(mp_optim, rule)(named("w"))).state_dict())
     del saved["state"][0]["step"]
     with pytest.raises(ValueError, match=r"missing \['step'\]"):
@@ -151,7 +153,7 @@ def test_rule_that_counts_wants_a_number_of_steps(rule: str) -> None:
 
 
 @pytest.mark.parametrize("from_inside", [True, False])
-def test_optimizer_refuses_calls_in_the_middle_of_a_step(
+def test_optimizer_refuses_calls_from_a_thread_or_signal_during_a_step(
     from_inside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By another thread, or a signal's handler; and nothing is taken for broken off."""
@@ -192,7 +194,7 @@ def test_optimizer_refuses_calls_in_the_middle_of_a_step(
 # -- refused, and nothing changed -----------------------------------------------------------------
 
 
-def test_file_in_the_place_of_a_checkpoint(tmp_path: Path) -> None:
+def test_save_refuses_a_path_that_is_a_file_and_keeps_the_file(tmp_path: Path) -> None:
     path = tmp_path / "saved"
     path.write_text("mine")
     with pytest.raises(FileExistsError, match="saved is a file, but a checkpoint is a"):
@@ -200,7 +202,7 @@ def test_file_in_the_place_of_a_checkpoint(tmp_path: Path) -> None:
     assert path.read_text() == "mine"
 
 
-def test_extra_that_cannot_be_saved(tmp_path: Path) -> None:
+def test_save_refuses_extra_values_that_cannot_be_pickled_safely(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="the scheduler's state and non-tensors of the model's state"
     ):
@@ -212,7 +214,7 @@ def test_extra_that_cannot_be_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.filterwarnings("ignore:float16 parameters are stepped without")
-def test_plain_step_after_one_with_a_grad_scaler_divides_by_nothing(dtype: torch.dtype) -> None:
+def test_step_without_a_grad_scaler_divides_by_no_earlier_scale(dtype: torch.dtype) -> None:
     def run(scales: bool) -> list[Tensor]:
         param = nn.Parameter(torch.ones(4, dtype=dtype))
         optimizer = mp_optim.SGD([("w", param)], lr=0.125)

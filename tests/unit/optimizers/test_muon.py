@@ -29,7 +29,9 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("adjust", [{}, "original", "match_rms_adamw"])
-def test_matrices_are_stepped_as_torch_does(adjust: str | dict[str, str]) -> None:
+def test_muon_steps_matrices_like_torch_muon_for_each_adjust_lr_fn(
+    adjust: str | dict[str, str],
+) -> None:
     chosen = {"adjust_lr_fn": adjust} if isinstance(adjust, str) else adjust
     weights = []
     for library in (mp_optim, torch.optim):
@@ -81,7 +83,7 @@ DOORS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_muon_leaves_tables_to_adamw_by_their_modules(door: str) -> None:
+def test_muon_gives_embeddings_and_heads_to_adamw_by_module_type(door: str) -> None:
     model = Oddly()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -118,7 +120,7 @@ HIDDEN = [
 ]
 
 
-def test_muon_leaves_tables_to_adamw_by_the_names_of_the_usual_families() -> None:
+def test_muon_gives_embeddings_and_heads_to_adamw_by_common_names() -> None:
     named = [(name, nn.Parameter(torch.ones(8, 4))) for name in (*TABLES, *HIDDEN)]
     found = {
         group["optimizer"]: group["param_names"] for group in mp_optim.Muon(named).param_groups
@@ -126,7 +128,7 @@ def test_muon_leaves_tables_to_adamw_by_the_names_of_the_usual_families() -> Non
     assert found == {"muon": HIDDEN, "adam": TABLES}
 
 
-def test_muon_warns_when_it_can_only_guess() -> None:
+def test_muon_warns_when_neither_names_nor_modules_identify_embeddings() -> None:
     with pytest.warns(UserWarning, match="without names"):
         optimizer = mp_optim.Muon(list(Net().parameters()))
     assert [len(group["params"]) for group in optimizer.param_groups] == [3, 1]
@@ -137,7 +139,7 @@ def test_muon_warns_when_it_can_only_guess() -> None:
 
 
 @pytest.mark.parametrize("mark", [{"optimizer": "adam"}, {"use_muon": False}])
-def test_group_that_says_which(mark: dict[str, object]) -> None:
+def test_muon_follows_the_rule_that_a_param_group_names(mark: dict[str, object]) -> None:
     net = Net()
     groups = [
         {"params": [net.hidden.weight], "use_muon": True, "optimizer": "muon"},
@@ -154,7 +156,7 @@ def test_group_that_says_which(mark: dict[str, object]) -> None:
     assert optimizer.last_step.success
 
 
-def test_only_experts_of_three_dimensions_are_stacks_of_matrices() -> None:
+def test_muon_steps_3d_experts_as_matrix_stacks_but_not_convolutions() -> None:
     """The weight of a convolution has three, too."""
     marked = nn.Parameter(torch.ones(2, 4, 4))
     marked.allreduce = False  # Megatron's mark of an expert
@@ -177,7 +179,7 @@ def test_only_experts_of_three_dimensions_are_stacks_of_matrices() -> None:
         ("fp16", torch.float16, torch.float16),
     ],
 )
-def test_adamws_moments_are_stored_as_asked(
+def test_muon_stores_adamw_moments_in_the_requested_state_form(
     state: str, first: torch.dtype, second: torch.dtype
 ) -> None:
     net = Net().bfloat16()

@@ -60,7 +60,7 @@ def train(layers: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     decay=st.sampled_from([0.0, 0.1]),
 )
 @settings(max_examples=40, deadline=None, derandomize=True)
-def test_bits_of_the_factory(
+def test_classes_give_the_bits_of_the_factory_for_random_settings(
     rule: Any, dtype: Any, form: str, main: str, offload: float, mode: str, limit: Any, decay: float
 ) -> None:
     how = {"offload_place": mode} if mode == "streamed" else {"offload_mode": mode}
@@ -107,7 +107,7 @@ def _offloaded(offload: float, how: dict[str, str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap", "speculative"])
-def test_optimizer_steps_all_dtypes_together(mode: str) -> None:
+def test_adamw_gives_each_dtype_equal_bits_alone_and_in_mixed_groups(mode: str) -> None:
     params = [
         nn.Parameter(torch.linspace(-1, 1, 300).to(dtype))
         for dtype in (torch.bfloat16, torch.float16, torch.float32)

@@ -83,7 +83,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("rule", ["AdamW", "SGD"])
-def test_every_scheduler_of_torch(name: str, rule: str) -> None:
+def test_torch_schedulers_drive_our_classes_like_torch_classes(name: str, rule: str) -> None:
     settings = {"momentum": 0.9} if rule == "SGD" else {}
     seen: list[list[Any]] = []
     for library in (mp_optim, torch.optim):
@@ -115,7 +115,9 @@ def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 @pytest.mark.parametrize("form", ["fp32", "remainder16", "remainder8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_dtype_that_changed_since_a_save_is_named(dtype: torch.dtype, form: str) -> None:
+def test_load_names_the_dtype_when_params_were_widened_after_a_save(
+    dtype: torch.dtype, form: str
+) -> None:
     layers = model(dtype)
     optimizer = mp_optim.AdamW(layers.parameters(), lr=1e-2, main_params=form)
     with warnings.catch_warnings():
@@ -129,7 +131,7 @@ def test_dtype_that_changed_since_a_save_is_named(dtype: torch.dtype, form: str)
     assert all(map(torch.equal, widened.state_dict().values(), before.values()))
 
 
-def test_before_the_first_step_there_are_settings_and_no_state() -> None:
+def test_state_dict_has_settings_and_no_state_before_the_first_step() -> None:
     """accelerate passes every new optimizer through its own state dict."""
     layers = model()
     optimizer = mp_optim.AdamW(layers.parameters(), lr=1e-2)
@@ -148,7 +150,7 @@ def test_before_the_first_step_there_are_settings_and_no_state() -> None:
 
 
 @pytest.mark.parametrize("where", ["defaults", "param_groups"])
-def test_settings_of_wrappers_are_kept_and_ignored(where: str) -> None:
+def test_settings_that_wrappers_add_to_groups_survive_and_change_no_bit(where: str) -> None:
     """timm's Lookahead writes its own into the groups and defaults of the optimizer it is given."""
     layers = model(torch.bfloat16)
     plain = losses(layers, mp_optim.AdamW(layers.parameters(), lr=1e-2), 3)
@@ -164,7 +166,7 @@ def test_settings_of_wrappers_are_kept_and_ignored(where: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
-def test_gradients_may_be_released(mode: str) -> None:
+def test_adamw_releases_gradients_from_the_first_backward_with_equal_bits(mode: str) -> None:
     """From the first backward on, and with the bits of gradients that are kept."""
     found = []
     for release in (False, True):
@@ -208,7 +210,7 @@ def scaled_losses(layers: nn.Module, optimizer: Any, steps: int) -> list[float]:
     return result
 
 
-def test_fp16_under_torchs_grad_scaler() -> None:
+def test_adamw_trains_fp16_like_fp32_under_torch_grad_scaler() -> None:
     layers = model(torch.float16)
     found = scaled_losses(layers, mp_optim.AdamW(layers.parameters(), lr=1e-2), 60)
     taken = [step for step, loss in enumerate(found) if not math.isnan(loss)]
@@ -219,7 +221,7 @@ def test_fp16_under_torchs_grad_scaler() -> None:
     assert [found[step] for step in taken] == pytest.approx(expected, rel=0.02)
 
 
-def test_fp32_gradients_are_unscaled_by_torch_and_may_be_clipped_between() -> None:
+def test_sgd_steps_clipped_gradients_after_torch_grad_scaler_unscales() -> None:
     param = nn.Parameter(torch.zeros(4))
     optimizer = mp_optim.SGD([param], lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -230,7 +232,7 @@ def test_fp32_gradients_are_unscaled_by_torch_and_may_be_clipped_between() -> No
     assert float(param.norm()) == pytest.approx(1.0, 1e-5)
 
 
-def test_fp16_without_a_loss_scale_is_said_once() -> None:
+def test_adamw_warns_once_when_fp16_params_have_no_loss_scale() -> None:
     param = nn.Parameter(torch.zeros(4).half())
     optimizer = mp_optim.AdamW([param])
     param.grad = torch.ones(4).half()
@@ -242,7 +244,7 @@ def test_fp16_without_a_loss_scale_is_said_once() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_step_is_not_called_when_a_grad_scaler_found_an_inf(dtype: torch.dtype) -> None:
+def test_grad_scaler_skips_step_calls_when_a_gradient_is_infinite(dtype: torch.dtype) -> None:
     """accelerate patches ``step``, and takes a call for a step that was taken: schedulers follow
     it."""
     param = nn.Parameter(torch.ones(4, dtype=dtype))
@@ -276,7 +278,7 @@ def test_step_is_not_called_when_a_grad_scaler_found_an_inf(dtype: torch.dtype) 
 # -- copies ----------------------------------------------------------------------------------------
 
 
-def test_copied_schedule_drives_the_copied_optimizer() -> None:
+def test_deepcopy_binds_a_copied_scheduler_to_the_copied_optimizer() -> None:
     optimizer = mp_optim.AdamW(model().parameters(), lr=1e-2)
     its_own, schedule = copy.deepcopy((optimizer, schedulers.StepLR(optimizer, 3)))
     assert schedule.optimizer is its_own
@@ -284,7 +286,7 @@ def test_copied_schedule_drives_the_copied_optimizer() -> None:
     assert optimizer.param_groups[0]["lr"] == 1e-2
 
 
-def test_copied_optimizer_alone_has_parameters_of_its_own() -> None:
+def test_deepcopy_gives_an_optimizer_separate_params_when_copied_alone() -> None:
     param = nn.Parameter(torch.ones(4))
     optimizer = mp_optim.AdamW([param])
     other = copy.deepcopy(optimizer)
@@ -301,7 +303,7 @@ NOT_THE_SAME = {("Muon", "eps")}
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adafactor", "Muon"])
-def test_defaults_are_torchs(name: str) -> None:
+def test_class_defaults_equal_torch_defaults_for_shared_arguments(name: str) -> None:
     if not hasattr(torch.optim, name):
         pytest.skip(f"this torch has no {name}")
     ours, theirs = (
@@ -338,12 +340,14 @@ def test_defaults_are_torchs(name: str) -> None:
         ({"amsgrad": True}, "amsgrad=True: AMSGrad is not supported"),
     ],
 )
-def test_values_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+def test_adamw_refuses_invalid_argument_values_by_name(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         mp_optim.AdamW([nn.Parameter(torch.zeros(2))], **settings)
 
 
-def test_text_that_spells_a_number_is_one() -> None:
+def test_adamw_accepts_numbers_written_as_text() -> None:
     """Programs that read arguments from a command line or from YAML hand text on."""
     text = {"offload": "1.0", "max_grad_norm": "0.5", "ema_decay": "0.99", "min_8bit_size": "64"}
     optimizer = mp_optim.AdamW([nn.Parameter(torch.zeros(2))], state="8bit", **text)
@@ -377,7 +381,7 @@ OF_THE_CLASSES = {*inspect.signature(mp_optim.AdamW).parameters}
 
 
 @pytest.mark.parametrize("name", [*OF_OTHERS, *sorted({*CONFIG_FIELDS} - OF_THE_CLASSES)])
-def test_error_for_another_librarys_argument_names_our_argument(name: str) -> None:
+def test_adamw_names_our_argument_when_given_an_argument_of_another_library(name: str) -> None:
     with pytest.raises(TypeError, match=f"unexpected argument '{name}'") as caught:
         mp_optim.AdamW([nn.Parameter(torch.zeros(2))], **{name: 8})
     said = str(caught.value).partition(f"'{name}'")[2]
@@ -387,14 +391,14 @@ def test_error_for_another_librarys_argument_names_our_argument(name: str) -> No
     assert not others or "of OptimizerConfig" in said
 
 
-def test_parameter_that_cannot_be_trained() -> None:
+def test_adamw_refuses_float64_params_by_name() -> None:
     param = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     param.grad = torch.zeros_like(param)
     with pytest.raises(TypeError, match=r"group0.param0 is torch.float64"):
         mp_optim.AdamW([param]).step()
 
 
-def test_loss_scale_of_torchs_costs_no_copy_to_the_device() -> None:
+def test_amp_loss_scale_creates_no_tensor_on_the_device() -> None:
     """Each step makes one; a number that is brought to a device is waited for."""
 
     places: list[str] = []

@@ -16,7 +16,7 @@ from mp_optim.optimizers import classes
 
 
 @pytest.mark.parametrize("name", classes.__all__)
-def test_learning_rate_betas_and_eps_are_those_of_the_arguments(name: str, tmp_path: Path) -> None:
+def test_trainer_args_pass_lr_betas_eps_and_decay_to_each_class(name: str, tmp_path: Path) -> None:
     arguments = TrainingArguments(
         str(tmp_path),
         learning_rate=1.25e-5,
@@ -42,7 +42,7 @@ def test_learning_rate_betas_and_eps_are_those_of_the_arguments(name: str, tmp_p
         assert given == {((0.8, 0.9), 1e-6)}
 
 
-def test_trainer_args_prefer_chosen_settings(tmp_path: Path) -> None:
+def test_class_and_settings_prefer_chosen_values_over_trainer_args(tmp_path: Path) -> None:
     arguments = TrainingArguments(str(tmp_path), learning_rate=1e-5, use_cpu=True)
     cls, settings = class_and_settings(arguments, {"lr": 3e-4})
     assert cls is mp_optim.AdamW and settings["lr"] == 3e-4
@@ -84,7 +84,7 @@ def norms_of_run(folder: Path, **chosen: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
-def test_norm_of_gradients_that_were_released_is_logged(mode: str, tmp_path: Path) -> None:
+def test_trainer_logs_the_grad_norm_when_gradients_were_released(mode: str, tmp_path: Path) -> None:
     kept = norms_of_run(tmp_path / "kept")
     released = norms_of_run(tmp_path / "released", offload_mode=mode, release_gradients=True)
     assert released == pytest.approx(kept, rel=1e-2) and min(kept) > 0  # torch's rounds to bfloat16

@@ -39,7 +39,7 @@ def mixtral():
         )
 
 
-def test_hugging_face_moe_splits_into_dense_and_expert_groups(mixtral):
+def test_param_groups_separate_experts_and_norms_of_a_hugging_face_moe(mixtral):
     groups = get_param_groups([mixtral], CONFIG, get_standard_config_overrides(CONFIG))
     experts = [
         name for group in groups if group["is_expert_parallel"] for name in group["param_names"]
@@ -56,7 +56,7 @@ def test_hugging_face_moe_splits_into_dense_and_expert_groups(mixtral):
     check_claims([mixtral], groups)
 
 
-def test_megatron_marks_experts_by_attribute_and_shared_experts_are_dense():
+def test_expert_params_are_found_by_name_or_mark_but_not_shared_experts():
     param = nn.Parameter(torch.ones(1))
     assert is_expert_param(param, "mlp.experts.down_proj")
     assert not is_expert_param(param, "mlp.shared_experts.experts.w")
@@ -65,7 +65,7 @@ def test_megatron_marks_experts_by_attribute_and_shared_experts_are_dense():
     assert is_expert_param(param, "mlp.w")
 
 
-def test_decoupled_lr_for_embeddings_and_by_attribute(mixtral):
+def test_decoupled_lr_applies_to_embeddings_and_the_output_layer(mixtral):
     config = OptimizerConfig(lr=1e-3, decoupled_lr=5e-3, decoupled_min_lr=1e-4)
     groups = get_param_groups([mixtral], config, get_standard_config_overrides(config))
     decoupled = {name for g in groups if g["is_decoupled_lr"] for name in g["param_names"]}
@@ -73,7 +73,7 @@ def test_decoupled_lr_for_embeddings_and_by_attribute(mixtral):
     assert all(g["lr"] == 5e-3 and g["min_lr"] == 1e-4 for g in groups if g["is_decoupled_lr"])
 
 
-def test_qk_layernorm_keeps_decay_if_asked():
+def test_qk_layernorm_keeps_weight_decay_when_requested():
     model = nn.ModuleDict({"q_norm": nn.LayerNorm(2), "norm": nn.LayerNorm(2)})
     config = OptimizerConfig(lr=1e-3, weight_decay=0.1, apply_wd_to_qk_layernorm=True)
     groups = get_param_groups([model], config, get_standard_config_overrides(config))
@@ -81,7 +81,7 @@ def test_qk_layernorm_keeps_decay_if_asked():
     assert decayed == {"q_norm.weight", "q_norm.bias"}
 
 
-def test_param_key_conditions_are_alternatives():
+def test_param_key_matches_when_any_condition_matches():
     param = nn.Parameter(torch.ones(2, 2))
     param.special = True
     assert ParamKey(name="*.weight").matches(param, "a.weight")
@@ -97,7 +97,7 @@ def test_param_key_conditions_are_alternatives():
     )
 
 
-def test_mup_scales_hidden_matrices_for_adam_and_vectors_for_sgd():
+def test_mup_scales_lr_of_matrices_for_adam_and_of_vectors_for_sgd():
     model = nn.ModuleDict({"embed_tokens": nn.Embedding(4, 4), "hidden": nn.Linear(4, 4)})
     groups = get_param_groups([model], CONFIG, get_mup_config_overrides(CONFIG, 4.0))
     by_name = {name: g for g in groups for name in g["param_names"]}
@@ -114,7 +114,7 @@ def test_mup_scales_hidden_matrices_for_adam_and_vectors_for_sgd():
         get_mup_config_overrides(CONFIG, 0)
 
 
-def test_decoupled_lr_and_mup_know_embeddings_and_heads_by_their_modules():
+def test_decoupled_lr_and_mup_find_embeddings_and_heads_by_module_type():
     model = nn.ModuleDict(
         {
             **{"wte": nn.Embedding(4, 4), "lookup": nn.Embedding(4, 4)},
@@ -132,7 +132,7 @@ def test_decoupled_lr_and_mup_know_embeddings_and_heads_by_their_modules():
     assert {name for name in kept if name.endswith("weight")} == tables
 
 
-def test_conflicts_and_inconsistencies_are_named(caplog):
+def test_param_groups_name_conflicting_overrides_and_unsupported_params(caplog):
     model = nn.Linear(2, 2)
     overrides = {
         ParamKey(name="weight"): {"max_lr": 1.0},
@@ -152,7 +152,7 @@ def test_conflicts_and_inconsistencies_are_named(caplog):
         get_param_groups([complex_model], CONFIG, None)
 
 
-def test_tied_frozen_and_several_chunks():
+def test_param_groups_list_tied_params_once_and_skip_frozen_params():
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.weight = first.weight
     second.bias.requires_grad_(False)
@@ -160,7 +160,7 @@ def test_tied_frozen_and_several_chunks():
     assert [n for g in groups for n in g["param_names"]] == ["0.weight", "0.bias"]
 
 
-def test_every_trainable_parameter_is_claimed_once():
+def test_factory_refuses_groups_that_miss_or_repeat_a_trainable_param():
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="bias is in 0 param groups"):
         get_megatron_optimizer(CONFIG, model, param_groups=[{"params": [model.weight]}])
@@ -168,7 +168,7 @@ def test_every_trainable_parameter_is_claimed_once():
         check_claims([model], [{"params": list(model.parameters())}, {"params": [model.weight]}])
 
 
-def test_model_with_nothing_to_train_is_refused_unless_its_groups_are_given():
+def test_factory_refuses_a_frozen_model_unless_param_groups_are_given():
     model = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(ValueError, match=r"no trainable parameter .2 are frozen"):
         get_megatron_optimizer(CONFIG, model)
@@ -192,13 +192,13 @@ def test_model_with_nothing_to_train_is_refused_unless_its_groups_are_given():
         ({"max_lr": 1e-9}, "below min_lr"),
     ],
 )
-def test_override_without_effect_is_refused(override, message):
+def test_config_overrides_are_refused_when_they_have_no_effect(override, message):
     config = OptimizerConfig(lr=1e-3, min_lr=1e-4)
     with pytest.raises(ValueError, match=message):
         get_param_groups([nn.Linear(2, 2)], config, {ParamKey(name="*"): override})
 
 
-def test_lists_in_overrides_are_understood():
+def test_config_overrides_accept_a_list_for_betas():
     groups = get_param_groups(
         [nn.Linear(2, 2)], OptimizerConfig(lr=1e-3), {ParamKey(name="*"): {"betas": [0.8, 0.9]}}
     )

@@ -48,7 +48,7 @@ def at(steps, **settings):
         ("inverse-square-root", 109, math.sqrt(10 / 109)),
     ],
 )
-def test_learning_rate(style, steps, expected):
+def test_scheduler_returns_the_lr_of_each_decay_style_at_each_step(style, steps, expected):
     assert at(steps, lr_decay_style=style)["lr"] == pytest.approx(expected)
 
 
@@ -61,7 +61,7 @@ def test_learning_rate(style, steps, expected):
         ("minus_sqrt", 1 - math.sqrt(0.5)),
     ],
 )
-def test_wsd(style, middle):
+def test_scheduler_lr_is_flat_and_then_decays_in_wsd_styles(style, middle):
     settings = {"lr_decay_style": "WSD", "wsd_decay_steps": 20, "lr_wsd_decay_style": style}
     assert at(80, **settings)["lr"] == 1.0
     assert at(100, **settings)["lr"] == pytest.approx(0.2 + 0.8 * middle)
@@ -71,12 +71,12 @@ def test_wsd(style, middle):
 @pytest.mark.parametrize(
     "style, expected", [("linear", 0.025), ("cosine", 0.05 * (1 - math.cos(math.pi / 4)))]
 )
-def test_weight_decay_ramp(style, expected):
+def test_scheduler_raises_weight_decay_along_the_chosen_ramp(style, expected):
     assert at(25, wd_incr_style=style)["weight_decay"] == pytest.approx(expected)
     assert at(1000, wd_incr_style=style)["weight_decay"] == 0.1
 
 
-def test_groups_have_their_own_limits_and_tensor_rates_are_filled():
+def test_scheduler_applies_limits_of_each_group_and_fills_tensor_rates():
     rate = torch.zeros(())
     holder = Holder(
         {"max_lr": 2.0, "min_lr": 0.5, "wd_mult": 0.0},
@@ -90,7 +90,7 @@ def test_groups_have_their_own_limits_and_tensor_rates_are_filled():
     assert third["lr"] is rate and float(rate) == pytest.approx(0.2)
 
 
-def test_f8_loading_is_absolute_idempotent_and_applied_at_once():
+def test_scheduler_load_sets_step_and_rates_at_once_and_when_repeated():
     scheduler = OptimizerParamScheduler(Holder(), **BASE)
     scheduler.step(30)
     state = scheduler.state_dict()
@@ -102,7 +102,7 @@ def test_f8_loading_is_absolute_idempotent_and_applied_at_once():
     assert holder.param_groups == scheduler.optimizer.param_groups
 
 
-def test_scheduler_refuses_other_settings_when_neither_flag_is_set():
+def test_scheduler_refuses_a_state_with_other_settings_when_no_flag_is_set():
     state = OptimizerParamScheduler(Holder(), **{**BASE, "max_lr": 3.0}).state_dict()
     scheduler = OptimizerParamScheduler(Holder(), **BASE, use_checkpoint_opt_param_scheduler=False)
     with pytest.raises(ValueError, match=r"max_lr=1\.0: the checkpoint has 3\.0"):
@@ -122,7 +122,7 @@ def test_scheduler_refuses_other_settings_when_neither_flag_is_set():
         {"lr_wsd_decay_style": "x", "lr_decay_style": "WSD", "wsd_decay_steps": 10},
     ],
 )
-def test_bad_arguments_are_named(settings):
+def test_scheduler_names_the_argument_when_a_setting_is_invalid(settings):
     with pytest.raises(ValueError, match=f"{next(iter(settings))}="):
         at(0, **settings)
 
@@ -142,7 +142,7 @@ def rates(optimizer):
 
 @pytest.mark.parametrize("order", ["O", "S", "OS", "SO"])
 @pytest.mark.parametrize("whose", ["new", "saved"])
-def test_scheduler_takes_the_flagged_limits_in_every_order_of_loading(order, whose):
+def test_scheduler_follows_the_flag_when_loads_come_in_any_order(order, whose):
     first, saved = stage(6.0, 0.5)
     saved.step(40)
     flag = {"new": "override_opt_param_scheduler", "saved": "use_checkpoint_opt_param_scheduler"}
@@ -169,7 +169,7 @@ def limits(top, floor):
     return {"max_lr": top, "min_lr": floor}, {"max_lr": 7.0, "min_lr": 0.0}
 
 
-def test_scheduler_names_groups_that_do_not_follow_the_loaded_schedule():
+def test_scheduler_load_names_groups_that_keep_a_different_max_lr():
     state = OptimizerParamScheduler(Holder(), **{**BASE, "max_lr": 3.0}).state_dict()
     holder = Holder({"max_lr": 1.0}, {"max_lr": 0.5})
     scheduler = OptimizerParamScheduler(holder, **BASE)
@@ -180,13 +180,13 @@ def test_scheduler_names_groups_that_do_not_follow_the_loaded_schedule():
     assert [group["max_lr"] for group in holder.param_groups] == [3.0, 0.5]
 
 
-def test_scheduler_leaves_no_hook_when_it_is_deleted():
+def test_deleted_scheduler_leaves_no_hook_on_the_optimizer():
     optimizer, scheduler = stage(2.0, 1.0)
     gone = weakref.ref(scheduler)
     del scheduler
     assert gone() is None and not optimizer._optimizer_load_state_dict_post_hooks
 
 
-def test_max_lr_that_no_group_follows_is_told():
+def test_scheduler_warns_when_no_group_follows_max_lr():
     with pytest.warns(UserWarning, match=r"max_lr=1\.0 has no effect"):
         OptimizerParamScheduler(Holder({"max_lr": 5.0}, {"max_lr": 3.0}), **BASE)

@@ -26,7 +26,7 @@ def told(tmp_path_factory):
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
-def test_error_names_the_silent_ranks_and_no_others_when_a_collective_fails(told, scenario):
+def test_missing_ranks_error_names_exactly_the_silent_ranks(told, scenario):
     named = ", ".join(map(str, scenario.gone))
     word = "rank" if len(scenario.gone) == 1 else "ranks"
     expected = f"failed: {word} {named} of [0, 1, 2, 3] did not report within {PATIENCE:g} s"
@@ -40,7 +40,7 @@ def test_error_names_the_silent_ranks_and_no_others_when_a_collective_fails(told
         assert found["seconds"] < SECONDS + PATIENCE + waits, found
 
 
-def test_errors_of_other_code_are_kept_whatever_they_say():
+def test_missing_ranks_keeps_errors_raised_outside_of_collectives():
     """By where an error was raised, not by its text."""
     with one_rank():
         with (
@@ -75,14 +75,14 @@ print(listening())
 """
 
 
-def test_ranks_that_differ_are_named_though_the_store_ends_with_the_first(told):
+def test_differing_ranks_are_named_when_rank_0_and_its_store_end_first(told):
     for rank in range(RANKS):
         said = told[f"{DISAGREE.name}-{rank}"]["told"]
         assert said.startswith("ValueError: the ranks that share parameters")
         assert "rank 1 has 'lr=0.01 of the group of 0.weight'" in said
 
 
-def test_failure_is_forgotten_when_the_job_begins_again(tmp_path):
+def test_missing_ranks_error_does_not_recur_when_the_job_restarts(tmp_path):
     for failed, again in results_of_ranks("lives", 2, tmp_path):
         assert failed.startswith("MissingRanksError: ")
         assert again == "no error"

@@ -10,7 +10,7 @@ from mp_optim.process_groups.agreement import agree_on_largest
 from support.one_rank import one_rank
 
 
-def test_from_megatrons_attribute_names():
+def test_process_groups_are_read_from_megatron_attribute_names():
     groups = ProcessGroups.from_attributes(
         SimpleNamespace(mp="mp", tp="tp", expt_tp="et", tp_ep_pp="tep", dp="dp")
     )
@@ -24,7 +24,7 @@ def test_from_megatrons_attribute_names():
     ) == ("mp", "tep", "tp", "et", "dp", None)
 
 
-def test_from_a_device_mesh(tmp_path):
+def test_process_groups_are_read_from_device_mesh_dim_names(tmp_path):
     with one_rank():
         groups = ProcessGroups.from_device_mesh(
             dist.init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "pp", "tp"))

@@ -79,7 +79,7 @@ def test_beyond_what_doubles_count_exactly():
 
 
 @pytest.mark.parametrize("ranks, bucket_size", [(0, None), (2, 0)])
-def test_bad_arguments_are_named(ranks, bucket_size):
+def test_bucket_plan_names_an_invalid_rank_count_or_bucket_size(ranks, bucket_size):
     with pytest.raises(ValueError, match=r"ranks=0|bucket_size=0"):
         plan_flat([4], ranks, bucket_size)
 
