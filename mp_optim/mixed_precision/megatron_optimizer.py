@@ -59,7 +59,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
             without a wait for the device.
         observer_kinds: observers that every stack has, by name (:mod:`mp_optim.monitor`).
         observers: observers of this stack.
-        early_work: schedulers of work during backward, one for each wrapper that has one.
+        backward_schedulers: schedulers of work during backward, one for each wrapper that has one.
         counts: counts of steps, and the last verdict.
     """
 
@@ -80,9 +80,9 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         super().__init__(params, defaults)
 
     def _begin(self, config: OptimizerConfig) -> None:
-        """Create empty counts, observers and early work."""
+        """Create empty counts, and the observers of this stack."""
         self.config = config
-        self.early_work: list[BackwardScheduler] = []
+        self.backward_schedulers: list[BackwardScheduler] = []
         self.counts = StepCounts(weak_method(self.refuse_disagreement))
         self.observers = Observers(self.observer_kinds, self)
 
@@ -145,7 +145,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         Raises:
             ValueError: naming what they differ in.
         """
-        self.discard_early_work()
+        self.discard_backward_work()
         raise disagreement([mains.table.common for mains in self.all_mains()])
 
     # -- loss scale, gradients --------------------------------------------------------------------
@@ -160,7 +160,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     def remember_scale(self) -> None:
         """Predict the multiplier of the next backward from the current loss scale."""
         if self.grad_scaler is not None:
-            for scheduler in self.early_work:
+            for scheduler in self.backward_schedulers:
                 scheduler.expect_multiplier(self.grad_scaler.inv_scale)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear ``grad`` and ``decoupled_grad``, and forget released gradients. ``main_grad``
         belongs to the code that made it and stays."""
-        for scheduler in self.early_work:
+        for scheduler in self.backward_schedulers:
             scheduler.forget_released()
         super().zero_grad(set_to_none=set_to_none)
         for _, param in iter_slots(self.param_groups):
@@ -197,11 +197,11 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         """Whether gradients that get ready are complete, so that ``offload_mode`` may begin to work
         on them. Otherwise that work is done again after the micro-batches that follow: right, but
         not hidden."""
-        return all(scheduler.is_last_microbatch for scheduler in self.early_work)
+        return all(scheduler.is_last_microbatch for scheduler in self.backward_schedulers)
 
     @is_last_microbatch.setter
     def is_last_microbatch(self, value: bool) -> None:
-        for scheduler in self.early_work:
+        for scheduler in self.backward_schedulers:
             scheduler.is_last_microbatch = value
 
     @contextmanager
@@ -221,16 +221,16 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         FSDP2, backward calls it.
         """
         chosen = None if params is None else list(params)
-        for scheduler in self.early_work:
+        for scheduler in self.backward_schedulers:
             scheduler.grads.ready(chosen)
 
-    def discard_early_work(self) -> None:
-        """Discard the work of backward; ``step()`` does it again.
+    def discard_backward_work(self) -> None:
+        """Discard the work that ``offload_mode`` did during backward; ``step()`` does it again.
 
         Writes to gradients are detected, except for rows on an accelerator that are exchanged
         without a trace: see ``docs/outside_writes.md``.
         """
-        for scheduler in self.early_work:
+        for scheduler in self.backward_schedulers:
             scheduler.discard()
 
     # -- parameters and main params ---------------------------------------------------------------
@@ -398,7 +398,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     def offload_to_cpu(self) -> None:
         """Move main params and moments off the accelerator, until :meth:`restore_from_cpu`; a step
         before that raises RuntimeError. Gradients are the caller's to clear."""
-        self.discard_early_work()  # early work refers to gradients, whose memory would not be freed
+        # Work that backward began refers to gradients, so their memory could not be freed.
+        self.discard_backward_work()
         super().offload_to_cpu()
 
     # -- what changed -----------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class SteppedStack(Protocol):
     observers: Observers
     counts: StepCounts
 
-    def discard_early_work(self) -> None: ...
+    def discard_backward_work(self) -> None: ...
     def remember_scale(self) -> None: ...
     def refuse_disagreement(self) -> NoReturn: ...
     def zero_grad(self, set_to_none: bool = True) -> None: ...
@@ -107,7 +107,7 @@ def take_step(
                 try:
                     grads = stack.grads_of(stack)
                 except WorkerError:  # every worker's job runs again in this process
-                    stack.discard_early_work()
+                    stack.discard_backward_work()
                     raise
                 # measure, agree
                 device = grads.verdict_device

@@ -79,7 +79,7 @@ class WrappedOptimizer(MegatronOptimizer):
         self.use_mark(self.step_mark)
         self.share_settings()
         if overlap is not None:
-            self.early_work.append(overlap)
+            self.backward_schedulers.append(overlap)
             self.remember_scale()
 
     def _updates_in_backward(self, grads: Mapping[Slot, Tensor], multiplier: float) -> SlotUpdates:

@@ -87,7 +87,7 @@ class BackwardScheduler:
         self, host_part: HostPart, bind_tensors: Callable[[], object], source: GradSource
     ) -> None:
         settings = host_part.settings
-        self.mode, self.is_early = host_part.how.mode, host_part.how.is_early
+        self.mode, self.runs_in_backward = host_part.how.mode, host_part.how.runs_in_backward
         self.counts = Counter(
             speculation_hits=0, speculation_redone=0, speculation_paused=0, speculation_stale=0
         )
@@ -120,13 +120,13 @@ class BackwardScheduler:
         host_part, settings = self._host_part, self._host_part.settings
         self._transfer = settings.transfer
         self.buckets, largest = [], 0
-        if self.is_early and (buckets := host_part.buckets) is not None:
+        if self.runs_in_backward and (buckets := host_part.buckets) is not None:
             indices = range(len(buckets.members))
             self.buckets = [BackwardBucket(buckets, at, host_part.comes_down) for at in indices]
             for staging in buckets.staging:
                 largest = max(largest, staging.capacity // (1 + buckets.has_outputs))
         self._bucket_of = {slot: bucket for bucket in self.buckets for slot in bucket.slots}
-        if self.is_early:
+        if self.runs_in_backward:
             self.grads.places_changed()
         make = partial(Staging, settings.transfer, largest, settings.pin_staging)
         self.released.landings = [(make(), None), (make(), None)]
@@ -143,7 +143,7 @@ class BackwardScheduler:
             grad: the local gradient.
             claim: the gradient, if it may be released.
         """
-        if not self.is_early:
+        if not self.runs_in_backward:
             return
         # NOTE: backward has a thread for each device that has parameters, and one for the CPU.
         with self._reporting:
@@ -285,7 +285,7 @@ class BackwardScheduler:
         if (file := self._host_part.settings.state_file) is not None:
             file.check_owner()
         self._timeline.begin_step()
-        if not self.is_early:
+        if not self.runs_in_backward:
             return CollectedGrads({}, {})
         self.grads.update_hooks()
         try:
@@ -396,7 +396,7 @@ class BackwardScheduler:
     def judge(self, steps: Sequence[BucketStep]) -> None:
         """Find out what of the steps of the host's buckets came down during backward, and is the
         same."""
-        if not self.is_early:
+        if not self.runs_in_backward:
             return
         stale = 0
         for step in steps:

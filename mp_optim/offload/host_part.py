@@ -151,9 +151,9 @@ class HostPart:
         """Return buckets, unless nothing copies gradients to staging memory."""
         how, on_host = self.settings, self.how.place == "host"
         if self.pipeline is not None:
-            is_needed = self.how.is_early and (on_host or self.releases)
+            is_needed = self.how.runs_in_backward and (on_host or self.releases)
         else:  # a step without work in backward reads a model in host memory in place
-            is_needed = self.how.is_early or not how.transfer.is_same_place
+            is_needed = self.how.runs_in_backward or not how.transfer.is_same_place
         if not is_needed:
             return None
         has_outputs = self.pipeline is None
@@ -220,7 +220,7 @@ class HostPart:
     def released_bytes(self) -> int:
         """Bytes on the device that ``release_gradients`` saves, in the dtype of the model."""
         elements = {slot.slot: slot for slot in self.slots}
-        if self.buckets is None or not self.how.is_early:
+        if self.buckets is None or not self.how.runs_in_backward:
             return 0
         sizes = []
         for bucket in self.buckets.members:
@@ -233,7 +233,7 @@ class HostPart:
         """Yield notes for ``describe()`` about how the slots are stepped."""
         if self.pipeline is not None and self.slots:
             yield self.pipeline.note()
-        if self.how.place == "host" and self.how.is_early and self.buckets is not None:
+        if self.how.place == "host" and self.how.runs_in_backward and self.buckets is not None:
             yield (
                 f"host: offload_mode {self.how.mode}, {len(self.buckets.members)} "
                 f"buckets of at most {self.settings.bucket_bytes:,} bytes, "

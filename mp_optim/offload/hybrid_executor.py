@@ -572,7 +572,7 @@ def work_in_backward(
         ValueError: gradients cannot be released.
     """
     stepper = stepper_of(executor)
-    if stepper is None or not stepper.schedule.is_early:
+    if stepper is None or not stepper.schedule.runs_in_backward:
         if releases:
             raise ValueError(
                 "release_gradients=True: the optimizer does not work during backward; pass "

@@ -77,8 +77,8 @@ class OffloadedStep:
         check_field("offload_place", self.place)
 
     @property
-    def is_early(self) -> bool:
-        """Whether anything is begun during backward."""
+    def runs_in_backward(self) -> bool:
+        """True if ``mode`` starts work during backward, before the step."""
         return self.mode != "sync"
 
     def classes(self, host: SlotStepper, device: SlotStepper) -> dict[Place, SlotStepper]:

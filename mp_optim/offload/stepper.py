@@ -133,7 +133,7 @@ class Stepper:
             self.transfer_bytes.add(*astuple(pipeline.moved))
             pipeline.moved = TransferBytes()
         self.timeline.end_step()
-        if self.schedule.is_early:
+        if self.schedule.runs_in_backward:
             if self.host_part.speculation is not None:
                 self.schedule.check_prediction(offloaded)
             self.schedule.end_iteration()
@@ -199,7 +199,7 @@ class Stepper:
         """Step bucket by bucket in staging memory, with gradients that are complete at ``mark``."""
         depth = 1
         if self.host_part.settings.pipelined:
-            depth = len(steps) if self.schedule.is_early else 2
+            depth = len(steps) if self.schedule.runs_in_backward else 2
         for step in steps[:depth]:
             step.start(mark)
         begin()
@@ -212,7 +212,7 @@ class Stepper:
                 with self.timeline.stage("host_step", step.label):
                     self._executor.step_slots(step.staged)
             except Exception as error:
-                if not self.schedule.is_early:
+                if not self.schedule.runs_in_backward:
                     raise
                 self.schedule.discard()
                 raise RuntimeError(
@@ -249,7 +249,7 @@ class Stepper:
     def metrics(self) -> dict[str, float]:
         """Return host memory, milliseconds of the last step's stages, and counts of speculation."""
         found = self.timeline.metrics() | self._memory.metrics()
-        if self.schedule.is_early:
+        if self.schedule.runs_in_backward:
             found |= self.schedule.counts
         if self.host_part.settings.state_file is not None:
             found["bytes_read"] = self.transfer_bytes.read

@@ -136,7 +136,7 @@ class StackOptimizer(WrappedOptimizer):
             raise
 
     def _forget_engine(self) -> None:
-        for scheduler in self.early_work:
+        for scheduler in self.backward_schedulers:
             scheduler.stop()
         vars(self).pop("engine", None)
         self.groups_below, self.shared_settings = (), SharedSettings()

@@ -63,7 +63,7 @@ class CompositeOptimizer(MegatronOptimizer):
         self.members.extend(members)
         for member in self.members:
             member.join(self)
-            self.early_work += member.early_work
+            self.backward_schedulers += member.backward_schedulers
         self.use_mark(self.step_mark)
 
     @abstractmethod

@@ -167,7 +167,7 @@ class DistributedOptimizer(CompositeOptimizer):
         self.take_members([self.shards])
         _show_settings(self, sharded=not self._model.steps_everything)
         # A listener makes backward wait for earlier reductions, so it is registered only if needed.
-        if self.early_work:
+        if self.backward_schedulers:
             shards, tensors = self.shards, self._model.tensors  # the reducer must not keep `self`
             self.grad_reducer.on_reduced = lambda bucket: shards.gradients_ready(tensors[bucket])
 

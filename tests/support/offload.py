@@ -58,7 +58,7 @@ def hybrids(optimizer: Any) -> list[HybridDeviceOptimizer]:
 
 def schedules(optimizer: Any) -> list[BackwardScheduler]:
     found = [hybrid.stepper.schedule for hybrid in hybrids(optimizer)]
-    return [schedule for schedule in found if schedule.is_early]
+    return [schedule for schedule in found if schedule.runs_in_backward]
 
 
 def build_mode(
@@ -92,7 +92,7 @@ def spans_of_worker(optimizer: Any, stage: str) -> list[Span]:
     return [span for span in spans if span.stage == stage and span.thread == "mp_optim-host"]
 
 
-def finish_early_work(optimizer: Any) -> float:
+def finish_backward_work(optimizer: Any) -> float:
     for schedule in schedules(optimizer):
         schedule.worker.drain()
     return time.perf_counter()

@@ -191,7 +191,7 @@ class MegatronAdapter(torch.optim.Optimizer):
             try:
                 grads = stack.grads_of(stack)
             except WorkerError:  # every worker's job runs again in this process
-                stack.discard_early_work()
+                stack.discard_backward_work()
                 raise
             measurement = grads.sums()
             judge = stack.observers.judge_on(torch.device("cpu"))
@@ -254,7 +254,7 @@ class MegatronAdapter(torch.optim.Optimizer):
                 "clip_grad_norm was not called. Call optimizer.clip_grad_norm(limit), with 0 for "
                 "no clipping; other ways of clipping have no effect here"
             )
-        for scheduler in self.stack.early_work:
+        for scheduler in self.stack.backward_schedulers:
             scheduler.grads.forget_comparisons()
         self._finish(prepared)
         return not prepared.verdict.cause

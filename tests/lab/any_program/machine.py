@@ -68,7 +68,7 @@ class AnyProgram(Program):
         gradients.own_memory(self.subject)
         gradients.change(param, how)
         if how in gradients.UNTRACED:
-            self.subject.optimizer.discard_early_work()
+            self.subject.optimizer.discard_backward_work()
 
     @operation(to_none=st.booleans())
     def zero_grad(self, to_none: bool) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from support.launch import results_of_ranks
 from support.models import build, tokens_of
-from support.offload import finish_early_work
+from support.offload import finish_backward_work
 
 
 def regression(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -172,7 +172,7 @@ def test_outside_clipping_is_counted_and_warned_of_once(mode: str) -> None:
             stack.zero_grad()
             for part in (2 * seed, 2 * seed + 1):  # a later micro-batch is nobody's fault
                 (loss_of(model, part) / 2).backward()
-            finish_early_work(stack)
+            finish_backward_work(stack)
             if limit is not None:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
             stack.step()

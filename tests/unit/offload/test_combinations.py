@@ -18,7 +18,7 @@ from torch import Tensor
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.offload.state_storage import StateFile
 from support.models import AdversarialTransfer
-from support.offload import delays, differing, finish_early_work, hybrids, snapshot
+from support.offload import delays, differing, finish_backward_work, hybrids, snapshot
 from support.slow_disk import slow_disk
 from support.streamed import HALVES, WHOLE, Model, give_gradients, stepped
 
@@ -199,7 +199,7 @@ def test_disk_offload_reads_state_once_per_step_and_never_during_backward(
     for step in range(1, 4):
         sizes.clear()
         accumulate(model, step)
-        finish_early_work(optimizer)
+        finish_backward_work(optimizer)
         assert sizes == []  # windows are read in the step
         optimizer.step()
         assert sum(sizes) == size == optimizer.metrics()["bytes_read"]

@@ -57,7 +57,7 @@ def test_offload_step_downloads_before_the_device_step_ends(
         optimizer.zero_grad()
         optimizer.is_last_microbatch = begun
         model(tokens_of(step)).backward()
-        optimizer.discard_early_work()
+        optimizer.discard_backward_work()
         events.clear()
         assert optimizer.step().success
         stepped = events.index(("device", None))

@@ -114,7 +114,7 @@ def backward(params, seed):
         torch.autograd.backward(param, torch.randn(param.shape, generator=generator).bfloat16())
 
 
-@pytest.mark.parametrize("work", ["step", "discard_early_work", "zero_grad"])
+@pytest.mark.parametrize("work", ["step", "discard_backward_work", "zero_grad"])
 @pytest.mark.parametrize(("place", "mode"), [("host", "overlap"), ("streamed", "overlap")])
 def test_fork_between_backward_and_step_leaves_the_parents_training_unchanged(
     tmp_path, place, mode, work

@@ -16,7 +16,15 @@ from mp_optim.offload.worker import Job, Worker, WorkerError
 from mp_optim.rules.rule_executor import RuleExecutor
 from support.launch import end_forked_program
 from support.models import tokens_of
-from support.offload import MODES, build_mode, differing, finish_early_work, hybrids, run, snapshot
+from support.offload import (
+    MODES,
+    build_mode,
+    differing,
+    finish_backward_work,
+    hybrids,
+    run,
+    snapshot,
+)
 
 SECONDS = 5.0
 each_early = pytest.mark.parametrize("mode", MODES[1:])
@@ -107,7 +115,7 @@ def test_step_changes_no_bucket_when_a_kernel_raises_after_the_clip(monkeypatch)
     pair, other = ready("speculative", fraction=1.0, experts=False)
     for model, optimizer in (pair, other):
         model(tokens_of(50)).backward()
-        finish_early_work(optimizer)  # else it may work on gradients as they are later
+        finish_backward_work(optimizer)  # else it may work on gradients as they are later
         for param in model.parameters():
             param.grad.mul_(0.5)
     with monkeypatch.context() as patch:
@@ -186,7 +194,7 @@ def test_offload_holds_a_constant_number_of_threads_and_tensors_over_many_steps(
                 optimizer.zero_grad()
                 (model.dense.float().sum() * (step + 1) + model.bias.float().sum()).backward()
                 if step % 5 == 1:
-                    optimizer.discard_early_work()
+                    optimizer.discard_backward_work()
                 elif step % 5 == 2:
                     optimizer.zero_grad()
                 elif step % 5 == 3:

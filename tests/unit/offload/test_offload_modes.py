@@ -19,7 +19,7 @@ from support.offload import (
     build_mode,
     delays,
     differing,
-    finish_early_work,
+    finish_backward_work,
     hybrids,
     run,
     schedules,
@@ -158,13 +158,13 @@ def between(model, optimizer, what):
         optimizer.offload_to_cpu()
         optimizer.restore_from_cpu()
     elif what == "discard":
-        optimizer.discard_early_work()
+        optimizer.discard_backward_work()
     elif what == "step twice":
         optimizer.step()
     elif what == "reload":
         optimizer.reload_model_params()
     elif what == "discard, backward again":
-        optimizer.discard_early_work()
+        optimizer.discard_backward_work()
         optimizer.scale_loss(model(tokens_of(79))).backward()
     elif what == "cut buckets":
         for hybrid in hybrids(optimizer):
@@ -286,7 +286,7 @@ def test_early_work_starts_at_gradients_ready_when_several_ranks_reduce(mode, mo
         for step in range(6):
             optimizer.zero_grad()
             model(tokens_of(step)).backward()
-            after_backward = finish_early_work(optimizer)
+            after_backward = finish_backward_work(optimizer)
             for param in model.parameters():
                 param.grad.data.mul_(0.5)  # as a reduction into the same memory, without a trace
             if step > 2:
@@ -308,10 +308,10 @@ def test_early_work_starts_only_in_the_last_micro_batch(mode):
     with optimizer.no_sync():
         assert not optimizer.is_last_microbatch
         model(tokens_of(0)).backward()
-    before_the_last = finish_early_work(optimizer)
+    before_the_last = finish_backward_work(optimizer)
     assert optimizer.is_last_microbatch
     model(tokens_of(1)).backward()
-    before_step = finish_early_work(optimizer)
+    before_step = finish_backward_work(optimizer)
     optimizer.step()
     brought = spans_of_worker(optimizer, "wait_copies")
     assert brought
@@ -349,7 +349,7 @@ def test_speculation_changes_nothing_when_one_element_is_not_finite(precision, b
     )
     optimizer.scale_loss(model(tokens_of(9))).backward()
     handle.remove()
-    before_step = finish_early_work(optimizer)
+    before_step = finish_backward_work(optimizer)
     assert optimizer.step() == (False, None, None)
     stepped = spans_of_worker(optimizer, "host_step")
     assert stepped and all(span.end <= before_step for span in stepped)
@@ -366,7 +366,7 @@ def test_speculation_changes_nothing_when_a_huge_gradient_is_skipped():
     before, hits = snapshot(model, optimizer), counts(optimizer, "hits")
     optimizer.zero_grad()
     (model(tokens_of(9)) * 1e9).backward()
-    before_step = finish_early_work(optimizer)
+    before_step = finish_backward_work(optimizer)
     success, norm, _ = optimizer.step()
     stepped = spans_of_worker(optimizer, "host_step")
     assert stepped and all(span.end <= before_step for span in stepped)
@@ -405,11 +405,11 @@ def test_sync_offload_stages_no_bytes_when_the_model_is_in_host_memory(precision
 @pytest.mark.parametrize("mode", MODES)
 def test_metrics_report_bytes_and_hidden_time_for_each_offload_mode(mode):
     model, optimizer = build_mode(mode, fraction=1.0, clip_grad=0.0)
-    is_early = mode == "speculative" or (mode == "overlap" and model.dense.is_cpu)
+    runs_in_backward = mode == "speculative" or (mode == "overlap" and model.dense.is_cpu)
     for _ in range(20):  # until the worker got a core during backward
         run(model, optimizer, 5)
         metrics = optimizer.metrics()
-        if not is_early or metrics["hidden_ms"] > 0:
+        if not runs_in_backward or metrics["hidden_ms"] > 0:
             break
     assert {
         "copy_wait_ms",
@@ -425,7 +425,10 @@ def test_metrics_report_bytes_and_hidden_time_for_each_offload_mode(mode):
     if mode == "sync":
         assert metrics["hidden_ms"] == 0 and "speculation_hits" not in metrics
         return
-    assert is_early == (metrics["hidden_ms"] > 0) and metrics["hidden_ms"] <= metrics["host_ms"]
+    assert (
+        runs_in_backward == (metrics["hidden_ms"] > 0)
+        and metrics["hidden_ms"] <= metrics["host_ms"]
+    )
     text = str(optimizer.describe())
     planned = sum(map(back_buffer_bytes, hybrids(optimizer)))
     assert f"offload_mode {mode}" in text

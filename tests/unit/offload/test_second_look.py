@@ -15,7 +15,15 @@ from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.mixed_precision.clip_and_skip import StepCounts
 from mp_optim.offload.backward_grads import same_bits
 from support.models import AdversarialTransfer
-from support.offload import MODES, build_mode, differing, finish_early_work, hybrids, run, snapshot
+from support.offload import (
+    MODES,
+    build_mode,
+    differing,
+    finish_backward_work,
+    hybrids,
+    run,
+    snapshot,
+)
 
 STEPS = 12
 AfterBackward = Callable[[nn.Module, int], None]
@@ -68,7 +76,7 @@ def trained(
     )
 
     def then(model: nn.Module, step: int) -> None:
-        finish_early_work(optimizer)
+        finish_backward_work(optimizer)
         after(model, step)
 
     with warnings.catch_warnings(record=True) as caught:
@@ -84,7 +92,7 @@ def trained(
     "after", [clip_to(math.inf), clip_to(1e6), replaced], ids=["inf", "large", "clone"]
 )
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_writes_that_change_no_bit_keep_early_work_of_the_host(
+def test_writes_that_change_no_bit_keep_backward_work_of_the_host(
     precision: str, after: AfterBackward, adversarial: bool
 ) -> None:
     for mode in MODES:
@@ -180,7 +188,7 @@ def sharded_run(
         inputs = torch.randn(4, 32, generator=torch.Generator().manual_seed(seed))
         optimizer.zero_grad()
         model(inputs.bfloat16()).float().square().mean().backward()
-        finish_early_work(optimizer)
+        finish_backward_work(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
         optimizer.step()
     params = [param.to_local().detach() for param in model.parameters()]
@@ -212,7 +220,7 @@ def test_speculated_step_is_taken_again_when_state_is_written_after_backward() -
             optimizer.zero_grad()
             loss = sum((param * (step + 1)).float().square().sum() for param in model.parameters())
             optimizer.scale_loss(loss).backward()
-            finish_early_work(optimizer)
+            finish_backward_work(optimizer)
             if step:
                 for param in model.parameters():
                     for name, value in optimizer.state[param].items():

@@ -64,7 +64,7 @@ def schedules(draw):
     mode = draw(st.sampled_from(MODES))
     releases = owner == "stack" and mode != "sync" and draw(st.booleans())
     place = draw(st.sampled_from(["host", "streamed"]))
-    has_no_early_work = place == "streamed" and mode != "sync" and not releases
+    has_no_backward_work = place == "streamed" and mode != "sync" and not releases
     unfit = {"zero": ["wider"], "hybrid": ["overflow"], "stack": []}[owner]
     unfit += WRITES_GRADIENTS if releases else []
     rounds = st.builds(
@@ -89,7 +89,7 @@ def schedules(draw):
         seed=draw(st.integers(0, 99)),
         sets_device=draw(st.booleans()),
         place=place,
-        is_on_disk=has_no_early_work or draw(st.sampled_from([False, False, True])),
+        is_on_disk=has_no_backward_work or draw(st.sampled_from([False, False, True])),
         audits=draw(st.booleans()),
     )
 

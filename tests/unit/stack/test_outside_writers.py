@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import mp_optim
-from support.offload import MODES, build_mode, differing, finish_early_work, run, snapshot
+from support.offload import MODES, build_mode, differing, finish_backward_work, run, snapshot
 from support.places import PLACES, settings_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "outside_writes.md"
@@ -175,7 +175,7 @@ OF_GRADIENTS = [name for name in WRITERS if "swap_tensors" not in name]
 @pytest.mark.parametrize("name", OF_GRADIENTS)
 def test_every_write_to_a_gradient_counts(name: str, adversarial: bool) -> None:
     def after(model: nn.Module, step: int) -> None:
-        finish_early_work(optimizer)
+        finish_backward_work(optimizer)
         if step % 3 == 2:
             with torch.no_grad():
                 WRITERS[name](model.dense.grad)

@@ -45,8 +45,8 @@ def test_work_on_the_host_begins_before_the_step(ranks):
     """With no_shard, gradients are complete only in the step."""
     for case in cases():
         if case.clip == 0.0:
-            is_early = case.mode == "speculative" and "optim" in case.layout
-            assert (ranks[0][repr(case)]["hits"] > 0) == is_early, case
+            runs_in_backward = case.mode == "speculative" and "optim" in case.layout
+            assert (ranks[0][repr(case)]["hits"] > 0) == runs_in_backward, case
 
 
 def test_ranks_agree_on_a_fraction(ranks):
