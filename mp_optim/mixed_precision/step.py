@@ -59,8 +59,7 @@ from mp_optim.mixed_precision.grad_scaler import MegatronGradScaler
 from mp_optim.mixed_precision.main_params import MainParams
 from mp_optim.mixed_precision.observer import Observer, Observers
 from mp_optim.mixed_precision.slot_table import SlotTable
-from mp_optim.offload.backward_scheduler import BackwardScheduler, CollectedGrads
-from mp_optim.offload.worker import WorkerError
+from mp_optim.offload.backward_scheduler import BackwardScheduler, CollectedGrads, WorkerError
 from mp_optim.process_groups.process_groups import ProcessGroups
 
 _HOST = torch.device("cpu")

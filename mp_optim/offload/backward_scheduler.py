@@ -1,5 +1,5 @@
 """The schedule of offloaded slots: work that backward begins, results that ``step()`` uses, and
-work that it repeats.
+work that it repeats. And the thread that does the work of backward.
 
 With ``offload_mode="sync"`` backward begins nothing. With ``overlap`` gradients are copied to the
 host and measured. With ``speculative`` they are also stepped into a back buffer, as if the step
@@ -8,10 +8,14 @@ were neither clipped nor skipped.
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import NamedTuple
 
@@ -20,20 +24,31 @@ from torch import Tensor
 
 from mp_optim.config.setting_checks import RefusedSettings
 from mp_optim.core import Slot, SlotUpdates
-from mp_optim.host.calls import in_own_modes, warn
+from mp_optim.host.calls import DaemonExecutor, in_own_modes, warn
+from mp_optim.host.host_share import host_share
 from mp_optim.host.transfer import fetch
 from mp_optim.kernels import choose_backend
 from mp_optim.kernels.kernel_args import fp32
-from mp_optim.offload.backward_grads import BackwardGrads, GradSource, ReleasableGrad
-from mp_optim.offload.backward_jobs import BackwardBucket, BackwardJob, ReleasedGrads
+from mp_optim.kernels.native_library import limit_openmp, set_thread_share
+from mp_optim.offload.backward_grads import (
+    BackwardBucket,
+    BackwardGrads,
+    BackwardJob,
+    GradSource,
+    ReleasableGrad,
+    ReleasedGrads,
+)
 from mp_optim.offload.buckets import BucketStep, Staging
-from mp_optim.offload.double_buffer import BackLaunch
 from mp_optim.offload.host_part import HostPart
+from mp_optim.offload.speculation import BackLaunch
 from mp_optim.offload.timeline import WAIT_WORKER
-from mp_optim.offload.worker import Worker, WorkerError
 from mp_optim.rules.rule import Launch
 
 _HOST = torch.device("cpu")
+
+
+class WorkerError(RuntimeError):
+    """Work in the background failed; none of it was applied."""
 
 
 class Phase(enum.Enum):
@@ -92,7 +107,7 @@ class BackwardScheduler:
             speculation_hits=0, speculation_redone=0, speculation_paused=0, speculation_stale=0
         )
         self.worker = Worker("mp_optim-host", settings.set_up)
-        self.released = ReleasedGrads(self.worker)
+        self.released = ReleasedGrads(self.worker.wait_for)
         self.buckets: list[BackwardBucket] = []
         self.is_last_microbatch = True
         self.grads = BackwardGrads(source, host_part.place_of, self.on_grad_ready)
@@ -443,20 +458,21 @@ class BackwardScheduler:
 
     def hits(
         self, steps: Sequence[BucketStep], planned: Mapping[int, Sequence[Launch]]
-    ) -> set[int]:
-        """Return the buckets whose back buffers hold this step. Count them, and the buckets that
-        were stepped from the same gradients to another result."""
-        found = set()
+    ) -> dict[int, Sequence[BackLaunch]]:
+        """Return the launches of buckets whose back buffers hold this step, by bucket. Count them,
+        and the buckets that were stepped from the same gradients to another result."""
+        found: dict[int, Sequence[BackLaunch]] = {}
         for step in steps:
-            bucket = self.buckets[step.bucket]
-            if (job := bucket.job) is None or not (job.stepped and step.is_downloaded):
+            bucket, now = self.buckets[step.bucket], planned[step.bucket]
+            job, was_trusted = bucket.job, bucket.is_trusted
+            bucket.is_trusted = False  # the step is about to overwrite the back buffer
+            if job is None or not (job.stepped and step.is_downloaded):
                 continue
-            now = planned[step.bucket]
             is_same = len(job.back) == len(now) and all(map(BackLaunch.gives, job.back, now))
-            is_hit = bucket.is_trusted and is_same
-            self.counts["speculation_hits" if is_hit else "speculation_redone"] += 1
-            if is_hit:
-                found.add(step.bucket)
+            bucket.is_trusted = was_trusted and is_same
+            if bucket.is_trusted:
+                found[step.bucket] = job.back
+            self.counts["speculation_hits" if bucket.is_trusted else "speculation_redone"] += 1
         return found
 
     def _count_changed(self, changed: int) -> None:
@@ -479,3 +495,124 @@ def _not_begun(what: str, error: Exception) -> WorkerError:
     )
     failure.__cause__ = error
     return failure
+
+
+# -- the worker thread ----------------------------------------------------------------------------
+
+
+class Worker:
+    """One thread, started with the first job and again after a failure or a fork.
+
+    Args:
+        name: name of the thread.
+        set_up: called in the thread before its first job.
+    """
+
+    def __init__(self, name: str, set_up: Callable[[], None] | None = None) -> None:
+        self._name, self._set_up = name, set_up
+        self._pool: DaemonExecutor | None = None
+        self._pid = os.getpid()
+        self._begun: list[tuple[str, Future[None]]] = []  # jobs since the last drain, with labels
+        self._last: BackwardJob | None = None
+
+    def submit(self, job: BackwardJob) -> None:
+        """Queue a job."""
+        if self._pool is None or self._pid != os.getpid():
+            self._pid, self._pool = os.getpid(), DaemonExecutor(self._name)
+            weakref.finalize(self, _stop, self._pool, self._pid)
+            self._begun = []
+            if self._set_up is not None:
+                self._begun.append(("the first job", self._pool.submit(self._set_up)))
+        elif self._last is not None:
+            self._last.following = job
+        self._last, job.future = job, self._pool.submit(_run, job)
+        self._begun.append((job.label, job.future))
+
+    def wait_for(self, job: BackwardJob) -> None:
+        """Wait until a job is done or dropped; :meth:`drain` raises its error."""
+        if job.future is not None and self._pid == os.getpid():
+            with contextlib.suppress(CancelledError):
+                job.future.exception()
+
+    def drain(self) -> None:
+        """Wait until all jobs are done.
+
+        Raises:
+            WorkerError: a job raised, or this is a forked child without the thread. All jobs are
+                dropped; the next one finds a working thread.
+        """
+        if self._begun and self._pid != os.getpid():
+            label, _ = self._begun[-1]
+            self._forget()
+            raise WorkerError(
+                f"{label}: work during backward was started by the parent of this forked process; "
+                "call step() again to do it in this process"
+            )
+        while self._begun:
+            label, future = self._begun[0]
+            if (error := future.exception()) is not None:
+                self.discard()
+                self._pool = None  # a failed start of a thread would leave it unusable
+                raise WorkerError(
+                    f"{label}: work on the host during backward failed: {error!r}. The optimizer "
+                    "is as it was before this step; call step() again, or continue with the next "
+                    "batch"
+                ) from error
+            del self._begun[0]
+        self._last = None
+
+    def discard(self) -> None:
+        """Drop the jobs that are queued, and wait for the one in progress; forget its error."""
+        if self._pid == os.getpid():
+            running = [future for _, future in self._begun if not future.cancel()]
+            for future in running:
+                future.exception()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._begun, self._last = [], None
+        if self._pid != os.getpid():
+            self._pool = None
+
+
+def _run(job: BackwardJob) -> None:
+    job.prepare()
+    following = job.following
+    if following is not None and following.owner is not job.owner:
+        # Its copies run next to this job's arithmetic. It fails under its own name, in its turn.
+        with contextlib.suppress(Exception):
+            following.prepare()
+    job.run()
+
+
+def _stop(pool: DaemonExecutor, pid: int) -> None:
+    """End the thread of a worker that is gone; a forked child does not have it."""
+    if os.getpid() == pid:
+        is_own = pool.thread is threading.current_thread()  # the worker cannot wait for itself
+        pool.shutdown(wait=not is_own, cancel_futures=True)
+
+
+# -- cores: not all are for the worker, others need some during backward ---------------------------
+
+
+def threads_beside_backward(threads: int) -> int:
+    """Return how many of a process's threads work for the optimizer during backward.
+
+    Two are left to the main thread and autograd, and a quarter to the data loader. Memory bandwidth
+    bounds an optimizer, so the last quarter would not make it faster.
+    """
+    return max(1, min(threads - 2, 3 * threads // 4))
+
+
+def worker_threads(host_threads: int | None) -> int:
+    """Return ``host_threads`` if it is set, else most of this rank's share of the host."""
+    return host_threads or threads_beside_backward(host_share().threads)
+
+
+def occupy(threads: int) -> None:
+    """Make the calling thread use that many threads.
+
+    ``torch.set_num_threads`` would do it for the whole process.
+    """
+    set_thread_share(threads)
+    limit_openmp(threads)

@@ -22,18 +22,17 @@ gradients of all buckets: on the host with ``optimizer_state_path``, and streame
 :func:`~mp_optim.offload.state_storage.windows_held` of them. A model in host memory has no staging
 for gradients that are not released.
 
-:func:`plan_staging` cuts buckets and sizes staging, :func:`back_buffer_bytes` sizes the back
-buffer. A run allocates the same bytes (:class:`~mp_optim.offload.host_part.HostPart`,
-:class:`~mp_optim.offload.double_buffer.DoubleBuffer`). The planner (``factory/memory_plan.py``)
-builds the same stack on the meta device, and reads :class:`HostBytes` from
-``HostPart.host_bytes()``. ``tests/unit/offload/test_host_bytes.py`` and ``test_combinations.py``
-compare both with the allocations of a run.
+:func:`plan_staging` cuts buckets and sizes staging,
+:class:`~mp_optim.offload.speculation.DoubleBuffer` sizes the back buffer. The planner
+(``factory/memory_plan.py``) builds the same stack on the meta device, and reads :class:`HostBytes`
+from ``HostPart.host_bytes()``. ``tests/unit/offload/test_host_bytes.py`` and
+``test_combinations.py`` compare both with the allocations of a run.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -163,11 +162,6 @@ def fitting_bucket_bytes(total: int, most: int) -> int:
     """Return the staging bytes of a bucket for a total: small enough to start early, large enough
     to be worth the fixed costs."""
     return max(1, min(most, max(SMALLEST, -(-total // PER_ROUND))))
-
-
-def back_buffer_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of a back buffer for these main params, or this state."""
-    return sum(aligned_bytes(tensor.numel(), tensor.dtype) for tensor in tensors)
 
 
 def plan_offload(sizes: Sequence[int], fraction: float) -> frozenset[int]:

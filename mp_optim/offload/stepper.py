@@ -22,10 +22,9 @@ from mp_optim.host.transfer import Transfer
 from mp_optim.offload.backward_grads import GradSource
 from mp_optim.offload.backward_scheduler import BackwardScheduler, Phase
 from mp_optim.offload.buckets import BucketStep, HostSlot
-from mp_optim.offload.double_buffer import BackLaunch
-from mp_optim.offload.host_part import HostPart
-from mp_optim.offload.memory_use import MemoryUse
+from mp_optim.offload.host_part import HostPart, MemoryUse
 from mp_optim.offload.settings import HostStepSettings, OffloadedStep
+from mp_optim.offload.speculation import BackLaunch
 from mp_optim.offload.timeline import WAIT_DISK, TransferBytes
 
 
@@ -227,12 +226,12 @@ class Stepper:
     ) -> dict[int, Sequence[BackLaunch]]:
         """Make the back buffer of every bucket hold this step; most hold it already. Return
         launches by bucket, none for a bucket that has to be stepped in place."""
-        ahead, buckets = self.host_part.speculation, self.schedule.buckets
+        ahead = self.host_part.speculation
         assert ahead is not None
         planned = ahead.planned(steps)
         hits = self.schedule.hits(steps, planned)
         try:
-            return ahead.fill(steps, buckets, planned, hits, mark)
+            return ahead.fill(steps, planned, hits, mark)
         except Exception:
             self.schedule.discard()
             raise

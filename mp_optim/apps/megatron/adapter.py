@@ -24,7 +24,7 @@ from mp_optim.mixed_precision.clip_and_skip import decide
 from mp_optim.mixed_precision.grad_norm import EXCLUDED, MAIN_NORM, Measurement
 from mp_optim.mixed_precision.observer import Observer
 from mp_optim.mixed_precision.step import StepGrads, take_step
-from mp_optim.offload.worker import WorkerError
+from mp_optim.offload.backward_scheduler import WorkerError
 from mp_optim.zero.zero import DistributedOptimizer
 
 _CHUNK = re.compile(r"model(\d+)$")

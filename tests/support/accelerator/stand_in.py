@@ -20,7 +20,7 @@ from mp_optim.kernels.reference import Backend
 from mp_optim.kernels.self_test import SelfTest, prove
 from mp_optim.kernels.sums import index_on
 from mp_optim.mixed_precision import clip_and_skip as verdict
-from mp_optim.offload import worker as product_worker
+from mp_optim.offload import backward_scheduler
 from support.accelerator import launches, threads
 from support.accelerator.devices import Devices
 from support.accelerator.operations import Operations
@@ -219,7 +219,7 @@ def simulated_accelerator(pace: Pace = Pace.LAZY, seed: int = 0) -> Iterator[Sim
         call = launches.replacement(simulation, NativeLibrary.call)
         context.enter_context(mock.patch.object(NativeLibrary, "call", call))
         pool = partial(threads.Pool, simulation)
-        context.enter_context(mock.patch.object(product_worker, "DaemonExecutor", pool))
+        context.enter_context(mock.patch.object(backward_scheduler, "DaemonExecutor", pool))
         stand_in = threads.stand_in(simulation)
         context.enter_context(mock.patch.object(leases, "threading", stand_in))
         context.enter_context(mock.patch.object(leases, "move", Tensor.copy_))  # which is seen

@@ -10,9 +10,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mp_optim.host.transfer import Transfer
-from mp_optim.offload.backward_jobs import BackwardJob
-from mp_optim.offload.backward_scheduler import BackwardScheduler
-from mp_optim.offload.worker import Job, Worker, WorkerError
+from mp_optim.offload.backward_grads import BackwardJob
+from mp_optim.offload.backward_scheduler import BackwardScheduler, Worker, WorkerError
 from mp_optim.rules.rule_executor import RuleExecutor
 from support.launch import end_forked_program
 from support.models import tokens_of
@@ -139,11 +138,11 @@ def test_step_keeps_its_bits_when_the_worker_is_slow(monkeypatch):
     goes_on_like(pair, other)
 
 
-class FunctionJob(Job):
-    label, owner = "a job", None
+class FunctionJob:
+    label, owner, following = "a job", None, None
 
     def __init__(self, action):
-        self.run = action
+        self.prepare, self.run = lambda: None, action
 
 
 def test_worker_thread_ends_when_the_worker_is_deleted():
@@ -222,7 +221,7 @@ import sys, time, threading, signal, os
 import torch
 from support.models import tokens_of
 from support.offload import build_mode, run
-from mp_optim.offload.backward_jobs import BackwardJob
+from mp_optim.offload.backward_grads import BackwardJob
 model, optimizer = build_mode("speculative")
 run(model, optimizer, 3)
 run_job = BackwardJob.run

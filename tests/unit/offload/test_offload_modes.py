@@ -458,7 +458,7 @@ def test_speculation_pauses_while_every_step_clips_and_then_resumes():
 
 def test_worker_kernels_use_fewer_threads_than_the_main_thread(monkeypatch):
     from mp_optim.kernels.native import NativeBackend
-    from mp_optim.offload.worker import occupy
+    from mp_optim.offload.backward_scheduler import occupy
 
     class Library:
         level = "scalar"

@@ -15,8 +15,8 @@ from mp_optim import (
     OptimizerConfig,
     get_megatron_optimizer,
 )
-from mp_optim.offload.backward_jobs import BackwardJob
-from mp_optim.offload.worker import WorkerError
+from mp_optim.offload.backward_grads import BackwardJob
+from mp_optim.offload.backward_scheduler import WorkerError
 from support.models import DTYPES, TinyMoE, config_for, tokens_of
 from support.offload import (
     build_mode,

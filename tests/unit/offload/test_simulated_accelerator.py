@@ -21,7 +21,7 @@ from mp_optim.host import leases
 from mp_optim.host.accelerator import accelerator_of
 from mp_optim.host.host_memory import tensor_in
 from mp_optim.host.transfer import fetch, transfer_for
-from mp_optim.offload.backward_jobs import BackwardJob
+from mp_optim.offload.backward_grads import BackwardJob
 from mp_optim.offload.buckets import Staging
 from mp_optim.offload.speculation import SpeculativeStepper
 from mp_optim.offload.timeline import StepTimeline
@@ -388,11 +388,8 @@ one is carried out last at every pace."""
 NEVER_WRONG_SITES = ("streaming.HostWindows.wait: self.wait_for(number)",)
 """Reported like the others, but no schedule here gives wrong bits: between two steps the host
 fetches which weights differ, and waits for the device."""
-# The locks of the worker, and of a save, order threads, not streams.
 MODULES = [
-    name
-    for _, name, _ in pkgutil.iter_modules(mp_optim.offload.__path__, "mp_optim.offload.")
-    if not name.endswith(".worker")
+    name for _, name, _ in pkgutil.iter_modules(mp_optim.offload.__path__, "mp_optim.offload.")
 ]
 MODULES += [f"mp_optim.host.{name}" for name in ("transfer", "leases")]
 SITES = [

@@ -6,7 +6,8 @@ from torch import nn
 
 from mp_optim import get_megatron_optimizer
 from mp_optim.host.host_share import HostShare
-from mp_optim.offload import worker as cores
+from mp_optim.offload import backward_scheduler as cores
+from mp_optim.offload.backward_scheduler import threads_beside_backward, worker_threads
 from mp_optim.offload.buckets import (
     PER_ROUND,
     SMALLEST,
@@ -14,7 +15,6 @@ from mp_optim.offload.buckets import (
     plan_buckets,
     plan_offload,
 )
-from mp_optim.offload.worker import threads_beside_backward, worker_threads
 from support.models import config_for
 
 

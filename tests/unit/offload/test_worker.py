@@ -4,16 +4,21 @@ import threading
 
 import pytest
 
-from mp_optim.offload.worker import Job, Worker, WorkerError
+from mp_optim.offload.backward_scheduler import Worker, WorkerError
 
 
-class HeldJob(Job):
+class HeldJob:
+    following = None
+
     def __init__(self, label="a job", *, is_free=True, error=None):
         self.label, self.error, self.owner = label, error, self
         self.begun, self.free = threading.Event(), threading.Event()
         self.thread = None
         if is_free:
             self.free.set()
+
+    def prepare(self):
+        pass
 
     def run(self):
         self.thread = threading.current_thread()

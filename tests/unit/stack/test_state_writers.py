@@ -23,7 +23,7 @@ from mp_optim import (
     OptimizerConfig,
     get_megatron_optimizer,
 )
-from mp_optim.offload.worker import WorkerError
+from mp_optim.offload.backward_scheduler import WorkerError
 from support.models import same_bits
 from support.offload import differing, snapshot
 from support.places import PLACES, settings_of
