@@ -116,12 +116,12 @@ from mp_optim import OptimizerConfig
         ),
     ],
 )
-def test_config_refuses_bad_setting_by_name(settings, names):
+def test_config_names_field_and_value_when_a_setting_is_invalid(settings, names):
     with pytest.raises(ValueError, match=names.replace("(", r"\(")):
         OptimizerConfig(**settings)
 
 
-def test_unknown_field_names_the_nearest():
+def test_config_suggests_nearest_field_when_name_is_unknown():
     with pytest.raises(TypeError, match="did you mean 'optimizer'"):
         OptimizerConfig(optimiser="adam")
     with pytest.raises(TypeError, match="muon_use_nesterov"):
@@ -135,17 +135,17 @@ def test_unknown_field_names_the_nearest():
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "torch.bfloat16", "bf16", torch.bfloat16])
-def test_dtypes_are_torch_dtypes_or_names(name):
+def test_config_converts_dtype_names_to_torch_dtypes(name):
     assert OptimizerConfig(bf16=True, params_dtype=name).params_dtype is torch.bfloat16
 
 
-def test_fraction_of_zero_may_be_chosen():
+def test_config_accepts_offload_fraction_of_zero():
     assert OptimizerConfig(
         optimizer_cpu_offload=True, optimizer_offload_fraction=0.0
     ).optimizer_cpu_offload
 
 
-def test_defaults_are_megatrons_and_it_is_a_dataclass():
+def test_config_has_megatron_defaults_and_copies_like_a_dataclass():
     config = OptimizerConfig(lr=1e-3, fp16=True)
     assert (config.initial_loss_scale, config.loss_scale_window, config.hysteresis) == (
         2.0**32,

@@ -92,7 +92,7 @@ def steps_to_finite_numbers(config: OptimizerConfig) -> None:
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_nonsense_is_refused_by_name_or_does_no_harm(field: str) -> None:
+def test_config_names_field_or_trains_to_finite_numbers_for_any_value(field: str) -> None:
     did_something, stepped = False, set()
     for value in NONSENSE:
         for settings in COMPANY:
@@ -150,7 +150,7 @@ def step(config: OptimizerConfig, field: str) -> None:
         ("offload_bucket_bytes", "4096", 4096),
     ],
 )
-def test_config_normalizes_equal_settings(name: str, value: Any, kept: Any) -> None:
+def test_config_converts_value_to_type_of_the_field(name: str, value: Any, kept: Any) -> None:
     company = BESIDE.get(name, {})
     found = getattr(OptimizerConfig(**{**company, name: value}), name)
     assert found == kept and type(found) is type(kept)
@@ -179,7 +179,9 @@ def test_config_normalizes_equal_settings(name: str, value: Any, kept: Any) -> N
         ({"optimizer": "ademamix"}, "build pytorch_optimizer.AdEMAMix below Float16"),
     ],
 )
-def test_wrong_kind_of_value_says_what_to_write(settings: dict[str, Any], message: str) -> None:
+def test_config_error_says_expected_value_when_type_is_wrong(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError) as caught:
         OptimizerConfig(**settings)
     assert message in str(caught.value)
@@ -211,7 +213,7 @@ def test_wrong_kind_of_value_says_what_to_write(settings: dict[str, Any], messag
         ("weight_decy", "did you mean 'weight_decay'"),
     ],
 )
-def test_error_for_another_librarys_field_names_our_field(name: str, here: str) -> None:
+def test_config_error_names_our_field_for_name_of_another_library(name: str, here: str) -> None:
     with pytest.raises(TypeError, match=f"no field '{name}'.*{here}"):
         OptimizerConfig(**{name: 1.0})
     with pytest.raises(TypeError) as caught:
@@ -252,7 +254,9 @@ LIKE_TORCH: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("typed, meant", LIKE_TORCH, ids=lambda settings: ", ".join(settings))
-def test_other_names_are_taken_as_the_field(typed: dict[str, Any], meant: dict[str, Any]) -> None:
+def test_config_accepts_torch_and_deepspeed_names_of_fields(
+    typed: dict[str, Any], meant: dict[str, Any]
+) -> None:
     assert OptimizerConfig(**typed) == OptimizerConfig(**meant)
     assert OptimizerConfig.from_dict(typed) == OptimizerConfig.from_dict(meant)
 
@@ -267,6 +271,8 @@ def test_other_names_are_taken_as_the_field(typed: dict[str, Any], meant: dict[s
         ({"optimizer": "lion", "eps": 1e-8}, "eps=1e-08: optimizer='lion' has no such setting"),
     ],
 )
-def test_setting_under_two_names_or_of_another_rule(settings: dict[str, Any], message: str) -> None:
+def test_config_refuses_setting_given_twice_or_unknown_to_the_rule(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(TypeError, match=message):
         OptimizerConfig(**settings)

@@ -25,13 +25,13 @@ def defaults(cls: type[Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("rule", "cls"), [("adam", FusedAdam), ("lamb", FusedLAMB)])
-def test_apexs_names_take_their_rows_defaults(rule: str, cls: type[Any]) -> None:
+def test_fused_class_has_defaults_of_its_rule(rule: str, cls: type[Any]) -> None:
     taken = {k: v for k, v in defaults(cls).items() if k not in OF_EVERY_CLASS}
     assert taken == RULES[rule].defaults
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_fields_of_the_config_have_the_rows_defaults(rule: str) -> None:
+def test_config_fields_have_defaults_of_their_rule(rule: str) -> None:
     config = {field.name: field.default for field in dataclasses.fields(OptimizerConfig)}
     row = RULES[rule]
     for name, source in row.settings.items():
@@ -47,7 +47,7 @@ def test_fields_of_the_config_have_the_rows_defaults(rule: str) -> None:
 
 
 @pytest.mark.parametrize("name", classes.__all__)
-def test_torch_shaped_classes_take_hyperparameters_of_their_row(name: str) -> None:
+def test_optimizer_class_takes_only_hyperparameters_of_its_rule(name: str) -> None:
     cls = getattr(classes, name)
     shared = inspect.get_annotations(StackSettings)
     own = set(defaults(cls)) - {"params", "model", "lr", "weight_decay", *shared}
@@ -55,7 +55,7 @@ def test_torch_shaped_classes_take_hyperparameters_of_their_row(name: str) -> No
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_row_takes_its_defaults_and_names_what_is_wrong(rule: str) -> None:
+def test_rule_accepts_its_defaults_and_names_invalid_hyperparameter(rule: str) -> None:
     row, wrong = RULES[rule], object()
     group = {"lr": 0.1, "weight_decay": 0.0, **row.defaults}
     row.check(group)

@@ -99,7 +99,7 @@ def interrupted_step(optimizer: Any, seconds: float) -> bool:
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # a signal in a finalizer is nobody's
-def test_after_a_signal_the_step_is_finished_or_undone_or_the_next_use_says_so(stack):
+def test_step_is_finished_or_undone_or_refused_after_a_signal(stack):
     model, optimizer = built(STACKS[stack])
     other, steady = built(STACKS[stack])
     moments, outcomes = (random.Random(0), {"not hit": 0, "undone": 0, "finished": 0, "told": 0})
@@ -151,7 +151,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
 
 @pytest.mark.parametrize("stack", ["in place", "sync", "overlap", "fp32"])
 @pytest.mark.parametrize("call", [0, 1])
-def test_kernel_that_raises_in_place_is_not_gone_on_from(stack, call, monkeypatch, tmp_path):
+def test_optimizer_refuses_use_after_a_kernel_raised_in_place(stack, call, monkeypatch, tmp_path):
     model, optimizer = built(STACKS[stack])
     backward(model, optimizer, 0)
     optimizer.step()
@@ -192,7 +192,7 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize("stack", ["in place", "sync", "overlap", "speculative", "reference"])
-def test_wrong_setting_of_any_group_is_found_before_anything_is_stepped(stack):
+def test_step_changes_nothing_when_a_group_setting_is_invalid(stack):
     model, optimizer = built(STACKS[stack])
     for step in range(2):
         backward(model, optimizer, step)

@@ -55,7 +55,7 @@ def test_load_state_dict_fits_and_loads_each_state_once():
     assert optimizer.calls == {"fit": 2, "load": 2}
 
 
-def test_load_refuses_wrong_shape_before_any_slot_is_loaded():
+def test_load_state_dict_refuses_wrong_shape_before_loading_any_slot():
     saved = stepped(5, 7).state_dict()
     saved["state"][1]["exp_avg"] = torch.zeros(8)
     optimizer = CountingAdam([torch.nn.Parameter(torch.ones(size)) for size in (5, 7)])
@@ -67,7 +67,7 @@ def test_load_refuses_wrong_shape_before_any_slot_is_loaded():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-8bit", "bf16-remainder"])
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
-def test_state_object_shows_what_the_optimizer_shows(precision, fraction):
+def test_slot_state_exports_same_tensors_as_the_optimizer(precision, fraction):
     model, optimizer = build(precision, fraction)
     train(model, optimizer, 2)
     for slot in optimizer.slots():

@@ -108,7 +108,9 @@ def names_of(stack: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("wrap", sorted(WRAPS))
-def test_wrapped_model_saves_and_loads_as_the_plain_one(wrap: str, tmp_path: Path) -> None:
+def test_wrapped_model_exchanges_checkpoints_with_the_plain_model(
+    wrap: str, tmp_path: Path
+) -> None:
     model, bare = WRAPS[wrap](), plain()
     stack, expected = trained(model), trained(bare)
     assert names_of(stack) == sorted(NAMES) == sorted(name for name, _ in stack.named_main_params())
@@ -153,7 +155,7 @@ def test_wrapped_model_saves_and_loads_as_the_plain_one(wrap: str, tmp_path: Pat
         assert sorted(found.keys()) == sorted(NAMES)
 
 
-def test_model_chunks_have_their_number_before_canonical_names(tmp_path: Path) -> None:
+def test_param_names_start_with_chunk_index_for_several_model_chunks(tmp_path: Path) -> None:
     chunks = [WRAPS["compiled"](), WRAPS["a checkpointed layer"]()]
     stack = get_megatron_optimizer(CONFIG, chunks)
     assert names_of(stack) == sorted(f"{index}.{name}" for index in (0, 1) for name in NAMES)
@@ -162,7 +164,7 @@ def test_model_chunks_have_their_number_before_canonical_names(tmp_path: Path) -
     mp_optim.checkpoint.load(tmp_path, bare, get_megatron_optimizer(CONFIG, bare))
 
 
-def test_groups_of_the_callers_have_the_models_names() -> None:
+def test_caller_param_groups_get_names_of_the_model() -> None:
     model = eager(plain())
     named = list(model.named_parameters())
     for groups in (
@@ -179,7 +181,7 @@ def test_groups_of_the_callers_have_the_models_names() -> None:
     )
 
 
-def test_group_that_is_added_without_names_gets_the_models() -> None:
+def test_add_param_group_takes_names_from_the_model() -> None:
     model = eager(plain())
     model.layers.requires_grad_(False)
     stack = get_megatron_optimizer(CONFIG, model)
@@ -192,7 +194,7 @@ def test_group_that_is_added_without_names_gets_the_models() -> None:
         stack.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
 
 
-def test_override_that_matches_nothing_is_refused_with_the_nearest_names(caplog: Any) -> None:
+def test_config_override_names_nearest_parameters_when_none_match(caplog: Any) -> None:
     for key, message in (
         (
             ParamKey(name="layer.0.module.weight"),

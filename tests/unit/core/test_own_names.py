@@ -84,7 +84,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("saved", "wanted"), PAIRS)
-def test_state_of_named_parameters_loads_in_any_wrapping(
+def test_adamw_state_loads_into_any_wrapping_of_the_model(
     saved: str, wanted: str, tmp_path: Path
 ) -> None:
     noisy = "DDP" not in saved + wanted  # the random stream depends on a leading "module."
@@ -119,7 +119,7 @@ def in_other_order(model: nn.Module) -> mp_optim.AdamW:
     return mp_optim.AdamW([{"params": named[:3]}, {"params": named[3:]}], lr=1e-2)
 
 
-def test_checkpoint_knows_unnamed_parameters_by_the_model(tmp_path: Path) -> None:
+def test_checkpoint_takes_names_from_the_model_for_unnamed_parameters(tmp_path: Path) -> None:
     model = plain()
     optimizer = built(model, named=False)
     step_on(model, optimizer)
@@ -139,7 +139,7 @@ def test_checkpoint_knows_unnamed_parameters_by_the_model(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("own", ["_orig_mod.{}", "mine.{}", None])
-def test_checkpoint_saved_under_the_optimizers_own_names_loads(
+def test_checkpoint_loads_when_saved_under_names_of_the_optimizer(
     own: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, called = plain(), (own or "{}").format
@@ -166,7 +166,7 @@ def test_checkpoint_saved_under_the_optimizers_own_names_loads(
 
 
 @pytest.mark.parametrize("how", ["one list", "two groups", "added"])
-def test_two_parameters_of_one_name_are_saved_and_loaded(how: str, tmp_path: Path) -> None:
+def test_checkpoint_loads_two_parameters_with_one_name(how: str, tmp_path: Path) -> None:
     """Actor and critic in one optimizer, which torch saves and loads."""
     torch.manual_seed(0)
     both = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]).bfloat16()
@@ -203,7 +203,7 @@ def test_two_parameters_of_one_name_are_saved_and_loaded(how: str, tmp_path: Pat
     assert not list(tmp_path.glob("other/*"))
 
 
-def test_checkpoint_names_an_argument_in_the_place_of_another(tmp_path: Path) -> None:
+def test_checkpoint_names_the_argument_when_arguments_are_swapped(tmp_path: Path) -> None:
     model = plain()
     optimizer = built(model)
     theirs = torch.optim.AdamW(model.parameters())
@@ -221,7 +221,7 @@ def test_checkpoint_names_an_argument_in_the_place_of_another(tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
-def test_state_that_set_state_dict_refuses_to_round_loads_with_convert() -> None:
+def test_set_optimizer_state_dict_refuses_rounding_that_convert_allows() -> None:
     for named in (True, False):
         model, other = plain(), plain()
         optimizer, fresh = built(model, named), built(other, named, state="bf16")
@@ -245,7 +245,7 @@ class Tokens(nn.Module):
 
 
 @pytest.mark.parametrize("door", ["class", "factory"])
-def test_parameter_resized_after_building_is_told_and_not_saved(door: str, tmp_path: Path) -> None:
+def test_checkpoint_refuses_a_parameter_resized_after_building(door: str, tmp_path: Path) -> None:
     model = Tokens(10).bfloat16()
     config = OptimizerConfig(lr=1e-2, bf16=True)
     optimizer = built(model) if door == "class" else get_megatron_optimizer(config, model)
@@ -263,7 +263,7 @@ def test_parameter_resized_after_building_is_told_and_not_saved(door: str, tmp_p
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_save_refuses_settings_that_no_load_takes(tmp_path: Path) -> None:
+def test_save_refuses_invalid_group_settings(tmp_path: Path) -> None:
     model = plain()
     optimizer = built(model)
     checkpoint.save(tmp_path, model, optimizer)
@@ -274,7 +274,7 @@ def test_save_refuses_settings_that_no_load_takes(tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_save_warns_once_of_a_parameter_that_the_optimizer_lacks(
+def test_save_warns_once_when_the_optimizer_lacks_a_parameter(
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     model = Tokens(10).bfloat16()

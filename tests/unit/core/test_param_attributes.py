@@ -58,7 +58,9 @@ DOORS: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("attribute", REFUSED)
-def test_refused_attribute_is_named_at_every_door(attribute: str, door: str) -> None:
+def test_optimizer_names_the_parameter_attribute_when_not_supported(
+    attribute: str, door: str
+) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     if door == "bf16":
         model.bfloat16()
@@ -74,7 +76,7 @@ def test_refused_attribute_is_named_at_every_door(attribute: str, door: str) -> 
 
 
 @pytest.mark.parametrize("name", ["gtp_remat", "expt_gtp_remat"])
-def test_ranks_of_generalised_tensor_parallelism_are_refused(name: str) -> None:
+def test_process_groups_refuse_ranks_of_generalised_tensor_parallelism(name: str) -> None:
     groups = {"gtp_remat": None, "expt_gtp_remat": SimpleNamespace(size=lambda: 1)}
     ProcessGroups.from_attributes(SimpleNamespace(**groups))
     groups[name] = SimpleNamespace(size=lambda: 2)

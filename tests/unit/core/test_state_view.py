@@ -51,7 +51,7 @@ READINGS = {
 
 
 @pytest.mark.parametrize("reading", READINGS)
-def test_state_that_is_kept_is_read_as_it_is_now(reading):
+def test_state_entry_reads_present_values_after_a_later_step(reading):
     model, optimizer = build("bf16-4bit", experts=False)
     train(model, optimizer, 1)
     state = optimizer.state[model.dense]
@@ -64,7 +64,7 @@ def test_state_that_is_kept_is_read_as_it_is_now(reading):
     assert all(same_bits(value, now[key]) for key, value in found.items())
 
 
-def test_state_given_by_tensor_is_copied_into_the_slot():
+def test_state_assignment_copies_values_into_the_slot():
     model, optimizer = build("fp32", experts=False)
     train(model, optimizer, 1)
     state = {key: value.clone() + 1 for key, value in optimizer.state[model.dense].items()}

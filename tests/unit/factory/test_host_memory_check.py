@@ -44,7 +44,7 @@ def in_config(**settings: object) -> OptimizerConfig:
     return OptimizerConfig(lr=1e-3, bf16=True, optimizer_cpu_offload=True, **settings)
 
 
-def test_adamw_names_need_limit_and_settings_that_fit_before_its_first_step(grant):
+def test_adamw_names_settings_that_fit_when_host_memory_is_short(grant):
     grant(60 * MIB)  # main params and moments take 48, staging 16, temporary tensors 2
     model = params()
     optimizer = mp_optim.AdamW(model, offload=1.0, offload_mode="overlap")
@@ -56,7 +56,7 @@ def test_adamw_names_need_limit_and_settings_that_fit_before_its_first_step(gran
     step(model, fitting)
 
 
-def test_get_megatron_optimizer_refuses_at_construction_in_fields_of_the_config(grant):
+def test_get_megatron_optimizer_names_config_fields_when_host_memory_is_short(grant):
     grant(50 * MIB)
     config = in_config(optimizer_offload_fraction=1.0, offload_mode="speculative")
     said = r"^optimizer_offload_fraction=1.0: .*exp_avg_dtype='uint8'"
@@ -65,7 +65,7 @@ def test_get_megatron_optimizer_refuses_at_construction_in_fields_of_the_config(
 
 
 @pytest.mark.parametrize("of_ranks", [1, 4])
-def test_plan_that_fits_with_a_32nd_beside_is_granted(grant, of_ranks):
+def test_host_memory_check_accepts_need_plus_one_32nd(grant, of_ranks):
     model = params()
     for param in model:
         param.grad = torch.ones_like(param)
@@ -78,7 +78,7 @@ def test_plan_that_fits_with_a_32nd_beside_is_granted(grant, of_ranks):
         step(model, mp_optim.AdamW(model))
 
 
-def test_groups_of_the_caller_are_planned_with_their_settings(grant):
+def test_host_memory_check_counts_momentum_of_each_param_group(grant):
     model = params()
     for param in model:
         param.grad = torch.ones_like(param)
@@ -90,7 +90,9 @@ def test_groups_of_the_caller_are_planned_with_their_settings(grant):
         step(model, mp_optim.SGD(groups, lr=0.1))
 
 
-def test_disk_space_is_compared_with_the_bytes_of_the_file(grant, tmp_path, monkeypatch):
+def test_get_megatron_optimizer_refuses_state_file_larger_than_free_disk_space(
+    grant, tmp_path, monkeypatch
+):
     usage = host_memory_check.shutil.disk_usage(tmp_path)._replace(free=40 * MIB)
     monkeypatch.setattr(host_memory_check.shutil, "disk_usage", lambda _: usage)
     grant(1 << 40)
@@ -100,7 +102,7 @@ def test_disk_space_is_compared_with_the_bytes_of_the_file(grant, tmp_path, monk
         get_megatron_optimizer(config, nn.ParameterList(params()))
 
 
-def test_message_says_so_where_nothing_fits(grant, monkeypatch):
+def test_host_memory_check_says_that_nothing_fits_unless_switched_off(grant, monkeypatch):
     grant(MIB)
     model = params()
     with pytest.raises(ValueError, match="no other storage format, mode or place fits"):
@@ -138,7 +140,7 @@ print("trained")
 """
 
 
-def test_process_with_a_limit_is_refused_and_trains_with_settings_that_it_is_told():
+def test_adamw_trains_under_a_data_limit_with_settings_its_error_names():
     refusal, trained = run_forked_program("-c", _UNDER_A_LIMIT).splitlines()
     assert re.search(r"RLIMIT_DATA \(ulimit -d\) .* set offload_mode='sync' \(", refusal)
     assert trained == "trained"

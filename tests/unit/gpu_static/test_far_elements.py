@@ -15,7 +15,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton's assemb
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["80", "90", "100"])
-def test_elements_beyond_2_to_the_31_are_stepped_and_summed(arch: str, tmp_path: Path) -> None:
+def test_compiled_kernels_step_and_sum_elements_beyond_2_to_the_31(
+    arch: str, tmp_path: Path
+) -> None:
     """An offset that loses its upper half is an access outside of every tensor."""
     said = run("-m", "support.workers.far_elements", arch, TRITON_CACHE_DIR=str(tmp_path))
     assert int(said) > 60

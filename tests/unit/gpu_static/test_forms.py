@@ -21,7 +21,7 @@ def static(cache: Path, *options: str) -> str:
 
 
 @pytest.mark.slow
-def test_step_of_each_rule_leaves_the_recorded_bits(tmp_path: Path) -> None:
+def test_compiled_kernels_give_recorded_bits_for_each_rule(tmp_path: Path) -> None:
     """The library's self-test, by its compiled kernels."""
     assert "sm_90: same bits as reference;" in static(tmp_path, "--proof", "--arches", "90")
 
@@ -31,7 +31,7 @@ def test_step_of_each_rule_leaves_the_recorded_bits(tmp_path: Path) -> None:
     [("90",), pytest.param(("80", "86", "89", "90", "100", "120"), marks=pytest.mark.slow)],
     ids=["one", "every"],
 )
-def test_compiled_kernels_have_the_bits_of_reference_on_every_target(
+def test_compiled_kernels_have_bits_of_reference_on_each_target(
     arches: tuple[str, ...], tmp_path: Path
 ) -> None:
     only = "^sgd: float32 - - float32 float32 -, aligned, host$"
@@ -40,7 +40,7 @@ def test_compiled_kernels_have_the_bits_of_reference_on_every_target(
     assert printed.count(" forms, 0 not in the list;") == len(arches), printed
 
 
-def test_list_has_every_rule_and_each_form_once() -> None:
+def test_kernel_list_has_every_rule_and_each_form_once() -> None:
     known = forms.read()
     assert len(known) == len(set(known))
     kernels = {form.kernel for form in known}

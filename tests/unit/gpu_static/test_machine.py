@@ -78,7 +78,7 @@ SHARED = """
 """
 
 
-def test_block_has_memory_of_its_own() -> None:
+def test_ptx_machine_gives_each_block_its_shared_memory() -> None:
     found = carried_out(SHARED.format(barrier="bar.sync 0;", other=128), count=128, blocks=2)
     assert found.tolist() == [n ^ 32 for n in range(128)]
 
@@ -92,7 +92,7 @@ def test_ptx_machine_reports_a_race_without_a_barrier() -> None:
     assert found.tolist() == [n ^ 1 for n in range(64)]
 
 
-def test_two_threads_that_write_an_address_are_a_race() -> None:
+def test_ptx_machine_reports_a_race_when_two_threads_write_one_address() -> None:
     with pytest.raises(RaceError, match="writes what another writes"):
         carried_out("st.global.b32 [%rd2], %r3;")
     body = "setp.eq.s32 %p1, %r4, {}; @%p1 st.global.b32 [%rd2], %r3;"
@@ -100,7 +100,7 @@ def test_two_threads_that_write_an_address_are_a_race() -> None:
         carried_out(body.format(0) + body.format(64), blocks=2)
 
 
-def test_ptx_machine_refuses_writes_that_another_block_reads() -> None:
+def test_ptx_machine_reports_a_race_when_a_block_writes_after_another_read() -> None:
     body = """
 	ld.global.b32 %r5, [%rd2];
 	bar.sync 0;
@@ -112,7 +112,7 @@ def test_ptx_machine_refuses_writes_that_another_block_reads() -> None:
     assert carried_out(body.replace("70", "7")).tolist() == [0] * 64  # one block, and a barrier
 
 
-def test_access_outside_of_every_tensor_is_refused() -> None:
+def test_ptx_machine_refuses_access_outside_every_tensor() -> None:
     with pytest.raises(OutOfBoundsError, match="near a tensor of 252 bytes"):
         carried_out("st.global.b32 [%rd5], %r4;", count=63)
     with pytest.raises(OutOfBoundsError):
@@ -121,19 +121,19 @@ def test_access_outside_of_every_tensor_is_refused() -> None:
         carried_out(SHARED.format(barrier="", other=0), shared=252)
 
 
-def test_wide_access_lies_at_a_multiple_of_its_width() -> None:
+def test_ptx_machine_refuses_misaligned_wide_access() -> None:
     with pytest.raises(MisalignedError, match="8 bytes"):
         carried_out("ld.global.v2.b32 {%r5, %r6}, [%rd4]; st.global.b32 [%rd5], %r5;")
 
 
-def test_barrier_that_some_threads_miss_is_refused() -> None:
+def test_ptx_machine_refuses_barrier_that_some_threads_skip() -> None:
     with pytest.raises(DivergedError, match=r"bar\.sync"):
         carried_out("setp.lt.s32 %p1, %r2, 32; @%p1 bra $L_x; bar.sync 0;\n$L_x:")
     with pytest.raises(DivergedError, match=r"shfl\.sync"):
         carried_out("setp.lt.s32 %p1, %r2, 5; @%p1 shfl.sync.bfly.b32 %r5, %r4, 5, 31, -1;")
 
 
-def test_approximation_is_refused_where_bits_are_promised() -> None:
+def test_ptx_machine_refuses_inexact_instructions() -> None:
     with pytest.raises(InexactError, match=r"div\.full\.f32"):
         carried_out("div.full.f32 %r5, %r4, %r4;")
     with pytest.raises(InexactError, match=r"add\.f32"):  # the assembler may contract it
@@ -160,7 +160,7 @@ def test_ptx_machine_refuses_unknown_instructions(line: str) -> None:
         carried_out(line)
 
 
-def test_tensors_that_overlap_are_refused_and_parts_are_not() -> None:
+def test_global_memory_refuses_overlapping_tensors_except_views() -> None:
     whole = np.zeros(64, np.uint8)
     GlobalMemory([Piece(64, whole), Piece(80, whole[16:32])])
     with pytest.raises(ValueError, match="overlap"):

@@ -11,7 +11,7 @@ def failing() -> None:
     raise ValueError("told")
 
 
-def test_call_returns_or_raises_and_its_thread_serves_the_next():
+def test_in_background_returns_or_raises_and_reuses_its_threads():
     threads = set()
     for number in range(50):
         result, thread = in_background(
@@ -24,7 +24,7 @@ def test_call_returns_or_raises_and_its_thread_serves_the_next():
         in_background(failing).result(timeout=30)
 
 
-def test_call_that_does_not_return_holds_up_no_other():
+def test_in_background_runs_a_call_while_another_is_stuck():
     gate = threading.Event()
     stuck = in_background(gate.wait)
     assert in_background(lambda: "done").result(timeout=30) == "done"

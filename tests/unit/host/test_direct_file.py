@@ -56,7 +56,7 @@ WRITES = st.lists(st.tuples(BLOCKS, BLOCKS), max_size=5)
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(writes=WRITES)
-def test_blocks_that_were_written_are_read(tmp_path, direct, writes):
+def test_direct_file_reads_back_any_written_blocks(tmp_path, direct, writes):
     """Against a plain string of bytes."""
     with pytest.MonkeyPatch.context() as patch:
         if not direct:
@@ -88,7 +88,7 @@ def _no_whole_block(move, file, views, offset):
 
 
 @pytest.mark.parametrize("less", [_a_block, _no_whole_block])
-def test_system_that_does_less_than_asked_is_asked_again(tmp_path, monkeypatch, less):
+def test_direct_file_repeats_the_system_call_after_a_partial_transfer(tmp_path, monkeypatch, less):
     for name in ("preadv", "pwritev"):
         monkeypatch.setattr(os, name, functools.partial(less, getattr(os, name)))
     data, back = aligned(4 * DISK_BLOCK), aligned(4 * DISK_BLOCK)
@@ -99,7 +99,7 @@ def test_system_that_does_less_than_asked_is_asked_again(tmp_path, monkeypatch, 
     assert torch.equal(back, data)
 
 
-def test_file_that_was_cut_is_said_so(tmp_path, monkeypatch):
+def test_direct_file_names_the_bytes_when_the_file_ends_early(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "preadv", lambda file, views, offset: 0)
     with closing(DirectFile(tmp_path, 2 * DISK_BLOCK)) as file:
         ticket = file.read_into(aligned(DISK_BLOCK), DISK_BLOCK)
@@ -112,7 +112,7 @@ def bytes_from_the_disk() -> int:
     return int(text.split("\nread_bytes:")[1].split()[0])
 
 
-def test_direct_file_reads_bytes_just_written(tmp_path):
+def test_direct_file_reads_from_the_disk_not_from_the_page_cache(tmp_path):
     """A page cache would have it."""
     window = aligned(PIECE)
     with closing(DirectFile(tmp_path, PIECE)) as file:
@@ -130,7 +130,7 @@ def _in_memory(folder: Path) -> bool:
     return mounts[max(mounts, key=len)] in ("tmpfs", "ramfs")
 
 
-def test_file_system_without_direct_access_is_said_so(tmp_path, monkeypatch):
+def test_direct_file_says_that_it_buffers_when_o_direct_is_refused(tmp_path, monkeypatch):
     refuse_direct(monkeypatch)
     with closing(DirectFile(tmp_path, 10)) as file:
         assert not file.direct
@@ -138,7 +138,7 @@ def test_file_system_without_direct_access_is_said_so(tmp_path, monkeypatch):
         assert "buffered (the file system" in repr(file)
 
 
-def test_memory_of_a_transfer_that_nobody_waits_for_stays(tmp_path):
+def test_direct_file_keeps_source_memory_until_its_write_ends(tmp_path):
     """One thread does one after the other."""
     data, back = aligned(64 * PIECE), aligned(64 * PIECE)
     data.copy_(random_bytes(64 * PIECE))
@@ -163,7 +163,7 @@ def test_direct_file_leaves_no_file_when_the_process_is_killed(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folder_that_goes_away_takes_nothing_with_it(tmp_path):
+def test_direct_file_keeps_its_data_when_the_folder_is_deleted(tmp_path):
     folder = tmp_path / "state"
     folder.mkdir()
     data, back = aligned(2 * PIECE), aligned(2 * PIECE)
@@ -185,13 +185,13 @@ def test_folder_that_goes_away_takes_nothing_with_it(tmp_path):
         (sys.executable, "this is no folder; choose another"),
     ],
 )
-def test_place_that_cannot_be_written_is_refused(folder, said):
+def test_direct_file_names_the_folder_when_not_writable(folder, said):
     with pytest.raises(OSError, match=said) as error:
         DirectFile(folder, 10)
     assert folder in str(error.value)
 
 
-def test_full_disk_is_noticed_before_anything_is_written(tmp_path):
+def test_direct_file_refuses_a_size_above_the_free_space(tmp_path):
     with pytest.raises(OSError, match=r"asked for, \d+ free; free space") as error:
         DirectFile(tmp_path, 1 << 50)
     assert error.value.errno == errno.ENOSPC and str(tmp_path) in str(error.value)
@@ -222,7 +222,7 @@ file.close()
 """
 
 
-def test_limit_on_files_is_said_when_made_and_when_written(tmp_path):
+def test_direct_file_names_ulimit_when_the_file_size_limit_is_reached(tmp_path):
     """And the file goes on."""
     making, writing = run_forked_program("-c", LIMITED, str(tmp_path)).splitlines()
     for line in (making, writing):
@@ -241,7 +241,7 @@ def test_limit_on_files_is_said_when_made_and_when_written(tmp_path):
         (torch.zeros(4, device="meta"), 0, "a contiguous tensor on the host"),
     ],
 )
-def test_windows_outside_of_the_file_and_other_tensors_are_refused(tmp_path, memory, offset, said):
+def test_direct_file_refuses_unaligned_and_out_of_range_transfers(tmp_path, memory, offset, said):
     with closing(DirectFile(tmp_path, 2 * DISK_BLOCK)) as file:
         for begin in (file.read_into, file.write_from):
             with pytest.raises(ValueError, match=said):

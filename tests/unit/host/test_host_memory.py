@@ -11,13 +11,13 @@ from mp_optim.host.host_memory import ALIGNMENT, HUGE_FROM, zeros_host
 
 
 @pytest.mark.parametrize("size", [0, 1, HUGE_FROM - 1, HUGE_FROM, 2 * HUGE_FROM + 3])
-def test_memory_is_zeroed_and_writable(size: int) -> None:
+def test_zeros_host_returns_writable_zeros_of_each_size(size: int) -> None:
     memory = zeros_host(size)
     assert memory.shape == (size,) and memory.dtype == torch.uint8 and not memory.any()
     assert memory.fill_(7).sum() == 7 * size
 
 
-def test_allocations_do_not_overlap_and_are_aligned() -> None:
+def test_zeros_host_allocations_are_aligned_and_do_not_overlap() -> None:
     blocks = [zeros_host(HUGE_FROM).fill_(value) for value in range(5)]
     for value, block in enumerate(blocks):
         assert (block == value).all() and block.data_ptr() % ALIGNMENT == 0
@@ -27,7 +27,9 @@ def test_allocations_do_not_overlap_and_are_aligned() -> None:
     )
 
 
-def test_system_without_huge_pages_gets_ordinary_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zeros_host_returns_zeros_when_huge_pages_are_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     assert not zeros_host(HUGE_FROM).any()
     monkeypatch.undo()

@@ -30,13 +30,13 @@ def host(tmp_path):
         ({"LOCAL_WORLD_SIZE": "many"}, 64, "64 cores"),
     ],
 )
-def test_share_is_the_cores_divided_by_the_ranks(host, seen, threads, reason):
+def test_share_of_divides_cores_among_local_ranks(host, seen, threads, reason):
     share = share_of(host.seen_by(**seen))
     assert share.threads == threads and share.reason.startswith(reason)
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_share_is_at_most_the_quota(host, version):
+def test_share_of_is_limited_by_the_cgroup_cpu_quota(host, version):
     if version == 1:
         host.write("proc/self/cgroup", "4:cpu,cpuacct:/docker/ab")
         host.write("sys/fs/cgroup/cpu,cpuacct/docker/ab/cpu.cfs_quota_us", "400000")
@@ -68,7 +68,7 @@ pathlib.Path(sys.argv[1] + os.environ["RANK"]).write_text(json.dumps(seen))
 """
 
 
-def test_launched_ranks_have_the_environment_of_torchrun(tmp_path):
+def test_run_program_of_ranks_sets_the_environment_of_torchrun(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(WRITE_ENVIRONMENT)
     torchrun(2, str(program), str(tmp_path / "torchrun"))
@@ -81,7 +81,7 @@ def test_launched_ranks_have_the_environment_of_torchrun(tmp_path):
 
 
 @pytest.mark.native
-def test_ranks_say_their_share_of_this_host(tmp_path):
+def test_describe_prints_host_threads_of_each_rank(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     cores = len(os.sched_getaffinity(0))

@@ -34,11 +34,11 @@ def write_ranks(host, resident):
             host.write("proc/self/status", text)
 
 
-def test_memory_limits_are_none_where_a_system_has_no_such_files(host):
+def test_memory_limits_are_empty_when_system_files_are_missing(host):
     assert memory_limits(host.seen_by()) == [] and resident_bytes(host.seen_by()) == 0
 
 
-def test_memory_limits_walk_up_the_cgroups_of_version_2(host):
+def test_memory_limits_include_parent_cgroups_of_version_2(host):
     host.write("proc/self/cgroup", "0::/kube/pod")
     write_v2(host, "/kube/pod", "max", GIB)
     write_v2(host, "/kube", 10 * GIB, 7 * GIB, high=9 * GIB)
@@ -57,7 +57,7 @@ def test_memory_limits_count_page_cache_as_free_but_not_shared_memory(host):
     assert free(host) == {"memory.max of /sys/fs/cgroup": 8 * GIB - 7 * GIB + 4 * GIB + GIB // 2}
 
 
-def test_memory_limits_read_version_1_where_the_mount_has_the_containers_root(host):
+def test_memory_limits_read_cgroup_version_1_mounted_at_the_container_root(host):
     host.write("proc/self/cgroup", "4:cpu,memory:/docker/ab\n3:cpuset:/\n0::/")
     top = "sys/fs/cgroup/memory"  # /docker/ab is not there: the container sees its own as the top
     host.write(f"{top}/memory.limit_in_bytes", str(4 * GIB))
@@ -68,12 +68,12 @@ def test_memory_limits_read_version_1_where_the_mount_has_the_containers_root(ho
     assert free(host) == {}
 
 
-def test_memory_limits_are_of_memory_not_of_swap(host):
+def test_memory_limits_exclude_swap(host):
     host.write("proc/meminfo", "MemTotal: 8192 kB\nMemAvailable: 4096 kB\nSwapFree: 999999 kB")
     assert free(host) == {"MemAvailable": 4096 * 1024}
 
 
-def test_memory_limits_have_those_of_the_process(host):
+def test_memory_limits_include_the_process_data_limit(host):
     host.write("proc/self/status", "Name: python\nVmSize: 1024 kB\nVmData: 512 kB")
     host.write(
         "proc/self/limits",
@@ -86,7 +86,7 @@ def test_memory_limits_have_those_of_the_process(host):
 
 
 @pytest.mark.parametrize("taken", [0, 20])
-def test_memory_limits_share_what_is_left_and_what_ranks_took(host, taken):
+def test_memory_limits_give_equal_shares_when_other_ranks_allocated_first(host, taken):
     """A rank that checks after three others allocated 20 GiB each has the share that it had."""
     left = 100 - 4 - 3 * taken  # each process holds 1 GiB before
     host.write("proc/meminfo", f"MemTotal: {100 << 20} kB\nMemAvailable: {left << 20} kB")
@@ -94,7 +94,7 @@ def test_memory_limits_share_what_is_left_and_what_ranks_took(host, taken):
     assert free(host, 4) == {"MemAvailable, which 4 ranks share": 24 * GIB}
 
 
-def test_memory_limits_share_the_whole_where_other_ranks_are_not_found(host):
+def test_memory_limits_divide_the_total_when_other_ranks_are_not_found(host):
     host.write("proc/meminfo", f"MemTotal: {100 << 20} kB\nMemAvailable: {90 << 20} kB")
     assert free(host, 4) == {"MemAvailable, which 4 ranks share": 25 * GIB}
     host.write("proc/meminfo", f"MemTotal: {100 << 20} kB\nMemAvailable: {9 << 20} kB")

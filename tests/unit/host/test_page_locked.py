@@ -48,7 +48,7 @@ def runtime() -> Iterator[LockingRuntime]:
 
 
 @pytest.mark.parametrize("size", [1, mmap.PAGESIZE, REGISTERED_FROM + 1, SIZE])
-def test_just_the_pages_of_it_are_locked(runtime: LockingRuntime, size: int) -> None:
+def test_page_locked_locks_only_its_pages_until_freed(runtime: LockingRuntime, size: int) -> None:
     before = locked_bytes()
     memory = page_locked(size, CUDA)
     pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -77,7 +77,9 @@ def test_page_locked_memory_is_unregistered_once_before_unmapping(runtime: Locki
     assert not is_mapped(address)
 
 
-def test_page_locked_memory_dropped_in_a_capture_is_released_later(runtime: LockingRuntime) -> None:
+def test_page_locked_memory_freed_during_a_capture_is_unregistered_later(
+    runtime: LockingRuntime,
+) -> None:
     """A collection of garbage may come at any time; a wait for the device would end the capture."""
     memory = page_locked(SIZE, CUDA)
     address = memory.data_ptr()
@@ -90,7 +92,7 @@ def test_page_locked_memory_dropped_in_a_capture_is_released_later(runtime: Lock
     assert list(runtime.registered) == [other.data_ptr()]
 
 
-def test_memory_that_cannot_be_unregistered_stays_mapped(runtime: LockingRuntime) -> None:
+def test_page_locked_memory_stays_mapped_when_unregistering_fails(runtime: LockingRuntime) -> None:
     memory = page_locked(SIZE, CUDA)
     address, runtime.status = memory.data_ptr(), 1
     del memory
@@ -98,7 +100,7 @@ def test_memory_that_cannot_be_unregistered_stays_mapped(runtime: LockingRuntime
 
 
 @pytest.mark.parametrize("error", [AssertionError("not compiled\nmore"), RuntimeError("no driver")])
-def test_without_a_runtime_it_says_why(error: Exception) -> None:
+def test_page_locked_names_the_cause_when_the_cuda_runtime_is_missing(error: Exception) -> None:
     text = str(error).partition("\n")[0]
     with (
         locking_runtime(),
@@ -108,7 +110,7 @@ def test_without_a_runtime_it_says_why(error: Exception) -> None:
         page_locked(SIZE, CUDA)
 
 
-def test_runtime_that_refuses_leaves_nothing(runtime: LockingRuntime) -> None:
+def test_page_locked_unmaps_memory_when_registering_fails(runtime: LockingRuntime) -> None:
     runtime.status = 2
     with (
         mock.patch.object(host_memory.torch, "zeros", side_effect=RuntimeError) as kernel,
@@ -121,7 +123,7 @@ def test_runtime_that_refuses_leaves_nothing(runtime: LockingRuntime) -> None:
     assert what == "register" and not is_mapped(address)
 
 
-def test_forked_child_neither_has_nor_unregisters_it(runtime: LockingRuntime) -> None:
+def test_page_locked_memory_is_not_mapped_in_a_forked_child(runtime: LockingRuntime) -> None:
     memory = page_locked(SIZE, CUDA)
     address = memory.data_ptr()
     child = os.fork()
@@ -158,11 +160,11 @@ def run(then: str) -> str:
     return done.stdout.strip()
 
 
-def test_memory_that_is_alive_when_the_interpreter_ends_is_left_to_the_driver() -> None:
+def test_page_locked_memory_stays_registered_at_interpreter_exit() -> None:
     assert run("pass") == "['register']"
 
 
-def test_page_locked_bytes_match_allocators() -> None:
+def test_page_locked_bytes_round_small_sizes_to_powers_of_two() -> None:
     sizes = [0, 1, 2, 3, 64, 65, REGISTERED_FROM - 1]
     assert [power_of_two(size) for size in sizes] == [0, 1, 2, 4, 64, 128, REGISTERED_FROM]
     assert [page_locked_bytes(size) for size in sizes] == list(map(power_of_two, sizes))

@@ -28,7 +28,7 @@ SIMULATED = device_at(DEVICE)
 
 @pytest.mark.native
 @pytest.mark.parametrize("mode", MODES)
-def test_bucket_is_one_copy_in_each_direction(mode: str) -> None:
+def test_hybrid_step_copies_once_per_bucket_and_direction(mode: str) -> None:
     with simulated_accelerator() as simulation:
         params = [nn.Parameter(torch.ones(16)) for _ in range(12)]
         optimizer = HybridDeviceOptimizer(
@@ -96,7 +96,7 @@ def flags_of(address: int) -> list[str]:
 
 
 @locks
-def test_large_memory_is_registered_and_small_memory_is_torchs(
+def test_cuda_transfer_registers_only_large_host_memory(
     transfer: CudaTransfer, runtime: LockingRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allocator = TorchAllocator()
@@ -108,7 +108,7 @@ def test_large_memory_is_registered_and_small_memory_is_torchs(
     assert transfer.notes() == () and {"hg", "dc"} <= set(flags_of(large.data_ptr()))
 
 
-def test_pageable_memory_is_on_huge_pages(transfer: CudaTransfer) -> None:
+def test_cuda_transfer_uses_huge_pages_for_pageable_memory(transfer: CudaTransfer) -> None:
     assert "hg" in flags_of(transfer.empty_host(HUGE_FROM, False).data_ptr())
 
 
@@ -123,7 +123,7 @@ NONE_AT_ALL = (
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_transfer_replaces_missing_page_locked_memory_with_one_warning(
+def test_cuda_transfer_warns_once_when_page_locking_fails(
     transfer: CudaTransfer, runtime: LockingRuntime, monkeypatch: pytest.MonkeyPatch, works: bool
 ) -> None:
     runtime.status = 2
@@ -152,7 +152,7 @@ class Registering(Transfer):
 @locks
 @pytest.mark.native
 @pytest.mark.parametrize("mode", MODES)
-def test_optimizer_registers_what_it_holds_and_leaves_nothing(mode: str) -> None:
+def test_hybrid_optimizer_unregisters_all_host_memory_when_deleted(mode: str) -> None:
     with locking_runtime(KIND) as runtime:
         params = [nn.Parameter(torch.ones(size)) for size in (4096, 1, 100_000)]
         optimizer = HybridDeviceOptimizer(

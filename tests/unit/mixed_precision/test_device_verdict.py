@@ -65,7 +65,9 @@ def bits(value: Any) -> Any:
     st.sampled_from([math.inf, 1e-3, 1.0, 1e10]),
     st.one_of(st.none(), st.integers(0, 2**40)),
 )
-def test_bits_are_those_of_the_host(sums, scale, clip, threshold, zeros):
+def test_device_decision_has_bits_of_host_decision_for_any_sums(
+    sums, scale, clip, threshold, zeros
+):
     names = [EXCLUDED, MAIN_NORM, "mtp", "other"][: len(sums)]
     measurement = Measurement(
         dict(zip(names, torch.tensor(sums, dtype=torch.float64), strict=True)),
@@ -152,7 +154,9 @@ WATCHED: dict[str, Any] = {
         ("bf16", "lion", {}),
     ],
 )
-def test_step_reads_nothing(precision, rule, settings, monkeypatch):
+def test_triton_step_does_not_synchronize_when_all_observers_are_on(
+    precision, rule, settings, monkeypatch
+):
     model, optimizer = small(precision, optimizer=rule, **settings, **WATCHED)
     for seed in (8, 9):  # makes tables, and proves the kernels of a first step and of others
         give_grads(model, optimizer, seed)
@@ -168,7 +172,7 @@ def test_step_reads_nothing(precision, rule, settings, monkeypatch):
     assert optimizer.metrics()["steps"] == 5 and optimizer.metrics()["skipped_steps"] == 1
 
 
-def test_chain_reads_nothing(monkeypatch):
+def test_chained_step_does_not_synchronize(monkeypatch):
     model, optimizer = build("fp16", fused_backend="triton")
     train(model, optimizer, 1)
     for step in range(2):
@@ -179,7 +183,7 @@ def test_chain_reads_nothing(monkeypatch):
         assert result.success
 
 
-def test_watch_would_see_somebody_who_waits(monkeypatch):
+def test_no_waiting_raises_when_a_step_or_its_result_synchronizes(monkeypatch):
     model, optimizer = small()
     give_grads(model, optimizer, 0)
     optimizer.step()  # makes tables
@@ -233,7 +237,7 @@ def story(precision: str, look: bool, **settings: Any) -> dict[str, Any]:
         ("bf16-stochastic", {}),
     ],
 )
-def test_everything_is_as_on_the_host_path(precision, settings, monkeypatch):
+def test_training_has_host_bits_when_the_device_decides_each_step(precision, settings, monkeypatch):
     device = story(precision, False, **settings)
     looked = story(precision, True, **settings) if precision == "fp16" else device
     assert any(not success for success, _, _ in device["results"])
@@ -265,7 +269,7 @@ def test_everything_is_as_on_the_host_path(precision, settings, monkeypatch):
         lambda o: o.optimizer.full_slot_state(Slot(0, 0)),
     ],
 )
-def test_every_look_at_the_state_takes_a_skipped_step_back(look):
+def test_skipped_device_step_is_undone_when_state_is_read(look):
     model, optimizer = small()
     give_grads(model, optimizer, 0)
     optimizer.step()
@@ -282,7 +286,7 @@ def test_every_look_at_the_state_takes_a_skipped_step_back(look):
 # -- where the host has to know -------------------------------------------------------------------
 
 
-def test_hybrid_whose_host_part_is_empty_steps_without_waiting(monkeypatch):
+def test_hybrid_optimizer_does_not_synchronize_when_nothing_is_offloaded(monkeypatch):
     params = {name: nn.Parameter(torch.ones(300)) for name in "ab"}
     inner = HybridDeviceOptimizer(
         list(params.items()),
@@ -307,7 +311,7 @@ def test_hybrid_whose_host_part_is_empty_steps_without_waiting(monkeypatch):
 # -- the result -----------------------------------------------------------------------------------
 
 
-def test_result_is_a_small_tuple_that_is_read_when_it_has_to_be():
+def test_step_result_is_a_tuple_that_settles_when_first_read():
     reads: list[int] = []
     result = StepResult.later(lambda: reads.append(1) or (True, 2.5, None, ""))
     assert len(result) == 3 and not reads and not result.is_known
@@ -334,7 +338,7 @@ def test_result_is_a_small_tuple_that_is_read_when_it_has_to_be():
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_verdict_takes_few_launches(scaled: bool) -> None:
+def test_device_decision_launches_at_most_25_kernels(scaled: bool) -> None:
     key, sums = NormKey(), torch.ones((), dtype=torch.float64)
     scaling = [torch.full((1,), 0.5, dtype=torch.float64)] if scaled else []
     config = config_for("fp16" if scaled else "bf16")
@@ -344,7 +348,7 @@ def test_verdict_takes_few_launches(scaled: bool) -> None:
     assert len(launches.names) <= (25 if scaled else 22), launches.names
 
 
-def test_counting_zeros_takes_a_launch_a_gradient() -> None:
+def test_count_zeros_launches_fewer_kernels_than_gradients() -> None:
     key, other = NormKey(), NormKey(EXCLUDED)
     grads = [torch.eye(3).bfloat16() for _ in range(20)]
     keys = [key, other] * 10

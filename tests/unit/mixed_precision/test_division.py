@@ -18,7 +18,7 @@ from support.cuda_division import DividesAsCuda
 from support.models import build, config_for, same_bits, tokens_of
 
 
-def test_mode_divides_as_it_says() -> None:
+def test_cuda_division_mode_multiplies_by_reciprocal_of_a_number() -> None:
     values = torch.arange(1.0, 1000.0)
     with DividesAsCuda() as mode:
         off = values / 3.0
@@ -46,7 +46,7 @@ def coefficients() -> Tensor:
 
 
 @pytest.mark.parametrize("compute", [float8_scales, mean_of_sums, coefficients])
-def test_quotients_are_those_of_the_host(compute: Callable[[], Tensor]) -> None:
+def test_quotients_have_host_bits_under_cuda_division(compute: Callable[[], Tensor]) -> None:
     expected = compute()
     with DividesAsCuda():
         assert torch.equal(compute(), expected)
@@ -54,7 +54,9 @@ def test_quotients_are_those_of_the_host(compute: Callable[[], Tensor]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("divisor", [2, 24, 255, 257, 513, 2056, 70_001])
-def test_gradients_are_divided_by_the_whole_number(dtype: torch.dtype, divisor: int) -> None:
+def test_divide_is_exact_when_gradient_dtype_cannot_hold_the_divisor(
+    dtype: torch.dtype, divisor: int
+) -> None:
     """Also where their dtype does not hold it."""
     grads = (torch.linspace(-3.0, 5.0, 5000) ** 3).to(dtype)
     expected = (grads.float() / torch.full((5000,), float(divisor))).to(dtype)
@@ -63,7 +65,7 @@ def test_gradients_are_divided_by_the_whole_number(dtype: torch.dtype, divisor: 
     assert torch.equal(grads, expected)
 
 
-def test_clip_coefficients_are_the_hosts_to_the_last_bit() -> None:
+def test_clip_coefficients_have_bits_of_python_floats() -> None:
     norms = torch.linspace(0.1, 40.0, 5000, dtype=torch.float64)
     host = [min(1.0, 0.3 / (norm + 1e-6)) for norm in norms.tolist()]
     assert clip_coefficients(norms, 0.3).tolist() == host
@@ -92,7 +94,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("precision", "rule"), CASES)
-def test_whole_steps_have_the_bits_of_the_host(precision: str, rule: str) -> None:
+def test_step_has_host_bits_under_cuda_division(precision: str, rule: str) -> None:
     """The rules' formulas, measuring, clipping and the codes of compact state."""
     on_host = state_after(precision, rule, contextlib.nullcontext())
     as_cuda = state_after(precision, rule, DividesAsCuda())
@@ -102,7 +104,7 @@ def test_whole_steps_have_the_bits_of_the_host(precision: str, rule: str) -> Non
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_loss_scale_lies_where_the_loss_does(precision: str) -> None:
+def test_loss_scale_is_on_the_device_of_the_model(precision: str) -> None:
     model = nn.Linear(
         4, 4, device="meta", dtype=torch.bfloat16 if precision == "bf16" else torch.float16
     )

@@ -113,7 +113,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
-def test_refused_load_names_the_cause_and_changes_nothing(fraction):
+def test_load_state_dict_names_the_cause_and_changes_nothing_when_it_refuses(fraction):
     model, source = build("fp16", 0.0, initial_loss_scale=8.0)
     train(model, source, 2)
     good = source.state_dict()
@@ -138,7 +138,7 @@ def test_refused_load_names_the_cause_and_changes_nothing(fraction):
     )
 
 
-def test_bits_are_lost_on_request_only():
+def test_load_state_dict_rounds_state_only_with_convert():
     model, optimizer = build("fp16", initial_loss_scale=8.0)
     train(model, optimizer, 1)
     state = copy.deepcopy(optimizer.state_dict())
@@ -155,7 +155,7 @@ def test_bits_are_lost_on_request_only():
         optimizer.load_state_dict(state, convert=True)
 
 
-def test_torch_optimizer_below_goes_back_to_having_no_state():
+def test_fp32_optimizer_over_torch_adamw_has_no_state_after_loading_empty_state():
     def stack():
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
@@ -173,7 +173,7 @@ def test_torch_optimizer_below_goes_back_to_having_no_state():
     assert optimizer.state_dict()["state"] == {}
 
 
-def test_torchs_state_dict_leaves_the_loss_scale_out_and_a_hook_brings_it_back():
+def test_set_optimizer_state_dict_takes_loss_scale_from_a_pre_hook():
     from torch.distributed.checkpoint.state_dict import (
         get_optimizer_state_dict,
         set_optimizer_state_dict,
@@ -194,7 +194,7 @@ def test_torchs_state_dict_leaves_the_loss_scale_out_and_a_hook_brings_it_back()
     )
 
 
-def test_groups_of_equal_settings_may_be_merged_and_keep_their_kind():
+def test_load_state_dict_merges_groups_only_when_their_settings_are_equal():
     model, optimizer = build("bf16")
     train(model, optimizer, 2)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -220,7 +220,7 @@ def test_groups_of_equal_settings_may_be_merged_and_keep_their_kind():
 @pytest.mark.parametrize(
     ("precision", "place"), [*itertools.product(["bf16", "fp16", "bf16-master"], PLACES)]
 )
-def test_parameters_that_were_not_loaded_are_written_from_their_main_params(precision, place):
+def test_load_state_dict_writes_parameters_from_main_params_when_weights_differ(precision, place):
     model, optimizer = make(precision, place)
     train(model, optimizer, 3)
     other_model, other = make(precision, place, seed=5)
@@ -238,9 +238,7 @@ def test_parameters_that_were_not_loaded_are_written_from_their_main_params(prec
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("precision", ["bf16-remainder", "bf16-8bit8", "bf16-8bit"])
-def test_remainders_are_refused_beside_other_weights_before_anything_is_stepped(
-    precision, place, recwarn
-):
+def test_step_refuses_remainders_and_changes_nothing_when_weights_differ(precision, place, recwarn):
     model, optimizer = make(precision, place)
     train(model, optimizer, 3)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -269,7 +267,7 @@ def test_remainders_are_refused_beside_other_weights_before_anything_is_stepped(
     assert not [w for w in recwarn if "written from" in str(w.message)]
 
 
-def test_remainders_of_other_weights_can_be_given_up_and_old_states_have_no_checksum():
+def test_load_state_dict_drops_remainders_of_other_weights_on_request():
     model, optimizer = build("bf16-remainder")
     train(model, optimizer, 3)
     saved = copy.deepcopy(optimizer.state_dict())

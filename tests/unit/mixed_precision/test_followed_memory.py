@@ -24,7 +24,7 @@ def step_in_place(model, optimizer):
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_values_in_new_memory_at_an_old_address_are_followed(fraction):
+def test_step_follows_parameter_values_when_memory_address_is_reused(fraction):
     model, optimizer = one_param(fraction=fraction)
     memory = bytearray(8)
     model.w.data = torch.frombuffer(memory, dtype=torch.bfloat16)
@@ -36,7 +36,7 @@ def test_values_in_new_memory_at_an_old_address_are_followed(fraction):
     assert model.w.eq(5.0).all() and dict(optimizer.named_main_params())["w"].eq(5.0).all()
 
 
-def test_weights_may_be_written_after_a_load_that_fitted_them():
+def test_main_params_follow_weights_written_after_a_load():
     model, optimizer = one_param("bf16-remainder")
     step_in_place(model, optimizer)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))

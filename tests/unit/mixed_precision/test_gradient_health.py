@@ -64,7 +64,7 @@ def error_after(spike: str, sigma: float) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("spike", ["batch", "layer"])
-def test_run_recovers_from_spikes_with_the_rule_and_not_without(spike):
+def test_training_recovers_from_spikes_only_with_the_skip_rule(spike):
     clean, skips_of_clean = error_after("none", 6.0)
     with_rule, skips = error_after(spike, 6.0)
     without, _ = error_after(spike, math.inf)
@@ -107,7 +107,7 @@ def wave(number: int) -> float:
     return 1.0 + 0.25 * math.sin(1.7 * number)
 
 
-def test_limits_are_medians_and_distances_from_them_to_the_bit():
+def test_skip_limit_equals_median_and_deviation_of_recent_norms():
     param, optimizer = one()
     norms: list[float] = []
     for number in range(40):
@@ -132,7 +132,7 @@ def test_skip_rule_skips_spikes_after_half_a_window():
     assert metrics["skipped_steps/over_threshold"] == 0
 
 
-def test_spike_of_the_loss_alone_is_skipped_and_says_so():
+def test_skip_rule_skips_one_step_when_only_the_loss_spikes():
     param, optimizer = one()
     for number in range(12):
         optimizer.health.report_loss(torch.tensor(2.0 + wave(number)))
@@ -144,7 +144,7 @@ def test_spike_of_the_loss_alone_is_skipped_and_says_so():
     assert step(param, optimizer, 1.0).success  # it was for one step
 
 
-def test_overflow_leaves_the_window_as_it_is_and_counts_apart():
+def test_skip_rule_window_is_unchanged_after_an_overflow():
     param, optimizer = one()
     for number in range(12):
         step(param, optimizer, wave(number))
@@ -192,14 +192,14 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @needs_interpreter
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
-def test_device_decides_as_the_host_without_waiting(monkeypatch):
+def test_skip_rule_on_device_decides_like_host_without_synchronizing(monkeypatch):
     host = told(fused_backend="reference")
     assert [bool(reason) for reason in host[0]].count(True) == 4
     assert_same(told(monkeypatch, fused_backend="triton"), host)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_resumed_run_decides_as_one_that_went_on(tmp_path: Path):
+def test_skip_rule_decides_identically_after_resume(tmp_path: Path):
     param, optimizer = one()
     for number in range(20):
         optimizer.health.report_loss(wave(3 * number))
@@ -220,7 +220,7 @@ def test_resumed_run_decides_as_one_that_went_on(tmp_path: Path):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
-def test_grad_norms_equal_those_of_torch(precision, fraction):
+def test_param_grad_norms_equal_torch_norms_in_each_precision(precision, fraction):
     model, optimizer = build(precision, fraction, log_param_grad_norms=3)
     for number in range(2):
         optimizer.zero_grad()
@@ -241,7 +241,7 @@ def test_grad_norms_equal_those_of_torch(precision, fraction):
     assert total == pytest.approx(metrics["grad_norm"], rel=1e-13)
 
 
-def test_skipped_step_is_said_with_the_parameters_that_did_it(caplog):
+def test_skip_warning_names_parameters_with_largest_gradient_norms(caplog):
     model, optimizer = build("fp32", log_param_grad_norms=1, grad_norm_skip_threshold=50.0)
     for param in model.parameters():
         param.grad = torch.full_like(param, 0.01)
@@ -253,7 +253,7 @@ def test_skipped_step_is_said_with_the_parameters_that_did_it(caplog):
 # -- ranks ----------------------------------------------------------------------------------------
 
 
-def test_ranks_and_layouts_decide_alike_and_know_norms_of_whole_parameters(tmp_path):
+def test_skip_rule_decides_identically_on_all_ranks_in_each_layout(tmp_path):
     """Tolerances: gradients of layouts are other sums in FP32, some of them of values near 0."""
     first, second = results_of_ranks("gradient_health", 2, tmp_path)
     assert first == second

@@ -71,7 +71,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
         ({"main": math.inf, "mtp": math.nan}, "main, mtp"),
     ],
 )
-def test_gradients_that_are_not_finite_name_their_norm_group(bad, groups, caplog):
+def test_skip_reason_names_norm_group_when_a_gradient_is_not_finite(bad, groups, caplog):
     model, optimizer = small("fp16", hysteresis=2)
     reason = f"the gradients of norm group {groups} hold an inf or nan"
     assert step(model, optimizer).reason == ""
@@ -84,7 +84,7 @@ def test_gradients_that_are_not_finite_name_their_norm_group(bad, groups, caplog
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
 
-def test_norm_over_the_threshold_is_said_with_both_numbers(caplog):
+def test_skip_reason_prints_norm_and_threshold_when_norm_is_too_large(caplog):
     model, optimizer = small("fp16", loss_scale_window=2, **THRESHOLD)
     step(model, optimizer)
     result = step(model, optimizer, norm=20.0)
@@ -95,7 +95,7 @@ def test_norm_over_the_threshold_is_said_with_both_numbers(caplog):
     assert said(caplog) == [line]
 
 
-def test_metrics_count_each_cause():
+def test_metrics_count_skipped_steps_by_cause():
     model, optimizer = small("fp16", **THRESHOLD)
     steps = [{}, {"norm": 20.0}, {"mtp": math.nan}, {"norm": 30.0}, {}]
     for given in steps:
@@ -136,7 +136,7 @@ def story(caplog: pytest.LogCaptureFixture, **settings: Any) -> tuple[list[str],
 
 
 @needs_interpreter
-def test_warnings_are_the_same_when_the_device_decides(caplog):
+def test_skip_warnings_are_equal_when_the_device_decides(caplog):
     host = story(caplog, fused_backend="reference")
     scales = {line.split("loss scale ")[1] for line in host[0]}
     assert len(host[0]) == 6 and len(scales) > 2
@@ -144,7 +144,7 @@ def test_warnings_are_the_same_when_the_device_decides(caplog):
 
 
 @needs_interpreter
-def test_verdict_of_the_device_is_said_when_it_is_settled(caplog, monkeypatch):
+def test_skip_warning_is_logged_when_the_device_decision_is_settled(caplog, monkeypatch):
     model, optimizer = small("fp16", fused_backend="triton")
     step(model, optimizer)
     for param in model.values():
@@ -167,7 +167,7 @@ def test_verdict_of_the_device_is_said_when_it_is_settled(caplog, monkeypatch):
 # -- ranks ----------------------------------------------------------------------------------------
 
 
-def test_skipped_step_is_a_warning_on_rank_0_alone(tmp_path: Path) -> None:
+def test_skipped_step_is_logged_as_warning_only_on_rank_0(tmp_path: Path) -> None:
     first, second = results_of_ranks("skipped_steps", 2, tmp_path)
     assert [level for level, _ in first] == ["WARNING"]
     assert [level for level, _ in second] == ["INFO"] and first[0][1] == second[0][1]

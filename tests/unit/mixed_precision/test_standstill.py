@@ -44,7 +44,7 @@ def warned(work: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_steps_of_a_copy_that_is_not_trained_are_said_once(precision: str) -> None:
+def test_step_warns_once_when_another_copy_of_the_model_is_trained(precision: str) -> None:
     model, stack = build(precision)
     trained = copy.deepcopy(model)
 
@@ -61,7 +61,7 @@ def test_steps_of_a_copy_that_is_not_trained_are_said_once(precision: str) -> No
     )
 
 
-def test_adapters_that_came_after_the_optimizer_are_named() -> None:
+def test_step_names_adapters_added_after_the_optimizer_was_built() -> None:
     import peft
 
     model = regression(torch.float32)
@@ -76,7 +76,7 @@ def test_adapters_that_came_after_the_optimizer_are_named() -> None:
     assert warned(fresh.step) == [] and fresh.metrics()["grad_norm"] > 0
 
 
-def test_expert_part_without_tokens_is_nothing_to_warn_of() -> None:
+def test_step_does_not_warn_when_experts_have_no_gradients() -> None:
     model, stack = build("bf16")
     for name, param in model.named_parameters():
         param.grad = None if "experts" in name else torch.ones_like(param)
@@ -109,7 +109,7 @@ def skipped(stack: Any, model: nn.Module, steps: int, look: bool = False) -> lis
         (torch.float16, {"fp16": True}, 1),  # at its minimum of 1 after 33 of them
     ],
 )
-def test_1st_10th_and_100th_skipped_step_in_a_row_names_the_parameter(
+def test_step_warns_at_1st_10th_and_100th_consecutive_skip_with_parameter_name(
     dtype, settings, count
 ) -> None:
     model = regression(dtype)
@@ -122,9 +122,7 @@ def test_1st_10th_and_100th_skipped_step_in_a_row_names_the_parameter(
 
 
 @pytest.mark.parametrize("clip_grad", [1.0, 0.0])
-def test_good_step_ends_the_row_and_a_dynamic_scale_finds_its_place_in_silence(
-    clip_grad: float,
-) -> None:
+def test_step_warns_again_when_a_good_step_ended_consecutive_skips(clip_grad: float) -> None:
     model, stack = fp16(clip_grad=clip_grad)
     assert skipped(stack, model, 9) == []
     model = regression()
@@ -140,7 +138,7 @@ def test_good_step_ends_the_row_and_a_dynamic_scale_finds_its_place_in_silence(
 # -- ranks ----------------------------------------------------------------------------------------
 
 
-def test_skipped_step_names_the_gradient_on_its_own_stage(tmp_path: Path) -> None:
+def test_skip_warning_names_the_gradient_on_its_pipeline_stage(tmp_path: Path) -> None:
     for rank, found in enumerate(results_of_ranks("standstill", 2, tmp_path)):
         assert found["stub"] is True
         culprit = "the gradient of stage1 holds" if rank == 1 else "on another rank"
@@ -154,7 +152,7 @@ def test_skipped_step_names_the_gradient_on_its_own_stage(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
-def test_outside_clipping_is_counted_and_warned_of_once(mode: str) -> None:
+def test_step_warns_once_when_torch_clips_gradients_after_early_steps(mode: str) -> None:
     model = regression()
     stack = get_megatron_optimizer(
         OptimizerConfig(
@@ -184,7 +182,7 @@ def test_outside_clipping_is_counted_and_warned_of_once(mode: str) -> None:
     assert "clip_grad_norm_" in message and stack.metrics()["speculation_stale"] >= 4
 
 
-def test_warnings_point_at_the_line_of_the_program():
+def test_step_warning_has_the_file_of_the_caller():
     model = nn.Linear(4, 4)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3), model)
     with pytest.warns(UserWarning, match="has a gradient") as caught:

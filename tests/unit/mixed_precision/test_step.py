@@ -17,7 +17,7 @@ from support.offload import differing, snapshot
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_overflow_leaves_everything_untouched(precision, fraction, bad):
+def test_step_changes_nothing_when_a_gradient_is_not_finite(precision, fraction, bad):
     model, optimizer = build(precision, fraction)
     train(model, optimizer, 3)
     before = snapshot(model, optimizer)
@@ -29,7 +29,7 @@ def test_overflow_leaves_everything_untouched(precision, fraction, bad):
     assert optimizer.metrics()["skipped_steps"] == 1
 
 
-def test_norm_threshold_skips_without_a_chain():
+def test_step_changes_nothing_when_norm_exceeds_the_threshold():
     model, optimizer = build("bf16", experts=False, grad_norm_skip_threshold=1e-3)
     before = snapshot(model, optimizer)
     model(tokens_of(0)).backward()
@@ -38,7 +38,7 @@ def test_norm_threshold_skips_without_a_chain():
     assert differing(before, snapshot(model, optimizer)) == []
 
 
-def test_growth_step_divides_by_the_scale_of_backward():
+def test_step_divides_gradients_by_scale_of_backward_when_loss_scale_grows():
     def run(window):
         model, optimizer = build(
             "fp16", loss_scale_window=window, optimizer="sgd", sgd_momentum=0.0, clip_grad=0.0
@@ -60,7 +60,7 @@ def test_growth_step_divides_by_the_scale_of_backward():
         assert (a.float() - b.float()).abs().max() <= 2 * 2.0**-10 * b.float().abs().max()
 
 
-def test_chain_has_one_scaler():
+def test_chained_optimizers_share_one_loss_scale_after_an_overflow():
     model, optimizer = build("fp16", hysteresis=1)
     assert len({id(part.grad_scaler) for part in optimizer.chained_optimizers}) == 1
     optimizer.scale_loss(model(tokens_of(0))).backward()
@@ -69,7 +69,7 @@ def test_chain_has_one_scaler():
     assert all(float(part.get_loss_scale()) == 2.0**11 for part in optimizer.chained_optimizers)
 
 
-def test_separate_norm_group_is_clipped_by_its_own_norm():
+def test_clip_uses_the_norm_of_each_norm_group():
     model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(4)), "b": nn.Parameter(torch.zeros(4))})
     model["b"].grad_norm_group = "mtp"
     config = config_for("fp32", optimizer="sgd", sgd_momentum=0.0, lr=1.0, weight_decay=0.0)
@@ -81,7 +81,7 @@ def test_separate_norm_group_is_clipped_by_its_own_norm():
     assert optimizer.metrics()["grad_norm/mtp"] == pytest.approx(100.0)
 
 
-def test_shared_params_are_checked_but_not_counted():
+def test_grad_norm_excludes_shared_params_but_their_nan_skips_the_step():
     model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(1)), "b": nn.Parameter(torch.zeros(1))})
     model["b"].shared = True
     optimizer = get_megatron_optimizer(config_for("fp32"), model)
@@ -92,7 +92,7 @@ def test_shared_params_are_checked_but_not_counted():
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_stale_gradient_is_not_stepped(fraction):
+def test_step_leaves_parameter_and_state_unchanged_without_a_gradient(fraction):
     model, optimizer = build("bf16", fraction)
     train(model, optimizer, 2)
     optimizer.zero_grad()
@@ -107,7 +107,7 @@ def test_stale_gradient_is_not_stepped(fraction):
     assert optimizer.state[model.bias]["step"] == 3 and optimizer.state[model.dense]["step"] == 2
 
 
-def test_grads_come_from_main_grad_decoupled_grad_or_grad():
+def test_step_reads_gradient_from_main_grad_decoupled_grad_or_grad():
     results = []
     for attribute in ("main_grad", "decoupled_grad", "grad"):
         param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
@@ -120,7 +120,7 @@ def test_grads_come_from_main_grad_decoupled_grad_or_grad():
     assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
 
 
-def test_awkward_parameters():
+def test_step_has_same_bits_when_offloaded_for_transposed_scalar_and_empty_params():
     transposed = nn.Parameter(
         torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).bfloat16().t()
     )
@@ -155,7 +155,7 @@ def test_awkward_parameters():
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_groups_added_later_are_stepped(fraction):
+def test_step_updates_param_group_added_after_construction(fraction):
     _model, optimizer = build("bf16", fraction, experts=False)
     late = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
     optimizer.add_param_group({"params": [("late", late)], "lr": 0.5, "weight_decay": 0.0})
@@ -168,7 +168,7 @@ def test_groups_added_later_are_stepped(fraction):
     assert torch.equal(late.detach(), before)
 
 
-def test_hyperparameters_flow_down_every_step():
+def test_step_uses_learning_rate_and_decay_changed_in_param_groups():
     model, optimizer = build("bf16", 0.5)
     train(model, optimizer, 1)
     for group in optimizer.param_groups:
@@ -178,7 +178,7 @@ def test_hyperparameters_flow_down_every_step():
     assert all(same_bits(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_dynamic_scaler_rules():
+def test_dynamic_scaler_grows_and_backs_off_within_its_limits():
     scaler = DynamicGradScaler(2.0**4, 1.0, 2.0, 0.5, growth_interval=2, hysteresis=2)
     seen = []
     for inf in (True, False, True, True, True, False, False, False, False):
@@ -204,7 +204,7 @@ def test_dynamic_scaler_rules():
         ("growth_factor", 1.0),
     ],
 )
-def test_scaler_names_the_bad_argument(argument, value):
+def test_dynamic_scaler_names_the_argument_when_invalid(argument, value):
     good = {
         "initial_scale": 16.0,
         "min_scale": 1.0,
@@ -217,7 +217,7 @@ def test_scaler_names_the_bad_argument(argument, value):
         DynamicGradScaler(**{**good, argument: value})
 
 
-def test_wrong_dtypes_are_refused_by_name():
+def test_optimizer_names_parameter_or_flag_when_model_dtype_is_wrong():
     with pytest.raises(TypeError, match=r"weight is torch\.bfloat16.*bf16=True"):
         FP32Optimizer(
             FusedAdam(list(nn.Linear(2, 2).bfloat16().named_parameters())), config_for("fp32")
@@ -226,7 +226,7 @@ def test_wrong_dtypes_are_refused_by_name():
         get_megatron_optimizer(config_for("fp16"), nn.Linear(2, 2).bfloat16())
 
 
-def test_sparse_gradients_are_refused_by_name():
+def test_step_names_the_parameter_when_its_gradient_is_sparse():
     model = nn.Embedding(4, 2, sparse=True)
     optimizer = get_megatron_optimizer(config_for("fp32"), model)
     model(torch.tensor([1])).sum().backward()
@@ -235,9 +235,7 @@ def test_sparse_gradients_are_refused_by_name():
 
 
 @pytest.mark.parametrize(("backend", "fraction"), [("auto", 0.5), ("triton", 0.0)])
-def test_state_that_was_moved_away_and_back_is_stepped_where_it_is_now(
-    backend, fraction, monkeypatch
-):
+def test_step_uses_new_memory_when_state_was_parked_and_restored(backend, fraction, monkeypatch):
     def state(optimizer):
         return [
             v for s in optimizer.state_dict()["state"].values() for k, v in s.items() if k != "step"
@@ -275,7 +273,7 @@ def test_state_that_was_moved_away_and_back_is_stepped_where_it_is_now(
 @pytest.mark.parametrize(
     ("fraction", "mode"), [(0.0, "sync"), (0.5, "sync"), (0.5, "overlap"), (0.5, "speculative")]
 )
-def test_step_keeps_no_gradients_alive(fraction, mode):
+def test_gradients_are_freed_after_step_and_zero_grad(fraction, mode):
     model, optimizer = build("bf16", fraction, offload_mode=mode)
     gradients = []
     for step in range(4):
@@ -290,7 +288,7 @@ def test_step_keeps_no_gradients_alive(fraction, mode):
 
 
 @pytest.mark.parametrize("was_on", [True, False])
-def test_step_leaves_the_garbage_collector_alone(was_on):
+def test_step_does_not_change_the_garbage_collector_setting(was_on):
     seen = []
 
     class Timer:

@@ -34,7 +34,7 @@ def one_param(precision, values, **settings):
 
 
 @each_backend
-def test_norm_at_the_threshold_is_stepped_and_one_above_it_is_not(backend):
+def test_step_is_skipped_only_when_norm_is_above_the_threshold(backend):
     for threshold, is_stepped in ((5.0, True), (math.nextafter(5.0, 0.0), False)):
         model, optimizer = one_param(
             "fp32", [3.0, 4.0], grad_norm_skip_threshold=threshold, fused_backend=backend
@@ -45,7 +45,7 @@ def test_norm_at_the_threshold_is_stepped_and_one_above_it_is_not(backend):
 
 
 @each_backend
-def test_step_skipped_by_the_threshold_is_a_clean_one_to_the_loss_scale(backend):
+def test_loss_scale_grows_when_steps_are_skipped_by_the_norm_threshold(backend):
     """Its gradients are finite: the scale is not too large, and grows as after any other step."""
     _model, optimizer = one_param(
         "fp16",
@@ -67,7 +67,9 @@ def test_step_skipped_by_the_threshold_is_a_clean_one_to_the_loss_scale(backend)
 @pytest.mark.parametrize("clip_grad", [0.0, 0.5, 2.0, 100.0])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.5, 1.0, 100.0])
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_of_two_limits_on_the_norm_the_smaller_holds(clip_grad, max_grad_norm, fraction):
+def test_lamb_clips_to_the_smaller_of_clip_grad_and_max_grad_norm(
+    clip_grad, max_grad_norm, fraction
+):
     """LAMB's own ``max_grad_norm`` judges the gradients as they are after ``clip_grad``."""
     config = config_for("fp32", fraction, optimizer="lamb", clip_grad=clip_grad)
     model = nn.ParameterDict({"w": nn.Parameter(torch.ones(2))})
@@ -85,7 +87,7 @@ def test_of_two_limits_on_the_norm_the_smaller_holds(clip_grad, max_grad_norm, f
 
 @pytest.mark.parametrize("form", ["bf16-remainder", "bf16-8bit8"])
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_whatever_is_written_to_a_parameter_its_main_param_still_rounds_to(form, fraction):
+def test_main_param_rounds_to_any_bf16_value_written_to_the_parameter(form, fraction):
     """All 65,536 bfloat16 values, infinities among them, over remainders of any kind."""
     patterns = (
         torch.arange(-(2**15), 2**15, dtype=torch.int32)
@@ -121,7 +123,7 @@ def test_whatever_is_written_to_a_parameter_its_main_param_still_rounds_to(form,
 
 
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
-def test_rate_that_is_written_in_place_before_the_step_is_the_steps(mode):
+def test_step_uses_learning_rate_tensor_written_after_backward(mode):
     def run(mode):
         model = nn.ParameterDict(
             {name: nn.Parameter(torch.ones(600, dtype=torch.bfloat16)) for name in "ab"}

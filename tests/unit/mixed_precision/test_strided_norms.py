@@ -35,6 +35,6 @@ def trained(backend: str, **settings):
 
 
 @pytest.mark.parametrize("backend", ["reference", "native", "torch"])
-def test_modes_measure_the_same_bits(backend):
+def test_grad_norm_of_strided_gradients_has_same_bits_in_each_offload_mode(backend):
     expected, *others = (trained(backend, **settings) for settings in MODES)
     assert all(all(map(same_bits, other, expected)) for other in others)

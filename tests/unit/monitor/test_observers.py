@@ -31,7 +31,7 @@ def trained() -> tuple[MegatronOptimizer, list[torch.Tensor]]:
 
 @pytest.mark.filterwarnings("ignore:a step was skipped")
 @pytest.mark.parametrize("missing", [*OBSERVERS, "all"])
-def test_step_has_the_same_bits_when_an_observer_is_taken_out(
+def test_step_has_same_bits_when_an_observer_is_removed(
     missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, expected = trained()
@@ -47,7 +47,7 @@ def test_step_has_the_same_bits_when_an_observer_is_taken_out(
 
 
 @pytest.mark.filterwarnings("ignore:a step was skipped")
-def test_observer_sees_each_step_before_and_after_when_it_is_in_the_table(
+def test_observer_is_called_before_and_after_each_step_when_registered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Recorder(Observer):

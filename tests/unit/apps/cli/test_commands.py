@@ -21,7 +21,7 @@ def help_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
     return capsys.readouterr().out
 
 
-def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_prints_help_for_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     overview = " ".join(help_of(capsys).split())
     for name, what in COMMANDS.items():
         assert f" {name} {what}" in overview
@@ -36,7 +36,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 @pytest.mark.parametrize("command", [("list",), ("verify",), ("diff", "there")])
-def test_checkpoint_that_is_not_there(
+def test_inspect_refuses_a_path_without_a_complete_checkpoint(
     capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
 ) -> None:
     sentence = said(capsys, "inspect", *command, "nowhere")
@@ -54,7 +54,7 @@ def test_checkpoint_that_is_not_there(
         ({"state": 3}, "instead of param_groups and state"),
     ],
 )
-def test_source_that_is_no_state(
+def test_convert_refuses_a_source_file_without_optimizer_state(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: object, words: str
 ) -> None:
     source, target = tmp_path / "file", tmp_path / "out"
@@ -67,7 +67,7 @@ def test_source_that_is_no_state(
     assert words in sentence and str(source) in sentence and not target.exists()
 
 
-def test_failed_import_of_a_model_tells_its_cause(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_prints_the_cause_of_a_failed_model_import(capsys: pytest.CaptureFixture[str]) -> None:
     def command() -> int:
         try:
             raise RuntimeError("operator torchvision::nms does not exist")
@@ -79,7 +79,7 @@ def test_failed_import_of_a_model_tells_its_cause(capsys: pytest.CaptureFixture[
     assert "Qwen3ForCausalLM" in text and "torchvision::nms" in text and "None" not in text
 
 
-def test_closed_pipe_ends_a_command_silently() -> None:
+def test_cli_exits_silently_when_its_output_pipe_is_closed() -> None:
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -93,7 +93,7 @@ def test_closed_pipe_ends_a_command_silently() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 141
 
 
-def test_plan_prints_table_and_smallest_fraction(
+def test_plan_prints_table_and_smallest_fraction_that_fits(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     memory = ("--gpu-memory", "1", "--host-memory", "2")
@@ -112,7 +112,7 @@ def test_plan_prints_table_and_smallest_fraction(
         (["--state", "4bit", "--release-gradients"], "4-bit and 8-bit moments"),
     ],
 )
-def test_plan_in_words_of_the_classes(
+def test_plan_accepts_storage_options_of_the_optimizer_classes(
     config: Path, capsys: pytest.CaptureFixture[str], words: list[str], form: str
 ) -> None:
     model = ("plan", "--model", str(config), "--gpu-memory", "1")
@@ -135,7 +135,7 @@ print("imported:", sorted({"matplotlib", "rich", "transformers", "yaml"} & set(s
 """
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_cli_help_imports_no_optional_package() -> None:
     assert run_forked_program("-c", HELP).endswith("imported: []\n")
 
 
@@ -156,9 +156,7 @@ print("plan", main(["plan", "--model", sys.argv[1], "--optimizer", sys.argv[1]])
 """
 
 
-def test_without_the_extra_help_and_the_doctor_work_and_others_say_what_to_install(
-    config: Path,
-) -> None:
+def test_cli_names_the_package_to_install_when_an_optional_one_is_missing(config: Path) -> None:
     # whose proof takes half of the time
     text = run_forked_program("-c", BARE, str(config), TRITON_INTERPRET="0")
     for name in COMMANDS:

@@ -50,7 +50,7 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int,
 
 
 @pytest.mark.parametrize("name", [*PUBLISHED])
-def test_shipped_models_have_the_parameters_of_their_cards(name: str) -> None:
+def test_shipped_model_configs_build_published_parameter_counts(name: str) -> None:
     model = build_hf(transformers.AutoConfig.for_model(**fit.shipped()[name]))
     assert sum(param.numel() for param in model.parameters()) == PUBLISHED[name]
 
@@ -81,7 +81,9 @@ def test_fit_names_missing_bytes_when_a_model_does_not_fit(
     assert re.match(r"does not fit: .* lacks 0\.\d\d GiB of accelerator", capsys.readouterr().out)
 
 
-def test_adapters_alone_have_gradients(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_counts_gradients_of_adapters_only_with_lora(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ("--model", config, "--gpu", "4GB", "--ram", "8GB")
     _, said = answer(capsys, *arguments, "--lora", 4)
     _, whole = answer(capsys, *arguments)
@@ -91,7 +93,9 @@ def test_adapters_alone_have_gradients(config: Path, capsys: pytest.CaptureFixtu
     assert "LoraConfig(r=4" in said["recipes"]["Python"]
 
 
-def test_model_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_accepts_a_model_built_by_a_python_function(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
         textwrap.dedent("""
@@ -119,7 +123,7 @@ def test_model_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ("3.1GiB", "6.5GB", "exact", {"offload_mode": "overlap", "release_gradients": True}),
     ],
 )
-def test_fit_streams_state_where_the_host_is_the_bound(
+def test_fit_streams_state_when_host_memory_is_the_limit(
     gpu: str,
     ram: str,
     main_params: str,
@@ -169,7 +173,7 @@ OK = ("--model", "meta-llama/Llama-3.2-1B", "--gpu", "1GB", "--ram", "1GB")
         ((*OK, "--rates", *"00000"), "--rates .*: each must be more than 0 GB/s"),
     ],
 )
-def test_fit_refuses_in_a_sentence(
+def test_fit_names_the_argument_when_its_value_is_invalid(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
 ) -> None:
     assert main(["fit", *arguments]) == 1
@@ -177,7 +181,7 @@ def test_fit_refuses_in_a_sentence(
 
 
 @pytest.mark.parametrize("command", [("plan",), ("fit", "--gpu", "1GB", "--ram", "1GB")])
-def test_config_that_cannot_be_is_named(
+def test_plan_and_fit_name_the_config_that_transformers_cannot_build(
     command: tuple[str, ...], config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for wrong, reason in (({"hidden_size": 65}, "not a multiple of"), ({"hidden_size": -64}, "")):

@@ -99,14 +99,14 @@ def learns(names: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("words", WORDS, ids=str)
-def test_python_lines_train_with_each_setting(words: dict[str, Any], folder: Path) -> None:
+def test_python_recipe_trains_with_each_setting(words: dict[str, Any], folder: Path) -> None:
     save_model(LLAMA)
     names = run(python_lines(estimate_of(words, folder), RECIPE))
     assert learns(names) and isinstance(names["optimizer"], mp_optim.AdamW)
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_python_lines_train_mixtures_of_experts(
+def test_python_recipe_trains_mixture_of_experts_models(
     kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_model({**MIXTURES[kind], "model_type": kind})
@@ -142,7 +142,7 @@ WIDE = {**LLAMA, "hidden_size": 128, "num_hidden_layers": 4, "vocab_size": 1024}
         pytest.param("on", "chunked", marks=pytest.mark.slow),
     ],
 )
-def test_programs_hold_the_memory_of_the_answer(
+def test_recipe_uses_the_memory_that_fit_predicts(
     checkpointing: str, loss: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Within 1 %, for the Python lines as they are; once for the Trainer's, too."""
@@ -183,7 +183,7 @@ def on_host(lines: str) -> str:
     return lines.replace("output_dir=", "report_to=[], use_cpu=True, output_dir=")
 
 
-def test_programs_of_one_answer_run_as_printed(
+def test_recipes_run_as_printed_in_each_framework(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_model(LLAMA)
@@ -203,7 +203,7 @@ def test_programs_of_one_answer_run_as_printed(
     _has_known_words(printed["Megatron-LM"])
 
 
-def test_chunked_loss_is_the_models_own() -> None:
+def test_chunk_loss_equals_loss_and_gradients_of_the_model() -> None:
     """Loss and gradients in training, logits and loss in evaluation, all of it after a restore."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**WIDE)
@@ -228,7 +228,7 @@ def test_chunked_loss_is_the_models_own() -> None:
     assert chunked.train()(input_ids=tokens).logits.shape[-1] == 1024
 
 
-def test_chunked_loss_refuses_models_that_scale_their_logits() -> None:
+def test_chunk_loss_refuses_models_that_scale_their_logits() -> None:
     config = transformers.Gemma2Config(num_hidden_layers=1, hidden_size=32, vocab_size=64)
     with torch.device("meta"):
         model = transformers.Gemma2ForCausalLM(config)
@@ -247,7 +247,7 @@ def _has_known_words(line: str) -> None:
     assert "--optimizer-cpu-offload --optimizer-offload-fraction 0.75" in line
 
 
-def test_megatron_line_sets_fields_without_arguments(folder: Path) -> None:
+def test_megatron_recipe_sets_fields_that_have_no_argument(folder: Path) -> None:
     words = {"state": "8bit", "main_params": "remainder8", "offload": 1.0}
     words["offload_place"] = "streamed"
     line = recipes(estimate_of(words, folder), RECIPE)["Megatron-LM"]

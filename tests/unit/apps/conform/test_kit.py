@@ -22,19 +22,19 @@ FAMILY = Subject("torch.optim.AdamW")
 @pytest.mark.parametrize(
     ("name", "says"), [(ALIASING, "kit.Nonconformance"), ("hooks_run", "conforms")]
 )
-def test_command_of_a_check_runs_it_alone(name: str, says: str) -> None:
+def test_conform_prints_a_command_that_runs_one_check(name: str, says: str) -> None:
     program, flag, code = shlex.split(command_of(CHECKS[name], FAMILY))
     assert (program, flag) == ("python", "-c")
     run = subprocess.run([sys.executable, flag, code], capture_output=True, text=True, timeout=120)
     assert says in run.stdout + run.stderr and (run.returncode == 0) == (says == "conforms")
 
 
-def test_command_of_two_ranks_is_torchruns() -> None:
+def test_conform_prints_a_torchrun_command_for_checks_of_two_ranks() -> None:
     command = command_of(CHECKS["meshes_may_be_mixed"], FAMILY)
     assert command.startswith("torchrun --standalone --nproc-per-node 2 --no-python python -c ")
 
 
-def test_crash_and_a_hang_are_findings() -> None:
+def test_conform_reports_a_failure_when_a_check_crashes_or_hangs() -> None:
     subject = Subject("support.odd_optimizers.DyingAdamW")
     names = ["a_warm_up_from_zero_is_harmless", "zero_grad_clears", "hooks_run"]
     found = {each.name: (each.status, each.message) for each in run(subject, names, limit=8.0)}
@@ -45,7 +45,7 @@ def test_crash_and_a_hang_are_findings() -> None:
     }
 
 
-def test_rank_that_failed_speaks() -> None:
+def test_conform_reports_the_error_of_the_rank_that_failed() -> None:
     subject = Subject("support.odd_optimizers.OneSidedAdamW")
     names = ["fsdp2_trains_as_one_process", "meshes_may_be_mixed"]
     found = list(run(subject, names))
@@ -53,7 +53,7 @@ def test_rank_that_failed_speaks() -> None:
     assert {each.message for each in found} == {"raised RuntimeError: rank 1 is out of memory"}
 
 
-def test_refusal_is_no_failure_and_may_change_nothing() -> None:
+def test_conform_reports_a_refusal_unless_it_changed_a_parameter() -> None:
     class Refusing(built()):  # type: ignore[misc]
         def step(self, closure: Any = None) -> Any:
             for param in self.param_groups[0]["params"]:
@@ -70,7 +70,9 @@ def test_refusal_is_no_failure_and_may_change_nothing() -> None:
     assert status == FAILS and "left its mark" in message
 
 
-def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_conform_exits_with_1_when_a_check_of_the_level_fails(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     command = ["conform", "torch.optim.AdamW", "--args", "lr=0.01", "--only", ALIASING, "hooks_run"]
     assert main(command) == 0  # no must has failed
     shown = capsys.readouterr().out

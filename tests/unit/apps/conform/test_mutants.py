@@ -17,12 +17,12 @@ def test_conform_passes_a_correct_optimizer(name: str) -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutant_is_named(mutant: str) -> None:
+def test_conform_check_fails_for_its_wrong_adamw(mutant: str) -> None:
     status, finding = outcome_of(MUTANTS[mutant][0], built(mutant))
     assert status == FAILS and finding
 
 
-def test_there_are_enough() -> None:
+def test_conform_has_at_least_40_wrong_adamws() -> None:
     assert len(MUTANTS) >= 40 and set(NAMED_BY) <= set(CHECKS)
 
 

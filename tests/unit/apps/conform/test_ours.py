@@ -36,7 +36,7 @@ def outcomes(subject: Subject, names: set[str]) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_ours_conform(name: str) -> None:
+def test_optimizer_classes_pass_conform_checks_of_every_level(name: str) -> None:
     subject = Subject(f"mp_optim.{name}", FORMS[name])
     alone = {check.name for check in subject.checks() if check.ranks == 1}
     found = outcomes(subject, alone - SLOW)
@@ -55,14 +55,14 @@ def test_ours_conform(name: str) -> None:
     ],
     ids=str,
 )
-def test_every_form_resumes_and_follows(settings: dict[str, object]) -> None:
+def test_adamw_passes_conform_checks_with_each_setting(settings: dict[str, object]) -> None:
     subject = Subject("mp_optim.AdamW", settings)
     names = {check.name for check in subject.checks() if not check.rules and check.ranks == 1}
     found = outcomes(subject, names - SLOW)
     assert {name: why for name, (status, why) in found.items() if status == FAILS} == {}
 
 
-def test_megatrons_stack_conforms() -> None:
+def test_megatron_optimizer_fails_only_known_conform_checks() -> None:
     subject = Subject("support.whole_stack.half_on_the_host", rule="adamw")
     names = {check.name for check in subject.checks() if check.ranks == 1}
     found = outcomes(subject, names - SLOW)
@@ -78,7 +78,7 @@ def test_megatrons_stack_conforms() -> None:
     assert refused - REFUSED - {"float16_parameters_work_under_a_grad_scaler"} == other
 
 
-def test_ours_conform_on_two_ranks() -> None:
+def test_adamw_passes_conform_checks_on_two_ranks() -> None:
     subject = Subject("mp_optim.AdamW")
     names = [check.name for check in subject.checks() if check.ranks == 2]
     found = {outcome.name: outcome.status for outcome in run(subject, [*names, *SLOW])}

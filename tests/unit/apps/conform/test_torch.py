@@ -39,7 +39,7 @@ parameters as if they were contiguous."""
         for settings in three
     ],
 )
-def test_conform_does_not_accuse_torch_at_level_must(name: str, settings: dict[str, Any]) -> None:
+def test_conform_passes_torch_optimizers_at_level_must(name: str, settings: dict[str, Any]) -> None:
     subject = Subject(f"torch.optim.{name}", settings)
     chosen = [c.name for c in subject.checks() if c.ranks == 1 and c.level == "must"]
     with warnings.catch_warnings():
@@ -60,6 +60,6 @@ class DecayInGradients(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_gradients_are_left_alone_tries_weight_decay() -> None:
+def test_conform_finds_weight_decay_written_into_gradients() -> None:
     for kind, status in ((DecayInGradients, FAILS), (torch.optim.SGD, PASSES)):
         assert outcome_of("gradients_are_left_alone", partial(kind, lr=0.1))[0] == status

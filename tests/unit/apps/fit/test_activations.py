@@ -82,7 +82,7 @@ def allocated(model: Any) -> tuple[int, int]:
 
 @pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", list(MODELS))
-def test_peak_is_that_of_real_allocations(name: str, checkpointing: bool) -> None:
+def test_traced_peak_equals_memory_of_a_real_backward(name: str, checkpointing: bool) -> None:
     timeline = traced(built(name, checkpointing))
     peak = timeline.peak()
     real, grads = allocated(built(name, checkpointing))
@@ -90,7 +90,7 @@ def test_peak_is_that_of_real_allocations(name: str, checkpointing: bool) -> Non
     assert peak.activations + peak.grads == pytest.approx(real, rel=0.02)
 
 
-def test_tensors_over_the_vocabulary_are_told_from_others() -> None:
+def test_trace_counts_logits_apart_from_other_activations() -> None:
     model = built("dense", False)
     timeline = trace(model, as_fake(model), hf_loss(BATCH), vocabulary=DECODER["vocab_size"])
     peak = timeline.peak()
@@ -100,7 +100,7 @@ def test_tensors_over_the_vocabulary_are_told_from_others() -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-def test_fused_attention_stores_no_dropout_mask(checkpointing: bool) -> None:
+def test_trace_counts_no_dropout_mask_for_fused_attention(checkpointing: bool) -> None:
     sizes = {"n_embd": 128, "n_layer": 2, "n_head": 4, "vocab_size": 1024}
     configs = [transformers.GPT2Config(attn_pdrop=rate, **sizes) for rate in (0.1, 0.0)]
     models = [build_hf(config) for config in configs]
@@ -109,7 +109,7 @@ def test_fused_attention_stores_no_dropout_mask(checkpointing: bool) -> None:
     assert traced(models[0]).peak() == traced(models[1]).peak()
 
 
-def test_gradients_that_leave_are_not_held() -> None:
+def test_traced_peak_excludes_gradients_that_are_released() -> None:
     model = built("dense", True)
     timeline = trace(model, as_fake(model), hf_loss(BATCH))
     assert timeline.grads > 0

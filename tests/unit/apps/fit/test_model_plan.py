@@ -86,7 +86,7 @@ def models(draw: st.DrawFn) -> tuple[list[ParamSpec], OptimizerConfig]:
 
 @given(models())
 @settings(max_examples=40, deadline=None)
-def test_planned_bytes_are_those_of_the_real_tensors(
+def test_plan_equals_bytes_of_real_tensors_for_random_models(
     case: tuple[list[ParamSpec], OptimizerConfig],
 ) -> None:
     specs, config = case
@@ -110,7 +110,7 @@ def test_planned_bytes_are_those_of_the_real_tensors(
     )
 
 
-def test_layouts_divide_what_they_should() -> None:
+def test_plan_divides_parameters_among_tensor_expert_and_fsdp2_ranks() -> None:
     config = OptimizerConfig(lr=1e-3, bf16=True)
     specs = [
         ParamSpec("dense.weight", (64, 32)),
@@ -145,7 +145,7 @@ def test_smallest_fraction_fits_and_the_next_smaller_does_not() -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_save_in_the_background_may_hold_a_copy_of_what_it_writes(fraction: float) -> None:
+def test_plan_counts_a_copy_of_all_saved_tensors_for_background_saves(fraction: float) -> None:
     model = nn.Linear(1000, 500, bias=False, dtype=torch.bfloat16)
     for decay, each in ((None, 2 + 4 + 8), (0.9, 2 + 4 + 8 + 4)):
         config = OptimizerConfig(
@@ -205,7 +205,7 @@ def linears(count: int = 16) -> nn.Module:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.7, 0.4])
-def test_auto_keeps_as_much_on_the_accelerator_as_fits(share: float) -> None:
+def test_auto_offload_fraction_is_the_smallest_that_fits(share: float) -> None:
     everything = plan(linears(), OptimizerConfig(lr=1e-3, bf16=True)).accelerator
     limit = (
         everything.model_params
@@ -224,7 +224,7 @@ def test_auto_keeps_as_much_on_the_accelerator_as_fits(share: float) -> None:
     assert dataclasses.replace(used.accelerator, model_params=0, grads=0) == real.accelerator
 
 
-def test_auto_refuses_what_it_cannot_do() -> None:
+def test_auto_offload_fraction_names_the_argument_when_impossible() -> None:
     with pytest.raises(
         ValueError, match=r"gpu_memory=1000 bytes: with the whole optimizer.*'1000GiB'"
     ):

@@ -76,7 +76,7 @@ class ChargingTransfer(Transfer):
         ("8-bit", True, 700),
     ],
 )
-def test_plan_says_what_a_run_is_charged(
+def test_plan_equals_host_memory_that_a_run_allocates(
     mode: str, precision: str, pins: bool, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = OptimizerConfig(
@@ -145,7 +145,7 @@ def pieces_of(elements: int) -> dict[str, list[int]]:
     }
 
 
-def test_pieces_are_charged_their_own_size_instead_of_a_power_of_two() -> None:
+def test_page_locked_pieces_take_less_than_82_percent_of_a_power_of_two() -> None:
     """The figures of main params are on the page."""
     found = {
         name: (sum(map(power_of_two, pieces)), sum(map(page_locked_bytes, pieces)))

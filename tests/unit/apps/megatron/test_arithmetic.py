@@ -65,7 +65,7 @@ def losses_of(model: nn.Module, optimizer: Any) -> list[float]:
     return losses
 
 
-def test_unscaling_and_clipping_one_after_the_other_has_the_same_bits() -> None:
+def test_fp16_step_has_bits_of_separate_unscaling_and_clipping() -> None:
     """A power of two is exact, so one multiplier is as good as two."""
     model, other = TinyMoE(torch.float16), TinyMoE(torch.float16)
     config = core.OptimizerConfig(
@@ -77,7 +77,7 @@ def test_unscaling_and_clipping_one_after_the_other_has_the_same_bits() -> None:
         assert same_bits(one, another)
 
 
-def test_lion_takes_its_own_betas_for_every_parameter() -> None:
+def test_megatron_lion_uses_lion_betas_for_every_parameter() -> None:
     """Megatron's own with ``--optimizer lion``: those of Adam, for matrices alone."""
     weight = nn.Parameter(torch.linspace(-1.0, 1.0, 12).reshape(3, 4))
     weight.is_embedding_or_output_parameter = True

@@ -28,7 +28,7 @@ def sources() -> list[Path]:
 
 
 @pytest.mark.skipif(not sources(), reason="no Megatron is here")
-def test_everything_that_megatron_reads_is_listed() -> None:
+def test_attribute_list_has_every_attribute_megatron_reads() -> None:
     for source in sources():
         if (source / "megatron" / "core" / "optimizer").is_dir():
             assert not tool.unlisted(tool.read_in(source)), source
@@ -50,18 +50,18 @@ def names(owner: str, kind: str) -> set[str]:
 
 
 @pytest.mark.parametrize("owner", ANSWERS)
-def test_megatron_attributes_listed_as_read_are_read(owner: str) -> None:
+def test_package_reads_megatron_attributes_listed_as_read(owner: str) -> None:
     by_torch = {"_local_tensor"}  # as to_local()
     assert not names(owner, "read") - words_of_the_package() - by_torch
 
 
-def test_megatron_attributes_listed_as_refused_are_refused_on_parameters() -> None:
+def test_parameter_attributes_listed_as_refused_are_those_refused() -> None:
     """That they are, at every door, is in ``tests/unit/core``."""
     assert names("parameter", "refused") == REFUSED.keys()
 
 
 @pytest.mark.parametrize("name", sorted(names("group", "refused")))
-def test_megatron_attributes_listed_as_refused_are_refused_on_groups(name: str) -> None:
+def test_config_override_refuses_group_attribute_listed_as_refused(name: str) -> None:
     overrides = {ParamKey(name="*"): {name: True}}
     with pytest.raises(ValueError, match=rf"override {name}=True"):
         get_megatron_optimizer(OptimizerConfig(lr=1e-2), nn.Linear(2, 2), overrides)

@@ -30,7 +30,7 @@ def train(model: nn.Module, optimizer: Any, steps: int = 6) -> list[float]:
 
 
 @pytest.mark.parametrize("half", ["fp16", "bf16"])
-def test_wrapper_takes_megatrons_config(half: str) -> None:
+def test_float16_optimizer_trains_alike_with_a_config_of_megatron(half: str) -> None:
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[half]
     scaler = megatron.ConstantGradScaler(64.0) if half == "fp16" else None
     model, other = TinyMoE(dtype, experts=False), TinyMoE(dtype, experts=False)
@@ -47,7 +47,7 @@ def test_wrapper_takes_megatrons_config(half: str) -> None:
     assert train(model, wrapped) == train(other, ours)
 
 
-def test_fp32_wrapper() -> None:
+def test_fp32_optimizer_of_megatron_steps_like_plain_sgd() -> None:
     model, other = nn.Linear(3, 3), nn.Linear(3, 3)
     other.load_state_dict(model.state_dict())
     config = core.OptimizerConfig(lr=1e-2, clip_grad=0.0)
@@ -70,7 +70,7 @@ def dynamic(scale: float, growth: int, hysteresis: int) -> Any:
     return scaler
 
 
-def test_grad_scaler_of_megatrons_goes_on_where_it_is() -> None:
+def test_float16_optimizer_continues_a_megatron_grad_scaler() -> None:
     """Two clean steps and an overflow are behind it: one more of either changes the scale."""
     for found_inf, expected in ((False, 2048.0), (True, 512.0)):
         theirs = dynamic(1024.0, growth=2, hysteresis=1)
@@ -89,7 +89,7 @@ def test_grad_scaler_of_megatrons_goes_on_where_it_is() -> None:
         assert optimizer.get_loss_scale().item() == theirs.scale.item() == expected
 
 
-def test_grad_scaler_of_nobodys_is_refused() -> None:
+def test_float16_optimizer_names_an_unknown_grad_scaler_class() -> None:
     unknown = copy.copy(dynamic(1.0, 0, 1))
     unknown.__class__ = type("Elastic", (scalers.DynamicGradScaler,), {})
     with pytest.raises(TypeError, match="grad_scaler is a Elastic"):
@@ -100,7 +100,7 @@ def test_grad_scaler_of_nobodys_is_refused() -> None:
         )
 
 
-def test_chain_of_wrappers_has_one_norm() -> None:
+def test_chained_optimizer_reports_one_norm_of_all_parts() -> None:
     model = TinyMoE(torch.bfloat16, experts=False)
     params, config = list(model.parameters()), core.OptimizerConfig(lr=1e-2, bf16=True)
     parts = [
@@ -118,7 +118,7 @@ def test_chain_of_wrappers_has_one_norm() -> None:
         megatron.ChainedOptimizer([torch.optim.SGD(params, lr=1.0)])
 
 
-def test_rank_with_nothing_to_step() -> None:
+def test_megatron_optimizer_is_a_stub_when_a_rank_has_no_parameters() -> None:
     config = core.OptimizerConfig(lr=1e-2, bf16=True)
     stub = megatron.Float16OptimizerWithFloat16Params(None, config, None, None)
     for nothing in (stub, megatron.ChainedOptimizer([])):
@@ -126,7 +126,7 @@ def test_rank_with_nothing_to_step() -> None:
         assert nothing.step()[0]
 
 
-def test_hybrid_optimizer_shows_its_copies() -> None:
+def test_hybrid_optimizer_lists_fp32_copies_of_its_parameters() -> None:
     model = nn.Linear(4, 4, dtype=torch.bfloat16)
     scale = nn.Parameter(torch.ones(1))
     hybrid = megatron.HybridDeviceOptimizer(

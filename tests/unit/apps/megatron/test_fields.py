@@ -25,7 +25,7 @@ CONFIGS["DistributedDataParallelConfig"] = DistributedDataParallelConfig
 
 
 @pytest.mark.parametrize("owner", tool.CLASSES, ids=lambda owner: owner.name)
-def test_fields_of_the_installed_megatron_are_known(owner: tool.ConfigClass) -> None:
+def test_field_table_has_all_fields_of_the_installed_megatron(owner: tool.ConfigClass) -> None:
     read = tool.fields_in(INSTALLED, owner)
     names = [spec.name for spec in dataclasses.fields(CONFIGS[owner.name])]
     assert sorted(read) == sorted(names)
@@ -48,7 +48,9 @@ def other_than(value: Any) -> Any:
     ],
     ids=lambda each: getattr(each, "name", each),
 )
-def test_refused_field_of_any_version_is_refused(owner: tool.ConfigClass, name: str) -> None:
+def test_config_from_megatron_refuses_fields_listed_as_refused(
+    owner: tool.ConfigClass, name: str
+) -> None:
     """Also of versions that are not installed."""
     fields: dict[str, Any] = {"lr": 1e-3, "optimizer": "adam", name: False}
     of_optimizer = owner.name == "OptimizerConfig"
@@ -93,7 +95,7 @@ def test_install_leaves_reductions_to_megatrons_ddp(name: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_shares_of_gradients_are_not_stepped_as_if_they_were_whole(ranks: int) -> None:
+def test_config_from_megatron_refuses_a_model_with_sharded_gradients(ranks: int) -> None:
     sharded = in_ddp(use_distributed_optimizer=True)
     group = SimpleNamespace(size=lambda: ranks)
     sharded.buffers = [SimpleNamespace(data_parallel_group=group)]
@@ -114,24 +116,24 @@ class OfTomorrow:
     telepathy: bool = False
 
 
-def test_field_that_is_not_known_is_accepted_as_long_as_it_is_not_set() -> None:
+def test_config_from_megatron_refuses_an_unknown_field_only_when_set() -> None:
     assert config_from_megatron(OfTomorrow()).lr == 1e-3
     with pytest.raises(ValueError, match=r"^telepathy=True .*does not know the field"):
         config_from_megatron(OfTomorrow(telepathy=True))
 
 
-def test_names_and_values_that_are_called_otherwise_here() -> None:
+def test_config_from_megatron_translates_renamed_muon_fields() -> None:
     theirs = OfTomorrow(optimizer="muon", muon_tp_mode="distributed", muon_nesterov=True)
     ours = config_from_megatron(theirs)
     assert ours.muon_use_nesterov and ours.muon_tp_mode == "duplicated"
 
 
-def test_lion_says_where_it_is_not_megatrons() -> None:
+def test_config_from_megatron_warns_when_lion_ignores_adam_betas() -> None:
     with pytest.warns(UserWarning, match="adam_beta1"):
         config_from_megatron(OfTomorrow(optimizer="lion"))
 
 
-def test_main_params_in_other_dtypes_are_refused() -> None:
+def test_config_from_megatron_refuses_main_params_that_are_not_fp32() -> None:
     config = OptimizerConfig(lr=1e-3)
     config.main_params_dtype = torch.float16
     with pytest.raises(ValueError, match=r"main_params_dtype=torch\.float16"):
@@ -190,7 +192,7 @@ def test_install_streams_state_when_megatron_offloads_chunks(
 
 
 @pytest.mark.parametrize("optimizer", ["adaptive_muon", "soap"])
-def test_config_refuses_megatrons_other_optimizers_by_name(optimizer: str) -> None:
+def test_config_from_megatron_names_an_optimizer_that_is_not_supported(optimizer: str) -> None:
     fields = [("optimizer", str, optimizer), ("lr", float, 1e-3), ("bf16", bool, True)]
     config = dataclasses.make_dataclass("Config", fields)()
     with pytest.raises(ValueError, match=f"optimizer='{optimizer}': must be one of"):

@@ -69,7 +69,7 @@ def test_install_replaces_names_imported_before_and_after() -> None:
         del sys.modules[program.__name__]
 
 
-def test_megatron_whose_factory_takes_something_new_is_named(
+def test_install_names_unknown_arguments_of_a_newer_factory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def newer(config: Any, model_chunks: Any, buckets_of_tomorrow: Any) -> None: ...
@@ -192,7 +192,7 @@ def scheduled(optimizer: Any, model: nn.Module) -> tuple[list[Any], list[float]]
     ],
     ids=str,
 )
-def test_rate_that_the_config_leaves_open_is_the_schedulers(settings: dict[str, Any]) -> None:
+def test_step_needs_the_rate_of_a_scheduler_when_config_has_no_lr(settings: dict[str, Any]) -> None:
     """And no step is taken before there is one."""
     model, optimizer = build(lr=None, **settings)
     assert any(group["lr"] is None for group in optimizer.param_groups)
@@ -206,7 +206,7 @@ def test_rate_that_the_config_leaves_open_is_the_schedulers(settings: dict[str, 
 
 
 @pytest.mark.usefixtures("installed")
-def test_state_dict_goes_on_in_another_process_to_the_bit(tmp_path: Path) -> None:
+def test_installed_optimizer_resumes_to_the_bit_from_its_state_dict(tmp_path: Path) -> None:
     model, optimizer = build()
     train(model, optimizer, range(4))
     saved = {
@@ -223,7 +223,7 @@ def test_state_dict_goes_on_in_another_process_to_the_bit(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("installed")
-def test_process_groups_are_those_of_megatron() -> None:
+def test_installed_optimizer_uses_process_groups_of_megatron() -> None:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         parallel_state.initialize_model_parallel()
@@ -237,7 +237,7 @@ def test_process_groups_are_those_of_megatron() -> None:
 
 
 @pytest.mark.parametrize("missing", ["dp", "expt_dp", "mp", "tp_ep_pp"])
-def test_collection_without_a_group_that_is_needed_is_refused(missing: str) -> None:
+def test_get_megatron_optimizer_names_a_missing_process_group(missing: str) -> None:
     groups = dict.fromkeys({"dp", "expt_dp", "mp", "tp_ep_pp"} - {missing})
     config = core.OptimizerConfig(lr=1e-2)
     with pytest.raises(ValueError, match=rf"pg_collection has no process group {missing};"):
@@ -246,7 +246,7 @@ def test_collection_without_a_group_that_is_needed_is_refused(missing: str) -> N
         )
 
 
-def test_overrides_that_megatron_makes_for_every_model_need_not_match() -> None:
+def test_get_megatron_optimizer_accepts_standard_overrides_without_a_match() -> None:
     config = core.OptimizerConfig(lr=1e-2)
     overrides = core.get_standard_config_overrides(config)
     model = nn.Linear(2, 2, bias=False)
@@ -260,14 +260,14 @@ def test_overrides_that_megatron_makes_for_every_model_need_not_match() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_constant_loss_scale_changes_no_step_of_bf16() -> None:
+def test_bf16_training_has_same_losses_with_a_constant_loss_scale() -> None:
     """A power of two: exact where nothing overflows."""
     (model, optimizer), (other, scaled) = build(), build(loss_scale=128.0)
     assert scaled.get_loss_scale().item() == 128.0
     assert train(model, optimizer, range(4)) == train(other, scaled, range(4))
 
 
-def test_program_is_run_with_it(tmp_path: Path) -> None:
+def test_megatron_module_runs_a_script_with_our_factory(tmp_path: Path) -> None:
     script = tmp_path / "pretrain.py"
     script.write_text(
         "import sys\n"
@@ -278,7 +278,7 @@ def test_program_is_run_with_it(tmp_path: Path) -> None:
     assert said.split() == ["mp_optim.apps.megatron.install", "__main__", "['--bf16']"]
 
 
-def test_settings_that_megatron_has_no_word_for(tmp_path: Path) -> None:
+def test_megatron_module_passes_set_options_to_the_optimizer(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_OFFLOADED)
     fields = ("--set", "offload_mode=overlap", "--set", "offload_bucket_bytes=4096")

@@ -23,7 +23,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_over_its_ddp_it_has_the_bits_of_one_process(ranks: list[Any], rank: int) -> None:
+def test_muon_over_megatron_ddp_has_bits_of_one_process(ranks: list[Any], rank: int) -> None:
     of_rank = ranks[rank]
     for name, value in of_rank["plain"].items():
         assert torch.equal(of_rank["sharded"][name], value), name
@@ -43,7 +43,7 @@ def test_muon_resumes_each_rank_from_its_own_file(ranks: list[Any], rank: int) -
         assert torch.equal(ranks[rank]["resumed"][name], value), name
 
 
-def test_buffers_that_are_not_laid_out_by_rank_are_refused(ranks: list[Any]) -> None:
+def test_muon_names_the_flag_when_ddp_buffers_split_matrices(ranks: list[Any]) -> None:
     said = ranks[0]["refusal"]
     assert said.startswith("use_layer_wise_distributed_optimizer=True")
     assert "--no-use-layer-wise-param-layout" in said and "--optimizer muon" in said
@@ -62,7 +62,9 @@ def theirs() -> Iterator[Any]:
 
 @pytest.mark.parametrize("chosen", ["adam", "muon"])
 @pytest.mark.parametrize("layer_wise", [False, True])
-def test_factory_of_core_0_16_gives_ours(theirs: Any, chosen: str, layer_wise: bool) -> None:
+def test_muon_factory_of_core_0_16_builds_our_optimizer(
+    theirs: Any, chosen: str, layer_wise: bool
+) -> None:
     if muon.get_megatron_muon_optimizer is theirs:
         pytest.skip("this Megatron's calls get_megatron_optimizer")
 
@@ -87,7 +89,9 @@ def test_factory_of_core_0_16_gives_ours(theirs: Any, chosen: str, layer_wise: b
     assert all(map(torch.equal, ours, same))
 
 
-def test_older_factory_that_takes_something_new_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_names_unknown_arguments_of_the_muon_factory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def newer(config: Any, model_chunks: Any, telepathy: bool = False) -> None: ...
 
     newer.__module__ = core.__name__

@@ -33,7 +33,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_parameters_are_the_parts_that_megatron_says(ranks: list[Any], layout: str) -> None:
+def test_loaded_parameters_are_the_parts_of_each_megatron_layout(
+    ranks: list[Any], layout: str
+) -> None:
     for rank in ranks:
         count, wrong, *_ = rank[layout]
         assert count > 10 and not wrong
@@ -45,7 +47,9 @@ def test_own_checkpoint_saves_the_loaded_values(ranks: list[Any], layout: str) -
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_goes_on_to_the_bit(ranks: list[Any], layout: str) -> None:
+def test_own_checkpoint_resumes_to_the_bit_in_each_megatron_layout(
+    ranks: list[Any], layout: str
+) -> None:
     assert [rank[layout][3] for rank in ranks] == [True] * 4
 
 

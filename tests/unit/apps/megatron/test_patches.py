@@ -73,7 +73,7 @@ def test_install_and_build_refuse_a_replaced_part_by_name(
         megatron.install()
 
 
-def test_build_takes_the_groups_of_a_program_that_replaces_them(
+def test_installed_factory_uses_param_groups_of_a_replaced_function(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     megatron.install()

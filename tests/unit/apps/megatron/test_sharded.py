@@ -84,7 +84,7 @@ ASKED = [(run, BUCKETS if "shared" in run else None) for run in RUNS]
 
 
 @pytest.mark.parametrize(("run", "sharding"), [*ASKED, ("bf16", BUCKETS), ("shared out", None)])
-def test_resumed_run_is_the_uninterrupted_one(
+def test_sharded_checkpoint_resumes_to_the_bit_with_each_setting(
     run: str, sharding: str | None, tmp_path: Path
 ) -> None:
     model, optimizer = built(**RUNS[run])
@@ -134,7 +134,9 @@ OF_THEIRS: dict[str, tuple[dict[str, Any], str | None]] = {
 
 
 @pytest.mark.parametrize("run", OF_THEIRS)
-def test_megatrons_own_goes_on_under_ours(run: str, tmp_path: Path) -> None:
+def test_sharded_checkpoint_of_megatron_resumes_with_our_optimizer(
+    run: str, tmp_path: Path
+) -> None:
     settings, sharding = OF_THEIRS[run]
     metadata = {} if sharding is None else {TYPE: sharding}
     with gpt.CudaIsCpu():
@@ -168,7 +170,7 @@ class AsMegatronSavesMuon:
         return saved
 
 
-def test_muon_beside_a_distributed_optimizer_goes_on(tmp_path: Path) -> None:
+def test_sharded_muon_checkpoint_resumes_with_group_keys_of_megatron(tmp_path: Path) -> None:
     settings = {**RUNS["muon"], **SHARED}
     model, optimizer = built(**settings)
     gpt.train(model, optimizer, range(3))
@@ -219,7 +221,7 @@ def with_experts_apart() -> nn.Module:
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_plain_muon_is_read_by_the_parts_of_megatrons_chain_and_back(
+def test_sharded_muon_checkpoint_loads_into_megatron_chain_and_back(
     prefix: bool, tmp_path: Path
 ) -> None:
     metadata = {"chained_optim_avoid_prefix": not prefix}
@@ -251,7 +253,7 @@ def test_plain_muon_is_read_by_the_parts_of_megatrons_chain_and_back(
     assert gpt.train(model, optimizer, range(3, 6)) == expected
 
 
-def test_buckets_are_not_read_with_muon() -> None:
+def test_sharded_state_dict_refuses_dp_reshardable_with_muon() -> None:
     model, optimizer = built(**RUNS["muon"], **SHARED)
     with pytest.raises(ValueError, match=r"not supported with optimizer='muon'; save it again"):
         optimizer.sharded_state_dict(
@@ -260,7 +262,7 @@ def test_buckets_are_not_read_with_muon() -> None:
 
 
 @pytest.mark.parametrize("run", ["bf16", "experts", "fp16"])
-def test_megatrons_legacy_state_goes_on_under_ours(run: str, tmp_path: Path) -> None:
+def test_legacy_state_of_megatron_resumes_with_our_optimizer(run: str, tmp_path: Path) -> None:
     """By position in the groups; the tolerance is as above."""
     settings, _ = OF_THEIRS[run]
     path = tmp_path / "legacy.pt"
@@ -280,7 +282,7 @@ def test_megatrons_legacy_state_goes_on_under_ours(run: str, tmp_path: Path) -> 
     assert gpt.train(model, optimizer, range(3, 6)) == pytest.approx(expected, rel=1e-4)
 
 
-def test_legacy_state_of_other_groups_changes_nothing() -> None:
+def test_legacy_state_with_other_groups_is_refused_and_changes_nothing() -> None:
     with gpt.CudaIsCpu():
         model, optimizer = built(THEIRS)
         gpt.train(model, optimizer, range(2))
@@ -300,7 +302,7 @@ OURS_TO_THEM = ("bf16", "experts", "fp16", "fp32", "shared out, in buckets")
 
 
 @pytest.mark.parametrize("run", OURS_TO_THEM)
-def test_ours_goes_on_under_megatrons_own(
+def test_sharded_checkpoint_of_ours_resumes_with_megatron_optimizer(
     run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, sharding = OF_THEIRS[run]
@@ -318,7 +320,9 @@ def test_ours_goes_on_under_megatrons_own(
     assert losses == pytest.approx(expected, rel=1e-4)
 
 
-def test_distributed_optimizer_is_switched_on_and_off(tmp_path: Path) -> None:
+def test_sharded_checkpoint_loads_when_distributed_optimizer_is_switched_off(
+    tmp_path: Path,
+) -> None:
     model, optimizer = built(**SHARED)
     gpt.train(model, optimizer, range(3))
     gpt.save(tmp_path, model, optimizer, {TYPE: BUCKETS})
@@ -328,7 +332,7 @@ def test_distributed_optimizer_is_switched_on_and_off(tmp_path: Path) -> None:
     assert gpt.train(model, optimizer, range(3, 6)) == expected
 
 
-def test_experts_that_became_a_part_of_their_own_keep_their_settings(tmp_path: Path) -> None:
+def test_sharded_checkpoint_keeps_group_settings_when_experts_are_split_off(tmp_path: Path) -> None:
     """With one expert-parallel rank Megatron has experts among the dense parameters."""
     model, optimizer = built(experts=2)
     gpt.train(model, optimizer, range(3))
@@ -405,7 +409,7 @@ def test_load_changes_nothing_when_state_is_missing(tmp_path: Path) -> None:
     assert all(torch.equal(after[key], before[key]) for key in before)
 
 
-def test_parameter_that_the_model_does_not_save_is_named() -> None:
+def test_sharded_state_dict_names_a_parameter_the_model_does_not_save() -> None:
     model, optimizer = built()
     state = model.module.sharded_state_dict()
     del state["output_layer.weight"]
@@ -413,13 +417,13 @@ def test_parameter_that_the_model_does_not_save_is_named() -> None:
         optimizer.sharded_state_dict(state)
 
 
-def test_state_that_megatrons_form_cannot_hold_is_named() -> None:
+def test_sharded_state_dict_refuses_normuon_state() -> None:
     model, optimizer = built(optimizer="muon", muon_moment2_method="normuon")
     with pytest.raises(ValueError, match=r"moment2_buffer does not have.*--ckpt-format"):
         optimizer.sharded_state_dict(model.module.sharded_state_dict())
 
 
-def test_slots_that_were_stepped_more_often_than_others_are_named() -> None:
+def test_sharded_state_dict_refuses_parameters_with_different_step_counts() -> None:
     model, optimizer = built()
     gpt.train(model, optimizer, range(1))
     slot = optimizer.slots()[-1]
@@ -428,7 +432,7 @@ def test_slots_that_were_stepped_more_often_than_others_are_named() -> None:
         optimizer.sharded_state_dict(model.module.sharded_state_dict())
 
 
-def test_forms_that_are_not_read_or_written_are_named() -> None:
+def test_sharded_state_dict_names_a_sharding_type_that_is_not_supported() -> None:
     model, optimizer = built()
     state = model.module.sharded_state_dict()
     with pytest.raises(ValueError, match=r"'fsdp_dtensor': .*fully-reshardable"):

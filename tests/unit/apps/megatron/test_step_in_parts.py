@@ -52,7 +52,7 @@ def by_parts(optimizer: Any) -> tuple[bool, float | None]:
     ],
     ids=["clipped", "unclipped", "overflows", "constant_scale", "offloaded"],
 )
-def test_in_parts_or_at_once_a_step_has_the_same_bits(settings: dict[str, Any]) -> None:
+def test_step_in_parts_has_bits_of_a_whole_step(settings: dict[str, Any]) -> None:
     (whole, at_once), (cut, in_parts) = build(**settings), build(**settings)
     for step in range(20):
         backward(whole, at_once, step)
@@ -67,7 +67,7 @@ def test_in_parts_or_at_once_a_step_has_the_same_bits(settings: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("half", ["fp16", "bf16"])
-def test_in_parts_a_distributed_step_has_the_same_bits(half: str) -> None:
+def test_distributed_step_in_parts_has_bits_of_a_whole_step(half: str) -> None:
     with one_rank():
         settings = {half: True, "use_distributed_optimizer": True}
         (whole, at_once), (cut, in_parts) = build(**settings), build(**settings)
@@ -81,7 +81,7 @@ def test_in_parts_a_distributed_step_has_the_same_bits(half: str) -> None:
             assert same_bits(one, other)
 
 
-def test_norm_and_zeros_are_those_of_the_step() -> None:
+def test_get_grad_norm_and_count_zeros_equal_results_of_step() -> None:
     model, optimizer = build(log_num_zeros_in_grad=True)
     backward(model, optimizer, 0)
     assert not optimizer.prepare_grads()
@@ -103,7 +103,7 @@ def test_get_grads_for_grad_norm_returns_unscaled_gradients() -> None:
     assert optimizer.step()[1] == pytest.approx(norm, rel=1e-12)
 
 
-def test_parameters_with_a_norm_of_their_own() -> None:
+def test_grad_norms_by_group_has_the_norm_of_each_named_group() -> None:
     model = TinyMoE(torch.bfloat16)
     model.dense.grad_norm_group = "mtp"
     config = core.OptimizerConfig(lr=1e-2, bf16=True)
@@ -128,7 +128,7 @@ def test_step_in_parts_refuses_calls_before_prepare_grads(name: str) -> None:
         asks(name)(optimizer)
 
 
-def test_gradients_that_are_not_finite_leave_nothing_to_step_with() -> None:
+def test_step_with_ready_grads_refuses_gradients_that_are_not_finite() -> None:
     model, optimizer = build()
     backward(model, optimizer, 0)
     model.dense.grad.fill_(math.inf)
@@ -151,7 +151,7 @@ def test_prepare_grads_refuses_settings_that_step_refuses() -> None:
     assert by_parts(optimizer)[0]
 
 
-def test_step_that_nobody_clipped_is_refused() -> None:
+def test_step_with_ready_grads_needs_clip_grad_norm_when_clipping_is_on() -> None:
     model, optimizer = build(clip_grad=1e-3)
     backward(model, optimizer, 0)
     before = model.dense.detach().clone()
@@ -167,7 +167,7 @@ def test_step_that_nobody_clipped_is_refused() -> None:
 # -- the rest of what they ask --------------------------------------------------------------------
 
 
-def test_main_params_are_reloaded_from_a_checkpoint_in_full_precision() -> None:
+def test_reload_model_params_takes_full_precision_values_of_a_state_dict() -> None:
     model, optimizer = build()
     exact = {
         f"module.{name}": param.detach().float() * (1 + 2**-12)
@@ -183,7 +183,7 @@ def test_main_params_are_reloaded_from_a_checkpoint_in_full_precision() -> None:
     assert same_bits(mains["dense"], model.dense.detach().float())
 
 
-def test_logged_rate_is_found() -> None:
+def test_get_canonical_lr_for_logging_returns_lr_of_the_config() -> None:
     model = TinyMoE(torch.bfloat16)
     model.embed.is_embedding_or_output_parameter = True
     config = core.OptimizerConfig(lr=1e-2, decoupled_lr=5e-3, bf16=True)
@@ -193,14 +193,14 @@ def test_logged_rate_is_found() -> None:
     assert rate == optimizer.config.lr
 
 
-def test_mimo_model_is_refused() -> None:
+def test_get_megatron_optimizer_refuses_mimo_models() -> None:
     mimo = type("MimoModel", (nn.Linear,), {})(2, 2)
     with pytest.raises(ValueError, match="with a norm computed outside"):
         megatron.get_megatron_optimizer(core.OptimizerConfig(lr=1.0), [mimo])
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap", "speculative"])
-def test_gradients_written_between_two_parts_are_those_that_are_stepped(mode: str) -> None:
+def test_step_with_ready_grads_uses_gradients_written_after_prepare_grads(mode: str) -> None:
     """Measured before, and perhaps down on the host since backward."""
     model, optimizer = build(optimizer_cpu_offload=True, optimizer_offload_fraction=1.0)
     try:
