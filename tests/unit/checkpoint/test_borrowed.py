@@ -161,7 +161,9 @@ def test_background_save_copies_state_before_other_writers(tmp_path, reader, wri
 
 
 @pytest.mark.parametrize("how", ["data", "reload", "followed", "moved"])
-def test_model_is_written_by_anybody(tmp_path, reader, how):
+def test_background_save_has_bits_of_its_call_when_other_code_writes_the_model(
+    tmp_path, reader, how
+):
     model, optimizer = build("bf16", 0.5)
     run(model, optimizer, 2)
     both = begin_both(tmp_path, model, optimizer, reader, 0.2)
@@ -179,7 +181,7 @@ def test_model_is_written_by_anybody(tmp_path, reader, how):
     assert_same_moment(*both, reader)
 
 
-def test_model_moves_to_an_accelerator(tmp_path, reader):
+def test_background_save_has_bits_of_its_call_when_the_model_moves(tmp_path, reader):
     with simulated_accelerator() as simulation:
         model = torch.nn.Linear(16, 16, dtype=torch.bfloat16)
         optimizer = mp_optim.AdamW(model.parameters(), lr=0.1)
@@ -199,7 +201,7 @@ def test_model_moves_to_an_accelerator(tmp_path, reader):
 
 
 @pytest.mark.parametrize("then", ["step", "reload"])
-def test_torch_optimizer_is_borrowed_from_too(tmp_path, reader, then):
+def test_background_save_of_torch_optimizer_has_bits_of_its_call(tmp_path, reader, then):
     model = torch.nn.Linear(8, 8, dtype=torch.bfloat16)
     optimizer = HybridDeviceOptimizer(
         model.named_parameters(),
@@ -224,7 +226,7 @@ def test_torch_optimizer_is_borrowed_from_too(tmp_path, reader, then):
     assert_same_moment(*both, reader)
 
 
-def test_write_that_nobody_announced_fails_the_save(tmp_path, reader):
+def test_background_save_fails_when_other_code_writes_state(tmp_path, reader):
     model, optimizer = build("bf16", 0.5)
     run(model, optimizer, 2)
     held = [s["exp_avg"] for s in optimizer.state_dict()["state"].values()]
@@ -237,7 +239,7 @@ def test_write_that_nobody_announced_fails_the_save(tmp_path, reader):
     assert not (tmp_path / "later" / "latest").exists()
 
 
-def test_steps_in_place_of_what_left_the_memory_that_is_read(tmp_path, reader):
+def test_speculation_pauses_while_a_background_save_reads(tmp_path, reader):
     """Clipping makes every prediction wrong, so speculation pauses while the save reads."""
     model, optimizer = build_mode("speculative", "bf16", 1.0, clip_grad=1e-6)
     run(model, optimizer, 2)
@@ -253,7 +255,7 @@ def use_small_files(monkeypatch):
     monkeypatch.setattr(writing, "host_share", lambda: share)
 
 
-def test_several_files_hold_what_one_holds(tmp_path, monkeypatch):
+def test_save_of_several_files_has_contents_of_one_file(tmp_path, monkeypatch):
     model, optimizer = build("bf16", 0.5)
     run(model, optimizer, 1)
     one = checkpoint.save(tmp_path / "one", model, optimizer)
@@ -268,7 +270,7 @@ def test_several_files_hold_what_one_holds(tmp_path, monkeypatch):
     assert differing(snapshot(*other), snapshot(model, optimizer)) == []
 
 
-def test_file_that_fails_stops_the_others(tmp_path, monkeypatch):
+def test_save_leaves_nothing_when_one_of_several_files_fails(tmp_path, monkeypatch):
     model, optimizer = build("bf16", 0.5)
     run(model, optimizer, 1)
     use_small_files(monkeypatch)

@@ -99,7 +99,7 @@ def test_background_save_of_device_has_bits_of_its_call(tmp_path, schedule):
     assert checkpoint.verify(handle.path)
 
 
-def test_call_does_not_wait_for_the_device(tmp_path):
+def test_background_save_call_does_not_wait_for_the_device(tmp_path):
     with simulated_accelerator() as simulation, saves_of(simulation) as saves:
         model = torch.nn.Linear(16, 16)
         for param in model.parameters():
@@ -200,7 +200,7 @@ def test_writers_wait_for_background_save_of_devices(tmp_path, write, place):
         assert differences(expected, handle.wait()) == []
 
 
-def test_parameter_that_is_written_without_a_trace_fails_the_save(tmp_path):
+def test_background_save_fails_when_data_of_a_parameter_is_written(tmp_path):
     with simulated_accelerator() as simulation, saves_of(simulation) as saves:
         run = trained(Schedule(fraction=1.0), simulation)
         handle = checkpoint.save(tmp_path, run.model, run.optimizer, asynchronous=True)
@@ -214,7 +214,7 @@ def test_parameter_that_is_written_without_a_trace_fails_the_save(tmp_path):
     assert not (tmp_path / "latest").exists()
 
 
-def test_copies_that_fail_fail_the_save_and_not_the_training(tmp_path):
+def test_training_continues_when_copies_of_a_background_save_fail(tmp_path):
     schedule = Schedule(mode="sync", fraction=0.3)
     with on_device(schedule, tmp_path) as (run, handle, saves):
         with pytest.MonkeyPatch.context() as patch:
@@ -231,9 +231,7 @@ def test_copies_that_fail_fail_the_save_and_not_the_training(tmp_path):
         assert checkpoint.verify(again.wait())
 
 
-def test_page_locked_memory_is_bounded_and_borrowed_memory_lives_as_long_as_needed(
-    tmp_path, monkeypatch
-):
+def test_background_save_reuses_page_locked_memory_and_frees_the_model(tmp_path, monkeypatch):
     sizes = []
     with simulated_accelerator() as simulation, saves_of(simulation) as saves:
         transfer = saves.windows.transfer

@@ -9,14 +9,14 @@ from support.models import build, train
 from support.prints import differing, print_of
 
 
-def test_every_way_that_torch_has(tmp_path):
+def test_compact_state_keeps_its_bits_through_torch_state_dict_functions(tmp_path):
     found = results_of_ranks("carried_state", 2, tmp_path, timeout=200)
     assert found[0].keys() == found[1].keys() and len(found[0]) == 90
     for of_rank in found:
         assert [name for name, is_same in of_rank.items() if not is_same] == []
 
 
-def test_width_of_remainders_in_state_dicts(one_rank):
+def test_state_dict_widens_remainders_and_load_refuses_values_beyond_16_bits(one_rank):
     model, optimizer = build("bf16-remainder", 0.5)
     train(model, optimizer, 2)
     state = optimizer.state_dict()
@@ -36,7 +36,7 @@ def test_width_of_remainders_in_state_dicts(one_rank):
 
 
 @pytest.mark.parametrize("way", ["state", "load_slot_state"])
-def test_slot_loads_a_remainder_of_32_bits(way):
+def test_slot_narrows_a_32_bit_remainder_when_loaded(way):
     source, target = build("bf16-8bit", seed=1), build("bf16-8bit", seed=7)
     train(*source, 2)
     state = dict(source[1].state[source[0].dense])

@@ -36,7 +36,7 @@ def names(root):
 @pytest.mark.parametrize(
     ("keep", "left"), [(1, [5]), (2, [4, 5]), (3, [3, 4, 5]), (None, [1, 2, 3, 4, 5])]
 )
-def test_retention(tmp_path, trained, keep, left):
+def test_save_deletes_oldest_versions_beyond_keep(tmp_path, trained, keep, left):
     for step in range(5):
         path = checkpoint.save(tmp_path, *trained, extra={"step": step}, keep=keep)
         assert path.name == f"version-{step + 1}"
@@ -63,7 +63,7 @@ def test_commit_syncs_every_file_before_publishing(tmp_path, trained, monkeypatc
         assert lengths[file.stat().st_ino] == file.stat().st_size, file
 
 
-def test_leftovers_of_interrupted_saves_are_ignored_and_cleared(tmp_path, trained):
+def test_save_clears_leftovers_of_interrupted_saves(tmp_path, trained):
     checkpoint.save(tmp_path, *trained, extra={"step": 1})
     for left in (".version-7.incomplete", ".version-0.deleted"):
         (tmp_path / left).mkdir()
@@ -73,7 +73,7 @@ def test_leftovers_of_interrupted_saves_are_ignored_and_cleared(tmp_path, traine
     assert names(tmp_path) == ["latest", "version-2"]
 
 
-def test_version_without_manifest_is_not_complete(tmp_path, trained):
+def test_load_names_complete_versions_when_a_manifest_is_missing(tmp_path, trained):
     checkpoint.save(tmp_path, *trained, keep=None)
     checkpoint.save(tmp_path, *trained, keep=None)
     (tmp_path / "version-2" / "manifest.json").unlink()
@@ -89,7 +89,7 @@ def test_version_without_manifest_is_not_complete(tmp_path, trained):
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.json"])
-def test_damage_is_found(tmp_path, trained, name):
+def test_verify_and_load_name_the_damaged_file(tmp_path, trained, name):
     version = checkpoint.save(tmp_path, *trained)
     assert checkpoint.verify(tmp_path) == version
     content = (version / name).read_bytes()
@@ -112,7 +112,7 @@ def test_damage_is_found(tmp_path, trained, name):
     assert_same(weights(other), before)
 
 
-def test_errors_list_what_is_missing_unexpected_and_mis_shaped(tmp_path):
+def test_load_error_lists_missing_unexpected_and_mis_shaped_tensors(tmp_path):
     def module(**shapes):
         return nn.ParameterDict(
             {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
@@ -132,7 +132,7 @@ def test_errors_list_what_is_missing_unexpected_and_mis_shaped(tmp_path):
     checkpoint.load(tmp_path, module(a=2, b=3, c=(4, 1)).bfloat16(), None, convert=True)
 
 
-def test_model_alone_then_its_optimizer_follows(tmp_path, trained):
+def test_reload_model_params_follows_weights_loaded_without_an_optimizer(tmp_path, trained):
     model, optimizer = trained
     checkpoint.save(tmp_path, model, optimizer, extra={"step": 2})
     other, fresh = build("bf16", 1.0, seed=5)
@@ -152,14 +152,14 @@ def test_model_alone_then_its_optimizer_follows(tmp_path, trained):
     assert_same(fresh.state[other.dense], moments)
 
 
-def test_model_saved_alone_has_no_optimizer_to_load(tmp_path, trained):
+def test_load_names_missing_state_when_the_model_was_saved_alone(tmp_path, trained):
     checkpoint.save(tmp_path, trained[0], None)
     checkpoint.load(tmp_path, build("bf16", seed=2)[0], None)
     with pytest.raises(ValueError, match=r"missing \['optimizer.state.exp_avg.bias'"):
         checkpoint.load(tmp_path, *build("bf16"))
 
 
-def test_model_chunks_and_what_is_not_a_tensor(tmp_path):
+def test_checkpoint_restores_extra_state_of_model_chunks(tmp_path):
     class Counting(nn.Linear):
         seen = 0
 
@@ -198,7 +198,7 @@ def gate(monkeypatch):
 
 
 @pytest.mark.parametrize("form", ["bf16", "bf16-8bit8", "fp16"])
-def test_training_goes_on_while_a_save_is_written(tmp_path, gate, form):
+def test_background_save_keeps_its_values_while_training_continues(tmp_path, gate, form):
     model, optimizer = build(form, 0.5)
     train(model, optimizer, 2)
     extra = {"list": [1]}
@@ -215,7 +215,7 @@ def test_training_goes_on_while_a_save_is_written(tmp_path, gate, form):
     assert train(model, optimizer, 3, start=2) == expected
 
 
-def test_background_save_waits_for_none_of_another_optimizer_and_path(tmp_path, monkeypatch):
+def test_background_save_does_not_wait_for_another_optimizer_and_path(tmp_path, monkeypatch):
     opened, write = threading.Event(), writing.Writing.write
 
     def held(self):
@@ -242,7 +242,7 @@ def test_save_waits_for_the_previous_save_of_a_path(tmp_path, gate, trained):
 
 
 @pytest.mark.parametrize("waited", [False, True])
-def test_failure_is_heard_once(tmp_path, monkeypatch, trained, waited):
+def test_background_save_error_is_raised_once(tmp_path, monkeypatch, trained, waited):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -262,7 +262,7 @@ def test_failure_is_heard_once(tmp_path, monkeypatch, trained, waited):
     assert checkpoint.load(tmp_path, *build("bf16")) == {"n": 4}
 
 
-def test_half_deleted_versions_do_not_look_complete(tmp_path, trained, monkeypatch):
+def test_versions_exclude_a_half_deleted_version(tmp_path, trained, monkeypatch):
     checkpoint.save(tmp_path, *trained)
     monkeypatch.setattr(commit.shutil, "rmtree", lambda *_, **__: None)
     checkpoint.save(tmp_path, *trained)

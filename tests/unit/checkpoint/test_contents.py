@@ -21,7 +21,9 @@ from support.models import build, same_bits, tokens_of, train
     ("form", "limit", "count"),
     [("bf16", 10**9, 1), ("bf16-remainder", 1500, 3), ("fp16", 1, 7), ("fp32", 10**9, 1)],
 )
-def test_exported_main_params_are_the_live_ones(tmp_path, form, limit, count):
+def test_export_safetensors_writes_main_params_into_files_below_the_limit(
+    tmp_path, form, limit, count
+):
     model, optimizer = build(form, 0.5)
     train(model, optimizer, 2)
     (tmp_path / "config.json").write_text("{}")
@@ -76,7 +78,9 @@ def unnamed(seed=0, **settings):
     ids=["module", "chunks", "compiled", "parallel"],
 )
 @pytest.mark.parametrize("averaged", [False, True])
-def test_export_without_names_takes_the_models(tmp_path, given, averaged):
+def test_export_safetensors_takes_names_of_the_model_for_unnamed_parameters(
+    tmp_path, given, averaged
+):
     model, optimizer = unnamed(ema_decay=0.5) if averaged else unnamed()
     (path,) = checkpoint.export_safetensors(
         tmp_path, optimizer, model=given(model), averaged=averaged
@@ -90,7 +94,7 @@ def test_export_without_names_takes_the_models(tmp_path, given, averaged):
         )
 
 
-def test_export_under_made_up_names_is_refused(tmp_path):
+def test_export_safetensors_refuses_unnamed_parameters_without_their_model(tmp_path):
     _, optimizer = unnamed()
     with pytest.raises(ValueError, match=r"group0\.param0: .* no names.*model="):
         checkpoint.export_safetensors(tmp_path / "out", optimizer)
@@ -120,7 +124,7 @@ def saved(path, **tensors):
     return open_checkpoint(path)
 
 
-def test_differences_are_counted(tmp_path):
+def test_compare_counts_different_elements_and_ulps_of_each_tensor(tmp_path):
     a = saved(
         tmp_path / "a",
         same=torch.tensor([1.0, math.nan]),
@@ -173,7 +177,7 @@ def test_differences_are_counted(tmp_path):
     }
 
 
-def test_export_says_what_to_install(tmp_path, monkeypatch):
+def test_export_safetensors_names_the_package_to_install_when_missing(tmp_path, monkeypatch):
     for name in ("safetensors", "safetensors.torch"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install mp_optim\[hf\]"):
@@ -181,7 +185,7 @@ def test_export_says_what_to_install(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_tool(tmp_path, capsys):
+def test_inspect_lists_compares_and_verifies_checkpoints(tmp_path, capsys):
     def run(*command):
         status = main(["inspect", *map(str, command)])
         said = capsys.readouterr()

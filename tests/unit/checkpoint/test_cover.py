@@ -64,7 +64,7 @@ def cut(version: Path, name: str, boxes: Boxes) -> None:
 
 
 @pytest.mark.parametrize("boxes", WHOLE.values(), ids=WHOLE.keys())
-def test_boxes_that_make_up_a_tensor_load(tmp_path: Path, boxes: Boxes) -> None:
+def test_load_reads_boxes_that_cover_a_tensor_once(tmp_path: Path, boxes: Boxes) -> None:
     version = checkpoint.save(tmp_path, Holder(1.0), None)
     cut(version, "model.weight", boxes)
     target = Holder(2.0)
@@ -73,7 +73,7 @@ def test_boxes_that_make_up_a_tensor_load(tmp_path: Path, boxes: Boxes) -> None:
 
 
 @pytest.mark.parametrize("boxes", BROKEN.values(), ids=BROKEN.keys())
-def test_boxes_that_do_not_are_refused(tmp_path: Path, boxes: Boxes) -> None:
+def test_load_refuses_boxes_that_do_not_cover_a_tensor_once(tmp_path: Path, boxes: Boxes) -> None:
     version = checkpoint.save(tmp_path, Holder(1.0), None)
     cut(version, "model.weight", boxes)
     target = Holder(2.0)
@@ -102,12 +102,12 @@ def test_load_refuses_unknown_dtypes_by_name(tmp_path: Path, dtype: Any, said: s
 
 
 @pytest.mark.parametrize("boxes", WHOLE.values(), ids=WHOLE.keys())
-def test_parts_of_ranks_that_make_up_a_tensor(boxes: Boxes) -> None:
+def test_check_cover_accepts_boxes_that_cover_a_tensor_once(boxes: Boxes) -> None:
     check_cover("w", SHAPE, [Box(*box) for box in boxes])
 
 
 @pytest.mark.parametrize("boxes", BROKEN.values(), ids=BROKEN.keys())
-def test_parts_of_ranks_that_do_not(boxes: Boxes) -> None:
+def test_check_cover_refuses_boxes_that_do_not_cover_a_tensor_once(boxes: Boxes) -> None:
     count = sum(rows * columns for _, (rows, columns) in boxes)
     message = f"hold {count} of its 24 elements" if count < 24 else "overlap but are not the same"
     with pytest.raises(ValueError, match=message):
@@ -115,7 +115,7 @@ def test_parts_of_ranks_that_do_not(boxes: Boxes) -> None:
 
 
 @pytest.mark.parametrize("form", ["bf16", "bf16-8bit"])
-def test_state_whose_boxes_overlap_leaves_everything_as_it_was(tmp_path: Path, form: str) -> None:
+def test_load_changes_nothing_when_boxes_of_state_overlap(tmp_path: Path, form: str) -> None:
     version = checkpoint.save(tmp_path, *build(form, seed=1))
     content: Any = (version / "index.json").read_bytes()
     entries = json.loads(content)["entries"]

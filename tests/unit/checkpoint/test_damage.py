@@ -86,7 +86,7 @@ def victim(tmp_path_factory):
 
 @given(st.data())
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-def test_any_flipped_bit_or_cut(victim, data):
+def test_load_changes_nothing_when_any_file_is_damaged(victim, data):
     names = ["latest", *sorted(os.listdir(victim.version))]
     path = victim.file(data.draw(st.sampled_from(names)))
     content = path.read_bytes()
@@ -107,7 +107,7 @@ def test_any_flipped_bit_or_cut(victim, data):
 
 
 @pytest.mark.parametrize("place", ["first", "middle", "last"])
-def test_flipped_element_is_noticed_without_verify(victim, place):
+def test_load_names_the_file_when_one_bit_of_a_tensor_is_flipped(victim, place):
     """The last byte of the last tensor, and others: an error that names the file."""
     path = victim.file("__0_0.distcp")
     content = bytearray(path.read_bytes())
@@ -122,7 +122,7 @@ def test_flipped_element_is_noticed_without_verify(victim, place):
 
 @pytest.mark.parametrize("elements", [1, BLOCK_BYTES // 4 + 3, 5 * BLOCK_BYTES // 8])
 @pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
-def test_every_block_of_a_tensor_is_checked(tmp_path, elements, place):
+def test_load_finds_a_flipped_bit_in_every_block_of_a_tensor(tmp_path, elements, place):
     model = torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.randn(elements))})
     version = checkpoint.save(tmp_path, model, None)
     index = json.loads((version / "index.json").read_text())
@@ -138,7 +138,7 @@ def test_every_block_of_a_tensor_is_checked(tmp_path, elements, place):
     assert torch.equal(model["a"], before)
 
 
-def test_stock_torch_reads_what_is_written(tmp_path):
+def test_torch_distributed_checkpoint_reads_our_checkpoints(tmp_path):
     """Every entry, whole and in two halves; and with torch's tool that needs no model."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -173,7 +173,9 @@ class FullDisk(io.FileIO):
 
 @pytest.mark.parametrize("room", [0, 5_000, 25_000])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_full_disk_is_called_by_its_name(tmp_path, monkeypatch, room, asynchronous):
+def test_save_raises_no_space_and_keeps_last_version_when_disk_is_full(
+    tmp_path, monkeypatch, room, asynchronous
+):
     held = build("bf16", 0.5)
     checkpoint.save(tmp_path, *held, extra={"n": 1})
     FullDisk.left = room

@@ -17,14 +17,14 @@ def ranks(folder):
     return results_of_ranks("failed_saves", RANKS, folder)
 
 
-def test_every_rank_that_failed_is_named(ranks):
+def test_save_names_every_rank_that_failed(ranks):
     assert [rank["two fail"].count("No space left on disk") for rank in ranks] == [2, 1, 1]
     assert "rank 1: " in ranks[0]["two fail"] and "rank 2: " in ranks[0]["two fail"]
     for rank in (1, 2):
         assert f"disk {rank}" in ranks[rank]["two fail"]
 
 
-def test_ranks_that_go_on_after_a_failure_save_again(ranks, folder):
+def test_ranks_save_again_after_a_late_rank_failed_a_save(ranks, folder):
     """By connections of another group: those of the one that failed are closed."""
     for rank in ranks:
         assert rank["one is late"].startswith("MissingRanksError: ")

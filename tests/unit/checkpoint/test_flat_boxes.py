@@ -20,7 +20,7 @@ def ranges(draw):
 
 @given(ranges())
 @settings(deadline=None, max_examples=300)
-def test_boxes_cover_the_range_exactly_and_in_order(case):
+def test_boxes_cover_a_flat_range_once_in_order(case):
     shape, start, count = case
     index = torch.arange(math.prod(shape)).view(shape)
     found = boxes(shape, start, count)
@@ -39,7 +39,7 @@ def test_boxes_cover_the_range_exactly_and_in_order(case):
 
 @given(ranges())
 @settings(deadline=None, max_examples=100)
-def test_views_are_the_memory_and_are_found_by_their_offsets(case):
+def test_flat_shard_views_write_its_local_memory(case):
     shape, start, count = case
     shard = FlatShard(torch.zeros(count), shape, start)
     whole = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
@@ -55,12 +55,12 @@ def test_views_are_the_memory_and_are_found_by_their_offsets(case):
 @pytest.mark.parametrize(
     ("shape", "start", "count"), [((2, 3), -1, 2), ((2, 3), 5, 2), ((), 1, 1), ((2, 0), 0, 1)]
 )
-def test_range_outside_is_refused(shape, start, count):
+def test_flat_shard_refuses_a_range_outside_its_tensor(shape, start, count):
     with pytest.raises(ValueError, match="not inside a tensor of shape"):
         FlatShard(torch.zeros(count), shape, start)
 
 
-def test_local_must_be_flat():
+def test_flat_shard_refuses_local_memory_that_is_not_flat():
     for local in (torch.zeros(2, 2), torch.zeros(4)[::2], torch.tensor(1.0)):
         with pytest.raises(ValueError, match="one contiguous dimension"):
             FlatShard(local, (4,), 0)

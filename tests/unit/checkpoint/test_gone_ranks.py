@@ -19,7 +19,7 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("what", ["background", "first save", "load"])
-def test_rank_that_is_gone_is_named_and_nobody_else(ranks, what):
+def test_collective_names_only_the_rank_that_was_killed(ranks, what):
     for found in ranks[1]:
         assert found[what]["said"].startswith("MissingRanksError: ")
         assert (
@@ -29,10 +29,10 @@ def test_rank_that_is_gone_is_named_and_nobody_else(ranks, what):
         assert found[what]["seconds"] < 20
 
 
-def test_groups_of_our_own_have_the_timeout_of_the_job(ranks):
+def test_process_groups_of_checkpoint_have_timeout_of_the_job(ranks):
     assert [found["timeout"] for found in ranks[1]] == [TIMEOUT.total_seconds()] * len(OTHERS)
 
 
-def test_checkpoint_before_is_whole(ranks):
+def test_last_checkpoint_is_complete_after_a_rank_was_killed_while_saving(ranks):
     assert [path.name for path in checkpoint.versions(ranks[0] / "saved")] == ["version-1"]
     checkpoint.verify(ranks[0] / "saved")

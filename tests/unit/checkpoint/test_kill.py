@@ -56,7 +56,7 @@ class Victims:
         pytest.param(50, "async", 1, marks=pytest.mark.slow),
     ],
 )
-def test_newest_complete_checkpoint_survives(tmp_path, kills, mode, keep):
+def test_newest_complete_checkpoint_loads_after_kill_9_during_saves(tmp_path, kills, mode, keep):
     victims = Victims(tmp_path, mode, keep)
     chance = random.Random(kills)
     digests: dict[int, str] = {}

@@ -9,7 +9,7 @@ from support.launch import results_of_ranks, run_ranks
 from support.workers.shrinking import LAYOUTS
 
 
-def test_from_two_ranks_to_one_and_three(tmp_path):
+def test_fsdp2_checkpoint_of_two_ranks_loads_on_one_and_three(tmp_path):
     found = {}
     for of_rank in results_of_ranks("other_worlds", 3, tmp_path, timeout=150):
         for name, value in of_rank.items():
@@ -32,7 +32,7 @@ def shrunk(tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_save_keeps_the_last_version_when_ranks_of_a_kept_optimizer_are_gone(shrunk, layout):
+def test_save_keeps_last_version_when_ranks_of_the_optimizer_are_gone(shrunk, layout):
     folder, found = shrunk
     errors = [found[f"{layout} {size}"] for size in (2, 1)]
     if layout == "no_shard":  # each rank holds everything
@@ -46,7 +46,7 @@ def test_save_keeps_the_last_version_when_ranks_of_a_kept_optimizer_are_gone(shr
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "fsdp2"])  # torch's error
-def test_step_names_the_destroyed_process_group_when_the_optimizer_is_kept(shrunk, layout):
+def test_step_names_the_destroyed_process_group_when_ranks_are_gone(shrunk, layout):
     error = shrunk[1][f"{layout} step"]
     assert error.startswith("RuntimeError: "), error
     assert "process group of 3 ranks was destroyed; build the optimizer again" in error

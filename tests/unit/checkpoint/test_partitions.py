@@ -22,18 +22,18 @@ def ranks(tmp_path_factory):
     "what",
     ["parts step as the whole", "goes on to the bit", "joined", "cut again", "exported whole"],
 )
-def test_two_parts_are_saved_whole(ranks, name, what):
+def test_tensor_parallel_parts_are_saved_as_whole_parameters(ranks, name, what):
     assert [rank["sizes"][name][what] for rank in ranks] == [True, True]
 
 
-def test_moments_in_blocks_are_cut_where_blocks_end(ranks):
+def test_compact_moments_of_parts_load_when_cut_at_block_ends(ranks):
     for rank in ranks:
         assert rank["compact"]["vector"] == [True, "no error", True]
         resumed, text, _ = rank["compact"]["fused"]
         assert resumed and "fused.exp_avg" in text and "convert=True" in text
 
 
-def test_model_without_an_optimizer(ranks):
+def test_tensor_parallel_model_saves_and_loads_without_an_optimizer(ranks):
     for rank in ranks:
         joined, text = rank["model"]
         assert joined and "model_parallel= is not needed" in text
@@ -59,7 +59,7 @@ def test_save_refuses_indistinguishable_parts_with_ways_out(ranks, what, text):
                 assert way in rank["refused"][what]
 
 
-def test_whole_parameter_beside_parts_has_the_weights_of_its_remainders(ranks):
+def test_load_refuses_remainders_of_a_copied_parameter_when_weights_differ(ranks):
     for rank in ranks:
         text, unchanged = rank["other weights"]
         assert text.startswith("ValueError: ") and "copied" in text and unchanged
@@ -67,7 +67,7 @@ def test_whole_parameter_beside_parts_has_the_weights_of_its_remainders(ranks):
 
 
 @pytest.mark.parametrize("kind", ["ep", "pp", "given"])
-def test_experts_and_layers_are_counted_through(ranks, kind):
+def test_save_numbers_experts_and_layers_across_ranks(ranks, kind):
     assert [rank["names"][kind][0] for rank in ranks] == [True, True]
     whole = set()
     for rank in ranks:
@@ -91,15 +91,15 @@ def four_ranks(tmp_path_factory):
     return results_of_ranks("partitions", 4, folder, timeout=120)
 
 
-def test_parts_that_a_distributed_optimizer_shares_out(four_ranks):
+def test_tensor_parallel_parts_resume_under_a_distributed_optimizer(four_ranks):
     assert [rank["sharded"] for rank in four_ranks] == [[True] * 5] * 4
 
 
-def test_blocks_of_parts_that_are_shared_out(four_ranks):
+def test_compact_tensor_parallel_parts_resume_under_a_distributed_optimizer(four_ranks):
     assert [rank["compact"] for rank in four_ranks] == [[True, True]] * 4
 
 
-def test_stages_with_one_embedding(four_ranks):
+def test_pipeline_stages_with_a_tied_embedding_resume(four_ranks):
     assert [rank["tied"] for rank in four_ranks] == [[True, True]] * 4
 
 
@@ -113,7 +113,7 @@ def test_stages_with_one_embedding(four_ranks):
     size=st.integers(1, 5),
     data=st.data(),
 )
-def test_parts_make_up_the_whole_once(before, blocks, after, size, data):
+def test_partition_cuts_cover_the_whole_tensor_once(before, blocks, after, size, data):
     """Against blocks that are cut and put together one by one."""
     dim, local = len(before), [*before, sum(blocks), *after]
     shape = [*before, sum(blocks) * size, *after]

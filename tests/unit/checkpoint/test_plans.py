@@ -76,7 +76,7 @@ def written(plan):
     return found
 
 
-def test_64_ranks_of_10000_parameters_are_planned_in_seconds():
+def test_save_plan_of_64_ranks_and_10000_parameters_takes_under_10_seconds():
     shapes = {f"layers.{index}.mlp.weight": (16, 16 + index % 3) for index in range(10_000)}
     few, many = zero_1(8, shapes), zero_1(64, shapes)
     begun = time.process_time()
@@ -124,7 +124,7 @@ def layouts_of(draw):
 
 @given(layouts_of())
 @settings(max_examples=200, deadline=None)
-def test_every_element_is_written_once(held_of_ranks):
+def test_save_plan_writes_every_element_once(held_of_ranks):
     _, plan = planned(held_of_ranks)
     entry_of = {entry.name: entry for held in held_of_ranks for entry in held}
     found = written(plan)
@@ -138,7 +138,7 @@ def test_every_element_is_written_once(held_of_ranks):
 
 @given(layouts_of(), st.randoms())
 @settings(max_examples=100, deadline=None)
-def test_parts_that_are_missing_or_overlap_are_refused(held_of_ranks, chance):
+def test_save_plan_refuses_missing_and_overlapping_parts(held_of_ranks, chance):
     parts = [part for held in held_of_ranks for part in split(held)]
     if not parts:
         return

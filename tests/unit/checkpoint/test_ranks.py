@@ -12,7 +12,7 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("what", ["different", "grown", "background_", "exported"])
-def test_ranks_gather_results_of_two_ranks(ranks, what):
+def test_ranks_with_different_parameters_save_and_export(ranks, what):
     assert [rank[what] for rank in ranks] == [True, True]
 
 
@@ -38,7 +38,7 @@ def test_ranks_gather_results_of_two_ranks(ranks, what):
         ("another model", "ValueError", "missing ['model.x', 'optimizer.state.exp_avg.x'", 1),
     ],
 )
-def test_every_rank_hears_of_a_failure(ranks, what, kind, text, where):
+def test_save_and_load_raise_on_every_rank_when_one_fails(ranks, what, kind, text, where):
     for number, rank in enumerate(ranks):
         assert rank[what].startswith(f"{kind}: ") and text in rank[what]
         assert number == where or f"rank {where}: " in rank[what]
@@ -56,7 +56,9 @@ def test_every_rank_hears_of_a_failure(ranks, what, kind, text, where):
         ("verify", "True", "False"),
     ],
 )
-def test_call_names_the_argument_that_differs(ranks, name, on_rank_1, on_rank_0):
+def test_checkpoint_call_names_the_argument_that_differs_between_ranks(
+    ranks, name, on_rank_1, on_rank_0
+):
     for rank in ranks:
         said = rank[f"other {name}"]
         assert said.startswith("ValueError: ") and "same arguments on every rank" in said
@@ -67,5 +69,5 @@ def test_call_names_the_argument_that_differs(ranks, name, on_rank_1, on_rank_0)
         assert rank["versions"] == "['version-1']"
 
 
-def test_failed_save_leaves_nothing(ranks):
+def test_save_leaves_no_files_when_a_rank_failed(ranks):
     assert ranks[0]["left"] == "[]"

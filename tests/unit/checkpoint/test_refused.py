@@ -36,7 +36,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
 
 
 @pytest.mark.parametrize("form", LOSING)
-def test_state_that_would_lose_bits(source: tuple[Path, dict[str, Any]], form: str) -> None:
+def test_load_refuses_state_that_would_lose_bits_and_changes_nothing(
+    source: tuple[Path, dict[str, Any]], form: str
+) -> None:
     path, state = source
     model, optimizer = build(f"bf16-{form}", 0.5, seed=7)
     train(model, optimizer, 1)
@@ -63,7 +65,9 @@ def halve_step(state: dict[str, Any]) -> None:
     ids=["negative second moment", "half a step"],
 )
 @pytest.mark.parametrize("form", ["bf16", "bf16-remainder", "fp32"])
-def test_values_that_no_step_leaves(tmp_path: Path, form: str, damage: Any, message: str) -> None:
+def test_load_refuses_negative_moments_and_fractional_steps(
+    tmp_path: Path, form: str, damage: Any, message: str
+) -> None:
     """The last parameter has them, so everything before it fits."""
     model, optimizer = build(form)
     train(model, optimizer, 2)
@@ -206,7 +210,7 @@ REFUSALS: dict[str, Prepare] = {
 
 
 @pytest.mark.parametrize("refusal", REFUSALS)
-def test_load_that_the_callers_code_refuses_stops_the_optimizer_until_one_succeeds(
+def test_optimizer_refuses_steps_after_user_code_failed_a_load(
     tmp_path: Path, refusal: str
 ) -> None:
     prepare = REFUSALS[refusal]
@@ -231,7 +235,7 @@ def test_load_that_the_callers_code_refuses_stops_the_optimizer_until_one_succee
     train(model, optimizer, 1, start=1)
 
 
-def test_load_changes_nothing_when_the_settings_of_our_scheduler_differ(tmp_path: Path) -> None:
+def test_load_changes_nothing_when_scheduler_settings_differ(tmp_path: Path) -> None:
     model, optimizer = build("bf16", 0.5, seed=1)
     train(model, optimizer, 2)
 
@@ -308,7 +312,7 @@ def test_load_refuses_plain_data_that_does_not_fit(
     assert differing(before, print_of(model, optimizer)) == []
 
 
-def test_remainders_beside_other_weights_than_theirs(tmp_path: Path) -> None:
+def test_load_state_dict_refuses_remainders_when_weights_differ(tmp_path: Path) -> None:
     source = build("bf16-remainder", seed=1)
     train(*source, 2)
     state = source[1].state_dict()

@@ -109,7 +109,7 @@ def version(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("shape", [[LARGE], [0, 1 << 70], [-1], ["4"], LARGE])
-def test_load_refuses_tensors_in_common_without_their_bytes(version: Path, shape: Any) -> None:
+def test_load_refuses_plain_data_tensors_without_their_bytes(version: Path, shape: Any) -> None:
     common = json.loads((version / "common.json").read_text())
     common["extra"] = {"$tensor": ["float32", shape, "AAAA"]}
     replaced(version, "common.json", json.dumps(common).encode())
@@ -146,7 +146,9 @@ def command(path: Path, source_format: Any) -> None:
         *(("legacy", reader) for reader in list(FOREIGN)[1:]),
     ],
 )
-def test_state_of_others(tmp_path: Path, kind: str, reader: str) -> None:
+def test_foreign_state_is_refused_before_it_takes_memory(
+    tmp_path: Path, kind: str, reader: str
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         (tmp_path / "state.pt").write_bytes(PICKLES[kind]())
@@ -155,7 +157,7 @@ def test_state_of_others(tmp_path: Path, kind: str, reader: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["exp_avg", "step"])
-def test_elements_of_others_that_are_not_there(tmp_path: Path, key: str) -> None:
+def test_convert_refuses_expanded_tensors_before_copying_them(tmp_path: Path, key: str) -> None:
     tensors = {"exp_avg": torch.zeros(4), "step": torch.zeros(())}
     tensors[key] = torch.zeros((), dtype=torch.float64).expand(LARGE)
     group = {"params": [0], "param_names": ["w"]}
@@ -163,7 +165,7 @@ def test_elements_of_others_that_are_not_there(tmp_path: Path, key: str) -> None
     refused(tmp_path / "state.pt", "1073741824", FOREIGN["convert"])
 
 
-def test_state_of_others_is_copied_once(tmp_path: Path) -> None:
+def test_load_plain_file_copies_tensors_once(tmp_path: Path) -> None:
     state = {"exp_avg": torch.ones(16 << 20)}  # 64 MiB
     torch.save(state, tmp_path / "state.pt")
     state.clear()
@@ -175,14 +177,14 @@ def test_state_of_others_is_copied_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint8"])
-def test_tensors_larger_than_their_boxes(version: Path, dtype: str) -> None:
+def test_load_refuses_tensors_larger_than_their_boxes(version: Path, dtype: str) -> None:
     index = json.loads((version / "index.json").read_text())
     index["entries"]["optimizer.state.more.dense"] = [dtype, [LARGE], []]
     replaced(version, "index.json", json.dumps(index).encode())
     refused(version, "does not hold each element of shape (1073741824,) once")
 
 
-def test_plain_data_is_read_as_torch_reads_it(tmp_path: Path) -> None:
+def test_load_plain_file_returns_what_torch_load_returns(tmp_path: Path) -> None:
     data: dict[Any, Any] = {
         "numbers": [1, -(1 << 80), 2.5, True, None, 1 + 2j],
         "texts": ("a", "\N{SNOWMAN}", b"\0\xff", bytearray(b"xy"), bytearray()),
@@ -206,7 +208,7 @@ def test_plain_data_is_read_as_torch_reads_it(tmp_path: Path) -> None:
     assert repr(restored) == repr(data)
 
 
-def test_link_out_of_the_folder_is_not_followed(version: Path, tmp_path: Path) -> None:
+def test_load_refuses_links_out_of_the_checkpoint_folder(version: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("hidden")
     for path in (version / "manifest.json", version.parent / "latest"):

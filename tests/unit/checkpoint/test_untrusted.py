@@ -112,7 +112,7 @@ def new(tmp_path, tmp_path_factory):
     return tmp_path / "new" / version.name
 
 
-def test_load_runs_no_code_of_plain_data(tmp_path, new):
+def test_load_runs_no_code_pickled_in_plain_data(tmp_path, new):
     canary = tmp_path / "ran"
     canary.with_suffix(".py").write_text(f"open({str(canary)!r}, 'w')")
     torch.save(Calls(os.system, f"touch {canary}"), canary.with_suffix(".pt"))
@@ -138,7 +138,7 @@ def test_load_runs_no_code_of_plain_data(tmp_path, new):
     assert canary.exists()  # they do work
 
 
-def test_pickle_that_is_no_plain_data_is_never_read(tmp_path, new):
+def test_load_never_reads_pickles_that_are_not_plain_data(tmp_path, new):
     canary = tmp_path / "ran"
     bomb = bombs(canary)["system, protocol 2"]
     for name in (".metadata", "extra.pkl"):
@@ -150,7 +150,7 @@ def test_pickle_that_is_no_plain_data_is_never_read(tmp_path, new):
 
 
 @pytest.mark.parametrize("name", ["common.json", "__0_0.distcp"])
-def test_load_runs_no_code_of_other_files(tmp_path, new, name):
+def test_load_runs_no_code_pickled_in_other_files(tmp_path, new, name):
     version, canary = new, tmp_path / "ran"
     torch.save(Calls(os.system, f"touch {canary}"), tmp_path / "bomb")
     bomb = (tmp_path / "bomb").read_bytes()
@@ -226,7 +226,7 @@ def test_unpickler_calls_and_changes_no_global(found, changes):
         b"C:version-1",
     ],
 )
-def test_latest_names_a_version_beside_it_or_says_what_is_wrong(tmp_path, new, text):
+def test_load_refuses_a_latest_file_that_names_no_version(tmp_path, new, text):
     root = new.parent
     shutil.copytree(root, tmp_path / "other")
     (root / "out").symlink_to(tmp_path / "other" / "version-1")
@@ -247,7 +247,7 @@ def moved(version, to):
 
 
 @pytest.mark.parametrize("to", ["../outside", "/outside", "sub/../../outside", "link", ".", ""])
-def test_tensors_lie_in_the_folder(new, to):
+def test_load_refuses_tensor_files_outside_the_folder(new, to):
     version = new
     (version / "sub").mkdir()
     shutil.copy(version / "__0_0.distcp", version.parent / "outside")
@@ -269,7 +269,7 @@ def test_tensors_lie_in_the_folder(new, to):
                     door()
 
 
-def test_link_within_the_folder_is_fine(new):
+def test_load_follows_a_link_within_the_folder(new):
     (new / "__0_0.distcp").rename(new / "data")
     (new / "__0_0.distcp").symlink_to("data")
     checkpoint.load(new.parent, *target(), verify=True)

@@ -20,7 +20,7 @@ def version(root, number):
     return folder
 
 
-def test_versions_are_counted_and_not_sorted_as_words(tmp_path):
+def test_versions_are_sorted_by_number(tmp_path):
     made = [version(tmp_path, number) for number in (9, 10, 2, 100)]
     for name in ("version-x", "version-3.old", ".version-7.incomplete", "version-200"):
         (tmp_path / name).mkdir()  # no number, another name, and one without a manifest
@@ -43,7 +43,7 @@ def test_versions_are_counted_and_not_sorted_as_words(tmp_path):
     ("keep", "left"),
     [(1, [4]), (2, [3, 4]), (4, [1, 2, 3, 4]), (9, [1, 2, 3, 4]), (None, [1, 2, 3, 4])],
 )
-def test_oldest_go_first_and_the_new_one_counts(tmp_path, keep, left):
+def test_publish_deletes_oldest_versions_beyond_keep(tmp_path, keep, left):
     for number in (1, 2, 3):
         version(tmp_path, number)
     target = begin(tmp_path)
@@ -65,7 +65,7 @@ def test_oldest_go_first_and_the_new_one_counts(tmp_path, keep, left):
         (140, ["abcd"]),
     ],
 )
-def test_file_of_an_export_is_filled_to_the_byte(tmp_path, limit, files):
+def test_export_safetensors_fills_each_file_up_to_the_limit(tmp_path, limit, files):
     sizes = {
         "a": 5,
         "b": 5,

@@ -24,7 +24,7 @@ BACKENDS = {
     "backend",
     [pytest.param(name, marks=NEED_KERNELS if name == "native" else []) for name in BACKENDS],
 )
-def test_every_rule_and_backend_keeps_to_the_formula_to_the_bit(backend, standins):
+def test_averaged_weights_follow_the_formula_to_the_bit_in_each_rule_and_backend(backend, standins):
     """average + (1 - decay) * (main - average), each operation rounded to FP32; at the first step
     the main param."""
     weight = torch.tensor(1 - 0.9, dtype=torch.float64).float()

@@ -20,7 +20,7 @@ def any_bits(size: int) -> torch.Tensor:
 
 @needs_kernels
 @pytest.mark.parametrize("threads", [1, 3])
-def test_kernel_and_torch_agree(monkeypatch, threads):
+def test_checksums_of_native_kernel_equal_torch_operations(monkeypatch, threads):
     tensors = [any_bits(size) for size in SIZES]
     matrix = any_bits(3 * 2000).view(3, 2000)
     tensors += [matrix, matrix.mT, matrix.half()]
@@ -33,7 +33,7 @@ def test_kernel_and_torch_agree(monkeypatch, threads):
 
 @pytest.mark.parametrize("bit", [0, 7, 15])
 @pytest.mark.parametrize("at", [0, 1023, 1024, 4999])
-def test_any_bit_counts(bit, at):
+def test_checksum_changes_when_any_bit_flips(bit, at):
     tensor = any_bits(5000)
     before = measures.checksums_of([tensor])
     tensor.view(torch.int16)[at] ^= torch.tensor(

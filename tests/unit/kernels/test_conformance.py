@@ -185,7 +185,9 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 @each_setting
-def test_every_rule_and_dtype(candidate: Candidate, rule: str, settings: dict[str, Any]) -> None:
+def test_backend_has_promised_accuracy_for_every_rule_and_dtype(
+    candidate: Candidate, rule: str, settings: dict[str, Any]
+) -> None:
     """By Triton's interpreter half of the dtypes for each setting of a rule, in turn."""
     turn = EVERY_SETTING.index((rule, settings))
     for at, grad in enumerate(GRADS):
@@ -232,7 +234,9 @@ def check_two_steps(
 @pytest.mark.parametrize("candidate", ["transformer_engine"], indirect=True)
 @pytest.mark.parametrize("remainder", [False, True])
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
-def test_state_in_fewer_bits(candidate: Candidate, moments: torch.dtype, remainder: bool) -> None:
+def test_transformer_engine_steps_compact_state_within_bf16_rounding(
+    candidate: Candidate, moments: torch.dtype, remainder: bool
+) -> None:
     """One step from the same state differs by single roundings of bfloat16. test_kernel_bits.py
     compares native and Triton kernels; apex has none."""
     results = []
@@ -285,7 +289,9 @@ def test_backend_steps_empty_lists_and_empty_tensors(candidate: Candidate, rule:
 @pytest.mark.parametrize(
     "sizes", [(300_001, 5), tuple(1 + i % 3 for i in range(1100))], ids=["large", "many"]
 )
-def test_large_and_many_tensors(candidate: Candidate, rule: str, sizes: tuple[int, ...]) -> None:
+def test_backend_has_promised_accuracy_for_large_and_many_tensors(
+    candidate: Candidate, rule: str, sizes: tuple[int, ...]
+) -> None:
     if candidate.name == "reference" or not candidate.claims(rule):
         pytest.skip(f"{candidate.name} has no kernels of its own for {rule}")
     if candidate.name == "triton" and candidate.device.type == "cpu":
@@ -306,7 +312,7 @@ def test_large_and_many_tensors(candidate: Candidate, rule: str, sizes: tuple[in
     candidate.check(found)
 
 
-def test_sums_of_squares(candidate: Candidate) -> None:
+def test_sum_of_squares_equals_reference_for_any_dtype_and_strides(candidate: Candidate) -> None:
     """Any dtype, any strides; finite values have a finite sum, and others have not."""
     x = numbers(3000, 1, candidate.device)
     tensors = [
@@ -341,7 +347,9 @@ def test_sums_of_squares(candidate: Candidate) -> None:
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("rule", ["adam", "lamb", "sgd"])
-def test_gradients_that_are_not_finite_spread(candidate: Candidate, rule: str, bad: float) -> None:
+def test_backend_makes_nan_where_reference_does_when_a_gradient_is_not_finite(
+    candidate: Candidate, rule: str, bad: float
+) -> None:
     ours, theirs = (
         lists_of(rule, candidate.device, torch.bfloat16, sizes=(9, 300)) for _ in range(2)
     )
@@ -359,7 +367,7 @@ def test_gradients_that_are_not_finite_spread(candidate: Candidate, rule: str, b
 
 
 @pytest.mark.parametrize("rule", ["adam", "lamb", "sgd", "lion"])
-def test_optimizers_with_strides_missing_gradients_and_outputs(
+def test_optimizer_steps_strided_params_and_skips_those_without_gradient(
     candidate: Candidate, rule: str
 ) -> None:
     """Through a whole optimizer: strided tensors, one without gradient, one without elements,
@@ -409,7 +417,9 @@ def test_optimizers_with_strides_missing_gradients_and_outputs(
 
 
 @pytest.mark.parametrize("output", [torch.bfloat16, None])
-def test_writes_are_seen_by_autograd(candidate: Candidate, output: torch.dtype | None) -> None:
+def test_step_raises_version_of_every_written_parameter(
+    candidate: Candidate, output: torch.dtype | None
+) -> None:
     lists = lists_of("adam", candidate.device, torch.bfloat16, output, sizes=(40, 7))
     models = lists.main if output is None else lists.output
     for step in (1, 2):

@@ -69,7 +69,7 @@ def trained(name: str, flush: bool, pool_first: bool, **more: Any) -> str:
 
 @needs_kernels
 @pytest.mark.parametrize("name", CLASSES)
-def test_steps_have_the_same_bits_when_threads_flush_denormals(name: str) -> None:
+def test_step_has_same_bits_when_threads_flush_denormals(name: str) -> None:
     set_host_threads(1)
     expected = trained(name, False, False)
     found = {}
@@ -80,7 +80,7 @@ def test_steps_have_the_same_bits_when_threads_flush_denormals(name: str) -> Non
     assert set(found.values()) == {expected}, found
 
 
-def test_reference_has_the_same_bits_when_the_calling_thread_flushes_denormals() -> None:
+def test_reference_has_same_bits_when_the_calling_thread_flushes_denormals() -> None:
     expected = trained("adamw", False, True, backend="reference")
     assert trained("adamw", True, True, backend="reference") == expected
 

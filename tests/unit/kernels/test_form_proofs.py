@@ -40,7 +40,7 @@ def triton() -> Iterator[Any]:
     backend.proofs = before
 
 
-def test_triton_proves_sums_of_squares_when_a_norm_is_measured(triton: Any) -> None:
+def test_triton_compares_sum_of_squares_once_per_gradient_dtype(triton: Any) -> None:
     for dtype in (torch.bfloat16, torch.bfloat16, torch.float32):
         grads = [torch.ones(100, dtype=dtype)]
         assert float(triton.sum_of_squares(grads)) == 100.0
@@ -62,7 +62,7 @@ def trained(name: str, backend: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_triton_proves_the_forms_that_a_stack_uses_and_no_others(triton: Any, name: str) -> None:
+def test_triton_compares_only_kernel_forms_that_the_optimizer_uses(triton: Any, name: str) -> None:
     found, expected = trained(name, "triton"), trained(name, "reference")
     passes = [form[0] for form in triton.proofs.is_right if form[0] != "sum_of_squares"]
     assert passes == CLASSES[name][2]
@@ -83,7 +83,9 @@ def test_triton_steps_as_reference_when_a_form_is_wrong(
     assert all(map(torch.equal, found, trained("adamw", "reference")))
 
 
-def test_choice_of_triton_proves_nothing_until_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choosing_triton_runs_no_kernel_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(selection, "prove", None)
     _, proof = selection._proven.__wrapped__("triton", CPU, True)

@@ -79,7 +79,7 @@ def test_bf16_and_16_bit_remainder_restore_every_fp32_value_unless_bf16_is_zero(
 
 @given(seeds)
 @settings(max_examples=50, deadline=None)
-def test_remainders_equal_numpy(seed: int) -> None:
+def test_split_and_join_of_remainders_equal_numpy(seed: int) -> None:
     value = patterns(seed)
     for dtype in BITS:
         param, remainder = split(value, dtype)
@@ -90,7 +90,7 @@ def test_remainders_equal_numpy(seed: int) -> None:
         assert same(join(param, remainder), torch.from_numpy(arithmetic.join(high, low, bits)))
 
 
-def test_eight_bits_hold_the_upper_24() -> None:
+def test_8_bit_remainder_keeps_the_upper_24_bits() -> None:
     value = values(0, 10_000)
     param, remainder = split(value, torch.int8)
     assert bool(((join(param, remainder) - value).abs() <= value.abs() * 2.0**-16).all())
@@ -101,9 +101,7 @@ def test_eight_bits_hold_the_upper_24() -> None:
 
 
 @pytest.mark.parametrize("dtype", BITS)
-def test_parameter_written_by_somebody_else_is_never_far_from_its_main_param(
-    dtype: torch.dtype,
-) -> None:
+def test_join_stays_within_half_a_bf16_unit_of_a_written_parameter(dtype: torch.dtype) -> None:
     """Remainders of other values: half a unit of the last bit at most, and nothing at zero."""
     _, remainder = split(values(1, 4096), dtype)
     written = torch.cat([torch.zeros(2048), values(2, 2048)]).bfloat16()
@@ -113,7 +111,7 @@ def test_parameter_written_by_somebody_else_is_never_far_from_its_main_param(
 
 
 @pytest.mark.parametrize("dtype", BITS)
-def test_join_keeps_a_written_zero_and_infinity_whatever_the_remainder(dtype: torch.dtype) -> None:
+def test_join_keeps_written_zero_and_infinity_for_any_remainder(dtype: torch.dtype) -> None:
     for written in (0.0, -0.0, math.inf, -math.inf):
         param = torch.full((256,), written).bfloat16()
         found = join(param, torch.arange(-128, 128).to(dtype))
@@ -151,7 +149,7 @@ def in_four_bits(x: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize(("dtype", "second"), BLOCKED)
 @given(seed=seeds, n=st.integers(1, 1500))
 @settings(max_examples=30, deadline=None)
-def test_codes_equal_numpy_and_err_by_half_a_step(
+def test_codecs_equal_numpy_and_err_by_at_most_half_a_code(
     dtype: torch.dtype, second: bool, seed: int, n: int
 ) -> None:
     value = values(seed, n).square() if second else values(seed, n)
@@ -197,9 +195,7 @@ def test_codecs_store_finite_values_as_finite(dtype: torch.dtype, noise: Noise |
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**48))
-def test_random_bits_of_a_part_are_those_of_a_stream_of_its_own(
-    seed: int, stream: int, start: int
-) -> None:
+def test_noise_of_a_part_equals_noise_of_its_own_stream(seed: int, stream: int, start: int) -> None:
     part, device = Noise(seed, stream, start), torch.device("cpu")
     whole = Noise(seed, part.own_stream)
     assert torch.equal(part.words(300, device), whole.words(300, device))
@@ -229,7 +225,7 @@ def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
 @given(seed=seeds, n=st.integers(1, 1500), decades=st.floats(0.0, 2.0))
 @settings(max_examples=20, deadline=None)
 @example(seed=0, n=1 << 20, decades=0.0)
-def test_decoding_and_storing_again_keeps_stochastic_four_bit_codes(
+def test_4_bit_codes_are_unchanged_after_decoding_and_encoding_again(
     seed: int, n: int, decades: float
 ) -> None:
     """In a million elements the random bits that are added are all 0 for sixteen."""
@@ -266,6 +262,8 @@ def test_stochastic_remainders_are_unbiased() -> None:
         ),
     ],
 )
-def test_forms_that_do_not_exist_are_refused(settings_: dict[str, object], names: str) -> None:
+def test_fused_adam_names_a_storage_format_that_does_not_exist(
+    settings_: dict[str, object], names: str
+) -> None:
     with pytest.raises(ValueError, match=names):
         FusedAdam([torch.ones(1)], **settings_)

@@ -92,7 +92,7 @@ def raw(made: TensorLists) -> list[list[Tensor]]:
     return [made.grad, made.main, *made.state.values()]
 
 
-def test_empty_tensor_at_the_end_loses_the_launch_in_apex(standins: Gpu) -> None:
+def test_apex_stand_in_steps_nothing_when_the_last_tensor_is_empty(standins: Gpu) -> None:
     made = lists(1000, 2000, 0)
     amp_c.module().multi_tensor_adam(CHUNK_ELEMENTS, flag(), raw(made), *adam_args())
     assert torch.equal(made.main[0], lists(1000, 2000, 0).main[0]), (
@@ -100,13 +100,13 @@ def test_empty_tensor_at_the_end_loses_the_launch_in_apex(standins: Gpu) -> None
     )
 
 
-def test_empty_list_kills_the_process(standins: Gpu) -> None:
+def test_stand_in_kernel_kills_the_process_when_its_list_is_empty(standins: Gpu) -> None:
     for module in (amp_c.module(), te.modules()["transformer_engine_torch"]):
         with pytest.raises(SegmentationFaultError):
             module.multi_tensor_l2norm(CHUNK_ELEMENTS, flag(), [[]], True)
 
 
-def test_wrong_dtypes_and_strides_go_unnoticed(standins: Gpu) -> None:
+def test_stand_in_kernels_damage_memory_for_wrong_dtypes_and_strides(standins: Gpu) -> None:
     made = lists(100)
     made.state["exp_avg"] = [torch.zeros(100, dtype=torch.bfloat16)]
     amp_c.module().multi_tensor_adam(CHUNK_ELEMENTS, flag(), raw(made), *adam_args())
@@ -116,14 +116,14 @@ def test_wrong_dtypes_and_strides_go_unnoticed(standins: Gpu) -> None:
     assert len(GPU.damage) >= 2
 
 
-def test_step_that_is_a_tensor_is_not_taken(standins: Gpu) -> None:
+def test_apex_stand_in_refuses_a_step_count_that_is_a_tensor(standins: Gpu) -> None:
     with pytest.raises(TypeError, match="incompatible function arguments"):
         amp_c.module().multi_tensor_adam(
             CHUNK_ELEMENTS, flag(), raw(lists(5)), *adam_args(torch.tensor(1.0))
         )
 
 
-def test_host_memory_is_refused_by_apex_and_corrupted_by_transformer_engine(standins: Gpu) -> None:
+def test_stand_ins_refuse_or_damage_host_memory_like_their_libraries(standins: Gpu) -> None:
     standins.device = "cuda"
     with pytest.raises(RuntimeError, match="expected input to be on cuda"):
         amp_c.module().multi_tensor_adam(CHUNK_ELEMENTS, flag(), raw(lists(5)), *adam_args())
@@ -137,7 +137,7 @@ def test_host_memory_is_refused_by_apex_and_corrupted_by_transformer_engine(stan
 
 
 @each_library
-def test_launch_holds_one_dtype_per_list(standins: Gpu, name: str) -> None:
+def test_backend_launches_one_dtype_per_list_for_mixed_gradients(standins: Gpu, name: str) -> None:
     kinds = [
         (torch.float32, None),
         (torch.bfloat16, torch.bfloat16),
@@ -158,7 +158,7 @@ def test_launch_holds_one_dtype_per_list(standins: Gpu, name: str) -> None:
     assert standins.damage == []
 
 
-def test_launch_is_refused_for_everything_kernels_do_not_check(standins: Gpu) -> None:
+def test_check_launch_refuses_lists_that_kernels_do_not_check(standins: Gpu) -> None:
     good, full = [[torch.zeros(4)], [torch.zeros(4)]], [torch.float32] * 2
     check_launch("k", good, full)
     bad: list[Any] = [
@@ -178,7 +178,7 @@ def test_launch_is_refused_for_everything_kernels_do_not_check(standins: Gpu) ->
 
 
 @each_library
-def test_host_tensors_are_refused_before_the_kernel(
+def test_backend_refuses_host_tensors_before_it_launches(
     standins: Gpu, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = backend_of(name)
@@ -197,7 +197,7 @@ def test_host_tensors_are_refused_before_the_kernel(
 
 
 @each_library
-def test_first_step_of_a_momentum_buffer_is_per_parameter(standins: Gpu, name: str) -> None:
+def test_sgd_starts_momentum_of_each_parameter_at_its_first_step(standins: Gpu, name: str) -> None:
     """apex takes from the last parameter whether it is the first step of all."""
     from mp_optim.rules.rule_optimizer import RuleOptimizer
 
@@ -214,7 +214,7 @@ def test_first_step_of_a_momentum_buffer_is_per_parameter(standins: Gpu, name: s
 
 
 @each_library
-def test_bfloat16_models_have_main_params(standins: Gpu, name: str) -> None:
+def test_bf16_model_keeps_small_updates_in_main_params(standins: Gpu, name: str) -> None:
     """Small steps add up: they would all be rounded away in bfloat16 (apex: master_weights=True is
     ignored)."""
     model = nn.Linear(8, 8, bias=False).bfloat16()
@@ -234,7 +234,7 @@ def test_bfloat16_models_have_main_params(standins: Gpu, name: str) -> None:
     assert name in str(optimizer.describe())
 
 
-def test_state_of_another_dtype_goes_to_reference(standins: Gpu) -> None:
+def test_backend_steps_by_reference_when_a_moment_dtype_has_no_kernel(standins: Gpu) -> None:
     for dtypes in (
         (torch.bfloat16, torch.float32),
         (torch.float32, torch.bfloat16),
@@ -255,7 +255,7 @@ def test_state_of_another_dtype_goes_to_reference(standins: Gpu) -> None:
 
 
 @each_library
-def test_tensors_beyond_32_bit_indices(
+def test_backend_cuts_tensors_beyond_32_bit_indices_into_pieces(
     standins: Gpu, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cut into pieces; but LAMB cannot be cut, as it needs the norm of the whole tensor."""
@@ -276,7 +276,7 @@ def test_tensors_beyond_32_bit_indices(
     assert standins.damage == []
 
 
-def test_pieces_stay_below_the_limits() -> None:
+def test_batches_cut_tensors_below_2_to_the_31_elements() -> None:
     assert MOST_ELEMENTS + CHUNK_ELEMENTS <= 2**31 - 1
     huge = torch.empty(2**31 + 10, dtype=torch.bfloat16, device="meta")
     sizes = [
@@ -287,13 +287,13 @@ def test_pieces_stay_below_the_limits() -> None:
     assert sum(sizes) == 2**31 + 10 and max(sizes) < MOST_ELEMENTS
 
 
-def test_runs_are_as_full_as_they_may_be() -> None:
+def test_runs_of_fills_each_run_up_to_the_limit() -> None:
     sizes = enumerate([2, 2, 1, 3, 9, 4])
     assert list(batching.runs_of(sizes, 4)) == [[0, 1], [2, 3], [4], [5]]
 
 
 @each_library
-def test_many_tensors_do_not_exhaust_handles(standins: Gpu, name: str) -> None:
+def test_backend_steps_4010_tensors_within_the_handle_limit(standins: Gpu, name: str) -> None:
     assert MOST_TENSORS * 5 < te.HANDLES
     ours, theirs = (lists(*[2] * 4010, output=torch.bfloat16) for _ in range(2))
     backend_of(name).step("adam", ours, AdamScalars.at(GROUP, 1), 1.0)
@@ -302,7 +302,7 @@ def test_many_tensors_do_not_exhaust_handles(standins: Gpu, name: str) -> None:
 
 
 @each_library
-def test_steps_and_rates_may_be_tensors(standins: Gpu, name: str) -> None:
+def test_backend_accepts_tensors_as_step_and_learning_rate(standins: Gpu, name: str) -> None:
     group = GROUP | {"lr": torch.tensor(0.01), "weight_decay": torch.tensor(0.1)}
     ours, theirs = lists(50), lists(50)
     backend_of(name).step("adam", ours, AdamScalars.at(group, int(torch.tensor(3.0))), 1.0)
@@ -310,7 +310,7 @@ def test_steps_and_rates_may_be_tensors(standins: Gpu, name: str) -> None:
     assert_close(ours, theirs)
 
 
-def test_lamb_has_no_clip_of_its_own(standins: Gpu) -> None:
+def test_apex_lamb_steps_large_gradients_without_its_clipping(standins: Gpu) -> None:
     """max_grad_norm=0 makes apex divide every gradient by infinity."""
     ours, theirs = lists(200), lists(200)
     ours.grad[0].mul_(1e4), theirs.grad[0].mul_(1e4)
@@ -325,7 +325,7 @@ def test_lamb_has_no_clip_of_its_own(standins: Gpu) -> None:
     assert optimizer.optimizer.param_groups[0]["max_grad_norm"] == 0.0
 
 
-def test_sharded_lamb_goes_to_reference(standins: Gpu) -> None:
+def test_sharded_lamb_steps_by_reference_when_apex_is_chosen(standins: Gpu) -> None:
     """The kernel takes each tensor's own norm, which for a shard is not the parameter's."""
     results = []
     for name in ("apex", "reference"):
@@ -356,7 +356,7 @@ def split_lists(values: list[float], grads: list[float]) -> TensorLists:
     return made
 
 
-def test_nan_shows_in_the_parameter_beside_a_remainder(standins: Gpu) -> None:
+def test_transformer_engine_makes_parameter_nan_when_gradient_is_nan(standins: Gpu) -> None:
     """CUDA's NaN, split by Transformer Engine, is a bfloat16 -0.0: the model would run on."""
     made = split_lists([1.0, 2.0], [math.nan, 1.0])
     te_backend = TransformerEngineBackend(te.modules()["transformer_engine_torch"])
@@ -366,7 +366,7 @@ def test_nan_shows_in_the_parameter_beside_a_remainder(standins: Gpu) -> None:
     assert standins.calls[-1] == "multi_tensor_adam_param_remainder"
 
 
-def test_zero_parameter_has_no_remainder(standins: Gpu) -> None:
+def test_transformer_engine_ignores_remainders_of_zero_parameters(standins: Gpu) -> None:
     """A parameter zeroed from outside: the kernel would borrow from the zero and make a NaN."""
     made, theirs = (
         split_lists([0.0, -0.0, 1.0], [0.5, 0.5, 0.5]),
@@ -399,7 +399,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_zeros_and_nans_take_as_many_operations_for_any_number_of_tensors(
+def test_transformer_engine_guards_take_constant_operations_for_any_tensor_count(
     standins: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = te.modules()["transformer_engine_torch"]
@@ -419,7 +419,9 @@ def test_zeros_and_nans_take_as_many_operations_for_any_number_of_tensors(
     assert counted[0] == counted[1] == counted[2] and 0 < len(counted[0]) < 20
 
 
-def test_kernels_launch_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_current_device_enters_the_cuda_device_of_the_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Transformer Engine launches on the current device's stream whatever it is handed."""
     entered: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "device", entered.append)
@@ -429,7 +431,7 @@ def test_kernels_launch_on_the_device_of_their_tensors(monkeypatch: pytest.Monke
 
 
 @each_library
-def test_groups_added_after_construction_are_stepped(standins: Gpu, name: str) -> None:
+def test_backend_steps_groups_added_after_construction(standins: Gpu, name: str) -> None:
     first, second = torch.ones(5), torch.ones(6)
     optimizer = FusedAdam([first], lr=0.1, backend=name)
     optimizer.add_param_group({"params": [second]})
@@ -439,7 +441,7 @@ def test_groups_added_after_construction_are_stepped(standins: Gpu, name: str) -
 
 
 @each_library
-def test_loaded_state_keeps_its_dtype(standins: Gpu, name: str) -> None:
+def test_loaded_moments_stay_fp32_for_a_bf16_model(standins: Gpu, name: str) -> None:
     """torch's load casts state to the parameter's dtype, which the kernels go on reading as
     FP32."""
     model = nn.Linear(4, 4).bfloat16()
@@ -457,7 +459,7 @@ def test_loaded_state_keeps_its_dtype(standins: Gpu, name: str) -> None:
     assert standins.damage == []
 
 
-def test_finite_gradients_that_overflow_fp32_norms_are_no_overflow(standins: Gpu) -> None:
+def test_apex_step_is_not_skipped_when_fp32_norm_would_overflow(standins: Gpu) -> None:
     """|g| > 1.8e19 makes apex's norm infinite, and the step would be skipped."""
     model = nn.Linear(4, 4, bias=False)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.01, fused_backend="apex"), model)
@@ -467,7 +469,7 @@ def test_finite_gradients_that_overflow_fp32_norms_are_no_overflow(standins: Gpu
 
 
 @pytest.mark.parametrize("scale", [2.0**16, 2.0**20, 2.0**32])
-def test_lamb_in_fp16_moves_on_its_first_step(standins: Gpu, scale: float) -> None:
+def test_fp16_lamb_moves_parameters_unless_the_scale_overflows(standins: Gpu, scale: float) -> None:
     """With the default scale of 2^32 the first steps overflow, which hides a step that cannot
     work."""
     results = []
@@ -492,7 +494,7 @@ def test_lamb_in_fp16_moves_on_its_first_step(standins: Gpu, scale: float) -> No
 
 
 @each_library
-def test_empty_shards_count_their_steps(standins: Gpu, name: str) -> None:
+def test_step_count_of_an_empty_shard_increases(standins: Gpu, name: str) -> None:
     """Ranks that hold nothing of a parameter must agree with the others on the step."""
     optimizer = FusedAdam([{"params": [torch.zeros(0)]}, {"params": [torch.ones(3)]}], backend=name)
     optimizer.step_slots(
@@ -501,7 +503,7 @@ def test_empty_shards_count_their_steps(standins: Gpu, name: str) -> None:
     assert [int(optimizer.slot_state(Slot(g, 0))["step"]) for g in (0, 1)] == [1, 1]
 
 
-def test_parameters_on_a_host_are_stepped_there(
+def test_apex_refuses_host_parameters_that_reference_steps(
     standins: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ColossalAI #6401 and #6418: nothing is copied to the GPU and updated there in a copy."""

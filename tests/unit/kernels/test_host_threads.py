@@ -29,7 +29,7 @@ def test_set_host_threads_refuses_invalid_numbers(threads):
 
 
 @pytest.mark.parametrize("threads", [1, np.int64(2), torch.tensor(2)], ids=repr)
-def test_any_kind_of_whole_number_is_taken(threads):
+def test_set_host_threads_accepts_numpy_and_tensor_integers(threads):
     try:
         set_host_threads(threads)
         assert steps()

@@ -96,7 +96,7 @@ of_kernels = settings(max_examples=8, deadline=None, suppress_health_check=list(
 @of_kernels
 @given(st.data())
 @pytest.mark.parametrize("rule", list(PASSES))
-def test_kernels_have_the_bits_of_reference_in_any_case(
+def test_kernels_have_bits_of_reference_for_random_cases(
     kernels: Kernels, rule: str, data: st.DataObject
 ) -> None:
     most = 12_000 if kernels.backend is FOUND else 70_000
@@ -106,7 +106,7 @@ def test_kernels_have_the_bits_of_reference_in_any_case(
 
 
 @pytest.mark.parametrize("case", every_dtype, ids=str)
-def test_kernels_take_every_dtype(kernels: Kernels, case: Case) -> None:
+def test_kernels_have_bits_of_reference_for_every_dtype(kernels: Kernels, case: Case) -> None:
     rules = list(KEYS)
     for rule in {"adam", rules[every_dtype.index(case) % len(rules)]}:
         kernels.check(rule, [700, 3], case)
@@ -115,7 +115,7 @@ def test_kernels_take_every_dtype(kernels: Kernels, case: Case) -> None:
 @pytest.mark.repeats
 @pytest.mark.parametrize("rule", list(KEYS))
 @pytest.mark.parametrize("aligned", [True, False])
-def test_kernels_step_sizes_around_every_boundary(
+def test_kernels_have_bits_of_reference_at_sizes_around_block_ends(
     kernels: Kernels, rule: str, aligned: bool
 ) -> None:
     compact = Case(rest=torch.int8, moments=(torch.int8, torch.uint8), output=None)
@@ -124,7 +124,7 @@ def test_kernels_step_sizes_around_every_boundary(
 
 
 @pytest.mark.parametrize("rule", ["adam", "lamb"])
-def test_kernels_leave_nothing_to_reference(
+def test_kernels_step_noise_averages_and_parts_without_reference(
     kernels: Kernels, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither random rounding, averages, nor parts that begin inside of a parameter."""
@@ -150,7 +150,7 @@ def test_kernels_leave_nothing_to_reference(
         assert_same_lists(ours, theirs)
 
 
-def test_blocks_with_zeros_denormals_and_values_that_are_no_numbers(kernels: Kernels) -> None:
+def test_kernels_have_bits_of_reference_for_zeros_denormals_and_nan(kernels: Kernels) -> None:
     tops = [0.0, 1e-45, 1e-40, 2.0**-100, 2.0**-101, 2.0**-100 * (1 - 2**-24), 2.0**-99]
     tops += [1.0, 127.0, 255.0, 3e38, 3.4e38, math.inf, math.nan]
     rows = torch.tensor(tops)[:, None] * torch.linspace(-1, 1, BLOCK)
@@ -169,7 +169,7 @@ def test_blocks_with_zeros_denormals_and_values_that_are_no_numbers(kernels: Ker
 
 
 @pytest.mark.parametrize("second", [torch.float16, torch.uint8])
-def test_root_far_below_its_block_is_stored_as_the_smallest_code(
+def test_kernels_store_a_tiny_second_moment_as_the_smallest_code(
     kernels: Kernels, second: torch.dtype
 ) -> None:
     def make() -> TensorLists:
@@ -186,9 +186,7 @@ def test_root_far_below_its_block_is_stored_as_the_smallest_code(
 
 @pytest.mark.repeats
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_every_half_is_read_and_floats_near_a_half_are_rounded_as_torch_does(
-    kernels: Kernels, dtype: torch.dtype
-) -> None:
+def test_kernels_read_every_half_and_round_like_torch(kernels: Kernels, dtype: torch.dtype) -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     read = lambda: TensorLists([torch.zeros(2**16)], [every], {}, [None])  # noqa: E731
     main = kernels.both("sgd", read, {**PLAIN, "lr": 1.0}, 1).main[0].cpu()
@@ -208,7 +206,9 @@ def test_every_half_is_read_and_floats_near_a_half_are_rounded_as_torch_does(
 
 
 @pytest.mark.parametrize("rule", ["adam", "lamb", "lion", "sgd"])
-def test_fp64_gradients_and_mixed_dtypes_in_one_call(kernels: Kernels, rule: str) -> None:
+def test_kernels_have_bits_of_reference_for_fp64_and_mixed_gradients(
+    kernels: Kernels, rule: str
+) -> None:
     kinds = [Case(torch.float64, None), Case(), Case(torch.float32, None)]
     kinds += [Case(torch.float16, torch.float32), Case()]
 
@@ -233,7 +233,7 @@ def test_fp64_gradients_and_mixed_dtypes_in_one_call(kernels: Kernels, rule: str
 @given(
     sizes_of_tensors, st.sampled_from(FLOATS), st.booleans(), st.booleans(), st.integers(0, 2**20)
 )
-def test_sums_of_squares_equal_reference(
+def test_sum_of_squares_equals_reference_for_random_sizes(
     kernels: Kernels, sizes: list[int], dtype: torch.dtype, odd: bool, aligned: bool, seed: int
 ) -> None:
     set_host_threads(1 + seed % 8)
@@ -243,7 +243,7 @@ def test_sums_of_squares_equal_reference(
     assert_same(kernels.backend.sum_of_squares(ours), expected, "sums")
 
 
-def test_sums_equal_reference_for_mixed_dtypes_strides_and_empty_lists(kernels: Kernels) -> None:
+def test_sum_of_squares_equals_reference_for_strided_and_empty_tensors(kernels: Kernels) -> None:
     tensors = [torch.randn(40, 30).t(), torch.randn(5).double(), torch.randn(2000).half()]
     tensors += [torch.zeros(0), torch.randn(7).bfloat16()]
     ours = kernels.backend.sum_of_squares([tensor.to(kernels.device) for tensor in tensors])
@@ -255,7 +255,7 @@ def test_sums_equal_reference_for_mixed_dtypes_strides_and_empty_lists(kernels: 
 
 
 @pytest.mark.parametrize("output", [torch.bfloat16, torch.float32])
-def test_repeated_launch_follows_gradients_and_written_weights(
+def test_repeated_launch_reads_new_gradients_and_written_weights(
     kernels: Kernels, output: torch.dtype
 ) -> None:
     case = Case(output=output, aligned=True)

@@ -51,7 +51,7 @@ def given_back(tensor):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("form", CASES)
 @pytest.mark.parametrize("trouble", [sliced, given_back])
-def test_kernels_refuse_lists_that_do_not_fit(name, form, trouble):
+def test_kernels_refuse_lists_with_a_shorter_or_freed_tensor(name, form, trouble):
     """Column by column; also where something about a list is known already."""
     backend, scalars = backend_of(name), AdamScalars.at(GROUP, 2)
     for column in columns_of(lists_of(1, SIZES, KEYS["adam"], CASES[form])):
@@ -69,7 +69,7 @@ def test_kernels_refuse_lists_that_do_not_fit(name, form, trouble):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_are_measured_only_as_they_are(name):
+def test_sum_of_squares_refuses_a_gradient_of_another_size(name):
     grads = CachedTensorList([torch.ones(8), torch.ones(64)])
     params = CachedTensorList([torch.ones(8), torch.ones(32)])
     with pytest.raises(ValueError, match=r"tensor 1 of 2 in column 'grad'.*64 elements"):
@@ -83,7 +83,7 @@ def test_gradients_are_measured_only_as_they_are(name):
 @pytest.mark.parametrize(
     "settings", [{}, {"offload": 1.0}, {"offload": 1.0, "offload_place": "streamed"}], ids=str
 )
-def test_pruned_parameter_is_not_stepped_beyond_its_end(dtype, settings):
+def test_step_refuses_a_pruned_parameter_and_writes_nothing_beyond_its_end(dtype, settings):
     """``param.data = param.data[:n]`` has the old address and version."""
     param = nn.Parameter(torch.zeros(64, dtype=dtype))
     optimizer = mp_optim.SGD([("p", param)], lr=1.0, **settings)

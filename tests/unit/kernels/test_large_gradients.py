@@ -111,7 +111,7 @@ def with_sizes(forms: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize(("case", "state", "noisy", "large"), with_sizes(drawn(STATES, NOISY)))
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_large_finite_gradient_makes_no_nan(
+def test_step_stays_finite_after_a_large_finite_gradient(
     case: Case, state: str, noisy: bool, large: float, backend: str
 ) -> None:
     settings = {"state": state, "stochastic_rounding": noisy, "backend": backend}
@@ -130,7 +130,7 @@ def test_large_finite_gradient_makes_no_nan(
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_large_gradient_may_be_the_first(name: str, backend: str) -> None:
+def test_step_stays_finite_when_the_first_gradient_is_large(name: str, backend: str) -> None:
     case = CASES[name]
     for state in case.states:
         run = Run(case, state=state, backend=backend)
@@ -164,7 +164,7 @@ def test_triton_has_the_bits_of_reference_after_large_gradients(
 @pytest.mark.parametrize("state", ["fp16", "8bit", "4bit"])
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_infinite_second_moment_in_blocks_is_one_to_its_own_element(
+def test_infinite_second_moment_affects_only_its_element_in_a_block(
     state: str, noisy: bool, backend: str
 ) -> None:
     noisy = noisy and state != "fp16"

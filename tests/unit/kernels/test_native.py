@@ -62,7 +62,7 @@ def test_native_bits_do_not_depend_on_threads(threads: int) -> None:
             check(backend, "adam", [150_000, 1], case)
 
 
-def test_native_leaves_lists_that_it_does_not_read_to_reference(
+def test_native_steps_by_reference_when_output_or_seeds_are_not_supported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Outputs that are not bfloat16 with a remainder, and noise of several seeds."""
@@ -92,7 +92,7 @@ def test_native_leaves_lists_that_it_does_not_read_to_reference(
         assert_same_lists(ours, theirs)
 
 
-def test_zeros_are_counted() -> None:
+def test_mp_measure_counts_zeros_of_each_dtype() -> None:
     for dtype in FLOATS:
         grad = torch.zeros(70_001, dtype=dtype)
         grad[::7] = 1.0
@@ -108,7 +108,7 @@ def test_zeros_are_counted() -> None:
         assert zeros.item() == int((grad == 0).sum()) and sums.item() == int((grad != 0).sum())
 
 
-def test_calls_from_several_threads_do_not_mix() -> None:
+def test_native_sums_are_right_when_several_threads_call() -> None:
     grads = [[torch.full((200_000,), float(i))] for i in range(1, 5)]
     found: dict[int, float] = {}
 
@@ -125,7 +125,7 @@ def test_calls_from_several_threads_do_not_mix() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_forked_child_has_threads_of_its_own() -> None:
+def test_native_kernels_work_in_a_forked_child() -> None:
     """OpenMP's threads and ours stay with the parent: a child that waited for them would hang."""
     grads = [torch.full((300_000,), 2.0)]
     set_host_threads(2)
@@ -137,7 +137,7 @@ def test_forked_child_has_threads_of_its_own() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_bad_arguments_are_python_errors() -> None:
+def test_native_library_raises_python_errors_for_bad_arguments() -> None:
     with pytest.raises(RuntimeError, match="mp_measure: a null pointer"):
         LIBRARY.call("mp_measure", None, None, None, 1)
     with pytest.raises(ValueError, match="MP_OPTIM_NATIVE='avx1024': this machine has"):

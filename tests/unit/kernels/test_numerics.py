@@ -72,7 +72,7 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("rule", "extra"), SETTINGS)
-def test_rules_equal_numpy(rule: str, extra: dict[str, Any]) -> None:
+def test_reference_rules_equal_numpy_to_the_bit(rule: str, extra: dict[str, Any]) -> None:
     """A step uses the moments before they are rounded; the next one starts from the rounded
     ones."""
     form, mains = "bfloat16" if extra == BF16 else "float32", tensors(0)
@@ -98,7 +98,7 @@ def test_rules_equal_numpy(rule: str, extra: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB])
-def test_batching_does_not_change_bits(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_has_same_bits_for_any_batch_size(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for piece in (1 << 10, 1 << 13, 1 << 17, 1 << 24):
         for module in (batching, sums):
@@ -109,7 +109,7 @@ def test_batching_does_not_change_bits(cls: Any, monkeypatch: pytest.MonkeyPatch
     assert all(result == results[0] for result in results)
 
 
-def test_output_is_rounded_to_nearest_even_through_any_strides() -> None:
+def test_output_is_rounded_to_nearest_even_for_strided_tensors() -> None:
     main = torch.tensor([[1 + 2**-8, 1 + 3 * 2**-8], [2.0, -1 - 2**-8]])
     before = main + 1.0
     output = torch.empty(2, 2, dtype=torch.bfloat16).t().copy_(before)
@@ -129,7 +129,7 @@ def test_sum_of_squares_adds_in_the_documented_order(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_sum_of_squares_propagates(bad: float) -> None:
+def test_sum_of_squares_is_nan_or_inf_when_an_element_is(bad: float) -> None:
     big, small = torch.ones(300_000), torch.ones(3)
     big[-1] = bad
     found = sum_of_squares([big, small]).tolist()
@@ -153,7 +153,7 @@ def fp64_adam(
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB])
-def test_hundred_steps_stay_close_to_fp64(cls: Any, backend: str) -> None:
+def test_100_steps_stay_close_to_fp64(cls: Any, backend: str) -> None:
     generator = torch.Generator().manual_seed(0)
     main = torch.randn(4096, generator=generator)
     exact, m, v = main.double(), torch.zeros(4096).double(), torch.zeros(4096).double()

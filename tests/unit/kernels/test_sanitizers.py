@@ -30,7 +30,7 @@ def compiler(*arguments: str) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
-def test_kernels_are_clean(sanitizers: str, tmp_path: Path) -> None:
+def test_native_kernels_have_no_sanitizer_reports(sanitizers: str, tmp_path: Path) -> None:
     program = tmp_path / "driver"
     flags = [
         "-std=c++17",

@@ -35,7 +35,7 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, module: Any) -> None:
     forget()
 
 
-def test_auto_passes_over_what_has_other_bits(accelerator: Gpu) -> None:
+def test_auto_skips_backends_with_other_bits(accelerator: Gpu) -> None:
     backend, why = choose_backend("auto", CPU)
     assert backend.name == "reference"
     for name in (*LIBRARIES, "torch"):
@@ -48,7 +48,7 @@ def test_auto_passes_over_what_has_other_bits(accelerator: Gpu) -> None:
     assert "choose fused_backend='apex' to use it" in str(optimizer.describe())
 
 
-def test_auto_takes_the_first_with_the_bits_of_reference(
+def test_auto_chooses_the_first_backend_with_bits_of_reference(
     accelerator: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Exact(ReferenceBackend):
@@ -68,7 +68,7 @@ def test_auto_takes_the_first_with_the_bits_of_reference(
     assert proof_of("triton", CPU).reason == "ImportError: no triton"
 
 
-def test_on_the_host_native_comes_first() -> None:
+def test_candidates_start_with_native_on_the_host() -> None:
     assert selection.candidates(CPU)[0] == "native"
     assert selection.candidates(torch.device("cuda")) == (
         "triton",
@@ -116,7 +116,7 @@ def test_selection_refuses_a_slightly_wrong_backend(
         ),
     ],
 )
-def test_broken_installations_are_a_reason_and_no_crash(
+def test_auto_falls_back_when_an_installation_is_broken(
     accelerator: Gpu, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
 ) -> None:
     """Megatron catches ImportError alone, so that a broken Transformer Engine ends it."""
@@ -139,7 +139,9 @@ def test_broken_installations_are_a_reason_and_no_crash(
         )
 
 
-def test_kernel_that_raises_is_a_reason(accelerator: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proof_names_the_error_when_a_kernel_raises(
+    accelerator: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: Any) -> None:
         raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
 
@@ -152,7 +154,7 @@ def test_kernel_that_raises_is_a_reason(accelerator: Gpu, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_named_backends_are_described_with_their_limits(standins: Gpu, name: str) -> None:
+def test_describe_prints_deviation_of_the_named_backend(standins: Gpu, name: str) -> None:
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, fused_backend=name), nn.Linear(4, 4))
     text = str(optimizer.describe())
     assert (
@@ -161,7 +163,7 @@ def test_named_backends_are_described_with_their_limits(standins: Gpu, name: str
     )
 
 
-def test_without_a_gpu_a_named_backend_says_so(
+def test_choose_backend_refuses_apex_without_a_gpu(
     standins: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(multi_tensor, "KERNEL_DEVICE", "cuda")
@@ -173,7 +175,7 @@ def test_without_a_gpu_a_named_backend_says_so(
             choose_backend("apex", CPU)
 
 
-def test_auto_decides_where_a_named_backend_does_not_run_and_says_that_bits_differ(
+def test_choose_backend_falls_back_to_reference_where_apex_does_not_run(
     standins: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accelerator = torch.device("meta")  # plays the place where apex's kernels do not run
@@ -227,7 +229,7 @@ def test_config_refuses_rules_and_state_formats_that_a_backend_lacks(
     assert words in str(caught.value)
 
 
-def test_rules_refuse_what_the_config_would(standins: Gpu) -> None:
+def test_optimizer_classes_refuse_rules_and_formats_that_apex_lacks(standins: Gpu) -> None:
     with pytest.raises(
         ValueError, match="fused_backend='apex': has no kernels for optimizer='lion'"
     ):
@@ -259,7 +261,7 @@ def test_transformer_engine_steps_its_compact_state(standins: Gpu) -> None:
     assert standins.damage == []
 
 
-def test_library_without_kernels_for_remainders_is_refused(
+def test_fused_adam_refuses_transformer_engine_without_remainder_kernels(
     standins: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = sys.modules["transformer_engine_torch"]

@@ -54,7 +54,7 @@ def test_self_test_finds_a_correct_backend_exact() -> None:
     assert proof.usable and proof.exact and proof.reason == "same bits as reference"
 
 
-def test_backend_that_auto_takes_is_exact() -> None:
+def test_self_test_finds_the_auto_backend_exact() -> None:
     assert prove(choose_backend("auto", CPU)[0], CPU).exact
 
 
@@ -72,7 +72,7 @@ def test_self_test_finds_a_wrong_bit_of_any_rule(first: int, rule: str) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize(("factor", "usable"), [(1.0 + 2.0**-22, True), (1.01, False)])
-def test_wrong_kernel_is_found_before_it_writes_a_parameter(
+def test_wrong_native_kernel_writes_no_parameter_under_auto(
     factor: float, usable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``auto`` steps as ``reference`` does; a name is refused where differences are large."""
@@ -105,7 +105,7 @@ def test_wrong_kernel_is_found_before_it_writes_a_parameter(
         selection.forget()
 
 
-def test_driver_that_refuses_the_assemblers_code_is_named() -> None:
+def test_self_test_names_the_cure_when_the_driver_is_older_than_the_assembler() -> None:
     class Refused(ReferenceBackend):
         name = "triton"
 

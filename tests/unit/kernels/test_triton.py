@@ -60,7 +60,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch, no_tables_yet: None) -> None:
     monkeypatch.setattr("mp_optim.kernels.triton.tables.RUN", 4)
 
 
-def test_sums_in_several_rounds(small_chunks: None) -> None:
+def test_triton_sums_of_several_rounds_equal_reference(small_chunks: None) -> None:
     sizes = [0, 1024 * 4, 1024 * 16 + 1, 18_000, 5]
     grads = lists_of(5, sizes, (), Case(torch.float32)).grad
     ours = [grad.to(DEVICE) for grad in grads]
@@ -69,7 +69,7 @@ def test_sums_in_several_rounds(small_chunks: None) -> None:
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the tables of this test are made by hand, on the CPU")
-def test_elements_past_the_range_of_32_bits() -> None:
+def test_triton_sum_reads_elements_past_32_bit_indices() -> None:
     from mp_optim.kernels.triton.kernels import sums
 
     big = torch.from_numpy(np.zeros(2**32 + 9000, np.int16)).view(
@@ -94,7 +94,7 @@ def test_elements_past_the_range_of_32_bits() -> None:
 
 
 @pytest.mark.parametrize("count", [30_000, pytest.param(2**31 + 3000, marks=pytest.mark.gpu)])
-def test_both_ends_of_a_tensor_of_more_elements_than_31_bits_count(count: int) -> None:
+def test_triton_steps_both_ends_of_a_tensor_beyond_2_to_the_31_elements(count: int) -> None:
     """A step and a sum with gradients and outputs in bfloat16; where an index wrapped around, the
     end would be stepped as the beginning. Takes 17 GB on a GPU."""
     if DEVICE != "cpu" and torch.cuda.mem_get_info()[0] < 24e9:
@@ -144,7 +144,7 @@ def test_step_writes_nothing_when_the_flag_on_the_device_is_set(rule: str) -> No
     assert_same_lists(ours, theirs)
 
 
-def test_ratios_may_be_on_the_device() -> None:
+def test_lamb_apply_has_same_bits_for_ratios_on_the_device() -> None:
     ours, theirs = (on_device(lists_of(1, [2500, 7, 9], KEYS["lamb"], Case())) for _ in range(2))
     scalars, ratios = LambScalars.at(GROUP, 2), [0.5, 0.25, 0.125]
     for lists in (ours, theirs):
@@ -155,7 +155,7 @@ def test_ratios_may_be_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_ratios_are_formed_on_the_device_as_on_the_host(decay: float) -> None:
+def test_lamb_forms_ratios_on_the_device_with_host_bits(decay: float) -> None:
     sizes, group = [2500, 7, 0, 300, 9], {**GROUP, "weight_decay": decay, "lr": 0.1}
     ours, theirs = (lists_of(1, sizes, KEYS["lamb"], Case()) for _ in range(2))
     for lists in (ours, theirs):
@@ -238,7 +238,7 @@ def test_triton_launches_unaligned_tensors_separately(
 
 
 @pytest.mark.gpu
-def test_step_does_not_synchronize_and_refuses_a_capture() -> None:
+def test_triton_step_does_not_synchronize_and_refuses_graph_capture() -> None:
     control = torch.tensor([0.37, 0.0], device=DEVICE)
     case = Case(rest=torch.int8, moments=(torch.int8, torch.uint8))
     ours, theirs = (on_device(lists_of(1, SIZES, KEYS["adam"], case)) for _ in range(2))
@@ -263,7 +263,9 @@ def test_step_does_not_synchronize_and_refuses_a_capture() -> None:
     assert_same(sums.cpu(), kernels().sum_of_squares(theirs.grad).cpu(), "sums")
 
 
-def test_step_is_refused_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_step_refuses_graph_capture_and_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lists = on_device(lists_of(1, SIZES, KEYS["adam"], Case()))
     step_with(kernels(), "adam", lists, GROUP, 1, 0.37)
     before = [tensor.clone() for tensor in lists.main]
@@ -284,7 +286,7 @@ def test_step_is_refused_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPat
         ("old", "Triton 3.5.1 flushes denormals to 0"),
     ],
 )
-def test_without_a_device_or_a_triton_that_fits_everything_else_works(
+def test_auto_chooses_a_host_backend_when_triton_is_unusable(
     trouble: str, said: str, tmp_path: Path
 ) -> None:
     (tmp_path / "triton.py").write_text("raise OSError('cannot load')")
@@ -316,7 +318,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     return tritons.compiled(None, "90", tmp_path_factory.mktemp("triton"))
 
 
-def test_triton_kernels_have_no_compiled_in_scalars(compiled: dict[str, dict[str, Any]]) -> None:
+def test_triton_compiles_each_kernel_once_for_any_scalars(
+    compiled: dict[str, dict[str, Any]],
+) -> None:
     check_whole(compiled)
 
 
@@ -337,7 +341,7 @@ def check_whole(compiled: dict[str, dict[str, Any]]) -> None:
     }
 
 
-def test_triton_kernels_have_no_contraction_flush_or_approximation(
+def test_triton_kernels_have_no_contraction_flush_or_approximation_in_ptx(
     compiled: dict[str, dict[str, Any]],
 ) -> None:
     check_exact(compiled)
@@ -352,7 +356,7 @@ def check_exact(compiled: dict[str, dict[str, Any]]) -> None:
             assert "sqrt.rn.f32" in ptx and "div.rn.f32" in ptx, label
 
 
-def test_aligned_tensors_are_read_and_written_16_bytes_at_a_time(
+def test_triton_kernels_access_aligned_tensors_16_bytes_at_a_time(
     compiled: dict[str, dict[str, Any]],
 ) -> None:
     """Exactly as many wide accesses as the unmasked path of a thread has bytes."""
@@ -376,7 +380,7 @@ def held_warps(variant: dict[str, Any]) -> int:
     return int(REGISTERS // (registers * threads) * variant["warps"])
 
 
-def test_multiprocessor_holds_16_warps_of_a_kernel_and_nothing_is_spilled(
+def test_triton_kernels_allow_16_warps_and_spill_no_registers(
     compiled: dict[str, dict[str, Any]],
 ) -> None:
     """A step with fewer waits for memory. Sums have all their loads under way at once; 4-bit codes
