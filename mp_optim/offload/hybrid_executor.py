@@ -141,7 +141,7 @@ class PlacedExecutor(Executor):
         self._copies, self._remainders = copies, remainders
         self._placed: list[list[PlacedSlot]] = []
         self._written = WrittenWeights()
-        self._bound: list[Tensor] | None = None
+        self._bound_from: tuple[object, ...] = ()
 
     def build(
         self,
@@ -221,7 +221,6 @@ class PlacedExecutor(Executor):
                 placed.append(PlacedSlot(place, _share(param), param.dtype, is_stepped_itself))
             start += len(placed)
             self._placed.append(placed)
-        self._bound = None
 
     def _slots_of_stepper(self) -> list[HostSlot]:
         """Return the offloaded slots in the order in which backward is expected to reach them: the
@@ -317,7 +316,6 @@ class PlacedExecutor(Executor):
         if not self.executors:
             return  # the executor is under construction
         del self._placed[count:]
-        self._bound = None
         for executor in self._distinct:
             executor.forget_groups(count)
         self._cut_buckets()
@@ -376,8 +374,8 @@ class PlacedExecutor(Executor):
 
     def _bind(self) -> None:
         """Hand the present tensors to the executors that step them."""
-        params = all_params(self.param_groups)
-        if self._bound is not None and all_same(params, self._bound):
+        sources = self.step_mark.plan_key, *all_params(self.param_groups)
+        if all_same(sources, self._bound_from):
             return
         stays = True
         self._refresh_copies(self._summed())
@@ -389,11 +387,11 @@ class PlacedExecutor(Executor):
                 executor.step_instead(slot, now)
             # Only this package's own tensors are known to stay where they are, and unwritten.
             stays = stays and _is_own(param)
-        self._bound = params if stays else None
+        self._bound_from = sources if stays else ()
 
     def _note_written(self) -> None:
         """Remember offloaded parameters as a step left them."""
-        if self._bound is None:  # otherwise the optimizer's own tensors are stepped
+        if not self._bound_from:  # otherwise the optimizer's own tensors are stepped
             slots = self._summed()
             self._written.note(slots, list(map(self._local, slots)))
 
@@ -466,7 +464,7 @@ class PlacedExecutor(Executor):
         return self._is_offloaded(slot) and not in_place
 
     def new_main_param(self, slot: Slot, source: Tensor) -> Tensor:
-        self._bound = None
+        self.step_mark.invalidate_plans()
         # from now on the tensor in ``param_groups`` is the one to step
         self._placed_at(slot).is_stepped_itself, self._placed_at(slot).main = True, None
         if not self._is_away(slot, source):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -264,7 +265,7 @@ class ForeignExecutor(Executor, StateStore):
                 "which the model would not get; step it without a wrapper of this package"
             )
         self.sizes = [len(group["params"]) for group in self.param_groups]
-        self._bound = [list(group["params"]) for group in self.param_groups]
+        self._state_keys = [list(group["params"]) for group in self.param_groups]
         self._own_positions: dict[int, dict[int, int]] = {}
 
     def has_only(self, group: int, positions: Sequence[int]) -> None:
@@ -284,32 +285,28 @@ class ForeignExecutor(Executor, StateStore):
     def step_instead(self, slot: Slot, tensor: Tensor) -> None:
         super().step_instead(self._own(slot), tensor)
 
-    def _rebind(self) -> None:
-        """Move the state of replaced tensors.
+    def _move_state(self) -> None:
+        """Key the state of replaced tensors by their successors.
 
         All state is removed first, because tensors may have swapped slots.
         """
-        while len(self._bound) < len(self.param_groups):
-            self._bound.append(list(self.param_groups[len(self._bound)]["params"]))
-        moved: list[tuple[Tensor, Any]] = []
-        for slot, param in iter_slots(self.param_groups):
-            before = self._bound[slot.group][slot.position]
-            if before is not param:
-                if before in self.optimizer.state:
-                    moved.append((param, self.optimizer.state.pop(before)))
-                self._bound[slot.group][slot.position] = param
-        self.optimizer.state.update(moved)
+        state, keys = self.optimizer.state, chain.from_iterable(self._state_keys)
+        pairs = zip(keys, all_params(self.param_groups), strict=False)  # Groups may be new.
+        replaced = [(new, state.pop(key)) for key, new in pairs if key is not new and key in state]
+        state.update(replaced)
+        self._state_keys = [list(group["params"]) for group in self.param_groups]
 
     def _param(self, slot: Slot) -> Tensor:
         """Return the tensor at a slot, with the optimizer's state keyed by it."""
         param, own = self.stepped(slot), self._own(slot)
-        if len(self._bound) <= own.group or self._bound[own.group][own.position] is not param:
-            self._rebind()
+        keys = self._state_keys
+        if len(keys) <= own.group or keys[own.group][own.position] is not param:
+            self._move_state()
         return param
 
     def forget_groups(self, count: int) -> None:
         super().forget_groups(count)
-        del self._bound[count:]
+        del self._state_keys[count:]
 
     def check_settings(self, group: dict[str, Any]) -> None:
         check_schedule(group)
@@ -364,7 +361,7 @@ class ForeignExecutor(Executor, StateStore):
             TypeError: it keeps data that no state dict can store, so training could not be resumed;
                 names it.
         """
-        self._rebind()  # torch's state_dict has only tensors of current parameters.
+        self._move_state()  # torch's state_dict has only tensors of current parameters.
         kept: list[Any] = [*self.optimizer.state_dict().keys() - {"state", "param_groups"}]
         kept += [key for key in self.optimizer.state if not isinstance(key, Tensor)]
         if slots and kept:
@@ -385,7 +382,7 @@ class ForeignExecutor(Executor, StateStore):
 
     @in_own_modes
     def step_slots(self, updates: SlotUpdates) -> None:
-        self._rebind()
+        self._move_state()
         for _, param in iter_slots(self.param_groups):
             param.grad = None
         updates = SlotUpdates.of(updates)
