@@ -24,7 +24,6 @@ from torch.distributed import ProcessGroup
 from mp_optim.core.partition import box_views
 from mp_optim.core.tensor_layout import Boxes, MatrixParts, numel_of
 from mp_optim.process_groups.missing_ranks import naming_missing_ranks, start_collective, wait_for
-from mp_optim.rules.rule import Workspace
 
 Compute = Callable[[list[Tensor]], Sequence[Tensor]]
 _Pieces = dict[int, list[Tensor]]
@@ -380,7 +379,7 @@ def plan_exchange(
     return ExchangePlan(tuple(items), tuple(owners), tuple(costs), tuple(map(tuple, together)))
 
 
-class MatrixOwners(Workspace):
+class MatrixOwners:
     """Loads of the ranks in one step, over all launches of an optimizer, so that they are balanced.
 
     NOTE: only launches with sharded matrices are registered. All ranks with shards of them launch

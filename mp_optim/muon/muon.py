@@ -29,7 +29,7 @@ from mp_optim.muon.orthogonalization import (
     runs_of_wholes,
     whole_directions,
 )
-from mp_optim.rules.rule import NAMED_RULES, Launch, Rule, Settings, Workspace, check_decoupled
+from mp_optim.rules.rule import NAMED_RULES, Launch, Rule, Settings, check_decoupled
 
 _SCALARS = {name: NAMED_RULES[name] for name in ("adam", "lion")}
 
@@ -99,7 +99,7 @@ class MuonRule(Rule):
                     "with optimizer='adam' or 'lion'"
                 )
 
-    def new_workspace(self) -> Workspace:
+    def new_workspace(self) -> MatrixOwners:
         return MatrixOwners()
 
     def is_collective(self, group: Settings, update: SlotUpdate) -> bool:

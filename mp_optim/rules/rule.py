@@ -25,14 +25,6 @@ Settings = Mapping[str, Any]
 """A param group with the hyperparameters of a rule."""
 
 
-class Workspace:
-    """Counts of a rule that each optimizer keeps between launches. They are not saved."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return metrics of the last step, by names of ``optimizer.metrics()``."""
-        return {}
-
-
 class Launch(NamedTuple):
     """Parameters that a rule steps together, and all inputs of the step.
 
@@ -51,7 +43,7 @@ class Launch(NamedTuple):
         mains: tensors that are stepped; ``lists`` has copies of those that are not contiguous.
         outputs: tensors that are written; ``lists`` has copies of those that are not contiguous.
         lists: tensor lists for a backend.
-        workspace: the rule's own data (:meth:`Rule.new_workspace`).
+        workspace: the result of :meth:`Rule.new_workspace`.
         rule: rule that steps the group.
         firsts: first element of each tensor in the rank's part of its parameter; empty if each
             tensor is all of that part.
@@ -70,7 +62,7 @@ class Launch(NamedTuple):
     mains: CachedTensorList
     outputs: Sequence[Tensor | None]
     lists: TensorLists
-    workspace: Workspace
+    workspace: Any
     rule: Rule
     firsts: Sequence[int] = ()
     begin_audit: Callable[..., Callable[[], None] | None] | None = None
@@ -98,18 +90,15 @@ class Rule(ABC):
         name: name of its row in :data:`mp_optim.config.rules.RULES`, which names its moments.
         kernels: name of the rule whose kernels a backend must have.
         clips: True if it clips gradients itself (:meth:`effective_multiplier`).
-        hands_weights: True if :meth:`apply` passes ``TensorLists.follows`` to a backend that has
-            ``follows_weights``.
-        marks_changes: True if :meth:`apply` passes ``TensorLists.changed`` to a backend that has
-            ``marks_changes``.
+        has_one_pass: True if :meth:`apply` passes ``TensorLists.follows`` and
+            ``TensorLists.changed`` to one kernel, which supports both.
         needs_numbers: True if :meth:`apply` computes with the multiplier itself.
         group_settings: settings of every group that are not hyperparameters, with their defaults.
     """
 
     name = "custom"
     clips = False
-    marks_changes = False
-    hands_weights = False
+    has_one_pass = False
     needs_numbers = True
     group_settings: Mapping[str, Any] = MappingProxyType({})
 
@@ -136,9 +125,12 @@ class Rule(ABC):
         stepped."""
         return True
 
-    def new_workspace(self) -> Workspace:
-        """Return the data that an optimizer passes to every launch."""
-        return Workspace()
+    def new_workspace(self) -> Any:
+        """Return an object that the executor passes to every launch and does not save.
+
+        It has ``metrics()``. None for a rule that counts nothing.
+        """
+        return None
 
     # -- what it takes ----------------------------------------------------------------------------
 
@@ -178,19 +170,6 @@ class Rule(ABC):
         """Return the name and the reason of the backend that steps a group."""
         return backend.name, why
 
-    def announce(  # noqa: B027
-        self,
-        settings: Settings,
-        step: int,
-        lists: TensorLists,
-        backend: Backend,
-        device: torch.device,
-    ) -> None:
-        """Prepare a backend with the scalars of a step before the tensors are on the device.
-
-        Only for rules that step parts of parameters.
-        """
-
     @abstractmethod
     def apply(self, launch: Launch, backend: Backend) -> None:
         """Take the step.
@@ -204,19 +183,8 @@ class Rule(ABC):
 class ElementRule(Rule):
     """A rule of :mod:`~mp_optim.kernels.element_rules`, for which backends have kernels."""
 
-    marks_changes = True
-    hands_weights = True
+    has_one_pass = True
     needs_numbers = False
-
-    def announce(
-        self,
-        settings: Settings,
-        step: int,
-        lists: TensorLists,
-        backend: Backend,
-        device: torch.device,
-    ) -> None:
-        backend.announce(lists, RULE_SCALARS[self.name].at(settings, step), device)
 
     def apply(self, launch: Launch, backend: Backend) -> None:
         scalars = RULE_SCALARS[self.name].at(launch.settings, launch.step)

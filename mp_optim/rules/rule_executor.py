@@ -36,10 +36,10 @@ from mp_optim.host.calls import in_own_modes
 from mp_optim.host.leases import before_writing, borrows
 from mp_optim.kernels import Backend, choose_backend, rule_note
 from mp_optim.kernels.codecs import Noise, mix
-from mp_optim.kernels.kernel_args import TensorLists, contiguous, contiguous_outputs
+from mp_optim.kernels.kernel_args import RULE_SCALARS, TensorLists, contiguous, contiguous_outputs
 from mp_optim.kernels.state_format import StatePrecision
 from mp_optim.rules.audit import Audit, AuditError
-from mp_optim.rules.rule import Launch, Rule, Settings
+from mp_optim.rules.rule import ElementRule, Launch, Rule, Settings
 from mp_optim.rules.rule_state import GroupState, RuleState, SlotSet
 
 _HOST = torch.device("cpu")
@@ -62,20 +62,6 @@ class GroupPlan(NamedTuple):
     members: UpdateSelection
     positions: list[int]
     together: SlotSet | None
-
-
-class CheckedGroup(NamedTuple):
-    """Settings of a group that were checked, and what follows from them.
-
-    Attributes:
-        values: the checked values; empty if one is a tensor, which can be written in place.
-        rule: the rule that steps the group.
-        moments: names of the moments that are kept.
-    """
-
-    values: Sequence[Any]
-    rule: Rule
-    moments: tuple[str, ...]
 
 
 class RuleExecutor(Executor):
@@ -114,11 +100,10 @@ class RuleExecutor(Executor):
         self.rows, self.clips = RuleState(rule, precision, param_groups), rule.clips
         self.audit = None
         if check_field("audit_rate", audit_rate):
-            check_audited(audit_rate, rule.name, backend)
+            if why := audit_refusal(rule.name, backend):
+                raise ValueError(f"audit_rate={audit_rate!r}: {why}")
             action = check_field("audit_action", audit_action)
             self.audit = Audit(audit_rate, action, partial(slot_name, param_groups))
-        self._plain: Backend | None = None  # A backend with kernels for the rule.
-        self._checked: dict[int, CheckedGroup] = {}  # Indexed by group.
 
     # -- groups and settings ----------------------------------------------------------------------
 
@@ -130,14 +115,12 @@ class RuleExecutor(Executor):
         super().group_added()
         group = self.param_groups[-1]
         self.check_settings(group)
-        self.rows.groups.append(GroupState(group["params"]))
+        self.rows.groups.append(GroupState(group["params"], self.rule.of(group)))
 
     def forget_groups(self, count: int) -> None:
         super().forget_groups(count)
         del self.rows.groups[count:]
         self.step_mark.invalidate_plans()
-        for index in [index for index in self._checked if index >= count]:
-            del self._checked[index]
 
     def check_settings(self, group: dict[str, Any]) -> None:
         self.rule.check_settings(group)
@@ -146,9 +129,11 @@ class RuleExecutor(Executor):
         self.rule.check_shapes(group, self.rows.whole_shapes(group["params"]))
 
     def check_groups(self) -> None:
-        for index, group in enumerate(self.param_groups):
-            values, known = list(group.values()), self._checked.get(index)
-            if known is not None and all_same(values, known.values):
+        for index, (group, checked) in enumerate(
+            zip(self.param_groups, self.rows.groups, strict=True)
+        ):
+            values = list(group.values())
+            if all_same(values, checked.values):
                 continue
             try:
                 self.check_settings(group)
@@ -156,11 +141,10 @@ class RuleExecutor(Executor):
                 text = f"param_groups[{index}]: {error}; nothing was stepped"
                 raise RefusedSettings(text) from error
             is_fixed = not any(isinstance(value, Tensor) for value in values)
-            rule = self.rule.of(group)
-            moments = rule.moments(group)
-            if known is not None and known.moments == moments:
-                moments = known.moments  # A launch is reused if this is the same object.
-            self._checked[index] = CheckedGroup(values if is_fixed else (), rule, moments)
+            checked.values, checked.rule = values if is_fixed else [], self.rule.of(group)
+            moments = checked.rule.moments(group)
+            if checked.moments != moments:  # A launch is reused if this is the same object.
+                checked.moments = moments
 
     def is_collective(self, update: SlotUpdate) -> bool:
         """True if stepping a slot is a collective of the ranks with its shards."""
@@ -243,14 +227,14 @@ class RuleExecutor(Executor):
         self, plan: GroupPlan, updates: SlotUpdates, settings: dict[str, Any]
     ) -> list[Launch]:
         index, _, positions, together = plan
-        rows, checked = self.rows, self._checked[index]
+        rows, kept = self.rows, self.rows.groups[index]
         mains = rows.mains(index, positions, together)
-        counts = rows.groups[index].counts(positions, together)
+        counts = kept.counts(positions, together)
         is_common = len(set(updates.multipliers)) == 1 and len(set(counts)) == 1
         multiplier = updates.multipliers[0]
         # NOTE: a list of main params stays the same object only while they and their state keep
         # their memory (follow_memory); a plan for another thread has settings of its own.
-        sources = mains, settings, updates.outputs, updates.changed, checked.moments
+        sources = mains, settings, updates.outputs, updates.changed, kept.moments
         if is_common and together is not None and all_same(sources, together.sources):
             return [self._with_grads(together.launch, updates, int(counts[0]) + 1)]
         keys = rows.stored_keys(index, positions, mains)
@@ -262,7 +246,10 @@ class RuleExecutor(Executor):
             may_stay = planned.lists.main is mains and planned.lists.output is planned.outputs
             is_live = settings is self.param_groups[index]
             if together is not None and mains is together.mains and may_stay and is_live:
-                together.launch, together.sources = _without_grads(planned), sources
+                # The kept launch must not keep gradients or the step plan alive.
+                lists = replace(planned.lists, grad=[])
+                together.launch = planned._replace(updates=_NO_UPDATES, lists=lists)
+                together.sources = sources
             return [planned]
         if len(counts) < len(positions):
             counts = counts * len(positions)
@@ -331,7 +318,7 @@ class RuleExecutor(Executor):
             outputs=outputs,
             lists=lists,
             workspace=self.workspace,
-            rule=self._checked[index].rule,
+            rule=rows.groups[index].rule,
         )
 
     def _noise(self, step: int, updates: SlotUpdates) -> list[Noise] | None:
@@ -348,8 +335,9 @@ class RuleExecutor(Executor):
 
     def announce(self, launch: Launch, device: torch.device) -> None:
         """Copy the scalars of a launch to the device before parts of it are stepped there."""
-        backend, _ = self.backend_for(device)
-        self.rule.announce(launch.settings, launch.step, launch.lists, backend, device)
+        if isinstance(launch.rule, ElementRule):
+            scalars = RULE_SCALARS[launch.rule.name].at(launch.settings, launch.step)
+            self.backend_for(device)[0].announce(launch.lists, scalars, device)
 
     def carry_out(self, launch: Launch) -> None:
         """Step the tensors of a launch. Reads nothing of this object that a step changes, so any
@@ -360,7 +348,7 @@ class RuleExecutor(Executor):
         backend, _ = self.backend_for(launch.device)
         if launch.lists.source is not None and not backend.reads_source:
             launch = launch._replace(lists=launch.lists.in_place())
-        if launch.lists.follows and not (self.rule.hands_weights and backend.follows_weights):
+        if launch.lists.follows and not (launch.rule.has_one_pass and backend.follows_weights):
             continue_from(
                 launch.lists.main,
                 launch.lists.output,
@@ -392,11 +380,8 @@ class RuleExecutor(Executor):
     def backend_for(self, device: torch.device) -> tuple[Backend, str]:
         """Return the backend of a device, and the reason."""
         backend, why = choose_backend(self._backend, device)
-        if backend is self._plain:
-            return backend, why
         if note := rule_note(backend.name, self.rule.kernels):
             return choose_backend("reference", device)[0], f"{why}; {note}"
-        self._plain = backend
         return backend, why
 
     def backend_and_reason(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
@@ -417,11 +402,11 @@ class RuleExecutor(Executor):
 
     def marks_changes(self, slot: Slot) -> bool:
         device = self.stepped(slot).device
-        return self.rule.marks_changes and self.backend_for(device)[0].marks_changes
+        return self.rule.has_one_pass and self.backend_for(device)[0].marks_changes
 
     def metrics(self) -> dict[str, float]:
-        audited = {} if self.audit is None else self.audit.metrics()
-        return {**self.workspace.metrics(), **audited}
+        counted = {} if self.workspace is None else self.workspace.metrics()
+        return counted if self.audit is None else counted | self.audit.metrics()
 
     # -- state and main params --------------------------------------------------------------------
 
@@ -477,11 +462,6 @@ class RuleExecutor(Executor):
 _NO_UPDATES = SlotUpdates.of([])
 
 
-def _without_grads(launch: Launch) -> Launch:
-    """Return a launch that keeps neither gradients nor the step plan alive."""
-    return launch._replace(updates=_NO_UPDATES, lists=replace(launch.lists, grad=[]))
-
-
 def check_backend(backend: str, kernels: str, how: StatePrecision) -> None:
     """Raise ValueError, naming the field, if a backend has no kernels for a rule, or does not store
     state so."""
@@ -496,12 +476,6 @@ def check_backend(backend: str, kernels: str, how: StatePrecision) -> None:
         field, reason = refused
         value = backend if field == "fused_backend" else getattr(how, field)
         raise ValueError(f"{field}={value!r}: {reason}")
-
-
-def check_audited(rate: float, rule: str, backend: str) -> None:
-    """Raise ValueError, naming the field, if steps of a rule by a backend cannot be audited."""
-    if (why := audit_refusal(rule, backend)) is not None:
-        raise ValueError(f"audit_rate={rate!r}: {why}")
 
 
 def settings_now(group: dict[str, Any]) -> dict[str, Any]:

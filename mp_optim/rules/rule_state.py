@@ -110,9 +110,13 @@ class GroupState:
         shapes: shape of that tensor.
         is_shown: True if callers were given state, so they may give it other memory.
         sets: the slots that are stepped together; each slot is in one set.
+        rule: the rule that steps the group.
+        values: the settings that were checked last; empty if one is a tensor, which can be written
+            in place.
+        moments: names of the moments that these settings keep.
     """
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
+    def __init__(self, params: Sequence[Tensor], rule: Rule) -> None:
         count = len(params)
         self.regions = [region_of(param) for param in params]
         self.steps = torch.zeros(count, dtype=torch.float32, device="cpu")
@@ -120,6 +124,7 @@ class GroupState:
         self.mains: list[Tensor | None] = [None] * count
         self.shapes: list[torch.Size | None] = [None] * count
         self.is_shown = False
+        self.rule, self.values, self.moments = rule, list[Any](), tuple[str, ...]()
         self._version = self.steps._version
         self._set_of: list[SlotSet] = []  # Indexed by position.
         self.step_together([])
