@@ -21,7 +21,7 @@ LAUNCHED = {"accelerate_fsdp2": (2, 0.2), "megatron_gpt": (0, 0.8), "muon_moe": 
 """Examples with processes of their own: how many, or 0 for no launcher; and the same."""
 
 
-def test_every_example_is_run() -> None:
+def test_examples_folder_has_a_test_for_each_program() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {
         *ALONE,
         *LAUNCHED,
@@ -34,18 +34,18 @@ def test_every_example_is_run() -> None:
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_example_learns(name: str) -> None:
+def test_single_process_examples_reduce_their_loss(name: str) -> None:
     losses = program(f"examples/{name}").main()
     assert losses[-1] < ALONE[name] * losses[0]
 
 
-def test_rl_example_learns() -> None:
+def test_rl_loop_example_raises_its_reward() -> None:
     rewards = program("examples/rl_loop").main(60)
     assert rewards[0] < 0.4 and rewards[-1] > 0.7
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
-def test_launched_example_learns(name: str) -> None:
+def test_launched_examples_reduce_their_loss(name: str) -> None:
     processes, factor = LAUNCHED[name]
     path = str(EXAMPLES / f"{name}.py")
     written = run_program_of_ranks(processes, path) if processes else run_forked_program(path)
@@ -60,7 +60,7 @@ def losses_in(written: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("machine", ["24GB", "16GB"])
-def test_full_finetune_trains_all_parameters_of_a_language_model(
+def test_full_finetune_example_reduces_its_loss_on_each_machine(
     machine: str, tmp_path: Path
 ) -> None:
     disk = str(tmp_path) if machine == "24GB" else ""
@@ -68,7 +68,7 @@ def test_full_finetune_trains_all_parameters_of_a_language_model(
     assert losses[-1] < 0.2 * losses[0]
 
 
-def test_sharded_mixture_learns_alike_on_host_and_disk(tmp_path: Path) -> None:
+def test_fsdp2_moe_example_gives_equal_losses_on_host_and_disk(tmp_path: Path) -> None:
     """Also from weights that rank 0 reads from a folder, if they are the same."""
     path = str(EXAMPLES / "fsdp2_qwen3_moe.py")
     first, last = losses_in(run_program_of_ranks(2, path))
@@ -81,7 +81,9 @@ def test_sharded_mixture_learns_alike_on_host_and_disk(tmp_path: Path) -> None:
     assert losses_in(run_program_of_ranks(2, path, saved, "1e-2", disk)) == (first, last)
 
 
-def test_averaged_weights_of_a_denoiser_draw(capsys: pytest.CaptureFixture[str]) -> None:
+def test_diffusion_ema_example_samples_near_the_data_and_fits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     losses, distance = program("examples/diffusion_ema").main()
     assert losses[-1] < 0.6 * losses[0] and distance < 0.2
     model = f"{EXAMPLES / 'diffusion_ema.py'}:build"
@@ -89,14 +91,14 @@ def test_averaged_weights_of_a_denoiser_draw(capsys: pytest.CaptureFixture[str])
     assert "fits: " in capsys.readouterr().out
 
 
-def test_bad_batches_are_skipped_and_named() -> None:
+def test_sick_run_example_skips_and_names_bad_batches() -> None:
     skipped = program("examples/sick_run").main()
     late = {step: reason for step, reason in skipped.items() if step > 10}
     assert list(late) == [150, 151, 180]
     assert "skip_step_sigma_factor" in late[150] and "inf or nan" in late[180]
 
 
-def test_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+def test_any_ranks_example_continues_when_the_rank_count_changes(tmp_path: Path) -> None:
     """Fewer and more again; the loss goes on falling where it stopped."""
     path, last = str(EXAMPLES / "any_ranks.py"), 1.0
     for ranks, end in ((3, 30), (2, 60), (3, 90)):
@@ -108,7 +110,7 @@ def test_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scaling", ["ours", "torch"])
-def test_policies_in_float16_learn_and_resume(scaling: str) -> None:
+def test_fp16_fsdp2_example_learns_and_resumes_to_equal_bits(scaling: str) -> None:
     written = run_program_of_ranks(2, str(EXAMPLES / "fp16_fsdp2.py"), scaling)
     found = re.search(r"reward ([0-9.]+) -> ([0-9.]+), skipped (\d+) of 60", written)
     assert found is not None, written

@@ -211,7 +211,7 @@ def trained(model: nn.Module, optimizer: Any) -> mp_optim.AdamW:
 
 @pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize("program", BUILDERS)
-def test_lines_of_a_program_are_carried_out(program: str) -> None:
+def test_client_lines_of_the_docs_train_with_our_optimizer(program: str) -> None:
     model = network()
     known = {**NAMES, "model": model, "manager": Manager(), "data": []}
     for line in lines_for(program):
@@ -223,13 +223,13 @@ def test_lines_of_a_program_are_carried_out(program: str) -> None:
 
 @pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize("name", CONFIGS)
-def test_config_classes_build_the_optimizer(name: str) -> None:
+def test_client_config_classes_build_an_optimizer_that_trains(name: str) -> None:
     model = network()
     taken = model.parameters() if CONFIGS[name] else model
     trained(model, config_classes()[name](lr=1e-2).build(taken))
 
 
-def test_lines_of_miles_give_its_module_our_function(
+def test_miles_lines_replace_the_factory_that_its_module_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A module that imports Megatron's function by its name, after ``install()``."""
@@ -261,7 +261,7 @@ def flattened(tree: Any, above: str = "") -> dict[str, Tensor]:
 
 @pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize("main_params", ["fp32", "remainder16"])
-def test_state_survives_flat_safetensors(
+def test_state_dict_resumes_equal_losses_from_flat_safetensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main_params: str
 ) -> None:
     config = partial(config_classes()["LerobotAdamWConfig"], lr=1e-2)

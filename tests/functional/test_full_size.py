@@ -62,36 +62,36 @@ def count(name: str, wanted: Callable[[dict[str, Any]], bool] = lambda group: Tr
     )
 
 
-def test_every_config_has_a_published_size() -> None:
+def test_full_size_configs_each_have_a_published_size() -> None:
     assert {path.stem for path in FULL_SIZE.glob("*.yaml")} == set(PUBLISHED_PARAMS)
 
 
 @each_model
-def test_param_count_is_the_published_one(name: str) -> None:
+def test_full_size_param_count_is_within_1_percent_of_the_published_count(name: str) -> None:
     assert count(name) == pytest.approx(PUBLISHED_PARAMS[name], rel=0.01)
 
 
 @each_model
-def test_every_param_is_in_exactly_one_group(name: str) -> None:
+def test_full_size_params_are_each_in_one_group(name: str) -> None:
     _, model = config_and_model(name)
     grouped = [id(param) for group in groups_of(name) for param in group["params"]]
     assert sorted(grouped) == sorted(id(param) for param in model.parameters())
 
 
 @each_model
-def test_expert_groups_hold_the_routed_experts(name: str) -> None:
+def test_full_size_expert_groups_hold_exactly_the_routed_experts(name: str) -> None:
     assert count(name, lambda group: group["is_expert_parallel"]) == EXPERT_PARAMS[name]
 
 
 @each_model
-def test_vectors_do_not_decay_and_matrices_do(name: str) -> None:
+def test_full_size_groups_decay_matrices_and_not_vectors(name: str) -> None:
     for group in groups_of(name):
         for param in group["params"]:
             assert group["wd_mult"] == (0.0 if param.dim() == 1 else 1.0)
 
 
 @each_model
-def test_fp32_state_is_twelve_bytes_a_param(name: str) -> None:
+def test_full_size_describe_reports_12_bytes_of_state_per_param(name: str) -> None:
     config, model = config_and_model(name)
     rows = mp_optim.get_megatron_optimizer(config.optimizer, model).describe().rows
     params = [param for group in groups_of(name) for param in group["params"]]

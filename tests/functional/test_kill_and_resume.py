@@ -85,7 +85,7 @@ def everything(case: str, output: Path) -> dict[str, torch.Tensor]:
         pytest.param("moe_fp32", signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
-def test_stopped_and_resumed_equals_uninterrupted(
+def test_training_gives_equal_bits_when_killed_and_resumed(
     case: str, how: signal.Signals, tmp_path: Path
 ) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"

@@ -13,7 +13,7 @@ from support.launch import ROOT
 NOTEBOOK = ROOT / "examples/finetune.ipynb"
 
 
-def test_notebook_trains_and_goes_on(tmp_path: Path) -> None:
+def test_notebook_trains_resumes_and_shows_placements(tmp_path: Path) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(not cell.outputs and cell.execution_count is None for cell in code)

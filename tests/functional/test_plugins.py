@@ -92,7 +92,7 @@ def check_trained(trained: Trainer) -> None:
 
 
 @pytest.mark.usefixtures("programs")
-def test_axolotls_plugin(tmp_path: Path) -> None:
+def test_axolotl_plugin_trains_with_our_optimizer(tmp_path: Path) -> None:
     plugin = importlib.import_module("mp_optim.apps.integrations.axolotl")
     module, _, name = plugin.MpOptimPlugin().get_input_args().rpartition(".")
     arguments = getattr(importlib.import_module(module), name)
@@ -103,7 +103,7 @@ def test_axolotls_plugin(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("programs")
-def test_ms_swifts_callback(tmp_path: Path) -> None:
+def test_ms_swift_callback_trains_with_our_optimizer_and_refuses_bad_args(tmp_path: Path) -> None:
     importlib.import_module("mp_optim.apps.integrations.ms_swift")
     callbacks = sys.modules["swift.optimizers"].optimizers_map
     trained = trainer(tmp_path)

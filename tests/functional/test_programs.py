@@ -27,7 +27,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("case", PROGRAMS)
-def test_losses_are_those_of_torchs_adamw_in_fp32(
+def test_client_programs_follow_the_losses_of_fp32_torch_adamw(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main, how = program(f"examples/{case.split()[0]}").main, PROGRAMS[case]
@@ -44,7 +44,7 @@ def test_losses_are_those_of_torchs_adamw_in_fp32(
 
 
 @pytest.mark.parametrize("case", PROGRAMS)
-def test_resumed_run_goes_on_to_the_bit(case: str, tmp_path: Path) -> None:
+def test_client_programs_resume_with_equal_losses(case: str, tmp_path: Path) -> None:
     main, how = program(f"examples/{case.split()[0]}").main, PROGRAMS[case]
     whole = main(str(tmp_path / "run"), **how, **SETTINGS)
     resumed = main(str(tmp_path / "run"), resume=True, **how, **SETTINGS)
@@ -52,5 +52,5 @@ def test_resumed_run_goes_on_to_the_bit(case: str, tmp_path: Path) -> None:
     assert half >= 30 and resumed[-half:] == whole[half:]
 
 
-def test_accelerate_with_fsdp2_saves_and_goes_on_to_the_bit(tmp_path: Path) -> None:
+def test_accelerate_with_fsdp2_resumes_with_equal_bits(tmp_path: Path) -> None:
     run_ranks("accelerate_fsdp2", 2, str(tmp_path / "state"))

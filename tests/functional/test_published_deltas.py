@@ -40,7 +40,7 @@ def result(process: subprocess.Popen[str]) -> dict[str, float]:
 @pytest.mark.parametrize(
     "steps", [pytest.param(120), pytest.param(500, marks=pytest.mark.slow)], ids=str
 )
-def test_both_sides_have_the_same_bits_whoever_is_killed(tmp_path, steps):
+def test_deltas_keep_both_processes_bit_equal_when_each_is_killed(tmp_path, steps):
     trainer = start("train", tmp_path, "--steps", str(steps))
     generator = start("generate", tmp_path)
     try:

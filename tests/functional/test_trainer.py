@@ -23,7 +23,7 @@ from training.metrics import read_records
 QUICKSTART = str(TOOLS / "configs" / "quickstart.yaml")
 
 
-def test_flags_go_over_the_file_and_the_file_over_defaults() -> None:
+def test_trainer_config_prefers_flags_over_the_file_over_defaults() -> None:
     config = parse_command_line(
         [
             "--config",
@@ -66,7 +66,9 @@ def test_flags_go_over_the_file_and_the_file_over_defaults() -> None:
         ("model:\n  vocab_size: 100", "vocab_size=100: at least 256"),
     ],
 )
-def test_bad_file_is_explained_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+def test_trainer_explains_an_invalid_config_file_in_one_line(
+    tmp_path: Path, text: str, message: str
+) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(SystemExit) as stopped:
@@ -74,7 +76,7 @@ def test_bad_file_is_explained_in_one_line(tmp_path: Path, text: str, message: s
     assert re.search(message, str(stopped.value)) and "\n" not in str(stopped.value)
 
 
-def test_ranks_train_together_and_have_to_say_how(tmp_path: Path) -> None:
+def test_trainer_shards_over_two_ranks_with_the_losses_of_one_process(tmp_path: Path) -> None:
     """Two processes share out the optimizer; the loss of the first step is that of one process."""
     config = tmp_path / "small.yaml"
     config.write_text(
@@ -111,7 +113,9 @@ run: {steps: 2, global_batch_size: 8, micro_batch_size: 2, save_interval: 2}
         train(parse_command_line(["--config", str(config), "--run.layout", "zero1"]))
 
 
-def test_run_leaves_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trainer_writes_metrics_figures_and_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config, _ = load_case("moe_bf16_offload_03")
     run = dataclasses.replace(
         config.run, steps=4, save_interval=4, eval_interval=2, output_dir=str(tmp_path)
@@ -167,7 +171,7 @@ def small(folder: Path, *flags: str) -> TrainConfig:
     return parse_command_line([*file, *flags])
 
 
-def test_run_is_extended_and_keeps_the_newest_checkpoints(
+def test_trainer_extends_a_run_and_keeps_the_newest_checkpoints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def rates() -> list[float]:

@@ -39,11 +39,11 @@ _OF_THE_HOST = (
     *("test_sanitizers", "test_self_test", "test_host_threads"),
     *("test_selection", "test_triton"),
     # call kernels of the host, or the interpreter's, by their name
-    "test_native_kernels_have_the_bits_of_reference",
-    "test_launches_of_triton_are_repeated_by_kernels_of_the_host",
+    "test_native_cautious_decay_matches_the_reference_bits",
+    "test_audit_repeats_triton_launches_with_host_kernels",
     "test_triton_has_the_bits_of_reference_after_large_gradients",
     # of addresses in host memory, of what has none, of a class that makes tensors of its own
-    "test_state_of_many_tensors_lies_side_by_side_and_has_the_same_bits",
+    "test_state_of_many_tensors_shares_one_allocation_without_changing_bits",
     "test_sparse_gradients_are_refused_before_anything_moves",
     # FSDP2 gives storage back that the simulation goes on writing to: the process ends
     "test_offload_modes_give_equal_bits_when_fsdp_gradients_are_clipped_outside",

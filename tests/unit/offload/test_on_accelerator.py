@@ -11,7 +11,7 @@ from support.launch import ROOT, environment
 SUITES = (
     "tests/unit/offload/test_offload_modes.py::test_speculation_changes_nothing_when_a_huge_gradient_is_skipped",
     "tests/unit/offload/test_release_gradients.py::test_named_gradients_returns_a_gradient_after_its_release",
-    "tests/unit/rules/test_audit.py::test_after_an_alarm_nothing_is_stepped_or_saved_until_a_load",
+    "tests/unit/rules/test_audit.py::test_audit_error_refuses_step_and_save_until_a_load",
 )
 WITHOUT_A_WAIT = """
 import torch

@@ -38,7 +38,7 @@ def lacking(source: str) -> list[str]:
     return found
 
 
-def test_check_sees_what_it_is_for():
+def test_constructor_scan_reports_a_missing_device_or_dtype():
     source = (
         "import torch\ntorch.zeros(3, dtype=torch.float32)\n"
         "torch.ones(2, device='cpu')\nself.zeros(1)\n"
@@ -50,6 +50,6 @@ def test_check_sees_what_it_is_for():
 @pytest.mark.parametrize(
     "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
 )
-def test_every_tensor_says_where_it_lies(path):
+def test_package_gives_every_tensor_constructor_a_device_and_dtype(path):
     if KERNELS not in path.as_posix():
         assert lacking(path.read_text()) == []

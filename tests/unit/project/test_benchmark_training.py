@@ -44,7 +44,7 @@ def records(folder: Path, part: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", ["E", "DA", "BC"])
-def test_miniature_runs_every_row_once(
+def test_benchmark_training_records_every_row_once_in_a_miniature(
     parts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts on a CPU. A rival that is not installed or refuses a CPU has a row with that. By day
@@ -114,20 +114,20 @@ def check_bits(part: dict[str, dict[str, Any]]) -> None:
     assert control in (None, "no: 2 of 48 tensors after step 12, embedding.weight first")
 
 
-def test_part_c_has_equal_bits_in_every_place(tmp_path: Path) -> None:
+def test_benchmark_training_reports_equal_bits_for_every_placement(tmp_path: Path) -> None:
     miniature(tmp_path, "--part", "C", "--only", "ours")
     check_bits(records(tmp_path, "C"))
 
 
 @needs_kernels
-def test_part_a_ends_on_the_simulated_accelerator(tmp_path: Path) -> None:
+def test_benchmark_training_runs_part_a_without_races_on_a_simulated_device(tmp_path: Path) -> None:
     """Settings of part A, ours; a race or a wait that is left out is an error there."""
     miniature(tmp_path, "--part", "A", "--only", "ours", "--device", "simulated")
     found = {name: each for name, each in records(tmp_path, "A").items() if name.startswith("ours")}
     assert len(found) == 6 and all(each["columns"] for each in found.values()), found
 
 
-def test_row_without_a_result_is_a_record_with_the_reason(
+def test_benchmark_runner_records_the_reason_when_a_row_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results, row = runner.Results(tmp_path), Row("a row", "measure:card")
@@ -153,7 +153,7 @@ def raising(error: Exception) -> Callable[..., None]:
     return call
 
 
-def test_row_that_reaches_a_limit_is_ended(tmp_path: Path) -> None:
+def test_benchmark_runner_ends_a_row_at_its_time_or_memory_limit(tmp_path: Path) -> None:
     arguments = {"shape": "tiny", "contender": "torch fused AdamW, pure bf16", "warmup": 0}
     endless = {**arguments, "sequences": 2, "sequence": 32, "micro": 2, "steps": 10**6}
     record = runner.run(runner.Results(tmp_path), "A", Row("r", "job:train", endless, 2.0), "cpu")
@@ -163,7 +163,7 @@ def test_row_that_reaches_a_limit_is_ended(tmp_path: Path) -> None:
     assert record["columns"] is None and record["cause"].startswith("out of memory: ")
 
 
-def test_page_of_training_is_up_to_date(tmp_path: Path) -> None:
+def test_training_benchmark_page_equals_its_generated_report(tmp_path: Path) -> None:
     folder = ROOT / "docs" / "benchmarks"
     found = report.collected(runner.Results(folder), Sizes())
     data = json.loads((folder / "training.json").read_text())
@@ -174,7 +174,7 @@ def test_page_of_training_is_up_to_date(tmp_path: Path) -> None:
     assert all(predicted)
 
 
-def test_measured_value_refutes_its_prediction() -> None:
+def test_benchmark_report_marks_a_prediction_refuted_when_a_value_differs() -> None:
     row = next(row for row in PARTS["D"].rows(Sizes()) if row.name == "ours, 1, overlap")
     expected = report.PREDICTIONS["D"][row.name]
     record = {"name": row.name, "source": "", "cause": "", "predicted": expected}
@@ -189,7 +189,7 @@ def test_measured_value_refutes_its_prediction() -> None:
         assert line.endswith(f"| {verdict} |")
 
 
-def test_shape_counts_the_parameters_of_its_model() -> None:
+def test_benchmark_shape_counts_as_many_params_as_its_model() -> None:
     for name, params in (("tiny", 1_901_952), ("atom", None)):
         model = build(name, torch.device("cpu"), torch.bfloat16)
         count = sum(param.numel() for param in model.parameters())

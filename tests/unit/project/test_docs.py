@@ -35,14 +35,14 @@ each_document = pytest.mark.parametrize(
 
 
 @each_document
-def test_named_tests_exist(document):
+def test_docs_name_only_existing_tests(document):
     sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     named = set(re.findall(r"`(test_\w+)`", document.read_text()))
     assert {name for name in named if f"def {name}(" not in sources} == set()
 
 
 @each_document
-def test_links_and_files_exist(document):
+def test_docs_link_only_existing_files(document):
     text = document.read_text()
     linked = [document.parent / link for link in re.findall(r"\]\((?!http|#)([^)#]+)", text)]
     named = [
@@ -51,7 +51,7 @@ def test_links_and_files_exist(document):
     assert [path for path in (*linked, *named) if not path.exists()] == []
 
 
-def test_pages_that_code_names_exist():
+def test_code_names_only_existing_pages():
     """Docstrings and error messages name pages of docs/."""
     sources = [*(ROOT / "mp_optim").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
     named = {name for path in sources for name in re.findall(r"docs/[\w/-]+\.md", path.read_text())}
@@ -59,7 +59,7 @@ def test_pages_that_code_names_exist():
 
 
 @each_document
-def test_anchors_are_those_of_a_code_host(document):
+def test_docs_link_only_anchors_that_a_code_host_generates(document):
     """mkdocs checks the anchors of the site, a code host's are made from headings alike."""
     links = re.findall(r"\]\((?!http)([^)\s#]*\.md)?#([^)\s]+)", document.read_text())
     targets = [(document.parent / path if path else document, name) for path, name in links]
@@ -87,7 +87,7 @@ def loss_of(model):
     return model(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean()
 
 
-def test_every_python_block_is_run_here():
+def test_every_python_block_of_the_docs_has_a_test():
     """By document, the number of blocks. Each has a test below; blocks of the first pages and of
     integrations in test_site.py and functional/test_few_lines.py, Megatron's in
     unit/megatron/test_install.py, the second life's in unit/checkpoint/test_other_worlds.py."""
@@ -117,12 +117,12 @@ def test_every_python_block_is_run_here():
 
 
 @each_document
-def test_generated_parts_are_written(document):
+def test_docs_equal_their_generated_parts(document):
     text = document.read_text()
     assert write_docs.page(text) == text, "run: python tools/write_docs.py"
 
 
-def test_front_page_and_guides_are_short():
+def test_readme_has_at_most_1100_words():
     """A reader has two minutes for README.md."""
     assert len((ROOT / "README.md").read_text().split()) <= 1100
 
@@ -132,7 +132,7 @@ IMPORTED = {"mp_optim", "torch", "nn", "dist", "json", "os", "convert", "np", "t
 
 
 @each_document
-def test_python_blocks_import_the_modules_that_they_name(document):
+def test_python_blocks_of_the_docs_import_each_module_they_name(document):
     bound, missing = set(), set()
     for block in blocks_of(document, "python"):
         nodes = [*ast.walk(ast.parse(block))]
@@ -146,7 +146,7 @@ def test_python_blocks_import_the_modules_that_they_name(document):
     assert {one for one in missing if one in IMPORTED or hasattr(mp_optim, one)} == set()
 
 
-def test_every_public_name_is_in_the_reference():
+def test_api_reference_lists_every_public_name():
     texts = [path.read_text() for path in (ROOT / "docs/api").glob("*.md")]
     shown = {
         name.removeprefix("mp_optim.") for text in texts for name in api_reference.documented(text)
@@ -157,7 +157,7 @@ def test_every_public_name_is_in_the_reference():
     assert "checkpoint.save" in shown
 
 
-def test_words_of_the_design_are_names_in_the_code():
+def test_design_glossary_names_existing_classes_and_functions():
     """The last column names a class, a function or a constant of the package."""
     names = re.findall(r"\| ([^|]*`) \|$", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
     code = "\n".join(path.read_text() for path in (ROOT / "mp_optim").rglob("*.py"))
@@ -167,7 +167,7 @@ def test_words_of_the_design_are_names_in_the_code():
     assert unknown == []
 
 
-def test_names_on_the_page_of_the_design_are_in_the_code():
+def test_design_page_names_only_identifiers_of_the_code():
     named = re.findall(
         r"`([A-Za-z_]\w*(?:\.\w+)*)(?:\(.*?\))?`", (ROOT / "docs/design.md").read_text()
     )
@@ -177,7 +177,7 @@ def test_names_on_the_page_of_the_design_are_in_the_code():
     assert {word for word in words if not re.search(rf"\b{word}\b", code)} == set()
 
 
-def test_members_that_pages_name_are_there():
+def test_docs_name_only_existing_class_members():
     """`Class.member` on a page about the code is a member of a class of that name, or of a base."""
     members: dict[str, set[str]] = {}
     bases: dict[str, set[str]] = {}
@@ -214,7 +214,7 @@ def _members(node: ast.ClassDef) -> set[str]:
     return names
 
 
-def test_recipe_for_a_rule_names_the_files_that_one_touches():
+def test_contributing_lists_every_file_that_a_new_rule_touches():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     recipe = text[text.index("\n## Rules\n") : text.index("\n## Backends\n")]
     named = set(re.findall(r"`(mp_optim/[\w/]+\.\w+)`", recipe))
@@ -224,7 +224,7 @@ def test_recipe_for_a_rule_names_the_files_that_one_touches():
 
 
 @pytest.mark.parametrize(("document", "count"), [("troubleshooting.md", 20), ("llms.txt", 9)])
-def test_messages_on_pages_are_real(document, count):
+def test_docs_quote_only_messages_of_the_package(document, count):
     texts = []
     for path in (ROOT / "mp_optim").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -247,7 +247,7 @@ def _constant(node):
     return node.value if is_text else ""
 
 
-def test_examples_of_the_readme_run(tmp_path, monkeypatch):
+def test_readme_example_steps_and_saves(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = small_model()
     names = {"model": model, "loss": loss_of(model)}
@@ -271,7 +271,7 @@ def one_rank(monkeypatch):
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_examples_of_llms_txt_run(tmp_path, monkeypatch):
+def test_llms_txt_examples_run_in_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.distributed.init_process_group("gloo")
     batch = torch.ones(2, 4)
@@ -289,7 +289,7 @@ def test_examples_of_llms_txt_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_examples_of_zero_and_fsdp2_run():
+def test_many_ranks_and_fsdp2_examples_of_the_docs_take_steps():
     model = small_model()
     before = model[0].weight.detach().clone()
     names = {"model": model, "micro_batches": [0, 1, 2], "loss_of": lambda batch: loss_of(model)}
@@ -306,7 +306,7 @@ def test_examples_of_zero_and_fsdp2_run():
         assert names["optimizer"].last_step.success
 
 
-def test_examples_of_checkpoints_run(tmp_path, monkeypatch):
+def test_checkpoint_examples_of_the_docs_run(tmp_path, monkeypatch):
     model = small_model()
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=True), model)
     loss_of(model).backward()
@@ -327,7 +327,7 @@ def test_examples_of_checkpoints_run(tmp_path, monkeypatch):
         assert words[:2] == ["mp-optim", "inspect"] and main(words[1:]) == 0
 
 
-def test_examples_of_audits_run(capsys, tmp_path):
+def test_audit_example_of_the_docs_restores_weights_after_a_fault(capsys, tmp_path):
     settings, goes_back = blocks_of("docs/audit.md", "python")
     names = {}
     exec(settings, names)
@@ -347,7 +347,7 @@ def test_examples_of_audits_run(capsys, tmp_path):
     optimizer.step()
 
 
-def test_examples_of_settings_run(capsys):
+def test_settings_examples_of_the_docs_set_the_overrides(capsys):
     overrides, plans = blocks_of("docs/settings.md", "python")
     known = {"model": nn.ModuleDict({"router": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})}
     exec(overrides, known)
@@ -357,7 +357,7 @@ def test_examples_of_settings_run(capsys):
     assert "moments" in capsys.readouterr().out
 
 
-def test_examples_of_averages_and_of_scaled_rows_run():
+def test_average_and_qk_clip_examples_of_the_docs_change_weights():
     (averages,) = blocks_of("docs/recipes.md", "python")
     (clip,) = blocks_of("docs/outside_writes.md", "python")
     model, seen = small_model(), []
@@ -385,7 +385,7 @@ def test_examples_of_averages_and_of_scaled_rows_run():
     assert torch.equal(attention["query"].weight, before * halved)
 
 
-def test_examples_of_health_run():
+def test_health_examples_of_the_docs_log_gradient_norms():
     model, blocks = small_model(), blocks_of("docs/health.md", "python")
     found = {
         "model": model,
@@ -398,7 +398,7 @@ def test_examples_of_health_run():
     assert metrics["steps"] == 2 and "param_grad_norm/0.weight" in metrics
 
 
-def test_examples_of_deltas_run(tmp_path):
+def test_delta_examples_of_the_docs_copy_the_weights(tmp_path):
     trainer, reader = blocks_of("docs/deltas.md", "python")
     model = small_model()
     receiver = deepcopy(model)
@@ -428,7 +428,7 @@ LAUNCHED = {"tools/train.py"}
 """Programs whose commands are carried out by other tests, with files that exist."""
 
 
-def test_environment_variables_that_are_read_are_on_the_page_of_the_process():
+def test_process_page_lists_every_environment_variable_that_is_read():
     page, names = (ROOT / "docs/process.md").read_text(), set()
     for path in (ROOT / "mp_optim").rglob("*.py"):
         text = path.read_text()
@@ -438,7 +438,7 @@ def test_environment_variables_that_are_read_are_on_the_page_of_the_process():
 
 
 @each_document
-def test_every_command_is_understood(document):
+def test_commands_of_the_docs_parse_with_their_programs(document):
     """Scripts exist, and programs take the arguments that are printed."""
     for line in commands_in(document):
         words = shlex.split(line, comments=True)
@@ -463,7 +463,7 @@ def test_every_command_is_understood(document):
 
 
 @each_document
-def test_every_installed_command_exists(document):
+def test_docs_name_only_existing_mp_optim_commands(document):
     assert set(re.findall(r"\bmp-optim (\w+)", document.read_text())) <= set(COMMANDS)
 
 
@@ -472,7 +472,7 @@ def test_every_installed_command_exists(document):
     [("tools/fit_published.py", "docs/fit.md"), ("tools/fit_table.py", "docs/fit.md")],
 )
 @pytest.mark.slow
-def test_generated_parts_are_up_to_date(tool, document):
+def test_fit_page_equals_the_output_of_its_tools(tool, document):
     written = run_forked_program(*tool.split(), timeout=1800)
     text = (ROOT / document).read_text()
     for part in written.strip().split("\n\n"):
@@ -529,7 +529,7 @@ def train_some_steps(model, fp32, optimizer):
     optimizer.step()
 
 
-def test_way_from_other_libraries_runs(tmp_path, monkeypatch):
+def test_migration_page_examples_convert_state_in_order(tmp_path, monkeypatch):
     """Every block of docs/migrate.md in order: Python as it stands, commands as their programs take
     them."""
     monkeypatch.chdir(tmp_path)

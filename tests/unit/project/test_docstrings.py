@@ -25,7 +25,7 @@ def arguments_of(node: ast.AST) -> set[str] | None:
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
-def test_docstrings_name_existing_arguments(path: Path) -> None:
+def test_docstrings_describe_only_existing_arguments(path: Path) -> None:
     unknown = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         doc = (

@@ -39,7 +39,7 @@ def test_gpu_check_writes_a_part_at_once_and_lists_it_as_done(tmp_path: Path) ->
     assert listed.count("there") == 1 and all(name in listed for name in PARTS)
 
 
-def test_second_part_says_which_kernels_auto_takes(
+def test_gpu_check_fails_the_backend_part_when_auto_is_not_triton(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU it fails unless those are Triton's: all other parts would be of a slower backend."""
@@ -50,7 +50,7 @@ def test_second_part_says_which_kernels_auto_takes(
         agreement.chosen(torch.device("cuda"))
 
 
-def test_every_opponent_of_the_step_trains_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_check_opponents_train_to_our_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron-core itself, and the unfused sequence with each Adam, on a CPU in a miniature."""
     pytest.importorskip("megatron.core.optimizer")  # before the stand-ins: it steps with torch's
 
@@ -82,13 +82,13 @@ def test_every_opponent_of_the_step_trains_as_ours(monkeypatch: pytest.MonkeyPat
         torch.testing.assert_close(params, first, rtol=2**-7, atol=0.0)
 
 
-def test_benchmarked_full_step_reads_fp32_main_grad() -> None:
+def test_gpu_check_full_step_measures_fp32_main_grad() -> None:
     rate = speed.Rate(torch.device("cpu"))
     step = speed.full_step(rate, "auto", [1000], wide=True)
     assert step()[1] == pytest.approx(1e-3 * 1000**0.5)
 
 
-def test_gpu_check_reports_a_failed_part_and_goes_on(
+def test_gpu_check_records_a_failed_part_and_repeats_only_that_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = Results(tmp_path)
@@ -103,7 +103,7 @@ def test_gpu_check_reports_a_failed_part_and_goes_on(
     assert f"Failed: {wrong.cause}" in (tmp_path / "gpu.md").read_text()
 
 
-def test_part_that_takes_too_long_is_ended() -> None:
+def test_gpu_check_ends_a_part_at_its_time_limit() -> None:
     outcome = run_apart("rates", SIZES, MACHINE, limit=0.2)
     assert outcome.section is None and outcome.cause == "took more than 0 s"
 

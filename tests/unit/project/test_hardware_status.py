@@ -59,11 +59,11 @@ def _plain(sentence: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_page_repeats_the_hardware_status_of_the_source(page: Path) -> None:
+def test_docs_state_hardware_status_only_as_in_gpu_json(page: Path) -> None:
     assert contradictions(page.read_text()) == []
 
 
-def test_messages_of_the_package_repeat_the_hardware_status() -> None:
+def test_messages_state_hardware_status_only_as_in_gpu_json() -> None:
     found = []
     for path in (ROOT / "mp_optim").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

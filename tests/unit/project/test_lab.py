@@ -9,7 +9,7 @@ from lab.__main__ import COMMANDS, main
 from support.launch import ROOT
 
 
-def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lab_prints_help_for_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     for name in COMMANDS:
         with pytest.raises(SystemExit) as left:
             main([name, "--help"])
@@ -20,7 +20,7 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert left.value.code == 2
 
 
-def test_lab_names_existing_tests_for_the_night() -> None:
+def test_lab_nightly_names_only_existing_tests_and_commands() -> None:
     unchanged = levels.CHOOSE_THEMSELVES + levels.NAME_BACKENDS
     named = [*nightly.KILL_TESTS, *levels.TESTS, *levels.BRANCHES]
     assert all(list(ROOT.glob(f"tests/unit/*/test_{name}.py")) for name in unchanged)

@@ -24,7 +24,7 @@ from support.launch import ROOT
 DOCS = ROOT / "docs"
 
 
-def test_every_program_is_shown_or_linked() -> None:
+def test_docs_show_or_link_every_example_program() -> None:
     pages = "".join(path.read_text() for path in DOCS.rglob("*.md"))
     programs = {path.name for path in (ROOT / "tools/examples").glob("*.py")}
     assert {name for name in programs if f"tools/examples/{name}" not in pages} == set()
@@ -100,7 +100,7 @@ def names(model: nn.Module) -> dict[str, Any]:
         blocks_of("clients/accelerate.md", "python")[0],
     ],
 )
-def test_lines_of_integrations_run(block: str) -> None:
+def test_integration_pages_have_python_blocks_that_train_a_model(block: str) -> None:
     model = small_model()
     known = names(model)
     exec(block, known)
@@ -108,14 +108,14 @@ def test_lines_of_integrations_run(block: str) -> None:
     train(model, built.optimizer)
 
 
-def test_lines_of_lightning_run() -> None:
+def test_lightning_page_has_a_module_that_trains() -> None:
     known = names(small_model())
     exec(blocks_of("clients/accelerate.md", "python")[1], known)
     student = known["Student"]()
     train(student.layers, student.configure_optimizers())
 
 
-def test_lines_of_torchtitan_run() -> None:
+def test_torchtitan_page_has_a_container_that_trains() -> None:
     from torchtitan.components.optimizer import ParamGroupConfig
 
     from mp_optim.apps.integrations.torchtitan import MpOptimizersContainer
@@ -134,7 +134,7 @@ def built(module: str, name: str, **settings: Any) -> None:
     train(model, cls(model.parameters(), **settings))
 
 
-def test_lines_of_configs_name_what_is_there() -> None:
+def test_config_lines_of_client_pages_name_importable_classes() -> None:
     (verl,) = map(yaml.safe_load, lines_for("verl, FSDP engine"))
     optim = verl["actor_rollout_ref"]["actor"]["optim"]
     others = optim["override_optimizer_config"]
@@ -151,7 +151,7 @@ def test_lines_of_configs_name_what_is_there() -> None:
     built("mp_optim", settings.pop("optimizer"), lr=1e-2, **settings)
 
 
-def test_lines_with_a_class_path_name_what_is_there() -> None:
+def test_class_path_lines_of_client_pages_build_an_optimizer() -> None:
     (line,) = lines_for("kohya's sd-scripts, musubi-tuner")
     _, path, _, *arguments = shlex.split(line)
     split = [argument.split("=") for argument in arguments]
@@ -160,7 +160,7 @@ def test_lines_with_a_class_path_name_what_is_there() -> None:
     built(module, name, lr=1e-2, **settings)
 
 
-def test_line_of_ms_swift_adds_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ms_swift_line_of_the_docs_registers_our_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = ModuleType("swift.optimizers")
     vars(stand_in).update(OptimizerCallback=object, optimizers_map={})
     monkeypatch.setitem(sys.modules, "swift", ModuleType("swift"))
@@ -177,7 +177,7 @@ def test_line_of_ms_swift_adds_the_optimizer(monkeypatch: pytest.MonkeyPatch) ->
     built("mp_optim", "AdamW", lr=1e-2, **vars(module)["settings_of"](arguments[1]))
 
 
-def test_quickstart_runs(
+def test_quickstart_page_resumes_to_the_uninterrupted_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -190,7 +190,7 @@ def test_quickstart_runs(
     assert known["resumed"] < 0.02 and known["success"]
 
 
-def test_line_at_the_door_runs() -> None:
+def test_index_page_has_a_python_block_that_trains() -> None:
     (block,) = blocks_of("index.md", "python")
     known = names(small_model())
     exec(block, known)

@@ -45,7 +45,7 @@ def test_import_loads_no_heavy_modules() -> None:
     assert "mp_optim.optimizers.classes" in loaded and HEAVY & loaded == set()
 
 
-def test_program_without_numpy() -> None:
+def test_package_trains_when_numpy_is_missing() -> None:
     """torch brings none; several ranks are not tried, as torch itself needs it there."""
     command = [sys.executable, "-c", WITHOUT_NUMPY]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -65,7 +65,7 @@ def torch_names(tree: ast.AST) -> set[str]:
     return found
 
 
-def test_names_that_are_taken_from_torch_are_in_the_oldest_one() -> None:
+def test_package_uses_only_torch_names_listed_for_the_oldest_torch() -> None:
     """tools/torch_names.txt lists them, and tools/versions_smoke.py looks them up in each torch.
     Whoever takes a new one adds it there, and runs ``bash tools/test_versions.sh "3.10 2.6.0 no"``.
     """
@@ -76,7 +76,7 @@ def test_names_that_are_taken_from_torch_are_in_the_oldest_one() -> None:
     assert known - taken == set(), "no longer used"
 
 
-def test_private_names_of_torch_are_on_the_page_of_versions() -> None:
+def test_versions_page_lists_every_private_torch_name_in_use() -> None:
     page = (ROOT / "docs/versions.md").read_text()
     for name in (ROOT / "tools/torch_names.txt").read_text().split():
         last = name.rpartition(".")[2]

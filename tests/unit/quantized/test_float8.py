@@ -56,7 +56,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
 @pytest.mark.parametrize("blocks", [(), (1, 1), (5, 1), (5, 7), (2, 3), (3, 2), (5, 3)])
-def test_scales_are_each_blocks_largest_magnitude(
+def test_float8_scale_is_the_largest_magnitude_of_each_block(
     dtype: torch.dtype, blocks: tuple[int, ...]
 ) -> None:
     values = torch.randn(5, 7, generator=torch.Generator().manual_seed(1)) * 10
@@ -82,7 +82,7 @@ def test_scales_are_each_blocks_largest_magnitude(
             )
 
 
-def test_zeros_nothing_and_tiny_values() -> None:
+def test_float8_codes_stay_finite_for_zero_empty_and_tiny_tensors() -> None:
     scale, codes = scaled_codes(torch.zeros(3, 4), (), E4M3)
     assert scale == 1.0 and codes.float().eq(0).all()
     scale, codes = scaled_codes(torch.zeros(0, 4), (0, 1), E4M3)
@@ -91,7 +91,7 @@ def test_zeros_nothing_and_tiny_values() -> None:
     assert scale == 2.0**-126 and codes.float().isfinite().all()
 
 
-def test_codes_that_are_quantised_again_do_not_change() -> None:
+def test_float8_codes_do_not_change_when_quantized_again() -> None:
     param = nn.Parameter(torch.empty(16, 8, dtype=E4M3))
     param.fp8_scale = torch.ones(16, 1)
     quantize_(param, torch.randn(16, 8, generator=torch.Generator().manual_seed(2)))
@@ -117,7 +117,9 @@ def test_codes_that_are_quantised_again_do_not_change() -> None:
         ("bf16-8bit", "lamb"),
     ],
 )
-def test_every_placement_gives_the_same_bits(precision: str, optimizer: str) -> None:
+def test_float8_training_gives_equal_bits_for_every_offload_fraction(
+    precision: str, optimizer: str
+) -> None:
     """Loss scale, skipped steps, compact states: codes, scales and main params agree for every
     offload fraction."""
     settings = {
@@ -142,7 +144,7 @@ def test_every_placement_gives_the_same_bits(precision: str, optimizer: str) -> 
 
 @pytest.mark.parametrize("mode", MODES[1:])
 @pytest.mark.parametrize("clip", [0.0, 1e-3])
-def test_offload_modes_give_the_same_bits(mode: str, clip: float) -> None:
+def test_float8_training_gives_equal_bits_for_every_offload_mode(mode: str, clip: float) -> None:
     results = []
     for which in ("sync", mode):
         model, stack = build("bf16", 1.0, clip_grad=clip, offload_mode=which, rowwise=True)
@@ -153,7 +155,9 @@ def test_offload_modes_give_the_same_bits(mode: str, clip: float) -> None:
 
 @pytest.mark.parametrize("rowwise", [False, True])
 @pytest.mark.parametrize("dtype", [E4M3, torch.float8_e5m2])
-def test_training_comes_near_that_of_16_bits(rowwise: bool, dtype: torch.dtype) -> None:
+def test_float8_training_reaches_the_bf16_loss_within_2_percent(
+    rowwise: bool, dtype: torch.dtype
+) -> None:
     """Within 2 % of the bf16 model's loss after 40 steps: weights are rounded, updates are not
     lost."""
     ends = []
@@ -166,7 +170,7 @@ def test_training_comes_near_that_of_16_bits(rowwise: bool, dtype: torch.dtype) 
     assert abs(ends[1] - ends[0]) < 0.02 * ends[0]
 
 
-def test_small_updates_add_up() -> None:
+def test_float8_codes_move_after_many_updates_below_their_resolution() -> None:
     """Updates far below a code's distance to the next reach it through the main param."""
     model = nn.Linear(8, 8, bias=False).bfloat16()
     nn.init.constant_(model.weight, 1.0)
@@ -187,7 +191,7 @@ def test_small_updates_add_up() -> None:
     assert before[0, 0] != dequantized(param)[0, 0]
 
 
-def test_skipped_step_leaves_codes_and_scales() -> None:
+def test_float8_codes_and_scales_do_not_change_in_a_skipped_step() -> None:
     model, stack = build("fp16", 0.5)
     train(model, stack, 2)
     before = everything(model, stack)
@@ -198,7 +202,7 @@ def test_skipped_step_leaves_codes_and_scales() -> None:
     assert differing(everything(model, stack), before) == []
 
 
-def test_parameters_without_a_gradient_are_left_alone() -> None:
+def test_float8_param_is_not_written_when_its_gradient_is_missing() -> None:
     model, stack = build("bf16", 0.5)
     train(model, stack, 1)
     param = model.experts.parametrizations.up.original
@@ -211,7 +215,7 @@ def test_parameters_without_a_gradient_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_values_written_from_outside_are_followed(fraction: float) -> None:
+def test_float8_step_continues_from_values_loaded_into_the_model(fraction: float) -> None:
     model, stack = build("bf16", fraction)
     other, _ = build("bf16", fraction)
     train(model, stack, 2)
@@ -232,7 +236,7 @@ def test_values_written_from_outside_are_followed(fraction: float) -> None:
             assert torch.equal(dict(stack.named_main_params())[name], dequantized(param))
 
 
-def test_parameter_may_become_float8_later() -> None:
+def test_step_continues_when_a_bf16_param_is_replaced_by_a_float8_param() -> None:
     """A 16-bit parameter is replaced by a float8 one at its place, and back."""
     weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
     half = nn.Parameter(weight.bfloat16())
@@ -249,7 +253,9 @@ def test_parameter_may_become_float8_later() -> None:
 
 
 @pytest.mark.parametrize("fractions", [(0.0, 1.0), (1.0, 0.5)])
-def test_checkpoint_continues_with_the_same_bits(tmp_path, fractions: tuple[float, float]) -> None:
+def test_float8_resume_gives_equal_bits_in_another_placement(
+    tmp_path, fractions: tuple[float, float]
+) -> None:
     model, stack = build("bf16", fractions[0])
     train(model, stack, 3)
     checkpoint.save(tmp_path, model, stack)
@@ -335,7 +341,7 @@ def ours(model: nn.Module) -> list[SelfQuantized]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_self_quantised_parameters_train_alike_in_every_placement(mode: str) -> None:
+def test_self_quantized_params_give_equal_bits_for_every_placement(mode: str) -> None:
     expected = None
     for fraction in (0.0, 0.5, 1.0):
         modes = {"offload_mode": mode} if fraction else {}
@@ -349,7 +355,7 @@ def test_self_quantised_parameters_train_alike_in_every_placement(mode: str) -> 
     assert found[-1] < found[0]
 
 
-def test_main_params_start_from_the_values_that_were_quantised() -> None:
+def test_main_params_start_from_the_values_before_quantization() -> None:
     values = TinyMoE(torch.bfloat16).dense.detach()
     model, stack = self_quantised(keep=True)
     assert torch.equal(dict(stack.named_main_params())["dense"], values.float())
@@ -360,7 +366,7 @@ def test_main_params_start_from_the_values_that_were_quantised() -> None:
     )
 
 
-def test_self_quantised_values_written_from_outside_are_followed() -> None:
+def test_step_continues_from_a_replaced_self_quantized_param() -> None:
     model, stack = self_quantised()
     train(model, stack, 2)
     before = {name: value.clone() for name, value in stack.named_main_params()}
@@ -407,14 +413,16 @@ def float8_param(*shape: int) -> nn.Parameter:
         (torch.ones(0, 1), "the number of blocks along each"),
     ],
 )
-def test_scale_that_does_not_fit_is_named(scale: Tensor | None, text: str) -> None:
+def test_factory_names_a_float8_scale_of_wrong_shape_or_dtype(
+    scale: Tensor | None, text: str
+) -> None:
     param = float8_param(8, 4)
     param.fp8_scale = scale
     with pytest.raises(ValueError, match=text):
         get_megatron_optimizer(config_for("bf16"), nn.ParameterList([param]))
 
 
-def test_float8_refuses_unsupported_optimizers(tmp_path) -> None:
+def test_float8_params_are_refused_by_fp32_zero_and_dtensor_optimizers(tmp_path) -> None:
     with pytest.raises(TypeError, match="FP32Optimizer takes float32 parameters"):
         get_megatron_optimizer(config_for("fp32"), nn.ParameterList([float8_param(8, 4)]))
     with pytest.raises(
@@ -428,7 +436,7 @@ def test_float8_refuses_unsupported_optimizers(tmp_path) -> None:
             get_megatron_optimizer(config_for("bf16"), nn.ParameterList([split]))
 
 
-def test_float8_gradient_is_refused() -> None:
+def test_step_refuses_a_float8_gradient() -> None:
     param = nn.Parameter(torch.zeros(8, 4, dtype=E4M3))
     param.fp8_scale = torch.ones(())
     stack = get_megatron_optimizer(config_for("bf16"), nn.ParameterList([param]))

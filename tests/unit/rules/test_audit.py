@@ -98,7 +98,7 @@ def test_audit_draws_elements_at_its_rate(rate):
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("rule", RULES)
-def test_clean_step_has_no_alarm_and_the_bits_of_one_that_is_not_audited(rule, place, tmp_path):
+def test_audit_changes_no_bit_and_reports_nothing_in_clean_steps(rule, place, tmp_path):
     form = list(FORMS)[(list(RULES).index(rule) + list(PLACES).index(place)) % len(FORMS)]
     settings = {**FORMS[form]}
     if rule == "sgd" and form == "4bit":
@@ -152,7 +152,7 @@ def test_audit_raises_no_alarm_for_writes_between_steps(place, backend):
         (written_wrong("exp_avg_sq", 7), {"exp_avg_sq"}),
     ],
 )
-def test_flip_in_a_step_is_named(fault, tensors, place, tmp_path):
+def test_audit_names_param_tensor_and_element_of_a_bit_flip(fault, tensors, place, tmp_path):
     params, optimizer = stack(place, "adamw", tmp_path)
     step(params, optimizer, 2)
     with faulty(fault, few=400), pytest.raises(mp_optim.AuditError) as caught:
@@ -167,7 +167,7 @@ def test_flip_in_a_step_is_named(fault, tensors, place, tmp_path):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_launches_of_triton_are_repeated_by_kernels_of_the_host(rule):
+def test_audit_repeats_triton_launches_with_host_kernels(rule):
     form = list(FORMS)[list(RULES).index(rule) % 4]
     settings = {**FORMS[form], "backend": "triton", "audit_action": "warn"}
     params, optimizer = stack(rule=rule, **settings)
@@ -181,7 +181,7 @@ def test_launches_of_triton_are_repeated_by_kernels_of_the_host(rule):
     assert {(each.param, each.element) for each in said.mismatches} == {("w0", 7)}
 
 
-def test_after_an_alarm_nothing_is_stepped_or_saved_until_a_load():
+def test_audit_error_refuses_step_and_save_until_a_load():
     params, optimizer = stack()
     step(params, optimizer)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -195,7 +195,7 @@ def test_after_an_alarm_nothing_is_stepped_or_saved_until_a_load():
     step(params, optimizer, 2)
 
 
-def test_warning_names_the_elements_and_training_goes_on():
+def test_audit_warns_of_flipped_elements_and_continues_when_action_is_warn():
     params, optimizer = stack(audit_action="warn")
     step(params, optimizer)
     with warnings.catch_warnings(record=True) as caught:
@@ -212,7 +212,7 @@ def test_warning_names_the_elements_and_training_goes_on():
 
 
 @pytest.mark.parametrize("rule", ["muon", "lamb"])
-def test_rules_that_read_more_than_elements_are_refused_by_name(rule):
+def test_audit_refuses_lamb_and_muon_by_name(rule):
     with pytest.raises(ValueError, match=rf"audit_rate=0.0001: .*{rule} reads (sums|matrices)"):
         mp_optim.OptimizerConfig(optimizer=rule, lr=1e-3, audit_rate=1e-4)
     cls = {"muon": mp_optim.Muon, "lamb": mp_optim.LAMB}[rule]

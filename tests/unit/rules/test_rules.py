@@ -13,7 +13,7 @@ from mp_optim.rules.rule_optimizer import RuleOptimizer
 LR = 1e-2
 
 
-def test_lamb_clips_by_the_global_norm_and_zero_turns_it_off():
+def test_lamb_clips_by_the_global_norm_unless_max_grad_norm_is_zero():
     def moved(limit):
         params = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))]
         optimizer = FusedLAMB(params, lr=LR, max_grad_norm=limit)
@@ -26,7 +26,7 @@ def test_lamb_clips_by_the_global_norm_and_zero_turns_it_off():
     assert torch.allclose(moved(1.0), torch.full((4,), 0.3 / math.sqrt(72)))
 
 
-def test_lamb_without_decay_adapts_only_with_nvlamb():
+def test_lamb_adapts_params_without_decay_only_when_nvlamb_is_set():
     def ratio(**settings):
         param = nn.Parameter(torch.full((4,), 10.0))
         param.grad = torch.ones(4)
@@ -37,7 +37,7 @@ def test_lamb_without_decay_adapts_only_with_nvlamb():
     assert ratio(use_nvlamb=True) == pytest.approx(LR * 10, rel=1e-3)
 
 
-def test_unknown_backend_and_bad_settings_are_named():
+def test_fused_adam_and_sgd_refuse_invalid_settings_by_name():
     with pytest.raises(ValueError, match="fused_backend='cuda'"):
         FusedAdam([nn.Parameter(torch.ones(1))], backend="cuda")
     for settings in ({"lr": -1.0}, {"betas": (1.0, 0.9)}, {"eps": -1.0}, {"weight_decay": -1.0}):
@@ -47,7 +47,7 @@ def test_unknown_backend_and_bad_settings_are_named():
         RuleOptimizer("sgd", [nn.Parameter(torch.ones(1))], nesterov=True)
 
 
-def test_standalone_needs_fp32_dense_gradients():
+def test_fused_adam_refuses_bf16_params_by_name():
     half = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     half.grad = torch.ones(2, dtype=torch.bfloat16)
     with pytest.raises(TypeError, match=r"group0\.param0 is torch\.bfloat16"):

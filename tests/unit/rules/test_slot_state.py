@@ -29,7 +29,7 @@ def updates(value: float = 1.0, **extra: Any) -> list[SlotUpdate]:
 
 
 @pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB])
-def test_state_follows_the_slot_and_refuses_another_shape(cls: Any) -> None:
+def test_fused_state_stays_with_its_slot_and_refuses_a_new_shape(cls: Any) -> None:
     optimizer = cls(pair())
     optimizer.step_slots(updates())
     before = optimizer.slot_state(A)["exp_avg"].clone()
@@ -40,7 +40,7 @@ def test_state_follows_the_slot_and_refuses_another_shape(cls: Any) -> None:
         optimizer.slot_state(A)
 
 
-def test_only_the_given_slots_are_stepped_and_empty_ones_only_count() -> None:
+def test_step_slots_steps_only_given_slots_and_counts_empty_params() -> None:
     mains = [torch.ones(3), torch.ones(3), torch.empty(0), torch.tensor(2.0)]
     optimizer = FusedLAMB(mains)
     optimizer.step_slots([SlotUpdate(Slot(0, i), torch.ones_like(mains[i])) for i in (0, 2, 3)])
@@ -48,7 +48,7 @@ def test_only_the_given_slots_are_stepped_and_empty_ones_only_count() -> None:
     assert torch.equal(mains[1], torch.ones(3)) and mains[3].item() < 2.0
 
 
-def test_step_evaluates_the_closure_once_and_skips_missing_gradients() -> None:
+def test_step_calls_the_closure_once_and_skips_missing_gradients() -> None:
     used, unused = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     calls: list[bool] = []
 
@@ -62,7 +62,7 @@ def test_step_evaluates_the_closure_once_and_skips_missing_gradients() -> None:
     assert calls == [True] and used.tolist() == [0.0, 0.0] and unused.tolist() == [1.0, 1.0]
 
 
-def test_round_trip_by_name_into_another_order() -> None:
+def test_load_matches_groups_by_param_name_when_their_order_differs() -> None:
     first, second = pair()
     saved_from = FusedAdam(
         [{"params": [("a", first)], "lr": 0.1}, {"params": [("b", second)], "lr": 0.2}]
@@ -89,7 +89,7 @@ def state_in(executor: ForeignExecutor, slot: Slot) -> dict[str, Any]:
     return executor.state_of(slot).live()
 
 
-def test_foreign_state_follows_swapped_tensors_and_round_trips() -> None:
+def test_foreign_state_stays_with_its_slot_when_tensors_are_swapped() -> None:
     params = [torch.ones(3), torch.ones(3)]
     adapted = foreign(params)
     adapted.step_slots([SlotUpdate(A, torch.ones(3)), SlotUpdate(B, torch.full((3,), 2.0))])
@@ -110,7 +110,7 @@ def test_foreign_state_follows_swapped_tensors_and_round_trips() -> None:
 
 
 @pytest.mark.parametrize("moments", [torch.float32, torch.uint8])
-def test_state_of_many_tensors_lies_side_by_side_and_has_the_same_bits(
+def test_state_of_many_tensors_shares_one_allocation_without_changing_bits(
     moments: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stepped() -> tuple[FusedAdam, dict[str, Any]]:

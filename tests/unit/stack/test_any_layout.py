@@ -34,7 +34,7 @@ NIGHTLY = [pytest.param(first, marks=pytest.mark.slow) for first in (30, 40)]
 
 
 @pytest.mark.parametrize("first", [0, 10, 20, *NIGHTLY])
-def test_any_layout_trains_like_one_process(pool, first):
+def test_random_rank_layouts_train_like_one_process(pool, first):
     """Rules, dtypes, ZeRO, FSDP2, tensor, expert and pipeline parallelism, places, checkpoints
     between them, bad gradients, ranks that disagree: ``python tests/lab layouts --case NUMBER``
     tries one again."""
@@ -53,7 +53,7 @@ def test_any_layout_trains_like_one_process(pool, first):
     ],
     ids=str,
 )
-def test_parameters_cut_by_any_dimension_by_tensor_parallelism_are_sharded(pool, settings):
+def test_sharding_trains_tensor_parallel_params_split_by_any_dimension(pool, settings):
     """Megatron's ``partition_dim`` is one of the parameter, not of the flat piece that a rank owns
     of it."""
     layers = tuple(
@@ -75,7 +75,7 @@ def test_parameters_cut_by_any_dimension_by_tensor_parallelism_are_sharded(pool,
 @pytest.mark.parametrize(
     "mesh", [(("dp_replicate", 2), ("dp_shard", 2)), (("dp", 2), ("tp", 2))], ids=str
 )
-def test_copies_that_would_be_stepped_otherwise_are_named(pool, mesh, what):
+def test_replicated_ranks_are_named_when_their_settings_differ(pool, mesh, what):
     layer = Layer("blocks.0", (Param("w", (16, 24), splits=0), Param("b", (16,))))
     odd = Disagreement(what, 3, 1 if what in ("lr", "factors") else -1)
     case = ADAM.with_(
@@ -90,7 +90,7 @@ def test_copies_that_would_be_stepped_otherwise_are_named(pool, mesh, what):
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "copies"])
-def test_remainders_saved_beside_whole_parameters_load_beside_parts(pool, kind):
+def test_remainders_saved_by_one_process_load_into_sharded_params(pool, kind):
     layouts = (Layout("alone"), Layout(kind, (("dp", 2),)))
     case = ADAM.with_(
         world="threads", precision="bf16-remainder", layouts=layouts, steps=3, change=2
@@ -99,7 +99,7 @@ def test_remainders_saved_beside_whole_parameters_load_beside_parts(pool, kind):
 
 
 @pytest.mark.parametrize("precision", ["bf16-half", "bf16-8bit"])
-def test_momentum_in_blocks_loads_where_a_rank_owns_nothing_of_a_matrix(pool, precision):
+def test_blockwise_momentum_loads_on_a_rank_that_owns_no_row_of_a_matrix(pool, precision):
     """The scales of no elements have the shape of no rows."""
     layout = Layout(
         "copies", (("dp", 2),), settings=(("use_layer_wise_distributed_optimizer", True),)
@@ -115,7 +115,7 @@ def test_momentum_in_blocks_loads_where_a_rank_owns_nothing_of_a_matrix(pool, pr
     assert attempt(pool, case) == Verdict()
 
 
-def test_number_is_a_case():
+def test_layout_fuzzer_draws_the_same_case_for_a_number():
     cases = [draw(number) for number in range(300)]
     assert cases == [draw(number) for number in range(300)]
     assert eval(repr(cases[7]).replace("inf", "math.inf"), {**globals(), "math": math}) == cases[7]
@@ -129,7 +129,7 @@ def test_number_is_a_case():
 
 
 @pytest.mark.parametrize(("world", "rule"), [("threads", "adam"), ("processes", "sgd")])
-def test_layout_fuzzer_finds_one_wrong_bit(pool, world, rule, monkeypatch):
+def test_layout_fuzzer_reports_a_learning_rate_off_by_one_bit(pool, world, rule, monkeypatch):
     """Ranks that compute with another learning rate than they should, by a last bit."""
     from lab.layout_fuzz import alone
 
@@ -145,7 +145,7 @@ def test_layout_fuzzer_finds_one_wrong_bit(pool, world, rule, monkeypatch):
 
 
 @pytest.mark.parametrize(("what", "said"), [("dies", "exit status -6"), ("sleeps", "Timeout")])
-def test_rank_that_dies_or_hangs_is_a_fault_of_its_case(what, said):
+def test_layout_fuzzer_reports_a_dead_or_hanging_rank_and_continues(what, said):
     """And the next case finds new processes."""
     with Pool(short_timeout=2.0) as fragile:
         assert not attempt(fragile, ADAM).faults

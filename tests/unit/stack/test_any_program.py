@@ -17,7 +17,7 @@ from lab.any_program.machine import AnyProgram
 @pytest.mark.repeats
 @pytest.mark.timeout(900)  # a program that fails is made shorter first
 @pytest.mark.parametrize(("operations", "programs"), [(6, 80), (15, 80), (40, 40)])
-def test_any_program_leaves_what_the_promises_say(operations, programs):
+def test_random_programs_keep_the_promises_of_the_public_api(operations, programs):
     run_state_machine_as_test(
         AnyProgram,
         settings=settings(
@@ -49,7 +49,7 @@ def hold(lock, way):
 
 
 @pytest.mark.parametrize("way", ["value", "none", "loop", "through"])
-def test_signal_in_a_program_comes_where_python_may_be_interrupted(way):
+def test_signal_injection_never_leaves_a_lock_held(way):
     """None comes between the last operation of a block and the call that leaves it: the lock would
     be held for good."""
     module: dict[str, Any] = {}

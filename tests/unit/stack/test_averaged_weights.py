@@ -30,7 +30,7 @@ def mains(optimizer):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_200_steps_follow_a_float64_oracle(dtype):
+def test_averaged_weights_follow_a_float64_oracle_for_200_steps(dtype):
     decay, rounded = 0.99, dtype == "bfloat16"
     model, optimizer = build(
         "bf16",
@@ -67,7 +67,7 @@ def test_200_steps_follow_a_float64_oracle(dtype):
 # -- evaluation -----------------------------------------------------------------------------------
 
 
-def test_averaged_weights_refuse_step_save_and_load_in_the_block(tmp_path):
+def test_averaged_weights_refuses_step_save_and_load_inside_its_block(tmp_path):
     model, optimizer = build("bf16", ema_decay=0.9)
     train(model, optimizer, 1)
     saved, before = optimizer.state_dict(), snapshot(model, optimizer)
@@ -92,7 +92,7 @@ def test_averaged_weights_refuse_step_save_and_load_in_the_block(tmp_path):
         pass
 
 
-def test_interrupt_while_weights_come_back_is_remembered(monkeypatch):
+def test_step_refuses_after_an_interrupt_in_the_exit_of_averaged_weights(monkeypatch):
     model, optimizer = build("bf16", ema_decay=0.9)
     train(model, optimizer, 2)
     saved = {name: value.clone() for name, value in model.state_dict().items()}
@@ -116,7 +116,7 @@ def test_interrupt_while_weights_come_back_is_remembered(monkeypatch):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16-remainder"])
-def test_checkpoint_without_averages_starts_them_from_its_main_params(precision, tmp_path):
+def test_averages_start_from_main_params_when_the_checkpoint_has_none(precision, tmp_path):
     model, optimizer = build(precision)
     train(model, optimizer, 3)
     checkpoint.save(tmp_path, model, optimizer)
@@ -132,7 +132,7 @@ def test_checkpoint_without_averages_starts_them_from_its_main_params(precision,
         assert same_bits(averages(averaging)[name], start + (main.float() - start) * weight)
 
 
-def test_averages_that_nobody_keeps_are_dropped_if_asked_for(tmp_path):
+def test_load_drops_saved_averages_only_with_convert(tmp_path):
     model, optimizer = build("bf16", ema_decay=0.9)
     train(model, optimizer, 2)
     checkpoint.save(tmp_path, model, optimizer)

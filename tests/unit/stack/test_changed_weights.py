@@ -12,7 +12,7 @@ def named(model):
     return dict(model.named_parameters())
 
 
-def test_changed_weights_cost_nothing_when_off():
+def test_changed_weights_is_refused_unless_changes_are_tracked():
     model, optimizer = build("bf16")
     with pytest.raises(RuntimeError, match="call track_changes"):
         optimizer.changed_weights()
@@ -28,7 +28,7 @@ def test_changed_weights_cost_nothing_when_off():
 # -- the other side -------------------------------------------------------------------------------
 
 
-def test_deltas_are_taken_in_order_or_refused():
+def test_apply_delta_refuses_publications_out_of_order():
     model, optimizer = build("bf16")
     optimizer.track_changes()
     start = {name: p.detach().clone() for name, p in named(model).items()}
@@ -58,7 +58,7 @@ def test_deltas_are_taken_in_order_or_refused():
     assert all(torch.equal(copy[name], p) for name, p in named(model).items())
 
 
-def test_apply_delta_refuses_mismatch_before_anything_is_written():
+def test_apply_delta_writes_nothing_when_a_tensor_does_not_match():
     model, optimizer = build("bf16")
     optimizer.track_changes()
     train(model, optimizer, 1)
@@ -82,7 +82,7 @@ def test_apply_delta_refuses_mismatch_before_anything_is_written():
 
 @pytest.mark.parametrize("bitmaps", [True, False])
 @pytest.mark.parametrize("lr", [1e-6, 1e-2])
-def test_file_holds_all_of_it(tmp_path, bitmaps, lr):
+def test_delta_file_round_trips_values_and_indices(tmp_path, bitmaps, lr):
     model, optimizer = build("bf16")
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -101,7 +101,7 @@ def test_file_holds_all_of_it(tmp_path, bitmaps, lr):
         assert torch.equal(*indices)
 
 
-def test_file_is_what_trls_reader_expects(tmp_path):
+def test_delta_file_is_readable_in_the_format_of_trl(tmp_path):
     """huggingface/trl#5937: names from keys that end in .val, gaps of indices in .idx."""
     from safetensors import safe_open
 
@@ -130,7 +130,7 @@ def test_file_is_what_trls_reader_expects(tmp_path):
         assert all(torch.equal(file.get_tensor(name), p) for name, p in named(model).items())
 
 
-def test_damaged_file_is_refused(tmp_path):
+def test_delta_load_refuses_a_truncated_or_changed_file(tmp_path):
     model, optimizer = build("bf16")
     optimizer.track_changes()
     train(model, optimizer, 1)

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import (
 from support.models import build, same_bits, train
 
 
-def test_onecycle_lr_cycles_betas_too():
+def test_onecycle_lr_changes_betas_of_the_optimizer():
     model, optimizer = build("bf16", 0.5)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=10)
     seen = set()
@@ -23,7 +23,7 @@ def test_onecycle_lr_cycles_betas_too():
 
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
-def test_dcp_optimizer_state_dict(fraction, flatten):
+def test_dcp_state_dict_resumes_with_equal_bits(fraction, flatten):
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
@@ -95,7 +95,7 @@ def hf_training(folder, max_grad_norm, mode):
     return model, optimizer, losses
 
 
-def test_hf_trainer(tmp_path):
+def test_hf_trainer_trains_and_saves_the_optimizer(tmp_path):
     _, optimizer, losses = hf_training(tmp_path, 1.0, "sync")
     assert losses[-1] < losses[0] and (tmp_path / "checkpoint-6" / "optimizer.pt").is_file()
     assert optimizer.metrics()["steps"] == 12

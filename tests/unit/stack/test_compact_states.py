@@ -27,7 +27,7 @@ def mains(optimizer):
 
 
 @pytest.mark.parametrize(("form", "rule"), PAIRS)
-def test_every_fraction_gives_the_same_bits_and_resumes(tmp_path, form, rule):
+def test_compact_state_resumes_with_equal_bits_for_every_offload_fraction(tmp_path, form, rule):
     runs = []
     settings = {"optimizer": rule, "lr": 1e-3 if rule == "lion" else 1e-2}
     if rule in ("lion", "sgd"):  # no second moment
@@ -51,7 +51,7 @@ def test_every_fraction_gives_the_same_bits_and_resumes(tmp_path, form, rule):
         assert differing(state, runs[0][2]) == []
 
 
-def test_full_precision_state_loads_into_stochastic_codes_without_convert():
+def test_full_precision_8bit_state_loads_without_convert():
     """In some of 2,000 blocks the largest value has the code below the largest one."""
     built = [nn.Parameter(torch.ones(512, 512, dtype=torch.bfloat16)) for _ in range(2)]
     settings = {**COMPACT["8bit"], "stochastic_rounding": True}
@@ -67,7 +67,7 @@ def test_full_precision_state_loads_into_stochastic_codes_without_convert():
 
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("saved_bits", [8, 16])
-def test_main_params_of_more_bits_than_are_kept_are_taken_only_on_request(bits, saved_bits):
+def test_load_shortens_main_params_to_fewer_bits_only_with_convert(bits, saved_bits):
     def stack(bits, seed=0):
         settings = {"exp_avg_dtype": "float32", "exp_avg_sq_dtype": "float32"}
         return build("bf16-remainder", seed=seed, param_remainder_bits=bits, **settings)
@@ -86,7 +86,7 @@ def test_main_params_of_more_bits_than_are_kept_are_taken_only_on_request(bits, 
         assert differing(mains(optimizer), mains(source)) == []
 
 
-def test_float32_states_become_compact_only_on_request(tmp_path):
+def test_load_compacts_fp32_state_only_with_convert(tmp_path):
     wide_model, wide = build("bf16")
     train(wide_model, wide, 3)
     checkpoint.save(tmp_path, wide_model, wide)
@@ -117,7 +117,7 @@ def copy_of(path, form):
 
 
 @pytest.mark.parametrize("form", ["bf16-remainder", "bf16-8bit", "bf16-8bit8", "bf16-bf16"])
-def test_compact_states_become_wider_ones_without_loss(tmp_path, form):
+def test_load_widens_compact_state_to_fp32_without_loss(tmp_path, form):
     model, optimizer = build(form, 0.5)
     train(model, optimizer, 3)
     checkpoint.save(tmp_path, model, optimizer)
@@ -129,7 +129,7 @@ def test_compact_states_become_wider_ones_without_loss(tmp_path, form):
         assert train(wide_model, wide, 2, start=3) == train(model, optimizer, 2, start=3)
 
 
-def test_full_precision_values_can_be_loaded_into_remainders():
+def test_reload_model_params_keeps_fp32_values_in_remainders():
     model, optimizer = build("bf16-remainder")
     exact = torch.full((8, 8), 1.0 + 2.0**-20)
     optimizer.reload_model_params({"dense": exact})
@@ -137,7 +137,7 @@ def test_full_precision_values_can_be_loaded_into_remainders():
     assert torch.equal(model.dense, torch.ones(8, 8, dtype=torch.bfloat16))
 
 
-def test_stochastic_rounding_depends_on_seed_and_name_alone():
+def test_stochastic_rounding_gives_equal_bits_for_a_seed_in_every_placement():
     runs = {}
     for seed, fraction in ((0, 0.0), (0, 0.7), (1, 0.0)):
         model, optimizer = build("bf16-stochastic", fraction, stochastic_rounding_seed=seed)

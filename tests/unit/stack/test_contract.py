@@ -22,7 +22,7 @@ from mp_optim.offload.buckets import plan_offload
 from support.models import build, config_for, train
 
 
-def test_outer_groups_are_live_and_hold_the_models_parameters():
+def test_param_groups_contain_the_model_params_and_their_names():
     model, optimizer = build("bf16", 0.5)
     held = [p for group in optimizer.param_groups for p in group["params"]]
     assert isinstance(optimizer, torch.optim.Optimizer) and {id(p) for p in held} == {
@@ -37,7 +37,7 @@ def test_outer_groups_are_live_and_hold_the_models_parameters():
     )
 
 
-def test_state_is_a_view_by_current_tensor():
+def test_state_is_keyed_by_model_params_and_refuses_other_tensors():
     model, optimizer = build("bf16", 0.5)
     assert len(optimizer.state) == len(list(model.parameters())) and model.dense in optimizer.state
     stranger = torch.zeros(1)
@@ -50,7 +50,7 @@ def test_state_is_a_view_by_current_tensor():
     assert optimizer.state[model.dense]["exp_avg"].eq(1).all()
 
 
-def test_state_dict_hooks_reach_checkpoints(tmp_path):
+def test_save_stores_the_result_of_state_dict_hooks(tmp_path):
     model, optimizer = build("bf16")
     states = []
 
@@ -65,7 +65,7 @@ def test_state_dict_hooks_reach_checkpoints(tmp_path):
     assert common["mark"] == 1 and not any("state" in key for key in common)
 
 
-def test_model_chunks_are_one_optimizer():
+def test_factory_steps_several_model_chunks_together():
     chunks = [nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4).bfloat16()]
     optimizer = get_megatron_optimizer(config_for("bf16", 0.5), chunks)
     assert {name for name, _ in optimizer.named_main_params()} == {
@@ -78,7 +78,7 @@ def test_model_chunks_are_one_optimizer():
     assert optimizer.step().success
 
 
-def test_chain_grows_by_kind_and_answers_for_its_parts():
+def test_chained_optimizer_adds_a_group_to_the_part_of_its_kind():
     model, optimizer = build("bf16", 0.5)
     dense, experts = optimizer.chained_optimizers
     late = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
@@ -100,7 +100,7 @@ def test_chain_grows_by_kind_and_answers_for_its_parts():
     assert ChainedOptimizer([dense]).optimizer is dense.optimizer
 
 
-def test_chain_needs_parts_of_one_config():
+def test_chained_optimizer_refuses_no_parts_and_different_configs():
     def part(**settings):
         return FP32Optimizer(
             FusedAdam([nn.Parameter(torch.ones(1))]), config_for("fp32", **settings)
@@ -112,7 +112,7 @@ def test_chain_needs_parts_of_one_config():
         ChainedOptimizer([part(), part(clip_grad=0.5)])
 
 
-def test_timers_are_started_and_stopped():
+def test_step_starts_and_stops_megatron_timers():
     events = []
 
     class Timer:
@@ -141,21 +141,21 @@ def test_timers_are_started_and_stopped():
         ]
 
 
-def test_copies_and_pickles_are_refused():
+def test_stack_refuses_copy_and_pickle():
     _, optimizer = build("bf16")
     for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="load_state_dict"):
             attempt(optimizer)
 
 
-def test_fp16_needs_a_loss_scale():
+def test_float16_wrapper_refuses_fp16_without_a_grad_scaler():
     with pytest.raises(ValueError, match="grad_scaler=None with fp16=True"):
         Float16OptimizerWithFloat16Params(
             FusedAdam([nn.Parameter(torch.ones(2).half())]), config_for("fp16")
         )
 
 
-def test_config_changed_since_and_wrong_arguments_are_refused():
+def test_factory_refuses_changed_configs_and_wrong_argument_types():
     config = config_for("fp32")
     config.optimizer = "adamw"
     with pytest.raises(ValueError, match=r"optimizer='adamw'.*did you mean 'adam'"):
@@ -171,14 +171,14 @@ def test_config_changed_since_and_wrong_arguments_are_refused():
         )
 
 
-def test_without_parameters_there_is_nothing_to_do():
+def test_step_succeeds_when_the_optimizer_has_no_params():
     optimizer = get_megatron_optimizer(config_for("bf16", 0.5), nn.Identity(), param_groups=[])
     assert optimizer.is_stub_optimizer and optimizer.step() == (True, 0.0, None)
     optimizer.load_state_dict(optimizer.state_dict())
 
 
 @given(st.lists(st.integers(0, 1000), max_size=30), st.floats(0, 1))
-def test_plan_holds_at_least_the_fraction_and_needs_its_last_choice(sizes, fraction):
+def test_offload_plan_reaches_the_fraction_with_no_unneeded_param(sizes, fraction):
     chosen = plan_offload(sizes, fraction)
     held = sum(sizes[i] for i in chosen)
     assert held >= fraction * sum(sizes) - 1e-9 * sum(sizes)

@@ -14,7 +14,7 @@ from support.models import build, same_bits, train
 from support.workers.mixed_meshes import STEPS, built, grads_of, whole
 
 
-def test_transformers_48208_meshes_and_plain_tensors_have_one_exact_norm(tmp_path):
+def test_transformers_48208_grad_norm_is_exact_over_mixed_meshes(tmp_path):
     """Also transformers#47734, accelerate#4219, pytorch#180346, pytorch#180501, Megatron#6489."""
     ranks = results_of_ranks("mixed_meshes", 2, tmp_path)
     params = {name: nn.Parameter(tensor) for name, tensor in whole().items()}
@@ -50,7 +50,7 @@ def test_megatron_5974_init_state_does_not_count_a_step(fraction):
 
 
 @pytest.mark.parametrize("offload", [0.0, 1.0])
-def test_deepspeed_8471_every_parameter_counts_its_own_steps(offload):
+def test_deepspeed_8471_adamw_counts_steps_for_each_parameter(offload):
     """Also DeepSpeed#5104: one counter for many parameters corrects the bias of those wrongly that
     had no gradient in some steps."""
     always, sometimes = (nn.Parameter(torch.ones(4)) for _ in range(2))
@@ -71,7 +71,7 @@ def test_deepspeed_8471_every_parameter_counts_its_own_steps(offload):
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_megatron_5071_weights_loaded_alone_are_stepped_from(fraction):
+def test_megatron_5071_step_continues_from_loaded_model_weights(fraction):
     """Also NeMo-RL#2371, NeMo-RL#2372, prime-rl#3234: the first step after a checkpoint of the
     model alone brings back what main params held before."""
     pretrained = build("bf16", 0.0, seed=5)[0].state_dict()
@@ -90,7 +90,7 @@ def test_megatron_5071_weights_loaded_alone_are_stepped_from(fraction):
     )
 
 
-def test_accelerate_3979_parameters_in_bf16_have_main_params_in_fp32():
+def test_accelerate_3979_bf16_params_accumulate_small_updates_in_fp32():
     """An upcast of trained parameters that silently does nothing: here main params are made by the
     optimizer, of every parameter in 16 bits, and small updates add up."""
     model = nn.Linear(8, 8, bias=False).bfloat16()

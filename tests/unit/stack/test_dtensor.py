@@ -39,31 +39,31 @@ def test_megatron_4623_fsdp2_trains_like_one_process(ranks, case):
         )
 
 
-def test_eight_bit_shards_resume_bit_for_bit(ranks):
+def test_fsdp2_8bit_state_resumes_with_equal_bits(ranks):
     for rank in ranks:
         on_device, *others = rank["eight_bit"].values()
         assert others == [on_device] * 2
 
 
-def test_fsdps_own_offloading_of_parameters_changes_no_bit(ranks):
+def test_fsdp2_cpu_offload_policy_changes_no_bit(ranks):
     for rank in ranks:
         assert len(rank["beside_fsdps"]) > 4 and all(rank["beside_fsdps"])
 
 
-def test_ranks_agree_on_norm_and_skipping(ranks):
+def test_fsdp2_ranks_agree_on_grad_norm_and_skipped_steps(ranks):
     for rank in ranks:
         # 2, 3 and the duplicate's 6 once
         assert rank["agreement"] == {"norm": pytest.approx(7.0, rel=1e-12), "skipped": True}
 
 
-def test_rank_without_experts_takes_part(ranks):
+def test_fsdp2_rank_without_experts_steps_with_the_common_norm(ranks):
     assert [rank["experts"] for rank in ranks] == [
         {"norm": 5.0, "stubs": [False, True]},
         {"norm": 5.0, "stubs": [True, False]},
     ]
 
 
-def test_partial_parameters_are_refused(tmp_path):
+def test_shard_groups_refuses_a_partial_parameter(tmp_path):
     with one_rank():
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
         param = DTensor.from_local(torch.ones(2), mesh, [Partial()])
@@ -72,9 +72,9 @@ def test_partial_parameters_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("form", HANDS)
-def test_state_of_dtensors_is_taken_by_hand(ranks, form):
+def test_dtensor_state_moved_by_hand_trains_with_equal_bits(ranks, form):
     assert [rank["hands"][form] for rank in ranks] == [[], []]
 
 
-def test_state_that_rests_on_the_host_is_shown_there(ranks):
+def test_state_of_dtensors_is_shown_on_the_host_when_offloaded(ranks):
     assert [rank["stays"] for rank in ranks] == [True, True]

@@ -43,7 +43,7 @@ def objects_after(steps: int, optimizer: Any, model: nn.Module) -> Counter[str]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_steps_keep_no_objects_with_every_feature_on(place: str, tmp_path: Path) -> None:
+def test_steps_keep_no_objects_when_every_monitor_is_on(place: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 8)).bfloat16()
     named = [*model.named_parameters()]

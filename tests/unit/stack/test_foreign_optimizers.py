@@ -33,7 +33,7 @@ class Counting(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("members", [1, 2])
-def test_foreign_state_outside_state_dicts_is_refused_by_name(members):
+def test_state_dict_names_foreign_state_that_belongs_to_no_parameter(members):
     params = [nn.Parameter(torch.ones(3)) for _ in range(members)]
     config = config_for("fp32", clip_grad=0.0)
     parts = [FP32Optimizer(Counting([param], lr=0.1), config) for param in params]
@@ -50,7 +50,7 @@ ORDERS = [(1, 0, 2, 3), (1, 2, 3, 0), (3, 2, 1, 0)]
 
 @pytest.mark.parametrize("make", [wrapped, wrapped_hybrid])
 @pytest.mark.parametrize("order", ORDERS)
-def test_wrapper_refuses_parameters_that_change_places(make, order):
+def test_wrapper_refuses_swapped_params_and_steps_nothing(make, order):
     """State stays with its place, so a parameter would go on with another's moments."""
     params = [nn.Parameter(torch.full((3,), float(value))) for value in range(4)]
     optimizer = make(params)
@@ -69,7 +69,7 @@ def test_wrapper_refuses_parameters_that_change_places(make, order):
 
 @pytest.mark.parametrize("make", [hybrid])
 @pytest.mark.parametrize("order", ORDERS)
-def test_parameters_that_change_places_leave_their_state_where_it_was(make, order):
+def test_hybrid_state_stays_at_its_position_when_params_are_swapped(make, order):
     params = [nn.Parameter(torch.full((3,), float(value))) for value in range(4)]
     optimizer = make(params)
 

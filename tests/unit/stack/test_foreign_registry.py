@@ -90,7 +90,7 @@ def built(name, dtype=torch.float32, place=alone):
 
 @pytest.mark.parametrize("place", [alone, on_the_host])
 @pytest.mark.parametrize("name", OF_GROUPS + OTHERS)
-def test_foreign_optimizer_trains_as_it_does_alone(name, place):
+def test_foreign_optimizer_has_equal_bits_wrapped_and_alone(name, place):
     plain = model_of(torch.float32)
     expected = train(alone(name, list(plain.parameters())), plain, range(STEPS))
     optimizer, model = built(name, place=place)
@@ -99,7 +99,7 @@ def test_foreign_optimizer_trains_as_it_does_alone(name, place):
 
 
 @pytest.mark.parametrize("name", OF_GROUPS + OTHERS)
-def test_in_16_bits_it_follows_what_it_is_in_32(name):
+def test_foreign_optimizer_follows_its_fp32_losses_on_a_bf16_model(name):
     plain = model_of(torch.float32)
     expected, _ = train(alone(name, list(plain.parameters())), plain, range(STEPS))
     losses, _ = train(*built(name, torch.bfloat16), range(STEPS))
@@ -110,7 +110,9 @@ def test_in_16_bits_it_follows_what_it_is_in_32(name):
 @pytest.mark.parametrize("way", ["state dict", "checkpoint"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OF_GROUPS + OTHERS)
-def test_foreign_optimizer_resumes_from_a_save(name, dtype, way, tmp_path):
+def test_foreign_optimizer_resumes_with_equal_bits_from_each_save_format(
+    name, dtype, way, tmp_path
+):
     optimizer, model = built(name, dtype)
     train(optimizer, model, range(STEPS))
     weights = copy.deepcopy(model.state_dict())
@@ -131,7 +133,7 @@ def test_foreign_optimizer_resumes_from_a_save(name, dtype, way, tmp_path):
     [torch.optim.Adafactor, registry.StableAdamW, registry.AdEMAMix],
     ids=lambda cls: cls.__name__,
 )
-def test_optimizers_of_others_have_the_same_bits_in_every_place(cls, tmp_path):
+def test_foreign_optimizer_has_equal_bits_in_every_placement(cls, tmp_path):
     """On the device, offloaded in part or whole, and resumed in another place."""
 
     def built_at(fraction, mode):
@@ -158,7 +160,7 @@ def test_optimizers_of_others_have_the_same_bits_in_every_place(cls, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("offload", [0.0, 0.5, 1.0])
-def test_adafactor_has_the_bits_of_torchs(dtype, offload):
+def test_adafactor_matches_torch_bits_for_every_offload_fraction(dtype, offload):
     settings = {"lr": 2e-2, "weight_decay": 0.1, "d": 2.0}
     plain = model_of(dtype)
     inner = torch.optim.Adafactor(list(plain.parameters()), **settings)
@@ -170,7 +172,7 @@ def test_adafactor_has_the_bits_of_torchs(dtype, offload):
     assert are_same(train(optimizer, model, range(STEPS)), expected)
 
 
-def test_foreign_optimizer_shares_settings_in_both_directions():
+def test_foreign_settings_are_copied_between_inner_and_outer_groups():
     optimizer, model = built("prodigy")
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     for step in range(3):
@@ -186,7 +188,7 @@ def test_foreign_optimizer_shares_settings_in_both_directions():
     assert inner["growth_rate"] == 1.0 and inner["d"] == outer["d"]
 
 
-def test_two_optimizers_that_find_other_rates_for_one_group_are_refused():
+def test_hybrid_refuses_foreign_parts_that_adapt_different_rates():
     model = model_of(torch.float32)
     cls = registry.Prodigy
     optimizer = HybridDeviceOptimizer(list(model.parameters()), 0.5, cls, cls, lr=1.0)
@@ -195,7 +197,7 @@ def test_two_optimizers_that_find_other_rates_for_one_group_are_refused():
 
 
 @pytest.mark.parametrize("place", [alone, on_the_host])
-def test_wrapper_refuses_optimizer_with_other_weights_for_evaluation(place):
+def test_wrapper_refuses_a_schedule_free_optimizer(place):
     with pytest.raises(TypeError, match=r"has other weights for evaluation \(train\(\), eval"):
         built("schedulefreeadamw", place=place)
 

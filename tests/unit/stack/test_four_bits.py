@@ -32,7 +32,7 @@ def alone() -> list[torch.optim.Optimizer]:
     return found
 
 
-def test_optimizer_alone_shows_float32_and_takes_it_back() -> None:
+def test_4bit_state_is_shown_in_fp32_and_loads_back_with_equal_bits() -> None:
     shown = []
     for optimizer, again in zip(alone(), alone(), strict=True):
         param, other = (each.param_groups[0]["params"][0] for each in (optimizer, again))
@@ -57,7 +57,7 @@ def test_optimizer_alone_shows_float32_and_takes_it_back() -> None:
     assert all(torch.equal(param, shown[0]) for param in shown)
 
 
-def test_second_moment_has_no_such_form() -> None:
+def test_config_refuses_a_4bit_second_moment() -> None:
     with pytest.raises(ValueError, match=r"exp_avg_sq_dtype=torch\.uint4: must be one of"):
         OptimizerConfig(
             lr=1e-3, bf16=True, use_precision_aware_optimizer=True, exp_avg_sq_dtype="uint4"

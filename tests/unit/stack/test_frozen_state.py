@@ -64,7 +64,9 @@ class Run:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_refused_load_of_frozen_state_shows_nothing(dtype: str, tmp_path: Path) -> None:
+def test_refused_load_changes_no_state_when_a_parameter_is_frozen(
+    dtype: str, tmp_path: Path
+) -> None:
     run = Run(tmp_path, dtype)
     run.step()
     saved = copy.deepcopy(run.optimizer.state_dict())

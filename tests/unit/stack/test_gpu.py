@@ -34,7 +34,7 @@ def run(precision, fraction, rule="adam", steps=50, clip_to=None, **settings):
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("rule", ["adam", "lamb", "sgd"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_fractions_give_the_same_bits_on_a_gpu(precision, rule):
+def test_offload_fractions_give_equal_bits_on_a_gpu(precision, rule):
     expected = run(precision, 0.0, rule)
     assert expected[0][-1] < expected[0][0]
     for fraction, overlap in ((0.3, False), (0.5, True), (1.0, True), (1.0, False)):
@@ -45,7 +45,7 @@ def test_fractions_give_the_same_bits_on_a_gpu(precision, rule):
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("limit", [math.inf, 1e-2])
-def test_work_in_backward_survives_a_clip_that_changes_nothing_on_a_gpu(limit):
+def test_early_work_is_kept_on_a_gpu_when_a_clip_changes_no_bit(limit):
     settings = {"clip_grad": 0.0, "clip_to": limit, "steps": 12}
     expected, params, _ = run("bf16", 0.0, **settings)
     for mode in ("overlap", "speculative"):
@@ -59,7 +59,7 @@ def test_work_in_backward_survives_a_clip_that_changes_nothing_on_a_gpu(limit):
         assert metrics["speculation_stale"] > 0
 
 
-def test_host_memory_is_pinned_and_the_gpu_holds_no_main_params():
+def test_offload_pins_host_main_params_and_allocates_none_on_the_gpu():
     torch.cuda.empty_cache()
     model = torch.nn.Linear(4096, 4096, bias=False).bfloat16().cuda()
     before = torch.cuda.memory_allocated()
@@ -71,7 +71,7 @@ def test_host_memory_is_pinned_and_the_gpu_holds_no_main_params():
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_offload_to_cpu_empties_the_accelerator():
+def test_offload_to_cpu_moves_all_state_and_restores_it_with_equal_bits():
     _, _, optimizer = run("bf16", 0.5, steps=1)
     before = {k: v.clone() for s in optimizer.state_dict()["state"].values() for k, v in s.items()}
     optimizer.offload_to_cpu()
@@ -143,7 +143,7 @@ def steady(kind, **settings):
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_gpu_step_does_not_synchronize_and_keeps_bits(kind, monkeypatch):
+def test_gpu_step_does_not_synchronize_and_changes_no_bit(kind, monkeypatch):
     results, params, optimizer = steady(kind)
     assert optimizer.executor.verdict_device() is not None
     assert not all(success for success, _, _ in results)
@@ -156,7 +156,7 @@ def test_gpu_step_does_not_synchronize_and_keeps_bits(kind, monkeypatch):
     assert all(same_bits(params[name], value) for name, value in host[1].items())
 
 
-def test_verdict_on_the_device_is_settled_before_the_stepping_kernels_are_done():
+def test_gpu_step_result_is_readable_before_the_update_kernels_end():
     model = torch.nn.Linear(8192, 8192, bias=False).bfloat16().cuda()
     optimizer = get_megatron_optimizer(config_for("bf16", fused_backend="triton"), model)
     model.weight.grad = torch.ones_like(model.weight)

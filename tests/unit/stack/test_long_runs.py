@@ -48,7 +48,7 @@ def test_pytorch_188174_steps_under_fsdp2_keep_no_objects(offload: float) -> Non
         assert grown == {}
 
 
-def test_primerl_3561_groups_keep_counts_and_settings_over_an_offloaded_resume() -> None:
+def test_primerl_3561_offloaded_resume_keeps_group_settings_and_counts() -> None:
     def built(model: nn.Module) -> torch.optim.Optimizer:
         named = list(model.named_parameters())
         groups = [

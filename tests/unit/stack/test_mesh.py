@@ -20,7 +20,7 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("mode", ["None", "overlap"])
-def test_gradients_that_are_still_to_be_added_up_are(ranks, mode):
+def test_step_reduces_partial_gradients_of_sequence_parallel_params(ranks, mode):
     """Sequence parallelism leaves a Partial gradient on a replicated parameter."""
     expected = mesh_worker.sequence_parallel(sharded=False)
     for rank in ranks:
@@ -31,7 +31,7 @@ def test_gradients_that_are_still_to_be_added_up_are(ranks, mode):
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
-def test_work_begun_during_backward_orthogonalises_whole_matrices(ranks, shape):
+def test_muon_overlap_orthogonalizes_whole_matrices_on_a_mesh(ranks, shape):
     for rank in ranks:
         sync, overlap = (rank["early"][mode, shape] for mode in ("sync", "overlap"))
         assert all(torch.equal(value, overlap[name]) for name, value in sync.items())
@@ -44,7 +44,7 @@ def test_work_begun_during_backward_orthogonalises_whole_matrices(ranks, shape):
 
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
-def test_gradients_leave_dtensors_during_backward(ranks, mode, shape):
+def test_dtensor_gradients_are_released_during_backward_with_equal_bits(ranks, mode, shape):
     names = {name for name, _ in Net(16).named_parameters()}
     in_backward = names if shape == (4,) else names - {"stack"}
     for rank in ranks:
@@ -94,7 +94,7 @@ def wrap(params):
     ],
     ids=["partial", "max", "unknown"],
 )
-def test_placements_that_cannot_be_stepped_are_refused_by_name(mesh, build, placement, said):
+def test_construction_names_a_dtensor_placement_without_a_value(mesh, build, placement, said):
     param = torch.nn.Parameter(
         DTensor.from_local(torch.ones(4, 2), mesh, [Replicate(), Replicate()], run_check=False)
     )
@@ -106,7 +106,7 @@ def test_placements_that_cannot_be_stepped_are_refused_by_name(mesh, build, plac
 @pytest.mark.parametrize(
     "placement", [Shard(0), Shard(1), Replicate(), _StridedShard(0, split_factor=2)], ids=str
 )
-def test_every_other_placement_is_stepped(mesh, placement):
+def test_step_returns_the_grad_norm_for_each_supported_placement(mesh, placement):
     param = torch.nn.Parameter(
         DTensor.from_local(torch.ones(4, 2), mesh, [placement, Replicate()], run_check=False)
     )

@@ -84,7 +84,7 @@ def assert_imported(optimizer, model, expected, masters):
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
 @pytest.mark.parametrize("precision", ["bf16", "bf16-remainder"])
-def test_torch_state_is_imported(precision, fraction):
+def test_import_state_copies_torch_adamw_state_and_masters_exactly(precision, fraction):
     _, adamw, masters = bf16_run(torch.optim.AdamW)
     state = foreign.from_torch(adamw.state_dict(), list(masters), masters=masters)
     model, optimizer = build(precision, fraction, seed=5)
@@ -102,7 +102,7 @@ def test_torch_state_is_imported(precision, fraction):
     assert optimizer.metrics()["skipped_steps"] == 0 and len(losses) == 2
 
 
-def test_exported_state_is_what_torch_continues_from():
+def test_torch_adamw_continues_from_exported_state():
     model, optimizer = build("fp32")
     train(model, optimizer, 3)
     state = foreign.export_state(optimizer)
@@ -131,7 +131,7 @@ def test_exported_state_is_what_torch_continues_from():
     ("precision", "way"),
     [("bf16", "torch"), ("fp32", "deepspeed"), ("fp16", "file"), ("bf16-8bit", "file")],
 )
-def test_out_and_in_again_continues_bit_for_bit(tmp_path, precision, way):
+def test_export_then_import_continues_with_equal_bits(tmp_path, precision, way):
     model, optimizer = build(precision)
     train(model, optimizer, 3)
     state = cloned(foreign.export_state(optimizer))
@@ -158,7 +158,7 @@ def test_out_and_in_again_continues_bit_for_bit(tmp_path, precision, way):
     assert all(same_bits(p.detach(), expected[1][n]) for n, p in other.named_parameters())
 
 
-def test_checkpoint_of_ours_is_exported_without_its_model(tmp_path):
+def test_from_checkpoint_exports_state_without_a_model(tmp_path):
     model, optimizer = build("bf16", 0.5)
     train(model, optimizer, 2)
     checkpoint.save(tmp_path, model, optimizer)
@@ -176,7 +176,7 @@ def test_checkpoint_of_ours_is_exported_without_its_model(tmp_path):
         foreign.from_checkpoint(tmp_path / "nothing")
 
 
-def test_momentum_of_sgd_and_muon_is_state_like_any_other():
+def test_import_state_copies_sgd_momentum_and_needs_a_step_count():
     _, sgd, masters = bf16_run(lambda groups, **kw: torch.optim.SGD(groups, momentum=0.9, **kw))
     state = foreign.from_torch(sgd.state_dict(), list(masters), masters=masters, step=3)
     model, optimizer = build("bf16", optimizer="sgd")
@@ -194,7 +194,7 @@ def test_momentum_of_sgd_and_muon_is_state_like_any_other():
 # -- what does not fit ----------------------------------------------------------------------------
 
 
-def test_names_that_do_not_fit_are_listed():
+def test_import_state_lists_parameter_names_that_do_not_match():
     _, adamw, masters = bf16_run(torch.optim.AdamW)
     names = list(masters)
     with pytest.raises(ValueError, match=r"no param_names; pass names= for its groups of \[7\]"):
@@ -222,7 +222,7 @@ def test_names_that_do_not_fit_are_listed():
     assert same_state(foreign.export_state(optimizer), imported)
 
 
-def test_state_that_does_not_fit_is_refused_and_nothing_is_written():
+def test_import_state_writes_nothing_when_shape_or_dtype_does_not_match():
     _, adamw, masters = bf16_run(torch.optim.AdamW)
     state = foreign.from_torch(adamw.state_dict(), list(masters), masters=masters)
     model, optimizer = build("bf16")
@@ -278,7 +278,7 @@ def megatron_like(parts):
     }
 
 
-def test_megatrons_chain_with_fp32_parameters_and_its_loss_scale(tmp_path):
+def test_from_megatron_reads_a_chain_with_fp32_params_and_a_loss_scale(tmp_path):
     model, optimizer = build("fp16")
     shapes = {name: (p.shape, p.dtype != torch.float32) for name, p in model.named_parameters()}
     dense = [(n, *shapes[n]) for n in shapes if not n.startswith("experts")]
@@ -312,7 +312,7 @@ def test_megatrons_chain_with_fp32_parameters_and_its_loss_scale(tmp_path):
 @pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
 )
-def test_real_megatron_state_is_imported(tmp_path):
+def test_from_megatron_reads_state_of_the_installed_megatron(tmp_path):
     from benchmarks import megatron
 
     generator = torch.Generator().manual_seed(0)
@@ -379,7 +379,7 @@ def apex_like():
     ]
 
 
-def test_apex_state_and_its_masters_are_imported():
+def test_from_apex_reads_state_and_masters():
     saved, masters = apex_like()
     names = ["w", "b", "v"]
     state = foreign.from_apex(saved, masters, names)
@@ -415,7 +415,7 @@ def write_universal(folder, params, step=5, flat=False):
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["zero 1 and 2", "zero 3"])
-def test_universal_checkpoints_are_imported(tmp_path, flat):
+def test_from_deepspeed_reads_universal_checkpoints(tmp_path, flat):
     model, optimizer = build("bf16")
     params = {
         name: {
@@ -440,7 +440,7 @@ def test_universal_checkpoints_are_imported(tmp_path, flat):
     assert {float(s["step"]) for s in foreign.export_state(optimizer).state.values()} == {5.0}
 
 
-def test_universal_round_trips_and_lists_what_is_missing(tmp_path):
+def test_universal_checkpoint_round_trips_and_lists_missing_files(tmp_path):
     model, optimizer = build("bf16")
     train(model, optimizer, 2)
     state = foreign.export_state(optimizer)
@@ -471,7 +471,7 @@ def test_universal_round_trips_and_lists_what_is_missing(tmp_path):
 # -- sharded parameters, and the command ----------------------------------------------------------
 
 
-def test_sharded_parameters_take_their_part(tmp_path):
+def test_import_state_shards_values_over_dtensor_params(tmp_path):
     with one_rank():
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
         whole = torch.randn(4, 6)
@@ -497,7 +497,7 @@ def command(arguments):
     assert main(["convert", "--source-format", *arguments.split()]) == 0
 
 
-def test_command_goes_round(tmp_path, capsys):
+def test_convert_command_round_trips_torch_state_with_equal_bits(tmp_path, capsys):
     """torch -> mp_optim -> universal -> mp_optim -> torch: the same bits."""
     _, adamw, masters = bf16_run(torch.optim.AdamW)
     torch.save({"step": 3, "optimizer": adamw.state_dict()}, tmp_path / "adamw.pt")

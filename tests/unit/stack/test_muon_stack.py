@@ -30,7 +30,7 @@ def build(precision="bf16", fraction=0.0, seed=0, **settings):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16-8bit8"])
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
-def test_matrices_are_stepped_during_backward_with_the_same_bits(precision, mode):
+def test_muon_gives_equal_bits_in_overlap_and_speculative_modes(precision, mode):
     """The other halves that a speculated step writes begin with the values there are."""
     settings = {"clip_grad": 0.0, "muon_use_nesterov": True}
     model, optimizer = build(precision, 1.0, offload_mode=mode, **settings)
@@ -40,7 +40,7 @@ def test_matrices_are_stepped_during_backward_with_the_same_bits(precision, mode
     assert (optimizer.metrics()["speculation_hits"] > 0) == (mode == "speculative")
 
 
-def test_matrices_are_muons_and_the_rest_is_adams():
+def test_muon_config_gives_matrices_to_muon_and_other_params_to_adam():
     _, optimizer = build()
     rules = {
         name: group["optimizer"]
@@ -70,7 +70,7 @@ def test_matrices_are_muons_and_the_rest_is_adams():
     assert "torch's matrix products" in text and "native" in text
 
 
-def test_overrides_choose_the_rule_and_the_scale():
+def test_muon_config_overrides_select_rule_and_scale_mode():
     model = TinyMoE(torch.float32)
     config = config_for("fp32", optimizer="muon")
     overrides = {
@@ -99,7 +99,7 @@ class Megatron(nn.Module):
         self.linear_qkv = nn.Linear(8, 2 * (4 + 2 + 2), bias=False)
 
 
-def test_fused_qkv_weights_are_cut_by_the_models_config():
+def test_muon_splits_fused_qkv_weights_by_the_model_config():
     config = config_for("fp32", optimizer="muon")
     model = Megatron(num_attention_heads=4, num_query_groups=2, kv_channels=2)
     optimizer = get_megatron_optimizer(config, model)
@@ -128,7 +128,7 @@ def test_fused_qkv_weights_are_cut_by_the_models_config():
         ({"kv_channels": 2, "attention_output_gate": False}, None, (4, 2, 2)),
     ],
 )
-def test_gate_and_the_parameters_own_word_cut_a_fused_weight(sizes, said, parts):
+def test_muon_splits_fused_qkv_weights_by_output_gate_or_param_attribute(sizes, said, parts):
     model = Megatron(num_attention_heads=4, num_query_groups=2, **sizes)
     model.linear_qkv = nn.Linear(8, 2 * sum(parts), bias=False)
     if said:
@@ -147,7 +147,7 @@ def trained(model, optimizer):
 
 @pytest.mark.parametrize("style", ["config", "torch"])
 @pytest.mark.parametrize("marked", ["0", "1"])
-def test_matrix_marked_use_muon_false_is_the_scalar_optimizers(style, marked):
+def test_use_muon_false_gives_a_matrix_to_adam(style, marked):
     def build(by_mark):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 6, bias=False))
@@ -177,11 +177,11 @@ def ranks(tmp_path_factory):
     return results_of_ranks("muon", 4, folder)
 
 
-def test_part_without_a_partition_dim_is_refused(ranks):
+def test_muon_refuses_a_tensor_parallel_param_without_partition_dim(ranks):
     assert "wide is tensor_model_parallel and has no partition_dim" in ranks[0]["unknown partition"]
 
 
-def test_blockwise_orthogonalises_each_part(ranks):
+def test_blockwise_muon_orthogonalizes_each_tensor_parallel_part(ranks):
     expected = muon_worker.by_rows()
     differing = {
         n for n, value in expected.items() if not same_bits(ranks[0]["blockwise"][n], value)
@@ -199,7 +199,7 @@ def one_process():
 
 
 @pytest.mark.parametrize("case", SHARED)
-def test_ranks_share_out_the_products_and_have_the_bits_of_one_process(ranks, one_process, case):
+def test_muon_divides_products_over_ranks_with_the_bits_of_one_process(ranks, one_process, case):
     """ZeRO has gradients of zeros where there are none."""
     expected = one_process[() if case in muon_worker.ZERO else muon_worker.LATE]
     found = [rank["shares"][case] for rank in ranks if case in rank["shares"]]

@@ -123,7 +123,7 @@ FORMS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 }
 
 
-def test_page_lists_every_writer() -> None:
+def test_outside_writes_page_lists_every_tested_writer() -> None:
     section = PAGE.read_text().split("## Gradients")[0].split("plain tensors and DTensors:")[1]
     rows = re.findall(r"^- (.+)$", section, re.M)
     assert set(rows) == set(WRITERS)
@@ -134,7 +134,7 @@ CASES += [(name, "DTensor") for name in WRITERS if name not in NEW_MEMORY]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_step_continues_from_what_other_code_wrote(
+def test_step_continues_from_params_written_by_other_code(
     name: str, layout: str, one_rank: None, tmp_path: Path
 ) -> None:
     """In every place, mode and form of state; with a learning rate of 0 the written value stays."""
@@ -173,7 +173,7 @@ OF_GRADIENTS = [name for name in WRITERS if "swap_tensors" not in name]
 
 @pytest.mark.parametrize("adversarial", [True, False], ids=["accelerator", "host"])
 @pytest.mark.parametrize("name", OF_GRADIENTS)
-def test_every_write_to_a_gradient_counts(name: str, adversarial: bool) -> None:
+def test_step_uses_gradients_written_after_backward(name: str, adversarial: bool) -> None:
     def after(model: nn.Module, step: int) -> None:
         finish_backward_work(optimizer)
         if step % 3 == 2:

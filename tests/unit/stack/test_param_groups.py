@@ -139,7 +139,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("face", "what"), PAIRS)
-def test_group_that_is_refused_leaves_the_optimizer_as_it_was(face: str, what: str) -> None:
+def test_add_param_group_changes_nothing_when_refused(face: str, what: str) -> None:
     dtype, build = FACES[face]
     group, said = REFUSED[what]
     ends = []
@@ -163,7 +163,7 @@ def test_group_that_is_refused_leaves_the_optimizer_as_it_was(face: str, what: s
     assert alike(*ends)
 
 
-def test_parts_that_one_group_becomes_are_added_together() -> None:
+def test_muon_add_param_group_adds_no_part_when_a_param_is_known() -> None:
     optimizer = mp_optim.Muon([("w", late(torch.float32))], lr=0.1)
     for built in (False, True):
         if built:
@@ -190,7 +190,9 @@ class ListConfig(Sequence[Any]):
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_settings_of_numpy_and_omegaconf_become_plain(face: str, tmp_path: Path) -> None:
+def test_param_groups_accept_numpy_and_omegaconf_settings_with_equal_bits(
+    face: str, tmp_path: Path
+) -> None:
     dtype, build = FACES[face]
     results = []
     for number, betas in (
@@ -234,7 +236,7 @@ EDITS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("face", FACES)
-def test_edited_lists_are_named_before_anything_is_stepped(face: str, edit: str) -> None:
+def test_param_group_lists_edited_in_place_are_refused_before_a_step(face: str, edit: str) -> None:
     dtype, build = FACES[face]
     pair = Pair(dtype)
     optimizer = stepped(build(list(pair.named_parameters())))
@@ -287,7 +289,7 @@ WAYS: dict[str, Any] = {
     [{}, {"offload": 0.5, "offload_mode": "speculative", "state": "8bit"}],
     ids=["plain", "offloaded"],
 )
-def test_groups_stay_open_until_the_first_step_when_somebody_looks(
+def test_param_groups_may_change_until_the_first_step_after_state_is_read(
     settings: dict[str, Any], way: str
 ) -> None:
     """Lightning's BaseFinetuning assigns more groups after Lightning has looked at the state."""
@@ -308,7 +310,7 @@ def test_groups_stay_open_until_the_first_step_when_somebody_looks(
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_groups_that_are_assigned_are_those_that_are_stepped(face: str) -> None:
+def test_assigned_param_groups_set_the_rates_of_the_next_step(face: str) -> None:
     dtype, build = FACES[face]
     pair = Pair(dtype)
     optimizer = stepped(build(list(pair.named_parameters())))
@@ -340,7 +342,7 @@ SWITCHES = ["maximize", "amsgrad", "capturable", "differentiable"]
 
 @pytest.mark.parametrize("switch", SWITCHES)
 @pytest.mark.parametrize("rule", RULES)
-def test_switches_that_are_not_here_are_refused_where_they_enter(rule: str, switch: str) -> None:
+def test_torch_switches_without_support_are_refused_at_every_entry(rule: str, switch: str) -> None:
     build = getattr(mp_optim, rule)
     with pytest.raises(ValueError, match=f"{switch}=True"):
         build([{"params": [("w", late(torch.float32))], switch: True}])
@@ -367,7 +369,7 @@ def test_switches_that_are_not_here_are_refused_where_they_enter(rule: str, swit
 
 
 @pytest.mark.parametrize("face", [face for face in FACES if face != "over torch's"])
-def test_torchs_global_hooks_run_once_a_step(face: str) -> None:
+def test_torch_global_step_hooks_run_once_for_each_step(face: str) -> None:
     dtype, build = FACES[face]
     optimizer = stepped(build(list(Pair(dtype).named_parameters())))
     seen: list[Any] = []
@@ -386,7 +388,7 @@ def test_torchs_global_hooks_run_once_a_step(face: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("offload", [0.0, 1.0])
 @pytest.mark.parametrize("whole", [True, False])
-def test_compiled_step_before_the_first_one(whole: bool, offload: float) -> None:
+def test_compiled_step_gives_equal_bits_from_the_first_step(whole: bool, offload: float) -> None:
     """The whole of a train step, or ``optimizer.step`` alone."""
 
     def trained(is_compiled: bool) -> list[Tensor]:

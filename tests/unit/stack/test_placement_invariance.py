@@ -14,7 +14,7 @@ STEPS = 8
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_adversarial_transfers_give_the_same_bits(precision, overlap):
+def test_offload_gives_equal_bits_when_transfers_are_reordered(precision, overlap):
     model, optimizer = build(precision)
     expected = train(model, optimizer, STEPS), params_of(model)
     model, optimizer = build(precision, 0.7, overlap_cpu_optimizer_d2h_h2d=overlap)
@@ -85,7 +85,7 @@ def _explode(*_):
     raise KeyboardInterrupt
 
 
-def test_loading_into_another_model_names_what_differs(tmp_path):
+def test_load_names_params_that_another_model_lacks(tmp_path):
     checkpoint.save(tmp_path, *build("bf16", experts=False))
     with pytest.raises(ValueError, match=r"experts\.down"):
         checkpoint.load(tmp_path, *build("bf16", experts=True))
@@ -93,7 +93,7 @@ def test_loading_into_another_model_names_what_differs(tmp_path):
         checkpoint.load(tmp_path / "nowhere", *build("bf16"))
 
 
-def test_only_16_bit_values_travel():
+def test_offload_transfers_only_16_bit_values_for_bf16_params():
     model, optimizer = build("bf16", 1.0)
     for hybrid in hybrids(optimizer):
         hybrid.stepper.use_transfer(AdversarialTransfer())
@@ -103,7 +103,7 @@ def test_only_16_bit_values_travel():
     assert optimizer.metrics()["bytes_up"] == trainable
 
 
-def test_main_params_are_born_on_the_host_once():
+def test_offloaded_main_params_are_allocated_together_on_the_host():
     _, optimizer = build("bf16", 1.0)
     for hybrid in hybrids(optimizer):
         mains = sorted(

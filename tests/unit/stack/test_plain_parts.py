@@ -15,7 +15,7 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rule", RULES)
-def test_parts_have_the_bits_of_one_process(ranks, rule, layout):
+def test_plain_tensor_parallel_parts_have_the_bits_of_one_process(ranks, rule, layout):
     for rank in ranks:
         wanted, found = rank[f"{rule}, expected"], rank[f"{rule}, {layout}"]
         differing = [name for name in CUTS if not same_bits(found[name], wanted[name])]

@@ -56,7 +56,7 @@ def by_backward(param: Tensor, value: float) -> None:
 @pytest.mark.parametrize("gradients", [by_hand, by_backward])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", RESHAPES)
-def test_another_shape_is_refused_by_name(
+def test_step_names_a_param_whose_memory_has_a_new_shape(
     how: str, dtype: torch.dtype, gradients: Callable[[Tensor, float], None], place: dict[str, Any]
 ) -> None:
     named = pair(dtype, 8, 8)
@@ -94,7 +94,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", LAYOUTS)
-def test_another_layout_is_followed_as_torch_does(
+def test_step_matches_torch_after_param_memory_changes_layout(
     how: str, dtype: torch.dtype, place: dict[str, Any]
 ) -> None:
     def trained(make: Any, **settings: Any) -> list[Tensor]:
@@ -115,7 +115,7 @@ def test_another_layout_is_followed_as_torch_does(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_another_dtype_is_followed_or_refused_alike(
+def test_step_follows_a_param_changed_to_16_or_32_bits_and_refuses_64(
     dtype: torch.dtype, place: dict[str, Any]
 ) -> None:
     for other in (torch.float32, torch.bfloat16, torch.float64):
@@ -136,7 +136,7 @@ def test_another_dtype_is_followed_or_refused_alike(
         assert torch.equal(p.detach().float().view(-1), torch.arange(64.0) - 1)
 
 
-def test_gradient_of_another_shape_is_refused(place: dict[str, Any]) -> None:
+def test_step_refuses_a_gradient_of_another_shape(place: dict[str, Any]) -> None:
     for shape in ((4, 8), (4, 16), (16, 8)):
         named = pair(torch.float32, 8, 8)
         optimizer = sgd(named, **place)
@@ -151,7 +151,9 @@ def test_gradient_of_another_shape_is_refused(place: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_memory_that_was_freed_is_refused(dtype: torch.dtype, place: dict[str, Any]) -> None:
+def test_step_refuses_params_and_gradients_with_freed_memory(
+    dtype: torch.dtype, place: dict[str, Any]
+) -> None:
     for size, of_gradient in ((0, False), (8, False), (0, True)):
         named = pair(dtype, 8, 8)
         optimizer = sgd(named, **place)
@@ -166,7 +168,7 @@ def test_memory_that_was_freed_is_refused(dtype: torch.dtype, place: dict[str, A
 # -- memory that elements share ----------------------------------------------------------------
 
 
-def test_expanded_parameter_is_refused_before_anything_is_stepped(place: dict[str, Any]) -> None:
+def test_step_refuses_an_expanded_param_before_any_param_changes(place: dict[str, Any]) -> None:
     first = nn.Parameter(torch.ones(4))
     wide = nn.Parameter(torch.ones(4, 1).expand(4, 4))
     optimizer = sgd([("first", first), ("wide", wide)], **place)
@@ -185,7 +187,7 @@ def test_expanded_parameter_is_refused_before_anything_is_stepped(place: dict[st
 
 
 @pytest.mark.parametrize("make", [FusedAdam, HybridDeviceOptimizer])
-def test_shared_memory_is_refused_where_an_optimizer_is_built(make: Any) -> None:
+def test_construction_refuses_params_that_share_memory(make: Any) -> None:
     with pytest.raises(ValueError, match="wide has shape"):
         make([("wide", nn.Parameter(torch.ones(1).expand(4)))])
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
@@ -198,7 +200,7 @@ def test_shared_memory_is_refused_where_an_optimizer_is_built(make: Any) -> None
             attempt()
 
 
-def test_memory_that_comes_to_be_shared_is_refused(place: dict[str, Any]) -> None:
+def test_step_refuses_params_that_share_memory_since_construction(place: dict[str, Any]) -> None:
     named = pair(torch.bfloat16, 8, 8)
     optimizer = sgd(named, **place)
     zero_grads(optimizer)
@@ -209,9 +211,7 @@ def test_memory_that_comes_to_be_shared_is_refused(place: dict[str, Any]) -> Non
         optimizer.step()
 
 
-def test_parameters_in_one_memory_are_stepped_when_their_bytes_do_not_overlap(
-    place: dict[str, Any],
-) -> None:
+def test_step_accepts_params_in_one_storage_without_overlap(place: dict[str, Any]) -> None:
     memory = torch.arange(64.0).view(8, 8)
     named = [(str(index), nn.Parameter(view)) for index, view in enumerate(memory.split([3, 5]))]
     optimizer = sgd(named, **place)
@@ -230,7 +230,7 @@ def test_parameters_in_one_memory_are_stepped_when_their_bytes_do_not_overlap(
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", ["zero", "fsdp"])
-def test_shards_are_looked_at_too(
+def test_sharded_step_follows_new_layouts_and_refuses_freed_memory(
     how: str, dtype: torch.dtype, fraction: float, one_rank: None
 ) -> None:
     model = nn.Linear(4, 4, bias=False).to(dtype)

@@ -29,7 +29,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_qk_clip_keeps_logits_below_a_limit(dtype):
+def test_qk_clip_by_scale_rows_keeps_logits_below_the_limit(dtype):
     torch.manual_seed(0)
     model = Attention().to(dtype)
     optimizer = mp_optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)

@@ -17,7 +17,9 @@ from support.workers.small_states import BELOW, LAYOUTS, SHAPES
 
 
 @pytest.mark.parametrize("via", ["state dict", "checkpoint"])
-def test_another_number_is_another_form(via: str, tmp_path: Path) -> None:
+def test_load_changes_fp32_state_below_threshold_only_with_convert(
+    via: str, tmp_path: Path
+) -> None:
     coded, small = {"fp32_state_below": 0}, {"fp32_state_below": 100}
 
     def load(source: Any, target: Any, **how: Any) -> None:
@@ -55,7 +57,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_whole_parameter_decides(ranks: list[dict[str, Any]], layout: str) -> None:
+def test_small_state_threshold_counts_whole_params_when_sharded(
+    ranks: list[dict[str, Any]], layout: str
+) -> None:
     expected = {name: torch.Size(shape).numel() < BELOW for name, shape in SHAPES.items()}
     for rank in ranks:
         assert rank[layout]["is_small"] == expected

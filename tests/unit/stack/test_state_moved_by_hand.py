@@ -104,7 +104,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("place", "helper"), PAIRS)
-def test_helpers_of_rl_programs_move_state_and_no_bit(simulation, place, helper):
+def test_offload_helpers_of_rl_programs_move_state_and_change_no_bit(simulation, place, helper):
     check("bf16", place, HELPERS[helper])
 
 
@@ -132,7 +132,7 @@ def check(form, place, helper):
 
 
 @pytest.mark.parametrize("form", ["fp32", pytest.param("bf16-8bit8", marks=pytest.mark.slow)])
-def test_state_moved_by_hand_is_saved_and_loaded_in_place(simulation, form):
+def test_state_moved_by_hand_is_saved_and_loaded_where_it_is(simulation, form):
     model, optimizer = build(form)
     train(model, optimizer, 2)
     before = found(model, optimizer)
@@ -205,7 +205,7 @@ def test_state_assignment_refuses_unsupported_values(simulation):
     assert on_accelerator(optimizer) == there and not differing(found(model, optimizer), before)
 
 
-def test_reading_state_keeps_no_memory_alive(simulation):
+def test_reading_state_does_not_keep_freed_memory(simulation):
     model, optimizer = build("bf16-4bit")
     train(model, optimizer, 1)
     view, state = optimizer.state, optimizer.state[model.dense]
@@ -233,7 +233,7 @@ def test_reading_state_keeps_no_memory_alive(simulation):
 
 @pytest.mark.parametrize("place", ["device", "host", "streamed"])
 @pytest.mark.parametrize("form", ["fp32", pytest.param("bf16-8bit8", marks=pytest.mark.slow)])
-def test_step_brings_home_memory_that_was_moved_by_data(simulation, form, place):
+def test_step_restores_state_to_its_device_when_data_was_moved(simulation, form, place):
     model, optimizer = build(form, place)
     for start in (0, 2):
         train(model, optimizer, 2, start)

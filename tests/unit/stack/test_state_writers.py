@@ -58,7 +58,7 @@ def backward(model: nn.ParameterList, optimizer: Any, step: int) -> None:
 
 @pytest.mark.parametrize("place", list(PLACES))
 @pytest.mark.parametrize("wrong", ["shape", "dtype"])
-def test_step_refuses_state_in_memory_of_another_form(
+def test_step_refuses_state_replaced_by_another_shape_or_dtype(
     place: str, wrong: str, tmp_path: Path
 ) -> None:
     model, optimizer = build(place, "fp32", tmp_path)
@@ -123,7 +123,7 @@ def stacks() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]]]]:
 
 
 @pytest.mark.parametrize("name", [name for name, _ in stacks()])
-def test_every_stack_begins_again_when_its_state_is_cleared(name: str, one_rank: None) -> None:
+def test_state_clear_resets_moments_and_keeps_main_params(name: str, one_rank: None) -> None:
     model, optimizer = dict(stacks())[name]()
 
     def step() -> None:
@@ -153,7 +153,9 @@ def test_every_stack_begins_again_when_its_state_is_cleared(name: str, one_rank:
 
 @pytest.mark.parametrize("state", ["fp16", "8bit", "4bit"])
 @pytest.mark.parametrize("layout", ["FSDP2", "ZeRO"])
-def test_writes_to_copies_of_a_rank_count(layout: str, state: str, one_rank: None) -> None:
+def test_step_uses_values_written_to_shown_state_of_a_shard(
+    layout: str, state: str, one_rank: None
+) -> None:
     torch.manual_seed(0)
     model = nn.Linear(20, 30, bias=False).bfloat16()
     if layout == "FSDP2":
@@ -194,7 +196,7 @@ def test_writes_to_copies_of_a_rank_count(layout: str, state: str, one_rank: Non
     assert local(held).any()
 
 
-def test_copy_with_negative_squares_is_refused_by_name() -> None:
+def test_step_names_8bit_state_written_with_negative_squares() -> None:
     param = nn.Parameter(torch.ones(300))
     optimizer = mp_optim.AdamW([("w", param)], state="8bit")
     param.grad = torch.ones_like(param)
@@ -207,7 +209,7 @@ def test_copy_with_negative_squares_is_refused_by_name() -> None:
     optimizer.step()
 
 
-def test_copies_of_state_that_is_only_read_are_freed() -> None:
+def test_shown_state_copies_are_freed_when_only_read() -> None:
     params = [(f"w{i}", nn.Parameter(torch.ones(300))) for i in range(5)]
     optimizer = mp_optim.AdamW(params, state="8bit")
     for _, param in params:
@@ -222,7 +224,7 @@ def test_copies_of_state_that_is_only_read_are_freed() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"offload": 1.0, "offload_mode": "speculative"}])
-def test_step_follows_state_transposed_in_place_of_its_memory(settings: dict[str, object]) -> None:
+def test_step_follows_state_replaced_by_transposed_memory(settings: dict[str, object]) -> None:
     weights = []
     for transposed in (lambda value: value.t(), lambda value: value.t().contiguous()):
         param = nn.Parameter(torch.arange(64.0).reshape(8, 8))

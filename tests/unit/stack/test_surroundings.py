@@ -125,14 +125,16 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.parametrize("around", SURROUNDINGS)
 @pytest.mark.parametrize("stack", STACKS)
-def test_bits_are_those_of_ordinary_surroundings(stack, around, undisturbed, tmp_path):
+def test_training_bits_do_not_depend_on_default_device_dtype_or_autocast(
+    stack, around, undisturbed, tmp_path
+):
     seen = program(STACKS[stack], tmp_path, SURROUNDINGS[around])
     assert len(seen) == len(undisturbed[stack])
     assert all(map(same_bits, seen, undisturbed[stack]))
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap", "speculative"])
-def test_gradients_made_in_inference_mode_are_stepped(mode):
+def test_step_uses_gradients_created_in_inference_mode(mode):
     results = []
     for surroundings in (nullcontext, torch.inference_mode):
         model = nn.Linear(6, 4).bfloat16()
@@ -150,7 +152,7 @@ def test_gradients_made_in_inference_mode_are_stepped(mode):
     assert all(map(same_bits, *results))
 
 
-def test_parameter_made_in_inference_mode_is_refused_by_name():
+def test_factory_names_a_param_created_in_inference_mode():
     with torch.inference_mode():
         model = nn.Linear(4, 4)
     with pytest.raises(TypeError, match=r"weight .*inference_mode"):

@@ -28,7 +28,9 @@ def replace_params(model, optimizer):
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "moe"])
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_megatron_4046_4042_tensors_replaced_twice_with_save_and_load(precision, fraction, experts):
+def test_megatron_4046_4042_training_continues_when_params_are_replaced(
+    precision, fraction, experts
+):
     expected_model, expected = build(precision, fraction, experts)
     expected_losses = train(expected_model, expected, 6)
 
@@ -49,7 +51,7 @@ def test_megatron_4046_4042_tensors_replaced_twice_with_save_and_load(precision,
         assert same_bits(p.detach(), q.detach()), name
 
 
-def test_megatron_4046_main_params_replaced_below_the_wrapper():
+def test_megatron_4046_hybrid_keeps_state_when_main_params_are_replaced():
     def run(replaced):
         torch.manual_seed(0)
         params = [nn.Parameter(torch.randn(5, 3)) for _ in range(4)]
@@ -67,7 +69,7 @@ def test_megatron_4046_main_params_replaced_below_the_wrapper():
     assert all(same_bits(a, b) for a, b in zip(run(True), run(False), strict=True))
 
 
-def test_replacement_with_new_values_is_followed():
+def test_step_keeps_values_written_to_an_offloaded_param():
     model, optimizer = build("bf16", 1.0, experts=False)
     train(model, optimizer, 1)
     with torch.no_grad():
@@ -83,7 +85,7 @@ def test_replacement_with_new_values_is_followed():
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_memory_put_under_a_parameter_is_followed(precision, fraction):
+def test_step_continues_after_param_data_is_assigned(precision, fraction):
     """``param.data = ...`` leaves identity and version as they were."""
     runs = []
     for moved in (False, True):
@@ -102,7 +104,7 @@ def test_memory_put_under_a_parameter_is_followed(precision, fraction):
     assert (model.dense.detach() - 3).abs().max() < 0.1
 
 
-def test_cast_model_gets_main_params_or_is_refused():
+def test_step_adds_main_params_when_the_model_is_cast_to_bf16():
     model, optimizer = build("bf16", experts=False)
     before = model.scale.detach().clone()
     model.bfloat16()  # scale was FP32
@@ -117,7 +119,7 @@ def test_cast_model_gets_main_params_or_is_refused():
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.4, 1.0])
-def test_colossalai_6401_lamb_with_mixed_placement_trains_like_one_place(fraction):
+def test_colossalai_6401_lamb_gives_equal_bits_with_mixed_placement(fraction):
     """An overflow-free first step must move params and moments, wherever they are."""
     torch.manual_seed(1)
     weights = [torch.randn(7, 5), torch.randn(9), torch.randn(3, 3)]
@@ -145,7 +147,7 @@ def test_colossalai_6401_lamb_with_mixed_placement_trains_like_one_place(fractio
         assert hybrid.state[a]["exp_avg"].abs().max() > 0 and hybrid.state[a]["step"] == 3
 
 
-def test_deepspeed_7905_every_group_keeps_its_hyperparameters():
+def test_deepspeed_7905_hybrid_uses_the_settings_of_every_group():
     params = [nn.Parameter(torch.ones(4)) for _ in range(7)]
     groups = [
         {
@@ -170,7 +172,7 @@ def test_deepspeed_7905_every_group_keeps_its_hyperparameters():
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_deepspeed_7948_in_place_step_does_not_meet_autograd(fraction):
+def test_deepspeed_7948_step_writes_flat_views_without_autograd_errors(fraction):
     flat = torch.randn(10, requires_grad=True)
     params = [nn.Parameter(flat.detach()[2:8].view(2, 3)), nn.Parameter(flat.detach()[8:])]
     for param in params:
@@ -193,7 +195,7 @@ def test_deepspeed_7948_in_place_step_does_not_meet_autograd(fraction):
 # -- Megatron's HybridDeviceOptimizer, one by one (numbers as in docs/upstream-defects.md) --------
 
 
-def test_h8_state_dict_is_plain_data():
+def test_h8_state_dict_loads_with_weights_only_and_resumes():
     model, optimizer = build("fp16", 0.5)
     train(model, optimizer, 1)
     buffer = io.BytesIO()
@@ -206,14 +208,14 @@ def test_h8_state_dict_is_plain_data():
     assert train(fresh_model, fresh, 2, start=1) == train(model, optimizer, 2, start=1)
 
 
-def test_h9_saved_before_the_first_step_and_params_without_gradient():
+def test_h9_state_dict_saved_before_the_first_step_loads_elsewhere():
     model, optimizer = build("bf16", 0.5)
     other_model, other = build("bf16", 1.0)
     other.load_state_dict(optimizer.state_dict())
     assert train(model, optimizer, 2) == train(other_model, other, 2)
 
 
-def test_h10_f6_missing_main_params_are_an_error():
+def test_h10_f6_load_refuses_state_without_main_params():
     model, optimizer = build("bf16", 0.5, experts=False)
     plain = torch.optim.AdamW(list(model.named_parameters()))
     model(tokens_of(0)).backward()
@@ -224,7 +226,7 @@ def test_h10_f6_missing_main_params_are_an_error():
         )
 
 
-def test_h11_h17_state_stays_where_it_is_stepped():
+def test_h11_h17_state_keeps_its_device_after_load_and_restore():
     model, optimizer = build("bf16", 0.5)
     train(model, optimizer, 1)
     devices = [v.device for s in optimizer.state_dict()["state"].values() for v in s.values()]
@@ -247,7 +249,7 @@ def test_h12_step_counters_continue_after_load():
     assert {float(state["step"]) for state in optimizer.state.values()} == {15.0}
 
 
-def test_h15_closure_runs_once():
+def test_h15_hybrid_step_calls_its_closure_once():
     params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
     calls = []
 
@@ -262,7 +264,7 @@ def test_h15_closure_runs_once():
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_h16_reload_model_params(precision, fraction):
+def test_h16_reload_model_params_keeps_values_written_by_data(precision, fraction):
     model, optimizer = build(precision, fraction, experts=False)
     with torch.no_grad():
         model.dense.data.fill_(2.0)
@@ -274,14 +276,14 @@ def test_h16_reload_model_params(precision, fraction):
     assert torch.allclose(model.dense.detach().float(), torch.tensor(2.0), atol=1e-2)
 
 
-def test_h18_is_loading_is_accepted_and_init_state_is_enough():
+def test_h18_state_dict_accepts_is_loading_and_init_state_adds_momentum():
     _, optimizer = build("bf16", 1.0, optimizer="sgd")
     assert optimizer.state_dict(is_loading=True)["state"]
     optimizer.init_state()
     assert all("momentum_buffer" in state for state in optimizer.state.values())
 
 
-def test_h26_looking_at_state_never_steps():
+def test_h26_reading_state_changes_no_param_and_no_count():
     model, optimizer = build("bf16", 0.5)
     before = [p.detach().clone() for p in model.parameters()]
     optimizer.init_state()
@@ -290,7 +292,7 @@ def test_h26_looking_at_state_never_steps():
     assert {float(state["step"]) for state in optimizer.state.values()} == {0.0}
 
 
-def test_reordered_groups_load_by_name():
+def test_load_matches_state_by_param_name_when_groups_are_reordered():
     def optimizer_over(order):
         torch.manual_seed(3)
         params = {"a": nn.Parameter(torch.randn(3)), "b": nn.Parameter(torch.randn(3))}
@@ -313,7 +315,7 @@ def test_reordered_groups_load_by_name():
     assert [g["lr"] for g in other.param_groups] == [0.2, 0.1]
 
 
-def test_state_of_another_shape_or_wider_dtype_is_refused_by_name():
+def test_load_names_state_of_another_shape_or_wider_dtype():
     _model, optimizer = build("bf16", experts=False)
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].double()

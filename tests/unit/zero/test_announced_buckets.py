@@ -77,7 +77,7 @@ def listened(optimizer: DistributedOptimizer, under_way: list[int]) -> list[int]
 
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
-def test_buckets_except_two_are_announced_before_the_step(
+def test_reducer_announces_all_but_two_buckets_during_backward(
     nccl: list[int], mode: str, strategy: str
 ) -> None:
     model, optimizer = layers(
@@ -93,7 +93,7 @@ def test_buckets_except_two_are_announced_before_the_step(
     assert max(left) == 1
 
 
-def test_without_a_listener_backward_waits_for_nothing(nccl: list[int]) -> None:
+def test_backward_waits_for_no_reduction_when_no_listener_is_set(nccl: list[int]) -> None:
     for settings in ({}, {**OFFLOADED, "offload_mode": "sync"}):
         model, optimizer = layers(8, **settings)
         backward(model)
@@ -101,7 +101,7 @@ def test_without_a_listener_backward_waits_for_nothing(nccl: list[int]) -> None:
         assert optimizer.step().success and not nccl
 
 
-def test_result_is_that_of_one_process(nccl: list[int]) -> None:
+def test_sharding_with_announced_buckets_gives_the_bits_of_one_process(nccl: list[int]) -> None:
     model, optimizer = layers(8, offload_mode="speculative", **OFFLOADED)
     plain = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(8)))
     plain.load_state_dict(model.state_dict())
@@ -121,7 +121,7 @@ def test_result_is_that_of_one_process(nccl: list[int]) -> None:
 # -- two threads ----------------------------------------------------------------------------------
 
 
-def test_gradients_that_arrive_in_two_threads_launch_each_bucket_once(
+def test_reducer_launches_each_bucket_once_when_two_threads_run_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     place, launched, start = Narrow(), list[int](), grad_reducer.start_reduction

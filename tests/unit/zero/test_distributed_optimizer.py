@@ -24,7 +24,7 @@ def ranks(folder):
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(4)]
 
 
-def test_every_layout_and_placement_gives_the_same_bits(ranks):
+def test_sharding_gives_equal_bits_in_every_layout_and_placement(ranks):
     kinds = defaultdict(list)
     for case in cases():
         kinds[case.ranks].append(case)
@@ -41,7 +41,7 @@ def test_every_layout_and_placement_gives_the_same_bits(ranks):
                 assert found["norms"] == pytest.approx(same["norms"], rel=tolerance, abs=0.0), case
 
 
-def test_work_on_the_host_begins_before_the_step(ranks):
+def test_speculation_starts_before_the_step_when_gradients_are_sharded(ranks):
     """With no_shard, gradients are complete only in the step."""
     for case in cases():
         if case.clip == 0.0:
@@ -49,7 +49,7 @@ def test_work_on_the_host_begins_before_the_step(ranks):
             assert (ranks[0][repr(case)]["hits"] > 0) == runs_in_backward, case
 
 
-def test_ranks_agree_on_a_fraction(ranks):
+def test_ranks_agree_on_the_largest_offload_fraction_or_name_the_reason(ranks):
     """The largest that one of them needs, or the reason why none is enough."""
     (fraction, text), *others = (rank["fraction"] for rank in ranks)
     assert 0.0 < fraction < 1.0 and text.startswith(
@@ -62,7 +62,7 @@ def test_distributed_optimizer_starts_from_first_ranks_parameters(ranks):
     assert [rank["start"] for rank in ranks] == ["[[1.0], [2.0]]"] * 4
 
 
-def test_gradients_are_added_in_fp32_in_the_order_of_ranks(ranks):
+def test_reduction_adds_gradients_in_fp32_in_rank_order(ranks):
     assert all(len(rank["sums"]) == 5 and all(rank["sums"].values()) for rank in ranks)
 
 
@@ -86,7 +86,7 @@ def test_distributed_optimizer_trains_like_one_process(ranks):
             assert sharded == pytest.approx(loss.item(), rel=1e-5)
 
 
-def test_experts_without_their_groups_are_refused(ranks):
+def test_sharding_refuses_experts_when_expert_process_groups_are_missing(ranks):
     for rank in ranks:
         no_stats, no_dp = rank["forgotten groups"]
         assert (
@@ -96,13 +96,13 @@ def test_experts_without_their_groups_are_refused(ranks):
         assert "process_groups.expert_dp=None" in no_dp
 
 
-def test_tensor_parallel_duplicates_and_shared_parameters_count_once(ranks):
+def test_grad_norm_counts_tensor_parallel_duplicates_and_tied_params_once(ranks):
     expected = math.sqrt(300 * (3.0**2 + 4.0**2 + 6.0**2))
     for rank in ranks:
         assert rank["duplicates"] == [pytest.approx(expected, rel=1e-12)] * 2
 
 
-def test_training_goes_on_bit_for_bit(ranks):
+def test_sharded_resume_gives_equal_bits_from_every_save_format(ranks):
     for rank in ranks:
         found = dict(rank["resumed"])
         straight = found.pop("straight")
@@ -113,7 +113,7 @@ def test_training_goes_on_bit_for_bit(ranks):
             assert resumed == straight, how
 
 
-def test_distributed_checkpoint_of_four_loads_in_one_process(ranks, folder):
+def test_checkpoint_of_four_ranks_loads_in_one_process(ranks, folder):
     model = SmallMoE(torch.bfloat16)
     optimizer = get_megatron_optimizer(config_for("bf16"), model, expert_predicate=is_expert)
     checkpoint.load(folder / "optim", model, optimizer)
@@ -134,7 +134,7 @@ def test_distributed_checkpoint_of_four_loads_in_one_process(ranks, folder):
     assert torch.equal(optimizer.state[model.get_parameter(name)]["exp_avg"].reshape(-1), whole)
 
 
-def test_state_of_other_ranges_is_refused_and_that_of_one_process_is_cut(ranks):
+def test_sharded_load_cuts_whole_state_and_refuses_other_shard_ranges(ranks):
     assert all(
         "saved elements [" in rank["other ranges"] and "mp_optim.checkpoint" in rank["other ranges"]
         for rank in ranks
@@ -143,7 +143,7 @@ def test_state_of_other_ranges_is_refused_and_that_of_one_process_is_cut(ranks):
 
 
 @pytest.mark.parametrize("layout, fp32", BYTES)
-def test_memory_and_traffic_follow_the_formula(ranks, layout, fp32):
+def test_sharded_memory_and_traffic_match_the_documented_formula(ranks, layout, fp32):
     """README: bytes per parameter on n ranks."""
     for rank in ranks:
         found = rank["bytes"][str((layout, fp32))]
@@ -163,7 +163,7 @@ def test_memory_and_traffic_follow_the_formula(ranks, layout, fp32):
         assert sent == pytest.approx((grads + back) * found["params"], rel=0.02)
 
 
-def test_misuse_is_an_error_that_says_what_to_do(ranks):
+def test_sharding_error_names_the_fix_when_calls_come_in_a_wrong_order(ranks):
     for rank in ranks:
         found = rank["misuse"]
         for how in ("second backward", "no zero_grad"):
@@ -175,12 +175,12 @@ def test_misuse_is_an_error_that_says_what_to_do(ranks):
         assert found["waited by hand"] == "no error"
 
 
-def test_gan_trains_as_without_sharding_when_late_gradients_are_cleared(ranks):
+def test_sharding_trains_a_gan_like_one_process_when_late_gradients_are_cleared(ranks):
     for rank in ranks:
         assert set(rank["gan"].values()) == {ranks[0]["gan"]["plain"]}
 
 
-def test_rank_without_work_in_a_pass_joins_its_reduction(ranks):
+def test_rank_without_gradients_joins_each_reduction(ranks):
     """The promise that collectives have one order whatever had a gradient: with each pass reduced
     at once, a rank cannot know how many the others have."""
     for rank in ranks:
@@ -188,12 +188,12 @@ def test_rank_without_work_in_a_pass_joins_its_reduction(ranks):
         assert nothing == zeros == ranks[0]["passes of some"][0]
 
 
-def test_ranks_may_have_parts_that_others_do_not_have(ranks):
+def test_sharding_trains_when_some_parts_exist_on_few_ranks(ranks):
     """Each part is shared by ranks that have the same ones."""
     assert [rank["parts of some"] for rank in ranks] == ["no error"] * 4
 
 
-def test_ranks_that_disagree_are_named_on_every_rank(ranks):
+def test_sharded_construction_names_differing_ranks_on_every_rank(ranks):
     for rank in ranks:
         found = rank["disagree"]
         assert (

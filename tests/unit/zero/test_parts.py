@@ -16,7 +16,7 @@ def ranks(tmp_path_factory):
     return results_of_ranks("parts", RANKS, folder)
 
 
-def test_matrix_that_is_most_of_the_model_costs_other_ranks_nothing(ranks):
+def test_layerwise_buffers_stay_small_when_one_matrix_dominates(ranks):
     """Neither in the buffer that the model looks into, nor while gradients are exchanged."""
     for rank in ranks:
         assert rank["buffer"] < 1.05
@@ -35,13 +35,13 @@ SAID = {
 
 
 @pytest.mark.parametrize("what, strategy", OTHERWISE)
-def test_rank_that_does_something_else_is_named_and_nothing_is_stepped(ranks, what, strategy):
+def test_sharded_step_names_the_rank_whose_settings_or_calls_differ(ranks, what, strategy):
     for rank in ranks:
         found = rank["otherwise"][what, strategy]
         assert SAID[what] in found["told"] and found["kept"] == (what != "nothing")
 
 
-def test_fsdp_ranks_with_other_settings_are_named_and_nothing_is_stepped(ranks):
+def test_fsdp_step_names_the_rank_whose_settings_differ_and_steps_nothing(ranks):
     alike = "the ranks that share parameters disagree: rank 2 has"
     for rank in ranks:
         found = {what: run["told"] for what, run in rank["fsdp"].items()}
@@ -59,7 +59,7 @@ def test_fsdp_ranks_with_other_settings_are_named_and_nothing_is_stepped(ranks):
         assert max(run["seconds"] for run in rank["fsdp"].values()) < 4
 
 
-def test_rank_that_steps_twice_is_named(ranks):
+def test_step_names_a_rank_that_steps_twice(ranks):
     for rank in ranks:
         told = rank["twice"]["told"]
         assert (
@@ -70,7 +70,7 @@ def test_rank_that_steps_twice_is_named(ranks):
 
 
 @pytest.mark.parametrize("off, skips", [(0.0, False), (3.0, True)])
-def test_device_leaves_everything_as_it_is_where_ranks_disagree(off, skips):
+def test_device_verdict_skips_the_step_when_ranks_disagree(off, skips):
     """Nothing is stepped before the host hears of it."""
     config = OptimizerConfig(clip_grad=1.0)
     sums = {name: torch.tensor(4.0, dtype=torch.float64) for name in (MAIN_NORM, EXCLUDED)}

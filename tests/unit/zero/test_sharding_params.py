@@ -48,7 +48,7 @@ def memory_of(view):
     return torch.empty(0, dtype=view.dtype).set_(view.untyped_storage())
 
 
-def test_parameters_and_gradients_are_aligned_views_of_new_memory():
+def test_sharded_params_and_gradients_are_aligned_views_of_flat_buckets():
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     before = {name: (value.clone(), value.data_ptr()) for name, value in model.state_dict().items()}
     optimizer = sharded(model)
@@ -70,7 +70,7 @@ def test_parameters_and_gradients_are_aligned_views_of_new_memory():
     assert not grads.any()
 
 
-def test_gradients_that_are_cleared_are_announced_to_nobody():
+def test_zero_grad_announces_no_bucket_that_waits_for_reduction():
     """Work on them would be in vain, and read them while they are written."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = sharded(model, overlap_grad_reduce=True, bucket_size=20)
@@ -89,7 +89,7 @@ def test_gradients_that_are_cleared_are_announced_to_nobody():
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_backward_reduces_again_after_no_sync(strategy, fails):
+def test_backward_reduces_gradients_after_no_sync_ends_or_raises(strategy, fails):
     """Also where a pass in there broke off."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = sharded(model, "fp32", strategy, overlap_grad_reduce=True, bucket_size=20)
@@ -105,7 +105,7 @@ def test_backward_reduces_again_after_no_sync(strategy, fails):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_step_takes_the_sum_of_two_backward_passes(strategy):
+def test_sharded_step_uses_the_sum_of_two_backward_passes(strategy):
     """ZeRO-2 reduces after each pass, and adds to the owned shard."""
     model = nn.ParameterDict({"a": nn.Parameter(torch.ones(3)), "b": nn.Parameter(torch.ones(3))})
     plain = {"optimizer": "sgd", "weight_decay": 0.0, "sgd_momentum": 0.0, "clip_grad": 0.0}
@@ -119,7 +119,7 @@ def test_step_takes_the_sum_of_two_backward_passes(strategy):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_step_without_backward_warns(strategy):
+def test_sharded_step_warns_when_no_backward_ran(strategy):
     optimizer = sharded(nn.Linear(4, 4), strategy=strategy)
     with pytest.warns(UserWarning, match="none of the optimizer's 2 parameters has a gradient"):
         optimizer.step()
@@ -127,14 +127,14 @@ def test_step_without_backward_warns(strategy):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_shard_takes_its_blocks_of_the_scales_of_a_whole_parameter(first):
+def test_param_shard_takes_its_rows_of_whole_parameter_scales(first):
     start, shape = first * SHARD_ALIGNMENT, torch.Size((4, SHARD_ALIGNMENT))
     owned = torch.empty(2 * SHARD_ALIGNMENT)
     shard = ParamShard("w", shape, start, start + owned.numel(), owned, None, shown_whole=False)
     assert shard.localize("exp_avg_scale", torch.arange(4.0)).tolist() == [first, first + 1]
 
 
-def test_bucket_of_one_parameter_shares_no_memory_with_what_was_there():
+def test_bucket_of_one_param_does_not_share_the_param_memory():
     """torch's ``_flatten_dense_tensors`` of one tensor is that tensor."""
     model = nn.ParameterDict({"only": nn.Parameter(torch.ones(4))})
     old = model["only"].data
@@ -145,7 +145,7 @@ def test_bucket_of_one_parameter_shares_no_memory_with_what_was_there():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_dtypes_keep_to_themselves(strategy):
+def test_sharding_keeps_each_param_dtype_in_a_mixed_group(strategy):
     """DeepSpeed takes the dtype of the first: one FP32 parameter makes all of a group FP32."""
     model = nn.ParameterDict(
         {
@@ -176,7 +176,7 @@ def test_dtypes_keep_to_themselves(strategy):
         (torch.zeros(8, 8)[:, :4], "sliced"),
     ],
 )
-def test_memory_formats_are_refused_and_not_lost(param, name):
+def test_sharding_refuses_params_that_are_not_row_major_and_keeps_strides(param, name):
     model = nn.ParameterDict({name: nn.Parameter(param)})
     strides = model[name].stride()
     with pytest.raises(ValueError, match=rf"^{name} has shape .*row-major.*\.contiguous\(\)"):
@@ -184,7 +184,7 @@ def test_memory_formats_are_refused_and_not_lost(param, name):
     assert model[name].stride() == strides
 
 
-def test_two_parameters_in_one_memory_are_refused():
+def test_sharding_refuses_two_params_that_share_memory():
     base = torch.zeros(8)
     model = nn.ParameterDict({"all": nn.Parameter(base), "part": nn.Parameter(base[4:])})
     with pytest.raises(ValueError, match="all and part are two parameters that share memory"):
@@ -193,7 +193,7 @@ def test_two_parameters_in_one_memory_are_refused():
     sharded(fine)
 
 
-def test_dtensor_is_refused():
+def test_sharding_refuses_a_dtensor_parameter():
     mesh = dist.init_device_mesh("cpu", (1,))
     model = nn.ParameterDict(
         {"w": nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))}
@@ -203,7 +203,7 @@ def test_dtensor_is_refused():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_zero_sized_parameters_keep_their_shape(strategy):
+def test_sharding_steps_empty_params_and_keeps_their_shape(strategy):
     model = nn.ParameterDict(
         {"empty": nn.Parameter(torch.zeros(0, 8)), "some": nn.Parameter(torch.ones(3))}
     )
@@ -219,7 +219,7 @@ def test_zero_sized_parameters_keep_their_shape(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_group_of_frozen_parameters_is_kept_and_left_alone(strategy):
+def test_sharding_leaves_frozen_params_unchanged_and_refuses_late_unfreezing(strategy):
     model = nn.ParameterDict(
         {
             "frozen": nn.Parameter(torch.ones(3), requires_grad=False),
@@ -251,7 +251,7 @@ def test_group_of_frozen_parameters_is_kept_and_left_alone(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_unused_parameter_does_not_get_its_last_gradient_again(strategy):
+def test_sharded_step_does_not_reuse_the_last_gradient_of_an_unused_param(strategy):
     model = nn.ParameterDict({"a": nn.Parameter(torch.ones(3)), "b": nn.Parameter(torch.ones(3))})
     optimizer = sharded(
         model,
@@ -286,7 +286,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_deepspeed_7948_steps_on_flat_views_do_not_meet_autograd(strategy):
+def test_deepspeed_7948_sharding_steps_flat_views_without_autograd_errors(strategy):
     """A flat buffer made with autograd watching makes its views non-leaves, and in-place steps on
     them raise."""
     torch.manual_seed(0)
@@ -316,7 +316,7 @@ def test_deepspeed_7948_steps_on_flat_views_do_not_meet_autograd(strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_tensors_replaced_moved_or_written_are_followed(strategy, precision):
+def test_sharded_step_continues_from_replaced_or_written_params(strategy, precision):
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     values = [torch.full((3,), value, dtype=dtype) for value in (2.0, 3.0, 4.0)]
     model = nn.ParameterDict({"w": nn.Parameter(torch.ones(3, dtype=dtype))})
@@ -350,7 +350,7 @@ def test_tensors_replaced_moved_or_written_are_followed(strategy, precision):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_autograd_notices_parameters_that_a_load_writes(strategy):
+def test_autograd_refuses_backward_after_a_load_wrote_the_params(strategy):
     def trained(seed):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
@@ -368,7 +368,7 @@ def test_autograd_notices_parameters_that_a_load_writes(strategy):
         loss.backward()
 
 
-def test_second_optimizer_takes_over_and_models_can_be_pickled():
+def test_distributed_optimizer_replaces_an_earlier_one_on_the_same_model():
     model = nn.Linear(3, 3)
     first = sharded(model)
     gone, grads_of_first = weakref.ref(first), memory_of(model.bias.main_grad)
@@ -397,7 +397,7 @@ class _Fails(torch.autograd.Function):
         raise RuntimeError("backward broke off")
 
 
-def test_round_that_a_failed_backward_has_begun_is_launched_whole(monkeypatch):
+def test_step_launches_all_reductions_that_a_failed_backward_began(monkeypatch):
     """Other ranks have launched all of it."""
     model = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
     optimizer = sharded(model, strategy="optim_grads", overlap_grad_reduce=True, bucket_size=300)
@@ -426,7 +426,7 @@ def without_the_module(model):
 
 
 @pytest.mark.parametrize("experts", [False, True])
-def test_parameters_may_be_used_anyhow_once_they_were_waited_for(experts):
+def test_params_are_usable_outside_their_module_after_finish_param_sync(experts):
     """``finish_param_sync`` is the way out that the error names; with one member and with two."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     optimizer = get_megatron_optimizer(
@@ -520,7 +520,7 @@ class MegatronDDP(nn.Module):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_megatrons_buffers_are_taken_as_they_are(precision):
+def test_sharding_uses_megatron_buffers_in_place_with_equal_bits(precision):
     torch.manual_seed(0)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     bare = nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 3)).to(dtype)
@@ -547,7 +547,7 @@ def test_megatrons_buffers_are_taken_as_they_are(precision):
     }
 
 
-def test_config_refuses_settings_of_megatrons_buffers():
+def test_sharding_refuses_settings_that_conflict_with_megatron_buffers():
     model = MegatronDDP(nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 3)))
     for settings in (
         {"bucket_size": 5},
@@ -574,7 +574,7 @@ def test_config_refuses_settings_of_megatrons_buffers():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_state_of_a_parameter_in_no_bucket_is_refused_by_name(strategy, tmp_path):
+def test_sharded_load_refuses_state_of_a_param_frozen_before_construction(strategy, tmp_path):
     """It was trained where it was saved; here it was frozen before the buckets were made."""
     model = nn.ParameterDict({name: nn.Parameter(torch.ones(3)) for name in "ab"})
 

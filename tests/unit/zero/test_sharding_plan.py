@@ -43,7 +43,7 @@ def check(plans, sizes, ranks):
 
 
 @given(SIZES, st.integers(1, 7), st.one_of(st.none(), st.integers(1, 9000)))
-def test_flat_shards_own_every_element_once(sizes, ranks, bucket_size):
+def test_flat_shards_assign_every_element_to_one_rank(sizes, ranks, bucket_size):
     plans = plan_flat(sizes, ranks, bucket_size)
     check(plans, sizes, ranks)
     for plan in plans:
@@ -54,7 +54,7 @@ def test_flat_shards_own_every_element_once(sizes, ranks, bucket_size):
 
 
 @given(SIZES, st.integers(1, 7))
-def test_whole_shards_own_parameters_and_are_balanced(sizes, ranks):
+def test_whole_shards_assign_every_param_to_one_rank_and_balance_bytes(sizes, ranks):
     plans = plan_whole(sizes, ranks)
     check(plans, sizes, ranks)
     if plans:
@@ -68,7 +68,7 @@ def test_whole_shards_own_parameters_and_are_balanced(sizes, ranks):
         )
 
 
-def test_beyond_what_doubles_count_exactly():
+def test_flat_shards_have_exact_sizes_beyond_2_to_the_53_elements():
     """DeepSpeed divides with ``/``: a float partition size is not exact beyond 2**53 elements."""
     huge = 2**53 + 1
     (plan,) = plan_flat([huge], 3)
@@ -84,7 +84,7 @@ def test_bucket_plan_names_an_invalid_rank_count_or_bucket_size(ranks, bucket_si
         plan_flat([4], ranks, bucket_size)
 
 
-def test_difference_names_ranks_and_lines():
+def test_agreement_difference_names_ranks_and_lines():
     assert difference([["a", "b"], ["a", "b"]], [4, 5]) is None
     said = difference([["a", "x"], ["a", "b"], ["a", "b"], ["a"]], [4, 5, 6, 7])
     assert said == "rank 4 has 'x' where rank 5 has 'b'; rank 7 has 'nothing' where rank 5 has 'b'"
