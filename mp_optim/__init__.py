@@ -19,8 +19,7 @@ from mp_optim.mixed_precision import (
     StepResult,
 )
 from mp_optim.offload import HybridDeviceOptimizer
-from mp_optim.optimizers.adafactor import Adafactor
-from mp_optim.optimizers.classes import LAMB, SGD, Adam, AdamW, Lion, Muon
+from mp_optim.optimizers.classes import LAMB, SGD, Adafactor, Adam, AdamW, Lion, Muon
 from mp_optim.param_groups.lr_scheduler import OptimizerParamScheduler
 from mp_optim.param_groups.overrides import (
     ParamGroupOverride,

@@ -45,8 +45,7 @@ from mp_optim.checkpoint.file_format import (
     write_manifest,
 )
 from mp_optim.checkpoint.inventory import Inventory, Models, chunks_of
-from mp_optim.checkpoint.replicas import check_replicas
-from mp_optim.checkpoint.writing import Writing, plan_writing
+from mp_optim.checkpoint.writing import Writing, check_replicas, plan_writing
 from mp_optim.core.keyed_optimizer import OverStack, SlotKeyedOptimizer, stack_of
 from mp_optim.core.model_parallel import ModelParallel
 from mp_optim.host.calls import in_own_modes

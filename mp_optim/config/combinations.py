@@ -38,7 +38,9 @@ def check_config(config: ConfigFields) -> None:
         floor, top = getattr(config, low), getattr(config, high)
         if floor is not None and top is not None and floor > top:
             _fail(config, low, f"must not exceed {high}={top!r}")
-    _check_table(config, _CONTRADICTIONS)
+    for name, holds, reason in _CONTRADICTIONS:
+        if holds(config):
+            _fail(config, name, reason.format(config=config))
     try:
         coefficients(config.muon_coefficient_type, config.muon_num_ns_steps)
     except ValueError as error:
@@ -92,12 +94,6 @@ _CONTRADICTIONS: tuple[tuple[str, Holds, str], ...] = (
         "release_gradients=False",
     ),
 )
-
-
-def _check_table(config: ConfigFields, table: tuple[tuple[str, Holds, str], ...]) -> None:
-    for name, holds, why in table:
-        if holds(config):
-            _fail(config, name, why.format(config=config))
 
 
 _ROUNDS_AVERAGES = (

@@ -285,11 +285,6 @@ class ConfigFields:
         return self.offload_place != "host" or self.optimizer_state_path is not None
 
     @property
-    def has_buckets(self) -> bool:
-        """True if the host may step offloaded parameters bucket by bucket."""
-        return self.offload_place != "streamed" and self.optimizer_state_path is None
-
-    @property
     def keeps_remainders(self) -> bool:
         """True if bfloat16 parameters have remainders, or nothing, in place of FP32 main params."""
         return self.use_precision_aware_optimizer and self.store_param_remainders and self.bf16

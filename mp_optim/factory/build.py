@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mp_optim.config import OptimizerConfig
+from mp_optim.config.rules import RULES
 from mp_optim.core import local_tensor, with_names
 from mp_optim.core.param_attributes import (
     has_partition_dim,
@@ -22,10 +23,10 @@ from mp_optim.core.param_attributes import (
     partition_stride,
 )
 from mp_optim.core.partition import partition
-from mp_optim.factory.rule_registry import construction_of, rule_of, settings_of
 from mp_optim.host.calls import warn
 from mp_optim.kernels import check_serves
 from mp_optim.kernels.native_library import set_host_threads
+from mp_optim.kernels.state_format import StatePrecision
 from mp_optim.mixed_precision import (
     ConstantGradScaler,
     DynamicGradScaler,
@@ -35,6 +36,7 @@ from mp_optim.mixed_precision import (
     MegatronOptimizer,
     WrappedOptimizer,
 )
+from mp_optim.muon.muon import MuonRule
 from mp_optim.offload.hybrid import HybridDeviceOptimizer
 from mp_optim.param_groups.overrides import (
     ParamKey,
@@ -43,6 +45,7 @@ from mp_optim.param_groups.overrides import (
     get_standard_config_overrides,
 )
 from mp_optim.process_groups.process_groups import ProcessGroups
+from mp_optim.rules.rule import NAMED_RULES, Rule
 from mp_optim.rules.rule_optimizer import RuleOptimizer
 from mp_optim.zero.composite import ChainedOptimizer
 from mp_optim.zero.zero import DistributedOptimizer
@@ -319,3 +322,41 @@ def inner_optimizer(
         sub_optimizer_kwargs=construction,
         **settings,
     )
+
+
+# -- the rule of a config -------------------------------------------------------------------------
+
+
+def rule_of(config: OptimizerConfig) -> Rule:
+    """Return the rule of a config."""
+    if config.optimizer == MuonRule.name:
+        return MuonRule(config.muon_scalar_optimizer)
+    return NAMED_RULES[config.optimizer]
+
+
+def settings_of(config: OptimizerConfig) -> dict[str, Any]:
+    """Return learning rate, weight decay and hyperparameters of the config's rule, by name."""
+    rule, scalar = RULES[config.optimizer], RULES[config.elementwise_rule]
+    sources = dict(rule.settings)
+    if scalar is not rule:
+        sources |= {name: scalar.settings[name] for name in scalar.overrides}
+    settings: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, **rule.fixed}
+    for name, source in sources.items():
+        if isinstance(source, str):
+            settings[name] = getattr(config, source)
+        else:
+            settings[name] = tuple(getattr(config, part) for part in source)
+    return settings
+
+
+def construction_of(config: OptimizerConfig) -> dict[str, Any]:
+    """Return the rule optimizer's other arguments: storage formats, backend, audits, seed."""
+    same = [spec.name for spec in dataclasses.fields(StatePrecision) if spec.name != "seed"]
+    return {
+        **{name: getattr(config, name) for name in same},
+        "store_param_remainders": config.keeps_remainders,
+        "seed": config.stochastic_rounding_seed,
+        "backend": config.fused_backend,
+        "audit_rate": config.audit_rate,
+        "audit_action": config.audit_action,
+    }

@@ -79,11 +79,6 @@ class ReleasableGrad:
     param: Tensor
     grad: Tensor
 
-    @property
-    def is_present(self) -> bool:
-        """Whether the parameter still has this gradient."""
-        return self.param.grad is self.grad
-
     def release(self) -> None:
         """Remove the gradient from its parameter."""
         self.param.grad = None
@@ -581,7 +576,7 @@ class ReleasedGrads:
             claim = self.claims.get(slot)
             if slot in self.held or claim is None:
                 continue
-            if not claim.is_present:
+            if claim.param.grad is not claim.grad:
                 del bucket.waiting[slot], self.claims[slot]
         waiting = sorted(bucket.waiting)
         chosen = [slot for slot in waiting if slot in self.claims]

@@ -205,8 +205,11 @@ class BackwardScheduler:
         except Exception as error:
             if not self._host_part.releases and self._settings_are_refused():
                 return  # they arrived after the first micro-batch
-            what = f"{self._host_part.label(slots)}: work on the host"
-            self._failure = _not_begun(what, error)
+            self._failure = WorkerError(
+                f"{self._host_part.label(slots)}: work on the host during backward could not be "
+                f"begun: {error!r}. The optimizer is as it was before this step"
+            )
+            self._failure.__cause__ = error
 
     def _settings_are_refused(self) -> bool:
         """Whether those that work would have been begun with cannot be, or those of now."""
@@ -428,8 +431,14 @@ class BackwardScheduler:
             step.is_downloaded = self.grads.are_same(job.versions, step.updates, staged)
             if not (step.is_downloaded or job.releases):
                 stale += self.grads.are_complete(job.versions, step.updates)
-        if stale:
-            self._count_changed(stale)
+        self.counts["speculation_stale"] += stale
+        if 0 < stale == self.counts["speculation_stale"]:  # the first time
+            warn(
+                f"offload_mode={self.mode!r}: gradients changed after backward, so step() "
+                "repeats the work of backward on them. If clip_grad_norm_ did it, clip with "
+                "OptimizerConfig.clip_grad (HF Trainer: max_grad_norm=0; Lightning: "
+                "gradient_clip_val=None). metrics()['speculation_stale'] counts the buckets"
+            )
 
     def gradients_on_host(
         self, routes: Iterable[tuple[BackwardBucket, SlotUpdates]]
@@ -474,27 +483,6 @@ class BackwardScheduler:
                 found[step.bucket] = job.back
             self.counts["speculation_hits" if bucket.is_trusted else "speculation_redone"] += 1
         return found
-
-    def _count_changed(self, changed: int) -> None:
-        """Count buckets whose gradients changed after the worker used them, and warn the first
-        time."""
-        self.counts["speculation_stale"] += changed
-        if self.counts["speculation_stale"] == changed:
-            warn(
-                f"offload_mode={self.mode!r}: gradients changed after backward, so step() "
-                "repeats the work of backward on them. If clip_grad_norm_ did it, clip with "
-                "OptimizerConfig.clip_grad (HF Trainer: max_grad_norm=0; Lightning: "
-                "gradient_clip_val=None). metrics()['speculation_stale'] counts the buckets"
-            )
-
-
-def _not_begun(what: str, error: Exception) -> WorkerError:
-    failure = WorkerError(
-        f"{what} during backward could not be begun: {error!r}. The optimizer is as it was before "
-        "this step"
-    )
-    failure.__cause__ = error
-    return failure
 
 
 # -- the worker thread ----------------------------------------------------------------------------

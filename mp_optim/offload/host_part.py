@@ -99,14 +99,10 @@ class HostPart:
         """Return the place where a slot is stepped."""
         return self.how.place if slot in self._offloaded else "device"
 
-    @property
-    def is_in_place(self) -> bool:
-        """True if a step reads gradients from the parameters and writes the parameters itself."""
-        return self.pipeline is None and self.buckets is None
-
     def copied_slots(self) -> Sequence[Slot]:
         """Return the slots whose parameters are written by copies, not by a kernel of the step."""
-        is_copied = self.how.place == "host" and not self.is_in_place
+        is_in_place = self.pipeline is None and self.buckets is None
+        is_copied = self.how.place == "host" and not is_in_place
         return [each.slot for each in self.slots] if is_copied else ()
 
     # -- cutting: nothing may be begun ------------------------------------------------------------

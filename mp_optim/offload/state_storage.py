@@ -183,14 +183,6 @@ class StateFile:
         self._file.forget_cache()
         self._unsettled, self._is_exposed = 0, False
 
-    def read_into(self, memory: Tensor, offset: int) -> Ticket:
-        """See :meth:`~mp_optim.host.direct_file.DirectFile.read_into`."""
-        return self.file.read_into(memory, offset)
-
-    def write_from(self, memory: Tensor, offset: int) -> Ticket:
-        """See :meth:`~mp_optim.host.direct_file.DirectFile.write_from`."""
-        return self.file.write_from(memory, offset)
-
     def notes(self) -> tuple[str, ...]:
         """Return notes for the user about the folder."""
         if self._file is None or self._file.direct:
@@ -294,7 +286,7 @@ class FileWindows:
         tickets = self._writes.setdefault(number, [])
         for extent in extents:
             part = memory[extent.memory_from :][: extent.size]
-            tickets.append(self._file.write_from(part, extent.offset))
+            tickets.append(self._file.file.write_from(part, extent.offset))
             self.written += extent.size
 
     def close_windows(self) -> None:
@@ -314,7 +306,7 @@ class FileWindows:
         tickets = self._reads.setdefault(number, [])
         for extent in extents:
             part = memory[extent.memory_from :][: extent.size]
-            tickets.append(self._file.read_into(part, extent.offset))
+            tickets.append(self._file.file.read_into(part, extent.offset))
 
     def _room(self, number: int) -> Tensor:
         return self._rooms[number % len(self._rooms)]

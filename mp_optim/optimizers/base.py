@@ -24,10 +24,17 @@ from mp_optim.core.keyed_optimizer import Closure, SlotKeyedOptimizer
 from mp_optim.core.quantized import FLOAT8_DTYPES
 from mp_optim.core.slot_state import State
 from mp_optim.core.state_dict import checked_match, plain_groups
-from mp_optim.factory.build import StackRequest, container_of, inner_optimizer, set_up_host
+from mp_optim.factory.build import (
+    StackRequest,
+    construction_of,
+    container_of,
+    inner_optimizer,
+    rule_of,
+    set_up_host,
+    settings_of,
+)
 from mp_optim.factory.host_memory_check import check_host_memory
 from mp_optim.factory.offload_fraction import with_chosen_fraction
-from mp_optim.factory.rule_registry import construction_of, rule_of, settings_of
 from mp_optim.host.calls import in_own_modes, warn
 from mp_optim.host.host_memory import same_values
 from mp_optim.kernels import check_serves

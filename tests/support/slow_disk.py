@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from mp_optim.offload.state_storage import StateFile
+from mp_optim.host.direct_file import DirectFile
 
 
 class _Late:
@@ -25,14 +25,14 @@ class _Late:
 
 @contextmanager
 def slow_disk() -> Iterator[None]:
-    read, write = StateFile.read_into, StateFile.write_from
+    read, write = DirectFile.read_into, DirectFile.write_from
 
-    def late_read(file: StateFile, memory: Tensor, offset: int) -> _Late:
+    def late_read(file: DirectFile, memory: Tensor, offset: int) -> _Late:
         memory.fill_(0xFF)
         return _Late(lambda: read(file, memory, offset).wait())
 
-    def late_write(file: StateFile, memory: Tensor, offset: int) -> _Late:
+    def late_write(file: DirectFile, memory: Tensor, offset: int) -> _Late:
         return _Late(lambda: write(file, memory, offset).wait())
 
-    with patch.multiple(StateFile, read_into=late_read, write_from=late_write):
+    with patch.multiple(DirectFile, read_into=late_read, write_from=late_write):
         yield

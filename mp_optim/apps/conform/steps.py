@@ -69,14 +69,20 @@ def take_steps(
     return param.detach()
 
 
+def steps_of_adam(
+    make: Make, start: Tensor, gradients: Sequence[Tensor], eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return the weights of the optimizer and of Adam's formula after steps without decay."""
+    settings: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.9), "eps": eps}
+    found = take_steps(plain(make), start, gradients, **settings, weight_decay=0.0)
+    return found, adam_steps(start, gradients, **settings)
+
+
 @must("adam", "adamw")
 def first_step_follows_adam(make: Make) -> None:
     """The first step moves each element by lr, because both moments are bias-corrected."""
     start, gradient = noise(8, 12), noise(8, 12, seed=1) * 10.0
-    found = take_steps(
-        plain(make), start, [gradient], lr=0.01, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.0
-    )
-    expected = adam_steps(start, [gradient], 0.01, (0.8, 0.9), 1e-8)
+    found, expected = steps_of_adam(make, start, [gradient], 1e-8)
     require_close(found, expected, 2e-6, "after the first step")
 
 
@@ -85,10 +91,7 @@ def ten_steps_follow_adam(make: Make) -> None:
     """Ten steps with changing gradients follow the formula, within 2 % for compact state."""
     start = noise(8, 12)
     gradients = [noise(8, 12, seed=step) * (1.0 + step % 3) for step in range(10)]
-    found = take_steps(
-        plain(make), start, gradients, lr=0.01, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.0
-    )
-    expected = adam_steps(start, gradients, 0.01, (0.8, 0.9), 1e-8)
+    found, expected = steps_of_adam(make, start, gradients, 1e-8)
     error = float((found.double() - expected).norm() / (expected - start.double()).norm())
     require(error < 0.02, f"after ten steps the way is {100 * error:.3g} % off")
 
@@ -98,11 +101,9 @@ def eps_is_outside_the_root(make: Make) -> None:
     """eps is added to the root of the second moment, before or after its bias correction."""
     start = noise(8, 12)
     gradients = [noise(8, 12, seed=step) * 1e-3 for step in range(2)]
-    found = take_steps(
-        plain(make), start, gradients, lr=0.01, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.0
-    )
-    given = (start, gradients, 0.01, (0.8, 0.9), 1e-3)
-    ways = [adam_steps(*given), adam_steps(*given, eps_before_correction=True)]
+    found, torchs = steps_of_adam(make, start, gradients, 1e-3)
+    papers = adam_steps(start, gradients, 0.01, (0.8, 0.9), 1e-3, eps_before_correction=True)
+    ways = [torchs, papers]
     off = min(float((found.double() - way).abs().max()) for way in ways)
     require(off <= 2e-6, f"with gradients of the size of eps, steps of 0.01 are {off:.3g} off")
 
@@ -112,10 +113,7 @@ def eps_is_added_after_bias_correction(make: Make) -> None:
     """eps is added after the second moment's bias correction, as torch does."""
     start = noise(8, 12)
     gradients = [noise(8, 12, seed=step) * 1e-3 for step in range(2)]
-    found = take_steps(
-        plain(make), start, gradients, lr=0.01, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.0
-    )
-    expected = adam_steps(start, gradients, 0.01, (0.8, 0.9), 1e-3)
+    found, expected = steps_of_adam(make, start, gradients, 1e-3)
     require_close(found, expected, 2e-6, "with gradients of the size of eps")
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
-from mp_optim.offload.state_storage import StateFile
+from mp_optim.host.direct_file import DirectFile
 from support.models import AdversarialTransfer
 from support.offload import delays, differing, finish_backward_work, hybrids, snapshot
 from support.slow_disk import slow_disk
@@ -187,13 +187,13 @@ def test_disk_offload_reads_state_once_per_step_and_never_during_backward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, mode: str
 ) -> None:
     model, optimizer = on_disk(tmp_path, place, mode)
-    read_into, sizes = StateFile.read_into, list[int]()
+    read_into, sizes = DirectFile.read_into, list[int]()
 
-    def counted(file: StateFile, memory: Tensor, offset: int) -> Any:
+    def counted(file: DirectFile, memory: Tensor, offset: int) -> Any:
         sizes.append(memory.numel())
         return read_into(file, memory, offset)
 
-    monkeypatch.setattr(StateFile, "read_into", counted)
+    monkeypatch.setattr(DirectFile, "read_into", counted)
     train(model, optimizer, 1)
     size = sum(sizes)
     for step in range(1, 4):
