@@ -111,22 +111,15 @@ class GradVersion:
         bits = _bits_of(grad) if with_bits else None
         return cls(storage, grad.data_ptr(), writes_counted(grad), count, bits)
 
-    def matches(self, grad: Tensor, count: int) -> bool:
+    def matches(self, grad: Tensor) -> bool:
         """True if this is the same gradient, not written to since."""
-        return (
-            self.count == count
-            and self.version == writes_counted(grad)
-            and self.is_memory_of(grad)
-            and (self.bits is None or torch.equal(self.bits, _bits_of(grad)))
-        )
-
-    def is_memory_of(self, grad: Tensor) -> bool:
-        """Whether a gradient begins where this one did, in the same memory."""
         is_gone = self.storage.expired()  # type: ignore[no-untyped-call]
         return (
-            self.address == grad.data_ptr()
+            self.version == writes_counted(grad)
+            and self.address == grad.data_ptr()
             and not is_gone
             and self.storage.cdata == grad.untyped_storage()._cdata
+            and (self.bits is None or torch.equal(self.bits, _bits_of(grad)))
         )
 
 
@@ -262,32 +255,28 @@ class BackwardGrads:
         copies = [None] * len(updates) if staged is None else staged
         rows = zip(updates.slots, updates.grads, copies, strict=True)
         return self.are_complete(given, updates) and all(
-            given[slot].matches(grad, self._counts[slot])
-            if copy is None
-            else self._has_bits(slot, grad, copy)
-            for slot, grad, copy in rows
+            self.is_same(slot, given[slot], grad, copy) for slot, grad, copy in rows
         )
 
     def is_same(
         self, slot: Slot, version: GradVersion, grad: Tensor, staged: Tensor | None
     ) -> bool:
-        """True if a gradient is the one that a job measured; see :meth:`are_same`."""
-        count = self._counts[slot]
+        """True if a gradient is the one that a job measured; see :meth:`are_same`.
+
+        Each gradient is compared with its copy once, because the step uses the measured gradients
+        next.
+        """
+        if version.count != self._counts[slot]:
+            return False
         if staged is None:
-            return version.matches(grad, count)
-        is_last = version.count == count and version.is_memory_of(grad)
-        return is_last and self._has_bits(slot, grad, staged)
+            return version.matches(grad)
+        if slot not in self._compared:
+            self._compared[slot] = same_bits(grad, staged)
+        return self._compared[slot]
 
     def forget_comparisons(self) -> None:
         """Discard comparisons, because gradients may have been written since."""
         self._compared = {}
-
-    def _has_bits(self, slot: Slot, grad: Tensor, staged: Tensor) -> bool:
-        """True if a gradient has the bits of its copy. Each is compared once, because the step uses
-        the measured gradients next."""
-        if slot not in self._compared:
-            self._compared[slot] = same_bits(grad, staged)
-        return self._compared[slot]
 
     # -- hooks ------------------------------------------------------------------------------------
 
