@@ -222,16 +222,14 @@ class DirectFile:
     def _begin(self, what: str, move: Callable[..., int], memory: Tensor, offset: int) -> Ticket:
         self.check_owner()
         size = memory.numel() * memory.element_size()
-        if memory.device.type != "cpu" or not memory.is_contiguous():
-            raise ValueError(f"{what} {self.path}: needs a contiguous tensor on the host")
-        if offset < 0 or offset + size > self.num_bytes:
+        is_readable = memory.device.type == "cpu" and memory.is_contiguous()
+        is_inside = offset >= 0 and offset + size <= self.num_bytes
+        blocks = (offset, size, memory.data_ptr())
+        if not (is_readable and is_inside) or any(number % DISK_BLOCK for number in blocks):
             raise ValueError(
-                f"{what} {self.path}: bytes {offset} to {offset + size} of {self.num_bytes}"
-            )
-        if any(number % DISK_BLOCK for number in (offset, size, memory.data_ptr())):
-            raise ValueError(
-                f"{what} {self.path}: bytes {offset} to {offset + size} at address "
-                f"{memory.data_ptr()}: needs whole blocks of {DISK_BLOCK} bytes"
+                f"{what} {self.path}: bytes {offset} to {offset + size} of {self.num_bytes} with "
+                f"a tensor at address {memory.data_ptr()} on {memory.device}; pass a contiguous "
+                f"host tensor, and whole blocks of {DISK_BLOCK} bytes inside the file"
             )
         # Each piece holds its memory, so that it outlives a ticket that is not waited for.
         pieces = torch.split(memory.view(-1).view(torch.uint8), self._piece) if size else ()

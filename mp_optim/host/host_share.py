@@ -58,11 +58,6 @@ class Host:
         except (OSError, UnicodeDecodeError):
             return None
 
-    @property
-    def is_bound(self) -> bool:
-        """Whether the launcher gave this process processors of its own: fewer than its parent's."""
-        return self.of_parent is not None and self.affinity < self.of_parent
-
     def cores(self) -> int:
         """Return the number of physical cores that the process may use. Hyperthreads do not count:
         the second thread of a core waits for the same memory."""
@@ -104,7 +99,7 @@ class Host:
 def share_of(host: Host) -> HostShare:
     """Return a rank's share of its host. Ranks that the launcher bound keep all of their cores."""
     cores, ranks, quota = host.cores(), host.local_ranks(), host.quota()
-    if host.is_bound:
+    if host.of_parent is not None and host.affinity < host.of_parent:
         threads, reason = cores, f"bound to {cores} cores"
     elif ranks > 1:
         threads = max(1, cores // ranks)

@@ -78,12 +78,11 @@ class Lease:
         nbytes: size in bytes.
         address: first address of the tensor's memory when the lease began.
         end: address after its last byte.
-        copied: bytes that were copied because a writer announced itself.
         is_unread: True if the tensor's own memory still has to be read.
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self.nbytes, self.copied, self.is_unread = tensor.nbytes, 0, True
+        self.nbytes, self.is_unread = tensor.nbytes, True
         self.address = tensor.data_ptr()
         self.end = self.address + tensor.nbytes
         self._watched: Tensor | None = tensor
@@ -116,7 +115,6 @@ class Lease:
             if self.is_unread:
                 self._notice_writes()
                 rest = self._source[self._read - self._first :]
-                self.copied = rest.numel()
                 self._read_from(take(rest.numel()).copy_(rest))
 
     def stop_watching(self) -> None:

@@ -129,11 +129,6 @@ def _process_limits(host: Host) -> Iterator[MemoryLimit]:
                 yield MemoryLimit(name, int(soft[0]), int(soft[0]) - status[used])
 
 
-def resident_bytes(host: Host) -> int:
-    """Return the bytes of memory that this process holds; pages of files are not counted."""
-    return _held(_status(host, "self"))
-
-
 # -- files ----------------------------------------------------------------------------------------
 
 

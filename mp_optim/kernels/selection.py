@@ -67,7 +67,6 @@ _SOURCES: dict[str, _Source] = {
     "triton": _Source(
         _triton,
         lambda: ("cpu",) if os.environ.get("TRITON_INTERPRET") == "1" else (CUDA.type,),
-        {"mp_optim.kernels.triton": "not part of this version"},
         by_form=True,
     ),
     "apex": _Source(

@@ -163,30 +163,20 @@ class Tables:
     def plans(
         self, tensors: Sequence[Tensor], chunk: int, device: torch.device, odd: frozenset[int]
     ) -> list[tuple[Plan, bool]]:
-        """Return a plan for the tensors whose parts are all at multiples of 16, and one for those
-        at the places ``odd``, each with True for the former; a plan that has all tensors is the
-        only one. The other tensors of a plan have no programs in it."""
-        if len(odd) in (0, len(tensors)):
-            return [(self.plan(tensors, chunk, device), not odd)]
-        even = frozenset(range(len(tensors))) - odd
-        return [
-            (self.plan(tensors, chunk, device, odd), True),
-            (self.plan(tensors, chunk, device, even), False),
-        ]
+        """Return a plan with True for the tensors at multiples of 16 bytes, and one with False for
+        the tensors at the indices ``odd``.
 
-    def plan(
-        self,
-        tensors: Sequence[Tensor],
-        chunk: int,
-        device: torch.device,
-        without: frozenset[int] = frozenset(),
-    ) -> Plan:
-        """Return the programs for tensors, except those at the places ``without``, in chunks of
-        ``chunk`` elements."""
-        sizes = CachedTensorList.of(tensors).sizes[:]
-        for place in without:
-            sizes[place] = 0
-        return self.plan_of(sizes, chunk, device)
+        A plan for all tensors is the only one. A tensor of the other plan has size 0 in a plan, so
+        no program steps it.
+        """
+        sizes = CachedTensorList.of(tensors).sizes
+        if len(odd) in (0, len(tensors)):
+            return [(self.plan_of(sizes, chunk, device), not odd)]
+        found = []
+        for aligned in (True, False):
+            some = array("q", [0 if (i in odd) is aligned else n for i, n in enumerate(sizes)])
+            found.append((self.plan_of(some, chunk, device), aligned))
+        return found
 
     def plan_of(self, sizes: array[int], chunk: int, device: torch.device) -> Plan:
         """Return the cached plan of Triton programs for tensors of these sizes."""

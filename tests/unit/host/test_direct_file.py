@@ -235,10 +235,10 @@ def test_direct_file_names_ulimit_when_the_file_size_limit_is_reached(tmp_path):
     [
         (aligned(DISK_BLOCK), -DISK_BLOCK, "bytes -4096 to 0 of 8192"),
         (aligned(DISK_BLOCK), 2 * DISK_BLOCK, "bytes 8192 to 12288 of 8192"),
-        (aligned(DISK_BLOCK), 1, "needs whole blocks"),
-        (aligned(DISK_BLOCK)[1:], 0, "needs whole blocks"),
-        (torch.zeros(4, 4).t()[:2], 0, "a contiguous tensor on the host"),
-        (torch.zeros(4, device="meta"), 0, "a contiguous tensor on the host"),
+        (aligned(DISK_BLOCK), 1, "whole blocks of 4096"),
+        (aligned(DISK_BLOCK)[1:], 0, "whole blocks of 4096"),
+        (torch.zeros(4, 4).t()[:2], 0, "pass a contiguous host tensor"),
+        (torch.zeros(4, device="meta"), 0, "pass a contiguous host tensor"),
     ],
 )
 def test_direct_file_refuses_unaligned_and_out_of_range_transfers(tmp_path, memory, offset, said):

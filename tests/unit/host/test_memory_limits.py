@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mp_optim.host.memory_limits import memory_limits, resident_bytes
+from mp_optim.host.memory_limits import memory_limits
 from support.fake_host import FakeHost
 
 GIB = 1 << 30
@@ -35,7 +35,7 @@ def write_ranks(host, resident):
 
 
 def test_memory_limits_are_empty_when_system_files_are_missing(host):
-    assert memory_limits(host.seen_by()) == [] and resident_bytes(host.seen_by()) == 0
+    assert memory_limits(host.seen_by()) == []
 
 
 def test_memory_limits_include_parent_cgroups_of_version_2(host):
