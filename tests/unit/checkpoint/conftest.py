@@ -3,4 +3,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread):
-    """For every test of this folder."""
+    """Run every test of this folder on one thread of torch."""

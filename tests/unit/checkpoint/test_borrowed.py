@@ -1,4 +1,4 @@
-"""Background saves have the bits of the call, and do not change training."""
+"""A background save writes the state at the time of the call, and training keeps its bits."""
 
 import random
 import threading
@@ -42,7 +42,7 @@ class Reader:
 
         patch.setattr(writing, "lease_tensors", count)
         patch.setattr(leases.Lease, "read_into", read)
-        patch.setattr(writing, "LENT_FROM", 5)  # all but step counts
+        patch.setattr(writing, "LENT_FROM", 5)  # 5 bytes: all tensors except step counts
 
     def hold_after(self, share):
         self.share = share
@@ -240,7 +240,7 @@ def test_background_save_fails_when_other_code_writes_state(tmp_path, reader):
 
 
 def test_speculation_pauses_while_a_background_save_reads(tmp_path, reader):
-    """Clipping makes every prediction wrong, so speculation pauses while the save reads."""
+    """Every step clips, so every prediction fails and speculation pauses while the save reads."""
     model, optimizer = build_mode("speculative", "bf16", 1.0, clip_grad=1e-6)
     run(model, optimizer, 2)
     both = begin_both(tmp_path, model, optimizer, reader)

@@ -1,4 +1,6 @@
-"""Background saves of simulated devices have the bits of the call and wait for no device."""
+"""A background save of a simulated device writes the state at the time of the call, and the call
+does
+not wait for the device."""
 
 from contextlib import contextmanager
 from functools import cache
@@ -108,7 +110,7 @@ def test_background_save_call_does_not_wait_for_the_device(tmp_path):
         stream = accelerator.stream(device_at(DEVICE))
         stream.wait_stream(accelerator.current_stream())
         with torch.no_grad(), accelerator.queue_on(stream):
-            model.weight.mul_(2)  # is queued
+            model.weight.mul_(2)  # The device has not run this multiplication yet.
             doubled = model.weight.detach() + 0
             handle = checkpoint.save(tmp_path, model, None, asynchronous=True)
         assert stream.core.done < stream.core.queued
@@ -176,7 +178,7 @@ WRITERS = [
     step_by_torch,
     step_in_parts,
 ]
-"""What writes the model on the device, or state there, beside the step."""
+"""Functions that write the model or its state on the device outside of a step."""
 
 
 @pytest.mark.parametrize(
@@ -192,7 +194,7 @@ def test_writers_wait_for_background_save_of_devices(tmp_path, write, place):
     fraction = 0.3 if write is write_what_is_handed_out else 1.0
     schedule = Schedule(fraction=fraction, mode="sync", averages=write is write_averages, **place)
     expected = saved_plainly(trained(schedule.plain), tmp_path / "plain")
-    other_state()  # a step waits, too
+    other_state()  # Cached here, because its step would wait for the save, too.
     with on_device(schedule, tmp_path / "later") as (run, handle, saves):
         write(run, handle) if write is write_after_waiting else write(run)
         run.simulation.synchronize()
@@ -204,7 +206,7 @@ def test_background_save_fails_when_data_of_a_parameter_is_written(tmp_path):
     with simulated_accelerator() as simulation, saves_of(simulation) as saves:
         run = trained(Schedule(fraction=1.0), simulation)
         handle = checkpoint.save(tmp_path, run.model, run.optimizer, asynchronous=True)
-        run.model.dense.data.mul_(2)  # torch counts nothing
+        run.model.dense.data.mul_(2)  # A write through .data does not raise the tensor's version.
         simulation.synchronize()
         saves.let_go()
         with pytest.raises(RuntimeError, match=r"model\.dense was .* wait_for_device"):

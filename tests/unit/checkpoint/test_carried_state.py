@@ -1,5 +1,4 @@
-"""Compact state goes through torch's own functions for state dicts, with the collectives that they
-use, and comes back with the same bits."""
+"""Compact state keeps its bits through torch's state-dict functions and their collectives."""
 
 import pytest
 import torch

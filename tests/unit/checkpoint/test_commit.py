@@ -1,4 +1,4 @@
-"""Files on disk, completeness, retention, checksums, errors, background saves."""
+"""Files of a checkpoint: complete versions, retention, checksums, errors, background saves."""
 
 import os
 import threading
@@ -193,7 +193,7 @@ def gate(monkeypatch):
     monkeypatch.setattr(writing.Writing, "write", held)
     yield opened
     opened.set()
-    with suppress(RuntimeError):  # a failure that the test was about
+    with suppress(RuntimeError):  # Raised again if the test made the save fail.
         save_load.finish_previous()
 
 
@@ -223,7 +223,8 @@ def test_background_save_does_not_wait_for_another_optimizer_and_path(tmp_path, 
         return write(self)
 
     monkeypatch.setattr(writing.Writing, "write", held)
-    one, other = build("bf16"), build("bf16")  # held: ids of freed objects are used again
+    # Both stay alive: Python would reuse the id of a freed object.
+    one, other = build("bf16"), build("bf16")
     first = checkpoint.save(tmp_path / "first", *one, asynchronous=True)
     second = checkpoint.save(tmp_path / "second", *other, asynchronous=True)
     assert second.wait(60) == tmp_path / "second" / "version-1" and not first.done()
@@ -237,7 +238,7 @@ def test_save_waits_for_the_previous_save_of_a_path(tmp_path, gate, trained):
     begun = time.monotonic()
     second = checkpoint.save(tmp_path, *trained, extra={"n": 2}, asynchronous=True)
     assert time.monotonic() - begun > 0.1 and first.done()
-    assert checkpoint.load(tmp_path, *build("bf16")) == {"n": 2}  # waits, too
+    assert checkpoint.load(tmp_path, *build("bf16")) == {"n": 2}  # A load waits for the save, too.
     assert second.done()
 
 
@@ -254,7 +255,7 @@ def test_background_save_error_is_raised_once(tmp_path, monkeypatch, trained, wa
             with pytest.raises(OSError, match="No space"):
                 handle.wait()
         assert checkpoint.load(tmp_path, *build("bf16")) == {"n": 1}
-    assert names(tmp_path) == ["latest", "version-1"]  # what was written of it is gone
+    assert names(tmp_path) == ["latest", "version-1"]  # The failed version leaves no files.
     if not waited:
         with pytest.raises(RuntimeError, match=r"background of .*version-2 failed.*No space"):
             checkpoint.save(tmp_path, *trained, extra={"n": 3})

@@ -1,4 +1,4 @@
-"""Export to safetensors, and the tool that looks into checkpoints."""
+"""Export to safetensors, and the ``inspect`` command on checkpoints."""
 
 import json
 import math
@@ -27,7 +27,8 @@ def test_export_safetensors_writes_main_params_into_files_below_the_limit(
     model, optimizer = build(form, 0.5)
     train(model, optimizer, 2)
     (tmp_path / "config.json").write_text("{}")
-    checkpoint.export_safetensors(tmp_path, optimizer, max_shard_size=1)  # an earlier one
+    # An earlier export, which the next export replaces.
+    checkpoint.export_safetensors(tmp_path, optimizer, max_shard_size=1)
     files = checkpoint.export_safetensors(tmp_path, optimizer, max_shard_size=limit)
     found = {name: value for path in files for name, value in load_file(path).items()}
     expected = {name: main.detach() for name, main in optimizer.named_main_params()}

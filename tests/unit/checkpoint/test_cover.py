@@ -1,4 +1,4 @@
-"""Boxes of a checkpoint must cover each element once."""
+"""The boxes of a tensor in a checkpoint must cover each element exactly once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Damaged files: every flipped bit and every cut is noticed before anything is replaced, or does no
-harm."""
+"""A load of a damaged checkpoint raises and changes nothing, or returns the saved values."""
 
 import errno
 import hashlib
@@ -108,7 +107,6 @@ def test_load_changes_nothing_when_any_file_is_damaged(victim, data):
 
 @pytest.mark.parametrize("place", ["first", "middle", "last"])
 def test_load_names_the_file_when_one_bit_of_a_tensor_is_flipped(victim, place):
-    """The last byte of the last tensor, and others: an error that names the file."""
     path = victim.file("__0_0.distcp")
     content = bytearray(path.read_bytes())
     at = {"first": 300, "middle": len(content) // 2, "last": len(content) - 1}[place]
@@ -139,7 +137,7 @@ def test_load_finds_a_flipped_bit_in_every_block_of_a_tensor(tmp_path, elements,
 
 
 def test_torch_distributed_checkpoint_reads_our_checkpoints(tmp_path):
-    """Every entry, whole and in two halves; and with torch's tool that needs no model."""
+    """torch reads every entry, also with the torch tool that needs no model."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 

@@ -1,4 +1,4 @@
-"""Saves that fail on some ranks are reported on all, and the next save works."""
+"""A save that fails on some ranks raises on all ranks, and the next save works."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_save_names_every_rank_that_failed(ranks):
 
 
 def test_ranks_save_again_after_a_late_rank_failed_a_save(ranks, folder):
-    """By connections of another group: those of the one that failed are closed."""
+    """The next save uses a new process group, because the failed group is closed."""
     for rank in ranks:
         assert rank["one is late"].startswith("MissingRanksError: ")
         assert rank["again"] == "no error"

@@ -1,4 +1,4 @@
-"""A flat range of a tensor as boxes: disjoint, covering exactly, few."""
+"""A flat range of a tensor as few disjoint boxes that cover the range exactly."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Flat ranges through stock torch.distributed.checkpoint: to and from every other layout, on 1 to 4
+"""``torch.distributed.checkpoint`` saves flat ranges and loads them into every layout of 1 to 4
 ranks."""
 
 from support.launch import results_of_ranks

@@ -1,4 +1,4 @@
-"""A rank that is killed during a save is named by the others."""
+"""The surviving ranks name a rank that is killed during a save."""
 
 import json
 

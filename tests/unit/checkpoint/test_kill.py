@@ -1,5 +1,4 @@
-"""kill -9 while saving: a checkpoint that loads always remains, and it is the newest complete
-one."""
+"""The newest complete checkpoint always loads after kill -9 during a save."""
 
 import os
 import random
@@ -16,7 +15,7 @@ from support.workers.kill import build, digest
 
 
 class Victims:
-    """Processes that save, one after the other."""
+    """A server process that forks one saving process for each line of its stdin."""
 
     def __init__(self, root: Path, mode: str, keep: int) -> None:
         self.server = start(
@@ -72,10 +71,10 @@ def test_newest_complete_checkpoint_loads_after_kill_9_during_saves(tmp_path, ki
         versions = checkpoint.versions(tmp_path)
         model, optimizer = build()
         last = checkpoint.load(tmp_path, model, optimizer)["step"]
-        assert complete <= last <= begun  # a save that returned is never lost
+        assert complete <= last <= begun  # A save that returned is never lost.
         assert digest(model, optimizer) == digests[last]
         assert 1 <= len(versions) <= keep + 1
-        # A version that was complete but not yet the newest may lie there; anything else is older.
+        # The last version may be complete without being published; all other versions are older.
         assert versions.index(version) >= len(versions) - 2
         for other in versions:
             checkpoint.verify(other)

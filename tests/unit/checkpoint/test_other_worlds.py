@@ -35,7 +35,7 @@ def shrunk(tmp_path_factory):
 def test_save_keeps_last_version_when_ranks_of_the_optimizer_are_gone(shrunk, layout):
     folder, found = shrunk
     errors = [found[f"{layout} {size}"] for size in (2, 1)]
-    if layout == "no_shard":  # each rank holds everything
+    if layout == "no_shard":  # Each rank holds all state.
         assert errors == ["no error", "no error"]
     else:
         for error in errors:
@@ -45,7 +45,8 @@ def test_save_keeps_last_version_when_ranks_of_the_optimizer_are_gone(shrunk, la
     checkpoint.verify(folder / layout)
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "fsdp2"])  # torch's error
+# torch raises its own error there
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "fsdp2"])
 def test_step_names_the_destroyed_process_group_when_ranks_are_gone(shrunk, layout):
     error = shrunk[1][f"{layout} step"]
     assert error.startswith("RuntimeError: "), error

@@ -1,5 +1,5 @@
-"""Plain tensor parallelism, experts and layers that ranks count from 0: saved whole, loaded in any
-layout."""
+"""Parts of tensor parallelism, and experts and layers with rank-local numbers, are saved whole and
+load in any layout."""
 
 import pytest
 import torch
@@ -114,7 +114,7 @@ def test_pipeline_stages_with_a_tied_embedding_resume(four_ranks):
     data=st.data(),
 )
 def test_partition_cuts_cover_the_whole_tensor_once(before, blocks, after, size, data):
-    """Against blocks that are cut and put together one by one."""
+    """The expected parts are cut block by block with torch."""
     dim, local = len(before), [*before, sum(blocks), *after]
     shape = [*before, sum(blocks) * size, *after]
     whole = torch.arange(torch.Size(shape).numel()).view(shape)

@@ -1,4 +1,4 @@
-"""Ranks with different parameters save, export and fail."""
+"""Ranks with different parameters save, export and fail together."""
 
 import pytest
 

@@ -21,7 +21,7 @@ from support.models import COMPACT, build, train
 from support.prints import differing, print_of
 
 LOSING = sorted(set(COMPACT) - {"remainder"})
-"""Forms that FP32 state does not fit into."""
+"""Storage formats that cannot hold FP32 state without loss."""
 
 LOSS = r"cannot hold without loss|more bits than"
 
@@ -68,7 +68,7 @@ def halve_step(state: dict[str, Any]) -> None:
 def test_load_refuses_negative_moments_and_fractional_steps(
     tmp_path: Path, form: str, damage: Any, message: str
 ) -> None:
-    """The last parameter has them, so everything before it fits."""
+    """Only the state of the last parameter is wrong, so a load has checked all others before."""
     model, optimizer = build(form)
     train(model, optimizer, 2)
     damage(list(optimizer.state.values())[-1])
@@ -90,7 +90,7 @@ def test_load_refuses_negative_moments_and_fractional_steps(
 
 
 class Versioned(nn.Module):
-    """A module that takes extra state of its own version only, as data or as a tensor."""
+    """A module that accepts extra state of one version only, as plain data or as a tensor."""
 
     def __init__(self, version: Any) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Versioned(nn.Module):
 
 
 class Asking(nn.Module):
-    """A module with code of its own for loading."""
+    """A module that calls a function in its ``_load_from_state_dict``."""
 
     def __init__(self, asks: Callable[[dict[str, Any], str], None]) -> None:
         super().__init__()
@@ -147,8 +147,8 @@ def nothing(*_: Any) -> None:
 
 
 Prepare = Callable[[nn.Module, Any, bool], Any]
-"""Makes what is saved (False), and what refuses it (True), of a model and an optimizer; returns the
-scheduler."""
+"""Prepares a model and an optimizer for a save (False) or for a load that refuses that save (True).
+Returns the scheduler."""
 
 
 def with_extra(old: Any, new: Any) -> Prepare:
@@ -296,7 +296,7 @@ def other_weights(common: dict[str, Any]) -> None:
 def test_load_refuses_plain_data_that_does_not_fit(
     tmp_path: Path, damage: Callable[[Any], None], form: str, message: str
 ) -> None:
-    """The last is a main param here, and a remainder in the file."""
+    """Each case damages ``common.json``. The last case loads remainders as main params."""
     model, optimizer = build(form, seed=1)
     train(model, optimizer, 2)
     version = checkpoint.save(tmp_path, model, optimizer)
@@ -325,7 +325,7 @@ def test_load_state_dict_refuses_remainders_when_weights_differ(tmp_path: Path) 
     optimizer.load_state_dict(state)
     full = source[1].state_dict(full_precision=True)["state"]
     for index, saved in optimizer.state_dict()["state"].items():
-        if "master_param" in saved:  # the FP32 parameter has none
+        if "master_param" in saved:  # The FP32 parameter has no main param.
             assert torch.equal(saved["master_param"], full[index]["master_param"])
 
 

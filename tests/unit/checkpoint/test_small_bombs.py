@@ -29,7 +29,7 @@ from support.prints import differing, print_of
 LARGE = 1 << 30
 MOST_MIB = 64
 SIZE = b"\x8a\x05" + LARGE.to_bytes(5, "little")
-"""The opcode that puts this number on the stack."""
+"""The pickle opcode that pushes the number LARGE."""
 
 
 def called(module: str, name: str, arguments: bytes = SIZE + b"\x85") -> bytes:

@@ -1,4 +1,4 @@
-"""A foreign checkpoint runs no code and names no file outside its folder."""
+"""A checkpoint from an untrusted source runs no code and reads no file outside its folder."""
 
 import codecs
 import functools
@@ -28,7 +28,7 @@ from support.models import build
 
 
 class Calls:
-    """Pickles as a call."""
+    """An object that pickles as a call of a function."""
 
     def __init__(self, function, *arguments, state=None):
         self.answer = (function, arguments) if state is None else (function, arguments, state)
@@ -37,7 +37,7 @@ class Calls:
         return self.answer
 
     def __call__(self):
-        """Make the class callable for pickle."""
+        """Make the object callable, which pickle requires of a function."""
 
 
 @functools.lru_cache
@@ -102,7 +102,7 @@ def doors(root):
 
 
 READERS = {"load", "model", "verified", "contents", "foreign", "list", "convert"}
-"""The doors that have to look at what is where."""
+"""The functions of ``doors`` that read where tensors are stored."""
 
 
 @pytest.fixture
@@ -131,11 +131,12 @@ def test_load_runs_no_code_pickled_in_plain_data(tmp_path, new):
         if name in ("load", "model", "verified"):
             with pytest.raises(ValueError, match=r"common\.json is damaged"):
                 door()
-        elif name not in ("foreign", "convert"):  # refuse compact state
+        # Both refuse compact state before they read a pickle.
+        elif name not in ("foreign", "convert"):
             door()
         assert not canary.exists(), name
     pickle.loads(bombs(canary)["eval, protocol 2"])
-    assert canary.exists()  # they do work
+    assert canary.exists()  # Plain pickle runs the same bytes.
 
 
 def test_load_never_reads_pickles_that_are_not_plain_data(tmp_path, new):
@@ -144,7 +145,8 @@ def test_load_never_reads_pickles_that_are_not_plain_data(tmp_path, new):
     for name in (".metadata", "extra.pkl"):
         replaced(new, name, bomb)
     for name, door in doors(new.parent).items():
-        if name not in ("foreign", "convert"):  # refuse compact state
+        # Both refuse compact state before they read a pickle.
+        if name not in ("foreign", "convert"):
             door()
     assert not canary.exists()
 
@@ -176,7 +178,7 @@ NAMES = {
     for name, module in sorted(sys.modules.items())
     if module is not None and name.isascii()
 }
-"""What the modules hold now; more comes while examples are drawn."""
+"""Names in each module at import time; modules gain names while hypothesis draws examples."""
 
 
 @given(
@@ -192,7 +194,7 @@ def test_unpickler_calls_and_changes_no_global(found, changes):
     before = dict(vars(own)) if isinstance(own, type) else None
     call = (
         b"(I1\ntR" if not changes else b"N}S'x'\nI1\ns\x86b"
-    )  # call it; or set an attribute of it
+    )  # Call the global, or set one of its attributes.
     pickled = b"\x80\x02c" + f"{module}\n{name}\n".encode() + call + b"."
     try:
         made = InertUnpickler(io.BytesIO(pickled)).load()
@@ -240,7 +242,7 @@ def test_load_refuses_a_latest_file_that_names_no_version(tmp_path, new, text):
 
 
 def moved(version, to):
-    """Make a checkpoint say that its tensors are elsewhere."""
+    """Let the index of a checkpoint name another file for its tensors."""
     index = json.loads((version / "index.json").read_text())
     index["files"] = [to]
     replaced(version, "index.json", json.dumps(index).encode())

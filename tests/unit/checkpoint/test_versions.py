@@ -1,4 +1,4 @@
-"""The folder of versions by its words, and files of an export filled to the byte."""
+"""Folders of checkpoint versions, and the sizes of exported files."""
 
 import json
 
@@ -23,14 +23,14 @@ def version(root, number):
 def test_versions_are_sorted_by_number(tmp_path):
     made = [version(tmp_path, number) for number in (9, 10, 2, 100)]
     for name in ("version-x", "version-3.old", ".version-7.incomplete", "version-200"):
-        (tmp_path / name).mkdir()  # no number, another name, and one without a manifest
+        (tmp_path / name).mkdir()  # None of these folders is a complete version.
     assert (
         complete_versions(tmp_path)
         == [made[2], made[0], made[1], made[3]]
         == checkpoint.versions(tmp_path)
     )
     target = begin(tmp_path)
-    assert target.name == "version-201"  # also one that is not complete is not written into
+    assert target.name == "version-201"  # Version 200 is not complete, but its number is taken.
     assert (
         not target.exists()
         and staging_of(target).is_dir()
@@ -71,7 +71,7 @@ def test_export_safetensors_fills_each_file_up_to_the_limit(tmp_path, limit, fil
         "b": 5,
         "c": 24,
         "d": 1,
-    }  # FP32 elements; "c" needs 96 bytes, more than the smaller limits
+    }  # FP32 elements; "c" needs 96 bytes, more than the smaller limits.
     model = nn.ParameterDict({name: nn.Parameter(torch.ones(size)) for name, size in sizes.items()})
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), model)
     written = checkpoint.export_safetensors(tmp_path, optimizer, max_shard_size=limit)

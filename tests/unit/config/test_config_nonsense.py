@@ -1,7 +1,7 @@
-"""Every field of the config refuses nonsense, naming itself, or the stack that is built steps to
-finite numbers.
+"""Every config field refuses an invalid value and names itself, or the optimizer steps to finite
+numbers.
 
-The fields are the dataclass's own: a new one is tried without a word here.
+The fields are read from the dataclass, so a new field is tested without a change here.
 """
 
 import dataclasses
@@ -49,14 +49,14 @@ COMPANY: list[dict[str, Any]] = [
     {"skip_step_sigma_factor": 6.0},
     {"timers": lambda *_, **__: Timer()},
 ]
-"""Settings beside which fields do something; each field has its company in one of them."""
+"""Settings that give other fields an effect; each field has an effect with at least one of them."""
 
 BESIDE: dict[str, dict[str, Any]] = {
     "loss_scale_window": {"fp16": True},
     "bucket_size": {"use_distributed_optimizer": True},
     "offload_bucket_bytes": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
 }
-"""Settings without which a field has no effect."""
+"""Settings that a field needs to have an effect."""
 
 NONSENSE: list[Any] = [
     *(math.nan, math.inf, -math.inf, -1, -1.0, -0.5, 0, 0.0, 1, 1.0, 2, 2.0, 2.5, 7),
@@ -103,7 +103,7 @@ def test_config_names_field_or_trains_to_finite_numbers_for_any_value(field: str
                     f"{field}={value!r}: {error!r}"
                 )
                 if f"{field}=" in str(error) and "has no effect" in str(error):
-                    continue  # beside others it may have
+                    continue  # The field may have an effect with other settings.
                 did_something = True
                 break
             kept = repr(getattr(config, field))
@@ -124,7 +124,8 @@ def step(config: OptimizerConfig, field: str) -> None:
         warnings.simplefilter("ignore")
         try:
             steps_to_finite_numbers(config)
-        except (TypeError, ValueError, OSError) as error:  # what only model or system can know
+        # Some values are refused only by the model or the operating system.
+        except (TypeError, ValueError, OSError) as error:
             assert field in str(error), f"{field}={getattr(config, field)!r}: {error!r}"
 
 

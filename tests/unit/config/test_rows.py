@@ -1,4 +1,4 @@
-"""The row of a rule, and the signatures that users see: one set of names and defaults."""
+"""The rule table, the config and the optimizer classes have the same names and defaults."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mp_optim.optimizers.settings import StackSettings
 
 OF_EVERY_CLASS = {"params", "lr", "weight_decay", "backend", "precision", "scalar_optimizer"}
 MEGATRONS = {"sgd_momentum": 0.9}
-"""Fields whose default is Megatron's, and another than that of the rule's class."""
+"""Config fields with Megatron's default, which differs from the default of the rule's class."""
 CALLED_OTHERWISE = {"ns_steps": "num_ns_steps", "adjust_lr_fn": "scale_mode"}
-"""Hyperparameters that torch calls otherwise than Megatron."""
+"""Hyperparameters by torch's name, with Megatron's name."""
 
 
 def defaults(cls: type[Any]) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def test_config_fields_have_defaults_of_their_rule(rule: str) -> None:
         value = values[0] if isinstance(source, str) else tuple(values)
         if source in MEGATRONS:
             assert value == MEGATRONS[source]
-        elif (rule, name) == ("lamb", "eps"):  # one field, adam_eps, for three rules
+        elif (rule, name) == ("lamb", "eps"):  # Three rules share the field adam_eps.
             assert value == RULES["adam"].defaults["eps"]
         else:
             assert value == row.defaults[name]

@@ -1,5 +1,5 @@
-"""A step that is broken off, by a signal at any moment or by an error, is finished, undone, or not
-gone on from."""
+"""A step that is interrupted by a signal or an error is finished, undone, or refused at the next
+use."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def built(settings: dict[str, Any]) -> tuple[nn.Module, Any]:
 def backward(model: nn.Module, optimizer: Any, step: int) -> None:
     optimizer.zero_grad()
     generator = torch.Generator().manual_seed(step)
-    scale = 1e4 if step % 7 == 3 else 1.0  # in fp16 an overflow
+    scale = 1e4 if step % 7 == 3 else 1.0  # The factor overflows FP16.
     loss = sum(
         (param.float() * torch.randn(param.shape, generator=generator)).sum()
         for param in model.parameters()
@@ -98,7 +98,7 @@ def interrupted_step(optimizer: Any, seconds: float) -> bool:
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # a signal in a finalizer is nobody's
+)  # A signal may also arrive in a finalizer, where Python cannot raise.
 def test_step_is_finished_or_undone_or_refused_after_a_signal(stack):
     model, optimizer = built(STACKS[stack])
     other, steady = built(STACKS[stack])
@@ -137,7 +137,7 @@ def test_step_is_finished_or_undone_or_refused_after_a_signal(stack):
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
-    """Have a kernel raise at its n-th call."""
+    """Let the kernels raise at call number ``call``, counted from 0."""
     calls = iter(range(1000))
     for backend in (NativeBackend, ReferenceBackend):
 

@@ -1,4 +1,4 @@
-"""Loading state by slot: everything is checked before anything is written, and fitted once."""
+"""State dicts are loaded by slot: a load checks everything first and converts each state once."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ def stepped(*sizes: int) -> FusedAdam:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Counting(SlotState):
-    """A state that counts the calls of its methods."""
+    """A slot state that counts the calls of its methods."""
 
     calls: Counter[str]
 
@@ -38,7 +38,7 @@ class Counting(SlotState):
 
 
 class CountingAdam(FusedAdam):
-    """An optimizer that shows its state through :class:`Counting`."""
+    """An optimizer with :class:`Counting` slot states."""
 
     calls: Counter[str]
 

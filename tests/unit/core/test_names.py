@@ -1,4 +1,4 @@
-"""Names are the model's, in every wrapper."""
+"""Parameter names are those of the plain model, in every wrapper."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ CONFIG = OptimizerConfig(lr=1e-2, bf16=True)
 
 
 class Block(nn.Module):
-    """With a submodule of its own that is called as wrappers call theirs, and a buffer."""
+    """A block with a buffer and a submodule called "module", a name that wrappers use."""
 
     def __init__(self) -> None:
         super().__init__()

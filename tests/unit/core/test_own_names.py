@@ -1,4 +1,4 @@
-"""State of ``named_parameters()`` loads again in every wrapper, and with repeated names."""
+"""Optimizer state by ``named_parameters()`` loads in every wrapper and with repeated names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Block(nn.Module):
-    """A block with a submodule of its own that is called as wrappers call theirs."""
+    """A block with a submodule called "module", a name that wrappers use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,8 @@ PAIRS = [
 def test_adamw_state_loads_into_any_wrapping_of_the_model(
     saved: str, wanted: str, tmp_path: Path
 ) -> None:
-    noisy = "DDP" not in saved + wanted  # the random stream depends on a leading "module."
+    # DDP names start with "module.", which changes the random stream of a parameter.
+    noisy = "DDP" not in saved + wanted
     settings = {"state": "bf16", "main_params": "remainder8", "stochastic_rounding": noisy}
     source = WRAPS[saved]()
     optimizer = built(source, **settings)
@@ -167,7 +168,7 @@ def test_checkpoint_loads_when_saved_under_names_of_the_optimizer(
 
 @pytest.mark.parametrize("how", ["one list", "two groups", "added"])
 def test_checkpoint_loads_two_parameters_with_one_name(how: str, tmp_path: Path) -> None:
-    """Actor and critic in one optimizer, which torch saves and loads."""
+    """Actor and critic in one optimizer have equal parameter names; torch saves and loads them."""
     torch.manual_seed(0)
     both = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]).bfloat16()
     actor, critic = both

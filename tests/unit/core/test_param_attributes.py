@@ -1,4 +1,4 @@
-"""Unsupported attributes of parameters are refused by every entry point."""
+"""Every entry point refuses parameter attributes that are not supported."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_state_view_lists_exactly_slots_with_state(fraction):
     with pytest.raises(TypeError, match=r"call clear\(\)"):
         optimizer.state.popitem()
     del optimizer.state[model["a"]]
-    assert len(optimizer.state) == 2  # it began again
+    assert len(optimizer.state) == 2  # Deleting an entry resets its state.
 
 
 READINGS = {

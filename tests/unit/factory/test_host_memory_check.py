@@ -1,4 +1,4 @@
-"""A stack that needs more host memory than granted is refused before it allocates."""
+"""An optimizer that needs more host memory than is available is refused before it allocates."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def in_config(**settings: object) -> OptimizerConfig:
 
 
 def test_adamw_names_settings_that_fit_when_host_memory_is_short(grant):
-    grant(60 * MIB)  # main params and moments take 48, staging 16, temporary tensors 2
+    grant(60 * MIB)  # Main params and moments take 48 MiB, staging 16 MiB, temporary tensors 2 MiB.
     model = params()
     optimizer = mp_optim.AdamW(model, offload=1.0, offload_mode="overlap")
     said = r"offload=1.0: the optimizer needs 66.00 MiB of host memory \(main params 16.00 MiB, .*"
@@ -70,7 +70,7 @@ def test_host_memory_check_accepts_need_plus_one_32nd(grant, of_ranks):
     for param in model:
         param.grad = torch.ones_like(param)
     optimizer = mp_optim.AdamW(model)
-    need = 12 * ELEMENTS * 33 // 32  # main params and moments: 12 bytes an element
+    need = 12 * ELEMENTS * 33 // 32  # Main params and moments take 12 bytes per element.
     grant(of_ranks * (need + 4096), of_ranks)
     optimizer.step()
     grant(of_ranks * (need - 4096), of_ranks)
@@ -82,7 +82,7 @@ def test_host_memory_check_counts_momentum_of_each_param_group(grant):
     model = params()
     for param in model:
         param.grad = torch.ones_like(param)
-    grant(4 * ELEMENTS * 33 // 32 + 4096)  # FP32 main params, temporary tensors
+    grant(4 * ELEMENTS * 33 // 32 + 4096)  # Enough for FP32 main params and temporary tensors.
     groups = [{"params": model[:2], "momentum": 0.0}, {"params": model[2:], "momentum": 0.0}]
     step(model, mp_optim.SGD(groups, lr=0.1))
     groups[0] = {"params": model[:2], "momentum": 0.9}

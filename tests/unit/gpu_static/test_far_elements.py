@@ -1,4 +1,4 @@
-"""Offsets of 64 bits where it counts: compiled kernels, carried out beyond 2^31 elements."""
+"""Compiled kernels use 64-bit offsets: they are executed on elements beyond 2^31."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton's assemb
 def test_compiled_kernels_step_and_sum_elements_beyond_2_to_the_31(
     arch: str, tmp_path: Path
 ) -> None:
-    """An offset that loses its upper half is an access outside of every tensor."""
+    """An offset without its upper 32 bits would access memory outside of every tensor."""
     said = run("-m", "support.workers.far_elements", arch, TRITON_CACHE_DIR=str(tmp_path))
     assert int(said) > 60

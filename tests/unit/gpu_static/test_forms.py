@@ -1,5 +1,5 @@
-"""A sample of our kernels, compiled for each target and carried out from their PTX; all of them:
-``python tools/gpu_static.py``."""
+"""A sample of the Triton kernels, compiled for each target and executed from PTX. The command
+``python tools/gpu_static.py`` executes all of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def static(cache: Path, *options: str) -> str:
 
 @pytest.mark.slow
 def test_compiled_kernels_give_recorded_bits_for_each_rule(tmp_path: Path) -> None:
-    """The library's self-test, by its compiled kernels."""
+    """Run the self-test of the library on compiled kernels."""
     assert "sm_90: same bits as reference;" in static(tmp_path, "--proof", "--arches", "90")
 
 

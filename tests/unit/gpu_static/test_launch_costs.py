@@ -1,4 +1,4 @@
-"""The host's work for a launch, counted with a stand-in driver."""
+"""The number of calls into Triton for a launch, counted with a stand-in driver."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton's assemb
 
 
 def test_triton_compiles_no_kernel_after_the_first_8_steps(tmp_path: Path) -> None:
-    """A kernel of Adam and two of sums, for two groups, other rates, and missing gradients."""
+    """The program uses one kernel of Adam and two kernels of sums. It has two groups, changing
+    learning
+    rates and missing gradients."""
     program = "tools/measuring/launches.py"
     found = json.loads(run("-W", "ignore", program, TRITON_CACHE_DIR=str(tmp_path)))
     assert found["kernels after 1000 steps"] == found["kernels after 8 steps"] == 3

@@ -1,4 +1,5 @@
-"""The PTX machine: divergent threads, memory and its guards, refusals."""
+"""The PTX machine executes divergent threads and reports races, bad accesses and inexact
+instructions."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ def test_ptx_machine_reports_a_race_without_a_barrier() -> None:
     with pytest.raises(RaceError, match="reads what another wrote"):
         carried_out(SHARED.format(barrier="", other=128))
     with pytest.raises(RaceError, match="reads what another wrote"):
-        carried_out(SHARED.format(barrier="bar.warp.sync -1;", other=128))  # of another warp
+        # The writer is in another warp.
+        carried_out(SHARED.format(barrier="bar.warp.sync -1;", other=128))
     found = carried_out(SHARED.format(barrier="bar.warp.sync -1;", other=4))
     assert found.tolist() == [n ^ 1 for n in range(64)]
 
@@ -109,7 +111,8 @@ def test_ptx_machine_reports_a_race_when_a_block_writes_after_another_read() -> 
 """
     with pytest.raises(RaceError, match="writes what another read"):
         carried_out(body, blocks=2)
-    assert carried_out(body.replace("70", "7")).tolist() == [0] * 64  # one block, and a barrier
+    # One block with a barrier has an order.
+    assert carried_out(body.replace("70", "7")).tolist() == [0] * 64
 
 
 def test_ptx_machine_refuses_access_outside_every_tensor() -> None:
@@ -136,7 +139,8 @@ def test_ptx_machine_refuses_barrier_that_some_threads_skip() -> None:
 def test_ptx_machine_refuses_inexact_instructions() -> None:
     with pytest.raises(InexactError, match=r"div\.full\.f32"):
         carried_out("div.full.f32 %r5, %r4, %r4;")
-    with pytest.raises(InexactError, match=r"add\.f32"):  # the assembler may contract it
+    # The assembler may contract this addition.
+    with pytest.raises(InexactError, match=r"add\.f32"):
         carried_out("add.f32 %r5, %r4, %r4;")
 
 

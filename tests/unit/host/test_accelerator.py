@@ -1,4 +1,4 @@
-"""One module speaks to the accelerator."""
+"""``mp_optim/host/accelerator.py`` is the only module that calls torch.cuda."""
 
 import ast
 from collections.abc import Iterator

@@ -19,7 +19,7 @@ def test_in_background_returns_or_raises_and_reuses_its_threads():
         ).result(timeout=30)
         assert result == number
         threads.add(thread)
-    assert len(threads) <= 3  # one may be asked before the one that just answered is back
+    assert len(threads) <= 3  # A call may come before the last thread is idle again.
     with pytest.raises(ValueError, match="told"):
         in_background(failing).result(timeout=30)
 

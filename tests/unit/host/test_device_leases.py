@@ -1,4 +1,4 @@
-"""Sums of the bits of a tensor tell whether it was written."""
+"""A sum over the bits of a tensor shows whether the tensor was written."""
 
 import pytest
 import torch

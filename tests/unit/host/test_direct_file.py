@@ -1,4 +1,4 @@
-"""State in a file past the page cache: whole blocks in any order, and the errors of a disk."""
+"""A state file that bypasses the page cache: whole blocks in any order, and disk errors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ WRITES = st.lists(st.tuples(BLOCKS, BLOCKS), max_size=5)
 )
 @given(writes=WRITES)
 def test_direct_file_reads_back_any_written_blocks(tmp_path, direct, writes):
-    """Against a plain string of bytes."""
+    """Compare with a byte tensor in memory."""
     with pytest.MonkeyPatch.context() as patch:
         if not direct:
             refuse_direct(patch)
@@ -113,7 +113,6 @@ def bytes_from_the_disk() -> int:
 
 
 def test_direct_file_reads_from_the_disk_not_from_the_page_cache(tmp_path):
-    """A page cache would have it."""
     window = aligned(PIECE)
     with closing(DirectFile(tmp_path, PIECE)) as file:
         if not file.direct or _in_memory(tmp_path):
@@ -139,7 +138,7 @@ def test_direct_file_says_that_it_buffers_when_o_direct_is_refused(tmp_path, mon
 
 
 def test_direct_file_keeps_source_memory_until_its_write_ends(tmp_path):
-    """One thread does one after the other."""
+    """One thread runs the write before the read."""
     data, back = aligned(64 * PIECE), aligned(64 * PIECE)
     data.copy_(random_bytes(64 * PIECE))
     with closing(DirectFile(tmp_path, 64 * PIECE, threads=1, piece_bytes=PIECE)) as file:
@@ -223,7 +222,7 @@ file.close()
 
 
 def test_direct_file_names_ulimit_when_the_file_size_limit_is_reached(tmp_path):
-    """And the file goes on."""
+    """The file works again after the error."""
     making, writing = run_forked_program("-c", LIMITED, str(tmp_path)).splitlines()
     for line in (making, writing):
         assert "File too large" in line and "ulimit -f" in line and str(tmp_path) in line

@@ -1,4 +1,4 @@
-"""Memory that is stepped through: zeroed, aligned, each tensor its own."""
+"""Host memory for state: zeroed, aligned, and without overlaps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's share of its host."""
+"""Each local rank gets an equal number of the host's cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits of host memory, on hosts made of files."""
+"""Limits of host memory, read from the files of a fake host."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def test_memory_limits_count_page_cache_as_free_but_not_shared_memory(host):
 
 def test_memory_limits_read_cgroup_version_1_mounted_at_the_container_root(host):
     host.write("proc/self/cgroup", "4:cpu,memory:/docker/ab\n3:cpuset:/\n0::/")
-    top = "sys/fs/cgroup/memory"  # /docker/ab is not there: the container sees its own as the top
+    # A container sees its own cgroup as the root, so docker/ab is absent.
+    top = "sys/fs/cgroup/memory"
     host.write(f"{top}/memory.limit_in_bytes", str(4 * GIB))
     host.write(f"{top}/memory.usage_in_bytes", str(3 * GIB))
     host.write(f"{top}/memory.stat", f"cache 9\ntotal_inactive_file {GIB}\ntotal_active_file 0")
@@ -87,8 +88,8 @@ def test_memory_limits_include_the_process_data_limit(host):
 
 @pytest.mark.parametrize("taken", [0, 20])
 def test_memory_limits_give_equal_shares_when_other_ranks_allocated_first(host, taken):
-    """A rank that checks after three others allocated 20 GiB each has the share that it had."""
-    left = 100 - 4 - 3 * taken  # each process holds 1 GiB before
+    """Three other ranks may have allocated 20 GiB each before this rank checks."""
+    left = 100 - 4 - 3 * taken  # Each of the 4 processes held 1 GiB at first.
     host.write("proc/meminfo", f"MemTotal: {100 << 20} kB\nMemAvailable: {left << 20} kB")
     write_ranks(host, [GIB, *[(1 + taken) * GIB] * 3])
     assert free(host, 4) == {"MemAvailable, which 4 ranks share": 24 * GIB}

@@ -1,4 +1,4 @@
-"""Page-locked memory of exact size, with the kernel's own lock in place of CUDA's."""
+"""Page-locked memory of exact size, with the system's mlock in place of CUDA."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def test_page_locked_memory_is_unregistered_once_before_unmapping(runtime: Locki
 def test_page_locked_memory_freed_during_a_capture_is_unregistered_later(
     runtime: LockingRuntime,
 ) -> None:
-    """A collection of garbage may come at any time; a wait for the device would end the capture."""
+    """The garbage collector may free memory at any time; a wait for the device would end the
+    capture."""
     memory = page_locked(SIZE, CUDA)
     address = memory.data_ptr()
     runtime.is_capturing = True
@@ -117,7 +118,8 @@ def test_page_locked_unmaps_memory_when_registering_fails(runtime: LockingRuntim
         pytest.raises(PageLockError, match=r"^cudaHostRegister: error 2$"),
     ):
         page_locked(SIZE, CUDA)
-    kernel.assert_called_once_with(1, dtype=torch.float32, device=CUDA)  # raises it
+    # A launch makes CUDA raise its pending error.
+    kernel.assert_called_once_with(1, dtype=torch.float32, device=CUDA)
     gc.collect()
     ((what, address, _),) = runtime.calls
     assert what == "register" and not is_mapped(address)

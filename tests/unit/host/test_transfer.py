@@ -1,4 +1,4 @@
-"""The torch calls of the CUDA transfer, on a simulated accelerator."""
+"""torch calls of the CUDA transfer, on a simulated accelerator."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ def test_hybrid_step_copies_once_per_bucket_and_direction(mode: str) -> None:
         for param in params:
             simulation.to_device(param, DEVICE)
             param.grad = simulation.to_device(torch.ones(16), DEVICE)
-        optimizer.step()  # makes main params and state
+        optimizer.step()  # The first step creates main params and state.
         for _ in range(2):
             with mock.patch.object(simulation, "queue", wraps=simulation.queue) as spy:
                 optimizer.step()
             deeds = Counter(call.args[2].what for call in spy.call_args_list)
             copies = {what: count for what, count in deeds.items() if "copy" in what}
-            found = {"aten.copy_.default": 1}  # which parameters other code wrote
+            # The result that tells which parameters other code wrote.
+            found = {"aten.copy_.default": 1}
             assert copies == {"aten._foreach_copy_.default": 2 * 3, **found}
         simulation.synchronize()
         assert not any(region.recorded for region in simulation.memory)
@@ -141,7 +142,7 @@ def test_cuda_transfer_warns_once_when_page_locking_fails(
 
 
 class Registering(Transfer):
-    """Copies at once, from and to memory that is registered."""
+    """A transfer that copies synchronously and registers its host memory."""
 
     is_same_place = False
 
@@ -159,7 +160,7 @@ def test_hybrid_optimizer_unregisters_all_host_memory_when_deleted(mode: str) ->
             params, 1.0, FusedAdam, FusedAdam, lr=0.5, offload_mode=mode
         )
         optimizer.stepper.use_transfer(Registering(), 1 << 15)
-        for _ in range(3):  # buckets are cut anew after the first
+        for _ in range(3):  # The optimizer chooses its buckets again after the first step.
             torch.cat(params).sum().backward()
             optimizer.step()
         held = sum(map(sum, optimizer.stepper.host_part.host_bytes()))

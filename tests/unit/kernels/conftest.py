@@ -1,4 +1,4 @@
-"""Libraries that are not here, as stand-ins."""
+"""Fixtures with stand-ins for apex and Transformer Engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mp_optim.kernels import multi_tensor, selection
 from support.standins import amp_c, te
 from support.standins.gpu import GPU, Gpu
 
-# What is remembered of backends: a proof of Triton's by its interpreter takes two seconds.
+# Proofs of faultless stand-ins are cached: interpreting Triton's proof takes two seconds.
 _prove = selection._proven.__wrapped__
 _of_faultless = cache(_prove)
 

@@ -1,4 +1,4 @@
-"""Averages of main params, taken by every backend and rule."""
+"""Averaged main params follow one formula in every backend and rule."""
 
 import pytest
 import torch
@@ -25,8 +25,9 @@ BACKENDS = {
     [pytest.param(name, marks=NEED_KERNELS if name == "native" else []) for name in BACKENDS],
 )
 def test_averaged_weights_follow_the_formula_to_the_bit_in_each_rule_and_backend(backend, standins):
-    """average + (1 - decay) * (main - average), each operation rounded to FP32; at the first step
-    the main param."""
+    """The formula is average + (1 - decay) * (main - average), each operation rounded to FP32. At
+    the
+    first step the average is the main param."""
     weight = torch.tensor(1 - 0.9, dtype=torch.float64).float()
     forms = [{}]
     if backend in ("reference", "native"):

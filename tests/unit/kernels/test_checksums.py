@@ -1,4 +1,4 @@
-"""Checksums of the compiled kernel equal those of torch operations."""
+"""Checksums of the compiled kernel equal checksums of torch operations."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Every backend that is present, against ``reference``: the same bits where it promises them, else
-within what docs/numerics.md states. Apex and Transformer Engine are stand-ins on a CPU and the
-libraries themselves on a GPU."""
+"""Every available backend has the bits of ``reference``, or stays within the tolerance that
+docs/numerics.md states. Apex and Transformer Engine are stand-ins on a CPU and the real libraries
+on a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from support.standins.gpu import GPU
 
 NAMES = (
     *("reference", "native", "torch"),
-    pytest.param("triton", marks=pytest.mark.repeats),  # test_triton.py covers it
+    pytest.param("triton", marks=pytest.mark.repeats),  # test_triton.py covers Triton
     *("apex", "transformer_engine"),
 )
 STANDINS = ("apex", "transformer_engine")
@@ -140,8 +140,7 @@ each_setting = pytest.mark.parametrize(("rule", "settings"), EVERY_SETTING, ids=
 
 
 def written(main: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return weights of a main param that other code wrote in places, and the main param that a
-    step has to continue from."""
+    """Return weights that other code wrote in part, and the main param to continue from."""
     weights, at = main.to(dtype), torch.arange(main.numel(), device=main.device)
     for value, residue in zip((0.5, -0.0, math.inf, math.nan), (1, 3, 5, 6), strict=True):
         weights[at % 7 == residue] = value
@@ -188,7 +187,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 def test_backend_has_promised_accuracy_for_every_rule_and_dtype(
     candidate: Candidate, rule: str, settings: dict[str, Any]
 ) -> None:
-    """By Triton's interpreter half of the dtypes for each setting of a rule, in turn."""
+    """Triton's interpreter runs half of the output dtypes for each setting, in turn."""
     turn = EVERY_SETTING.index((rule, settings))
     for at, grad in enumerate(GRADS):
         outputs = OUTPUTS[at % 2 :: 2]
@@ -237,8 +236,9 @@ def check_two_steps(
 def test_transformer_engine_steps_compact_state_within_bf16_rounding(
     candidate: Candidate, moments: torch.dtype, remainder: bool
 ) -> None:
-    """One step from the same state differs by single roundings of bfloat16. test_kernel_bits.py
-    compares native and Triton kernels; apex has none."""
+    """One step from equal state differs by single roundings to bfloat16. test_kernel_bits.py
+    compares
+    native and Triton kernels; apex has no kernels for compact state."""
     results = []
     for backend in (candidate.backend, ReferenceBackend()):
         lists = lists_of("adam", candidate.device, torch.bfloat16, torch.bfloat16)
@@ -295,7 +295,7 @@ def test_backend_has_promised_accuracy_for_large_and_many_tensors(
     if candidate.name == "reference" or not candidate.claims(rule):
         pytest.skip(f"{candidate.name} has no kernels of its own for {rule}")
     if candidate.name == "triton" and candidate.device.type == "cpu":
-        # The interpreter takes long for a program. These have several chunks of steps and sums.
+        # The interpreter is slow; these smaller sizes still have several chunks for steps and sums.
         sizes = (70_001, 5) if len(sizes) == 2 else sizes[:40]
     ours, theirs = (
         lists_of(rule, candidate.device, torch.bfloat16, torch.bfloat16, sizes) for _ in range(2)
@@ -313,7 +313,7 @@ def test_backend_has_promised_accuracy_for_large_and_many_tensors(
 
 
 def test_sum_of_squares_equals_reference_for_any_dtype_and_strides(candidate: Candidate) -> None:
-    """Any dtype, any strides; finite values have a finite sum, and others have not."""
+    """Finite values also have a finite sum."""
     x = numbers(3000, 1, candidate.device)
     tensors = [
         x,
@@ -370,8 +370,7 @@ def test_backend_makes_nan_where_reference_does_when_a_gradient_is_not_finite(
 def test_optimizer_steps_strided_params_and_skips_those_without_gradient(
     candidate: Candidate, rule: str
 ) -> None:
-    """Through a whole optimizer: strided tensors, one without gradient, one without elements,
-    16-bit outputs."""
+    """One parameter has no gradient, one has no elements, and two have 16-bit outputs."""
     if not candidate.claims(rule) and candidate.name != "torch":
         pytest.skip(f"{candidate.name} refuses {rule} at construction")
     results = []

@@ -1,4 +1,4 @@
-"""Denormal numbers are kept, whichever mode the threads of the process are in."""
+"""A step keeps denormal numbers, even in threads that flush denormals to zero."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def in_new_thread(work: Callable[[], T]) -> T:
-    """Run in a thread that has OpenMP threads of its own: they inherit its mode when they start."""
+    """Run in a new thread with new OpenMP threads, which inherit the floating-point mode of the
+    thread."""
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(2,)) as threads:
         return threads.submit(work).result()
 

@@ -1,4 +1,4 @@
-"""Forms of kernels are compared with the reference when a step first needs them, and no others."""
+"""A kernel form is compared with the reference when a step first needs the form."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ CLASSES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     ),
     "lamb": (mp_optim.LAMB, {}, ["lamb_moments", "lamb_apply"]),
     "muon": (mp_optim.Muon, {}, ["muon_momentum", "muon_apply"]),
-    "sgd": (mp_optim.SGD, {"momentum": 0.9}, ["sgd", "sgd"]),  # its first step is another form
+    # The first step of momentum is another kernel form.
+    "sgd": (mp_optim.SGD, {"momentum": 0.9}, ["sgd", "sgd"]),
 }
 
 
@@ -77,7 +78,7 @@ def test_triton_steps_as_reference_when_a_form_is_wrong(
         if trouble == "raises":
             raise RuntimeError("no kernel image is available")
 
-    monkeypatch.setattr(triton, "launch_part", launch_part)  # launches nothing
+    monkeypatch.setattr(triton, "launch_part", launch_part)  # It launches no kernel.
     with pytest.warns(UserWarning, match=r"triton on cpu, adam: .*(other bits|newer driver)"):
         found = trained("adamw", "triton")
     assert all(map(torch.equal, found, trained("adamw", "reference")))

@@ -1,4 +1,4 @@
-"""Compact forms of state: exact or bounded, as docs/numerics.md states."""
+"""Compact storage formats are exact or bounded, as docs/numerics.md states."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCKED = [
     (torch.float16, True),
     (torch.int8, False),
     (torch.uint8, True),
-    (torch.uint8, False),  # two codes of 4 bits
+    (torch.uint8, False),  # two 4-bit codes per byte
 ]
 BITS = [torch.int16, torch.int8]
 seeds = st.integers(0, 2**20)
@@ -102,7 +102,7 @@ def test_8_bit_remainder_keeps_the_upper_24_bits() -> None:
 
 @pytest.mark.parametrize("dtype", BITS)
 def test_join_stays_within_half_a_bf16_unit_of_a_written_parameter(dtype: torch.dtype) -> None:
-    """Remainders of other values: half a unit of the last bit at most, and nothing at zero."""
+    """The parameter was written after its remainder was stored."""
     _, remainder = split(values(1, 4096), dtype)
     written = torch.cat([torch.zeros(2048), values(2, 2048)]).bfloat16()
     found = join(written, remainder)
@@ -133,7 +133,7 @@ def test_codecs_reencode_decoded_values_to_the_same_codes(
 
 
 def in_four_bits(x: Any) -> tuple[Any, Any]:
-    """Return packed codes of 4 bits and their scales, by numpy."""
+    """Return packed 4-bit codes and their scales, computed by numpy."""
     codes, scales = [], []
     for block in (x[start : start + BLOCK] for start in range(0, x.size, BLOCK)):
         rough = np.float64(np.max(np.abs(block)) / np.float32(7))
@@ -167,9 +167,9 @@ def test_codecs_equal_numpy_and_err_by_at_most_half_a_code(
     steps = scale.repeat_interleave(BLOCK)[:n]
     decoded = decode(codes, scale, second, n)
     error = ((decoded.sqrt() if second else decoded) - x).abs()
-    if dtype == torch.float16:  # 11 bits, or half of the smallest step
+    if dtype == torch.float16:  # float16 keeps 11 bits, or half of its smallest step.
         assert bool((error <= torch.maximum(x.abs() * 2.0**-11, steps * 2.0**-24)).all())
-    else:  # half a step; a root below half a step becomes one
+    else:  # Codes err by half a step; a root below half a step is stored as one step.
         assert bool((error <= steps * (1.0 if second else 0.5) * (1 + 1e-5)).all())
 
 
@@ -204,10 +204,10 @@ def test_noise_of_a_part_equals_noise_of_its_own_stream(seed: int, stream: int, 
 def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
     value = torch.full(
         (200_000,), 1.0 + 2.0**-9
-    )  # an eighth of the way between two bfloat16 numbers
+    )  # a quarter of the way between two bfloat16 numbers
     rounded = torch.empty_like(value, dtype=torch.bfloat16)
     encode_(value, rounded, None, False, Noise(1, 2))
-    # The mean of n draws is off by a few times sqrt(p (1 - p) / n) steps.
+    # The mean of n draws deviates by a few times sqrt(p (1 - p) / n) steps.
     assert float((rounded == 1.0).double().mean()) == pytest.approx(0.75, abs=0.01)
     again = torch.empty_like(rounded)
     encode_(value[1000:], again[1000:], None, False, Noise(1, 2, 1000))
@@ -228,7 +228,7 @@ def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
 def test_4_bit_codes_are_unchanged_after_decoding_and_encoding_again(
     seed: int, n: int, decades: float
 ) -> None:
-    """In a million elements the random bits that are added are all 0 for sixteen."""
+    """A million elements include sixteen whose added random bits are all 0."""
     codes, scale = stored(values(seed, n, decades), torch.uint8, False, Noise(1, seed))
     decoded = decode(codes, scale, False, n)
     for noise in (None, Noise(2, seed)):

@@ -1,6 +1,6 @@
-"""Silent faults of apex and Transformer Engine, and the guards of the backends against them.
+"""Silent faults of apex and Transformer Engine, and the guards of our backends against them.
 
-The first tests show that the stand-ins do it too; each of the others would fail without its guard.
+The first tests show that the stand-ins have these faults. Each later test fails without its guard.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def test_backend_refuses_host_tensors_before_it_launches(
 
 @each_library
 def test_sgd_starts_momentum_of_each_parameter_at_its_first_step(standins: Gpu, name: str) -> None:
-    """apex takes from the last parameter whether it is the first step of all."""
+    """apex decides by the last parameter whether a launch is the first step of all parameters."""
     from mp_optim.rules.rule_optimizer import RuleOptimizer
 
     results = []
@@ -215,8 +215,8 @@ def test_sgd_starts_momentum_of_each_parameter_at_its_first_step(standins: Gpu, 
 
 @each_library
 def test_bf16_model_keeps_small_updates_in_main_params(standins: Gpu, name: str) -> None:
-    """Small steps add up: they would all be rounded away in bfloat16 (apex: master_weights=True is
-    ignored)."""
+    """bfloat16 parameters would round every one of these small steps away. apex ignores
+    master_weights=True."""
     model = nn.Linear(8, 8, bias=False).bfloat16()
     nn.init.ones_(model.weight)
     config = OptimizerConfig(
@@ -258,7 +258,7 @@ def test_backend_steps_by_reference_when_a_moment_dtype_has_no_kernel(standins: 
 def test_backend_cuts_tensors_beyond_32_bit_indices_into_pieces(
     standins: Gpu, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cut into pieces; but LAMB cannot be cut, as it needs the norm of the whole tensor."""
+    """LAMB is not cut, because it needs the norm of the whole tensor."""
     standins.int_max = 5000
     monkeypatch.setattr(batching, "piece_elements", lambda device: 4096)
     monkeypatch.setattr(multi_tensor, "MOST_ELEMENTS", 5000)
@@ -311,7 +311,7 @@ def test_backend_accepts_tensors_as_step_and_learning_rate(standins: Gpu, name: 
 
 
 def test_apex_lamb_steps_large_gradients_without_its_clipping(standins: Gpu) -> None:
-    """max_grad_norm=0 makes apex divide every gradient by infinity."""
+    """apex divides every gradient by infinity when max_grad_norm is 0."""
     ours, theirs = lists(200), lists(200)
     ours.grad[0].mul_(1e4), theirs.grad[0].mul_(1e4)
     ApexBackend(amp_c.module()).lamb(ours, LambScalars.at(GROUP, 1), 1.0)
@@ -326,7 +326,7 @@ def test_apex_lamb_steps_large_gradients_without_its_clipping(standins: Gpu) -> 
 
 
 def test_sharded_lamb_steps_by_reference_when_apex_is_chosen(standins: Gpu) -> None:
-    """The kernel takes each tensor's own norm, which for a shard is not the parameter's."""
+    """The kernel uses the norm of the shard, which differs from the parameter's norm."""
     results = []
     for name in ("apex", "reference"):
         param = torch.linspace(-1, 1, 50)
@@ -335,7 +335,7 @@ def test_sharded_lamb_steps_by_reference_when_apex_is_chosen(standins: Gpu) -> N
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 dist, "all_reduce", lambda sums, op, group, async_op: sums[:, 0].mul_(4)
-            )  # as if there were more
+            )  # simulates four ranks
             patch.setattr("mp_optim.kernels.sums.wait_for", lambda *_: None)
             no_guard = lambda group: lambda doing: contextlib.nullcontext()  # noqa: E731
             patch.setattr("mp_optim.kernels.sums.naming_missing_ranks", no_guard)
@@ -357,7 +357,7 @@ def split_lists(values: list[float], grads: list[float]) -> TensorLists:
 
 
 def test_transformer_engine_makes_parameter_nan_when_gradient_is_nan(standins: Gpu) -> None:
-    """CUDA's NaN, split by Transformer Engine, is a bfloat16 -0.0: the model would run on."""
+    """Transformer Engine splits CUDA's NaN into a bfloat16 -0.0, and training would continue."""
     made = split_lists([1.0, 2.0], [math.nan, 1.0])
     te_backend = TransformerEngineBackend(te.modules()["transformer_engine_torch"])
     te_backend.step("adam", made, AdamScalars.at(GROUP, 1), 1.0)
@@ -367,7 +367,8 @@ def test_transformer_engine_makes_parameter_nan_when_gradient_is_nan(standins: G
 
 
 def test_transformer_engine_ignores_remainders_of_zero_parameters(standins: Gpu) -> None:
-    """A parameter zeroed from outside: the kernel would borrow from the zero and make a NaN."""
+    """The kernel would subtract the remainder from a parameter that other code set to zero, and
+    make a NaN."""
     made, theirs = (
         split_lists([0.0, -0.0, 1.0], [0.5, 0.5, 0.5]),
         split_lists([0.0, -0.0, 1.0], [0.5, 0.5, 0.5]),
@@ -387,7 +388,7 @@ def test_transformer_engine_ignores_remainders_of_zero_parameters(standins: Gpu)
 
 
 class Operations(TorchDispatchMode):
-    """Names of the operations that are no views."""
+    """Records the names of all operations except views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -422,7 +423,8 @@ def test_transformer_engine_guards_take_constant_operations_for_any_tensor_count
 def test_current_device_enters_the_cuda_device_of_the_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Transformer Engine launches on the current device's stream whatever it is handed."""
+    """Transformer Engine launches on the stream of the current device, whatever its tensors'
+    device."""
     entered: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "device", entered.append)
     accelerator.current_device(torch.device("cuda", 3))
@@ -442,8 +444,7 @@ def test_backend_steps_groups_added_after_construction(standins: Gpu, name: str)
 
 @each_library
 def test_loaded_moments_stay_fp32_for_a_bf16_model(standins: Gpu, name: str) -> None:
-    """torch's load casts state to the parameter's dtype, which the kernels go on reading as
-    FP32."""
+    """torch's load_state_dict casts state to the parameter's dtype, but the kernels read FP32."""
     model = nn.Linear(4, 4).bfloat16()
     config = OptimizerConfig(lr=0.01, bf16=True, fused_backend=name)
     optimizer = get_megatron_optimizer(config, model)
@@ -460,7 +461,7 @@ def test_loaded_moments_stay_fp32_for_a_bf16_model(standins: Gpu, name: str) -> 
 
 
 def test_apex_step_is_not_skipped_when_fp32_norm_would_overflow(standins: Gpu) -> None:
-    """|g| > 1.8e19 makes apex's norm infinite, and the step would be skipped."""
+    """Gradients above 1.8e19 make apex's FP32 norm infinite, so the step would be skipped."""
     model = nn.Linear(4, 4, bias=False)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.01, fused_backend="apex"), model)
     model.weight.grad = torch.full((4, 4), 1e25)
@@ -470,8 +471,8 @@ def test_apex_step_is_not_skipped_when_fp32_norm_would_overflow(standins: Gpu) -
 
 @pytest.mark.parametrize("scale", [2.0**16, 2.0**20, 2.0**32])
 def test_fp16_lamb_moves_parameters_unless_the_scale_overflows(standins: Gpu, scale: float) -> None:
-    """With the default scale of 2^32 the first steps overflow, which hides a step that cannot
-    work."""
+    """With the default scale of 2^32 the first steps overflow, which would hide a step without
+    effect."""
     results = []
     for name in ("apex", "reference"):
         torch.manual_seed(0)
@@ -495,7 +496,7 @@ def test_fp16_lamb_moves_parameters_unless_the_scale_overflows(standins: Gpu, sc
 
 @each_library
 def test_step_count_of_an_empty_shard_increases(standins: Gpu, name: str) -> None:
-    """Ranks that hold nothing of a parameter must agree with the others on the step."""
+    """All ranks must have the same step count, also ranks without elements of a parameter."""
     optimizer = FusedAdam([{"params": [torch.zeros(0)]}, {"params": [torch.ones(3)]}], backend=name)
     optimizer.step_slots(
         [SlotUpdate(Slot(0, 0), torch.zeros(0)), SlotUpdate(Slot(1, 0), torch.ones(3))]
@@ -506,8 +507,8 @@ def test_step_count_of_an_empty_shard_increases(standins: Gpu, name: str) -> Non
 def test_apex_refuses_host_parameters_that_reference_steps(
     standins: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ColossalAI #6401 and #6418: nothing is copied to the GPU and updated there in a copy."""
-    monkeypatch.setattr(multi_tensor, "KERNEL_DEVICE", "meta")  # any device that is not the host
+    """ColossalAI #6401 and #6418 copy host parameters to the GPU and update the copy only."""
+    monkeypatch.setattr(multi_tensor, "KERNEL_DEVICE", "meta")  # any device type except the host's
     backend, why = choose_backend("reference", CPU)
     made = lists(50)
     before = made.main[0].clone()

@@ -1,4 +1,4 @@
-"""Settings of host threads are checked at once."""
+"""The number of host threads is checked when it is set."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ NO_NUMBERS = [2.0, 0, -1, True, "2", 2**31, 10**400, float("nan"), torch.tensor(
 
 
 def steps() -> bool:
-    """Whether optimizers of this process still work."""
+    """True if an optimizer of this process still steps."""
     param = torch.nn.Parameter(torch.ones(3))
     param.grad = torch.ones(3)
     FusedAdam([param]).step()

@@ -1,5 +1,5 @@
-"""Native and Triton kernels have the bits of ``reference``: sizes, alignments, odd values, dtypes.
-Without a GPU Triton's run under its interpreter."""
+"""Native and Triton kernels have the bits of ``reference`` for all sizes, alignments, values and
+dtypes. Triton's kernels run in its interpreter if there is no GPU."""
 
 from __future__ import annotations
 
@@ -47,12 +47,13 @@ NO_TRITON = pytest.mark.skipif(FOUND is None, reason=f"no Triton kernels: {WHY}"
 TRITON = pytest.param("triton", marks=NO_TRITON)
 PLAIN = {**GROUP, "momentum": 0.0, "weight_decay": 0.0}
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets
+# numpy warns in Triton's interpreter
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """A backend, and the device of the tensors that it steps.
+    """A backend, and the device of the tensors that the backend steps.
 
     Attributes:
         draws: number of cases; fewer for compiled or interpreted kernels.
@@ -66,7 +67,7 @@ class Kernels:
         check(self.backend, rule, sizes, case, device=self.device, **given)
 
     def both(self, rule: str, make: Any, group: dict[str, Any], step: int = 2) -> TensorLists:
-        """Step two lists that ``make`` returns, compare them, and return the kernels'."""
+        """Step two lists that ``make`` returns, compare them, and return the kernels' list."""
         ours, theirs = on_device(make(), self.device), make()
         sums = [
             step_with(backend, rule, lists, group, step, 0.5)
@@ -127,7 +128,7 @@ def test_kernels_have_bits_of_reference_at_sizes_around_block_ends(
 def test_kernels_step_noise_averages_and_parts_without_reference(
     kernels: Kernels, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither random rounding, averages, nor parts that begin inside of a parameter."""
+    """The second list starts inside of a parameter, with random rounding and averages."""
     compact = Case(torch.float32, None, torch.int8, (torch.int8, torch.uint8))
     for case in (
         replace(compact, average=torch.bfloat16),
@@ -273,7 +274,7 @@ def test_repeated_launch_reads_new_gradients_and_written_weights(
     grads = [lists_of(seed, [700, 3], (), case).grad for seed in (2, 3)]
     moved = [[grad.to(kernels.device) for grad in some] for some in grads]
     for step in range(1, 6):
-        if step > 3:  # the launches of both sets of gradients are known
+        if step > 3:  # Both sets of gradients have been launched before.
             theirs.output[0][5 + step], ours.output[0][5 + step] = 0.5, 0.5
         ours = replace(ours, grad=CachedTensorList(moved[step % 2]))
         step_with(kernels.backend, "adam", ours, GROUP, step, 0.5)

@@ -1,4 +1,4 @@
-"""Kernels refuse arguments that do not fit."""
+"""Kernels refuse tensor lists with different sizes."""
 
 from dataclasses import replace
 
@@ -52,7 +52,7 @@ def given_back(tensor):
 @pytest.mark.parametrize("form", CASES)
 @pytest.mark.parametrize("trouble", [sliced, given_back])
 def test_kernels_refuse_lists_with_a_shorter_or_freed_tensor(name, form, trouble):
-    """Column by column; also where something about a list is known already."""
+    """Each column is damaged in turn, after the sizes of the list were cached."""
     backend, scalars = backend_of(name), AdamScalars.at(GROUP, 2)
     for column in columns_of(lists_of(1, SIZES, KEYS["adam"], CASES[form])):
         lists = lists_of(1, SIZES, KEYS["adam"], CASES[form])
@@ -84,7 +84,7 @@ def test_sum_of_squares_refuses_a_gradient_of_another_size(name):
     "settings", [{}, {"offload": 1.0}, {"offload": 1.0, "offload_place": "streamed"}], ids=str
 )
 def test_step_refuses_a_pruned_parameter_and_writes_nothing_beyond_its_end(dtype, settings):
-    """``param.data = param.data[:n]`` has the old address and version."""
+    """``param.data = param.data[:n]`` keeps the address and the version of the parameter."""
     param = nn.Parameter(torch.zeros(64, dtype=dtype))
     optimizer = mp_optim.SGD([("p", param)], lr=1.0, **settings)
     param.grad = torch.zeros_like(param)
@@ -93,6 +93,6 @@ def test_step_refuses_a_pruned_parameter_and_writes_nothing_beyond_its_end(dtype
     param.data = whole[:32]
     param.grad = None
     param.grad = torch.arange(64, dtype=dtype)[:32]
-    with pytest.raises(ValueError):  # by whichever layer looks first
+    with pytest.raises(ValueError):  # Different layers raise, depending on the settings.
         optimizer.step()
     assert not whole[32:].any()

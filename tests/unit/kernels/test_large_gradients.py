@@ -16,7 +16,8 @@ from support.kernels import NEED_KERNELS, require_usable
 
 BACKENDS = ["reference", pytest.param("native", marks=NEED_KERNELS)]
 LARGE = [2e20, 1e30, 3.4e38]
-"""The square overflows; the second moment too; bfloat16 would make it infinite."""
+"""The first overflows when squared, the second in the second moment, the third when rounded to
+bfloat16."""
 STATES = ["fp32", "bf16", "fp16", "8bit", "4bit"]
 NOISY = ["bf16", "8bit", "4bit"]
 
@@ -26,8 +27,8 @@ class Case:
     """A rule with settings.
 
     Attributes:
-        alone: an element's step depends on its own gradients alone.
-        states: how its moments may be kept.
+        alone: True if the step of an element depends on the gradients of that element only.
+        states: storage formats that the rule supports.
     """
 
     cls: str
@@ -55,7 +56,7 @@ def quiet() -> Iterator[None]:
 
 
 class Run:
-    """A bfloat16 matrix and an FP32 vector of three blocks of 256 elements, stepped by a rule."""
+    """An optimizer over a bfloat16 matrix and an FP32 vector of three blocks of 256 elements."""
 
     def __init__(self, case: Case, **settings: Any) -> None:
         matrix = torch.ones(3, 200, dtype=torch.bfloat16)
@@ -97,8 +98,11 @@ def drawn(states: Sequence[str], noisy: Sequence[str]) -> list[Any]:
 
 
 def with_sizes(forms: list[Any]) -> list[Any]:
-    """Each form of state with each size of a gradient. All but one of these are for the night, in
-    turn: each rule, and each form, meets each size by day."""
+    """Combine each storage format with each gradient size.
+
+    A third of the combinations run by day, so that each rule and format meets each size; the others
+    are marked slow.
+    """
     found = []
     for at, form in enumerate(forms):
         case = form.values[0]

@@ -1,4 +1,4 @@
-"""Installations with and without kernels."""
+"""Installations with and without native or Triton kernels."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_missing_native_kernels_do_not_warn_when_switched_off(without_compiler: 
 @pytest.mark.skipif(os.environ.get("MP_OPTIM_NATIVE") == "off", reason="native kernels are off")
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 def test_native_kernels_are_found_where_they_were_compiled() -> None:
-    """A lost library would look like success: tests of kernels are skipped without it."""
+    """Tests of kernels are skipped without the library, which would look like success."""
     library = native_library()
     assert library.handle is not None or library.why.startswith("this CPU has none"), library.why
 

@@ -1,4 +1,4 @@
-"""The compiled kernels in a process: threads, cores, levels, memory, arguments."""
+"""The native library in a process: threads, instruction sets, forks and bad arguments."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True, params=LIBRARY.levels or [""])
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run every test at each level this CPU has."""
+    """Run every test with each instruction set of this CPU."""
     before = LIBRARY.level
     LIBRARY.set_level(request.param)
     yield request.param
@@ -65,7 +65,8 @@ def test_native_bits_do_not_depend_on_threads(threads: int) -> None:
 def test_native_steps_by_reference_when_output_or_seeds_are_not_supported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Outputs that are not bfloat16 with a remainder, and noise of several seeds."""
+    """Native kernels support neither FP32 outputs with remainders nor several noise seeds in a
+    call."""
     step, by_reference = ReferenceBackend.step, list[int]()
 
     def counted(self: ReferenceBackend, rule: str, part: Any, *arguments: Any) -> None:
@@ -101,7 +102,8 @@ def test_mp_measure_counts_zeros_of_each_dtype() -> None:
             count=1,
             numel=numel.buffer_info()[0],
             grad=address.buffer_info()[0],
-            grad_dtype={torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}[dtype],  # api.h
+            # codes of csrc/api.h
+            grad_dtype={torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}[dtype],
         )
         sums, zeros = (torch.empty(1, dtype=torch.float64), torch.empty(1, dtype=torch.int64))
         LIBRARY.call("mp_measure", ctypes.byref(tensors), sums.data_ptr(), zeros.data_ptr(), 3)
@@ -126,7 +128,7 @@ def test_native_sums_are_right_when_several_threads_call() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_native_kernels_work_in_a_forked_child() -> None:
-    """OpenMP's threads and ours stay with the parent: a child that waited for them would hang."""
+    """A fork does not copy OpenMP's threads nor ours; a child that waits for them would hang."""
     grads = [torch.full((300_000,), 2.0)]
     set_host_threads(2)
     assert float(NativeBackend(LIBRARY).sum_of_squares(grads)[0]) == 1.2e6

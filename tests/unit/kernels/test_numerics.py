@@ -1,5 +1,5 @@
-"""Reference against numpy to the bit, against FP64 and torch within what docs/numerics.md
-states."""
+"""``reference`` equals numpy to the bit, and FP64 and torch within the tolerance of
+docs/numerics.md."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from mp_optim.kernels.sums import sum_of_squares
 from mp_optim.rules.fused import FusedAdam, FusedLAMB
 from mp_optim.rules.rule_optimizer import RuleOptimizer
 
-# Units of lr, at lr = 1e-2 where an ulp of |p| < 4 is 2.4e-5: a hundred steps round p a hundred
-# times (twice with decay), and roundings add up like a random walk. Measured: reference 3.2e-4
-# (LAMB 1.7e-4), torch 8.1e-4.
+# Tolerance in units of lr = 1e-2, where an ulp of |p| < 4 is 2.4e-5. A hundred steps round p a
+# hundred times (twice with decay), and roundings add up like a random walk. Measured: reference
+# 3.2e-4 (LAMB 1.7e-4), torch 8.1e-4.
 FP64_TOLERANCE = {"reference": 1e-3, "torch": 2e-3}
-# 0-d, empty, less and more than a block, more than a batch.
+# A scalar, an empty tensor, less and more than a block, and more than a batch.
 SHAPES: list[tuple[int, ...]] = [(), (0,), (7,), (33, 31), (1025,), (3, 45000)]
 
 
@@ -73,8 +73,7 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("rule", "extra"), SETTINGS)
 def test_reference_rules_equal_numpy_to_the_bit(rule: str, extra: dict[str, Any]) -> None:
-    """A step uses the moments before they are rounded; the next one starts from the rounded
-    ones."""
+    """A step uses unrounded moments, and the next step starts from the rounded ones."""
     form, mains = "bfloat16" if extra == BF16 else "float32", tensors(0)
     optimizer = RuleOptimizer(rule, mains, lr=3e-3, **extra)
     moments = MOMENTS[rule] if rule != "sgd" or "momentum" in extra else ()

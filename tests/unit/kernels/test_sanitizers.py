@@ -1,4 +1,4 @@
-"""The kernels under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer."""
+"""Native kernels under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from support.launch import ROOT
 HERE = Path(__file__).parent
 KERNELS = ROOT / "mp_optim" / "kernels" / "csrc"
 RESULTS = "f30c4cb297f75fe3"
-"""Hash of all results of the driver; GCC and clang on x86-64 and GCC on 64-bit Arm have printed the
-same.
-It changes with the formulas of docs/numerics.md, and with nothing else."""
+"""Hash of all results of the driver. GCC and clang on x86-64 and GCC on 64-bit Arm print the same
+hash. It changes only with the formulas of docs/numerics.md."""
 COMPILER = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
 
 
@@ -35,7 +34,7 @@ def test_native_kernels_have_no_sanitizer_reports(sanitizers: str, tmp_path: Pat
     flags = [
         "-std=c++17",
         "-O1",
-        "-g1",  # lines for reports; all of -g takes the compiler twice the time
+        "-g1",  # line numbers for reports; full -g doubles the compile time
         "-ffp-contract=off",
         "-fno-math-errno",
         "-fno-trapping-math",
@@ -61,7 +60,7 @@ def test_native_kernels_have_no_sanitizer_reports(sanitizers: str, tmp_path: Pat
     ran = subprocess.run([str(program)], capture_output=True, text=True, check=False, timeout=240)
     if (
         "unexpected memory mapping" in ran.stderr
-    ):  # ThreadSanitizer and a kernel that randomises addresses widely
+    ):  # ThreadSanitizer does not support systems that randomise addresses widely.
         ran = subprocess.run(
             ["setarch", "--addr-no-randomize", str(program)],
             capture_output=True,

@@ -1,4 +1,4 @@
-"""Choice of the backend: proofs, ``auto``, names, refusals."""
+"""Choice of the backend: proofs, ``auto``, named backends, refusals."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_auto_chooses_the_first_backend_with_bits_of_reference(
     found = ModuleType("mp_optim.kernels.triton")
     found.triton_backend = lambda: (Exact(), "a test")  # type: ignore[attr-defined]
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    for library in LIBRARIES:  # takes seconds to import, and is never exact
+    for library in LIBRARIES:  # Their import takes seconds, and neither has the bits of reference.
         monkeypatch.setitem(sys.modules, f"mp_optim.kernels.{library}", None)
     install(monkeypatch, "mp_optim.kernels.triton", found)
     backend, why = choose_backend("auto", CPU)
@@ -119,7 +119,7 @@ def test_selection_refuses_a_slightly_wrong_backend(
 def test_auto_falls_back_when_an_installation_is_broken(
     accelerator: Gpu, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
 ) -> None:
-    """Megatron catches ImportError alone, so that a broken Transformer Engine ends it."""
+    """Megatron catches ImportError only, so a broken Transformer Engine crashes Megatron."""
     real = selection.importlib.import_module
 
     def broken(name: str) -> Any:
@@ -178,7 +178,7 @@ def test_choose_backend_refuses_apex_without_a_gpu(
 def test_choose_backend_falls_back_to_reference_where_apex_does_not_run(
     standins: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    accelerator = torch.device("meta")  # plays the place where apex's kernels do not run
+    accelerator = torch.device("meta")  # stands for a device without apex kernels
     chosen, why = None, ""
     chosen, why = choose_backend("apex", accelerator)
     assert chosen.name == "reference"

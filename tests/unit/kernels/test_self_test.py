@@ -1,4 +1,4 @@
-"""The self-test detects stand-ins that are wrong in one place."""
+"""The self-test detects a backend that is wrong in one element."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Spoil = Callable[[TensorLists], object]
 
 
 class StandIn(ReferenceBackend):
-    name = "triton"  # which claims every rule and every form of state
+    name = "triton"  # Triton declares every rule and every storage format.
 
     def __init__(self, rule: str, spoil: Spoil) -> None:
         self.spoiled, self.spoil = rule, spoil
@@ -75,7 +75,7 @@ def test_self_test_finds_a_wrong_bit_of_any_rule(first: int, rule: str) -> None:
 def test_wrong_native_kernel_writes_no_parameter_under_auto(
     factor: float, usable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``auto`` steps as ``reference`` does; a name is refused where differences are large."""
+    """``auto`` takes ``reference``; a named backend is refused if its deviation is large."""
 
     def trained(backend: str) -> Tensor:
         param = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 700))

@@ -28,7 +28,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [
     pytest.mark.skipif(FOUND is None, reason=f"no Triton kernels: {WHY}"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]  # the interpreter's, for overflow and nan in numpy
+]  # numpy warns of overflow and NaN in Triton's interpreter.
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_triton_sum_reads_elements_past_32_bit_indices() -> None:
 
     big = torch.from_numpy(np.zeros(2**32 + 9000, np.int16)).view(
         torch.bfloat16
-    )  # untouched, it takes no memory
+    )  # untouched pages take no memory
     big[-1], big[2**32 - 16384] = 3.0, 5.0
     owners = torch.zeros(2, dtype=torch.int32)
     first = torch.tensor([-(2**32 // 16384 - 1)], dtype=torch.int32)
@@ -95,8 +95,9 @@ def test_triton_sum_reads_elements_past_32_bit_indices() -> None:
 
 @pytest.mark.parametrize("count", [30_000, pytest.param(2**31 + 3000, marks=pytest.mark.gpu)])
 def test_triton_steps_both_ends_of_a_tensor_beyond_2_to_the_31_elements(count: int) -> None:
-    """A step and a sum with gradients and outputs in bfloat16; where an index wrapped around, the
-    end would be stepped as the beginning. Takes 17 GB on a GPU."""
+    """Gradients and outputs are bfloat16. If an index wrapped around, the end would be stepped like
+    the
+    beginning. The test takes 17 GB on a GPU."""
     if DEVICE != "cpu" and torch.cuda.mem_get_info()[0] < 24e9:
         pytest.skip("needs a GPU with 24 GB free")
     end = 9000
@@ -148,7 +149,8 @@ def test_lamb_apply_has_same_bits_for_ratios_on_the_device() -> None:
     ours, theirs = (on_device(lists_of(1, [2500, 7, 9], KEYS["lamb"], Case())) for _ in range(2))
     scalars, ratios = LambScalars.at(GROUP, 2), [0.5, 0.25, 0.125]
     for lists in (ours, theirs):
-        lists.output[1] = torch.zeros(7, dtype=torch.float16, device=DEVICE)  # two kinds
+        # Outputs have two dtypes.
+        lists.output[1] = torch.zeros(7, dtype=torch.float16, device=DEVICE)
     kernels().lamb_apply(ours, scalars, torch.tensor(ratios, device=DEVICE))
     kernels().lamb_apply(theirs, scalars, ratios)
     assert_same_lists(ours, theirs)
@@ -299,7 +301,8 @@ def test_auto_chooses_a_host_backend_when_triton_is_unusable(
         "from mp_optim.kernels.triton import triton_backend; print(triton_backend()[1])"
     )
     path = os.pathsep.join([*path, PATH])
-    begun = run if trouble == "broken" else run_forked_program  # that has imported Triton
+    # The forking server has imported the real Triton already.
+    begun = run if trouble == "broken" else run_forked_program
     said_by_it = begun("-c", program, TRITON_INTERPRET="0", PYTHONPATH=path)
     auto, triton = said_by_it.splitlines()
     assert auto in ("native", "reference")
@@ -314,7 +317,7 @@ HALF = r"{}\.global[\w.:]*\.v2\.[bfu]32"
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Return the PTX of each kernel for sm_90, in one form or two."""
+    """Return the PTX of each kernel for sm_90, in one or two forms."""
     return tritons.compiled(None, "90", tmp_path_factory.mktemp("triton"))
 
 
@@ -359,7 +362,7 @@ def check_exact(compiled: dict[str, dict[str, Any]]) -> None:
 def test_triton_kernels_access_aligned_tensors_16_bytes_at_a_time(
     compiled: dict[str, dict[str, Any]],
 ) -> None:
-    """Exactly as many wide accesses as the unmasked path of a thread has bytes."""
+    """The number of wide accesses equals the bytes of a thread's unmasked path divided by 16."""
     for label, variant in compiled.items():
         counts = {}
         for verb in ("ld", "st"):
@@ -370,9 +373,9 @@ def test_triton_kernels_access_aligned_tensors_16_bytes_at_a_time(
 
 
 ROOTED = ("adam", "lamb_moments", "lamb_apply")
-"""Kernels that divide by a root."""
+"""Kernels that divide by a square root."""
 REGISTERS = 65536
-"""Of a multiprocessor of sm_90; a warp is given them in steps of 8 a thread."""
+"""Registers of one multiprocessor of sm_90, allocated to a warp in steps of 8 per thread."""
 
 
 def held_warps(variant: dict[str, Any]) -> int:
@@ -383,8 +386,10 @@ def held_warps(variant: dict[str, Any]) -> int:
 def test_triton_kernels_allow_16_warps_and_spill_no_registers(
     compiled: dict[str, dict[str, Any]],
 ) -> None:
-    """A step with fewer waits for memory. Sums have all their loads under way at once; 4-bit codes
-    of tensors at odd addresses are rare. Eight bytes of a stack are two packed predicates."""
+    """A step waits less for memory with more warps. Sums issue all loads at once and need 12 warps;
+    4-bit
+    codes at unaligned addresses are rare and need 8. Two packed predicates take 8 bytes of stack.
+    """
     held = {}
     for label, variant in compiled.items():
         assert variant["used"]["LOCAL"] == 0 and variant["used"]["STACK"] <= 8, label
@@ -402,8 +407,9 @@ def test_triton_kernels_allow_16_warps_and_spill_no_registers(
     f"PYTHONPATH=tests python -m support.tritons --fetch {tritons.OLDEST}",
 )
 def test_oldest_supported_triton_compiles_every_kernel(tmp_path: Path) -> None:
-    """Users have the Triton that their torch brings; the newest takes more than those before it.
-    Its assembler is more generous with registers."""
+    """Users have the Triton version of their torch. The newest Triton accepts code that older
+    versions
+    refuse, and its assembler uses more registers."""
     compiled = tritons.compiled(tritons.OLDEST, "90", tmp_path)
     check_whole(compiled)
     check_exact(compiled)

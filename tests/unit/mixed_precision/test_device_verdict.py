@@ -1,4 +1,4 @@
-"""The verdict on the device has the host's bits, without a synchronization."""
+"""The decision on the device (clip, step or skip) has the host's bits without a synchronization."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from support.waiting import WaitedError, no_waiting
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the tests marked gpu do this on the GPU"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]  # the interpreter's, for overflow and nan in numpy
+]  # numpy warns of overflow and NaN in Triton's interpreter.
 
 ODD = [0.0, 5e-324, 1e-310, 1e-160, 1e-12, 1.0, 1e300, 1.7976931348623157e308, math.inf, math.nan]
 squares = st.one_of(st.sampled_from(ODD), st.floats(0, 1e6), st.floats(0))
@@ -141,7 +141,7 @@ WATCHED: dict[str, Any] = {
     "skip_step_sigma_factor": 6.0,
     "log_param_grad_norms": 2,
 }
-"""All that is counted beside a step."""
+"""Settings that turn on every observer of a step."""
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,8 @@ def test_triton_step_does_not_synchronize_when_all_observers_are_on(
     precision, rule, settings, monkeypatch
 ):
     model, optimizer = small(precision, optimizer=rule, **settings, **WATCHED)
-    for seed in (8, 9):  # makes tables, and proves the kernels of a first step and of others
+    # These steps build kernel tables and prove the kernels of first and later steps.
+    for seed in (8, 9):
         give_grads(model, optimizer, seed)
         optimizer.step()
     for step in range(3):
@@ -186,7 +187,7 @@ def test_chained_step_does_not_synchronize(monkeypatch):
 def test_no_waiting_raises_when_a_step_or_its_result_synchronizes(monkeypatch):
     model, optimizer = small()
     give_grads(model, optimizer, 0)
-    optimizer.step()  # makes tables
+    optimizer.step()  # The first step builds kernel tables.
     give_grads(model, optimizer, 1)
     with no_waiting(monkeypatch, optimizer):
         result = optimizer.step()
@@ -277,7 +278,7 @@ def test_skipped_device_step_is_undone_when_state_is_read(look):
     counters = [state["step"] for state in states]
     give_grads(model, optimizer, 1, math.nan)
     optimizer.step()
-    assert counters[0] == 2  # hoped for
+    assert counters[0] == 2  # The counter assumes that the step succeeds.
     look(optimizer)
     assert [float(counter) for counter in counters] == [1.0] * len(counters)
     assert optimizer.metrics()["skipped_steps"] == 1
@@ -303,7 +304,8 @@ def test_hybrid_optimizer_does_not_synchronize_when_nothing_is_offloaded(monkeyp
         for param in params.values():
             param.grad = torch.full_like(param, grad)
         optimizer.state_dict()
-        with no_waiting(monkeypatch, optimizer) if number else nullcontext():  # 0 makes tables
+        # The first step builds kernel tables.
+        with no_waiting(monkeypatch, optimizer) if number else nullcontext():
             optimizer.step()
     assert [float(s["step"]) for s in inner.state_dict()["state"].values()] == [2.0, 2.0]
 

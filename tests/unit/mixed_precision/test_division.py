@@ -1,4 +1,4 @@
-"""Divisors are tensors: a GPU's division by a number has other bits."""
+"""Divisors are tensors, because a GPU's division by a Python number has other bits."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ def test_quotients_have_host_bits_under_cuda_division(compute: Callable[[], Tens
 def test_divide_is_exact_when_gradient_dtype_cannot_hold_the_divisor(
     dtype: torch.dtype, divisor: int
 ) -> None:
-    """Also where their dtype does not hold it."""
     grads = (torch.linspace(-3.0, 5.0, 5000) ** 3).to(dtype)
     expected = (grads.float() / torch.full((5000,), float(divisor))).to(dtype)
     with DividesAsCuda():
@@ -95,7 +94,7 @@ CASES = [
 
 @pytest.mark.parametrize(("precision", "rule"), CASES)
 def test_step_has_host_bits_under_cuda_division(precision: str, rule: str) -> None:
-    """The rules' formulas, measuring, clipping and the codes of compact state."""
+    """A step covers the rules' formulas, the norm, clipping and the codes of compact state."""
     on_host = state_after(precision, rule, contextlib.nullcontext())
     as_cuda = state_after(precision, rule, DividesAsCuda())
     assert len(on_host) == len(as_cuda)

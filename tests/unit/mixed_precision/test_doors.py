@@ -1,4 +1,4 @@
-"""State that is read or loaded follows the present model, or raises."""
+"""A load of a state dict matches the present model, or raises and changes nothing."""
 
 import copy
 import itertools
@@ -225,7 +225,8 @@ def test_load_state_dict_writes_parameters_from_main_params_when_weights_differ(
     train(model, optimizer, 3)
     other_model, other = make(precision, place, seed=5)
     half = {name: value for name, value in model.state_dict().items() if "experts" not in name}
-    other_model.load_state_dict(half, strict=False)  # as a framework does that renames parameters
+    # A framework that renames parameters loads such a half, too.
+    other_model.load_state_dict(half, strict=False)
     with pytest.warns(
         UserWarning, match=r"2 parameters .* experts\.(up, experts\.down|down, experts\.up)"
     ):
@@ -258,11 +259,12 @@ def test_step_refuses_remainders_and_changes_nothing_when_weights_differ(precisi
     ):
         with pytest.raises(ValueError, match="remainders belong"):
             leave()
-    assert other.state[other_model.dense]["step"] == 3  # its own remainder is beside its parameter
+    # Weights and remainder of this parameter belong together.
+    assert other.state[other_model.dense]["step"] == 3
     assert all(same_bits(a, b) for a, b in zip(before, other_model.parameters(), strict=True))
     other_model.load_state_dict(
         model.state_dict()
-    )  # the cure, and as good as the order that is usual
+    )  # Loading the weights afterwards is as good as loading them first.
     assert train(other_model, other, 2, start=3) == train(model, optimizer, 2, start=3)
     assert not [w for w in recwarn if "written from" in str(w.message)]
 
@@ -285,5 +287,5 @@ def test_load_state_dict_drops_remainders_of_other_weights_on_request():
     _, other = build("bf16-remainder", seed=5, **wide)
     with pytest.raises(
         ValueError, match="remainders belong"
-    ):  # they would be joined with the wrong upper halves
+    ):  # FP32 main params would be joined from these remainders and the wrong upper halves.
         other.load_state_dict(saved)

@@ -1,4 +1,4 @@
-"""Outside writes: memory at a reused address, weights after a load."""
+"""The optimizer follows parameters at a reused memory address and weights written after a load."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_main_params_follow_weights_written_after_a_load():
     step_in_place(model, optimizer)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     with torch.no_grad():
-        model.w.fill_(5.0)  # an average of weights is swapped in, say
+        model.w.fill_(5.0)  # for example an average of weights
     assert dict(optimizer.named_main_params())["w"].eq(5.0).all()
     step_in_place(model, optimizer)
     assert model.w.eq(5.0).all()

@@ -1,4 +1,4 @@
-"""Gradient health: skipped spikes, norms of parameters, update ratios."""
+"""Gradient health: skipped spikes and gradient norms of parameters."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ SPIKES = (120, 121, 122, 150)
 
 
 def error_after(spike: str, sigma: float) -> tuple[float, float]:
-    """Train a small network by a teacher; its error on other data, and the number of skips.
+    """Train a small network on a teacher's outputs; return its error on other data, and the number
+    of
+    skipped steps.
 
     Args:
-        spike: what is wrong with some steps: a bad batch, or a layer that explodes.
+        spike: fault of some steps: "batch" (a bad batch), "layer" (an exploding layer) or "none".
     """
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -122,7 +124,7 @@ def test_skip_rule_skips_spikes_after_half_a_window():
     param, optimizer = one()
     for number in range(7):
         step(param, optimizer, wave(number))
-    assert step(param, optimizer, 100.0).success  # the window is not half full before it
+    assert step(param, optimizer, 100.0).success  # The rule needs half a window of norms.
     result = step(param, optimizer, 100.0)
     assert not result.success
     assert "the gradient norm is 100, over" in result.reason
@@ -141,7 +143,7 @@ def test_skip_rule_skips_one_step_when_only_the_loss_spikes():
     reason = step(param, optimizer, 1.0).reason
     assert "the loss is 9, over" in reason
     assert optimizer.metrics()["reported_loss"] == 9.0
-    assert step(param, optimizer, 1.0).success  # it was for one step
+    assert step(param, optimizer, 1.0).success  # A reported loss counts for one step.
 
 
 def test_skip_rule_window_is_unchanged_after_an_overflow():
@@ -162,7 +164,7 @@ def test_skip_rule_window_is_unchanged_after_an_overflow():
 
 
 STORY = [wave(number) for number in range(20)] + [30.0, 1.0, math.inf, 40.0, 1.1, 0.9]
-"""Norms of a run with spikes and an overflow."""
+"""Gradient norms of a training run with spikes and an overflow."""
 
 
 def told(monkeypatch: pytest.MonkeyPatch | None = None, **settings: Any) -> Any:
@@ -170,7 +172,7 @@ def told(monkeypatch: pytest.MonkeyPatch | None = None, **settings: Any) -> Any:
     results = []
     for number, norm in enumerate(STORY):
         loss = torch.tensor(5.0 if number == 24 else wave(3 * number))
-        if monkeypatch is None or not number:  # the first step copies indices that stay
+        if monkeypatch is None or not number:  # The first step copies index tensors to the device.
             optimizer.health.report_loss(loss)
             results.append(step(param, optimizer, norm))
             continue
@@ -254,7 +256,7 @@ def test_skip_warning_names_parameters_with_largest_gradient_norms(caplog):
 
 
 def test_skip_rule_decides_identically_on_all_ranks_in_each_layout(tmp_path):
-    """Tolerances: gradients of layouts are other sums in FP32, some of them of values near 0."""
+    """The tolerance is needed because layouts add FP32 gradients in different orders."""
     first, second = results_of_ranks("gradient_health", 2, tmp_path)
     assert first == second
     whole, parts = first.pop("whole"), first.pop("tensor parallel")

@@ -154,11 +154,12 @@ def test_skip_warning_is_logged_when_the_device_decision_is_settled(caplog, monk
         result = optimizer.step()
         assert not result.is_known and said(caplog) == []
         optimizer.scale_loss(torch.ones(()))
-        optimizer.step()  # settles the one before
+        optimizer.step()  # This step settles the decision of the step before.
         (line,) = said(caplog)
     assert line == f"step 2 was skipped: {result.reason}; loss scale 4096"
     later = step(model, optimizer, main=math.inf)
-    optimizer.grad_scaler.scale.fill_(3.0)  # what the device has by now is not asked
+    # The log line must not read the present scale of the device.
+    optimizer.grad_scaler.scale.fill_(3.0)
     assert len(said(caplog)) == 2 and later.reason
     assert said(caplog)[2].startswith("step 4 was skipped")
     assert said(caplog)[2].endswith("; loss scale 2048")

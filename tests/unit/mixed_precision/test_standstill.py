@@ -1,4 +1,4 @@
-"""Missing or never finite gradients are reported."""
+"""Steps without gradients, and steps that are skipped again and again, are reported."""
 
 import copy
 import math
@@ -106,7 +106,7 @@ def skipped(stack: Any, model: nn.Module, steps: int, look: bool = False) -> lis
         (torch.float32, {}, 3),
         (torch.float16, {"fp16": True, "loss_scale": 8.0}, 3),
         (torch.float16, {"fp16": True, "initial_loss_scale": 4.0, "min_loss_scale": 4.0}, 3),
-        (torch.float16, {"fp16": True}, 1),  # at its minimum of 1 after 33 of them
+        (torch.float16, {"fp16": True}, 1),  # 33 skips bring the dynamic scale to its minimum of 1
     ],
 )
 def test_step_warns_at_1st_10th_and_100th_consecutive_skip_with_parameter_name(
@@ -168,7 +168,8 @@ def test_step_warns_once_when_torch_clips_gradients_after_early_steps(mode: str)
     def work(limit: float | None) -> None:
         for seed in range(4):
             stack.zero_grad()
-            for part in (2 * seed, 2 * seed + 1):  # a later micro-batch is nobody's fault
+            # Accumulating a second micro-batch needs no warning.
+            for part in (2 * seed, 2 * seed + 1):
                 (loss_of(model, part) / 2).backward()
             finish_backward_work(stack)
             if limit is not None:

@@ -1,4 +1,4 @@
-"""Skipping, clipping, scaling, stale gradients, norm groups."""
+"""A step skips, clips and unscales; it reads present settings and gradients."""
 
 import gc
 import math
@@ -55,7 +55,7 @@ def test_step_divides_gradients_by_scale_of_backward_when_loss_scale_grows():
     assert growing[1] == [2.0**13, 2.0**14, 2.0**15] and constant[1] == [2.0**12] * 3
     assert growing[0] == pytest.approx(
         constant[0], rel=2e-3
-    )  # FP16 rounding of differently scaled gradients
+    )  # FP16 rounds differently scaled gradients differently.
     for a, b in zip(growing[2], constant[2], strict=True):
         assert (a.float() - b.float()).abs().max() <= 2 * 2.0**-10 * b.float().abs().max()
 

@@ -1,5 +1,5 @@
-"""The edges of a step's decisions: the norm at the threshold, a skip that is no overflow, two
-limits on one norm, and writes and names that change between backward and step."""
+"""Edge cases of a step: a norm at the threshold, two limits on one norm, and late writes to
+parameters and learning rates."""
 
 import math
 
@@ -46,7 +46,7 @@ def test_step_is_skipped_only_when_norm_is_above_the_threshold(backend):
 
 @each_backend
 def test_loss_scale_grows_when_steps_are_skipped_by_the_norm_threshold(backend):
-    """Its gradients are finite: the scale is not too large, and grows as after any other step."""
+    """The gradients are finite, so the scale is not too large."""
     _model, optimizer = one_param(
         "fp16",
         [3.0, 4.0],
@@ -70,7 +70,7 @@ def test_loss_scale_grows_when_steps_are_skipped_by_the_norm_threshold(backend):
 def test_lamb_clips_to_the_smaller_of_clip_grad_and_max_grad_norm(
     clip_grad, max_grad_norm, fraction
 ):
-    """LAMB's own ``max_grad_norm`` judges the gradients as they are after ``clip_grad``."""
+    """LAMB applies ``max_grad_norm`` to gradients that ``clip_grad`` has clipped already."""
     config = config_for("fp32", fraction, optimizer="lamb", clip_grad=clip_grad)
     model = nn.ParameterDict({"w": nn.Parameter(torch.ones(2))})
     optimizer = get_megatron_optimizer(config, model)
@@ -88,7 +88,7 @@ def test_lamb_clips_to_the_smaller_of_clip_grad_and_max_grad_norm(
 @pytest.mark.parametrize("form", ["bf16-remainder", "bf16-8bit8"])
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 def test_main_param_rounds_to_any_bf16_value_written_to_the_parameter(form, fraction):
-    """All 65,536 bfloat16 values, infinities among them, over remainders of any kind."""
+    """All 65,536 bfloat16 values are written over remainders of other values."""
     patterns = (
         torch.arange(-(2**15), 2**15, dtype=torch.int32)
         .to(torch.int16)
@@ -109,7 +109,7 @@ def test_main_param_rounds_to_any_bf16_value_written_to_the_parameter(form, frac
     with torch.no_grad():
         model["w"].copy_(patterns)
     model["w"].grad, model["other"].grad = None, torch.ones(1, dtype=torch.bfloat16)
-    optimizer.step()  # it follows the model, and steps the other parameter
+    optimizer.step()  # "w" has no gradient: the step follows its new values and steps "other".
     assert torch.equal(model["w"].view(torch.int16), patterns.view(torch.int16))
     main = dict(optimizer.named_main_params())["w"]
     assert torch.equal(main.isnan(), patterns.isnan())

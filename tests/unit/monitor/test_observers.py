@@ -1,4 +1,4 @@
-"""Observers: the step calls those of a table, and needs none of them."""
+"""The step calls every observer of a table and works without any of them."""
 
 from __future__ import annotations
 

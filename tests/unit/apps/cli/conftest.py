@@ -1,4 +1,4 @@
-"""The config of a small model, in a file."""
+"""A fixture that writes the Hugging Face config of a small model to a file."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``mp-optim``: every command, its output and its exit status."""
+"""Output and exit status of each ``mp-optim`` command."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ print("plan", main(["plan", "--model", sys.argv[1], "--optimizer", sys.argv[1]])
 
 
 def test_cli_names_the_package_to_install_when_an_optional_one_is_missing(config: Path) -> None:
-    # whose proof takes half of the time
+    # TRITON_INTERPRET=0 halves the time: the doctor does not interpret Triton's kernels.
     text = run_forked_program("-c", BARE, str(config), TRITON_INTERPRET="0")
     for name in COMMANDS:
         assert f"\n{name} 0\n" in text and f"usage: mp-optim {name}" in text

@@ -1,4 +1,4 @@
-"""``mp-optim doctor`` on this machine."""
+"""``mp-optim doctor`` reports the backends of this machine and a config that runs."""
 
 from __future__ import annotations
 

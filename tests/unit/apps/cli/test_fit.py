@@ -1,4 +1,4 @@
-"""``mp-optim fit``: the answer fits, and its printed lines run."""
+"""``mp-optim fit`` finds settings that fit the given memory, or names the missing bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PUBLISHED = {
         "deepseek-ai/DeepSeek-V2-Lite": 15_706_484_224,
     },
 }
-"""Parameters, as the models' cards have them."""
+"""Number of parameters that the model card of each shipped config states."""
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, Any]]:
@@ -61,7 +61,7 @@ def test_fit_keeps_a_model_that_fits_on_the_accelerator(
     status, said = answer(capsys, "--model", config, "--gpu", "4GB", "--ram", "8GB")
     assert status == 0 and said["fits"] and said["settings"] == {}
     assert not said["checkpointing"] and said["loss"] == "model"
-    assert said["host"] < 4096  # step counters
+    assert said["host"] < 4096  # The host holds step counters only.
     moments = said["moments"]
     assert said["peak"]["bytes"] == max(sum(of.values()) for of in moments.values())
     params = sum(
@@ -89,7 +89,8 @@ def test_fit_counts_gradients_of_adapters_only_with_lora(
     _, whole = answer(capsys, *arguments)
     step = said["moments"]["step"]
     assert step["gradients"] < whole["moments"]["step"]["gradients"]
-    assert step["moments and averages"] == 2 * step["gradients"]  # both in FP32
+    # Gradients and moments of adapters are FP32.
+    assert step["moments and averages"] == 2 * step["gradients"]
     assert "LoraConfig(r=4" in said["recipes"]["Python"]
 
 

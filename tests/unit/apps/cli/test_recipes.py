@@ -1,4 +1,4 @@
-"""Programs that ``mp-optim fit`` prints run as they are printed, and hold the memory it counted."""
+"""Programs that ``mp-optim fit`` prints run as printed and use the predicted memory."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def run(lines: str, **names: Any) -> dict[str, Any]:
 
 
 def learns(names: dict[str, Any]) -> bool:
-    """Whether two steps of the program's model and optimizer change it."""
+    """True if two training steps change the weights of the program's model."""
     model, optimizer = names["model"], names["optimizer"]
     before = model.lm_head.weight.detach().clone()
     tokens = torch.arange(64, dtype=torch.long, device="cpu").view(1, 64)
@@ -118,7 +118,7 @@ def test_python_recipe_trains_mixture_of_experts_models(
 
 
 def peak_of(call: Callable[[], Any]) -> int:
-    # mkldnn's own memory depends on the CPU.
+    # mkldnn allocates a different amount of memory on each CPU model, so it is off.
     memory = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with torch.backends.mkldnn.flags(enabled=False), memory as profiler:
         call()
@@ -145,7 +145,7 @@ WIDE = {**LLAMA, "hidden_size": 128, "num_hidden_layers": 4, "vocab_size": 1024}
 def test_recipe_uses_the_memory_that_fit_predicts(
     checkpointing: str, loss: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Within 1 %, for the Python lines as they are; once for the Trainer's, too."""
+    """Compare peak memory within 1 %, for the Python recipe and once for the Trainer recipe."""
     save_model(WIDE)
     ways = ("--checkpointing", checkpointing, "--loss", loss)
     machine = ("--gpu", "4GB", "--ram", "8GB", "--seq", 1024, "--batch", 1)
@@ -158,7 +158,7 @@ def test_recipe_uses_the_memory_that_fit_predicts(
     def step() -> None:
         model(input_ids=tokens, labels=tokens).loss.backward()
 
-    step()  # tensors that are made once exist now
+    step()  # The first step allocates tensors that later steps reuse.
     model.zero_grad()
     assert peak_of(step) == pytest.approx(expected, rel=0.01)
     if ways != ("--checkpointing", "on", "--loss", "chunked"):
@@ -204,7 +204,7 @@ def test_recipes_run_as_printed_in_each_framework(
 
 
 def test_chunk_loss_equals_loss_and_gradients_of_the_model() -> None:
-    """Loss and gradients in training, logits and loss in evaluation, all of it after a restore."""
+    """Compare loss and gradients in training, logits in evaluation, and logits after restore()."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**WIDE)
     plain, chunked = (transformers.LlamaForCausalLM(config).train() for _ in range(2))

@@ -1,4 +1,4 @@
-"""This package's optimizers pass every check of every level."""
+"""The optimizer classes of this package pass every conformance check of every level."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REFUSED = {
     "float64_is_stepped_as_such",
     "complex_parameters_step_as_pairs",
 }
-"""What docs/conformance.md says that these classes refuse, each by an error that names the cure."""
+"""Checks that these classes refuse with an error that names the cure (docs/conformance.md)."""
 SLOW = {"a_compiled_step_is_the_same"}
 
 
@@ -67,10 +67,10 @@ def test_megatron_optimizer_fails_only_known_conform_checks() -> None:
     names = {check.name for check in subject.checks() if check.ranks == 1}
     found = outcomes(subject, names - SLOW)
     assert {name for name, (status, _) in found.items() if status == FAILS} == {
-        "a_group_may_be_added_later",  # asks for the names of parameters that its model has not
+        "a_group_may_be_added_later",  # a group without names needs parameters of the model
         "a_group_added_later_steps_as_new",
-        "no_parameters_are_refused",  # a rank may have none
-        "a_deepcopy_goes_on",  # refused: state is copied by state dicts
+        "no_parameters_are_refused",  # allowed: a pipeline stage may have no parameters
+        "a_deepcopy_goes_on",  # refused: a state dict copies state
         "a_pickle_goes_on",
     }
     refused = {name for name, (status, _) in found.items() if status == REFUSES}

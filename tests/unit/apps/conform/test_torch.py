@@ -1,4 +1,4 @@
-"""Torch's own optimizers are accused of nothing that they do not do."""
+"""torch's optimizers pass the conformance checks of level "must"."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
     "RAdam": ({}, {"lr": 0.1}, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
     "Adadelta": ({}, {"lr": 10.0}, {"rho": 0.5}),
 }
-"""Three settings each. NAdam is left out: a load casts its product of rates to the parameter's
-dtype, so it does not resume with bfloat16. So is ``fused=True``: on a CPU torch steps sliced
-parameters as if they were contiguous."""
+"""Three settings of each torch optimizer. NAdam is left out because a load casts its product of
+rates
+to the parameter's dtype, so bfloat16 training does not resume. ``fused=True`` is left out because
+torch steps sliced parameters on a CPU as if they were contiguous."""
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def test_conform_passes_torch_optimizers_at_level_must(name: str, settings: dict
 
 
 class DecayInGradients(torch.optim.SGD):
-    """Writes weight decay into the gradients that the caller keeps."""
+    """A wrong SGD that adds weight decay to the caller's gradients in place."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:

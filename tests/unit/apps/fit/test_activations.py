@@ -1,6 +1,5 @@
-"""The memory of a forward and a backward over fake tensors is that of the same over real ones, as
-torch's own profiler counts it.
-"""
+"""The memory of a forward and backward pass traced with fake tensors equals the memory that torch's
+profiler counts for real tensors."""
 
 from __future__ import annotations
 
@@ -67,8 +66,9 @@ def allocated(model: Any) -> tuple[int, int]:
         for value in (*model.parameters(), *model.buffers()):
             value.zero_()
     loss_of = hf_loss(BATCH)
-    with torch.backends.mkldnn.flags(enabled=False):  # how much it takes for itself is the CPU's
-        loss_of(model).backward()  # what is made once is there now
+    # mkldnn allocates a different amount of memory on each CPU model.
+    with torch.backends.mkldnn.flags(enabled=False):
+        loss_of(model).backward()  # The first pass allocates tensors that later passes reuse.
         model.zero_grad()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             loss_of(model).backward()

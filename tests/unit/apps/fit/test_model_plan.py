@@ -1,4 +1,4 @@
-"""The planner's bytes are those of the tensors that a stack then has."""
+"""The planner's bytes equal the bytes of the tensors that an optimizer then holds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GIB = 2**30
 
 
 class Bag(nn.Module):
-    """Parameters of any shapes, some of them experts', some frozen."""
+    """A module with parameters of given shapes; some are experts' and some are frozen."""
 
     def __init__(self, specs: list[ParamSpec]) -> None:
         super().__init__()
@@ -92,12 +92,12 @@ def test_plan_equals_bytes_of_real_tensors_for_random_models(
     specs, config = case
     model = Bag(specs)
     optimizer = get_megatron_optimizer(config, model)
-    for hybrid in hybrids(optimizer):  # planned for an accelerator
+    for hybrid in hybrids(optimizer):  # The plan is for an accelerator, so host buffers count.
         hybrid.stepper.use_transfer(CountingTransfer())
     for param in model.parameters():
         if param.requires_grad:
             param.grad = torch.zeros_like(param)
-    optimizer.get_loss_scale()  # says that they are scaled
+    optimizer.get_loss_scale()  # A step in FP16 raises unless get_loss_scale() was called before.
     optimizer.step()
     real, planned = memory_of(optimizer, config), plan(model, config)
     without = dataclasses.replace(planned.accelerator, model_params=0, grads=0)
@@ -164,7 +164,7 @@ SEVEN_BILLION = [ParamSpec(f"layer{index}.weight", (4096, 4096)) for index in ra
 
 @pytest.mark.parametrize("limit", [24, 12])
 def test_plan_names_gib_and_fitting_settings_when_a_model_does_not_fit(limit: int) -> None:
-    """7 billion parameters on a card of 24 GiB, and on one of 12."""
+    """7 billion parameters do not fit a GPU of 24 GiB, nor one of 12 GiB."""
     config = OptimizerConfig(lr=1e-5, bf16=True)
     with pytest.raises(ValueError, match="on the host the accelerator still") as caught:
         smallest_fraction(SEVEN_BILLION, config, gpu_memory=limit * GIB)

@@ -1,4 +1,4 @@
-"""Page-locked host memory: plans equal the allocators' charges."""
+"""Planned bytes of page-locked host memory equal the bytes that the allocators take."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ PRECISIONS = {
 
 
 class ChargingTransfer(Transfer):
-    """Charges each piece of memory that is alive: page-locked ones from 1 MiB by pages of 4 KiB,
-    smaller ones by powers of two."""
+    """Counts the bytes of live host buffers as their allocators do. A page-locked buffer of 1 MiB
+    or more
+    takes whole pages of 4 KiB; a smaller one is rounded up to a power of two."""
 
     is_same_place = False
 
@@ -146,7 +147,7 @@ def pieces_of(elements: int) -> dict[str, list[int]]:
 
 
 def test_page_locked_pieces_take_less_than_82_percent_of_a_power_of_two() -> None:
-    """The figures of main params are on the page."""
+    """docs/process.md prints the sizes of main params."""
     found = {
         name: (sum(map(power_of_two, pieces)), sum(map(page_locked_bytes, pieces)))
         for name, pieces in pieces_of(7 * 10**9).items()

@@ -1,4 +1,4 @@
-"""Differences from Megatron's results beyond the last bits."""
+"""Documented differences between Megatron's step and ours."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ class Newest(core.OptimizerConfig):  # type: ignore[misc, name-defined]
 
 
 class MegatronsOrder:
-    """FP16 with a constant scale as Megatron's ``Float16OptimizerWithFloat16Params`` does it:
-    gradients become FP32, are unscaled, are clipped, one after the other; the norm in FP64."""
+    """An FP16 step with a constant scale in the order of Megatron's
+    ``Float16OptimizerWithFloat16Params``. Gradients are cast to FP32, unscaled, then clipped by an
+    FP64
+    norm."""
 
     def __init__(self, model: nn.Module) -> None:
         self.params = list(model.parameters())
@@ -66,7 +68,7 @@ def losses_of(model: nn.Module, optimizer: Any) -> list[float]:
 
 
 def test_fp16_step_has_bits_of_separate_unscaling_and_clipping() -> None:
-    """A power of two is exact, so one multiplier is as good as two."""
+    """A loss scale that is a power of two is exact, so one multiplier equals two."""
     model, other = TinyMoE(torch.float16), TinyMoE(torch.float16)
     config = core.OptimizerConfig(
         lr=1e-2, weight_decay=0.0, fp16=True, loss_scale=SCALE, clip_grad=LIMIT
@@ -78,7 +80,7 @@ def test_fp16_step_has_bits_of_separate_unscaling_and_clipping() -> None:
 
 
 def test_megatron_lion_uses_lion_betas_for_every_parameter() -> None:
-    """Megatron's own with ``--optimizer lion``: those of Adam, for matrices alone."""
+    """Megatron's own ``--optimizer lion`` uses the betas of Adam and steps matrices only."""
     weight = nn.Parameter(torch.linspace(-1.0, 1.0, 12).reshape(3, 4))
     weight.is_embedding_or_output_parameter = True
     model = nn.Module()

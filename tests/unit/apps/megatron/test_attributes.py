@@ -1,4 +1,4 @@
-"""Attributes that Megatron's optimizer reads are listed and handled as listed."""
+"""Attributes that Megatron's optimizer reads are listed, and are read or refused as listed."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def names(owner: str, kind: str) -> set[str]:
 
 @pytest.mark.parametrize("owner", ANSWERS)
 def test_package_reads_megatron_attributes_listed_as_read(owner: str) -> None:
-    by_torch = {"_local_tensor"}  # as to_local()
+    by_torch = {"_local_tensor"}  # The package calls to_local() instead.
     assert not names(owner, "read") - words_of_the_package() - by_torch
 
 
 def test_parameter_attributes_listed_as_refused_are_those_refused() -> None:
-    """That they are, at every door, is in ``tests/unit/core``."""
+    """Tests in ``tests/unit/core`` show that each entry point refuses these attributes."""
     assert names("parameter", "refused") == REFUSED.keys()
 
 

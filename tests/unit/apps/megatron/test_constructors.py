@@ -1,4 +1,4 @@
-"""Megatron's classes by Megatron's arguments, for programs that build their own optimizer."""
+"""Megatron's optimizer classes accept Megatron's constructor arguments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_float16_optimizer_trains_alike_with_a_config_of_megatron(half: str) -> 
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[half]
     scaler = megatron.ConstantGradScaler(64.0) if half == "fp16" else None
     model, other = TinyMoE(dtype, experts=False), TinyMoE(dtype, experts=False)
-    config = core.OptimizerConfig(clip_grad=0.5, **{half: True})  # no lr, as in its own
+    config = core.OptimizerConfig(clip_grad=0.5, **{half: True})  # Megatron's config needs no lr
     wrapped = megatron.Float16OptimizerWithFloat16Params(
         torch.optim.AdamW(model.parameters(), lr=1e-2), config, scaler, None
     )
@@ -71,7 +71,7 @@ def dynamic(scale: float, growth: int, hysteresis: int) -> Any:
 
 
 def test_float16_optimizer_continues_a_megatron_grad_scaler() -> None:
-    """Two clean steps and an overflow are behind it: one more of either changes the scale."""
+    """The scaler counted two clean steps and one overflow, so the next step changes the scale."""
     for found_inf, expected in ((False, 2048.0), (True, 512.0)):
         theirs = dynamic(1024.0, growth=2, hysteresis=1)
         model = TinyMoE(torch.float16, experts=False)

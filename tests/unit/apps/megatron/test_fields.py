@@ -1,4 +1,4 @@
-"""docs/clients/megatron.md describes Megatron's fields correctly."""
+"""docs/clients/megatron.md describes Megatron's config fields correctly."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def other_than(value: Any) -> Any:
 def test_config_from_megatron_refuses_fields_listed_as_refused(
     owner: tool.ConfigClass, name: str
 ) -> None:
-    """Also of versions that are not installed."""
+    """The table also lists fields of Megatron versions that are not installed."""
     fields: dict[str, Any] = {"lr": 1e-3, "optimizer": "adam", name: False}
     of_optimizer = owner.name == "OptimizerConfig"
     theirs = dataclasses.make_dataclass(
@@ -100,7 +100,7 @@ def test_config_from_megatron_refuses_a_model_with_sharded_gradients(ranks: int)
     group = SimpleNamespace(size=lambda: ranks)
     sharded.buffers = [SimpleNamespace(data_parallel_group=group)]
     config = OptimizerConfig(lr=1e-3)
-    if ranks == 1:  # the only share is everything
+    if ranks == 1:  # The single rank holds whole gradients.
         assert not config_from_megatron(config, [sharded]).use_distributed_optimizer
         return
     with pytest.raises(ValueError, match=r"use_distributed_optimizer=True in the model"):
@@ -163,7 +163,7 @@ STREAMS = "chunked_optimizer_state_offload"
 def test_install_streams_state_when_megatron_offloads_chunks(
     theirs: dict[str, Any], ours: tuple[Any, ...]
 ) -> None:
-    """Also of versions that are not installed."""
+    """The fields come from Megatron versions that are not installed."""
     fields = {
         "lr": 1e-3,
         "optimizer": "adam",

@@ -1,4 +1,4 @@
-"""One line that gives Megatron's callers our optimizer, with Megatron-core itself."""
+"""``megatron.install()`` gives Megatron-core's callers the optimizer of this package."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def scheduled(optimizer: Any, model: nn.Module) -> tuple[list[Any], list[float]]
     ids=str,
 )
 def test_step_needs_the_rate_of_a_scheduler_when_config_has_no_lr(settings: dict[str, Any]) -> None:
-    """And no step is taken before there is one."""
+    """A step raises until a scheduler has set a learning rate."""
     model, optimizer = build(lr=None, **settings)
     assert any(group["lr"] is None for group in optimizer.param_groups)
     before = [param.detach().clone() for param in model.parameters()]
@@ -261,7 +261,7 @@ def test_get_megatron_optimizer_accepts_standard_overrides_without_a_match() -> 
 
 @pytest.mark.usefixtures("installed")
 def test_bf16_training_has_same_losses_with_a_constant_loss_scale() -> None:
-    """A power of two: exact where nothing overflows."""
+    """A loss scale that is a power of two changes no bits unless a gradient overflows."""
     (model, optimizer), (other, scaled) = build(), build(loss_scale=128.0)
     assert scaled.get_loss_scale().item() == 128.0
     assert train(model, optimizer, range(4)) == train(other, scaled, range(4))

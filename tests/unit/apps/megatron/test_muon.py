@@ -1,4 +1,4 @@
-"""Muon as Megatron's programs ask for it: by its old factory, and layer by layer over ranks."""
+"""Muon under Megatron: the factory of core 0.16, and whole matrices on each rank of its DDP."""
 
 from __future__ import annotations
 

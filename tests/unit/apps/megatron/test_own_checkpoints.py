@@ -1,4 +1,4 @@
-"""Our own checkpoints of Megatron's models: one goes through every layout and stays what it was."""
+"""A checkpoint of ``mp_optim.checkpoint`` keeps its bits in every layout of a Megatron model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of Megatron's optimizer that programs replace are called, or refused by name."""
+"""Functions of Megatron's optimizer that programs replace are called, or refused by name."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ def build() -> Any:
 
 
 def own(*arguments: Any, **settings: Any) -> None:
-    """A program's replacement."""
+    """Stands for the function by which a program replaces one of Megatron's."""
 
 
 class OwnAdam(torch.optim.SGD):
-    """A program's replacement."""
+    """Stands for the class by which a program replaces Megatron's Adam."""
 
 
 def put(patch: pytest.MonkeyPatch, part: str) -> None:
-    """Replace a part by its full name; skip if this Megatron has none."""
+    """Replace a function or class by its full name; skip if the installed Megatron does not have
+    it."""
     path, _, name = part.rpartition(".")
     try:
         owner = importlib.import_module(path)

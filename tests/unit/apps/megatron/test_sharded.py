@@ -1,4 +1,4 @@
-"""Megatron's dist_checkpointing saves and loads this package's optimizers."""
+"""Megatron's dist_checkpointing saves and loads the optimizers of this package."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def built(
         "exp_avg_dtype",
         "muon_momentum",
         "muon_moment2_method",
-    }:  # what this core has not
+    }:  # the installed core lacks these fields
         config = OptimizerConfig(lr=1e-2, clip_grad=0.5, bf16=True, **settings)
         return model, factory(config, [model], {})
     return model, factory(gpt.optimizer_config(precision, **settings), [model])
@@ -106,7 +106,7 @@ def test_sharded_checkpoint_resumes_to_the_bit_with_each_setting(
 
 @pytest.mark.parametrize("run", ["bf16", "offloaded", "shared out", "shared out, fp32"])
 def test_sharded_background_save_has_the_values_of_its_call(run: str, tmp_path: Path) -> None:
-    """Megatron writes host tensors as they are by then."""
+    """Megatron's writer reads host tensors after the call, so the call has to copy state."""
     model, optimizer = built(**RUNS[run])
     gpt.train(model, optimizer, range(3))
     saved = bits(optimizer)
@@ -150,8 +150,8 @@ def test_sharded_checkpoint_of_megatron_resumes_with_our_optimizer(
 
 
 class AsMegatronSavesMuon:
-    """Groups of a state dict as Megatron's layer-wise optimizer has them: it names the rule of the
-    scalar optimizer's alone, and each group has the settings of its own rule and no others."""
+    """Saves param groups in the form of Megatron's layer-wise optimizer. Only groups of the scalar
+    optimizer name their rule, and each group has the settings of its rule only."""
 
     OF_MUON = ("momentum", "nesterov", "num_ns_steps", "scale_mode", "qkv_split_shapes")
     OF_ADAM = ("betas", "eps")
@@ -263,7 +263,8 @@ def test_sharded_state_dict_refuses_dp_reshardable_with_muon() -> None:
 
 @pytest.mark.parametrize("run", ["bf16", "experts", "fp16"])
 def test_legacy_state_of_megatron_resumes_with_our_optimizer(run: str, tmp_path: Path) -> None:
-    """By position in the groups; the tolerance is as above."""
+    """Parameters are matched by position in their groups. The tolerance covers a different order of
+    sums."""
     settings, _ = OF_THEIRS[run]
     path = tmp_path / "legacy.pt"
     with gpt.CudaIsCpu():
@@ -333,7 +334,7 @@ def test_sharded_checkpoint_loads_when_distributed_optimizer_is_switched_off(
 
 
 def test_sharded_checkpoint_keeps_group_settings_when_experts_are_split_off(tmp_path: Path) -> None:
-    """With one expert-parallel rank Megatron has experts among the dense parameters."""
+    """Megatron with one expert-parallel rank saves experts among dense parameters."""
     model, optimizer = built(experts=2)
     gpt.train(model, optimizer, range(3))
     for group in optimizer.param_groups:
@@ -381,7 +382,7 @@ def test_sharded_checkpoint_of_two_processes_resumes_in_one(name: str, of_two_ra
     for key, value in loaded.items():
         flat = value.reshape(expected[key].shape)
         if name == "split" and "linear_fc1" in key and value.dim():
-            # each rank has a part of the gate and a part of what it opens
+            # Each rank holds one half of the gate projection and one half of the up projection.
             gate, up = value.chunk(2)
             first = torch.cat((gate[:16], up[:16]))
             flat = torch.cat((first, torch.cat((gate[16:], up[16:]))))

@@ -1,4 +1,4 @@
-"""The calls of Megatron's programs between backward and the next forward."""
+"""A step in the parts that Megatron programs call: prepare, clip, then step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ core = pytest.importorskip("megatron.core.optimizer")
 from mp_optim.apps import megatron  # noqa: E402
 
 LIMIT = 0.02
-"""Below the norms here, so that every step is clipped."""
+"""A clip limit below every norm in this file, so that each step is clipped."""
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -91,7 +91,7 @@ def test_get_grad_norm_and_count_zeros_equal_results_of_step() -> None:
 
 def test_get_grads_for_grad_norm_returns_unscaled_gradients() -> None:
     model = TinyMoE(torch.float16)
-    model.bias.shared = True  # counted where it is first
+    model.bias.shared = True  # A shared parameter is left out of the norm.
     config = core.OptimizerConfig(lr=1e-2, fp16=True, loss_scale=128.0)
     optimizer = megatron.get_megatron_optimizer(config, [model])
     backward(model, optimizer, 0)
@@ -201,7 +201,7 @@ def test_get_megatron_optimizer_refuses_mimo_models() -> None:
 
 @pytest.mark.parametrize("mode", ["sync", "overlap", "speculative"])
 def test_step_with_ready_grads_uses_gradients_written_after_prepare_grads(mode: str) -> None:
-    """Measured before, and perhaps down on the host since backward."""
+    """The norm is measured before this write, and the host may hold a copy of the old gradient."""
     model, optimizer = build(optimizer_cpu_offload=True, optimizer_offload_fraction=1.0)
     try:
         megatron.install(offload_mode=mode)
