@@ -11,9 +11,11 @@ them (``offload_to_cpu``), or single tensors (``optimizer.state``).
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,13 +46,14 @@ class StepMark:
         is_set: True from the first write of a step or load until it is complete.
         parked: tensors that are moved to the host; steps raise until they are restored.
         copies: copies of state that callers may have edited.
-        plan_key: source of all parts of step plans; another object makes them stale.
+        plan_key: source of all parts of step plans; another object makes the parts stale.
+        reused: values that steps reuse, step plans among them, by ``id`` of their user and name.
     """
 
     def __init__(self) -> None:
         self.parked = ParkedTensors()
         self.copies = ShownCopies()
-        self.plan_key = object()
+        self.invalidate_plans()
         self.is_set = False
         self._why = self._lent_to = ""
         self._writer: tuple[object, int] | None = None
@@ -67,8 +70,10 @@ class StepMark:
             wait_for_devices()
 
     def invalidate_plans(self) -> None:
-        """Drop everything that steps reuse: slots, places, buckets or sets of slots changed."""
+        """Drop all values that steps reuse, because slots, their tensors, places or buckets
+        changed."""
         self.plan_key = object()
+        self.reused: defaultdict[int, dict[str, Any]] = defaultdict(dict)
 
     def open_state(self) -> None:
         """Announce that any state may be written, by this package or by a caller with access to it.

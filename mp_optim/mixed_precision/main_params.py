@@ -62,6 +62,7 @@ from mp_optim.host.calls import in_own_modes
 from mp_optim.host.leases import give_memory
 from mp_optim.host.torch_types import is_dtensor
 from mp_optim.kernels.checksums import WrittenWeights, checksums_of
+from mp_optim.kernels.sums import Groups
 from mp_optim.mixed_precision.grad_norm import EXCLUDED, MAIN_NORM, NormKey
 from mp_optim.mixed_precision.observer import WeightObserver
 from mp_optim.mixed_precision.param_state import (
@@ -112,7 +113,7 @@ class MainParams:
         self._prepared: dict[Slot, Tensor] = {}
         """Parameters that have a main param in case their saved state is loaded."""
         self._shown = shown_mains_of(self)
-        self.table = SlotTable()
+        self.table = SlotTable(executor)
         self.written = WrittenWeights()
         self.observers: list[WeightObserver] = []
         self.reloaded = 0
@@ -142,13 +143,13 @@ class MainParams:
                     "it"
                 )
         self.executor.reserve_main_params(coming)
-        rows: list[tuple[Slot, Tensor, NormKey, ParamLayout, int]] = []
+        rows: list[tuple[Slot, Tensor, NormKey, ParamLayout, int, Groups]] = []
         mains: dict[Slot, Tensor] = {}
         for position, param in enumerate(params):
             slot = Slot(index, position)
             key, layout = self._norm_key(slot, param), self._layout(slot, param)
             stream = stream_of(self.name(slot), first_element(param))
-            rows.append((slot, param, key, layout, stream))
+            rows.append((slot, param, key, layout, stream, self._split_over(slot, param)))
             if param.requires_grad:
                 mains[slot] = self._new_main(slot, param)
         table.first.append(len(table.slots))
@@ -248,16 +249,10 @@ class MainParams:
     def _layout(self, slot: Slot, param: Tensor) -> ParamLayout:
         return layout_of(param, self._tensor_parallel(slot))
 
-    def split_over(self) -> list[tuple[ProcessGroup, ...]]:
-        """Return, for each slot, the groups of ranks over which its parameter is sharded."""
-        table = self.table
-        if table.split_over is None:
-            table.split_over = []
-            for slot, param, key in zip(table.slots, table.params, table.keys, strict=True):
-                ranks = self._tensor_parallel(slot)
-                also = () if ranks is None or not is_tensor_parallel(param) else (ranks,)
-                table.split_over.append((*key.shard_groups, *also))
-        return table.split_over
+    def _split_over(self, slot: Slot, param: Tensor) -> tuple[ProcessGroup, ...]:
+        ranks = self._tensor_parallel(slot)
+        also = () if ranks is None or not is_tensor_parallel(param) else (ranks,)
+        return *shard_groups_of(self.name(slot), param), *also
 
     def _tensor_parallel(self, slot: Slot) -> ProcessGroup | None:
         expert = self._param_groups[slot.group].get("is_expert_parallel", False)
@@ -373,26 +368,31 @@ class MainParams:
         params = all_params(self._param_groups)
         if changed := self.table.seen.changed(params):
             self._follow_changed(changed, params)
-        if self.table.by_sums is None:
-            self._find_by_sums()
-        if self.table.by_sums:
-            self._take_values(sorted(self.table.by_sums))
+        if by_sums := self.by_sums():
+            self._take_values(sorted(by_sums))
         if self.agreement.expected:
             self.follow()  # the weights were loaded after their remainders
             self.check_remainders(None)
 
-    def _find_by_sums(self) -> set[int]:
-        """Find the weights that are not on the device of their main params, or that are quantized,
-        for ``table.by_sums``."""
+    def by_sums(self) -> set[int]:
+        """Return the indices of weights that a step compares with their main params only if their
+        checksum changed: quantized weights, and weights on another device than the main param."""
+        return self.table.reuse("by_sums", self._by_sums)
+
+    def _by_sums(self) -> set[int]:
         table = self.table
         found = {index for index, is_coded in enumerate(table.quantized) if is_coded}
         found.update(map(table.index, self.executor.host_slots()))
-        table.by_sums = {index for index in found if table.has_own_main[index]}
-        return table.by_sums
+        return {index for index in found if table.has_own_main[index]}
 
     def note_written(self, indices: Sequence[int]) -> None:
-        """Remember the weights of slots as a step left them, of those in ``table.by_sums``."""
-        chosen = [index for index in indices if index in (self.table.by_sums or ())]
+        """Record the checksums of the weights in :meth:`by_sums`, as a step left them.
+
+        Args:
+            indices: indices of the stepped slots in the table.
+        """
+        by_sums = self.by_sums()
+        chosen = [index for index in indices if index in by_sums]
         self.written.note(chosen, [self._bits(index) for index in chosen])
 
     def _bits(self, index: int) -> Tensor:
@@ -415,14 +415,13 @@ class MainParams:
                 self._rebind(index, slot, param)
             table.keys[index] = self._norm_key(slot, param)
             table.layouts[index] = self._layout(slot, param)
+            table.split_over[index] = self._split_over(slot, param)
         table.look(params)
 
     def _take_values(self, indices: Sequence[int]) -> None:
         """Let main params take the model's value where they do not round to it. Compare the values
-        of slots in ``table.by_sums`` only if the weight's checksum changed."""
-        by_sums = self.table.by_sums
-        if by_sums is None:
-            by_sums = self._find_by_sums()
+        of slots in :meth:`by_sums` only if the weight's checksum changed."""
+        by_sums = self.by_sums()
         present = [index for index in indices if not self.table.params[index].is_meta]
         summed = [index for index in present if index in by_sums]
         changed = self.written.changed(summed, [self._bits(index) for index in summed])

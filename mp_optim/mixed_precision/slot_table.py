@@ -7,12 +7,10 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from mp_optim.core import (
     CachedTensorList,
@@ -27,11 +25,15 @@ from mp_optim.core import (
     local_tensor,
     param_at,
 )
+from mp_optim.core.executor import Executor
 from mp_optim.core.quantized import FLOAT8_DTYPES, is_quantized
 from mp_optim.core.tensor_layout import ParamLayout
 from mp_optim.core.tensors import GRADIENT_DTYPES, ParamWatcher, has_memory, held_tensor
+from mp_optim.kernels.sums import Groups
 from mp_optim.mixed_precision.grad_norm import NormKey
 from mp_optim.mixed_precision.settings_agreement import SettingsAlike
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class SlotTable:
       parameter, or quantizes into it afterwards (``quantized``).
 
     Attributes:
+        executor: the executor that steps the slots.
         slots: group and position of each slot.
         seen: the model tensors, by which changes by other code are detected.
         has_main: True if the parameter was trainable when its group was added or since. Only such a
@@ -75,15 +78,14 @@ class SlotTable:
         keys: the norm in which the gradient counts.
         streams: stream of random numbers.
         layouts: device of the model's tensor, and its split over ranks.
+        split_over: groups of ranks over which the parameter is sharded.
         first: index of each group's first slot.
-        split_over: result of :meth:`MainParams.split_over`; None until its first call.
-        by_sums: indices of weights that a step compares with their main params only if their
-            checksum changed; None until :class:`MainParams` finds them.
 
-    NOTE: a method that writes a column calls :meth:`invalidate`, which drops all facts that were
-    derived from the columns.
+    NOTE: a method that writes a column calls ``StepMark.invalidate_plans()``, which drops all facts
+    that were derived from the columns.
     """
 
+    executor: Executor
     slots: list[Slot] = field(default_factory=list)
     seen: ParamWatcher = field(default_factory=ParamWatcher)
     has_own_main: list[bool] = field(default_factory=list)
@@ -92,10 +94,8 @@ class SlotTable:
     keys: list[NormKey] = field(default_factory=list)
     streams: list[int] = field(default_factory=list)
     layouts: list[ParamLayout] = field(default_factory=list)
+    split_over: list[Groups] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
-    _columns: SlotColumns | None = None
-    split_over: list[tuple[ProcessGroup, ...]] | None = None
-    by_sums: set[int] | None = None
 
     def index(self, slot: Slot) -> int:
         """Return the index of a slot in the lists."""
@@ -106,13 +106,32 @@ class SlotTable:
         """The model tensor of each slot."""
         return self.seen.params
 
-    @cached_property
+    def reuse(self, name: str, make: Callable[[], T]) -> T:
+        """Return a fact that is derived from the columns. Compute it again only after a change.
+
+        Args:
+            name: name of the fact.
+            make: computes the fact.
+        """
+        facts = self.executor.step_mark.reused[id(self)]
+        if name not in facts:
+            facts[name] = make()
+        fact: T = facts[name]
+        return fact
+
+    @property
     def common(self) -> SettingsAlike:
-        """Facts that hold for all slots, computed once until something changes."""
-        return SettingsAlike(self.slots, self.params, self.keys)
+        """The settings that this rank compares with other ranks, and the device of the slots."""
+        return self.reuse("common", lambda: SettingsAlike(self.slots, self.params, self.keys))
 
     def add(
-        self, slot: Slot, param: Tensor, key: NormKey, layout: ParamLayout, stream: int
+        self,
+        slot: Slot,
+        param: Tensor,
+        key: NormKey,
+        layout: ParamLayout,
+        stream: int,
+        split_over: Groups,
     ) -> None:
         """Take one more slot and the tensor there as seen; it has no main param yet."""
         self.slots.append(slot)
@@ -123,7 +142,8 @@ class SlotTable:
         self.keys.append(key)
         self.layouts.append(layout)
         self.streams.append(stream)
-        self.invalidate()
+        self.split_over.append(split_over)
+        self.executor.step_mark.invalidate_plans()
 
     def set_main(self, index: int, is_own: bool) -> None:
         """Note that a slot has a main param and state now.
@@ -132,16 +152,11 @@ class SlotTable:
             is_own: the main param is another tensor than the model's parameter.
         """
         self.has_own_main[index], self.has_main[index] = is_own, True
-        self.invalidate()
-
-    def invalidate(self) -> None:
-        """Drop the facts that were put together from the columns."""
-        self._columns = self.split_over = self.by_sums = None
-        vars(self).pop("common", None)
+        self.executor.step_mark.invalidate_plans()
 
     def look(self, params: Sequence[Tensor]) -> None:
-        """Take what is there now as seen."""
-        self.invalidate()
+        """Record the present tensors of all slots."""
+        self.executor.step_mark.invalidate_plans()
         self.seen.look(params)
         self.quantized = list(map(is_quantized, params))
 
@@ -267,11 +282,12 @@ class SlotTable:
         return SlotUpdates(chosen.slots, present, [multiplier] * len(present), chosen.outputs)
 
     def select(self, indices: list[int]) -> SlotColumns:
-        """Some slots as they are now; the same object as in the last step, where they are the same
-        ones and nothing of them has changed."""
-        if self._columns is None or self._columns.indices != indices:
-            self._columns = self._select(indices)
-        return self._columns
+        """Return the columns of some slots. If neither the slots nor their tensors changed, return
+        the object of the last step."""
+        columns = self.reuse("columns", lambda: self._select(indices))
+        if columns.indices != indices:
+            columns = self.executor.step_mark.reused[id(self)]["columns"] = self._select(indices)
+        return columns
 
     def _select(self, indices: list[int]) -> SlotColumns:
         params = [self.params[index] for index in indices]

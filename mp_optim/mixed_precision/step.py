@@ -327,7 +327,7 @@ class Engine:
             self.norm_names = norm_groups(all_keys, ranks)
         numbers = common.numbers(config, self.param_groups, keys, all_keys, over, self.compared)
         if self.keeps_param_sums:
-            split_over = [(*over, *split) for split in self.mains.split_over()]
+            split_over = [(*over, *split) for split in self.table.split_over]
             params = of_parameters(each, indices, split_over)
         return agree(sums, zeros, ranks, self.norm_names, numbers, common.copies, params)
 
@@ -395,7 +395,7 @@ class WrappedGrads(StepGrads):
             for index in some.indices:
                 if table.quantized[index]:
                     quantize_(table.params[index], executor.main_param(table.slots[index]))
-        if table.by_sums:
+        if mains.by_sums():
             mains.note_written(some.indices)
         for observer in mains.observers:
             observer.after_launch()

@@ -146,6 +146,7 @@ class StackOptimizer(WrappedOptimizer):
         for scheduler in self.backward_schedulers:
             scheduler.stop()
         vars(self).pop("engine", None)
+        self.step_mark.invalidate_plans()
         self.groups_below, self.shared_settings = (), SharedSettings()
         self._sizes.clear()
         self.step_mark.clear()

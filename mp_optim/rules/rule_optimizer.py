@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,17 +43,6 @@ from mp_optim.rules.rule import NAMED_RULES, Rule
 from mp_optim.rules.rule_executor import RuleExecutor
 
 E = TypeVar("E", bound=Executor)
-_NAMES = ("param_names", "fqns")
-
-
-class _LastStep(NamedTuple):
-    """Inputs of the last step's updates: parameters with a gradient, their names, and their
-    memory."""
-
-    indices: list[int]
-    names: list[list[str]]
-    seen: ParamWatcher
-    updates: SlotUpdates
 
 
 class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
@@ -74,7 +63,6 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         self.executor = executor
         executor.label = type(self).__name__
         self._live_groups, self._sizes = executor.param_groups, executor.sizes
-        self._last = _LastStep([], [], ParamWatcher(), SlotUpdates.of([]))
         super().__init__(params, defaults)
         self.use_mark(self.step_mark)
 
@@ -137,9 +125,8 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         grads = [grad for grad in present if grad is not None]
         self._check_grads(indices, grads)
         params = [every[index] for index in indices]
-        names = [list(group.get(key, ())) for group in self.param_groups for key in _NAMES]
-        last = self._last
-        if indices != last.indices or names != last.names or last.seen.moved(params):
+        reused = self.step_mark.reused[id(self)]
+        if indices != reused.get("indices") or reused["seen"].moved(params):
             slots = self._slots_at(indices)
             updates = SlotUpdates.of(
                 [
@@ -148,10 +135,11 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
                 ]
             )
             updates = replace(updates, grads=())  # Stored gradients would stay allocated.
-            last = self._last = _LastStep(indices, names, ParamWatcher(params), updates)
-        if not (last.seen.plain and are_plain(grads)):
+            reused.update(indices=indices, seen=ParamWatcher(params), updates=updates)
+        if not (reused["seen"].plain and are_plain(grads)):
             grads = list(map(local_grad, params, grads))
-        return replace(last.updates, grads=CachedTensorList(grads))
+        last: SlotUpdates = reused["updates"]
+        return replace(last, grads=CachedTensorList(grads))
 
     def _check_grads(self, indices: Sequence[int], grads: Sequence[Tensor]) -> None:
         if {grad.layout for grad in grads} <= {torch.strided} and all(
