@@ -277,7 +277,7 @@ def test_step_keeps_finished_buckets_when_a_gradient_is_missing():
 
 
 @each_early
-def test_early_work_starts_at_gradients_ready_when_several_ranks_reduce(mode, monkeypatch):
+def test_backward_work_waits_for_gradients_ready_when_several_ranks_reduce(mode, monkeypatch):
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda *_: 2)
     results = []
@@ -301,7 +301,7 @@ def test_early_work_starts_at_gradients_ready_when_several_ranks_reduce(mode, mo
 
 
 @each_early
-def test_early_work_starts_only_in_the_last_micro_batch(mode):
+def test_backward_work_starts_only_in_the_last_micro_batch(mode):
     model, optimizer = build_mode(mode, clip_grad=0.0)
     run(model, optimizer, 2)
     optimizer.zero_grad()

@@ -110,7 +110,7 @@ def test_writes_that_change_no_bit_keep_backward_work_of_the_host(
 @pytest.mark.parametrize(
     "change", [one_bit, sign, zeros, swapped], ids=lambda change: change.__name__
 )
-def test_step_repeats_early_work_when_gradient_bits_change_after_backward(
+def test_step_repeats_backward_work_when_gradient_bits_change_afterwards(
     change: Callable[[Tensor], None], adversarial: bool
 ) -> None:
     for mode in MODES:

@@ -45,7 +45,7 @@ def test_offload_fractions_give_equal_bits_on_a_gpu(precision, rule):
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("limit", [math.inf, 1e-2])
-def test_early_work_is_kept_on_a_gpu_when_a_clip_changes_no_bit(limit):
+def test_backward_work_is_kept_on_a_gpu_when_a_clip_changes_no_bit(limit):
     settings = {"clip_grad": 0.0, "clip_to": limit, "steps": 12}
     expected, params, _ = run("bf16", 0.0, **settings)
     for mode in ("overlap", "speculative"):
