@@ -1,4 +1,4 @@
-"""Programs of tools/examples train with this package's optimizers."""
+"""The programs of tools/examples train with this package's optimizers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from support.programs import PROGRAMS, program
 
 EXAMPLES = TOOLS / "examples"
 ALONE = {"plain_loop": 0.2, "fabric": 0.2, "peft_lora": 0.95, "float8_weights": 0.3}
-"""Examples that return losses, and what fraction of the first one the last may be."""
+"""Examples that return losses, with the largest allowed last loss as a fraction of the first."""
 LAUNCHED = {"accelerate_fsdp2": (2, 0.2), "megatron_gpt": (0, 0.8), "muon_moe": (4, 0.2)}
-"""Examples with processes of their own: how many, or 0 for no launcher; and the same."""
+"""Examples that start processes: their number (0 without a launcher) and the largest allowed last
+loss as a fraction of the first."""
 
 
 def test_examples_folder_has_a_test_for_each_program() -> None:
@@ -69,7 +70,7 @@ def test_full_finetune_example_reduces_its_loss_on_each_machine(
 
 
 def test_fsdp2_moe_example_gives_equal_losses_on_host_and_disk(tmp_path: Path) -> None:
-    """Also from weights that rank 0 reads from a folder, if they are the same."""
+    """A third run starts from weights that rank 0 reads from a folder."""
     path = str(EXAMPLES / "fsdp2_qwen3_moe.py")
     first, last = losses_in(run_program_of_ranks(2, path))
     assert last < 0.2 * first
@@ -99,7 +100,7 @@ def test_sick_run_example_skips_and_names_bad_batches() -> None:
 
 
 def test_any_ranks_example_continues_when_the_rank_count_changes(tmp_path: Path) -> None:
-    """Fewer and more again; the loss goes on falling where it stopped."""
+    """The rank count falls from 3 to 2 and rises to 3; the loss continues from the last value."""
     path, last = str(EXAMPLES / "any_ranks.py"), 1.0
     for ranks, end in ((3, 30), (2, 60), (3, 90)):
         written = run_program_of_ranks(ranks, path, str(tmp_path), str(end))

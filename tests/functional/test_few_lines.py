@@ -1,5 +1,5 @@
-"""Programs that take our optimizer by a few lines: the lines of docs/clients/index.md, carried out
-with stand-ins for programs that do not install next to a CPU build of torch."""
+"""Lines of docs/clients/index.md that give a program our optimizer, run with stand-ins for programs
+that cannot be installed with a CPU build of torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Known = dict[str, Any]
 GIVEN = SimpleNamespace(
     learning_rate=1e-2, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, weight_decay=0.1
 )
-"""A Trainer's arguments, as far as they are asked for."""
+"""The arguments of a Trainer that the lines read."""
 
 
 def network() -> nn.Sequential:
@@ -54,7 +54,7 @@ class Trainer:
 
 @dataclasses.dataclass
 class Registered:
-    """A config class that knows others by name: lerobot's, OLMo-core's."""
+    """Stand-in for the registered config classes of lerobot and OLMo-core."""
 
     @classmethod
     def register(cls, name: str) -> Callable[[type], type]:
@@ -68,7 +68,7 @@ class Registered:
 
 
 class OptimConfig(BaseModel):
-    """xtuner's."""
+    """Stand-in for xtuner's class."""
 
     model_config = ConfigDict(extra="forbid")
     lr: float = 1e-5
@@ -77,7 +77,7 @@ class OptimConfig(BaseModel):
 
 
 class OptimizerPlugin:
-    """LLaMA-Factory's, version 1."""
+    """Stand-in for the class of LLaMA-Factory, version 1."""
 
     known: ClassVar[dict[str, Any]] = {}
 
@@ -102,7 +102,7 @@ class Manager:
 
 
 class OptimizerWrapper:
-    """torchft's."""
+    """Stand-in for torchft's class."""
 
     def __init__(self, manager: Manager, optim: Any) -> None:
         self.manager, self.optim = manager, optim
@@ -137,7 +137,7 @@ NAMES: Known = {
     "prepare_model": lambda model: model,
     "arguments": GIVEN,
 }
-"""Names that the lines of the table take for granted."""
+"""Names that the lines of the table expect in the reader's program."""
 
 
 @pytest.fixture
@@ -186,9 +186,9 @@ BUILDERS: dict[str, Callable[[Known, nn.Module], Any]] = {
     "torchft": by_name,
     "Ray Train": by_name,
 }
-"""The optimizer of each row of the table, after its lines were carried out."""
+"""Functions that return the optimizer of a table row after its lines have run."""
 CONFIGS = {"LerobotAdamWConfig": True, "OlmoAdamWConfig": False, "XtunerAdamWConfig": False}
-"""Config classes of the page, and whether their ``build`` takes parameters."""
+"""Config classes of the page; True if ``build`` takes parameters."""
 
 
 def config_classes() -> Known:
@@ -199,8 +199,8 @@ def config_classes() -> Known:
 
 
 def trained(model: nn.Module, optimizer: Any) -> mp_optim.AdamW:
-    """Return our optimizer after steps that made the loss fall."""
-    ours = getattr(optimizer, "optim", optimizer)  # torchft wraps it
+    """Train until the loss has fallen; return our optimizer."""
+    ours = getattr(optimizer, "optim", optimizer)  # torchft wraps the optimizer.
     assert isinstance(ours, mp_optim.AdamW)
     for group in ours.param_groups:
         group["lr"] = 1e-2
@@ -232,7 +232,7 @@ def test_client_config_classes_build_an_optimizer_that_trains(name: str) -> None
 def test_miles_lines_replace_the_factory_that_its_module_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A module that imports Megatron's function by its name, after ``install()``."""
+    """The module imports Megatron's function by name after ``install()``."""
     pytest.importorskip("megatron.core.optimizer")
     folder = tmp_path / "miles/backends/megatron_utils"
     folder.mkdir(parents=True)
@@ -278,7 +278,8 @@ def test_state_dict_resumes_equal_losses_from_flat_safetensors(
     model = network()
     model.load_state_dict(weights)
     optimizer = config().build(model.parameters())
-    if main_params != "fp32":  # whose groups have checksums of the weights
+    # Groups with remainders have checksums of the weights, which exist once state is initialized.
+    if main_params != "fp32":
         optimizer.init_state()
     state: dict[int, dict[str, Tensor]] = {}
     for name, value in load_file(tmp_path / "state.safetensors").items():

@@ -1,5 +1,4 @@
-"""Param groups and optimizer bytes of published models at full size, on the meta device: no memory,
-no numbers."""
+"""Param groups and optimizer bytes of published models at full size, on the meta device."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ PUBLISHED_PARAMS = {
     "deepseek_v3": 671e9,
     "olmoe_1b_7b": 6.9e9,
 }
-# Params in routed experts, from the published sizes: layers * experts * 3 matrices * hidden size *
-# expert width.
+# Params of routed experts: layers * experts * 3 matrices * hidden size * expert width.
 EXPERT_PARAMS = {
     "mixtral_8x7b": 32 * 8 * 3 * 4096 * 14336,
     "qwen3_30b_a3b": 48 * 128 * 3 * 2048 * 768,
@@ -35,8 +33,8 @@ EXPERT_PARAMS = {
     "deepseek_v3": 58 * 256 * 3 * 7168 * 2048,
     "olmoe_1b_7b": 16 * 64 * 3 * 2048 * 1024,
 }
-BYTES_OF_FP32_STATE = 12  # main param, first and second moment
-BYTES_OF_MOMENTS = 8  # beside a parameter in FP32, which is its own main param
+BYTES_OF_FP32_STATE = 12  # The state has a main param, a first and a second moment.
+BYTES_OF_MOMENTS = 8  # An FP32 parameter is its own main param.
 
 each_model = pytest.mark.parametrize("name", sorted(PUBLISHED_PARAMS))
 
@@ -95,8 +93,8 @@ def test_full_size_describe_reports_12_bytes_of_state_per_param(name: str) -> No
     config, model = config_and_model(name)
     rows = mp_optim.get_megatron_optimizer(config.optimizer, model).describe().rows
     params = [param for group in groups_of(name) for param in group["params"]]
-    expected = 4 * len(params)  # step counters
-    for param in params:  # newer versions of transformers keep DeepSeek's routers in FP32
+    expected = 4 * len(params)  # Each parameter has a step counter of 4 bytes.
+    for param in params:  # Newer versions of transformers keep DeepSeek's routers in FP32.
         each = BYTES_OF_MOMENTS if param.dtype == torch.float32 else BYTES_OF_FP32_STATE
         expected += each * param.numel()
     assert sum(row.bytes for row in rows) == expected

@@ -1,4 +1,4 @@
-"""Every case trains to its golden values."""
+"""Every training case follows its golden values."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A training process is killed without warning and started again: it ends where an uninterrupted
-one does."""
+"""A killed and resumed training process ends with the bits of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -81,7 +80,7 @@ def everything(case: str, output: Path) -> dict[str, torch.Tensor]:
     "case, how",
     [
         ("moe_bf16_offload_03", signal.SIGKILL),
-        pytest.param("dense_fp16", signal.SIGINT, marks=pytest.mark.slow),  # Ctrl-C
+        pytest.param("dense_fp16", signal.SIGINT, marks=pytest.mark.slow),  # Ctrl-C sends SIGINT.
         pytest.param("moe_fp32", signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )

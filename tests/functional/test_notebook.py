@@ -1,4 +1,4 @@
-"""examples/finetune.ipynb, executed as a reader would."""
+"""examples/finetune.ipynb runs from its first to its last cell."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_notebook_trains_resumes_and_shows_placements(tmp_path: Path) -> None:
     assert first > 5.4 and middle < 0.75 * first and last < 0.98 * middle
     assert re.search(r"host +bfloat16", said) and re.search(r"device +bfloat16", said)
     errors = [output.text for output in outputs if output.get("name") == "stderr"]
-    # tqdm lacks a widget here; torchao lacks a GPU, and calls a function that torch deprecates
+    # tqdm has no widget here; torchao has no GPU and calls a function that torch deprecates.
     known = "tqdm", "torchao", "register_constant"
     assert all(any(name in error for name in known) for error in errors), errors
     assert "image/png" in outputs[-1]["data"]

@@ -1,4 +1,4 @@
-"""Programs that find a class by its path, or load a plugin, build this package's optimizers."""
+"""Programs that find a class by its path or load a plugin build this package's optimizers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import mp_optim
 
 
 class Callback:
-    """ms-swift's: creates what the Trainer would."""
+    """Stand-in for ms-swift's class, which creates the Trainer's optimizer."""
 
     def __init__(self, args: Any, trainer: Any) -> None:
         self.args, self.trainer = args, trainer
@@ -83,7 +83,7 @@ def trainer(folder: Path) -> Trainer:
 
 def check_trained(trained: Trainer) -> None:
     trained.train()
-    optimizer = trained.optimizer.optimizer  # below accelerate's
+    optimizer = trained.optimizer.optimizer  # accelerate wraps the optimizer.
     decays = [group["weight_decay"] for group in optimizer.param_groups]
     assert isinstance(optimizer, mp_optim.AdamW) and decays == [0.1, 0.0]
     assert optimizer.defaults["betas"] == (0.9, 0.95) and "host" in str(optimizer.describe())
@@ -110,7 +110,8 @@ def test_ms_swift_callback_trains_with_our_optimizer_and_refuses_bad_args(tmp_pa
     chosen = {"optim_args": "offload=1.0, state=8bit, main_params=remainder16"}
     arguments = SimpleNamespace(**{**vars(trained.args), **chosen})
     callback = callbacks["mp_optim"](arguments, trained)
-    trained.create_optimizer = callback.create_optimizer  # as ms-swift's Trainer does
+    # ms-swift's Trainer assigns this method as well.
+    trained.create_optimizer = callback.create_optimizer
     check_trained(trained)
     arguments.optim_args = "offload"
     with pytest.raises(ValueError, match="'offload' is not of the form name=value"):

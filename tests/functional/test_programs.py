@@ -1,5 +1,6 @@
-"""Programs that people train with: the losses of torch's AdamW over FP32 copies, and resumed runs
-that go on to the bit. docs/clients has the table."""
+"""Client programs follow the losses of torch's FP32 AdamW and resume with equal losses;
+docs/clients
+has the table."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from support.launch import run_ranks
 from support.programs import PROGRAMS, program
 
 SETTINGS: dict[str, Any] = {"offload": 1.0, "state": "8bit", "main_params": "remainder16"}
-# Both are AdamW in FP32, a few of whose last bits differ (2e-7 of lr a step). Where a main param
-# lies between two bfloat16 values, that now and then rounds a weight the other way (0.4 %), and
-# what follows from it is noise of bfloat16: measured 0.1 % of the first loss at most.
+# Both optimizers are AdamW in FP32 with a few different last bits (2e-7 of lr a step). A main param
+# between two bfloat16 values sometimes rounds the other way (0.4 % of the weights), and bfloat16
+# noise follows: measured 0.1 % of the first loss at most.
 TOLERANCE = 0.005
 
 
@@ -33,7 +34,7 @@ def test_client_programs_follow_the_losses_of_fp32_torch_adamw(
     main, how = program(f"examples/{case.split()[0]}").main, PROGRAMS[case]
     found = main(str(tmp_path / "ours"), offload=0.5, **how)
     if case == "torchtitan_container":
-        monkeypatch.setattr(ours, "AdamW", Fp32AdamW)  # which it asks for by name
+        monkeypatch.setattr(ours, "AdamW", Fp32AdamW)  # torchtitan asks for the class by name.
         expected = main(str(tmp_path / "torch"), **how)
     else:
         expected = main(str(tmp_path / "torch"), cls=Fp32AdamW, **how)

@@ -1,5 +1,6 @@
-"""A trainer and a generator in two processes hold the same bits by deltas alone: through skipped
-steps, a trainer that is killed and resumes, and a generator that is killed and begins again."""
+"""A trainer and a generator keep equal bits by deltas alone, through skipped steps and kills of
+each
+process."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def test_deltas_keep_both_processes_bit_equal_when_each_is_killed(tmp_path, step
     finally:
         trainer.kill()
         generator.kill()
-    # it went on from the checkpoint at step 50, and every publication was compared
+    # The trainer resumed from the checkpoint at step 50 and compared every publication.
     assert counts["compared"] == steps - 50
     assert counts["skipped"] > 0
     assert counts["reward"] > 0.5

@@ -1,4 +1,4 @@
-"""The trainer's command line and files."""
+"""The command line and the files of tools/train.py."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_trainer_explains_an_invalid_config_file_in_one_line(
 
 
 def test_trainer_shards_over_two_ranks_with_the_losses_of_one_process(tmp_path: Path) -> None:
-    """Two processes share out the optimizer; the loss of the first step is that of one process."""
+    """The first loss equals that of one process; a sharded layout needs several processes."""
     config = tmp_path / "small.yaml"
     config.write_text(
         """

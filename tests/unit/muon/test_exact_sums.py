@@ -1,4 +1,4 @@
-"""Sums of squares that do not round: right, and the same for any cut and any order."""
+"""Exact sums of squares: values, and equal digits for every cut and order of a tensor."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Owners of matrices: shares, batches, parts, and costs of products."""
+"""Division of Muon's matrices over ranks: owners, exchange batches and matrix parts."""
 
 import itertools
 import math

@@ -1,5 +1,4 @@
-"""Muon: against torch's, against the iteration in FP64, stacks, fused weights, scales, decay,
-state."""
+"""Muon's rule against torch's Muon and Newton-Schulz in FP64; fused weights, scales and state."""
 
 import numpy as np
 import pytest
@@ -56,7 +55,7 @@ def test_muon_rule_matches_torch_muon_for_each_shape_and_setting(shape, ours, to
         param.grad = grad.clone()
         oracle.step()
     found, optimizer = stepped(random(*shape), grads, **ours)
-    # an accelerator multiplies matrices with short sides as stacks, a CPU and torch one by one
+    # An accelerator multiplies matrices with short sides as stacks, so its rounding differs.
     bound = 1e-6 if found.device.type == "cpu" or min(shape) >= 32 else 1e-5
     assert (found - param.detach()).norm() <= bound * param.detach().norm()
     momentum = next(iter(optimizer.state.values()))["momentum_buffer"]
@@ -113,8 +112,7 @@ def test_batched_newton_schulz_matches_the_loop_over_matrices(dtype):
 
 
 def test_muon_steps_q_k_and_v_separately_when_a_weight_is_fused():
-    """Two query groups of 4 + 2 + 2 rows: queries are one matrix of 8 rows, keys and values of
-    4."""
+    """The weight has two query groups of 4 + 2 + 2 rows: 8 for q, 4 for k and 4 for v."""
     rows = {"q": [0, 1, 2, 3, 8, 9, 10, 11], "k": [4, 5, 12, 13], "v": [6, 7, 14, 15]}
     value, grads = random(16, 6), [random(16, 6, seed=step) for step in range(1, 4)]
     fused, _ = stepped(value, grads, qkv_split_shapes=(4, 2, 2))
@@ -199,7 +197,7 @@ def test_muon_steps_close_to_fp32_when_momentum_is_compact(form, error):
     )
     assert (compact - full).norm() < error * (full - random(16, 24)).norm()
     kept = optimizer.state_dict()["state"][0]["momentum_buffer"].dtype
-    codes = {"uint8": torch.int8, "uint4": torch.float32}  # 4 bits leave as FP32
+    codes = {"uint8": torch.int8, "uint4": torch.float32}  # 4-bit state is saved in FP32.
     assert kept == codes.get(form, getattr(torch, form))
 
 
@@ -220,7 +218,6 @@ def test_newton_schulz_keeps_fp32_bits_when_torch_matmul_precision_is_medium():
     "shape", [(0, 8), (8, 0), (0, 0), (3, 0, 8), (0, 4, 4), (2, 8, 0)], ids=str
 )
 def test_muon_counts_a_step_and_changes_no_other_when_a_matrix_is_empty(shape, parts):
-    """They count the step, decay nothing, and leave the others alone."""
     empty, other = nn.Parameter(torch.zeros(shape)), nn.Parameter(random(8, 8))
     alone = nn.Parameter(random(8, 8))
     both = RuleOptimizer(MuonRule(), [empty, other], lr=0.1, qkv_split_shapes=parts)

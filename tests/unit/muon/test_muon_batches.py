@@ -1,4 +1,4 @@
-"""Each matrix of a step has the bits that it has alone."""
+"""A matrix gets equal bits when Muon steps it alone and with other matrices."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Muon's passes over elements: every backend's bits are those of the text in torch operations, over
-all forms of state; and that text is numpy's, in FP64."""
+"""Muon's element passes: every backend has the bits of the reference, and the reference those of
+numpy in FP64."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # overflow in an interpreter
+        warnings.simplefilter("ignore", RuntimeWarning)  # Triton's interpreter warns of overflow.
         yield
     torch.set_num_threads(before)
 
@@ -99,7 +99,8 @@ def forms() -> list[dict[str, Any]]:
         itertools.product(MOMENTA, REMAINDERS, [False, True])
     ):
         if noisy and bits is None and momentum == "float32":
-            continue  # refused: nothing would be rounded
+            # The config refuses this form because stochastic rounding would round no tensor.
+            continue
         made.append(
             {
                 "shapes": SHAPES,
@@ -164,8 +165,7 @@ def test_triton_muon_kernels_match_the_reference_bits_for_every_state_form(
 @needs_kernels
 @pytest.mark.parametrize("momentum", [0.95, 0.5, 0.2])
 def test_muon_momentum_rounds_once_from_fp64_when_magnitudes_differ(momentum: float) -> None:
-    """Product and sum in FP64, then one rounding: for a gradient that is much larger or smaller
-    than the momentum, too."""
+    """Product and sum are computed in FP64 and rounded once."""
     shape = (40, 64)
     scale = torch.logspace(-6, 6, 64)
     grads = [values(shape, 1, torch.float32) * scale, values(shape, 2, torch.float32)]

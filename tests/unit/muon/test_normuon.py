@@ -1,4 +1,4 @@
-"""NorMuon's second moment: the formula in numpy, matrices, edges, refusals."""
+"""NorMuon's second moment against its formula in numpy, with edge cases and refused settings."""
 
 import re
 

@@ -1,4 +1,5 @@
-"""Every combination of source, site, mode and split has the bits of the device."""
+"""Every combination of gradient source, offload place, mode and fraction gives the bits of the
+device."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from support.streamed import HALVES, WHOLE, Model, give_gradients, stepped
 
 SHAPES = {"big": (3, 2801), "left": (40, 20), "bias": (7,), "one": (1,), "right": (2300,)}
 WINDOW = 200_000
-"""Bytes in which the largest parameter has room, in any form and with its gradient."""
+"""Window size in bytes. The largest parameter fits in any state form, with its gradient."""
 WRITES = ("write grads", "touch grads", "write grads untraced")
 EVENTS = ("", "", "read", "write state", "keep", *WRITES, "write param", "bad")
 
@@ -200,7 +201,7 @@ def test_disk_offload_reads_state_once_per_step_and_never_during_backward(
         sizes.clear()
         accumulate(model, step)
         finish_backward_work(optimizer)
-        assert sizes == []  # windows are read in the step
+        assert sizes == []  # Windows are read in the step, not during backward.
         optimizer.step()
         assert sum(sizes) == size == optimizer.metrics()["bytes_read"]
 
@@ -229,7 +230,6 @@ def test_streaming_uploads_a_released_gradient_once_with_its_window(
 
 
 def test_streaming_refuses_a_window_too_small_for_a_released_gradient() -> None:
-    """A released gradient takes room in the window."""
     how = {"offload_place": "streamed", "optimizer": "lamb", "stream_window_bytes": 120_000}
     build(**how)
     with pytest.raises(ValueError, match=r"lamb needs whole parameters, and big needs \d+ bytes"):
@@ -237,7 +237,7 @@ def test_streaming_refuses_a_window_too_small_for_a_released_gradient() -> None:
 
 
 def test_step_names_a_parameter_that_was_cut_while_its_gradient_waited() -> None:
-    """The others of its bucket get ready in a later backward."""
+    """The other gradients of the bucket arrive in a later backward pass."""
     model, optimizer = build(offload_mode="speculative", clip_grad=0.0)
     train(model, optimizer, 2)
     optimizer.zero_grad()
@@ -268,5 +268,6 @@ def test_step_raises_the_disk_error_when_a_read_fails_during_backward(
         accumulate(model, 2)
         with pytest.raises(OSError, match="the disk fails"):
             optimizer.step()
-    assert optimizer.step().success  # nothing was stepped before the first window
+    # The disk failed before the first window, so no parameter was stepped.
+    assert optimizer.step().success
     assert differing(train(model, optimizer, 2, 3), on_device(5)) == []

@@ -1,4 +1,4 @@
-"""State in a file: the bits of every other place, in a few windows of host memory."""
+"""Optimizer state in a file: equal bits, failing disks and refused settings."""
 
 import copy
 import ctypes

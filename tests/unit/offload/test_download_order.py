@@ -1,4 +1,4 @@
-"""Gradients come down while the device's part is stepped, not after it."""
+"""Gradients are downloaded while the device steps its parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Event = tuple[str, Any]
 
 
 class RecordingTransfer(Transfer):
-    """Notes marks, and which mark each download waits for."""
+    """Transfer that records each mark and the mark that each download waits for."""
 
     is_same_place = False
 
@@ -41,7 +41,7 @@ class RecordingTransfer(Transfer):
 def test_offload_step_downloads_before_the_device_step_ends(
     mode: str, begun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether nothing was begun during backward, or all of it was dropped."""
+    """Two cases: backward started no work, or the caller discarded that work."""
     model, optimizer = build_mode(mode, "fp32", 0.6, experts=False, clip_grad=0.0)
     (hybrid,), events = hybrids(optimizer), list[Event]()
     hybrid.stepper.use_transfer(RecordingTransfer(events), bucket_bytes=64)

@@ -1,4 +1,4 @@
-"""A forked child changes nothing of its parent's state on a disk, and does not hang."""
+"""A forked child changes no state of its parent on disk and does not hang."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A run holds the planned bytes of host memory."""
+"""Offloading allocates the planned bytes of host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``metrics()`` has the planned and the allocated bytes of host memory, and growth is reported."""
+"""``metrics()`` reports planned and allocated bytes of host memory and warns of growth."""
 
 from __future__ import annotations
 

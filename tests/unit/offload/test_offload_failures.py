@@ -1,4 +1,4 @@
-"""Failures end soon, name the work, and leave the optimizer unchanged."""
+"""Failures during backward raise in the step, name parameters and change no state."""
 
 import gc
 import threading
@@ -34,9 +34,9 @@ def ready(mode, **settings):
     for model, optimizer in pairs:
         run(model, optimizer, 3)
         optimizer.zero_grad()
-        optimizer.before = snapshot(
-            model, optimizer
-        )  # not later: who reads state during a step has it done again
+        # The snapshot is taken here because reading state during a step discards the work of
+        # backward.
+        optimizer.before = snapshot(model, optimizer)
     return pairs
 
 
@@ -76,7 +76,8 @@ def test_step_names_parameters_and_changes_nothing_when_a_worker_job_raises(
 @each_early
 @pytest.mark.parametrize("error", [TypeError, ValueError])
 def test_step_raises_the_error_of_a_backward_hook(mode, error, monkeypatch):
-    """These types are also those of refused settings, which the step itself names."""
+    """The step names refused settings by errors of these two types, so the hook's error must not be
+    replaced."""
     pair, other = ready(mode)
     with monkeypatch.context() as patch:
         prediction = "_predicted_multiplier"
@@ -96,7 +97,7 @@ def test_step_raises_a_kernel_error_of_the_worker_and_changes_nothing(monkeypatc
     def once(self, planned):
         calls.append(threading.current_thread().name)
         if len(calls) == 2:
-            carry_out(self, planned)  # written, and then the end of it
+            carry_out(self, planned)  # The kernel writes its results before it fails.
             raise RuntimeError("mp_adam: the kernels failed")
         carry_out(self, planned)
 
@@ -109,12 +110,11 @@ def test_step_raises_a_kernel_error_of_the_worker_and_changes_nothing(monkeypatc
 
 
 def test_step_changes_no_bucket_when_a_kernel_raises_after_the_clip(monkeypatch):
-    """The clip fires, buckets are stepped again in step(), and one of them fails: none is
-    stepped."""
+    """The clip fires, so step() repeats all buckets and the third one fails."""
     pair, other = ready("speculative", fraction=1.0, experts=False)
     for model, optimizer in (pair, other):
         model(tokens_of(50)).backward()
-        finish_backward_work(optimizer)  # else it may work on gradients as they are later
+        finish_backward_work(optimizer)  # The worker would otherwise read the halved gradients.
         for param in model.parameters():
             param.grad.mul_(0.5)
     with monkeypatch.context() as patch:
@@ -168,8 +168,7 @@ def test_worker_raises_its_set_up_error_when_drained():
 @pytest.mark.repeats
 @pytest.mark.parametrize("steps", [60, pytest.param(250, marks=pytest.mark.slow)])
 def test_offload_holds_a_constant_number_of_threads_and_tensors_over_many_steps(steps):
-    """Steps, discarded work, replaced parameters, new optimizers: threads, tensors and host blocks
-    stay bounded."""
+    """Each run discards work, clears gradients, replaces parameters and builds new optimizers."""
     blocks = []
 
     class Counted(Transfer):
@@ -250,7 +249,8 @@ ENDS = {
 def test_interpreter_exits_cleanly_when_the_worker_is_busy(end):
     code, status = ENDS[end]
     script = SCRIPT.format(end=code)
-    ended = end_forked_program("-c", script, timeout=240)  # a hang; torch may take long to end
+    # torch may take long to end, so only a hang reaches this limit.
+    ended = end_forked_program("-c", script, timeout=240)
     assert ended.stdout == "ready\n", ended.stderr
     assert ended.returncode in (status, 130 if status == -2 else status), ended.stderr
     assert "Fatal" not in ended.stderr

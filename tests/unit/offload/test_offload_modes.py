@@ -1,4 +1,4 @@
-"""Sync, overlap and speculative have the same bits after any events before the step."""
+"""The modes sync, overlap and speculative give equal bits after any events before the step."""
 
 import gc
 import math
@@ -187,7 +187,7 @@ def between(model, optimizer, what):
 
 
 class Breaks(torch.autograd.Function):
-    """Raises when backward comes to it."""
+    """Function that raises in its backward pass."""
 
     @staticmethod
     def forward(ctx, loss):
@@ -238,7 +238,7 @@ def run_events(mode, events, waits=(), precision="bf16", **settings):
 def test_offload_modes_give_equal_bits_after_random_events_before_the_step(
     data, releases, waits, **settings
 ):
-    """Events between backward and step, with delays of the worker, give the bits of sync."""
+    """The worker is delayed at random."""
     kinds = st.sampled_from(RELEASABLE if releases else EVENTS)
     events = data.draw(st.lists(kinds, min_size=1, max_size=8))
     expected = run_events("sync", events, **settings)
@@ -273,7 +273,7 @@ def test_step_keeps_finished_buckets_when_a_gradient_is_missing():
             if step < 2 or at != 5
         ).backward()
         optimizer.step()
-    assert counts(optimizer, "hits") == 9  # of all buckets, in each step
+    assert counts(optimizer, "hits") == 9  # All three buckets hit in each of three steps.
 
 
 @each_early
@@ -288,7 +288,8 @@ def test_backward_work_waits_for_gradients_ready_when_several_ranks_reduce(mode,
             model(tokens_of(step)).backward()
             after_backward = finish_backward_work(optimizer)
             for param in model.parameters():
-                param.grad.data.mul_(0.5)  # as a reduction into the same memory, without a trace
+                # A reduction writes into the same memory without changing the version counter.
+                param.grad.data.mul_(0.5)
             if step > 2:
                 optimizer.gradients_ready()
             optimizer.step()
@@ -381,7 +382,7 @@ def test_speculation_changes_nothing_when_a_huge_gradient_is_skipped():
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 def test_sync_offload_stages_no_bytes_when_the_model_is_in_host_memory(precision, fraction):
-    """Nothing is staged, and writes to gradients and weights between steps are followed."""
+    """The step also continues from gradients and weights written between two steps."""
 
     def trained(share):
         model, optimizer = build(precision, share, experts=False)
@@ -406,7 +407,7 @@ def test_sync_offload_stages_no_bytes_when_the_model_is_in_host_memory(precision
 def test_metrics_report_bytes_and_hidden_time_for_each_offload_mode(mode):
     model, optimizer = build_mode(mode, fraction=1.0, clip_grad=0.0)
     runs_in_backward = mode == "speculative" or (mode == "overlap" and model.dense.is_cpu)
-    for _ in range(20):  # until the worker got a core during backward
+    for _ in range(20):  # A busy machine may give the worker no core during one backward pass.
         run(model, optimizer, 5)
         metrics = optimizer.metrics()
         if not runs_in_backward or metrics["hidden_ms"] > 0:

@@ -1,4 +1,4 @@
-"""Suites run on the simulated accelerator, which detects a missing wait."""
+"""Other test modules pass on the simulated accelerator, which detects a missing wait."""
 
 import subprocess
 import sys

@@ -1,5 +1,4 @@
-"""Gradients that are released during backward: the same bits as without, at most two buckets of
-them at a time, and nothing that takes a released gradient for a missing one."""
+"""Gradients released during backward: equal bits, at most two buckets in memory, clear errors."""
 
 import math
 
@@ -38,7 +37,7 @@ def build(mode, precision="bf16", fraction=0.7, **settings):
 
 
 def same_as_sync(mode, run_it, precision="bf16", fraction=0.7, **settings):
-    """Whether a run comes to the same with and without release."""
+    """Assert that a run with released gradients gives the results of sync mode without release."""
     model, optimizer = build_mode("sync", precision, fraction, **settings)
     expected = run_it(model, optimizer), snapshot(model, optimizer)
     model, optimizer = build(mode, precision, fraction, **settings)
@@ -73,7 +72,8 @@ def deep(mode, release, bucket_layers=2, **settings):
         alive = {ref.cdata: size for ref, size in grads if not ref.expired()}
         most[0] = max(most[0], sum(alive.values()))
 
-    for param in model.parameters():  # called before those of the optimizer
+    # This hook is registered first, so it runs before the optimizer's hook.
+    for param in model.parameters():
         param.register_post_accumulate_grad_hook(look)
     size = model[0].weight.nbytes
     config = config_for(
@@ -160,7 +160,7 @@ def test_step_refuses_a_second_gradient_when_the_first_was_released(mode):
 
 @each_early
 def test_gradients_are_not_released_when_backward_creates_a_graph(mode):
-    """They may be differentiated again."""
+    """The program may differentiate these gradients again."""
 
     def run_it(model, optimizer):
         for step in range(3):

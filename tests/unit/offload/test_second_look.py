@@ -1,4 +1,4 @@
-"""Work begun during backward is used only if the gradients have the same bits in ``step()``."""
+"""A step uses work done during backward only if the gradients still have the same bits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def clip_to(limit: float) -> AfterBackward:
 
 
 def write(change: Callable[[Tensor], None]) -> AfterBackward:
-    """Change elements of one gradient, in every third step."""
+    """Return a hook that changes elements of one gradient in every third step."""
 
     def after(model: nn.Module, step: int) -> None:
         if step % 3 == 2:
@@ -52,11 +52,11 @@ def one_bit(grad: Tensor) -> None:
 
 
 def sign(grad: Tensor) -> None:
-    grad.neg_()  # the same sum of squares
+    grad.neg_()  # The sum of squares does not change.
 
 
 def zeros(grad: Tensor) -> None:
-    grad.mul_(0.0)  # of both signs
+    grad.mul_(0.0)  # The zeros have both signs.
 
 
 def swapped(grad: Tensor) -> None:
@@ -101,7 +101,8 @@ def test_writes_that_change_no_bit_keep_backward_work_of_the_host(
             expected, expected_results = bits, results
             continue
         assert differing(bits, expected) == [] and results == expected_results, mode
-        if not adversarial:  # an accelerator does the work again, by the version or the memory
+        # An accelerator repeats the work because the version or the memory changed.
+        if not adversarial:
             assert said == [] and metrics["speculation_stale"] == 0, mode
     assert adversarial or metrics["speculation_hits"] == 3 * STEPS, metrics
 
@@ -121,7 +122,7 @@ def test_step_repeats_backward_work_when_gradient_bits_change_afterwards(
         assert differing(bits, expected) == [] and results == expected_results, mode
         assert metrics["speculation_stale"] == STEPS // 3, mode
         assert len(said) == 1 and "clip_grad_norm_" in said[0], mode
-    hits = 3 * STEPS - STEPS // 3  # the bucket that was changed, and no other
+    hits = 3 * STEPS - STEPS // 3  # Only the changed bucket is stepped again.
     assert metrics["speculation_hits"] == hits
 
 
@@ -129,7 +130,7 @@ def test_step_repeats_backward_work_when_gradient_bits_change_afterwards(
 def test_step_uses_gradients_assigned_by_hand_after_an_interrupted_step(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The signal comes when gradients are measured and nothing is written; no backward follows."""
+    """The signal arrives after gradients were measured before any write; no backward follows."""
     bits = []
     for name in ("sync", mode):
         model, optimizer = build_mode(name, "fp32", 1.0, experts=False, adversarial=False)
@@ -212,7 +213,7 @@ def test_offload_modes_give_equal_bits_when_fsdp_gradients_are_clipped_outside(
 
 
 def test_speculated_step_is_taken_again_when_state_is_written_after_backward() -> None:
-    """``.data`` leaves no trace in torch's counts of writes."""
+    """A write by ``.data`` does not change torch's version counter."""
     found = []
     for mode in MODES:
         model, optimizer = build_mode(mode, "bf16", 1.0, experts=False, adversarial=False)

@@ -1,5 +1,7 @@
-"""The product's own CUDA transfer, host pipeline, worker thread and hooks on a simulated
-accelerator: schedules are clean and give the bits of the plain run, and no wait can be missing."""
+"""CUDA transfers, host pipeline, worker thread and hooks of the package on a simulated accelerator.
+
+Random schedules have no race and give the bits of a plain run; removing any wait is reported.
+"""
 
 import gc
 import pkgutil
@@ -45,7 +47,8 @@ from support.one_rank import one_rank
 
 pytestmark = [
     pytest.mark.native,
-    pytest.mark.filterwarnings("ignore::UserWarning"),  # skipped steps, written gradients
+    # Schedules skip steps and write gradients on purpose.
+    pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
 
@@ -102,7 +105,7 @@ def check(schedule):
 
 def test_audits_of_the_worker_are_compared_after_it_is_drained(monkeypatch):
     def late(*arguments):
-        time.sleep(0.05)  # the worker finishes the bucket before
+        time.sleep(0.05)  # The worker finishes the bucket before the prediction.
         return predicted(*arguments)
 
     predicted = SpeculativeStepper.predicted
@@ -206,7 +209,7 @@ def streamed_params(simulation=None):
             if simulation:
                 simulation.to_device(param, DEVICE)
                 simulation.to_device(grad, DEVICE)
-            param.grad = grad * 0.5  # an operation of the device
+            param.grad = grad * 0.5  # The product is an operation of the device.
         optimizer.step()
     return {**state_of(optimizer), **dict(enumerate(p.detach().clone() for p in params))}
 
@@ -214,7 +217,7 @@ def streamed_params(simulation=None):
 def streamed_windows(simulation):
     streamed = streamed_params(simulation)
     simulation.synchronize()
-    simulation.reports |= simulation.torn  # nothing may be written while it comes down
+    simulation.reports |= simulation.torn  # A region written during its download is a fault.
     return not differing(streamed, PLAIN_STREAM)
 
 
@@ -237,7 +240,7 @@ def disk_params(place, simulation=None):
             if simulation:
                 simulation.to_device(param, DEVICE)
                 simulation.to_device(grad, DEVICE)
-            param.grad = grad * 0.5  # an operation of the device
+            param.grad = grad * 0.5  # The product is an operation of the device.
         optimizer.step()
     return {**state_of(optimizer), **dict(enumerate(p.detach().clone() for p in params))}
 
@@ -379,14 +382,16 @@ SCENARIOS = [
         Schedule(
             fraction=1.0, bucket_bytes=64, rounds=(Round(micro=2),) * 2, pauses=LATE, releases=True
         )
-    ),  # what is added lands in memory of other buckets
+    ),  # The second micro-batch may add into memory that now belongs to other buckets.
 ]
 NEVER_WRONG = ("drain", "collect", "accelerator.on", "wait_for(job)", "was_read")
-"""Without these the bits are right, if by luck: what the worker has not finished is not used, or it
-finishes in time as its thread happens to run; and of two reads into one piece of memory the later
-one is carried out last at every pace."""
+"""Waits whose removal is reported and may still give right bits. Unfinished results of the worker
+are
+not used, or the worker finishes in time. Of two reads into one buffer, the later one runs last at
+every pace."""
 NEVER_WRONG_SITES = ("streaming.HostWindows.wait: self.wait_for(number)",)
-"""Reported like the others, but no schedule here gives wrong bits: between two steps the host
+"""Sites whose removal is reported, but no schedule here gives wrong bits: between two steps the
+host
 fetches which weights differ, and waits for the device."""
 MODULES = [
     name for _, name, _ in pkgutil.iter_modules(mp_optim.offload.__path__, "mp_optim.offload.")
@@ -425,7 +430,7 @@ BY_DAY = [
 @pytest.mark.repeats
 @pytest.mark.parametrize("site", BY_DAY)
 def test_simulated_accelerator_reports_each_wait_that_is_left_out(site, with_every_wait):
-    """Most likely by a scenario that comes to it, so those are the first."""
+    """Scenarios that execute the site run first, because they are likely to notice its removal."""
     is_reported = False
     is_wrong = str(site) in NEVER_WRONG_SITES or any(name in site.text for name in NEVER_WRONG)
     for scenario, *_ in sorted(with_every_wait, key=lambda each: site not in each[2]):
@@ -473,7 +478,7 @@ def test_transfer_holds_source_and_target_until_the_copy_is_done(waits):
         else:
             del ticket
             simulation.synchronize()
-            transfer.upload([], [])  # the next copy lets go of what is done
+            transfer.upload([], [])  # The next copy frees the ends of completed copies.
         assert [end.is_let_go for end in ends] == [True, True]
     assert not simulation.reports
 

@@ -1,4 +1,4 @@
-"""Offload plans, buckets, threads, and the description."""
+"""Offload plans, bucket sizes, worker threads and the description."""
 
 import pytest
 import torch
@@ -21,18 +21,18 @@ from support.models import config_for
 @pytest.mark.parametrize(
     ("sizes", "fraction", "chosen"),
     [
-        ([5, 3, 2], 0.5, {2, 1}),  # from the last to the first
-        ([2, 10, 3], 0.3, {2, 0}),  # 10 would overshoot and is passed over
-        ([7, 4], 0.5, {0}),  # the smallest that is left covers the rest, and makes 4 unnecessary
-        ([9, 8, 7], 0.01, {2}),  # no one fits: the smallest
-        ([4, 4, 4], 0.1, {2}),  # of equal ones the last
+        ([5, 3, 2], 0.5, {2, 1}),  # Parameters are chosen from the last to the first.
+        ([2, 10, 3], 0.3, {2, 0}),  # 10 would exceed the fraction and is skipped.
+        ([7, 4], 0.5, {0}),  # The smallest remaining size covers the rest and makes 4 unnecessary.
+        ([9, 8, 7], 0.01, {2}),  # Every size exceeds the fraction, so the smallest is chosen.
+        ([4, 4, 4], 0.1, {2}),  # Of equal sizes the last is chosen.
         ([4, 4, 4], 0.34, {2, 1}),
-        ([1, 0, 6, 0], 1.0, {0, 2}),  # empty ones are stepped where they are
+        ([1, 0, 6, 0], 1.0, {0, 2}),  # Empty parameters stay on the device.
         ([1, 2, 3], 0.0, set()),
         ([], 0.7, set()),
         ([0, 0], 1.0, set()),
-        ([10, 1], 0.9, {0}),  # the last was taken first, and is dropped again
-        ([6, 6, 1, 1], 0.5, {3, 1}),  # of equal ones that are not needed the first is dropped
+        ([10, 1], 0.9, {0}),  # The last was chosen first and is dropped again.
+        ([6, 6, 1, 1], 0.5, {3, 1}),  # Of equal sizes that are not needed the first is dropped.
     ],
 )
 def test_step_plan_splits_slots_by_place(sizes, fraction, chosen):
@@ -117,5 +117,5 @@ def test_describe_counts_elements_and_bytes_by_group_place_and_dtype():
     assert lines[1].split() == ["0", "device", "bfloat16", "2", "1,007", "12,004", "reference"]
     assert (
         len({line.index("reference") for line in lines[1:4]} | {lines[0].index("backend")}) == 1
-    )  # in columns
+    )  # The backends are aligned in one column.
     assert lines[4].startswith("device: reference (") and len(lines) == 5

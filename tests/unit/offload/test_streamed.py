@@ -1,4 +1,4 @@
-"""State that is streamed: the bits of the device, in at most three windows of it."""
+"""Streamed state: the bits of the device, and at most three windows in device memory."""
 
 import copy
 import re
@@ -43,7 +43,7 @@ def test_offload_to_cpu_keeps_addresses_and_bits_when_state_is_streamed():
 def test_streaming_rounds_like_the_device_when_a_param_exceeds_the_window(
     tmp_path: Path, on_disk: bool
 ) -> None:
-    """A parameter is larger than a window, and each piece takes its own random bits."""
+    """Each piece of the parameter draws its own random bits."""
 
     def stepped(**place: Any) -> torch.Tensor:
         torch.manual_seed(0)
@@ -99,7 +99,7 @@ def test_streamed_step_refuses_further_steps_until_a_load_after_a_kernel_error(m
 
 
 class Rings(TorchDispatchMode):
-    """Counts the memory that is made like a gradient, which is on the device."""
+    """Counts the bytes that ``new_empty`` allocates on the device of a gradient."""
 
     def __init__(self):
         super().__init__()
@@ -132,7 +132,7 @@ class Recorded(AdversarialTransfer):
 
 
 def test_streaming_uploads_the_next_window_before_stepping_the_current_window(monkeypatch):
-    """An upload waits for the steps that were queued before it."""
+    """An upload waits for the steps that were queued before that upload."""
     model, optimizer = build()
     calls, carry_out = [], RuleExecutor.carry_out
 

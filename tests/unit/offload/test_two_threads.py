@@ -1,4 +1,4 @@
-"""Gradients get ready in several threads where a model has parameters on several devices."""
+"""A model with parameters on several devices produces gradients in several threads."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from support.two_threads import Narrow, backward_in_two_threads
 
 
 class NarrowTransfer(Transfer):
-    """Notes how many threads hand buckets over at once, and how many buckets; a step makes a mark
-    of its own."""
+    """Transfer that counts marks and the largest number of threads that make one at a time."""
 
     def __init__(self) -> None:
         self.place, self.marks = Narrow(), 0

@@ -1,4 +1,4 @@
-"""The worker thread: dropped jobs, waits, failures."""
+"""The worker thread: discarded jobs, waits and failures."""
 
 import threading
 
@@ -70,7 +70,7 @@ def test_worker_raises_a_job_failure_once_unless_discarded(worker, forget):
     else:
         with pytest.raises(WorkerError, match=r"the third bucket: .*KeyError\('x'\)"):
             worker.drain()
-    worker.drain()  # nothing is left of it
+    worker.drain()  # The failure was raised or discarded, so it does not return.
     (later,) = submit(worker, HeldJob())
     worker.drain()
     assert later.thread is not None

@@ -1,4 +1,4 @@
-"""Placement, checkpoints and descriptions of the torch-shaped classes."""
+"""Optimizer classes continue from state of torch's classes."""
 
 from __future__ import annotations
 

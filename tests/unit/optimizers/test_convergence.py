@@ -1,4 +1,4 @@
-"""Every rule in every form of its state finds the minimum of known functions."""
+"""Every rule finds the minimum of known functions in every state form."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("rule", "form", "function"), CASES)
-def test_each_rule_converges_in_every_state_form(
+def test_rules_converge_in_every_state_form(
     rule: str, form: str, function: Callable[[Tensor], Tensor]
 ) -> None:
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""State dicts from before the first step and from torch, and refused calls."""
+"""Loads of state dicts from before the first step and from torch, and refused calls."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_load_refuses_adam_state_without_a_step_count(rule: str) -> None:
 def test_optimizer_refuses_calls_from_a_thread_or_signal_during_a_step(
     from_inside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By another thread, or a signal's handler; and nothing is taken for broken off."""
+    """The optimizer is usable afterwards: the refused calls do not count as an interrupted step."""
     optimizer = stepped(mp_optim.AdamW(named("a"), lr=0.1))
     saved, said = copy.deepcopy(optimizer.state_dict()), []
 

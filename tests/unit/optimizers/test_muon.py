@@ -1,4 +1,4 @@
-"""``Muon(params)``: torch's steps for matrices, AdamW's for other parameters."""
+"""``Muon(params)`` steps matrices like torch's Muon and other parameters like AdamW."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 import mp_optim
 from mp_optim import OptimizerConfig
 
-# Newton-Schulz in bfloat16, by the same products in the same order: measured 1.4e-7.
+# Both multiply bfloat16 matrices in the same order; measured difference: 1.4e-7.
 TOLERANCE = 2e-6
 
 
@@ -157,9 +157,9 @@ def test_muon_follows_the_rule_that_a_param_group_names(mark: dict[str, object])
 
 
 def test_muon_steps_3d_experts_as_matrix_stacks_but_not_convolutions() -> None:
-    """The weight of a convolution has three, too."""
+    """The weight of a convolution has three dimensions as well."""
     marked = nn.Parameter(torch.ones(2, 4, 4))
-    marked.allreduce = False  # Megatron's mark of an expert
+    marked.allreduce = False  # Megatron marks an expert by this attribute.
     named = [
         ("conv.weight", nn.Conv1d(4, 4, 3).weight),
         ("layers.0.experts.up", nn.Parameter(torch.ones(2, 4, 4))),

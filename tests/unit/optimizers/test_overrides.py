@@ -1,4 +1,4 @@
-"""Settings by name pattern at the optimizer classes."""
+"""Settings by name pattern: the argument ``overrides`` of the optimizer classes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OVERRIDES = {"router.*": {"lr": 3e-3}, "*.bias|*norm*": {"weight_decay": 0.0}}
 
 
 def by_hand(module: nn.Module) -> list[dict[str, Any]]:
-    """Return the groups that OVERRIDES stand for, written out."""
+    """Return the param groups that OVERRIDES describe, written by hand."""
     groups: dict[tuple[bool, bool], dict[str, Any]] = {}
     for name, param in module.named_parameters():
         slow, bare = name.startswith("router"), name.endswith("bias") or "norm" in name
@@ -63,7 +63,7 @@ def test_overrides_train_like_param_groups_written_by_hand(kind: str, offload: f
 def test_overrides_apply_to_groups_added_later_and_survive_copies() -> None:
     module = model()
     optimizer = mp_optim.AdamW(module.named_parameters(), lr=1e-2, overrides=OVERRIDES)
-    optimizer.param_groups[0]["lr"] = 0.5  # a schedule's value
+    optimizer.param_groups[0]["lr"] = 0.5  # A schedule has set this rate.
     copied, _ = pickle.loads(pickle.dumps((optimizer, module)))
     assert [group["lr"] for group in copied.param_groups] == [0.5, 1e-2, 3e-3, 3e-3]
     for each in (optimizer, copied, copy.deepcopy(optimizer)):

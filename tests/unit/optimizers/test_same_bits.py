@@ -1,4 +1,4 @@
-"""``cls(params, ...)`` is the stack of ``get_megatron_optimizer``: the same bits, any settings."""
+"""``cls(params, ...)`` has the bits of the stack of ``get_megatron_optimizer`` for any settings."""
 
 from __future__ import annotations
 

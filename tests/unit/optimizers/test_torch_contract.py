@@ -1,4 +1,4 @@
-"""A program written for ``torch.optim`` runs with these classes, and comes to the same."""
+"""Programs written for ``torch.optim`` run with the optimizer classes and give equal results."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 import mp_optim
 from mp_optim.optimizers.base import AmpLossScale
 
-# FP32 against torch: an operation or two in another order, an ulp of |p| < 2 each (1.2e-7), which
-# add up like a random walk over the steps; measured 1e-6 at most.
+# One or two FP32 operations in another order differ by an ulp of |p| < 2 (1.2e-7). The differences
+# add up like a random walk; measured 1e-6 at most.
 TOLERANCE = 5e-6
 
 
@@ -132,7 +132,7 @@ def test_load_names_the_dtype_when_params_were_widened_after_a_save(
 
 
 def test_state_dict_has_settings_and_no_state_before_the_first_step() -> None:
-    """accelerate passes every new optimizer through its own state dict."""
+    """accelerate saves and loads the state dict of every new optimizer."""
     layers = model()
     optimizer = mp_optim.AdamW(layers.parameters(), lr=1e-2)
     state = saved(optimizer)
@@ -144,14 +144,15 @@ def test_state_dict_has_settings_and_no_state_before_the_first_step() -> None:
         mp_optim.AdamW(list(layers.parameters())[1:]).load_state_dict(state)
     params = list(layers.parameters())
     groups = [{"params": params[:2]}, {"params": params[2:]}]
-    others = [{"params": params[:4]}, {"params": params[4:]}]  # as many in all
+    # The number of parameters is equal, and only their division differs.
+    others = [{"params": params[:4]}, {"params": params[4:]}]
     with pytest.raises(ValueError, match=r"groups of \[4, 2\] .* state has \[2, 4\]"):
         mp_optim.AdamW(others).load_state_dict(mp_optim.AdamW(groups).state_dict())
 
 
 @pytest.mark.parametrize("where", ["defaults", "param_groups"])
 def test_settings_that_wrappers_add_to_groups_survive_and_change_no_bit(where: str) -> None:
-    """timm's Lookahead writes its own into the groups and defaults of the optimizer it is given."""
+    """timm's Lookahead writes such settings into the groups and defaults of the optimizer."""
     layers = model(torch.bfloat16)
     plain = losses(layers, mp_optim.AdamW(layers.parameters(), lr=1e-2), 3)
     layers = model(torch.bfloat16)
@@ -167,7 +168,6 @@ def test_settings_that_wrappers_add_to_groups_survive_and_change_no_bit(where: s
 
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
 def test_adamw_releases_gradients_from_the_first_backward_with_equal_bits(mode: str) -> None:
-    """From the first backward on, and with the bits of gradients that are kept."""
     found = []
     for release in (False, True):
         layers = model(torch.bfloat16)
@@ -245,8 +245,7 @@ def test_adamw_warns_once_when_fp16_params_have_no_loss_scale() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_grad_scaler_skips_step_calls_when_a_gradient_is_infinite(dtype: torch.dtype) -> None:
-    """accelerate patches ``step``, and takes a call for a step that was taken: schedulers follow
-    it."""
+    """accelerate replaces ``step`` and counts a call as a step; schedulers follow that count."""
     param = nn.Parameter(torch.ones(4, dtype=dtype))
     optimizer = mp_optim.AdamW([param], lr=1e-2)
     schedule = schedulers.StepLR(optimizer, 1, 0.5)
@@ -261,7 +260,7 @@ def test_grad_scaler_skips_step_calls_when_a_gradient_is_infinite(dtype: torch.d
     for step in range(4):
         scaler.scale(torch.zeros(()))
         param.grad = torch.full_like(param, math.inf if step in (0, 2) else 2.0)
-        optimizer.step = patched  # as accelerate does around each step
+        optimizer.step = patched  # accelerate replaces ``step`` in this way around each step.
         scaler.step(optimizer)
         assert vars(optimizer)["step"] is patched
         scaler.update()
@@ -298,7 +297,7 @@ def test_deepcopy_gives_an_optimizer_separate_params_when_copied_alone() -> None
 
 # -- torch's words ---------------------------------------------------------------------------------
 
-# torch's Muon has no AdamW beside it; its eps is a constant of Newton-Schulz
+# torch's Muon has no AdamW, and its eps is a constant of Newton-Schulz.
 NOT_THE_SAME = {("Muon", "eps")}
 
 
@@ -348,7 +347,7 @@ def test_adamw_refuses_invalid_argument_values_by_name(
 
 
 def test_adamw_accepts_numbers_written_as_text() -> None:
-    """Programs that read arguments from a command line or from YAML hand text on."""
+    """Programs pass text from a command line or a YAML file."""
     text = {"offload": "1.0", "max_grad_norm": "0.5", "ema_decay": "0.99", "min_8bit_size": "64"}
     optimizer = mp_optim.AdamW([nn.Parameter(torch.zeros(2))], state="8bit", **text)
     config = optimizer.config
@@ -386,7 +385,8 @@ def test_adamw_names_our_argument_when_given_an_argument_of_another_library(name
         mp_optim.AdamW([nn.Parameter(torch.zeros(2))], **{name: 8})
     said = str(caught.value).partition(f"'{name}'")[2]
     assert OF_OTHERS.get(name, "") in said and said
-    fields = {*CONFIG_FIELDS} - OF_THE_CLASSES - {"optimizer"}  # a plain word, too
+    # ``optimizer`` is also a plain English word.
+    fields = {*CONFIG_FIELDS} - OF_THE_CLASSES - {"optimizer"}
     others = {*re.findall(r"\w+", said)} & fields
     assert not others or "of OptimizerConfig" in said
 
@@ -399,7 +399,7 @@ def test_adamw_refuses_float64_params_by_name() -> None:
 
 
 def test_amp_loss_scale_creates_no_tensor_on_the_device() -> None:
-    """Each step makes one; a number that is brought to a device is waited for."""
+    """Every step reads the loss scale, and a copy of a number to the device would synchronize."""
 
     places: list[str] = []
 

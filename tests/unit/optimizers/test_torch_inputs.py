@@ -1,4 +1,4 @@
-"""torch's own inputs for its optimizers, run over the classes of the same names."""
+"""Inputs that torch tests its optimizers with, run over the classes of the same names."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from torch import Tensor, nn
 
 import mp_optim
 
-# torch's list of inputs is next to helpers of its own suite, which this package is for.
+# The module with torch's inputs imports expecttest, so a stand-in replaces that package.
 sys.modules.setdefault("expecttest", types.ModuleType("expecttest")).TestCase = unittest.TestCase
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db  # noqa: E402
 
 NAMES = ("Adam", "AdamW", "SGD", "Adafactor", "Muon")
 REFUSED = {"maximize", "amsgrad", "ns_coefficients"}
-"""Settings that the rules of this package refuse by name. Adafactor's are torch's own."""
+"""Settings that the rules of this package refuse by name. Adafactor is torch's own class."""
 VALID_HERE = (
     *("beta parameter at index 0", "lr as a Tensor", "betas must be", r"betas\[0\]"),
     *("with/without names", "duplicate parameters", "2D parameters"),
 )
-"""Words of torch's errors and warnings about inputs that step here: decays of 1 and tensors as
-settings, names in some groups alone, a parameter that is given twice, vectors under Muon."""
+"""Words of torch's messages about inputs that this package accepts: decays of 1, tensors as
+settings,
+names in some groups only, a repeated parameter, vectors under Muon."""
 INFOS = {info.optim_cls.__name__: info for info in optim_db if info.optim_cls.__name__ in NAMES}
 CASES = [
     pytest.param(name, given, id=f"{name}: {given.desc}")
@@ -43,8 +44,7 @@ REFUSALS = (ValueError, TypeError, RuntimeError)
 
 
 def trained(make: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the parameters after ten steps on one problem, in FP32: a matrix and a vector, two
-    matrices for Muon."""
+    """Return FP32 parameters after ten steps: a matrix and a vector, or two matrices for Muon."""
     last = (8, 3) if make.__name__ == "Muon" else (3,)
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(shape)) for shape in ((8, 8), last)]
@@ -67,7 +67,7 @@ def test_classes_step_like_torch_for_inputs_of_torchs_own_suite(name: str, given
             trained(ours, given.kwargs)
         return
     found, expected = trained(ours, given.kwargs), trained(theirs, given.kwargs)
-    tolerance = 2e-3 if name == "Muon" else 1e-6  # torch's Newton-Schulz computes in bfloat16
+    tolerance = 2e-3 if name == "Muon" else 1e-6  # torch's Newton-Schulz computes in bfloat16.
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 

@@ -156,7 +156,7 @@ def test_scheduler_follows_the_flag_when_loads_come_in_any_order(order, whose):
                 scheduler.load_state_dict(saved.state_dict())
     top, floor = {"new": (2.0, 1.0), "saved": (6.0, 0.5)}[whose]
     assert scheduler.num_steps == (40 if "S" in order else 0)
-    if whose == "new":  # the first step after a load has the right rate, too
+    if whose == "new":  # The first step after a load already has the right rate.
         assert not told and rates(optimizer) == tuple(map(scheduler.get_lr, limits(2.0, 1.0)))
     else:
         assert f"max_lr={top!r}" in str(told[0].message) and "override_" in str(told[0].message)

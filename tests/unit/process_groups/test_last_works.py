@@ -1,4 +1,4 @@
-"""A process that ends waits for gloo's threads to let go of their last collective."""
+"""A process that ends waits until gloo's threads have finished their last collective."""
 
 import ctypes
 import hashlib
@@ -13,7 +13,7 @@ from mp_optim.process_groups import last_collectives
 from support.launch import run_forked_program
 
 _SET_NAME = 15
-"""PR_SET_NAME of prctl(2)."""
+"""The option PR_SET_NAME of prctl(2)."""
 
 pytestmark = pytest.mark.skipif(
     not last_collectives._TASKS.exists(), reason="this system does not list its threads"

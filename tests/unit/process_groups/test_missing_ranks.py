@@ -1,5 +1,4 @@
-"""Errors name the ranks that are gone, and no others: processes that are killed, stopped, or just
-end."""
+"""Errors name exactly the missing ranks: killed, stopped or ended processes."""
 
 import json
 import os
@@ -30,7 +29,7 @@ def test_missing_ranks_error_names_exactly_the_silent_ranks(told, scenario):
     named = ", ".join(map(str, scenario.gone))
     word = "rank" if len(scenario.gone) == 1 else "ranks"
     expected = f"failed: {word} {named} of [0, 1, 2, 3] did not report within {PATIENCE:g} s"
-    if scenario.gone == (0,):  # it keeps the store
+    if scenario.gone == (0,):  # Rank 0 keeps the store.
         expected = "the process that keeps it, perhaps rank 0, has ended or is stuck"
     for rank in (rank for rank in range(RANKS) if rank not in scenario.gone):
         found = told[f"{scenario.name}-{rank}"]
@@ -41,7 +40,7 @@ def test_missing_ranks_error_names_exactly_the_silent_ranks(told, scenario):
 
 
 def test_missing_ranks_keeps_errors_raised_outside_of_collectives():
-    """By where an error was raised, not by its text."""
+    """The place where an error was raised decides, not its text."""
     with one_rank():
         with (
             pytest.raises(RuntimeError, match="Connection timed out") as raised,

@@ -1,4 +1,4 @@
-"""No tensor of the package depends on the default device or dtype."""
+"""The package creates no tensor on the default device or in the default dtype."""
 
 import ast
 
@@ -10,7 +10,7 @@ from support.launch import ROOT
 PACKAGE = ROOT / "mp_optim"
 CONSTRUCTORS = {function.__name__ for function in _device_constructors()}
 TYPED_BY_DEFAULT = {"zeros", "ones", "empty", "eye", "rand", "randn", "linspace", "logspace"}
-KERNELS = "triton/kernels/"  # ``tl.zeros`` and the like are no tensors of torch
+KERNELS = "triton/kernels/"  # ``tl.zeros`` and similar calls create no torch tensor.
 
 
 def calls(source: str) -> list[tuple[int, str, set[str | None]]]:

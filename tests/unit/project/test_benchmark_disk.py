@@ -1,4 +1,4 @@
-"""tools/benchmark_disk.py on a small file."""
+"""tools/benchmark_disk.py with a small file."""
 
 import benchmark_disk
 import pytest

@@ -1,4 +1,4 @@
-"""tools/benchmark_training.py in a miniature: every row of every part, and its page."""
+"""tools/benchmark_training.py in a miniature: rows, records and the generated page."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ NEEDS_A_GPU = {
     "torchao CPUOffloadOptimizer": "only supports CUDA",
     "FlashAdamW": "requires a CUDA device",
 }
-"""Rivals that refuse a CPU, and their words."""
+"""Rivals that refuse a CPU, with their message."""
 BUILDS = "DeepSpeed"
-"""Compiles C++ for a minute at its first use."""
+"""A rival that compiles C++ for a minute at its first use."""
 
 
 def miniature(folder: Path, *arguments: str) -> str:
@@ -47,8 +47,7 @@ def records(folder: Path, part: str) -> dict[str, dict[str, Any]]:
 def test_benchmark_training_records_every_row_once_in_a_miniature(
     parts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts on a CPU. A rival that is not installed or refuses a CPU has a row with that. By day
-    our rows of A and C are run by the tests below."""
+    """A rival that is not installed or refuses a CPU has a record with that cause."""
     said = miniature(tmp_path, "--part", *parts)
     for part in parts:
         assert all(f": {row.name}: " in said for row in PARTS[part].rows(Sizes(True)))
@@ -56,7 +55,7 @@ def test_benchmark_training_records_every_row_once_in_a_miniature(
             refused = next((why for who, why in NEEDS_A_GPU.items() if name.startswith(who)), "")
             if record["cause"].startswith("not installed: ") or name.startswith(BUILDS):
                 continue
-            if record["arguments"].get("gpu") == "1MiB":  # too little on purpose
+            if record["arguments"].get("gpu") == "1MiB":  # This GPU limit is too small on purpose.
                 refused = "not tried: does not fit"
             if refused:
                 assert refused in record["cause"], record
@@ -69,9 +68,9 @@ def test_benchmark_training_records_every_row_once_in_a_miniature(
     if "B" in parts:
         check_fits(records(tmp_path, "B"))
         check_bits(records(tmp_path, "C"))
-    if parts != "E":  # its rows need a GPU, and are tried again
+    if parts != "E":  # Rows of part E need a GPU, so the next call tries them again.
         before = (tmp_path / "training.json").read_text()
-        monkeypatch.delattr(runner, "run")  # a part with results is not run again
+        monkeypatch.delattr(runner, "run")  # A part with results must not run again.
         benchmark_training.main(Options((parts[0],), tmp_path, miniature=True))
         assert (tmp_path / "training.json").read_text() == before
 
@@ -91,7 +90,7 @@ def check_losses(*parts: dict[str, dict[str, Any]]) -> None:
     }
     assert len(same) == 1
     for (_, name), each in trained.items():
-        if name.startswith(SLOW_ON_CPU):  # fewer steps
+        if name.startswith(SLOW_ON_CPU):  # These rivals take fewer steps on a CPU.
             continue
         assert each["loss"] == pytest.approx(same.copy().pop(), abs=0.1), name
 
@@ -110,7 +109,7 @@ def check_bits(part: dict[str, dict[str, Any]]) -> None:
     ours = {name for name in said if name.startswith("ours")}
     assert len(ours) == 6 and said.pop("ours, on the device") is None
     assert all(said[name].startswith("yes: 48 tensors after ") for name in ours & said.keys())
-    control = said.get(part_c.CONTROL)  # a row of its own, which is run at night
+    control = said.get(part_c.CONTROL)  # Only the nightly run measures the control row.
     assert control in (None, "no: 2 of 48 tensors after step 12, embedding.weight first")
 
 
@@ -121,7 +120,7 @@ def test_benchmark_training_reports_equal_bits_for_every_placement(tmp_path: Pat
 
 @needs_kernels
 def test_benchmark_training_runs_part_a_without_races_on_a_simulated_device(tmp_path: Path) -> None:
-    """Settings of part A, ours; a race or a wait that is left out is an error there."""
+    """The simulated device raises an error for a race or a missing wait."""
     miniature(tmp_path, "--part", "A", "--only", "ours", "--device", "simulated")
     found = {name: each for name, each in records(tmp_path, "A").items() if name.startswith("ours")}
     assert len(found) == 6 and all(each["columns"] for each in found.values()), found

@@ -1,4 +1,4 @@
-"""Benchmarks of the host where its compiled kernels are of another version than the package."""
+"""Benchmarks with compiled kernels of another version than the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names, links and commands of the documents are correct."""
+"""Names, links, commands and examples of the documents are correct."""
 
 import ast
 import dataclasses
@@ -52,7 +52,7 @@ def test_docs_link_only_existing_files(document):
 
 
 def test_code_names_only_existing_pages():
-    """Docstrings and error messages name pages of docs/."""
+    """Docstrings and error messages may name a page of docs/."""
     sources = [*(ROOT / "mp_optim").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
     named = {name for path in sources for name in re.findall(r"docs/[\w/-]+\.md", path.read_text())}
     assert len(named) > 5 and {name for name in named if not (ROOT / name).exists()} == set()
@@ -60,7 +60,7 @@ def test_code_names_only_existing_pages():
 
 @each_document
 def test_docs_link_only_anchors_that_a_code_host_generates(document):
-    """mkdocs checks the anchors of the site, a code host's are made from headings alike."""
+    """mkdocs checks the anchors of the site; a code host makes anchors from headings too."""
     links = re.findall(r"\]\((?!http)([^)\s#]*\.md)?#([^)\s]+)", document.read_text())
     targets = [(document.parent / path if path else document, name) for path, name in links]
     assert [(path, name) for path, name in targets if name not in anchors_of(path)] == []
@@ -79,7 +79,7 @@ def blocks_of(name, language):
 
 
 def small_model():
-    torch.manual_seed(0)  # of 300 seeds, 7 make weights that one small step does not move
+    torch.manual_seed(0)  # Of 300 seeds, 7 make weights that one small step does not change.
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).bfloat16()
 
 
@@ -88,9 +88,9 @@ def loss_of(model):
 
 
 def test_every_python_block_of_the_docs_has_a_test():
-    """By document, the number of blocks. Each has a test below; blocks of the first pages and of
-    integrations in test_site.py and functional/test_few_lines.py, Megatron's in
-    unit/megatron/test_install.py, the second life's in unit/checkpoint/test_other_worlds.py."""
+    """The table counts the Python blocks of each page. Each block has a test in this module, in
+    test_site.py, functional/test_few_lines.py, unit/apps/megatron/test_install.py or
+    unit/checkpoint/test_other_worlds.py."""
     counts = {path: len(blocks_of(path, "python")) for path in DOCUMENTS}
     assert {str(path.relative_to(ROOT)): count for path, count in counts.items() if count} == {
         "README.md": 3,
@@ -123,12 +123,13 @@ def test_docs_equal_their_generated_parts(document):
 
 
 def test_readme_has_at_most_1100_words():
-    """A reader has two minutes for README.md."""
+    """A reader spends about two minutes on README.md."""
     assert len((ROOT / "README.md").read_text().split()) <= 1100
 
 
 IMPORTED = {"mp_optim", "torch", "nn", "dist", "json", "os", "convert", "np", "transformers"}
-"""Names of modules on pages. Data (``model``, ``optimizer``) comes from the reader's program."""
+"""Modules that blocks must import. Data (``model``, ``optimizer``) comes from the reader's program.
+"""
 
 
 @each_document
@@ -158,7 +159,7 @@ def test_api_reference_lists_every_public_name():
 
 
 def test_design_glossary_names_existing_classes_and_functions():
-    """The last column names a class, a function or a constant of the package."""
+    """The last column of the glossary names a class, a function or a constant of the package."""
     names = re.findall(r"\| ([^|]*`) \|$", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
     code = "\n".join(path.read_text() for path in (ROOT / "mp_optim").rglob("*.py"))
     words = {word for name in names for word in re.findall(r"`(\w+)`", name)}
@@ -178,7 +179,7 @@ def test_design_page_names_only_identifiers_of_the_code():
 
 
 def test_docs_name_only_existing_class_members():
-    """`Class.member` on a page about the code is a member of a class of that name, or of a base."""
+    """`Class.member` names a member of that class or of a base class."""
     members: dict[str, set[str]] = {}
     bases: dict[str, set[str]] = {}
     for path in (ROOT / "mp_optim").rglob("*.py"):
@@ -190,7 +191,8 @@ def test_docs_name_only_existing_class_members():
 
     def has(name: str, member: str) -> bool:
         if name not in members:
-            return name not in ("ABC", "NamedTuple", "Protocol")  # another package's
+            # These bases belong to another package.
+            return name not in ("ABC", "NamedTuple", "Protocol")
         return member in members[name] or any(has(base, member) for base in bases[name])
 
     pages = [*(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md"]
@@ -258,7 +260,7 @@ def test_readme_example_steps_and_saves(tmp_path, monkeypatch):
 
 @pytest.fixture
 def one_rank(monkeypatch):
-    """The environment of a job of one rank; its process group ends with the test."""
+    """Set the environment of a job of one rank; end the process group after the test."""
     for name, value in {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -425,21 +427,22 @@ def commands_in(document):
 
 
 LAUNCHED = {"tools/train.py"}
-"""Programs whose commands are carried out by other tests, with files that exist."""
+"""Programs that other tests run with existing files."""
 
 
 def test_process_page_lists_every_environment_variable_that_is_read():
     page, names = (ROOT / "docs/process.md").read_text(), set()
     for path in (ROOT / "mp_optim").rglob("*.py"):
         text = path.read_text()
-        if "environ" in text and "apps" not in path.parts:  # programs
+        # Programs under apps read their own variables.
+        if "environ" in text and "apps" not in path.parts:
             names.update(re.findall(r'"([A-Z]+(?:_[A-Z]+)+)"', text))
     assert {name for name in names if f"`{name}`" not in page} == set() and len(names) > 5
 
 
 @each_document
 def test_commands_of_the_docs_parse_with_their_programs(document):
-    """Scripts exist, and programs take the arguments that are printed."""
+    """Scripts exist, and programs accept the printed arguments."""
     for line in commands_in(document):
         words = shlex.split(line, comments=True)
         if words[1] == "tests/lab":
@@ -493,8 +496,7 @@ class FromElsewhere:
 
 
 class Megatron(FromElsewhere):
-    """Its inner optimizer's param groups hold the FP32 copies, which parameters know as
-    ``main_param``."""
+    """Stand-in: the groups hold FP32 copies, which parameters know as ``main_param``."""
 
     def __init__(self, model):
         super().__init__(model)
@@ -506,7 +508,7 @@ class Megatron(FromElsewhere):
         for param, copy in zip(
             self.model.parameters(), self.param_groups[0]["params"], strict=True
         ):
-            # the model has had another since an optimizer of ours was built for it
+            # An optimizer of ours replaced ``main_param`` since.
             param.main_param = copy
         return self
 
@@ -530,8 +532,7 @@ def train_some_steps(model, fp32, optimizer):
 
 
 def test_migration_page_examples_convert_state_in_order(tmp_path, monkeypatch):
-    """Every block of docs/migrate.md in order: Python as it stands, commands as their programs take
-    them."""
+    """Python blocks run unchanged, and commands run with the arguments of the page."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).bfloat16()

@@ -13,7 +13,7 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def arguments_of(node: ast.AST) -> set[str] | None:
-    """Return the argument names of a function, or of a class's constructor; None without one."""
+    """Return the argument names of a function or of a class's constructor; None without one."""
     if isinstance(node, ast.ClassDef):
         named = (each for each in node.body if getattr(each, "name", "") == "__init__")
         node = next(named, node)

@@ -1,4 +1,4 @@
-"""The check for a machine with a GPU, tried on the CPU: parts alone, resumed, and failing."""
+"""tools/gpu_check.py on a CPU: single parts, resumed runs and failures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_gpu_check_writes_a_part_at_once_and_lists_it_as_done(tmp_path: Path) ->
 def test_gpu_check_fails_the_backend_part_when_auto_is_not_triton(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU it fails unless those are Triton's: all other parts would be of a slower backend."""
+    """Other parts would otherwise measure a slower backend."""
     assert list(PARTS)[:2] == ["door", "backend"]
     slow = ReferenceBackend(), "not triton: fails a first step"
     monkeypatch.setattr(agreement, "choose_backend", lambda name, device: slow)
@@ -51,8 +51,9 @@ def test_gpu_check_fails_the_backend_part_when_auto_is_not_triton(
 
 
 def test_gpu_check_opponents_train_to_our_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron-core itself, and the unfused sequence with each Adam, on a CPU in a miniature."""
-    pytest.importorskip("megatron.core.optimizer")  # before the stand-ins: it steps with torch's
+    """The opponents are Megatron-core and the unfused sequence with each Adam, on a small model."""
+    # Megatron steps with torch's Adam only if it is imported before the stand-ins.
+    pytest.importorskip("megatron.core.optimizer")
 
     def fused_adam(params: list[Tensor], adam_w_mode: bool, **settings: Any) -> Any:
         return torch.optim.AdamW(params, **settings)

@@ -27,18 +27,18 @@ CLAIM = re.compile(
     r"(A10G?|A100|B200|L4|L40S?|RTX \d+|MI\d+X?|GH200|T4|V100)\b"
 )
 OF_OTHERS = re.compile(r"\]\(http|Missing: ")
-"""Rows that cite somebody else's figures, and parts that a recorded run left out."""
+"""Rows with figures of other projects, and parts that a recorded run left out."""
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Yield the sentences and table cells of a page that are not generated from the source."""
+    """Yield the sentences and table cells of a page, except generated parts."""
     joined = re.sub(r"(?<=[^|\n])\n(?![\n|#*-])", " ", record.without_made(text))
     for line in joined.splitlines():
         yield from re.split(r"(?<=[.;])\s|\s\|\s", line)
 
 
 def contradictions(text: str) -> list[str]:
-    """Return the sentences that state hardware status without the source."""
+    """Return the sentences that state a hardware status which docs/gpu.json does not contain."""
     return [
         one
         for one in sentences(text)
@@ -50,7 +50,7 @@ def contradictions(text: str) -> list[str]:
 
 @cache
 def known_sentences() -> list[str]:
-    """Return the sentences of all features, without marks."""
+    """Return the status sentence of every feature, in plain text."""
     return [_plain(record.sentence(name)) for name in record.load()["features"]]
 
 

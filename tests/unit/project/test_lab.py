@@ -1,4 +1,4 @@
-"""The lab's own commands; its machines are tested in ``unit/stack`` and ``test_gpu_check.py``."""
+"""The commands of tests/lab; ``unit/stack`` and ``test_gpu_check.py`` test its fuzzers."""
 
 from __future__ import annotations
 

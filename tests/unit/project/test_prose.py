@@ -1,4 +1,4 @@
-"""The counts of ``tools/check_prose.py``, and the ceilings of this repository."""
+"""The counts of ``tools/check_prose.py`` and the ceilings of this repository."""
 
 from __future__ import annotations
 

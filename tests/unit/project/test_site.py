@@ -1,5 +1,5 @@
-"""The pages of the site that show what to write: every program is shown, and the lines work. Links
-and docstrings are checked by ``mkdocs build --strict`` in tools/test.sh."""
+"""Pages of the site that show programs: every example is linked, and the shown lines run. ``mkdocs
+build --strict`` checks links and docstrings in tools/test.sh."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def train(model: nn.Module, optimizer: Any) -> None:
 
 
 GIVEN = SimpleNamespace(learning_rate=1e-5, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8)
-"""Of any program's arguments, what is asked for."""
+"""The arguments of a training program that the lines read."""
 
 
 class AnyTrainer:
-    """A Trainer as far as it is handed an optimizer, or builds one."""
+    """Stand-in for a Trainer that takes or builds an optimizer."""
 
     def __init__(self, model: nn.Module, *arguments: Any, **given: Any) -> None:
         if "optimizers" in given:
@@ -65,7 +65,7 @@ class AnyTrainer:
         self.optimizer = cls([{"params": list(model.parameters())}], **settings)
 
     def log(self, logs: dict[str, float]) -> None:
-        """To be overridden."""
+        """Accept logs, as a Trainer's method that callbacks override."""
 
 
 class AnyModule(nn.Module):

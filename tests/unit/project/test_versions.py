@@ -1,4 +1,4 @@
-"""Names of other torch versions, and an environment without numpy."""
+"""Names that other torch versions must have, and an environment without numpy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HEAVY = {
     "transformers",
     "triton",
 }
-"""Modules that are slow to import. A program that does not use them does not pay for them."""
+"""Modules that are slow to import. Programs that do not use them must not load them."""
 
 
 def test_import_loads_no_heavy_modules() -> None:
@@ -46,7 +46,7 @@ def test_import_loads_no_heavy_modules() -> None:
 
 
 def test_package_trains_when_numpy_is_missing() -> None:
-    """torch brings none; several ranks are not tried, as torch itself needs it there."""
+    """torch does not require numpy for one rank, and requires it for several."""
     command = [sys.executable, "-c", WITHOUT_NUMPY]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
@@ -66,9 +66,9 @@ def torch_names(tree: ast.AST) -> set[str]:
 
 
 def test_package_uses_only_torch_names_listed_for_the_oldest_torch() -> None:
-    """tools/torch_names.txt lists them, and tools/versions_smoke.py looks them up in each torch.
-    Whoever takes a new one adds it there, and runs ``bash tools/test_versions.sh "3.10 2.6.0 no"``.
-    """
+    """tools/torch_names.txt lists the names, and tools/versions_smoke.py looks each up in every
+    torch. Add
+    a new name there, and run ``bash tools/test_versions.sh "3.10 2.6.0 no"``."""
     known = set((ROOT / "tools/torch_names.txt").read_text().split())
     modules = (ROOT / "mp_optim").rglob("*.py")
     taken = set().union(*(torch_names(ast.parse(path.read_text())) for path in modules))

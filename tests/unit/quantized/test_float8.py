@@ -1,6 +1,4 @@
-"""Model parameters in 8 bits: FP32 main params in every placement, and codes that are their
-rounding.
-"""
+"""Float8 model parameters: FP32 main params in every placement, and codes that round them."""
 
 from __future__ import annotations
 
@@ -120,8 +118,7 @@ def test_float8_codes_do_not_change_when_quantized_again() -> None:
 def test_float8_training_gives_equal_bits_for_every_offload_fraction(
     precision: str, optimizer: str
 ) -> None:
-    """Loss scale, skipped steps, compact states: codes, scales and main params agree for every
-    offload fraction."""
+    """The cases cover loss scales, skipped steps and compact states."""
     settings = {
         "optimizer": optimizer,
         **({"initial_loss_scale": 2.0**20} if precision == "fp16" else {}),
@@ -158,8 +155,6 @@ def test_float8_training_gives_equal_bits_for_every_offload_mode(mode: str, clip
 def test_float8_training_reaches_the_bf16_loss_within_2_percent(
     rowwise: bool, dtype: torch.dtype
 ) -> None:
-    """Within 2 % of the bf16 model's loss after 40 steps: weights are rounded, updates are not
-    lost."""
     ends = []
     for quantised in (False, True):
         model = TinyMoE(torch.bfloat16)
@@ -171,7 +166,6 @@ def test_float8_training_reaches_the_bf16_loss_within_2_percent(
 
 
 def test_float8_codes_move_after_many_updates_below_their_resolution() -> None:
-    """Updates far below a code's distance to the next reach it through the main param."""
     model = nn.Linear(8, 8, bias=False).bfloat16()
     nn.init.constant_(model.weight, 1.0)
     quantize_weights(model, rowwise=True)
@@ -197,7 +191,7 @@ def test_float8_codes_and_scales_do_not_change_in_a_skipped_step() -> None:
     before = everything(model, stack)
     for param in model.parameters():
         param.grad = torch.full(param.shape, math.inf, dtype=param.grad_dtype)
-    stack.get_loss_scale()  # says that they are scaled
+    stack.get_loss_scale()  # This call marks the gradients as scaled.
     assert not stack.step().success
     assert differing(everything(model, stack), before) == []
 
@@ -225,7 +219,8 @@ def test_float8_step_continues_from_values_loaded_into_the_model(fraction: float
                 quantize_(param, dequantized(param) * 3)
     mains = dict(stack.named_main_params())
     kept = {name: value.detach().clone() for name, value in mains.items()}
-    model.load_state_dict(model.state_dict())  # the same values: main params keep their extra bits
+    # The loaded values are equal, so main params keep their extra bits.
+    model.load_state_dict(model.state_dict())
     stack.zero_grad()
     stack.step()
     assert all(torch.equal(value, kept[name]) for name, value in stack.named_main_params())
@@ -237,7 +232,7 @@ def test_float8_step_continues_from_values_loaded_into_the_model(fraction: float
 
 
 def test_step_continues_when_a_bf16_param_is_replaced_by_a_float8_param() -> None:
-    """A 16-bit parameter is replaced by a float8 one at its place, and back."""
+    """The parameter is replaced again by a bfloat16 one afterwards."""
     weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
     half = nn.Parameter(weight.bfloat16())
     stack = get_megatron_optimizer(config_for("bf16"), nn.ParameterList([half]))
@@ -270,8 +265,9 @@ def test_float8_resume_gives_equal_bits_in_another_placement(
 
 
 class SelfQuantized(Tensor):
-    """A stand-in: nominally bfloat16, with codes, a scale and no memory of its own; public methods
-    only."""
+    """Stand-in for a tensor that quantizes itself, as Transformer Engine's do: nominally bfloat16,
+    stored
+    as codes and a scale, used by public methods only."""
 
     def __new__(cls, codes: Tensor, scale: Tensor) -> SelfQuantized:
         return Tensor._make_wrapper_subclass(

@@ -1,4 +1,4 @@
-"""Audited steps: flips are named, clean steps raise no alarm."""
+"""Audited steps name flipped bits and report nothing in clean steps."""
 
 from __future__ import annotations
 
@@ -129,7 +129,8 @@ def test_audit_raises_no_alarm_for_writes_between_steps(place, backend):
     with torch.no_grad():
         params[1].mul_(2.0)
     params[2].data = params[2].data.clone()
-    params[5].data.mul_(0.5)  # FP32: it is stepped itself, and its owner may write it
+    # An FP32 parameter is its own main param, and its owner may write to it.
+    params[5].data.mul_(0.5)
     step(params, optimizer)
     optimizer.offload_to_cpu()
     optimizer.restore_from_cpu()
@@ -160,7 +161,7 @@ def test_audit_names_param_tensor_and_element_of_a_bit_flip(fault, tensors, plac
     found = caught.value.mismatches
     assert {each.param for each in found} == {"w0"}
     assert {each.tensor for each in found} >= tensors
-    pieces = {each.element for each in found}  # it is stepped in windows, each of which is faulty
+    pieces = {each.element for each in found}  # Each window of the parameter has the same fault.
     assert 7 in pieces and (len(pieces) == 1 or place in ("streamed", "disk"))
     assert all(each.rank == 0 and each.found_bits != each.expected_bits for each in found)
     assert "w0, element 7" in str(caught.value)

@@ -1,4 +1,4 @@
-"""Cautious weight decay: the formulas in numpy, every backend's bits, and refusals."""
+"""Cautious weight decay: equal bits in every backend and placement, and refused settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of the rules, and refusals of bad ones."""
+"""Settings of the rules, and refusals of invalid settings."""
 
 import math
 import weakref

@@ -1,5 +1,4 @@
-"""State by slot: replaced tensors, round trips, edge shapes, and foreign optimizers below our
-interface."""
+"""State by slot: replaced tensors, round trips, empty parameters and foreign optimizers."""
 
 from __future__ import annotations
 
@@ -116,7 +115,7 @@ def test_state_of_many_tensors_shares_one_allocation_without_changing_bits(
     def stepped() -> tuple[FusedAdam, dict[str, Any]]:
         mains = [torch.ones(300), torch.empty(0), torch.ones(5, 7), torch.ones(2)]
         optimizer = FusedAdam(mains, exp_avg_dtype=moments, exp_avg_sq_dtype=moments)
-        for position in (0, 2):  # the others' state comes later
+        for position in (0, 2):  # The other parameters get their state in the next step.
             optimizer.step_slots(
                 [SlotUpdate(Slot(0, position), torch.full_like(mains[position], 0.5))]
             )

@@ -1,5 +1,5 @@
 """Random layouts of ranks against one process: the first cases of ``python tests/lab layouts``, and
-that it sees faults."""
+faults that the fuzzer must report."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ NIGHTLY = [pytest.param(first, marks=pytest.mark.slow) for first in (30, 40)]
 
 @pytest.mark.parametrize("first", [0, 10, 20, *NIGHTLY])
 def test_random_rank_layouts_train_like_one_process(pool, first):
-    """Rules, dtypes, ZeRO, FSDP2, tensor, expert and pipeline parallelism, places, checkpoints
-    between them, bad gradients, ranks that disagree: ``python tests/lab layouts --case NUMBER``
-    tries one again."""
+    """Cases combine rules, dtypes, ZeRO, FSDP2, tensor, expert and pipeline parallelism,
+    placements,
+    checkpoints, bad gradients and disagreeing ranks. ``python tests/lab layouts --case NUMBER``
+    repeats
+    a case."""
     for case in map(draw, range(first, first + 10)):
         verdict = attempt(pool, case)
         assert not verdict.faults, "\n".join((grouped(case), repr(case), *verdict.faults))
@@ -54,8 +56,8 @@ def test_random_rank_layouts_train_like_one_process(pool, first):
     ids=str,
 )
 def test_sharding_trains_tensor_parallel_params_split_by_any_dimension(pool, settings):
-    """Megatron's ``partition_dim`` is one of the parameter, not of the flat piece that a rank owns
-    of it."""
+    """Megatron's ``partition_dim`` is a dimension of the parameter, not of the flat shard of a
+    rank."""
     layers = tuple(
         Layer(f"blocks.{dim}", (Param("w", (40, 20, 8), splits=dim),)) for dim in range(3)
     )
@@ -100,7 +102,7 @@ def test_remainders_saved_by_one_process_load_into_sharded_params(pool, kind):
 
 @pytest.mark.parametrize("precision", ["bf16-half", "bf16-8bit"])
 def test_blockwise_momentum_loads_on_a_rank_that_owns_no_row_of_a_matrix(pool, precision):
-    """The scales of no elements have the shape of no rows."""
+    """The rank has no scales, and their shape has no rows."""
     layout = Layout(
         "copies", (("dp", 2),), settings=(("use_layer_wise_distributed_optimizer", True),)
     )
@@ -130,7 +132,6 @@ def test_layout_fuzzer_draws_the_same_case_for_a_number():
 
 @pytest.mark.parametrize(("world", "rule"), [("threads", "adam"), ("processes", "sgd")])
 def test_layout_fuzzer_reports_a_learning_rate_off_by_one_bit(pool, world, rule, monkeypatch):
-    """Ranks that compute with another learning rate than they should, by a last bit."""
     from lab.layout_fuzz import alone
 
     case = ADAM.with_(world=world, rule=rule)
@@ -146,7 +147,7 @@ def test_layout_fuzzer_reports_a_learning_rate_off_by_one_bit(pool, world, rule,
 
 @pytest.mark.parametrize(("what", "said"), [("dies", "exit status -6"), ("sleeps", "Timeout")])
 def test_layout_fuzzer_reports_a_dead_or_hanging_rank_and_continues(what, said):
-    """And the next case finds new processes."""
+    """The next case runs in new processes."""
     with Pool(short_timeout=2.0) as fragile:
         assert not attempt(fragile, ADAM).faults
         patience, fragile.patience = fragile.patience, 4.0

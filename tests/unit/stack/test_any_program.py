@@ -1,5 +1,5 @@
-"""Any program over the public API leaves what the promises say; ``python tests/lab programs
---minutes N`` tries more."""
+"""Random programs over the public API keep its promises; ``python tests/lab programs --minutes N``
+tries more."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lab.any_program.machine import AnyProgram
 
 
 @pytest.mark.repeats
-@pytest.mark.timeout(900)  # a program that fails is made shorter first
+@pytest.mark.timeout(900)  # Hypothesis shortens a failing program before it reports the failure.
 @pytest.mark.parametrize(("operations", "programs"), [(6, 80), (15, 80), (40, 40)])
 def test_random_programs_keep_the_promises_of_the_public_api(operations, programs):
     run_state_machine_as_test(
@@ -50,8 +50,7 @@ def hold(lock, way):
 
 @pytest.mark.parametrize("way", ["value", "none", "loop", "through"])
 def test_signal_injection_never_leaves_a_lock_held(way):
-    """None comes between the last operation of a block and the call that leaves it: the lock would
-    be held for good."""
+    """A signal between the last operation of a block and its exit call would keep the lock."""
     module: dict[str, Any] = {}
     exec(compile(HOLD, "mp_optim/hold.py", "exec"), module)
     interrupted = 0

@@ -1,5 +1,4 @@
-"""Averages of main params: their values, their bits wherever they are kept, and evaluation with
-them."""
+"""Averages of main params: values, refused calls, interrupts and checkpoints."""
 
 import copy
 import math
@@ -58,7 +57,7 @@ def test_averaged_weights_follow_a_float64_oracle_for_200_steps(dtype):
     else:
         assert float(error.abs().max()) <= 0.5 / (1 - decay) * 2.0 ** (exponent - 23)
     moved = [float((oracle[n] - main).abs().max()) for n, main in mains(optimizer).items()]
-    assert min(moved) > 1e-3  # an average that only copies would be noticed
+    assert min(moved) > 1e-3  # Weights must move, or an average that only copies them would pass.
 
 
 # -- bits -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The step publishes its delta: nothing that differs is missed, in every place and form."""
+"""Deltas of changed weights: order, refusals and the file format."""
 
 import pytest
 import torch
@@ -102,7 +102,7 @@ def test_delta_file_round_trips_values_and_indices(tmp_path, bitmaps, lr):
 
 
 def test_delta_file_is_readable_in_the_format_of_trl(tmp_path):
-    """huggingface/trl#5937: names from keys that end in .val, gaps of indices in .idx."""
+    """huggingface/trl#5937 reads names from keys ending in .val, and gaps of indices from .idx."""
     from safetensors import safe_open
 
     model, optimizer = build("bf16")

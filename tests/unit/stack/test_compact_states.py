@@ -1,5 +1,4 @@
-"""Compact states through the stack: the same bits in every place, saved, loaded, converted only on
-request."""
+"""Compact states in the whole stack: equal bits, saves, loads and conversions."""
 
 import copy
 import zlib
@@ -19,7 +18,7 @@ PAIRS = [
     *(("bf16-4bit", "adam"), ("fp16-8bit", "adam"), ("bf16-8bit8", "lamb")),
     *(("bf16-stochastic", "lion"), ("bf16-stochastic", "sgd")),
 ]
-"""Random programs draw the other forms with the other rules."""
+"""Pairs of state form and rule. Random programs draw the other pairs."""
 
 
 def mains(optimizer):
@@ -30,14 +29,14 @@ def mains(optimizer):
 def test_compact_state_resumes_with_equal_bits_for_every_offload_fraction(tmp_path, form, rule):
     runs = []
     settings = {"optimizer": rule, "lr": 1e-3 if rule == "lion" else 1e-2}
-    if rule in ("lion", "sgd"):  # no second moment
+    if rule in ("lion", "sgd"):  # These rules have no second moment.
         settings["exp_avg_sq_dtype"] = "float32"
     if "stochastic" in form:
         settings["param_remainder_bits"] = 8
     for index, fraction in enumerate((0.0, 0.4, 1.0)):
         model, optimizer = build(form, fraction, **settings)
         losses = train(model, optimizer, 3)
-        if index:  # go on in another place
+        if index:  # The run continues with another fraction.
             checkpoint.save(tmp_path / str(index), model, optimizer)
             model, optimizer = build(form, 1.0 - fraction, seed=9, **settings)
             checkpoint.load(tmp_path / str(index), model, optimizer)
@@ -52,7 +51,9 @@ def test_compact_state_resumes_with_equal_bits_for_every_offload_fraction(tmp_pa
 
 
 def test_full_precision_8bit_state_loads_without_convert():
-    """In some of 2,000 blocks the largest value has the code below the largest one."""
+    """Stochastic rounding gives the largest value of a block the second largest code in some of
+    2,000
+    blocks."""
     built = [nn.Parameter(torch.ones(512, 512, dtype=torch.bfloat16)) for _ in range(2)]
     settings = {**COMPACT["8bit"], "stochastic_rounding": True}
     config = OptimizerConfig(lr=0.01, bf16=True, use_precision_aware_optimizer=True, **settings)

@@ -1,4 +1,4 @@
-"""Torch's optimizer contract, chains, tied parameters, several chunks, timers."""
+"""Torch's optimizer contract, chains, model chunks and timers."""
 
 import copy
 import pickle
@@ -86,7 +86,8 @@ def test_chained_optimizer_adds_a_group_to_the_part_of_its_kind():
     assert len(experts.param_groups) == 2 and optimizer.param_groups[-1]["params"][0] is late
     late.grad = torch.ones_like(late)
     train_loss = train(model, optimizer, 2)
-    assert train_loss and optimizer.state[late]["step"] == 0  # zero_grad came first
+    # zero_grad() cleared the gradient before the step.
+    assert train_loss and optimizer.state[late]["step"] == 0
     optimizer.reload_model_params()
     optimizer.offload_to_cpu()
     optimizer.restore_from_cpu()
@@ -126,7 +127,7 @@ def test_step_starts_and_stops_megatron_timers():
             events.append((self.name, "stop"))
 
     def timers(name, log_level):
-        assert log_level == 1  # what barrier_with_L1_time goes by
+        assert log_level == 1  # Megatron's barrier_with_L1_time applies to this level.
         return Timer(name)
 
     for barrier in (True, False):

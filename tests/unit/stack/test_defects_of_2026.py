@@ -1,4 +1,4 @@
-"""Defects of other optimizers in 2026; the table is in docs/upstream-defects.md."""
+"""Defects of other optimizers reported in 2026; docs/upstream-defects.md has the table."""
 
 import copy
 import math
@@ -28,15 +28,17 @@ def test_transformers_48208_grad_norm_is_exact_over_mixed_meshes(tmp_path):
         for rank in ranks:
             assert rank["norms"][step] == pytest.approx(math.sqrt(squares), rel=1e-12)
     for rank in ranks:
-        assert "mixed torch.Tensor and DTensor" in rank["refusal"]  # of torch's own clipping
+        # torch's own clipping raises this error.
+        assert "mixed torch.Tensor and DTensor" in rank["refusal"]
         for name, param in params.items():
             assert same_bits(rank["weights"][name], param.detach()), name
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 def test_megatron_5974_init_state_does_not_count_a_step(fraction):
-    """Also Megatron#5976, torchtitan#4382: a dummy step that makes state leaves counts or moments
-    behind, and the first real update is too small."""
+    """Also Megatron#5976, torchtitan#4382: a dummy step that creates state leaves counts or
+    moments, so
+    the first real update is too small."""
     model, optimizer = build("bf16", fraction)
     fresh_model, fresh = build("bf16", fraction)
     optimizer.init_state()
@@ -51,8 +53,9 @@ def test_megatron_5974_init_state_does_not_count_a_step(fraction):
 
 @pytest.mark.parametrize("offload", [0.0, 1.0])
 def test_deepspeed_8471_adamw_counts_steps_for_each_parameter(offload):
-    """Also DeepSpeed#5104: one counter for many parameters corrects the bias of those wrongly that
-    had no gradient in some steps."""
+    """Also DeepSpeed#5104: a counter shared by many parameters gives a wrong bias correction to
+    parameters
+    without a gradient in some steps."""
     always, sometimes = (nn.Parameter(torch.ones(4)) for _ in range(2))
     ours = mp_optim.AdamW(
         [("always", always), ("sometimes", sometimes)], lr=0.1, weight_decay=0.0, offload=offload
@@ -72,8 +75,9 @@ def test_deepspeed_8471_adamw_counts_steps_for_each_parameter(offload):
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 def test_megatron_5071_step_continues_from_loaded_model_weights(fraction):
-    """Also NeMo-RL#2371, NeMo-RL#2372, prime-rl#3234: the first step after a checkpoint of the
-    model alone brings back what main params held before."""
+    """Also NeMo-RL#2371, NeMo-RL#2372, prime-rl#3234: after a checkpoint of the model alone, the
+    first
+    step restores the old main params."""
     pretrained = build("bf16", 0.0, seed=5)[0].state_dict()
     model, optimizer = build("bf16", fraction)
     model.load_state_dict(pretrained)
@@ -91,14 +95,15 @@ def test_megatron_5071_step_continues_from_loaded_model_weights(fraction):
 
 
 def test_accelerate_3979_bf16_params_accumulate_small_updates_in_fp32():
-    """An upcast of trained parameters that silently does nothing: here main params are made by the
-    optimizer, of every parameter in 16 bits, and small updates add up."""
+    """accelerate's upcast silently does nothing; this optimizer creates the FP32 main params
+    itself."""
     model = nn.Linear(8, 8, bias=False).bfloat16()
     with torch.no_grad():
         model.weight.fill_(1.0)
     config = OptimizerConfig(lr=1e-4, weight_decay=0.0, bf16=True, clip_grad=0.0)
     optimizer = get_megatron_optimizer(config, model)
-    for _ in range(40):  # each is too small for bfloat16, whose next number below 1 is 0.996
+    # Each update is too small for bfloat16, which has no number between 0.996 and 1.
+    for _ in range(40):
         model.weight.grad = torch.ones_like(model.weight)
         optimizer.step()
     ((_, main),) = optimizer.named_main_params()

@@ -1,4 +1,4 @@
-"""Megatron-LM #4623: DTensor parameters, on a two-process gloo mesh with FSDP2."""
+"""DTensor parameters (Megatron-LM #4623) with FSDP2 on a gloo mesh of two processes."""
 
 import pytest
 import torch
@@ -22,9 +22,9 @@ def test_megatron_4623_fsdp2_trains_like_one_process(ranks, case):
     rule, precision, fraction = case
     sharded = ranks[0][str(case)]
     model, optimizer = build(precision, fraction, optimizer=rule)
-    # FSDP2 averages two equal gradients, which is exact. What is left is the order in which the
-    # norm is added up (an ulp of FP64, so at most an ulp of FP32 in the multiplier), and what the
-    # model's dtype makes of an ulp.
+    # FSDP2 averages two equal gradients, which is exact. Only the order of the norm's sum differs:
+    # an
+    # ulp of FP64, so at most an ulp of FP32 in the multiplier and an ulp of the model's dtype.
     ulp = torch.finfo(next(model.parameters()).dtype).eps
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -52,7 +52,7 @@ def test_fsdp2_cpu_offload_policy_changes_no_bit(ranks):
 
 def test_fsdp2_ranks_agree_on_grad_norm_and_skipped_steps(ranks):
     for rank in ranks:
-        # 2, 3 and the duplicate's 6 once
+        # The squares of 2, 3 and the duplicate's 6 count once.
         assert rank["agreement"] == {"norm": pytest.approx(7.0, rel=1e-12), "skipped": True}
 
 

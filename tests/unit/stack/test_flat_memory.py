@@ -1,4 +1,4 @@
-"""An optimizer holds the same objects after many steps as after few."""
+"""The number of objects that an optimizer holds does not grow with its steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 def objects_after(steps: int, optimizer: Any, model: nn.Module) -> Counter[str]:
-    """Take steps; return the number of tracked objects of each type after them."""
+    """Take steps; return the number of tracked objects of each type afterwards."""
     for step in range(steps):
         inputs = torch.full((2, 24), 1.0 + step % 3).bfloat16()
         model(inputs).float().square().mean().backward()
@@ -55,6 +55,6 @@ def test_steps_keep_no_objects_when_every_monitor_is_on(place: str, tmp_path: Pa
     optimizer = mp_optim.AdamW(groups, lr=1e-3, **PLACES[place], **WATCHED, **disk)
     optimizer.track_changes()
     first, second, third = (objects_after(steps, optimizer, model) for steps in (8, 20, 20))
-    # Growth in one span alone is something that is made once.
+    # An object that is made once grows the count in one span only.
     grown = {name: min(third[name] - second[name], second[name] - first[name]) for name in third}
     assert {name: more for name, more in grown.items() if more >= 20} == {}

@@ -1,4 +1,4 @@
-"""Any torch optimizer below the wrappers: its state belongs to the slot, as ours does."""
+"""Any torch optimizer below the wrappers: its state belongs to the slot."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def wrapped_hybrid(params):
 
 
 class Counting(torch.optim.SGD):
-    """Keeps something outside the state of parameters."""
+    """SGD that keeps a counter outside the state of parameters."""
 
     def step(self, closure=None):
         self.state["rounds"] = self.state.get("rounds", 0) + 1
@@ -51,7 +51,8 @@ ORDERS = [(1, 0, 2, 3), (1, 2, 3, 0), (3, 2, 1, 0)]
 @pytest.mark.parametrize("make", [wrapped, wrapped_hybrid])
 @pytest.mark.parametrize("order", ORDERS)
 def test_wrapper_refuses_swapped_params_and_steps_nothing(make, order):
-    """State stays with its place, so a parameter would go on with another's moments."""
+    """State belongs to a position, so a swapped parameter would use the moments of another
+    parameter."""
     params = [nn.Parameter(torch.full((3,), float(value))) for value in range(4)]
     optimizer = make(params)
     for param in params:
@@ -86,7 +87,7 @@ def test_hybrid_state_stays_at_its_position_when_params_are_swapped(make, order)
     optimizer.param_groups[0]["params"][:] = [params[index] for index in order]
     for param in params:
         param.grad = None
-    optimizer.step()  # nothing has a gradient: only places are followed
+    optimizer.step()  # No parameter has a gradient, so this step only reads the new positions.
     assert all(map(same_bits, moments(), before))
     step()
     assert all(float(optimizer.slot_state(slot)["step"]) == 2.0 for slot in optimizer.slots())

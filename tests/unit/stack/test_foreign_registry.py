@@ -1,6 +1,6 @@
-"""Optimizers of other packages below the wrappers: each trains as it does by itself, and resumes.
+"""Optimizers of other packages below the wrappers: each trains and resumes as it does alone.
 
-Many write into their own param groups (Prodigy, D-Adaptation, all that count steps there).
+Many write into their param groups (Prodigy, D-Adaptation, all that count steps there).
 """
 
 import copy
@@ -34,7 +34,7 @@ OF_GROUPS = (
     "asgd",
     "avagrad",
 )
-"""Those whose steps depend on what they wrote into a group, beside a count."""
+"""Optimizers whose steps depend on values that they write into a group, besides a count."""
 OTHERS = ("adan", "ademamix", "came", "lion", "mars", "novograd", "shampoo", "sm3", "soap")
 STEPS = 6
 
@@ -103,7 +103,7 @@ def test_foreign_optimizer_follows_its_fp32_losses_on_a_bf16_model(name):
     plain = model_of(torch.float32)
     expected, _ = train(alone(name, list(plain.parameters())), plain, range(STEPS))
     losses, _ = train(*built(name, torch.bfloat16), range(STEPS))
-    # dadaptadan overshoots, and magnifies every difference
+    # dadaptadan overshoots and magnifies every difference.
     assert losses == pytest.approx(expected, rel=0.5 if name == "dadaptadan" else 0.03)
 
 
@@ -134,7 +134,7 @@ def test_foreign_optimizer_resumes_with_equal_bits_from_each_save_format(
     ids=lambda cls: cls.__name__,
 )
 def test_foreign_optimizer_has_equal_bits_in_every_placement(cls, tmp_path):
-    """On the device, offloaded in part or whole, and resumed in another place."""
+    """The placements are the device, half and whole offload, each resumed in another placement."""
 
     def built_at(fraction, mode):
         model = model_of(torch.bfloat16)
@@ -181,7 +181,7 @@ def test_foreign_settings_are_copied_between_inner_and_outer_groups():
     outer, inner = optimizer.param_groups[0], optimizer.optimizer.param_groups[0]
     train(optimizer, model, [3])
     assert outer["lr"] == inner["lr"] == 0.125
-    assert outer["step"] == inner["step"] == 5  # it begins with 1
+    assert outer["step"] == inner["step"] == 5  # The count begins with 1.
     assert outer["d"] == inner["d"] > outer["d0"]
     outer["growth_rate"] = 1.0
     train(optimizer, model, [4])

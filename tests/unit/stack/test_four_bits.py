@@ -1,4 +1,4 @@
-"""First moments as 4-bit codes: shown and saved in FP32, without losing a bit, in any placement."""
+"""First moments in 4 bits: shown and saved in FP32 without losing a bit."""
 
 from __future__ import annotations
 

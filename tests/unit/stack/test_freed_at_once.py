@@ -1,4 +1,4 @@
-"""A deleted optimizer leaves nothing behind, and does not need the garbage collector for that."""
+"""A deleted optimizer frees everything at once, without the garbage collector."""
 
 import gc
 import os
@@ -8,7 +8,9 @@ import weakref
 
 import pytest
 import torch
-import torch._dynamo  # torch imports it in its first optimizer, and keeps the frames of that moment
+
+# torch imports this module in its first optimizer and keeps the frames of that moment.
+import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -67,7 +69,7 @@ def of_class(draw, folder):
     for chosen in ({**settings, **extra}, settings, extra, {}):
         try:
             return model, getattr(mp_optim, name)(model.named_parameters(), lr=1e-3, **chosen)
-        except (TypeError, ValueError):  # this rule does not have the option, or the place
+        except (TypeError, ValueError):  # This rule does not support the option or the placement.
             continue
     raise AssertionError(f"{name} cannot be built")
 
@@ -92,7 +94,7 @@ def of_factory(draw, folder, mesh):
     model = model_of(dtype)
     if layout == "fsdp2":
         fully_shard(model, mesh=mesh)
-    if draw.random() < 0.3 and layout != "fsdp2":  # a chain of two
+    if draw.random() < 0.3 and layout != "fsdp2":  # Marked experts make a chain of two optimizers.
         for param in model[2].parameters():
             param.allreduce = False
     config = OptimizerConfig(
@@ -110,7 +112,7 @@ def backward(model, optimizer):
 def fail(model, optimizer):
     backward(model, optimizer)
     optimizer.param_groups[0]["lr"] = "large"
-    try:  # pytest.raises would keep the exception, and with it the frames of the step
+    try:  # pytest.raises would keep the exception and the frames of the step.
         optimizer.step()
     except (TypeError, ValueError):
         optimizer.zero_grad()
@@ -154,7 +156,7 @@ def links():
     for name in os.listdir("/proc/self/fd"):
         try:
             found.add((name, os.readlink(f"/proc/self/fd/{name}")))
-        except OSError:  # that of the listing
+        except OSError:  # The descriptor of the listing itself is closed already.
             continue
     return found
 

@@ -1,5 +1,4 @@
-"""State of a parameter that was trained and is frozen now: kept, shown, saved and loaded as that of
-any other, in every place and form; and one that is thawed has state before its first step."""
+"""State of a parameter that was trained and is frozen now."""
 
 from __future__ import annotations
 

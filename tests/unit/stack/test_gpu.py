@@ -122,7 +122,7 @@ def steady(kind, **settings):
             next(iter(model.parameters())).grad.view(-1)[0] = float("inf")
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 / (1 + step)
-        if step < 6:  # makes tables, compiles
+        if step < 6:  # The first steps make tables and compile kernels.
             results.append(optimizer.step())
             continue
         torch.cuda.set_sync_debug_mode("warn")
@@ -133,7 +133,7 @@ def steady(kind, **settings):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         waits += sum("synchronizing" in str(warning.message) for warning in caught)
-    # the skipped step that no loss scale is there for: which gradient is to blame is looked for
+    # A step skipped without a loss scale searches for the bad gradient, which waits once.
     assert waits <= (precision != "fp16")
     return (
         [tuple(result) for result in results],

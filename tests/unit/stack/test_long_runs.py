@@ -40,7 +40,7 @@ def test_pytorch_188174_steps_under_fsdp2_keep_no_objects(offload: float) -> Non
                 optimizer.step()
                 optimizer.zero_grad()
 
-        for _ in range(2):  # caches fill once, and again after a collection
+        for _ in range(2):  # Caches fill in the first round and once more after a collection.
             steps(50)
             before = live_objects()
         steps(2000)
@@ -60,7 +60,7 @@ def test_primerl_3561_offloaded_resume_keeps_group_settings_and_counts() -> None
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         for index, param in enumerate(model.parameters()):
-            if index < 2 or seed % 2:  # the second group is stepped half as often
+            if index < 2 or seed % 2:  # The second group is stepped half as often.
                 values = torch.randn(param.shape, generator=generator)
                 param.grad = values.to(param.dtype)
         optimizer.step()
@@ -71,7 +71,7 @@ def test_primerl_3561_offloaded_resume_keeps_group_settings_and_counts() -> None
     optimizer = built(model)
     for seed in range(4):
         step(model, optimizer, seed)
-    optimizer.param_groups[1]["lr"] = 1e-3  # a schedule's value
+    optimizer.param_groups[1]["lr"] = 1e-3  # A schedule has set this rate.
     resumed = copy.deepcopy(model)
     later = built(resumed)
     later.load_state_dict(copy.deepcopy(optimizer.state_dict()))

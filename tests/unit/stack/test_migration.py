@@ -1,4 +1,4 @@
-"""State of other libraries, in and out, bit for bit: their real objects where they can be had, else
+"""Imports and exports of other libraries' state, bit for bit: real objects if installed, otherwise
 their layout."""
 
 import importlib.util
@@ -218,7 +218,8 @@ def test_import_state_lists_parameter_names_that_do_not_match():
     assert same_state(foreign.export_state(optimizer), before)
     foreign.import_state(optimizer, prefixed.renamed(lambda name: name.removeprefix("policy.")))
     imported = cloned(foreign.export_state(optimizer))
-    foreign.import_state(optimizer, state.renamed(lambda name: f"module.{name}"))  # as DDP has them
+    # DDP prefixes the names in this way.
+    foreign.import_state(optimizer, state.renamed(lambda name: f"module.{name}"))
     assert same_state(foreign.export_state(optimizer), imported)
 
 
@@ -333,7 +334,8 @@ def test_from_megatron_reads_state_of_the_installed_megatron(tmp_path):
         saved = theirs.state_dict()
     torch.save(saved, tmp_path / "megatron.pt")
     saved = torch.load(tmp_path / "megatron.pt", weights_only=True)
-    state = foreign.from_megatron(saved, list(shapes))  # the order of the only group
+    # The names follow the order of the only group.
+    state = foreign.from_megatron(saved, list(shapes))
     model = nn.ParameterDict(
         {name: nn.Parameter(torch.zeros(shape).bfloat16()) for name, shape in shapes.items()}
     )
@@ -498,7 +500,7 @@ def command(arguments):
 
 
 def test_convert_command_round_trips_torch_state_with_equal_bits(tmp_path, capsys):
-    """torch -> mp_optim -> universal -> mp_optim -> torch: the same bits."""
+    """The state goes from torch to mp_optim, universal, mp_optim and torch."""
     _, adamw, masters = bf16_run(torch.optim.AdamW)
     torch.save({"step": 3, "optimizer": adamw.state_dict()}, tmp_path / "adamw.pt")
     torch.save(masters, tmp_path / "masters.pt")

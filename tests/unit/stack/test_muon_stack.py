@@ -1,5 +1,4 @@
-"""Muon in the stack: one verdict for both rules, every placement, precision, layout and
-checkpoint."""
+"""Muon in the whole stack: placements, precisions, fused weights and ranks."""
 
 import pytest
 import torch
@@ -31,7 +30,6 @@ def build(precision="bf16", fraction=0.0, seed=0, **settings):
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16-8bit8"])
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
 def test_muon_gives_equal_bits_in_overlap_and_speculative_modes(precision, mode):
-    """The other halves that a speculated step writes begin with the values there are."""
     settings = {"clip_grad": 0.0, "muon_use_nesterov": True}
     model, optimizer = build(precision, 1.0, offload_mode=mode, **settings)
     other, plain = build(precision, 1.0, **settings)
@@ -200,7 +198,7 @@ def one_process():
 
 @pytest.mark.parametrize("case", SHARED)
 def test_muon_divides_products_over_ranks_with_the_bits_of_one_process(ranks, one_process, case):
-    """ZeRO has gradients of zeros where there are none."""
+    """ZeRO turns a missing gradient into zeros."""
     expected = one_process[() if case in muon_worker.ZERO else muon_worker.LATE]
     found = [rank["shares"][case] for rank in ranks if case in rank["shares"]]
     assert len(found) == (2 if case.startswith("2 ranks") else 4)
@@ -213,7 +211,7 @@ def test_muon_divides_products_over_ranks_with_the_bits_of_one_process(ranks, on
         assert differing == []
     total, flops = expected["flops"], [share["flops"] for share in found]
     assert sum(flops) == total
-    if "layer-wise" in case:  # a stack of experts lies on one rank
+    if "layer-wise" in case:  # One rank owns a whole stack of experts.
         assert max(flops) < total
     else:
         assert max(flops) <= 1.05 * total / len(found)

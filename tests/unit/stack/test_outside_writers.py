@@ -1,4 +1,4 @@
-"""Every way in torch to write to a tensor, from outside: no write is lost."""
+"""No write to a tensor by other code is lost, whichever way of torch it uses."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def undeclared_op(x: Tensor) -> None:
 
 
 def clear_by_numpy(tensor: Tensor) -> None:
-    bits = local(tensor).detach().view(torch.int16)  # NumPy has no bfloat16
+    bits = local(tensor).detach().view(torch.int16)  # NumPy has no bfloat16.
     bits.numpy()[...] = 0
 
 
@@ -111,7 +111,7 @@ WRITERS: dict[str, Writer] = {
     ),
 }
 NEW_MEMORY = ("`tensor.set_(...)`", "`tensor.data = ...`", "`torch.utils.swap_tensors`")
-"""Not done to DTensors: FSDP2 owns the memory of their local tensors."""
+"""Writers that DTensors skip, because FSDP2 owns the memory of their local tensors."""
 
 
 FORMS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
@@ -137,7 +137,8 @@ CASES += [(name, "DTensor") for name in WRITERS if name not in NEW_MEMORY]
 def test_step_continues_from_params_written_by_other_code(
     name: str, layout: str, one_rank: None, tmp_path: Path
 ) -> None:
-    """In every place, mode and form of state; with a learning rate of 0 the written value stays."""
+    """The learning rate is 0, so the written value must stay, in every placement, mode and state
+    form."""
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
     for place, form in itertools.product(PLACES, FORMS):
         dtype, settings = FORMS[form]
@@ -154,7 +155,7 @@ def test_step_continues_from_params_written_by_other_code(
             written = local(param).detach().clone()
             step_with_gradients(optimizer, param)
             assert same_bits(local(param), written), (place, form)
-        # torch's fused SGD leaves bfloat16 on a CPU as it is
+        # torch's fused SGD does not change bfloat16 tensors on a CPU.
         assert form != "FP32" or not torch.equal(written, local(values)), place
 
 

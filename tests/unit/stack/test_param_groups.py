@@ -1,4 +1,4 @@
-"""Param groups: additions, edits, assignments and switches are taken, or refused by name."""
+"""Param groups: additions, edits, assignments and switches take effect or are refused by name."""
 
 from __future__ import annotations
 
@@ -128,13 +128,15 @@ def alike(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 LATE = ("inference", "the second is float64")
-"""Said by a wrapper, or at the first step, until when parameters may be replaced."""
+"""Errors that some optimizers raise only at the first step, because parameters may be replaced
+until
+then."""
 PAIRS = [
     (face, what)
     for face in FACES
     for what in REFUSED
     if not (what in LATE and face in ("AdamW, new", "FusedAdam", "Hybrid"))
-    and (face, what) != ("over torch's", "betas")  # torch's takes any
+    and (face, what) != ("over torch's", "betas")  # torch accepts any betas.
 ]
 
 
@@ -177,7 +179,7 @@ def test_muon_add_param_group_adds_no_part_when_a_param_is_known() -> None:
 
 
 class ListConfig(Sequence[Any]):
-    """A sequence that is neither list nor tuple, as OmegaConf's."""
+    """Sequence that is neither a list nor a tuple, like OmegaConf's."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -292,7 +294,7 @@ WAYS: dict[str, Any] = {
 def test_param_groups_may_change_until_the_first_step_after_state_is_read(
     settings: dict[str, Any], way: str
 ) -> None:
-    """Lightning's BaseFinetuning assigns more groups after Lightning has looked at the state."""
+    """Lightning's BaseFinetuning assigns more groups after Lightning has read the state."""
     results = []
     for look in LOOKS.values():
         pair = Pair(torch.bfloat16)
@@ -389,7 +391,7 @@ def test_torch_global_step_hooks_run_once_for_each_step(face: str) -> None:
 @pytest.mark.parametrize("offload", [0.0, 1.0])
 @pytest.mark.parametrize("whole", [True, False])
 def test_compiled_step_gives_equal_bits_from_the_first_step(whole: bool, offload: float) -> None:
-    """The whole of a train step, or ``optimizer.step`` alone."""
+    """Either the whole train step is compiled, or ``optimizer.step`` alone."""
 
     def trained(is_compiled: bool) -> list[Tensor]:
         torch.manual_seed(0)

@@ -1,4 +1,5 @@
-"""Placement never changes the numbers: losses and parameters bit for bit."""
+"""Placement changes no bit of losses and parameters; interrupted saves and refused loads change
+nothing."""
 
 import itertools
 
@@ -52,7 +53,7 @@ def test_save_refuses_state_that_cannot_be_loaded(tmp_path):
     with (
         torch.serialization.safe_globals(
             [type(tmp_path)]
-        ),  # trusted here, and perhaps not where it is loaded
+        ),  # This type is trusted here, but perhaps not where the checkpoint is loaded.
         pytest.raises(ValueError, match="numbers, strings, tensors"),
     ):
         checkpoint.save(tmp_path, model, optimizer, extra={"where": tmp_path})
@@ -112,5 +113,5 @@ def test_offloaded_main_params_are_allocated_together_on_the_host():
         assert all(main.dtype == torch.float32 for main in mains)
         for before, after in itertools.pairwise(
             mains
-        ):  # side by side in one allocation, 64 bytes aligned
+        ):  # Main params are adjacent in one allocation, aligned to 64 bytes.
             assert after.data_ptr() == before.data_ptr() + -(-before.nbytes // 64) * 64

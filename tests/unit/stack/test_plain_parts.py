@@ -1,5 +1,4 @@
-"""Parts of plain tensor parallelism are stepped as the whole parameter, in the order of its rows:
-Muon has the bits of one process."""
+"""Plain tensor parallelism: the parts of a parameter have the bits of one process."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Replaced, cut, transposed, freed or shared memory is followed, or refused by name."""
+"""A step follows replaced, transposed or cut memory of a parameter, or refuses it by name."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_step_names_a_param_whose_memory_has_a_new_shape(
 ) -> None:
     named = pair(dtype, 8, 8)
     optimizer = sgd(named, momentum=0.9, **place)
-    optimizer.describe()  # builds it, so that the first backward is listened to
+    optimizer.describe()  # This call builds the optimizer, so its hooks see the first backward.
     for _, param in named:
         gradients(param, 0.0)
     optimizer.step()

@@ -1,5 +1,4 @@
-"""scale_rows_: rows multiplied between steps, in FP32, wherever a parameter is kept; and QK-clip as
-a program would do it."""
+"""``scale_rows_`` multiplies rows between steps, as QK-clip needs."""
 
 import math
 
@@ -44,7 +43,7 @@ def test_qk_clip_by_scale_rows_keeps_logits_below_the_limit(dtype):
     names = [optimizer.stack.slot_name(slot) for slot in optimizer.stack.slots()]
     optimizer.scale_rows_(dict.fromkeys(names, factors))
     model(x)
-    # Each logit is a sum of products of rounded values, and so are those before.
+    # Each logit is a sum of products of rounded values, before and after the clip.
     assert model.largest.max() <= limit * (1 + 8 * torch.finfo(dtype).eps)
     is_below = before <= limit
     assert torch.equal(model.largest[is_below], before[is_below])

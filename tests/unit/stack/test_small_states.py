@@ -1,4 +1,4 @@
-"""Parameters that are too small for codes of 8 or 4 bits keep FP32 state."""
+"""Parameters below the size limit of 8-bit and 4-bit codes keep FP32 state."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_load_changes_fp32_state_below_threshold_only_with_convert(
 
     saved, target = build("bf16-8bit", **coded), build("bf16-8bit", **small)
     train(*saved, 2)
-    load(saved, target)  # every code has an FP32 value
+    load(saved, target)  # Every code has an exact FP32 value.
     assert same_bits(first(saved), first(target))
     saved, target = build("bf16-8bit", **small), build("bf16-8bit", **coded)
     train(*saved, 2)

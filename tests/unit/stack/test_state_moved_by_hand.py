@@ -1,5 +1,5 @@
-"""State that a program moves by ``optimizer.state[param][key] = ...``, on a simulated accelerator:
-it is moved, or refused aloud, and no bit of the training is another."""
+"""Programs move state by ``optimizer.state[param][key] = ...`` on a simulated accelerator: the move
+takes effect or is refused, and changes no bit of training."""
 
 import copy
 import gc

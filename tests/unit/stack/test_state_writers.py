@@ -1,5 +1,4 @@
-"""Everything that callers do to tensors of ``optimizer.state``: each write counts, in every place,
-mode and form of state; or it is refused by name."""
+"""Writes by callers to tensors of ``optimizer.state`` take effect or are refused by name."""
 
 from __future__ import annotations
 
@@ -34,7 +33,8 @@ SHAPES = ((9, 130), (300,))
 def build(place: str, state: str, folder: Path, **fields: Any) -> tuple[nn.ParameterList, Any]:
     settings = {**settings_of(place, folder), **fields}
     if place == "disk":
-        settings.setdefault("stream_window_bytes", 1 << 15)  # the larger parameter is cut
+        # The larger parameter is divided into two windows.
+        settings.setdefault("stream_window_bytes", 1 << 15)
     generator = torch.Generator().manual_seed(0)
     model = nn.ParameterList(
         nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in SHAPES
@@ -186,7 +186,7 @@ def test_step_uses_values_written_to_shown_state_of_a_shard(
     held = next(iter(optimizer.state.values()))["exp_avg"]
     before = local(held).clone()
     step()
-    assert not same_bits(local(held), before)  # the step wrote it
+    assert not same_bits(local(held), before)  # The step refreshed the shown copy.
     local(held).data.zero_()
     local(next(iter(optimizer.state.values()))["exp_avg_sq"]).fill_(4.0)
     saved = optimizer.state_dict(full_precision=True)["state"][0]

@@ -1,5 +1,4 @@
-"""Default device, default dtype, inference mode, autograd and autocast of the caller change
-nothing."""
+"""Default device and dtype, inference mode, autograd and autocast of the caller change no bit."""
 
 from __future__ import annotations
 
@@ -65,7 +64,8 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
 
 
 def program(stack: dict[str, Any], folder: Any, around: Surroundings) -> list[Tensor]:
-    """Build, look, train, save, load elsewhere and train on; every call in some surroundings."""
+    """Build, train, save, load and train again, with every call inside ``around``; return all
+    tensors."""
     settings = dict(stack)
     precision, fraction = settings.pop("precision"), settings.pop("fraction", 0.0)
     seen: list[Tensor] = []
@@ -87,7 +87,7 @@ def program(stack: dict[str, Any], folder: Any, around: Surroundings) -> list[Te
             (
                 optimizer.scale_loss(loss) if scaled is None or scaled.is_inference() else scaled
             ).backward()
-            with around() if step != 2 else nullcontext():  # one step outside
+            with around() if step != 2 else nullcontext():  # One step runs outside.
                 result = optimizer.step()
             seen.append(
                 torch.tensor(

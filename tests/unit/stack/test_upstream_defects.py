@@ -1,4 +1,4 @@
-"""The defects this project was born from, each by name."""
+"""Defects of other libraries that this project must not have, each by name."""
 
 import copy
 import io
@@ -12,7 +12,7 @@ from support.models import build, config_for, same_bits, tokens_of, train
 
 
 def replace_params(model, optimizer):
-    """Put a new tensor in the place of every parameter, in the model and in the live groups."""
+    """Replace every parameter by a new tensor in the model and in the live groups."""
     for name, param in list(model.named_parameters()):
         *path, last = name.split(".")
         owner = model.get_submodule(".".join(path)) if path else model
@@ -86,7 +86,7 @@ def test_step_keeps_values_written_to_an_offloaded_param():
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_step_continues_after_param_data_is_assigned(precision, fraction):
-    """``param.data = ...`` leaves identity and version as they were."""
+    """``param.data = ...`` changes neither identity nor version of the parameter."""
     runs = []
     for moved in (False, True):
         model, optimizer = build(precision, fraction)
@@ -107,7 +107,7 @@ def test_step_continues_after_param_data_is_assigned(precision, fraction):
 def test_step_adds_main_params_when_the_model_is_cast_to_bf16():
     model, optimizer = build("bf16", experts=False)
     before = model.scale.detach().clone()
-    model.bfloat16()  # scale was FP32
+    model.bfloat16()  # The parameter ``scale`` was FP32.
     train(model, optimizer, 5)
     assert model.scale.main_param.dtype == torch.float32 and not torch.equal(
         model.scale.detach().float(), before
@@ -120,7 +120,7 @@ def test_step_adds_main_params_when_the_model_is_cast_to_bf16():
 
 @pytest.mark.parametrize("fraction", [0.0, 0.4, 1.0])
 def test_colossalai_6401_lamb_gives_equal_bits_with_mixed_placement(fraction):
-    """An overflow-free first step must move params and moments, wherever they are."""
+    """The first step must move params and moments in every placement."""
     torch.manual_seed(1)
     weights = [torch.randn(7, 5), torch.randn(9), torch.randn(3, 3)]
 
@@ -189,7 +189,7 @@ def test_deepspeed_7948_step_writes_flat_views_without_autograd_errors(fraction)
     assert not torch.equal(flat.detach()[2:], before[2:]) and torch.equal(
         flat.detach()[:2], before[:2]
     )
-    (flat * 2).sum().backward()  # autograd still accepts the buffer
+    (flat * 2).sum().backward()  # Autograd still accepts the buffer.
 
 
 # -- Megatron's HybridDeviceOptimizer, one by one (numbers as in docs/upstream-defects.md) --------

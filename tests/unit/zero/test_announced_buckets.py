@@ -1,4 +1,4 @@
-"""Reduced buckets are announced during backward."""
+"""The gradient reducer announces reduced buckets during backward."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def backward(model: nn.Module) -> None:
 
 
 class Queued:
-    """Stands for a reduction that the backend queues: the gradients of one rank are its own."""
+    """Stand-in for a queued reduction of one rank, which changes no gradient."""
 
     def __init__(self, under_way: list[int]) -> None:
         self._under_way = under_way

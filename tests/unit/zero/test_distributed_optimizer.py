@@ -36,7 +36,8 @@ def test_sharding_gives_equal_bits_in_every_layout_and_placement(ranks):
                 found, same = ranks[rank][repr(case)], ranks[rank][repr(first)]
                 assert found["losses"] == same["losses"], case
                 assert found["params"] == reference["params"], case
-                # Whole parameters have other parts of the sum of squares: the last bits of FP64.
+                # Whole parameters divide the sum of squares differently, so its last FP64 bits
+                # differ.
                 tolerance = 1e-14 if "whole" in case.layout else 0.0
                 assert found["norms"] == pytest.approx(same["norms"], rel=tolerance, abs=0.0), case
 
@@ -50,7 +51,6 @@ def test_speculation_starts_before_the_step_when_gradients_are_sharded(ranks):
 
 
 def test_ranks_agree_on_the_largest_offload_fraction_or_name_the_reason(ranks):
-    """The largest that one of them needs, or the reason why none is enough."""
     (fraction, text), *others = (rank["fraction"] for rank in ranks)
     assert 0.0 < fraction < 1.0 and text.startswith(
         "gpu_memory=1000 bytes: with the whole optimizer on the host"
@@ -76,7 +76,7 @@ def test_distributed_optimizer_trains_like_one_process(ranks):
         torch.stack(losses).mean().backward()
         model.unused.grad = torch.zeros_like(
             model.unused
-        )  # nobody's gradient is zero where gradients are reduced
+        )  # Reduction turns a missing gradient into zeros.
         norm = optimizer.step().grad_norm
         assert ranks[0][repr(Case(size, "fp32", "optim"))]["norms"][step] == pytest.approx(
             norm, rel=1e-6
@@ -144,7 +144,7 @@ def test_sharded_load_cuts_whole_state_and_refuses_other_shard_ranges(ranks):
 
 @pytest.mark.parametrize("layout, fp32", BYTES)
 def test_sharded_memory_and_traffic_match_the_documented_formula(ranks, layout, fp32):
-    """README: bytes per parameter on n ranks."""
+    """README.md gives the bytes per parameter on n ranks."""
     for rank in ranks:
         found = rank["bytes"][str((layout, fp32))]
         grads, n = 4 if fp32 else 2, 4
@@ -159,7 +159,8 @@ def test_sharded_memory_and_traffic_match_the_documented_formula(ranks, layout, 
         )
         assert found["bytes_reduced"] == pytest.approx(grads * found["params"], rel=0.02)
         sent = found["bytes_reduced"] + found["bytes_gathered"]
-        back = grads if layout == "no_shard" else 2  # gradients come back, or parameters
+        # Gradients are gathered with no_shard, and parameters otherwise.
+        back = grads if layout == "no_shard" else 2
         assert sent == pytest.approx((grads + back) * found["params"], rel=0.02)
 
 
@@ -181,15 +182,16 @@ def test_sharding_trains_a_gan_like_one_process_when_late_gradients_are_cleared(
 
 
 def test_rank_without_gradients_joins_each_reduction(ranks):
-    """The promise that collectives have one order whatever had a gradient: with each pass reduced
-    at once, a rank cannot know how many the others have."""
+    """All ranks must run collectives in one order, but a rank does not know how many gradients the
+    other
+    ranks have."""
     for rank in ranks:
         zeros, nothing = rank["passes of some"]
         assert nothing == zeros == ranks[0]["passes of some"][0]
 
 
 def test_sharding_trains_when_some_parts_exist_on_few_ranks(ranks):
-    """Each part is shared by ranks that have the same ones."""
+    """Ranks with an equal part share that part."""
     assert [rank["parts of some"] for rank in ranks] == ["no error"] * 4
 
 

@@ -1,4 +1,4 @@
-"""Ranks that differ in settings or calls are named."""
+"""Errors name the ranks whose settings or calls differ."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def ranks(tmp_path_factory):
 
 
 def test_layerwise_buffers_stay_small_when_one_matrix_dominates(ranks):
-    """Neither in the buffer that the model looks into, nor while gradients are exchanged."""
+    """Both the parameter buffer and the gradient exchange are measured."""
     for rank in ranks:
         assert rank["buffer"] < 1.05
         assert max(rank["exchange"]) < 1.26
@@ -71,7 +71,7 @@ def test_step_names_a_rank_that_steps_twice(ranks):
 
 @pytest.mark.parametrize("off, skips", [(0.0, False), (3.0, True)])
 def test_device_verdict_skips_the_step_when_ranks_disagree(off, skips):
-    """Nothing is stepped before the host hears of it."""
+    """The device must skip before the host reads the verdict."""
     config = OptimizerConfig(clip_grad=1.0)
     sums = {name: torch.tensor(4.0, dtype=torch.float64) for name in (MAIN_NORM, EXCLUDED)}
     measured = Measurement(sums, None, torch.tensor(off, dtype=torch.float64))

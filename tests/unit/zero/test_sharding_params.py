@@ -1,4 +1,4 @@
-"""Parameters of every kind in flat buckets, on one rank; and the stand-in for Megatron's
+"""Parameters of every kind in flat buckets on one rank, and a stand-in for Megatron's
 DistributedDataParallel."""
 
 import contextlib
@@ -71,7 +71,7 @@ def test_sharded_params_and_gradients_are_aligned_views_of_flat_buckets():
 
 
 def test_zero_grad_announces_no_bucket_that_waits_for_reduction():
-    """Work on them would be in vain, and read them while they are written."""
+    """A listener would read gradients while ``zero_grad`` clears them."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = sharded(model, overlap_grad_reduce=True, bucket_size=20)
     announced: list[int] = []
@@ -90,7 +90,6 @@ def test_zero_grad_announces_no_bucket_that_waits_for_reduction():
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_backward_reduces_gradients_after_no_sync_ends_or_raises(strategy, fails):
-    """Also where a pass in there broke off."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = sharded(model, "fp32", strategy, overlap_grad_reduce=True, bucket_size=20)
     with contextlib.suppress(KeyboardInterrupt), optimizer.no_sync():
@@ -106,7 +105,7 @@ def test_backward_reduces_gradients_after_no_sync_ends_or_raises(strategy, fails
 @pytest.mark.quick
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_sharded_step_uses_the_sum_of_two_backward_passes(strategy):
-    """ZeRO-2 reduces after each pass, and adds to the owned shard."""
+    """ZeRO-2 reduces after each pass and adds to the owned shard."""
     model = nn.ParameterDict({"a": nn.Parameter(torch.ones(3)), "b": nn.Parameter(torch.ones(3))})
     plain = {"optimizer": "sgd", "weight_decay": 0.0, "sgd_momentum": 0.0, "clip_grad": 0.0}
     optimizer = sharded(model, strategy=strategy, lr=0.125, **plain)
@@ -135,7 +134,7 @@ def test_param_shard_takes_its_rows_of_whole_parameter_scales(first):
 
 
 def test_bucket_of_one_param_does_not_share_the_param_memory():
-    """torch's ``_flatten_dense_tensors`` of one tensor is that tensor."""
+    """torch's ``_flatten_dense_tensors`` returns a single tensor without copying."""
     model = nn.ParameterDict({"only": nn.Parameter(torch.ones(4))})
     old = model["only"].data
     optimizer = sharded(model)
@@ -146,7 +145,7 @@ def test_bucket_of_one_param_does_not_share_the_param_memory():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_sharding_keeps_each_param_dtype_in_a_mixed_group(strategy):
-    """DeepSpeed takes the dtype of the first: one FP32 parameter makes all of a group FP32."""
+    """DeepSpeed takes the dtype of the first parameter for the whole group."""
     model = nn.ParameterDict(
         {
             name: nn.Parameter(torch.full((8,), 1.25, dtype=dtype))
@@ -240,7 +239,8 @@ def test_sharding_leaves_frozen_params_unchanged_and_refuses_late_unfreezing(str
     assert not torch.equal(model["some"], torch.ones(3))
     assert [name for name, _ in optimizer.named_main_params()] == ["frozen", "some"]
     assert list(optimizer.state_dict()["state"]) == [1]
-    model["some"].requires_grad_(False)  # frozen later: not stepped, whatever its moments are
+    # A parameter frozen later is not stepped, even with non-zero moments.
+    model["some"].requires_grad_(False)
     before = model["some"].clone()
     optimizer.zero_grad()
     optimizer.step()
@@ -272,7 +272,7 @@ def test_sharded_step_does_not_reuse_the_last_gradient_of_an_unused_param(strate
 
 
 class Tied(nn.Module):
-    """An embedding that is the output layer too, a dense layer, a frozen one."""
+    """Model with an embedding tied to the output layer, a dense layer and a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,8 +287,8 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_deepspeed_7948_sharding_steps_flat_views_without_autograd_errors(strategy):
-    """A flat buffer made with autograd watching makes its views non-leaves, and in-place steps on
-    them raise."""
+    """Views of a flat buffer made with autograd enabled are not leaves, so in-place steps on them
+    raise."""
     torch.manual_seed(0)
     model = Tied()
     plain = copy.deepcopy(model)
@@ -307,7 +307,7 @@ def test_deepspeed_7948_sharding_steps_flat_views_without_autograd_errors(strate
         assert param.is_leaf and param.grad_fn is None
         assert torch.equal(param, plain.get_parameter(name)), name
     assert model.head.weight is model.embed.weight
-    loss = model(tokens).sum()  # values that autograd saved are known to be gone
+    loss = model(tokens).sum()  # Autograd must refuse the values that it saved before the step.
     with torch.no_grad():
         optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -341,7 +341,7 @@ def test_sharded_step_continues_from_replaced_or_written_params(strategy, precis
     optimizer.param_groups[0]["params"][0] = model["w"]
     check(values[2])
     assert model["w"] in optimizer.state
-    model["w"].data.copy_(values[0])  # leaves no trace
+    model["w"].data.copy_(values[0])  # This write does not change the version counter.
     optimizer.reload_model_params()
     check(values[0])
     optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(4, dtype=dtype))
@@ -383,7 +383,7 @@ def test_distributed_optimizer_replaces_an_earlier_one_on_the_same_model():
     del second
     gc.collect()
     model.zero_grad()
-    model(torch.ones(1, 3)).sum().backward()  # nobody reduces any more
+    model(torch.ones(1, 3)).sum().backward()  # The deleted optimizers reduce no gradients.
     assert torch.equal(model.bias.grad, torch.ones(3))
 
 
@@ -398,7 +398,7 @@ class _Fails(torch.autograd.Function):
 
 
 def test_step_launches_all_reductions_that_a_failed_backward_began(monkeypatch):
-    """Other ranks have launched all of it."""
+    """Other ranks have launched every reduction of the pass."""
     model = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
     optimizer = sharded(model, strategy="optim_grads", overlap_grad_reduce=True, bucket_size=300)
 
@@ -427,7 +427,7 @@ def without_the_module(model):
 
 @pytest.mark.parametrize("experts", [False, True])
 def test_params_are_usable_outside_their_module_after_finish_param_sync(experts):
-    """``finish_param_sync`` is the way out that the error names; with one member and with two."""
+    """The error names ``finish_param_sync``; the optimizer has one part or two."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     optimizer = get_megatron_optimizer(
         config_for("fp32", use_distributed_optimizer=True, overlap_param_gather=True),
@@ -458,8 +458,9 @@ def test_distributed_optimizer_refuses_a_ddp_model():
 
 
 class MegatronDDP(nn.Module):
-    """Buffers laid out as Megatron's: two buckets in one buffer, 64 elements between starts,
-    gradients in FP32."""
+    """Stand-in with Megatron's layout: two buckets in one buffer, starts at multiples of 64
+    elements, FP32
+    gradients."""
 
     def __init__(self, module: nn.Module, overlap: bool = False) -> None:
         super().__init__()
@@ -575,7 +576,7 @@ def test_sharding_refuses_settings_that_conflict_with_megatron_buffers():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_sharded_load_refuses_state_of_a_param_frozen_before_construction(strategy, tmp_path):
-    """It was trained where it was saved; here it was frozen before the buckets were made."""
+    """The parameter was trained before the save, and frozen before the buckets were built."""
     model = nn.ParameterDict({name: nn.Parameter(torch.ones(3)) for name in "ab"})
 
     def built():

@@ -1,4 +1,4 @@
-"""Which rank owns which elements."""
+"""The plan that assigns elements to ranks."""
 
 import itertools
 
@@ -62,14 +62,14 @@ def test_whole_shards_assign_every_param_to_one_rank_and_balance_bytes(sizes, ra
         for item in plan.placed:
             assert (0, item.numel) in [plan.fragment(item, rank) for rank in range(ranks)]
         filled = sum(-(-size // SHARD_ALIGNMENT) * SHARD_ALIGNMENT for size in sizes)
-        assert plan.numel == filled  # no shard is padded to another's size
+        assert plan.numel == filled  # Shards of different sizes are not padded to the largest.
         assert fullest(plan) <= filled / ranks + (1 - 1 / ranks) * max(
             -(-s // SHARD_ALIGNMENT) * SHARD_ALIGNMENT for s in sizes
         )
 
 
 def test_flat_shards_have_exact_sizes_beyond_2_to_the_53_elements():
-    """DeepSpeed divides with ``/``: a float partition size is not exact beyond 2**53 elements."""
+    """DeepSpeed divides with ``/``; a float size is not exact beyond 2**53 elements."""
     huge = 2**53 + 1
     (plan,) = plan_flat([huge], 3)
     assert [

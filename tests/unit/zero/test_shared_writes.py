@@ -1,4 +1,4 @@
-"""Ranks that write different values outside a step are named."""
+"""Errors name the ranks that write different values between steps."""
 
 import pytest
 
@@ -39,4 +39,5 @@ def test_shared_write_names_a_rank_that_calls_alone(ranks, what):
     for rank in ranks:
         assert f"rank {ODD} was {ALONE[what]}" in rank[what]
         assert "each of ranks 0, 2 was reducing the gradients" in rank[what]
-        assert "(and again)" not in rank[what]  # a rank that is alone does not try it once more
+        # A rank that calls alone must not repeat the agreement.
+        assert "(and again)" not in rank[what]
