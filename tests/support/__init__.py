@@ -1,1 +1,1 @@
-"""Models, layouts, stand-ins, oracles and processes for tests."""
+"""Models, layouts, stand-ins, oracles and process starters that tests share."""

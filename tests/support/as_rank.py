@@ -1,4 +1,4 @@
-"""The frame of a worker program: one rank of a gloo job that saves its result."""
+"""The start of a worker program: one rank of a gloo job that saves its result."""
 
 import os
 import sys
@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 
 def as_rank(main: Callable[[Path], object]) -> None:
-    """Join the job, call ``main`` with the folder of the results, and save what it returns for
+    """Join the job, call ``main`` with the result folder, and save its return value for
     ``support.launch.results_of_ranks``."""
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
     torch.save(main(folder), folder / f"rank{dist.get_rank()}.pt")
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
+    os._exit(0)  # gloo's threads sometimes abort a regular exit of the interpreter.
 
 
 def error_of(call: Callable[[], object]) -> str:

@@ -1,4 +1,4 @@
-"""Divisions as CUDA carries them out: by a number it multiplies with the number's reciprocal."""
+"""Divisions with CUDA's bits: CUDA multiplies by the reciprocal if the divisor is a number."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _DIVISIONS = (
 
 
 class DividesAsCuda(TorchDispatchMode):
-    """Turns every division of floating-point tensors by a number into a product, rounded as CUDA
-    rounds: the reciprocal in FP32, for FP64 tensors in FP64.
+    """Replaces each division of a floating-point tensor by a number with CUDA's product. The
+    reciprocal
+    is FP32, or FP64 for FP64 tensors.
 
     Attributes:
-        numbers: the divisors.
+        numbers: the divisors seen.
     """
 
     def __init__(self) -> None:

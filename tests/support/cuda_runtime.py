@@ -16,13 +16,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class LockingRuntime:
-    """``torch.cuda.cudart()``.
+    """A stand-in for ``torch.cuda.cudart()``.
 
     Attributes:
         registered: size in bytes by address.
-            calls: (function, address, current device), in order.
-            status: result of all calls; they do nothing unless it is 0.
-            is_capturing: True if the current stream records a CUDA graph; no call is allowed then.
+        calls: (function, address, current device), in order.
+        status: result of all calls; the calls do nothing unless it is 0.
+        is_capturing: True while the current stream records a CUDA graph, which allows no call.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class LockingRuntime:
     def cudaHostUnregister(self, address: int) -> int:
         if not self._call("unregister", address):
             size = self.registered.pop(address)
-            # fails for what is not mapped any more
+            # munlock fails for memory that is no longer mapped.
             assert _libc.munlock(ctypes.c_void_p(address), ctypes.c_size_t(size + 1)) == 0
         return self.status
 
@@ -84,7 +84,7 @@ class LockingCuda(Accelerator):
 
 @contextmanager
 def locking_runtime(kind: str = "cuda") -> Iterator[LockingRuntime]:
-    """Have the kernel lock pages in place of CUDA, for devices of a type."""
+    """Lock pages by the system's mlock instead of CUDA, for devices of a type."""
     runtime, kinds = LockingRuntime(), KINDS
     before = dict(kinds)
     kinds[kind] = LockingCuda(kind, runtime)
@@ -109,7 +109,7 @@ def locked_bytes() -> int:
 
 
 def is_mapped(address: int) -> bool:
-    """Whether this process has memory there."""
+    """True if this process has memory mapped at the address."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         first, last = (int(number, 16) for number in line.split()[0].split("-"))
         if first <= address < last:

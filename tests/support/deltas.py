@@ -1,4 +1,4 @@
-"""Elements of published weights that differ."""
+"""Count the elements of published weights that differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Differences between results of two backends, in units of their tolerances."""
+"""Deviations between results of two backends, in units of their tolerances."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from mp_optim.kernels.kernel_args import TensorLists
 
 _BFLOAT16_UNIT = 2.0**-7
 MOST_ULPS, MOST_LR = 4.0, 1e-4
-"""How far a usable backend's parameters may be from reference's after the two steps: ulps, plus
-units of lr."""
+"""Largest deviation of a usable backend's parameters after two steps: ulps, plus units of lr."""
 
 MOST_RELATIVE = 1e-4
-"""The same for moments and sums of squares, relative to the largest."""
+"""Largest relative deviation of moments and sums of squares."""
 
 
 @dataclass
 class Deviation:
-    """Largest differences found so far: parameters in two units, and everything else relative to
-    its largest value."""
+    """Largest deviations found so far: of parameters in two units, of other tensors relative to
+    their
+    largest value."""
 
     ulps: float = 0.0
     lrs: float = 0.0
@@ -36,8 +36,8 @@ class Deviation:
         """Compare the tensors of two lists.
 
         Args:
-            lr: unit of the differences of parameters.
-            allowed: of moments, relative; :data:`MOST_RELATIVE` by default.
+            lr: unit of parameter deviations.
+            allowed: relative tolerance of moments; default :data:`MOST_RELATIVE`.
         """
         for main, expected in zip(ours.main, theirs.main, strict=True):
             self.params(main, expected, lr)
@@ -78,5 +78,5 @@ class Deviation:
 
     @property
     def tolerable(self) -> bool:
-        """Whether everything is within the tolerances."""
+        """True if every deviation is within its tolerance."""
         return self.excess <= 1.0

@@ -1,4 +1,4 @@
-"""Code on the pages of the documentation."""
+"""Read code blocks and tables from the documentation."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from support.launch import ROOT
 
 
 def blocks_of(page: str, language: str) -> list[str]:
-    """Return the code blocks of a page of docs/, without the programs that are written into it."""
+    """Return the code blocks of a page of docs/, except programs copied from tools/."""
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
 
 
 def lines_for(program: str) -> list[str]:
-    """Return the lines that the table of integrations has for a program."""
+    """Return the code snippets that the integrations table lists for a program."""
     page = (ROOT / "docs/clients/index.md").read_text()
     (row,) = re.findall(rf"^\| {re.escape(program)} \|(.*)$", page, re.MULTILINE)
     return re.findall(r"`([^`]+)`", row.split(" | ")[0])

@@ -1,13 +1,13 @@
-"""A plugin of pytest: tests of the Triton backend run its compiled kernels, carried out from their
-PTX without a GPU, in place of the interpreter.
+"""A pytest plugin that runs tests of the Triton backend with compiled kernels, executed from PTX
+without a GPU instead of interpreted.
 
 MP_OPTIM_PTX=90 python -m pytest -p support.executed_kernels tests/unit/kernels/test_conformance.py
 
-Or as a program, which carries out a command of the lab so:
+As a program it runs a command of the lab with compiled kernels:
 
 MP_OPTIM_PTX=90 MP_OPTIM_BACKENDS=triton python -m support.executed_kernels programs --programs 50
 
-With MP_OPTIM_LAUNCHES=FILE every form of a launch is noted there.
+MP_OPTIM_LAUNCHES=FILE appends every form of a launch to FILE.
 """
 
 from __future__ import annotations

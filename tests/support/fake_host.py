@@ -1,4 +1,4 @@
-"""Hosts that exist only as the files a kernel would show: processors and cgroups below a folder."""
+"""Fake hosts: the processor and cgroup files of a Linux kernel, below a folder."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mp_optim.host.host_share import Host
 
 @dataclass(frozen=True)
 class FakeHost:
-    """The processors of a host.
+    """A host with a number of cores and two logical processors per core.
 
     Attributes:
-        cores: physical cores, of two logical processors each; processor ``c + cores`` is the second
-            one of core ``c``, as Linux numbers them.
+        cores: physical cores; processor ``c + cores`` is the second one of core ``c``, as Linux
+            numbers them.
     """
 
     root: Path
@@ -40,7 +40,7 @@ class FakeHost:
         of_parent: Sequence[int] | None = None,
         **environ: str,
     ) -> Host:
-        """Return what one of its local ranks finds."""
+        """Return the host as one of its local ranks sees it."""
         all_cpus = range(2 * self.cores)
         variables = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
         return Host(

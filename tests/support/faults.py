@@ -1,4 +1,4 @@
-"""Bit flips in the inputs and outputs of a backend's step."""
+"""Flip bits in the inputs and outputs of a backend's step."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mp_optim.kernels.kernel_args import MAIN, TensorLists
 from mp_optim.rules.rule import ElementRule, Launch
 
 Fault = Callable[[TensorLists], Callable[[], None]]
-"""Called before a backend steps; what it returns, when that is done."""
+"""A function called before a backend steps; it returns a function to call after the step."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def flip(tensor: Tensor, element: int, bit: int) -> None:
-    """Flip a bit of an element, where nothing sees the write."""
+    """Flip a bit of an element without raising the tensor's version."""
     memory = tensor.data.view(-1).view(_BITS[tensor.itemsize])
     memory[element] ^= 1 << bit
 
@@ -59,7 +59,7 @@ def read(lists: TensorLists, column: str) -> Any:
 
 
 class _Faulty:
-    """A backend that is wrong, in launches of enough elements."""
+    """A backend whose launches of enough elements give wrong results."""
 
     def __init__(self, backend: Any, fault: Fault, few: int) -> None:
         self._backend, self._fault, self._few = backend, fault, few
@@ -76,10 +76,10 @@ class _Faulty:
 
 @contextmanager
 def faulty(fault: Fault, few: int = 0) -> Iterator[None]:
-    """Make the first run of each element-wise launch wrong in the block.
+    """Make the first run of each element-wise launch in the block wrong.
 
     Args:
-        few: number of elements up to which launches stay right.
+        few: largest number of elements for which a launch stays right.
     """
     apply = ElementRule.apply
 

@@ -1,4 +1,4 @@
-"""Checkpoints that were changed on purpose."""
+"""Change checkpoint files, with matching checksums."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Ranks of a test, forked from processes that have imported torch; see :mod:`support.rank_server`.
 
-Two such servers serve the ranks in turn: strings hash differently in them, so that ranks that go
-by the order of a set do not agree by chance.
+Two servers start the ranks in turn. They hash strings differently, so ranks that depend on the
+order of a set do not agree by chance.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from support.rank_server import Rank
 _TESTS = Path(__file__).resolve().parents[1]
 _COUNT = 2
 _LAST_WORDS = "nanobind: leaked "
-"""Triton's bindings say so when an interpreter has ended that did not free what it was forked
-with."""
+"""Message of Triton's bindings when a forked interpreter ends without freeing inherited objects."""
 
 
 class _Server:
-    """One server, which ends with this process."""
+    """One fork server, which ends with this process."""
 
     def __init__(self, variables: Mapping[str, str], folder: Path) -> None:
         own = {k: v for k, v in variables.items() if not k.startswith("COVERAGE_PROCESS")}
@@ -62,7 +61,7 @@ class _Server:
         self._requests.write(line.encode())
 
     def events(self) -> Iterator[dict[str, int]]:
-        """Yield the events that the server has written; block until the first."""
+        """Yield the events that the server has written; block until the first event."""
         read = os.read(self.answers.fileno(), 65536)
         assert read, "a rank server ended"
         *lines, self._rest = (self._rest + read).split(b"\n")
@@ -73,11 +72,11 @@ _servers: list[_Server] = []
 
 
 class _Job:
-    """Ranks that run side by side.
+    """Ranks that run concurrently.
 
     Attributes:
-        running: process ids by rank, of those that have not ended.
-        failed: exit status by rank, of one that failed; the others are ended then.
+        running: process ids by rank, of ranks that have not ended.
+        failed: exit status by rank of the first failure; the other ranks are then ended.
     """
 
     def __init__(self, servers: Sequence[_Server], ranks: Sequence[Rank]) -> None:
@@ -126,16 +125,16 @@ def run_forked(
     size: int | None,
     timeout: float,
 ) -> str:
-    """Run a program in several processes, with the variables of ``torchrun``.
+    """Run a program in several processes with the variables of ``torchrun``.
 
     Args:
-        variables: environment of each.
+        variables: environment of each process.
         folder: working directory.
         command: arguments of Python.
         size: number of ranks; None for one process without ranks.
 
     Returns:
-        Their stdout, in the order of ranks.
+        The stdout of each process, in the order of ranks.
     """
     if size is None:
         ended = [end_forked(variables, folder, command, timeout)]
@@ -177,7 +176,7 @@ def _run_together(
             Rank(number, list(command), dict(own), f"{logs}/{number}.out", f"{logs}/{number}.log")
             for number, own in enumerate(variables)
         ]
-        for rank in ranks:  # one may be ended before it begins
+        for rank in ranks:  # A rank may be ended before it begins.
             Path(rank.output).touch()
             Path(rank.log).touch()
         job = _Job(_servers, ranks)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 class Fp32AdamW(torch.optim.Optimizer):
-    """``torch.optim.AdamW`` over an FP32 copy of each parameter, which it is rounded from."""
+    """``torch.optim.AdamW`` over an FP32 copy of each parameter; a step rounds the copies to
+    parameters."""
 
     def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": (0.9, 0.999)})

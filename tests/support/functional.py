@@ -1,4 +1,4 @@
-"""Train a functional case with the trainer of `tools/`, and compare what it did with golden values.
+"""Train a functional case with the trainer of `tools/`, and compare its values with golden values.
 
 A case is a folder with `model_config.yaml` (the sections of `tools/train.py`, and `test`) and
 `golden_values.json`.
@@ -22,11 +22,13 @@ from training.loading import config_from_mapping
 from training.loop import Trainer, train
 
 CASES = ROOT / "tests" / "functional" / "test_cases"
-# Other CPUs sum in other orders (vector width, threads, library), which moves a loss by a few ulps
-# of the model's dtype at first; twenty steps of training amplify that. In FP32 it stays near 1e-6;
-# bf16 has 8 bits and fp16 11, and the router of a mixture of experts turns a difference of an ulp
-# into another expert. A wrong step shows far outside: a missing bias correction, decay or clip
-# moves these losses by 0.05 and more.
+# Other CPUs sum in other orders (vector width, threads, library). This moves a loss by a few ulps
+# of
+# the model's dtype at first, and twenty steps of training amplify the difference. In FP32 it stays
+# near 1e-6. bf16 has 8 bits and fp16 has 11, and the router of a mixture of experts turns an ulp
+# into
+# another expert. A wrong step differs more: a missing bias correction, decay or clip moves these
+# losses by 0.05 or more.
 LOSS_ATOL = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 3e-2}
 GRAD_NORM_RTOL = {"fp32": 1e-2, "fp16": 0.15, "bf16": 0.2}
 
@@ -39,7 +41,7 @@ class CaseOptions:
 
 @dataclass
 class Curve:
-    """Values that a case is compared by, one per step."""
+    """Compared values of a case, one per step."""
 
     losses: list[float]
     grad_norms: list[float | None]
@@ -71,7 +73,7 @@ def precision_of(config: TrainConfig) -> str:
 
 
 def run_case(name: str, output_dir: Path) -> Curve:
-    """Train a case on one thread, so that sums have one order."""
+    """Train a case on one thread, so that sums have a fixed order."""
     config, options = load_case(name)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -89,8 +91,7 @@ def _train(config: TrainConfig, trainer: Trainer | None = None) -> Curve:
 
 
 def _train_interrupted(config: TrainConfig, at: int, output_dir: Path) -> Curve:
-    """Train `at` steps, save, and go on in new objects that share nothing with the first ones but
-    the disk."""
+    """Train `at` steps, save, and continue in new objects that read only the files on disk."""
     scheduler = dataclasses.replace(config.scheduler, lr_decay_steps=config.run.steps)
     run = dataclasses.replace(config.run, output_dir=str(output_dir))
     first = dataclasses.replace(
@@ -107,7 +108,8 @@ def _train_interrupted(config: TrainConfig, at: int, output_dir: Path) -> Curve:
 
 
 def golden_path(name: str) -> Path:
-    """Return the path of a case's golden values, or of the case that it repeats."""
+    """Return the path of a case's golden values, or of the golden values of the case that it
+    repeats."""
     _, options = load_case(name)
     return CASES / (options.same_as or name) / "golden_values.json"
 

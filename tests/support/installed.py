@@ -1,4 +1,4 @@
-"""Installations of the package other than the checkout's."""
+"""Copies of the package that are installed outside of the checkout."""
 
 from __future__ import annotations
 

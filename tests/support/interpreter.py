@@ -1,4 +1,4 @@
-"""Triton's interpreter with a cached search for replaceable functions, for speed."""
+"""Speed up Triton's interpreter by caching its search for replaceable functions."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ def look_once() -> None:
         from triton.runtime import interpreter
     except ImportError:
         return
-    patch = getattr(interpreter, "_patch_lang", None)  # another Triton may have none
+    # Another Triton version may lack this function.
+    patch = getattr(interpreter, "_patch_lang", None)
     if patch is not None:
         interpreter._patch_lang = _OnceInALaunch(patch, interpreter._LangPatchScope)
 
 
 class _OnceInALaunch:
-    """The interpreter's ``_patch_lang``: a launch restores what was replaced when it ends, and
-    what it calls does not."""
+    """The interpreter's ``_patch_lang``, run once per launch. The launch restores replaced
+    functions when
+    it ends; nested calls do not."""
 
     def __init__(self, patch: Callable[[Any], Any], nothing: Callable[[], Any]) -> None:
         self._patch, self._nothing = patch, nothing

@@ -1,4 +1,4 @@
-"""Steps by kernels compared with steps by ``reference`` from the same lists, to the bit."""
+"""Compare the bits of a step by kernels with a step by ``reference`` from equal lists."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ every_dtype = [
         )
     )
 ]
-"""Each gradient with each output and main param, and each first moment with each second one."""
+"""Each gradient dtype with each output and main param, and each first moment with each second
+moment."""
 
 
 def on_device(lists: TensorLists, device: str) -> TensorLists:
@@ -98,12 +99,13 @@ def check(
     marks: bool = False,
     **settings: Any,
 ) -> None:
-    """Step by a backend and by ``reference``, and compare the bits of everything.
+    """Step by a backend and by ``reference``, and compare the bits of all tensors.
 
     Args:
-        control: where the multiplier is: "host", "device", or "flag", there with a flag next to it.
-        elsewhere: let the kernel read present values from other memory.
-        marks: let the kernel mark the weights that get another value.
+        control: place of the multiplier: "host", "device", or "flag" (on the device with a skip
+            flag).
+        elsewhere: True to let the kernel read present values from other memory.
+        marks: True to let the kernel mark the weights that change.
     """
     ours, theirs, before = (lists_of(seed, sizes, PASSES[rule], case) for _ in range(3))
     ours, short = on_device(ours, device), rule.split()[-1]
@@ -131,7 +133,7 @@ def check(
 
 
 def _weight(lists: TensorLists, outputs: Sequence[Tensor | None], index: int) -> Tensor:
-    """Return the model's weight of a main param."""
+    """Return the model weight of a main param."""
     main, output = lists.main[index], outputs[index]
     return main if output is None else main.to(output.dtype)
 
@@ -139,7 +141,7 @@ def _weight(lists: TensorLists, outputs: Sequence[Tensor | None], index: int) ->
 def _check_marks(before: Tensor, after: Tensor, bits: Tensor) -> None:
     expected = torch.zeros(len(after), dtype=torch.bool)
     expected[bits_differ(before, after)] = True
-    expected |= after.isnan()  # IEEE does not say which NaN an operation makes
+    expected |= after.isnan()  # IEEE does not define the bits of a NaN that an operation makes.
     marked = bits_set(bits)
     assert marked[marked < len(after)].tolist() == expected.nonzero().view(-1).tolist()
 
@@ -163,10 +165,10 @@ sizes_of_tensors = st.lists(
 def check_drawn(
     backend: Any, rule: str, data: st.DataObject, device: str = "cpu", most: int = 70_000
 ) -> None:
-    """Check a drawn case: lists of any form and any settings.
+    """Check a random case: lists of any form and any settings.
 
     Args:
-        most: elements of the largest tensors.
+        most: number of elements of the largest tensors.
     """
     case, muon = data.draw(cases), rule.startswith("muon")
     if rule == "muon_momentum":
@@ -185,7 +187,7 @@ def check_drawn(
         "cautious_wd": (rule in CAUTIOUS or muon) and data.draw(st.booleans()),
     }
     served = case.rest is None or case.output in (None, torch.bfloat16)
-    served &= case.noisy or case.average != torch.bfloat16  # else all weights are marked
+    served &= case.noisy or case.average != torch.bfloat16  # Other settings mark all weights.
     marks = backend.marks_changes and rule.split()[-1] in TEXTS and served
     controls = ["host", "device", "flag"]
     on_device = backend.takes_device_multipliers and not muon

@@ -1,4 +1,4 @@
-"""Lists of tensors of every form for the kernels, and a step over them."""
+"""Tensor lists of every form for kernels, and a step over them."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ KEYS = {
     "plain sgd": (),
 }
 PASSES = {**KEYS, "muon_momentum": ("momentum_buffer",), "muon_apply": ()}
-"""Rules, and passes that are a part of one."""
+"""Rules, and kernel passes that are one part of a rule."""
 
 
 LONE = "lone"
-"""In place of a remainder's dtype: bfloat16 parameters without any."""
+"""Marks, as a remainder dtype, bfloat16 parameters without remainders."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,9 @@ def some_mild(generator: torch.Generator, value: Tensor) -> Tensor:
 
 
 def into_other_memory(lists: TensorLists) -> TensorLists:
-    """Return the same call with the present values as its source, stepped into other memory, which
-    is filled with ones."""
+    """Return the same call with the present values as its source, and new memory with all bits set
+    as its
+    destination."""
 
     def other(tensor: Tensor) -> Tensor:
         found = torch.empty(tensor.numel() + 3, dtype=tensor.dtype)[3:]

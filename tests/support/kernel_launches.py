@@ -1,4 +1,4 @@
-"""Counts the kernels that torch would launch: operations that are neither views nor allocations."""
+"""Count the kernels that torch would launch: operations that are neither views nor allocations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOT_LAUNCHED = {
 
 
 class KernelLaunches(TorchDispatchMode):
-    """A context; ``names`` are the operations in it."""
+    """A context; ``names`` lists the operations that ran in it."""
 
     def __init__(self) -> None:
         super().__init__()

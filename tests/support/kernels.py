@@ -1,4 +1,4 @@
-"""Skip tests of kernels without their package; fail if an installed one does not work."""
+"""Skip tests of kernels if their package is missing; fail if an installed package does not work."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ def needs_kernels(test: Any) -> Any:
 
 
 def require_usable(name: str, device: torch.device) -> None:
-    """Skip if the package of a backend is not installed. Fail if it is and the backend is unusable:
-    a skip would hide a broken kernel."""
+    """Skip if the package of a backend is not installed; fail if it is installed and unusable.
+
+    A skip would hide a broken kernel.
+    """
     proof = proof_of(name, device)
     package = _PACKAGES.get(name)
     if not proof.usable and package is not None and find_spec(package) is None:

@@ -1,4 +1,4 @@
-"""Start the processes of tests, with their import paths."""
+"""Start the processes of tests with their import paths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from support.forked_ranks import end_forked, run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
-"""The checkout."""
+"""Root folder of the checkout."""
 TOOLS = ROOT / "tools"
 PATH = os.pathsep.join(map(str, (ROOT, ROOT / "tests", TOOLS)))
 
@@ -66,7 +66,6 @@ def run_program_of_ranks(size: int, *command: str, timeout: float = 240) -> str:
 def results_of_ranks(
     worker: str, size: int, folder: Path, *arguments: str, timeout: float = 240
 ) -> list[Any]:
-    """Run a worker that saves ``rank0.pt``, ``rank1.pt``, ... in a folder; returns what each
-    saved."""
+    """Run a worker that saves ``rank0.pt``, ``rank1.pt``, ... in a folder; return their values."""
     run_ranks(worker, size, str(folder), *arguments, timeout=timeout)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(size)]

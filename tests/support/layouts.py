@@ -1,7 +1,7 @@
-"""Layouts of one small model, each saved and loaded by the same few functions. Add a layout to
-:func:`layouts`.
+"""Distributions of one small model over ranks, all saved and loaded by the same functions. A new
+layout is added to :func:`layouts`.
 
-Gradients are made up from names and steps, so every layout steps with the same ones, to the bit.
+Gradients are computed from names and steps, so every layout steps with equal gradients.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 class Model(nn.Module):
-    """Parameters of awkward shapes; one in FP32, a buffer, a frozen one."""
+    """Parameters of awkward shapes: one in FP32, one frozen, and a buffer."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -62,7 +62,9 @@ class Model(nn.Module):
             torch.randn(3, generator=generator).bfloat16(), requires_grad=False
         )
         self.reduced_over: dist.ProcessGroup | None = (
-            None  # gradients come from a backward pass, to be reduced
+            # Gradients of a distributed optimizer come from a backward pass, because they have to
+            # be reduced.
+            None
         )
         self.register_buffer("count", torch.randint(0, 99, (), generator=generator))
 
@@ -72,12 +74,12 @@ class Layout:
     """A distribution of the model over ranks.
 
     Attributes:
-        place: converts a model's parameters to this rank's.
-        form: of the optimizer state.
-        fraction: share on the host.
-        permuted: True for param groups in the other order.
-        settings: of the config.
-        build_optimizer: config, model, param groups -> optimizer.
+        place: converts the model's parameters to this rank's parts.
+        form: storage format of the optimizer state.
+        fraction: offload fraction.
+        permuted: True for param groups in reverse order.
+        settings: further fields of the config.
+        build_optimizer: builds an optimizer from config, model and param groups.
     """
 
     name: str
@@ -242,7 +244,9 @@ def train(model: Model, optimizer: Any, steps: range) -> None:
                 )
         if (
             model.reduced_over is not None
-        ):  # the sum over the ranks of one that has all and others that have none
+            # Rank 0 backpropagates the whole gradient and the other ranks zeros, so the sum is the
+            # gradient.
+        ):
             share = float(dist.get_rank(model.reduced_over) == 0)
             torch.stack(
                 [(param * grad * share).sum().float() for param, grad in grads.items()]

@@ -1,4 +1,4 @@
-"""A small model, as a config of Hugging Face's."""
+"""The Hugging Face config of a small Llama."""
 
 LLAMA = {
     **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64},

@@ -1,5 +1,6 @@
-"""A GPT of Megatron-core's, in its DistributedDataParallel, on a CPU; and training of it without a
-forward pass, which its attention refuses there."""
+"""A small GPT of Megatron-core on a CPU, in its DistributedDataParallel. Training makes up
+gradients,
+because Megatron's attention has no forward pass on a CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def without_cuda(patch: pytest.MonkeyPatch) -> None:
-    """Let Megatron's buffers and its checkpointing run where there is no CUDA."""
+    """Let Megatron's buffers and checkpointing run without CUDA."""
     patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
     patch.setattr(torch.cuda, "synchronize", lambda *_: None)
 
@@ -47,8 +48,10 @@ class CudaIsCpu(TorchFunctionMode):
 
 
 class AdamOfGroups(torch.optim.Optimizer):
-    """AdamW that counts steps in its param groups, as Transformer Engine's and apex's do. On
-    torch's, Megatron's distributed optimizer does not load even what it saved itself."""
+    """AdamW that counts steps in param groups, as Transformer Engine and apex do.
+
+    Megatron's distributed optimizer over torch's AdamW does not load its own checkpoints.
+    """
 
     def __init__(self, params: Any, lr: float, adam_w_mode: bool, **settings: Any) -> None:
         super().__init__(params, {"lr": lr, **settings})
@@ -74,7 +77,7 @@ class AdamOfGroups(torch.optim.Optimizer):
 
 
 def with_steps_in_groups(patch: pytest.MonkeyPatch) -> None:
-    """Let Megatron build its optimizers from :class:`AdamOfGroups`."""
+    """Let Megatron build its optimizers with :class:`AdamOfGroups`."""
     patch.setattr(optimizers, "USING_PYTORCH_OPTIMIZER", False)
     patch.setattr(optimizers, "Adam", AdamOfGroups)
     patch.setattr(distrib_optimizer, "Adam", AdamOfGroups)

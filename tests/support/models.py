@@ -1,4 +1,4 @@
-"""Small models, a step helper, and a transfer that punishes every missing wait."""
+"""Small models, a training helper, and a transfer whose results are wrong if a wait is missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class TinyMoE(nn.Module):
-    """Embedding, a dense layer, two experts as 3-D weights with a soft router, an FP32 norm
+    """Embedding, dense layer, two experts as 3-D weights with a soft router, and an FP32 norm
     scale."""
 
     def __init__(self, dtype: torch.dtype, experts: bool = True, seed: int = 0) -> None:
@@ -66,7 +66,7 @@ COMPACT: dict[str, dict[str, Any]] = {
     "remainder": {},
     "master": {"store_param_remainders": False, "exp_avg_dtype": "bfloat16"},
 }
-"""Forms of state; a precision "bf16-8bit" is a bf16 model with the third."""
+"""Storage formats by name: the precision "bf16-8bit" is a bf16 model with the format "8bit"."""
 
 
 def is_expert(param: Tensor, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Functions of verl, SkyRL and AReaL that move optimizer state around a rollout."""
+"""Functions of verl, SkyRL and AReaL that move optimizer state away and back around a rollout."""
 
 from __future__ import annotations
 

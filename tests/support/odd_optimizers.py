@@ -1,4 +1,4 @@
-"""Optimizers that end their process, never answer, or fail on one rank."""
+"""Optimizers that end their process, never return, or fail on one rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 class DyingAdamW(torch.optim.AdamW):
-    """Ends its process if lr is 0, and never answers if it is 5."""
+    """Ends its process in step() if lr is 0; zero_grad(set_to_none=False) never returns."""
 
     def __init__(self, params: Any, lr: float = 1e-3, **rest: Any) -> None:
         super().__init__(params, lr=lr, **rest)

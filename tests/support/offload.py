@@ -31,7 +31,7 @@ MODES = ("sync", "overlap", "speculative")
 
 
 class CountingTransfer(Transfer):
-    """Knows which host buffers are alive, and their bytes."""
+    """A transfer that counts live host buffers and their bytes."""
 
     is_same_place = False
 

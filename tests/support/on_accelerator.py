@@ -33,35 +33,37 @@ _PRODUCT = (str(Path(mp_optim.__file__).parent), str(Path(torch.optim.__file__).
 _PASSED_OVER = (_TORCH, str(Path(__file__).parent / "accelerator"), __file__)
 _DEVICE = torch.device(KIND, 1)
 _OF_THE_HOST = (
-    *("test_simulated_accelerator", "test_borrowed_of_devices"),  # have it themselves
-    *("test_fork", "test_conformance"),  # its locks do not outlive a fork; each names its devices
+    # these tests start a simulation of their own
+    *("test_simulated_accelerator", "test_borrowed_of_devices"),
+    # locks of the simulation do not survive a fork; these tests name their devices
+    *("test_fork", "test_conformance"),
     *("test_native", "test_guards", "test_kernel_fit"),
     *("test_sanitizers", "test_self_test", "test_host_threads"),
     *("test_selection", "test_triton"),
-    # call kernels of the host, or the interpreter's, by their name
+    # these tests call kernels of the host or of the interpreter directly
     "test_native_cautious_decay_matches_the_reference_bits",
     "test_audit_repeats_triton_launches_with_host_kernels",
     "test_triton_has_the_bits_of_reference_after_large_gradients",
-    # of addresses in host memory, of what has none, of a class that makes tensors of its own
+    # these tests read host addresses, tensors without memory, or a tensor subclass
     "test_state_of_many_tensors_shares_one_allocation_without_changing_bits",
     "test_sparse_gradients_are_refused_before_anything_moves",
-    # FSDP2 gives storage back that the simulation goes on writing to: the process ends
+    # FSDP2 frees storage that the simulation still writes to, which ends the process
     "test_offload_modes_give_equal_bits_when_fsdp_gradients_are_clipped_outside",
 )
-"""Modules and tests that stay where they are: most are of kernels that they call themselves."""
+"""Modules and tests that stay on the host; most call host kernels directly."""
 _WRITES_MEANWHILE = (
     "test_between_backward_and_step",
     "test_offload_modes_give_equal_bits_after_random_events_before_the_step",
 )
 _AHEAD = re.compile(r"read by mp_step on thread \d+ \(mp_optim-host\)")
-"""In these tests the program writes state (by hand, a load, a reload) that a step ahead of the
-verdict reads meanwhile: that step is thrown away then, and the bits are compared."""
+"""Tests that write state (by hand, load or reload) while a speculative step reads it. The step is
+dropped then, and the test compares bits."""
 _EXAMPLES = 4
 _ENDED: dict[str, str] = {}
 
 
 class _MadeThere(TorchFunctionMode):
-    """Factories that are not called by the package make tensors on the device."""
+    """Makes factory calls from outside the package return tensors on the device."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""A job of one rank."""
+"""A process group of one rank."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The places of optimizer state, as settings of the classes."""
+"""The places of optimizer state (accelerator, host, streamed, disk) as settings of the classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdamW as plainly as it can be written, and fifty-odd ways to write it wrong."""
+"""A plain AdamW, and more than fifty wrong versions of it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _SAVED = "\n    def state_dict(self):\n        saved = super().state_dict()\n"
 _LOADED = "\n    def load_state_dict(self, state_dict):\n"
 
 MUTANTS: dict[str, tuple[str, str, str]] = {
-    # name: the check that has to name it, a text of SOURCE, and what stands there instead
+    # Name of the wrong version: the check that must fail, a part of SOURCE, and its replacement.
     "mean not corrected": ("first_step_follows_adam", "lr / left", "lr"),
     "square not corrected": ("first_step_follows_adam", " / right**0.5", ""),
     "count one ahead": ("first_step_follows_adam", _COUNT, _AHEAD),

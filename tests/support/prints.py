@@ -1,4 +1,4 @@
-"""Everything that a model and its optimizer hold, as bits to compare."""
+"""Copies of all tensors and settings of a model and its optimizer, to compare bits."""
 
 from __future__ import annotations
 

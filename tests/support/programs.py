@@ -1,5 +1,4 @@
-"""The programs of tools, loaded by their paths; and which of the examples are held against torch,
-and resumed."""
+"""Load the programs of tools by path, and list the examples that tests run."""
 
 from __future__ import annotations
 
@@ -29,4 +28,5 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "torchtitan_container": {},
     "vision_ema": {},
 }
-"""Names of examples, and the arguments of their ``main``; what follows a blank tells two apart."""
+"""Names of examples, and the arguments of their ``main``. Text after a space tells two runs of one
+program apart."""

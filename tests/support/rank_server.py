@@ -1,9 +1,9 @@
 """Fork ranks and programs from a process that has imported torch once.
 
 :mod:`support.launch` starts it as ``python -m support.rank_server``. An import of torch takes two
-seconds of a core. Nothing of ``mp_optim`` is imported here: each rank sets up its own kernels,
-threads and hooks. It prints a line when it is ready. A line of stdin has ranks to start; lines of
-stdout give the process id of each, and its exit status.
+seconds of a core. The server does not import ``mp_optim``, so each rank sets up kernels, threads
+and hooks alone. The server prints a line when it is ready. Each line of stdin lists ranks to start;
+lines of stdout give the process id and the exit status of each rank.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from types import ModuleType
 
 _TORCH = (
-    "torch._dynamo",  # torch.optim imports it at its first use, which takes a second
+    "torch._dynamo",  # torch.optim imports it at its first use, which takes a second.
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
 )
-"""What the workers import of it, and it imports when they use it."""
+"""Parts of torch that torch or the workers import late."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Rank:
     """A process to fork.
 
     Attributes:
-        number: among the ranks of the job.
-        command: arguments of Python: ``-m`` and a module, ``-c`` and a text, or a file; then those
-            of the program.
-        variables: its whole environment.
+        number: rank in the job.
+        command: arguments of Python: ``-m`` and a module, ``-c`` and a text, or a file; then the
+            arguments of the program.
+        variables: the whole environment.
         output: file of stdout.
         log: file of stderr.
     """
@@ -101,7 +101,7 @@ if __name__ == "__main__":
     for name in _TORCH:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # a fork need not look at all that, nor free it when it ends
+    gc.freeze()  # A fork then neither scans these objects nor frees them at exit.
     _say(ready=os.getpid())
     rank = serve()
     if rank is None:

@@ -22,8 +22,8 @@ def finite(curve: Curve) -> Curve:
 
 
 def regenerate(name: str) -> str:
-    """Train the case and write its golden values, unless another case holds them; returns what to
-    say about it."""
+    """Train the case and write its golden values, unless another case holds them; return a report
+    line."""
     _, options = load_case(name)
     with tempfile.TemporaryDirectory() as folder:
         curve = finite(run_case(name, Path(folder)))
@@ -39,7 +39,7 @@ def regenerate(name: str) -> str:
 
 
 def main(names: list[str]) -> None:
-    """Cases that hold values first, then those that repeat them."""
+    """Regenerate cases with golden values first, then the cases that repeat them."""
     unknown = set(names) - set(case_names())
     if unknown:
         sys.exit(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(case_names())}")

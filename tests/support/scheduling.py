@@ -1,4 +1,4 @@
-"""Which process runs which test."""
+"""Assign tests to the processes of pytest-xdist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk that does everything at the last moment, so that a missing wait shows."""
+"""A disk that transfers as late as possible, so that a missing wait gives wrong bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mp_optim.host.direct_file import DirectFile
 
 
 class _Late:
-    """A future that performs its transfer on the first ``wait()``."""
+    """A future that performs its transfer at the first ``wait()``."""
 
     def __init__(self, do: Callable[[], None]) -> None:
         self._do: Callable[[], None] | None = do

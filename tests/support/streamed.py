@@ -1,4 +1,4 @@
-"""A model with parameters of all kinds, and random forms of its state."""
+"""A model with parameters of all kinds, and random storage formats of its state."""
 
 import math
 
@@ -12,7 +12,7 @@ from support.offload import hybrids, snapshot
 
 SHAPES = {"big": (3, 701), "left": (40, 20), "bias": (7,), "one": (1,), "right": (300,)}
 LARGEST = 3 * 701 * 16 + 256
-"""Bytes that the largest parameter takes in a window, at most."""
+"""Upper bound of the bytes of the largest parameter in a window."""
 FORMS = {
     "fp32": {},
     "bf16": {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"},

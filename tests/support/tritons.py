@@ -1,8 +1,8 @@
-"""Compile all kernels by each supported Triton, without a GPU.
+"""Compile all kernels with each supported Triton version, without a GPU.
 
-python -m support.tritons 3.6.0 3.7.1      # these
-python -m support.tritons --of-torch       # as required by each torch of the package index
-python -m support.tritons --fetch          # only have the oldest ready, for its test
+python -m support.tritons 3.6.0 3.7.1      # these versions
+python -m support.tritons --of-torch       # the version that each torch of the package index needs
+python -m support.tritons --fetch          # download the oldest version for its test
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 from support.launch import PATH, run
 
 OLDEST = "3.6.0"
-"""The first that the backend takes; torch 2.10 brings it."""
+"""The oldest version that the backend supports; torch 2.10 installs it."""
 OLDEST_TORCH = (2, 6)
 ARCHES = ("80", "90", "100")
 INEXACT = re.compile(
     r"\s(\S*(?:fma|mad)\.\S*f(?:16|32|64)\S*|\S+\.(?:ftz|approx|full)\S*|(?:mul|add|sub)\.f\S+)"
 )
-"""Instructions whose results are not IEEE's, or that the assembler may contract."""
+"""Instructions whose results differ from IEEE, or that the assembler may contract."""
 SAID = """
 import torch
 torch.cuda.is_available = lambda: True
@@ -43,10 +43,10 @@ def folder_of(version: str) -> Path:
 
 
 def fetch(version: str) -> Path:
-    """Return the folder of an unpacked Triton.
+    """Return the folder of an unpacked Triton version.
 
     Raises:
-        SystemExit: pip cannot download it.
+        SystemExit: pip cannot download the version.
     """
     folder = folder_of(version)
     if not (folder / "triton").is_dir():
@@ -57,16 +57,16 @@ def fetch(version: str) -> Path:
 
 
 def compiled(version: str | None, arch: str, cache: Path) -> dict[str, dict[str, Any]]:
-    """Return the output of ``support.workers.triton_ptx``: each kernel, in one form or two.
+    """Return the output of ``support.workers.triton_ptx``: each kernel in one or two forms.
 
     Args:
-        version: of Triton; None is the installed one.
+        version: Triton version; None for the installed one.
     """
     return json.loads(_with(version, "-m", "support.workers.triton_ptx", arch, cache=cache))
 
 
 def said_of(version: str) -> str:
-    """Return the device that the Triton backend runs on, or the reason why it does not run."""
+    """Return the device of the Triton backend, or the reason why it does not run."""
     return _with(version, "-c", SAID).strip()
 
 
@@ -97,7 +97,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _with(version: str | None, *command: str, cache: Path | None = None) -> str:
-    """Run Python with a Triton in place of the installed one."""
+    """Run Python with a Triton version instead of the installed one."""
     path = PATH if version is None else os.pathsep.join((str(fetch(version)), PATH))
     variables = {"TRITON_INTERPRET": "0", "PYTHONPATH": path}
     if cache is not None:
@@ -115,7 +115,7 @@ def _pip(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def _check(version: str, arches: Sequence[str], cache: Path) -> list[str]:
-    """Compile, or be refused; prints a line for each target and returns what is wrong."""
+    """Compile or expect a refusal; print a line for each target and return the failures."""
     said = said_of(version)
     print(f"triton {version}: {said}", flush=True)
     if _numbers(version) < _numbers(OLDEST):

@@ -1,4 +1,4 @@
-"""Backward passes in two threads, as with parameters on a CPU and an accelerator."""
+"""Backward passes in two threads, as autograd runs them for a CPU and an accelerator."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 
 class Narrow:
-    """A place where only one thread may be at a time. Each that comes stays for a while, so that
-    another one, if nothing keeps it out, is sure to be seen.
+    """Counts the threads that are in a block at once. Each thread stays for a while, so that a
+    second
+    thread without a lock is seen.
 
     Attributes:
-        most: how many threads were there at once.
+        most: largest number of threads at once.
     """
 
     def __init__(self, seconds: float = 0.1) -> None:
@@ -30,15 +31,18 @@ class Narrow:
             self._inside -= 1
 
     def wait_until_taken(self) -> None:
-        """Return when a thread has come."""
+        """Wait until a thread is in the block."""
         with self._met:
             assert self._met.wait_for(lambda: self._inside > 0, 10.0)
 
 
 def backward_in_two_threads(first: nn.Sequential, second: nn.Sequential, place: Narrow) -> None:
-    """Backward through two stacks of layers at once. It begins in the last layer of the first one,
-    and ends there, in the thread of the caller; the other one's gradients arrive while the caller
-    is at the place."""
+    """Run backward through two stacks of layers at once, in two threads.
+
+    The caller's thread starts and ends in the last layer of the first stack. Gradients of the
+    second
+    stack arrive while the caller is in the block.
+    """
     failures: list[BaseException] = []
 
     def run(work: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
-"""Fail on each host synchronization, on machines without a GPU.
+"""Raise an error at each host synchronization, on machines without a GPU.
 
-Under Triton's interpreter device tensors are CPU tensors. Every way from a tensor to a number
-raises.
+Under Triton's interpreter device tensors are CPU tensors, so every conversion of a tensor to a
+number raises.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class _Functions(TorchFunctionMode):
         self._on_host = on_host
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # The literal "cpu" is the host; a device that is handed on is the one that stands for an
-        # accelerator.
+        # The literal "cpu" means the host; a device object stands for the accelerator.
         made = func in _MAKERS and (kwargs or {}).get("device") not in (None, "cpu")
-        if made and not isinstance(args[0], Tensor):  # a copy from memory that is not page-locked
+        # A copy from memory that is not page-locked waits for the device.
+        if made and not isinstance(args[0], Tensor):
             raise WaitedError(f"{func.__name__} of host values on a device")
         if func in _READS:
             hosted = {tensor.untyped_storage().data_ptr() for tensor in self._on_host()}

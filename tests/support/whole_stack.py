@@ -1,4 +1,4 @@
-"""Megatron's stack as any torch optimizer is made: by parameters and settings."""
+"""Build Megatron's optimizer from parameters and settings, like a torch optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
 """A simulated accelerator for the package's own ``CudaTransfer``, pipeline, worker and hooks.
 
-Three things are done at once, and none knows of the others.
+Streams, host threads and the disk run concurrently without knowing of each other.
 """

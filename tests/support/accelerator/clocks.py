@@ -9,8 +9,8 @@ class Actor:
     """A stream or a host thread.
 
     Attributes:
-        name: unique.
-        clock: by actor, how many of its deeds are known to be done.
+        name: unique name.
+        clock: number of operations known to be finished, by actor.
     """
 
     def __init__(self, name: str) -> None:
@@ -27,5 +27,6 @@ class Actor:
                 self.clock[name] = moment
 
     def knows(self, name: str, moment: int) -> bool:
-        """Whether another actor's deed is done before everything from now on."""
+        """True if another actor's operation finishes before everything that this actor does from
+        now on."""
         return self.clock.get(name, 0) >= moment

@@ -1,4 +1,4 @@
-"""Simulated devices; their memory is host memory."""
+"""Simulated devices that keep their memory on the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HOST = torch.device("cpu")
 
 
 class Devices(TorchFunctionMode):
-    """For one thread."""
+    """A function mode for one thread: host tensors act as tensors of simulated devices."""
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Devices(TorchFunctionMode):
     ) -> Any:
         kwargs = {**(kwargs or {})}
         if isinstance(func, torch._ops.OpOverload):
-            return func(*args, **kwargs)  # of an operation that was seen before
+            return func(*args, **kwargs)  # The simulation has recorded this operation already.
         is_plain = bool(args) and type(args[0]) in (Tensor, torch.nn.Parameter)
         if func == _DEVICE and is_plain:
             return self._place(args[0])

@@ -1,4 +1,4 @@
-"""A simulated disk: each transfer is a stream, and its accesses are recorded."""
+"""A simulated disk: each transfer is a stream, and the simulation records its memory accesses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def simulated_disk(simulation: Simulation) -> Iterator[None]:
                     (simulation.memory.span(source), False),
                 ]
                 deed = Deed("the disk", [each for each in spans if each[0] is not None])
-                # Through the mapping: no other thread may wait for what this one holds.
+                # Through the mapping: no other thread may wait for a lock that this thread holds.
                 simulation.queue(stream, lambda: to.copy_(source), deed)
                 return _Ticket(simulation, stream)
 

@@ -1,4 +1,4 @@
-"""Calls of the native kernels: which bytes they touch, read from the tables that they are given."""
+"""Bytes that calls of native kernels read and write, taken from their tensor tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.accelerator.memory import Deed, Memory, Span
 from support.accelerator.simulation import Simulation
 
 _HALF_BYTES = {0: 8, 1: 8, 2: 4, 3: 4, 4: 2, 5: 2, 6: 4, 7: 1}
-"""Units of 4 bits of an element, by the kernels' code of its dtype."""
+"""Size of an element in units of 4 bits, by the kernels' dtype code."""
 _STATE = ("main", "remainder", "moment1", "moment2")
 _WRITTEN: dict[str, tuple[str, ...]] = {
     "mp_step": (*_STATE, "output"),

@@ -1,4 +1,4 @@
-"""Memory of the host and the simulated devices, with the accesses to each byte."""
+"""Memory of the host and of simulated devices, with the last accesses to each byte."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor, UntypedStorage
 from support.accelerator.clocks import Actor
 
 POISON = 0xFF
-"""Every byte of what nobody may read: NaN as a floating-point value."""
+"""Value of every byte that no code may read: NaN as a floating-point value."""
 _OWN_REFERENCES = 2
-"""References to a storage that are the simulation's: the object's, and the twin's. A part that was
-seen before the whole holds the whole once more."""
+"""References to a storage that the simulation holds: one of the region and one of its twin. A view
+that was recorded before its whole adds one reference."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes of a region, from ``start`` up to ``end``."""
+    """Bytes of a region, from ``start`` up to but not including ``end``."""
 
     region: Region
     start: int
@@ -30,10 +30,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Deed:
-    """Something that is done to memory: which bytes it touches, and whether it writes there.
+    """A memory access: the bytes, and whether it writes.
 
     Attributes:
-        is_download: of a copy to the host that nothing waits for at once.
+        is_download: True for a copy to the host that nothing waits for at once.
     """
 
     what: str
@@ -42,7 +42,7 @@ class Deed:
 
 
 class Conflict(NamedTuple):
-    """An access that is not ordered after another one.
+    """An access that is not ordered after an earlier access.
 
     Attributes:
         is_torn: True for a write to the source of a download, in either order. The result may be
@@ -75,9 +75,9 @@ class Region:
     Attributes:
         twin: the same memory under another storage, held by queued operations; the reference
             count of the first storage is the package's.
-        device: None for the host.
+        device: index of the device; None for the host.
         home: the stream that the allocator would reuse the memory for.
-        is_page_locked: the host's side of a copy that nothing waited for at once.
+        is_page_locked: True for the host side of a copy that nothing waited for at once.
         recorded: streams of ``record_stream``.
         guarded: streams with copies that torch's page-locked allocator records.
     """
@@ -97,7 +97,7 @@ class Region:
 
     @property
     def is_let_go(self) -> bool:
-        """Whether only the simulation has it."""
+        """True if only the simulation holds the memory."""
         count = torch._C._storage_Use_Count(self.storage._cdata)
         return count <= _OWN_REFERENCES + len(self.parts)
 
@@ -114,7 +114,7 @@ class Region:
     def touch(
         self, actor: Actor, moment: int, span: Span, writes: bool, deed: Deed
     ) -> Iterator[Conflict]:
-        """Note an access; yields what it is in conflict with."""
+        """Record an access, and yield its conflicts with earlier accesses."""
         access = Access(span.start, span.end, writes, actor.name, moment, deed)
         for other in self.accesses:
             if (
@@ -129,13 +129,13 @@ class Region:
 
 
 def _is_outdated(old: Access, new: Access) -> bool:
-    """Whether whatever is ordered after the new access is ordered after the old one, too."""
+    """True if every access after the new one is ordered after the old one, too."""
     covers = new.start <= old.start and old.end <= new.end
     return covers and (new.writes or (not old.writes and old.actor == new.actor))
 
 
 class Memory:
-    """All regions, by address. Nothing is freed before this object goes."""
+    """All regions by address. Regions are freed only with this object."""
 
     def __init__(self) -> None:
         self._bases: list[int] = []
@@ -173,7 +173,8 @@ class Memory:
         region = Region(storage)
         place = bisect.bisect_left(self._bases, region.base)
         while place < len(self._regions) and self._bases[place] < region.base + region.size:
-            _take_over(region, self._regions.pop(place))  # pieces that were seen before the whole
+            # Views that were recorded before the whole storage.
+            _take_over(region, self._regions.pop(place))
             self._bases.pop(place)
         self._bases.insert(place, region.base)
         self._regions.insert(place, region)

@@ -23,7 +23,7 @@ _EMPTY = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_stride
 
 
 class Operations(TorchDispatchMode):
-    """For one thread."""
+    """The dispatch mode of one thread."""
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Operations(TorchDispatchMode):
         if FakeTensor in types:
             return func(*args, **kwargs)
         if not set(types) <= {Tensor, torch.nn.Parameter}:
-            return NotImplemented  # it is seen in terms of the tensors that they consist of
+            return NotImplemented  # Decompose a subclass: the simulation sees plain tensors only.
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         if _shows_only(func):
@@ -50,7 +50,7 @@ class Operations(TorchDispatchMode):
 
 
 def _shows_only(func: Any) -> bool:
-    """Whether no element is read or written."""
+    """True if the operation reads and writes no element."""
     infos = [argument.alias_info for argument in func._schema.arguments]
     if any(info is not None and not info.is_write for info in infos):
         return True
@@ -58,7 +58,7 @@ def _shows_only(func: Any) -> bool:
 
 
 class _Call:
-    """One operation."""
+    """One call of a torch operation."""
 
     def __init__(
         self, simulation: Simulation, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -169,25 +169,26 @@ class _Call:
         return bool(self.kwargs.get("non_blocking", self.args[2] if len(self.args) > 2 else False))
 
     def _change(self, stream: Stream, is_download: bool = False) -> Any:
-        """Queue what writes to its arguments."""
+        """Queue an operation that writes to its arguments."""
         deed = replace(self._deed(), is_download=is_download)
         self.simulation.queue(stream, self._on_twins(), deed)
-        if "foreach" in self.name:  # autograd's counter is the kernel's to move, of others above it
+        # Foreach kernels raise autograd's version counter, and this kernel runs later.
+        if "foreach" in self.name:
             torch.autograd.graph.increment_version(self.written)
         return _written_arguments(self.func._schema, self.args, self.kwargs)
 
     def _compute(self, stream: Stream) -> Any:
-        """Queue what returns new tensors."""
+        """Queue an operation that returns new tensors."""
         known = [region.base for region in self._regions(self.read)]
         try:
             results = self.func(*self.args, **self.kwargs)
-        except Exception:  # what the memory holds now makes no sense to it
+        except Exception:  # The operation may fail on contents that are not computed yet.
             return self._at_once(stream)
         made = _tensors(results)
         real = [t for t in made if t.numel() and not t.is_meta]
         new = [t for t in real if t.untyped_storage().data_ptr() not in known]
         if made and not new:
-            return results  # another view of the same memory
+            return results  # A view of the same memory.
         twins = [self._new_twin(tensor, stream) for tensor in made]
         if self.func._schema.name.removeprefix("aten::") in _EMPTY:
             return results
@@ -231,7 +232,7 @@ class _Call:
         if region is None:
             return value.detach()
         if region.device is None and self.func not in _COPIES:
-            return value.detach().clone()  # a number: it goes along with the launch
+            return value.detach().clone()  # A host number is copied when the kernel is launched.
         return region.alias(value)
 
 

@@ -28,13 +28,13 @@ _WAITS = (
     "wait_stream",
     "wait_until_free",
 )
-"""Methods that are called for their effect alone."""
+"""Methods that are called for their effect only."""
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
 class Site:
-    """A call to take out: the ``number``-th of a function."""
+    """Call number ``number`` of a function, which a test removes."""
 
     module: str
     function: str
@@ -46,7 +46,7 @@ class Site:
 
 
 class _Remover(ast.NodeTransformer):
-    """Lists the sites of a function, and takes out the chosen one."""
+    """A syntax-tree transformer that lists the sites of a function and removes the chosen site."""
 
     def __init__(self, chosen: int | None = None) -> None:
         self.texts: list[str] = []
@@ -75,7 +75,7 @@ class _Remover(ast.NodeTransformer):
 
 
 def _is_of_accelerator(node: ast.expr) -> bool:
-    """Whether a block is on a device or queues on a stream: ``accelerator.on(...)`` or alike."""
+    """True if a ``with`` block sets a device or a stream, as ``accelerator.on(...)`` does."""
     owner = node.func.value if _calls(node, ("on", "queue_on")) else None  # type: ignore[attr-defined]
     return owner is not None and ast.unparse(owner).lower().endswith("accelerator")
 

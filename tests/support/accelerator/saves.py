@@ -24,7 +24,7 @@ class Saves:
 
     Attributes:
         waits: number of writers that waited.
-        windows: of the device.
+        windows: staging windows of the device.
     """
 
     def __init__(self, windows: Windows) -> None:

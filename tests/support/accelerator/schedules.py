@@ -24,21 +24,22 @@ from support.offload import delays, differing, hybrids, params_of, state_of
 DEVICE = 1
 EVENTS = ("", "offload", "abandon", "overflow", "read", "wider", "write", "touch")
 WRITES_GRADIENTS = ("overflow", "wider", "write", "touch")
-"""Events that find no gradient where it was released."""
+"""Events that need a gradient, so they cannot follow its release."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """Backward and a step.
+    """One backward pass and one step.
 
     Attributes:
-        micro: micro-batches. says_last: all but the last are in ``no_sync()``.
-        scale: of the loss.
-        event: ``offload``: main params leave the accelerator and come back after backward.
-            ``abandon``: the same, and the gradients of another backward were dropped before.
+        micro: number of micro-batches.
+        says_last: True if all micro-batches but the last are in ``no_sync()``.
+        scale: factor of the loss.
+        event: ``offload``: main params leave the accelerator and return after backward.
+            ``abandon``: as ``offload``, after the gradients of another backward were dropped.
             ``overflow``: a gradient becomes infinite after backward. ``read``: parameters and state
             are read after backward. ``wider``: the gradient is FP32, in ``main_grad``. ``write``:
-            gradients are doubled after backward. ``touch``: they are multiplied by 1.
+            gradients are doubled after backward. ``touch``: gradients are multiplied by 1.
     """
 
     micro: int = 1
@@ -49,14 +50,14 @@ class Round:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A run.
+    """Settings of a training run.
 
     Attributes:
-        owner: ``stack``, ``zero`` (a DistributedOptimizer of one rank) or ``hybrid``
-            (HybridDeviceOptimizer as it is, which never waits for the device).
-        pauses: seconds that jobs of the worker take longer, in turn.
-        sets_device: whether the caller's current device is that of the model.
-        releases: ``release_gradients``, of a stack that works during backward.
+        owner: ``stack``, ``zero`` (a DistributedOptimizer of one rank) or ``hybrid`` (a
+            HybridDeviceOptimizer alone, which never waits for the device).
+        pauses: seconds by which jobs of the worker are delayed, in turn.
+        sets_device: True if the caller's current device is the model's device.
+        releases: ``release_gradients``, for an owner that steps during backward.
         place: ``offload_place``.
         is_on_disk: True if the state is in a file.
         averages: True if averages of main params are kept.
@@ -95,8 +96,9 @@ class Schedule:
 
     @property
     def tears(self) -> bool:
-        """Whether gradients are written that were ready, and may be on their way down; a
-        DistributedOptimizer clears them in place."""
+        """True if gradients are written while their download may still run. A DistributedOptimizer
+        clears
+        gradients in place."""
         return any(
             round.event in ("overflow", "write", "touch")
             or (round.event == "abandon" and self.owner == "zero")
@@ -124,7 +126,7 @@ class Outcome:
     """The result of a run.
 
     Attributes:
-        reports: of the simulation.
+        reports: faults that the simulation reports.
         bits: parameters and state.
     """
 
@@ -136,10 +138,12 @@ class Outcome:
 
 
 class Run:
-    """A schedule that is carried out round by round.
+    """A training run that executes a schedule round by round.
 
     Attributes:
-        device: simulated, if there is a simulation. model: on it. optimizer: its.
+        device: simulated device, or the host without a simulation.
+        model: model on this device.
+        optimizer: optimizer of the model.
     """
 
     def __init__(self, schedule: Schedule, simulation: Simulation | None) -> None:
@@ -267,6 +271,6 @@ def outcome(schedule: Schedule) -> Outcome:
         simulation.synchronize()
         bits = run.outcome()
         del run
-        gc.collect()  # what goes with an optimizer is part of the run
+        gc.collect()  # Freeing the optimizer is part of the run.
     reports = simulation.reports if schedule.tears else {**simulation.reports, **simulation.torn}
     return Outcome(tuple(reports), bits)

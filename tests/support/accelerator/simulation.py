@@ -1,4 +1,4 @@
-"""The simulation: devices, host threads, their operations, and reports."""
+"""The simulation: devices, host threads, their operations, and reports of faults."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from support.accelerator.streams import Executor, Pace, Stream
 
 DEVICES = 2
 KIND = "privateuseone"
-"""The type that torch leaves to accelerators it does not know."""
+"""The device type that torch reserves for accelerators outside of torch."""
 
 COLLECTIVES = f"cpu:gloo,{KIND}:gloo"
-"""Of a process group that serves the simulated devices too."""
+"""Backends of a process group that serves the host and the simulated devices."""
 
 
 def device_at(index: int) -> torch.device:
@@ -30,8 +30,8 @@ class HostThread(Actor):
     """A thread of the host.
 
     Attributes:
-        device: its current one.
-        streams: its current stream of each device.
+        device: index of its current device.
+        streams: its current stream on each device.
     """
 
     def __init__(self, name: str, defaults: list[Stream]) -> None:
@@ -44,10 +44,10 @@ class Simulation:
     """Devices, streams and memory of one simulation.
 
     Attributes:
-        empty: device of tensors that have no memory.
+        empty: device of tensors without memory.
         reports: faults, each once.
         torn: downloads with a concurrent write.
-        lock: guards all of it.
+        lock: guards the whole simulation.
     """
 
     def __init__(self, pace: Pace = Pace.LAZY, seed: int = 0) -> None:
@@ -95,7 +95,7 @@ class Simulation:
     # -- what is done -----------------------------------------------------------------------------
 
     def queue(self, stream: Stream, run: Callable[[], None], deed: Deed) -> None:
-        """Queue work on a stream, from the calling thread."""
+        """Queue an operation on a stream from the calling thread."""
         self.look_for_given_back()
         stream.learn(self.thread.clock)
         self._note(stream, deed)
@@ -133,7 +133,7 @@ class Simulation:
     # -- memory that is given back ----------------------------------------------------------------
 
     def look_for_given_back(self) -> None:
-        """Note what the product let go of, and write over what may be used by others then."""
+        """Find memory that the package freed, and overwrite memory that other code may reuse."""
         lent, self._lent = self._lent, []
         for region in dict.fromkeys(lent):
             if not region.is_let_go:
@@ -178,7 +178,7 @@ class Simulation:
         return tensor
 
     def synchronize(self) -> None:
-        """Wait for everything."""
+        """Wait for all queued operations."""
         with self.lock:
             self.look_for_given_back()
             for stream in self.executor.streams:

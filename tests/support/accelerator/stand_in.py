@@ -1,5 +1,5 @@
-"""The simulation as an accelerator of its own, which the package finds by the door it has for every
-other: :data:`~mp_optim.host.accelerator.KINDS`."""
+"""The simulation as an accelerator of the package: an entry of
+:data:`~mp_optim.host.accelerator.KINDS`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from support.accelerator.streams import Pace, Stream
 
 
 class SimulatedStream:
-    """``torch.Stream``."""
+    """A simulated stream with the methods of ``torch.Stream``."""
 
     def __init__(self, simulation: Simulation, core: Stream) -> None:
         self._simulation, self.core = simulation, core
@@ -56,7 +56,7 @@ class SimulatedStream:
 
 
 class SimulatedEvent:
-    """``torch.Event``: a place in a stream, and all that is done when that is reached."""
+    """A simulated event with the methods of ``torch.Event``: a position in a stream."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -100,7 +100,7 @@ class SimulatedEvent:
 
 
 class SimulatedAccelerator(Accelerator):
-    """Its devices are the simulation's."""
+    """An accelerator kind with the simulation's devices."""
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__(KIND)
@@ -166,7 +166,8 @@ def _record_stream(simulation: Simulation) -> Callable[[Tensor, SimulatedStream]
 
 def _to_list(simulation: Simulation, original: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     def tolist(tensor: Tensor) -> Any:
-        return original(tensor.clone() if tensor.is_cpu else tensor.cpu())  # which wait
+        # clone() and cpu() wait for the device
+        return original(tensor.clone() if tensor.is_cpu else tensor.cpu())
 
     return tolist
 
@@ -177,7 +178,7 @@ def _hooked(simulation: Simulation, original: Callable[..., Any]) -> Callable[..
             with Devices(simulation):
                 hook(param)
 
-        with torch._C.DisableTorchFunction():  # it would come back here
+        with torch._C.DisableTorchFunction():  # Otherwise the call would recurse.
             return original(tensor, call)
 
     return register
@@ -190,7 +191,7 @@ def _taken_for_right(backend: Backend, device: torch.device) -> SelfTest:
 
 
 _KEPT_BY_DEVICE = (leases.windows_of, verdict._transfer, index_on)
-"""What the process keeps for a device, which goes with the simulation."""
+"""Caches per device that have to be cleared with the simulation."""
 
 
 # -- all of it ------------------------------------------------------------------------------------
@@ -198,7 +199,7 @@ _KEPT_BY_DEVICE = (leases.windows_of, verdict._transfer, index_on)
 
 @contextmanager
 def simulated_accelerator(pace: Pace = Pace.LAZY, seed: int = 0) -> Iterator[Simulation]:
-    """Have two simulated devices; the second is the caller's current one."""
+    """Simulate two devices; the second device is the caller's current device."""
     simulation = Simulation(pace, seed)
     with ExitStack() as context:
         for kept in _KEPT_BY_DEVICE:
@@ -206,7 +207,7 @@ def simulated_accelerator(pace: Pace = Pace.LAZY, seed: int = 0) -> Iterator[Sim
         kind = {KIND: SimulatedAccelerator(simulation)}
         context.enter_context(mock.patch.dict(KINDS, kind))
         only = mock.patch.object(selection, "_ON_ACCELERATOR", ("reference",))
-        context.enter_context(only)  # which is torch's operations, and takes long to prove here
+        context.enter_context(only)  # Only the reference: proving other backends is slow here.
         context.enter_context(mock.patch.object(selection, "prove", _taken_for_right))
         for name, value in {
             "record_stream": _record_stream(simulation),
@@ -222,7 +223,8 @@ def simulated_accelerator(pace: Pace = Pace.LAZY, seed: int = 0) -> Iterator[Sim
         context.enter_context(mock.patch.object(backward_scheduler, "DaemonExecutor", pool))
         stand_in = threads.stand_in(simulation)
         context.enter_context(mock.patch.object(leases, "threading", stand_in))
-        context.enter_context(mock.patch.object(leases, "move", Tensor.copy_))  # which is seen
+        # The simulation records this copy.
+        context.enter_context(mock.patch.object(leases, "move", Tensor.copy_))
         context.enter_context(Operations(simulation))
         context.enter_context(Devices(simulation))
         simulation.thread.device = 1

@@ -17,11 +17,11 @@ class Pace(Enum):
 
 
 Place = tuple["Stream", int]
-"""A stream, and how many of its operations."""
+"""A position: a stream, and a number of its operations."""
 
 
 class Operation:
-    """Work in a stream, or only a wait there."""
+    """An operation in a stream, or a wait for another stream."""
 
     def __init__(self, run: Callable[[], None] | None, needs: Sequence[Place]) -> None:
         self.run, self.needs = run, needs
@@ -36,8 +36,8 @@ class Stream(Actor):
 
     Attributes:
         device: index.
-        queued: number of operations so far.
-            done: number of finished ones.
+        queued: number of queued operations.
+        done: number of finished operations.
     """
 
     def __init__(self, name: str, device: int) -> None:
@@ -55,7 +55,7 @@ class Stream(Actor):
         return self._operations[0] if self._operations else None
 
     def go_on(self) -> None:
-        """Carry out the next operation."""
+        """Run the next operation."""
         operation = self._operations.popleft()
         if operation.run is not None:
             operation.run()
@@ -63,7 +63,7 @@ class Stream(Actor):
 
 
 class Executor:
-    """Carries out what is queued, in one of the orders that are allowed."""
+    """Runs queued operations in one of the allowed orders."""
 
     def __init__(self, pace: Pace, seed: int) -> None:
         self._pace = pace
@@ -71,7 +71,7 @@ class Executor:
         self.streams: list[Stream] = []
 
     def reach(self, stream: Stream, count: int) -> None:
-        """Have a stream carry out its first ``count`` operations."""
+        """Run the first ``count`` operations of a stream."""
         if self._pace is Pace.OTHERS_FIRST and stream.done < count:
             self._exhaust(other for other in self.streams if other is not stream)
         while stream.done < count:
@@ -82,7 +82,7 @@ class Executor:
             stream.go_on()
 
     def stir(self) -> None:
-        """Let some time pass."""
+        """Run a random number of operations."""
         if self._pace is Pace.RANDOM and self._chance.random() < 0.3:
             stream = self._chance.choice(self.streams)
             if stream.next is not None and stream.next.is_free:
@@ -90,7 +90,7 @@ class Executor:
 
     @staticmethod
     def _exhaust(streams: Iterable[Stream]) -> None:
-        """Go on in these streams as far as they do not wait for others than these."""
+        """Run these streams until each waits for a stream outside of them."""
         every = list(streams)
         while moving := [s for s in every if s.next is not None and s.next.is_free]:
             for stream in moving:

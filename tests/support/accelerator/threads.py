@@ -1,5 +1,5 @@
-"""Threads and locks that hand on clocks: a thread knows what the thread knew that started it, and
-the one that takes a lock knows what the one knew that gave it back."""
+"""Threads and locks that pass on vector clocks. A new thread takes the clock of its starter, and a
+thread that acquires a lock takes the clock of the thread that released it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Thread(threading.Thread):
 
 
 class Lock:
-    """A ``threading.Lock`` or ``RLock``."""
+    """A ``threading.Lock`` or ``RLock`` that passes on clocks."""
 
     def __init__(self, simulation: Simulation, lock: Any) -> None:
         self._simulation, self._lock = simulation, lock
@@ -66,7 +66,7 @@ class Lock:
         with self._simulation.lock:
             self._holders.learn(self._simulation.thread.clock)
 
-    # what a Condition uses of an RLock
+    # Methods of an RLock that a Condition calls.
 
     def _is_owned(self) -> bool:
         return bool(self._lock._is_owned())

@@ -1,2 +1,1 @@
-"""Modules that stand in for GPU libraries: their formulas in numpy, and their silence where they
-check nothing."""
+"""Stand-ins for GPU libraries: their formulas in numpy, and no check that they lack."""

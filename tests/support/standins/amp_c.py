@@ -1,5 +1,5 @@
-"""apex's ``amp_C``: it checks devices and strides, hardly a dtype, and knows 32-bit indices except
-in Adam."""
+"""A stand-in for apex's ``amp_C``, which checks devices and strides and few dtypes, and uses 32-bit
+indices except in Adam."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _check(lists: Lists) -> None:
 
 
 def _misread(name: str, lists: Lists, believed: list[torch.dtype]) -> bool:
-    """Whether memory is taken for another dtype than it has: every tensor for that of the first."""
+    """True if the kernel would read memory by the dtype of the first tensor instead of its own."""
     wrong = any(
         tensor.dtype != dtype
         for tensors, dtype in zip(lists, believed, strict=True)

@@ -1,4 +1,5 @@
-"""The pretended GPU: its arithmetic, and how multi-tensor launches walk over tensors there."""
+"""A simulated GPU for the stand-ins: its arithmetic, and the order of chunks in multi-tensor
+launches."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ TINY = F(2.0**-126)
 
 
 class SegmentationFaultError(BaseException):
-    """The process would be gone; nothing may catch this."""
+    """The real process would be dead, so no test may continue after this error."""
 
 
 class Gpu:
@@ -115,8 +116,9 @@ def walk(
     """Collect chunks of tensors until a launch is full or the last chunk of the last tensor was
     added.
 
-    An empty tensor at the end therefore loses everything that was collected; one in the last place
-    of a launch's table is written behind the table.
+    An empty last tensor therefore drops all collected chunks. An empty tensor in the last place of
+    a
+    launch's table is written behind the table.
     """
     blocks: list[tuple[int, int]] = []
     placed = 0

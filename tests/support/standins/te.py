@@ -1,5 +1,6 @@
-"""``transformer_engine_torch``: it checks dtypes, but no device, no stride and no size; it has a
-handle per tensor."""
+"""A stand-in for ``transformer_engine_torch``, which checks dtypes but no device, stride or size,
+and
+takes one handle per tensor."""
 
 from __future__ import annotations
 
@@ -113,7 +114,8 @@ def _multi_tensor_adam_param_remainder(
 
     def kernel(_: int, g: Tensor, p: Tensor, m: Tensor, v: Tensor, rest: Tensor) -> None:
         high, low = p.view(torch.int16).numpy().copy(), rest.numpy().copy()
-        high = np.where(low < 0, high - 1, high).astype(np.int16)  # it was rounded up
+        # A negative remainder means that the upper half was rounded up.
+        high = np.where(low < 0, high - 1, high).astype(np.int16)
         bits = (high.view(np.uint16).astype(np.uint32) << 16) | low.view(np.uint16)
         stepped, new_m, new_v = gpu.adam(
             gpu.flushed(bits.view(F)), values(g), values(m), values(v), scalars

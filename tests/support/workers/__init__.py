@@ -1,1 +1,1 @@
-"""Programs that tests start in processes of their own; ``launch`` starts them."""
+"""Programs that tests run in other processes; ``support.launch`` starts them."""

@@ -1,5 +1,5 @@
-"""accelerate with FSDP2: clipped by it, saved by its ``save_state``, and resumed by ``load_state``
-to the bit."""
+"""accelerate with FSDP2 clips, saves with ``save_state`` and resumes to the bit with
+``load_state``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def losses(folder: str, resume: bool) -> list[float]:
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)).bfloat16()
     optimizer = mp_optim.AdamW(model.parameters(), lr=1e-2, offload=0.5, state="8bit")
     model, optimizer = accelerator.prepare(model, optimizer)
-    # on a CPU prepare() forgets that it is FSDP
+    # prepare() resets the FSDP type on a CPU.
     vars(accelerator.state)["distributed_type"] = DistributedType.FSDP
     if resume:
         accelerator.load_state(folder)

@@ -1,5 +1,6 @@
-"""Two gloo processes that hand compact state over by torch's functions for state dicts, in every
-form these have, and by ``torch.distributed.checkpoint``."""
+"""Two gloo processes pass compact state through torch's state-dict functions in all their forms,
+and
+through ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ PLACES: tuple[dict[str, Any], ...] = (
     {"offload": 1.0, "offload_mode": "speculative"},
     {"offload": 1.0, "optimizer_state_path": gettempdir()},
 )
-"""Of the state that is saved, and of the optimizers that load it."""
+"""Places of the saved state, and of the optimizers that load it."""
 FULL = {"full_state_dict": True}
 FLAT = {"flatten_optimizer_state_dict": True}
 SPREAD = {**FULL, "broadcast_from_rank0": True}

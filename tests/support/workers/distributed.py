@@ -1,6 +1,6 @@
-"""Four gloo processes: data-parallel training with everything shared out, something, or nothing.
+"""Four gloo processes train data-parallel with all, some or no state sharded.
 
-The first 2, 3 or all 4 ranks form the data-parallel group of a case; each rank sees other data.
+The first 2, 3 or 4 ranks form the data-parallel group of a case; each rank has other data.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ class SmallMoE(nn.Module):
         self.embed = nn.Embedding.from_pretrained(weight(50, 24).data, freeze=False)
         self.dense = nn.Linear(24, 24, dtype=dtype)
         self.dense.weight.data, self.dense.bias.data = (weight(24, 24).data, weight(24).data)
-        self.norm = nn.LayerNorm(24)  # FP32 in a 16-bit model
+        self.norm = nn.LayerNorm(24)  # An FP32 parameter in a 16-bit model.
         self.odd = weight(24)
         self.unused = weight(300)
         self.empty = nn.Parameter(torch.zeros(0, 8, dtype=dtype))
@@ -136,8 +136,9 @@ def digest(tensors: dict[str, Tensor]) -> str:
 
 
 def cases() -> list[Case]:
-    """Return cases of some kinds; all of a kind have the bits of its first. Random layouts
-    (``lab.layout_fuzz``) have the others."""
+    """Return cases of some kinds; all cases of a kind have equal bits. ``lab.layout_fuzz`` covers
+    random
+    layouts."""
     found = [Case(3, "bf16", layout, 0.5) for layout in SETTINGS]
     found += [Case(4, "fp32", layout) for layout in ("no_shard", "optim")]
     found += [
@@ -206,7 +207,8 @@ def duplicates(rank: int, layout: str, groups: dict[str, dist.ProcessGroup]) -> 
             dp=groups["expert_dp"], grad_stats=groups["ep"], tp=groups["ep"]
         ),
     )
-    model["own"].grad = torch.full((300,), [2.0, 3.0, 4.0, 5.0][rank])  # averages: 3 and 4
+    # The data-parallel groups average to 3 and 4.
+    model["own"].grad = torch.full((300,), [2.0, 3.0, 4.0, 5.0][rank])
     model["twin"].grad, model["shared"].grad = (torch.full((300,), 6.0), torch.full((300,), 100.0))
     return optimizer.step().grad_norm
 
@@ -416,7 +418,7 @@ def passes_of_some(rank: int, group: dist.ProcessGroup) -> list[tuple[float, str
                 if has_work or not idle:
                     loss = model(tokens_of(step, rank, part), rank % 2 == 1)
                     (loss * has_work).backward()
-            if step == 2:  # a collective of its own
+            if step == 2:  # Finishing the reduction explicitly adds a collective.
                 optimizer.finish_grad_sync()
             norm = optimizer.step().grad_norm
         optimizer.finish_param_sync()

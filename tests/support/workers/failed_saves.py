@@ -1,4 +1,4 @@
-"""Three gloo processes with saves that fail on some ranks, or because one is late."""
+"""Three gloo processes whose saves fail on some ranks, or because one rank is late."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ RANKS, TIMEOUT = 3, 6.0
 
 
 def meet(folder: Path, rank: int, where: str) -> None:
-    """Wait for the others, with no process group."""
+    """Wait for the other ranks by files, without a process group."""
     (folder / f"{where}{rank}").touch()
     while len(list(folder.glob(f"{where}[0-9]"))) < RANKS:
         time.sleep(0.05)
@@ -75,7 +75,7 @@ def main(directory: str) -> None:
     torch.save(found, folder / f"rank{rank}.pt")
     meet(folder, rank, "end")
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
+    os._exit(0)  # gloo's threads sometimes abort a regular exit of the interpreter.
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ptx.kernels import MachineBackend, _WatchedTables  # isort: skip  (before what interprets)
+from ptx.kernels import MachineBackend, _WatchedTables  # isort: skip  (imported first)
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from ptx.triton_driver import StaticDriver
 from support.kernel_cases import GROUP, PASSES, Case, lists_of, step_with
 
 BEFORE = 2**31 + 3 * 16384
-"""Elements before those that are there: whole chunks of every kernel."""
+"""Number of elements before the first present one: whole chunks of every kernel."""
 SIZES = [300, 1, 9000]
 COMPACT = Case(
     rest=torch.int8,
@@ -77,7 +77,7 @@ class FarTables(_WatchedTables):
         if near not in self._far:
             far = Plan.__new__(Plan)
             far.__dict__.update(near.__dict__)
-            far.rounds = near.rounds  # chunk sums lie where they are
+            far.rounds = near.rounds  # Partial sums keep their addresses.
             far.firsts = near.firsts - BEFORE // chunk
             far.sizes = near.sizes + BEFORE
             self._far[near] = far

@@ -1,5 +1,5 @@
-"""Four gloo processes: tensors saved by stock torch.distributed.checkpoint in every layout, loaded
-into every other."""
+"""Four gloo processes save tensors with torch.distributed.checkpoint in every layout, and load them
+into every other layout."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Layout:
 
 
 def flat(ranks: int, seed: int, copies: int = 1) -> Layout:
-    """Cut at random places; ``copies`` neighbouring ranks hold the same range."""
+    """Cut a tensor at random positions; ``copies`` neighbouring ranks hold the same range."""
 
     def place(name: str, tensor: Tensor, rank: int) -> Tensor:
         chance = random.Random(f"{seed} {name}")
@@ -125,7 +125,7 @@ def main(folder: Path) -> Any:
                 (saved.name, layout.name, name)
                 for name, tensor in expected.items()
                 if not torch.equal(local(tensor), kept[name])
-            ]  # in place: the memory that was handed in
+            ]  # The load writes into the given memory.
             cases += 1
         for name in ("matrix.torch.float32", "scalar.torch.int16"):
             if rank < layout.ranks and layout.name.startswith("flat"):

@@ -1,5 +1,4 @@
-"""Two gloo processes: FSDP2-sharded training, and agreement between ranks that hold different
-parameters."""
+"""Two gloo processes train with FSDP2, and agree although they hold different parameters."""
 
 from pathlib import Path
 from tempfile import gettempdir
@@ -25,7 +24,7 @@ def build_sharded(
     precision: str, fraction: float, policy: OffloadPolicy | None = None, **settings: Any
 ) -> tuple[TinyMoE, MegatronOptimizer]:
     model = TinyMoE(DTYPES[precision.split("-")[0]])
-    mixed = model.dense.dtype != model.scale.dtype  # FSDP2 shards one dtype at a time
+    mixed = model.dense.dtype != model.scale.dtype  # FSDP2 shards one dtype at a time.
     ignored = {model.scale} if mixed else set()
     fully_shard(model, ignored_params=ignored, offload_policy=policy or OffloadPolicy())
     return model, get_megatron_optimizer(
@@ -99,7 +98,7 @@ def whole(value: Tensor) -> Tensor:
 
 
 def train_sharded(rule: str, precision: str, fraction: float, directory: str) -> dict[str, object]:
-    """Train, with a checkpoint saved and loaded in the middle; whole tensors come back."""
+    """Train, with a save and a load in the middle; return whole tensors."""
     model, optimizer = build_sharded(precision, fraction, optimizer=rule)
     norms, losses = [], []
     for step in range(STEPS):

@@ -1,6 +1,6 @@
-"""Four gloo processes; one is killed during a save.
+"""Four gloo processes, of which one is killed during a save.
 
-One process imports torch, and forks them.
+One process imports torch and forks the ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-# torch.optim imports it at its first use, which takes a second: once is enough
+# torch.optim imports it at its first use, which takes a second.
 import torch._dynamo
 import torch.distributed as dist
 from torch import nn
@@ -29,7 +29,7 @@ from mp_optim.process_groups.agreement import job_timeout
 
 warnings.filterwarnings("ignore")
 TIMEOUT, GONE, BUSY = timedelta(seconds=77), 3, 1
-PATIENCE = missing_ranks._PATIENCE = 5.0  # more than the busy rank takes
+PATIENCE = missing_ranks._PATIENCE = 5.0  # The busy rank takes less than this.
 
 
 def heard(work: Any) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def run(folder: Path, rank: int) -> None:
         if rank == GONE:
             time.sleep(1)
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(3 if rank == BUSY else 0)  # longer than the others take to hear of it
+        time.sleep(3 if rank == BUSY else 0)  # The other ranks have raised before this time.
         return write(self)
 
     writing.Writing.write = slow

@@ -1,5 +1,6 @@
-"""Two ranks train alike in several layouts, with spikes; each saves which steps were taken, and
-norms of the last step, by layout."""
+"""Two ranks train in several layouts with spikes. Each rank saves the taken steps and the norms of
+the
+last step by layout."""
 
 import warnings
 from collections.abc import Callable
@@ -64,7 +65,7 @@ def told(name: str) -> dict[str, Any]:
     for step in range(STEPS):
         loss = loss_of(module, step, name)
         loss.backward()
-        # the loss of one rank alone is a spike
+        # The loss of one rank only is a spike.
         extra = 1e3 * dist.get_rank() if step == LOSS_SPIKE else 0.0
         optimizer.health.report_loss(loss.detach() + extra)
         taken.append(bool(optimizer.step().success))

@@ -28,7 +28,7 @@ def train_step(model: nn.Module, optimizer: object, step: int) -> None:
 
 
 def write(model: nn.Module, optimizer: object, step: int) -> None:
-    """Write to weights or state by a way that is drawn for this step."""
+    """Write weights or state in a random way for this step."""
     draw = random.Random(f"write {step}")
     param = draw.choice(list(model.parameters()))
     state = optimizer.state[param]
@@ -36,7 +36,7 @@ def write(model: nn.Module, optimizer: object, step: int) -> None:
     if way == "data":
         param.data.mul_(0.5)
     elif way == "storage":
-        param.detach().view(torch.int16).numpy()[:2] = 0x3F80  # 1.0 as bfloat16
+        param.detach().view(torch.int16).numpy()[:2] = 0x3F80  # The bits of 1.0 in bfloat16.
     elif way == "moment":
         state["exp_avg"].mul_(0.5)
     elif way == "state memory":
@@ -58,8 +58,7 @@ def digest(model: nn.Module, optimizer: object) -> str:
 
 
 def say(*words: object) -> None:
-    """Write a line, whole or not at all: an unbuffered ``print`` writes every word by itself, and a
-    process killed between two of them leaves half a line for the next one to go on with."""
+    """Write a line in one system call, so that a killed process leaves no half line."""
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
@@ -85,11 +84,11 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with (
         tempfile.TemporaryDirectory() as warm
-    ):  # whatever is imported or tried out once, before there are children
+    ):  # Imports and kernel proofs run before the first fork.
         checkpoint.save(warm, *build())
         checkpoint.load(warm, *build())
     for _ in sys.stdin:
-        child = os.fork()  # importing torch takes longer than all the rest
+        child = os.fork()  # Importing torch takes longer than all later work.
         if not child:
             train_and_save(sys.argv[1], sys.argv[2] == "async", int(sys.argv[3]))
         say("child", child)

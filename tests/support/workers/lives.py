@@ -1,4 +1,4 @@
-"""Two gloo processes with a job that fails and restarts with the same store."""
+"""Two gloo processes whose job fails and restarts with the same store."""
 
 import os
 import sys
@@ -47,7 +47,7 @@ class OneStore(dist.Store):
 
 def live(life: int, late: float, timeout: float) -> str:
     rank = int(os.environ["RANK"])
-    store, wait = OneStore(life), timedelta(seconds=timeout)  # held by nobody else
+    store, wait = OneStore(life), timedelta(seconds=timeout)  # No other object holds the store.
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=wait)
     model = nn.Linear(8, 8)
     config = OptimizerConfig(lr=1e-3, use_distributed_optimizer=True)
@@ -70,7 +70,7 @@ def main(folder: str) -> None:
     told = [live(1, late=4.0, timeout=2.0), live(2, late=2.5, timeout=60.0)]
     torch.save(told, f"{folder}/rank{os.environ['RANK']}.pt")
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads of the first life may wait for a long time
+    os._exit(0)  # gloo's threads of the failed job may wait for a long time.
 
 
 if __name__ == "__main__":

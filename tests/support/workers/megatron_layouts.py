@@ -147,7 +147,7 @@ def out_of_place(chunks: list[nn.Module], path: Path) -> tuple[int, list[str]]:
     count, wrong = 0, []
     for part in (part for chunk in chunks for part in parts_of(chunk)):
         name = whole_name(part)
-        if "layer_norm_" in name:  # which Megatron counts to the layer behind it
+        if "layer_norm_" in name:  # Megatron assigns this norm to the layer after it.
             continue
         axes = part.prepend_axis_num
         whole = saved.read(f"model.{name}")

@@ -1,4 +1,4 @@
-"""Two gloo processes: Muon over the buffers of Megatron's DDP, next to one process."""
+"""Two gloo processes: Muon over the buffers of Megatron's DDP, compared with one process."""
 
 from __future__ import annotations
 

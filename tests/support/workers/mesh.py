@@ -1,4 +1,4 @@
-"""Four gloo processes: parameters split by tensor parallelism and by FSDP2, on nested meshes."""
+"""Four gloo processes with parameters split by tensor parallelism and FSDP2 on nested meshes."""
 
 import warnings
 from pathlib import Path
@@ -73,7 +73,7 @@ def whole(value: Tensor) -> Tensor:
 
 
 class Sequence(nn.Module):
-    """Tensor parallelism over the sequence leaves gradients that are still to be added up."""
+    """A model whose norm gradients are partial sums under sequence parallelism."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def sequence_parallel(mode: str | None = None, sharded: bool = True) -> dict[str
 
 
 def early(mode: str, shape: tuple[int, ...]) -> dict[str, Tensor] | str:
-    model = Net(14)  # seven rows for each of two ranks, unevenly for four
+    model = Net(14)  # Two ranks hold 7 of 14 rows each; four ranks hold 4, 4, 4 and 2.
     if len(shape) == 1:
         fully_shard(model, mesh=init_device_mesh("cpu", shape))
     else:

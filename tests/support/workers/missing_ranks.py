@@ -1,6 +1,6 @@
-"""Four processes; some leave, and the others write the errors that they get.
+"""Four processes, of which some leave. The remaining ranks write the errors that they get.
 
-One process imports torch, and forks the ranks of all scenarios, which run side by side.
+One process imports torch and forks the ranks of all scenarios, which run concurrently.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-# torch.optim imports it at its first use, which takes a second: once is enough
+# torch.optim imports it at its first use, which takes a second.
 import torch._dynamo
 import torch.distributed as dist
 from torch import nn
@@ -52,11 +52,11 @@ SCENARIOS = [
     Scenario("optim_grads", "raise"),
     Scenario("fsdp2"),
     Scenario("optim", "stop"),
-    Scenario("optim", "stop", gone=(0,), busy=1),  # the others have ended when it fails
+    Scenario("optim", "stop", gone=(0,), busy=1),  # The other ranks have ended when rank 1 fails.
     Scenario("objects", busy=1),
 ]
 DISAGREE = Scenario("fsdp2", "disagree", gone=())
-"""Nobody leaves before rank 1 has another learning rate, and then all at once."""
+"""Rank 1 sets another learning rate; then all ranks leave at once."""
 
 
 def stepping(strategy: str, other_settings: bool = False) -> Callable[[], Any]:
@@ -84,14 +84,14 @@ def stepping(strategy: str, other_settings: bool = False) -> Callable[[], Any]:
         optimizer.step()
         optimizer.zero_grad()
         model(torch.ones(2, 16)).sum().backward()
-    if strategy == "optim_grads":  # it reduces in backward
+    if strategy == "optim_grads":  # optim_grads reduces gradients in backward.
         optimizer.zero_grad()
         return lambda: model(torch.ones(2, 16)).sum().backward() or optimizer.step()
     return optimizer.step
 
 
 def objects() -> Callable[[], Any]:
-    """Return a gather of objects over a Gloo group, as a checkpoint makes one."""
+    """Gather objects over a Gloo group, as a checkpoint does."""
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
 
     def gather() -> list[Any]:
@@ -134,12 +134,12 @@ def run(scenario: Scenario, rank: int, port: int, folder: Path) -> None:
     elif rank == scenario.busy:
         time.sleep(2.5)
     write(scenario, rank, folder, act)
-    time.sleep(1.0)  # a program that handles the error does not end at once
+    time.sleep(1.0)  # A program that handles the error does not end at once.
     os._exit(0)
 
 
 def outlast(scenario: Scenario, rank: int, folder: Path) -> None:
-    """Return when the other ranks that are well have ended."""
+    """Wait until the other healthy ranks have ended."""
     others = {*range(RANKS)} - {rank, *scenario.gone}
     while not all(written(scenario, other, folder).exists() for other in others):
         time.sleep(0.1)

@@ -1,5 +1,6 @@
-"""Two gloo processes: one optimizer over DTensors of two one-dimensional meshes, of one with two
-dimensions, and a plain tensor that both have."""
+"""Two gloo processes with one optimizer over DTensors of two 1-D meshes and one 2-D mesh, and over
+a
+replicated plain tensor."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Four gloo processes: Muon over split parameters, next to whole ones."""
+"""Four gloo processes: Muon over split parameters, compared with whole ones."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -46,9 +46,9 @@ MANY = {
     "embed": (8, 8),
     "experts.up": (12, 16, 24),
 }
-"""Matrices that can be shared out evenly."""
+"""Matrices that ranks can share evenly."""
 LATE = ("wide1", "wide2")
-"""Of these, there is no gradient at the second step."""
+"""Matrices without a gradient at the second step."""
 STEPS = 3
 
 
@@ -76,7 +76,7 @@ def built(
 
 
 def by_rows(mesh: DeviceMesh | None = None, **settings: object) -> dict[str, Tensor]:
-    """Step parameters that are cut by rows, or whole; their main params come back whole."""
+    """Step parameters that are split by rows or whole; return whole main params."""
 
     def part(value: Tensor) -> Tensor:
         return value.clone() if mesh is None else distribute_tensor(value, mesh, [Shard(0)])
@@ -219,7 +219,7 @@ def shares() -> dict[str, dict[str, object]]:
 
 
 def unknown_partition() -> str:
-    """Return the error for a partitioned parameter without a partition dimension, or "nothing"."""
+    """Return the error for a split parameter without a partition dimension, or "nothing"."""
     model = model_of(values(-1))
     model.get_parameter("wide").tensor_model_parallel = True
     try:

@@ -1,4 +1,6 @@
-"""Two gloo processes with Megatron's parts of parameters, experts and layers, next to the whole."""
+"""Two gloo processes with Megatron's parts of parameters, experts and layers, compared with the
+whole
+model."""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ CUTS: dict[str, tuple[tuple[int, ...], int | None, int]] = {
     "vector": ((512,), 0, 1),
     "copied": ((7,), None, 1),
 }
-"""Shape of the whole, the dimension that is cut, and blocks."""
+"""Whole shape, split dimension and number of blocks by parameter name."""
 COMPACT = {"use_precision_aware_optimizer": True}
 EIGHT_BITS = {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"}
 SIXTEEN_BITS = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
@@ -75,7 +77,7 @@ def model_of(values: dict[str, Tensor], rank: int, size: int) -> nn.ParameterDic
         model[name] = nn.Parameter(part_of(value, dim, stride, rank, size).clone())
         param: Any = model[name]
         param.tensor_model_parallel = dim is not None and size > 1
-        param.shared_embedding = name == "fused"  # no other stage has a copy
+        param.shared_embedding = name == "fused"  # No other stage holds a copy.
         if param.tensor_model_parallel:
             param.partition_dim, param.partition_stride = dim, stride
     return model
@@ -124,7 +126,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def parts_are_of(whole: dict[str, Tensor], parts: dict[str, Tensor], rank: int) -> bool:
-    """Whether a rank's snapshot is its part of the whole model's."""
+    """True if a rank's snapshot equals its part of the whole model's snapshot."""
     for label, value in whole.items():
         name, _, key = label.partition(".")
         shape, dim, stride = CUTS[name]
@@ -233,7 +235,7 @@ def refused(root: Path, rank: int, world: dist.ProcessGroup) -> dict[str, str]:
 
 
 class Stage(nn.Module):
-    """A stage that has some layers of a model, which it counts from 0, with experts in them."""
+    """A pipeline stage with some layers, counted from 0, which contain experts."""
 
     def __init__(self, rank: int, size: int, layers: int = 3, experts: int = 4) -> None:
         super().__init__()
@@ -252,7 +254,7 @@ class Layer(nn.Module):
 
 
 class Experts(nn.Module):
-    """A rank's experts, in both ways in which Megatron names them."""
+    """A rank's experts under both of Megatron's naming schemes."""
 
     def __init__(self, rank: int, size: int, count: int = 4) -> None:
         super().__init__()
@@ -312,7 +314,7 @@ def names(root: Path, rank: int, world: dist.ProcessGroup) -> dict[str, Any]:
         other.load_state_dict(saved)
         for group, live in zip(saved["param_groups"], other.param_groups, strict=True):
             called, group["param_names"] = group["param_names"], live["param_names"]
-        other.load_state_dict(saved)  # as one of before: with the names here
+        other.load_state_dict(saved)  # A checkpoint of an older version has rank-local names.
         found[kind] = [returned, called, sorted(open_checkpoint(root / kind).entries)]
     return found
 

@@ -1,4 +1,5 @@
-"""Three gloo processes: models of several parts, whole parameters on one rank, disagreement."""
+"""Three gloo processes: models with several optimizers, whole parameters on one rank, and
+disagreements."""
 
 import hashlib
 import time
@@ -104,7 +105,7 @@ def step_otherwise(what: str, strategy: str) -> dict[str, Any]:
         if what != "zero_grad" or step == 0 or not odd:
             optimizer.zero_grad()
         if what == "count" and step == 1 and odd:
-            optimizer.counts.steps += 1  # a step that the others have not taken
+            optimizer.counts.steps += 1  # The other ranks have not taken this step.
         if what == "frozen" and step == 1 and odd:
             model[2].weight.requires_grad_(False)
         if what in OTHER_SETTINGS and step == 1 and odd:
@@ -123,7 +124,7 @@ OTHER_SETTINGS: dict[str, Any] = {
     "log_param_grad_norms": 3,
     "skip_step_sigma_factor": 3.0,
 }
-"""Each alone on one rank."""
+"""Config fields with the value that one rank sets."""
 
 
 def fsdp_disagrees(what: str) -> dict[str, Any]:
@@ -135,7 +136,7 @@ def fsdp_disagrees(what: str) -> dict[str, Any]:
     settings: dict[str, Any] = {"lr": 1e-2, "clip_grad": 1.0}
     if what in OTHER_SETTINGS and odd:
         settings[what] = OTHER_SETTINGS[what]
-    if what == "path":  # each rank's own
+    if what == "path":  # Each rank has its own state folder.
         folder = Path(FOLDER, f"state of {dist.get_rank()}")
         folder.mkdir()
         settings |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}

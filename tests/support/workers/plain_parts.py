@@ -1,5 +1,7 @@
-"""Four gloo processes: rules that see a parameter whole, over parts that Megatron's attributes say
-are cut by tensor parallelism, in blocks or not; alone, and sharded over data-parallel ranks."""
+"""Four gloo processes step rules that need whole parameters, over parts that Megatron's
+tensor-parallel
+attributes describe. Parts are single or fused blocks, replicated or sharded over data-parallel
+ranks."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +17,7 @@ STEPS = 4
 
 
 class Cut(NamedTuple):
-    """A parameter's shape, where it is cut, and how much of the whole each block is."""
+    """A parameter's whole shape, its split dimension, and the sizes of its fused blocks."""
 
     shape: tuple[int, ...]
     dim: int | None = None

@@ -1,4 +1,4 @@
-"""Two gloo processes that hold different things, save in the background, export, and fail."""
+"""Two gloo processes with different parameters save, save in the background, export, and fail."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "convert": ("load", {"convert": True}),
     "verify": ("load", {"verify": True}),
 }
-"""What the second rank says otherwise."""
+"""Calls with an argument that differs on the second rank."""
 
 
 def failures(folder: Path, rank: int) -> dict[str, str]:
@@ -141,7 +141,7 @@ def failures(folder: Path, rank: int) -> dict[str, str]:
     found["disk"] = error_of(lambda: checkpoint.save(folder, model, optimizer))
     handle = checkpoint.save(folder, model, optimizer, asynchronous=True)
     if rank == 0:
-        error_of(handle.wait)  # this rank has heard of it, the other has not
+        error_of(handle.wait)  # This rank has raised the error, the other rank has not.
     found["background"] = error_of(lambda: checkpoint.save(folder, model, optimizer))
     writing.Writing.write = write
     found["other shape"] = error_of(
@@ -151,9 +151,7 @@ def failures(folder: Path, rank: int) -> dict[str, str]:
     )
     part = nn.Linear(32, 16)
     with torch.no_grad():
-        part.weight.fill_(
-            rank
-        )  # a rank's own expert, or its part of a whole, under the name of the other's
+        part.weight.fill_(rank)  # Both ranks save a local expert or a part under one name.
         part.bias.fill_(1.0)
     found["other values"] = error_of(lambda: checkpoint.save(folder, part, None))
     found["left"] = str([path.name for path in folder.iterdir() if path.name == "latest"])

@@ -38,7 +38,7 @@ def clear_moments(optimizer: Any, rank: int) -> None:
 
 
 def refused(source: Layout, target: Layout, folder: Path, rank: int) -> tuple[str, list[str]]:
-    """Return the error of a load into ``target``, and names of values that it changed."""
+    """Return the error of a load into ``target``, and the names of values that changed."""
     model, optimizer = source.build(1)
     train(model, optimizer, range(2))
     clear_moments(optimizer, rank)
@@ -54,7 +54,7 @@ def refused(source: Layout, target: Layout, folder: Path, rank: int) -> tuple[st
 
 
 class Scheduler:
-    """A scheduler that checks a state before it is loaded: steps above its limit are refused."""
+    """A scheduler that refuses a saved step count above its limit."""
 
     def __init__(self, step: int, limit: int) -> None:
         self.step, self.limit = step, limit
@@ -71,7 +71,7 @@ class Scheduler:
 
 
 def refused_by_scheduler(layout: Layout, folder: Path, rank: int) -> tuple[str, list[str]]:
-    """Return the same where the second rank's scheduler refuses."""
+    """Return the error and changed names when the second rank's scheduler refuses."""
     model, optimizer = layout.build(1)
     train(model, optimizer, range(2))
     checkpoint.save(folder, model, optimizer, Scheduler(5, 9))

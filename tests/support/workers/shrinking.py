@@ -1,4 +1,4 @@
-"""Three gloo processes; two restart and then one, with the same optimizers."""
+"""Three gloo processes; two ranks restart, then one, with their old optimizers."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from support.as_rank import as_rank
 
 
 class Lines(logging.Handler):
-    """Keeps the level and the text of each line."""
+    """A log handler that keeps the level and text of each line."""
 
     def __init__(self) -> None:
         super().__init__()

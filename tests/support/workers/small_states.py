@@ -1,5 +1,4 @@
-"""Two gloo processes: parameters below a number of elements keep FP32 state, however ranks cut
-them."""
+"""Two gloo processes: parameters below ``fp32_state_below`` keep FP32 state in any split."""
 
 import warnings
 from pathlib import Path
@@ -80,7 +79,7 @@ def perform(layout: str, folder: str) -> dict[str, Any]:
         name, state = optimizer.slot_name(slot), optimizer.slot_state(slot)
         known: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(known, set(optimizer.state_of(slot).coded()))
-        is_small[name] = not set().union(*known)  # one rank may own all of it
+        is_small[name] = not set().union(*known)  # One rank may own the whole parameter.
         if is_small[name] and layout != "layer_wise":
             moments[name] = whole(state["exp_avg"])
         for key, value in optimizer.full_slot_state(slot).items():

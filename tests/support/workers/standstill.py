@@ -1,5 +1,4 @@
-"""Two pipeline stages: one has a gradient that is not finite, and an optimizer without parameters
-steps."""
+"""Two pipeline stages: one has a gradient that is not finite, and one has no parameters."""
 
 import warnings
 from pathlib import Path
@@ -16,7 +15,8 @@ from support.as_rank import as_rank
 
 def stage(rank: int, **settings: object) -> tuple[nn.Module, object]:
     model = nn.ParameterDict({f"stage{rank}": nn.Parameter(torch.ones(4, dtype=torch.float16))})
-    overrides = {ParamKey(name="stage0"): {"max_lr": 1e-3}}  # matches on one rank only
+    # This override matches on one rank only.
+    overrides = {ParamKey(name="stage0"): {"max_lr": 1e-3}}
     groups = ProcessGroups(grad_stats=dist.group.WORLD)
     return model, get_megatron_optimizer(
         OptimizerConfig(lr=0.1, fp16=True, **settings), model, overrides, process_groups=groups

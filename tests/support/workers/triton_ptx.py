@@ -1,8 +1,8 @@
 """Compile the Triton kernels for a GPU target, and print their PTX and register counts as JSON.
 
-A program of its own, because a process either interprets Triton or compiles it: ``python
--m support.workers.triton_ptx 90``. With a folder that holds another Triton first on PYTHONPATH
-it compiles by that one (``support.tritons``).
+``python -m support.workers.triton_ptx 90`` runs in a process of its own, because a process either
+interprets or compiles Triton. If PYTHONPATH starts with a folder of another Triton version, that
+version compiles (``support.tritons``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from ptx.kernels import MachineBackend  # isort: skip  (before what interprets kernels)
+from ptx.kernels import MachineBackend  # isort: skip  (before modules that interpret kernels)
 
 from mp_optim.kernels.kernel_args import LaunchDtypes
 from mp_optim.kernels.triton import launches
@@ -37,7 +37,7 @@ TRIALS = (
     "nesterov=True",
     "muon_apply: bfloat16 bfloat16 - float32 float32 -, aligned, host",
 )
-"""Each kernel in one form or two; names of trials, which launch the forms of launches.json."""
+"""Each kernel in one or two forms, as names of trials that launch forms of launches.json."""
 
 
 def wide(kernel: str, case: Case, keys: tuple[str, ...]) -> dict[str, int]:
@@ -51,7 +51,7 @@ def wide(kernel: str, case: Case, keys: tuple[str, ...]) -> dict[str, int]:
     written = [*main, *moments, case.output, *average]
     is_packed = bool(moments) and moments[0] == torch.uint8
     if is_packed:
-        written.remove(torch.uint8)  # 4-bit codes: a thread writes four bytes
+        written.remove(torch.uint8)  # Four bytes per thread, for 4-bit codes.
     if kernel == "lamb_moments":
         written = [*moments[1:]] if is_packed else [*moments]
     elif kernel == "lamb_apply":
@@ -75,7 +75,7 @@ def wide(kernel: str, case: Case, keys: tuple[str, ...]) -> dict[str, int]:
 
     counts = accesses(read, "ld") | accesses(written, "st")
     if is_packed and "muon" not in kernel:
-        counts["ld half"] += 1  # of codes, in the tile with any mask
+        counts["ld half"] += 1  # One more load of codes, in the masked tile.
     return counts
 
 
@@ -107,7 +107,7 @@ def main(arch: int) -> None:
             launched.clear()
             launches_of(kernels, trial)
             named = dict.fromkeys(launch.function.name for launch in launched)
-            # LAMB has a sum of its own next to that of gradients, which is another form.
+            # LAMB's sum is another form than the sum of gradients.
             sums = {"chunk_sums", "run_sums"} if trial.rule != "adam" else set()
             for kernel in (name for name in named if name not in sums):
                 same = [launch for launch in launched if launch.function.name == kernel]

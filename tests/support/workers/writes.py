@@ -1,4 +1,4 @@
-"""Three gloo processes that write outside of a step, one of them otherwise than the others."""
+"""Three gloo processes write outside of a step, and one of them writes differently."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,7 +23,7 @@ ALONE = {
     "scale_rows_": "comparing what scale_rows_ is given",
     "averaged_weights": "gathering parameters",
 }
-"""What one rank calls, and what it does there for which the others would be needed."""
+"""Calls that one rank makes alone, with the collective that the error names."""
 
 
 def built(layout: str, group: Any = None) -> tuple[nn.Module, MegatronOptimizer]:
