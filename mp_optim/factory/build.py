@@ -62,7 +62,7 @@ class StackRequest:
         process_groups: process groups of this rank.
         expert_predicate: ``(param, name) -> bool``, True for expert parameters; None for
             :func:`is_expert_param`.
-        param_groups: groups of the caller, in place of those made from the overrides.
+        param_groups: groups of the caller; None to make groups from the overrides.
     """
 
     config: OptimizerConfig
@@ -79,14 +79,16 @@ class StackRequest:
         return next((local_tensor(param).device for param in params), torch.device("cpu"))
 
     def modules(self) -> Sequence[nn.Module]:
-        """Return the chunks, or with ``param_groups`` one module of the groups' parameters."""
+        """Return the chunks; or, if the request has ``param_groups``, one module with their
+        parameters."""
         if self.param_groups is None:
             return self.chunks
         return [container_of(self.param_groups)]
 
 
 def container_of(groups: Iterable[Mapping[str, Any]]) -> nn.Module:
-    """Return a module with the parameters of param groups, in their order, for the planner."""
+    """Return a module with the parameters of param groups in their order, because the planner
+    reads modules."""
     container = nn.Module()
     params = itertools.chain.from_iterable(group["params"] for group in groups)
     for index, param in enumerate(params):
@@ -102,7 +104,7 @@ def build(request: StackRequest) -> MegatronOptimizer:
         request: checked arguments; the config's offload fraction is a number.
 
     Returns:
-        One optimizer, or a :class:`ChainedOptimizer` of a dense and an expert part.
+        One optimizer, or a :class:`ChainedOptimizer` of a dense and an expert optimizer.
 
     Raises:
         TypeError: a parameter's dtype is not supported.
@@ -134,8 +136,8 @@ def build(request: StackRequest) -> MegatronOptimizer:
         expert_tp=groups_of.expert_tp,
         dp=groups_of.expert_dp,
     )
-    # A rank without dense or expert parameters needs an empty optimizer, because the other ranks
-    # wait for it in the reductions of that part.
+    # A rank without dense or expert parameters needs an empty optimizer for them, because the other
+    # ranks wait for this rank in the reductions of that optimizer.
     kinds = [
         (groups, where)
         for groups, where in ((dense, groups_of), (experts, expert_groups))
@@ -152,7 +154,7 @@ def build(request: StackRequest) -> MegatronOptimizer:
 def _check_partitions(
     config: OptimizerConfig, groups: Sequence[Mapping[str, Any]], ranks: ProcessGroups
 ) -> None:
-    """Raise if muon cannot gather the whole matrices that plain tensor parallelism shards.
+    """Check that muon can gather the whole matrices that plain tensor parallelism shards.
 
     Raises:
         ValueError: a parameter has no valid partition, or the offload mode forbids collectives.
@@ -189,15 +191,15 @@ def _check_partition(config: OptimizerConfig, name: str, param: Tensor, ranks: i
 def set_up_host(config: OptimizerConfig) -> None:
     """Set the number of threads of the host kernels, if the config has one.
 
-    NOTE: the number is global to the process; the last stack sets it. The planner builds stacks
-    only to measure memory, and must not set it.
+    NOTE: the number is global to the process; the last stack that is built sets it. The planner
+    builds stacks only to measure memory, and must not set the number.
     """
     if config.host_threads is not None:
         set_host_threads(config.host_threads)
 
 
 def _grad_scaler(config: OptimizerConfig, device: torch.device) -> MegatronGradScaler | None:
-    if config.loss_scale is not None:  # applies to bf16, too, as in Megatron
+    if config.loss_scale is not None:  # A constant loss scale applies to bf16, too, as in Megatron.
         return ConstantGradScaler(config.loss_scale, device)
     if not config.fp16:
         return None
@@ -213,14 +215,14 @@ def _grad_scaler(config: OptimizerConfig, device: torch.device) -> MegatronGradS
 
 
 def with_data_parallel(groups: ProcessGroups, has_experts: bool) -> ProcessGroups:
-    """Return process groups with ``dp`` and ``expert_dp`` set; the default is all ranks.
+    """Return process groups with ``dp`` and ``expert_dp`` set; their default is all ranks.
 
     Args:
         groups: process groups of the caller.
         has_experts: True if this rank has expert parameters.
 
     Raises:
-        ValueError: there is one process, or the groups of experts contradict each other.
+        ValueError: the job has one process, or the process groups of experts contradict each other.
     """
     if groups.dp is None and not dist.is_initialized():
         raise ValueError(
@@ -236,7 +238,8 @@ def with_data_parallel(groups: ProcessGroups, has_experts: bool) -> ProcessGroup
         )
     dp = groups.dp or dist.group.WORLD
     expert_dp = groups.expert_dp or dp
-    assert dp is not None and expert_dp is not None  # WORLD is set after init_process_group
+    # WORLD is not None, because init_process_group was called.
+    assert dp is not None and expert_dp is not None
     if has_experts and expert_dp.size() < dp.size() and stats is None:
         raise ValueError(
             f"process_groups.expert_dp has {expert_dp.size()} of the {dp.size()} ranks of dp, so "
@@ -257,8 +260,8 @@ def _part(
     """Build the optimizer of the dense or of the expert parameters.
 
     Args:
-        data_parallel: number of ranks that compute gradients of the loss. Expert gradients are
-            divided by it, too, because they are sums over the tokens of these ranks.
+        data_parallel: number of ranks that compute gradients of the loss. Expert gradients are sums
+            over the tokens of these ranks, so they are divided by this number, too.
     """
     wrapper = Float16OptimizerWithFloat16Params if config.fp16 or config.bf16 else FP32Optimizer
 
@@ -328,7 +331,7 @@ def inner_optimizer(
 
 
 def rule_of(config: OptimizerConfig) -> Rule:
-    """Return the rule of a config."""
+    """Return the rule that the config's ``optimizer`` names."""
     if config.optimizer == MuonRule.name:
         return MuonRule(config.muon_scalar_optimizer)
     return NAMED_RULES[config.optimizer]
@@ -350,7 +353,8 @@ def settings_of(config: OptimizerConfig) -> dict[str, Any]:
 
 
 def construction_of(config: OptimizerConfig) -> dict[str, Any]:
-    """Return the rule optimizer's other arguments: storage formats, backend, audits, seed."""
+    """Return the arguments of the rule's optimizer that are not hyperparameters: storage
+    formats, backend, audits, seed."""
     same = [spec.name for spec in dataclasses.fields(StatePrecision) if spec.name != "seed"]
     return {
         **{name: getattr(config, name) for name in same},

@@ -52,27 +52,27 @@ def get_megatron_optimizer(
         config_overrides: settings by :class:`ParamKey`. The default is
             :func:`get_standard_config_overrides`; ``{}`` has no overrides.
         process_groups: ranks to reduce gradient norms and, with a distributed optimizer, gradients
-            over. The default has none; DTensor parameters have their own mesh.
+            over. By default a rank reduces alone; DTensor parameters have their own mesh.
         expert_predicate: ``(param, name) -> bool``, True for expert parameters. The default reads
             the parameter's attributes and name.
-        param_groups: param groups (dicts with ``"params"``), in place of those made from the
+        param_groups: param groups (dicts with ``"params"``). By default groups are made from the
             overrides.
         global_names: function from the name of a parameter or buffer on this rank to its name in
-            the whole model. State dicts and checkpoints need it if ranks number layers or experts
-            from 0. By default expert numbers are offset by the rank in ``process_groups.ep``, and
-            layer numbers of pipeline stages (``pp``) are read from ``layer_number``; see
-            :meth:`mp_optim.ModelParallel.of`.
+            the whole model. State dicts and checkpoints need the function if ranks number layers or
+            experts from 0. By default expert numbers are offset by the rank in
+            ``process_groups.ep``, and layer numbers of pipeline stages (``pp``) are read from
+            ``layer_number``; see :meth:`mp_optim.ModelParallel.of`.
         settings: not supported: set fields of the config instead. Any name here raises TypeError.
 
     Returns:
         One optimizer; for a mixture of experts, a :class:`ChainedOptimizer` of a dense and an
-        expert part. Its ``config`` is ``config``, with a number in place of
-        ``optimizer_offload_fraction="auto"``.
+            expert optimizer. Its ``config`` is ``config``, with a number in place of
+            ``optimizer_offload_fraction="auto"``.
 
     Raises:
         TypeError: an argument has the wrong type, or a parameter's dtype is not supported.
         ValueError: the config is not valid, does not fit the model or the process groups, or needs
-            more host memory than this process may use; an override matches no parameter.
+            more host memory than this process may use; or an override matches no parameter.
     """
     if settings:
         shown = ", ".join(f"{name}={value!r}" for name, value in settings.items())
@@ -131,7 +131,7 @@ def _chunks_of(model: Any) -> list[nn.Module]:
 def _check_model(config: OptimizerConfig, chunks: Sequence[nn.Module], param_groups: Any) -> None:
     """Check the attributes and dtypes of a model's parameters.
 
-    Warns if ``bf16=True`` and all parameters are FP32.
+    Warn if ``bf16=True`` and all parameters are FP32.
 
     Raises:
         ValueError: an attribute is not valid, or no parameter is trainable.
@@ -140,7 +140,8 @@ def _check_model(config: OptimizerConfig, chunks: Sequence[nn.Module], param_gro
     trained = [(name, param) for name, param in named if param.requires_grad]
     for name, param in trained:
         check_attributes(name, param)
-    # One rank of several may have no trainable parameters, such as a pipeline stage.
+    # One rank of several, such as a pipeline stage, may have no trainable parameters. So only a
+    # single process raises.
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if not trained and param_groups is None and alone:
         raise ValueError(
@@ -187,7 +188,7 @@ def _check_overrides_match(
 def _checked_groups(
     config: OptimizerConfig, chunks: Sequence[nn.Module], groups: Any
 ) -> list[dict[str, Any]]:
-    """Check the caller's param groups, and add canonical parameter names if they have none.
+    """Check the caller's param groups, and add canonical parameter names to groups without names.
 
     Raises:
         TypeError: a group is not a dict with ``"params"``.
@@ -213,7 +214,8 @@ def _checked_groups(
 
 
 def _names(chunks: Sequence[nn.Module]) -> dict[int, tuple[set[str], str]]:
-    """Return, by parameter id, its names in its module and its canonical name."""
+    """Return two values by the id of each parameter: the names in its module, and its canonical
+    name."""
     found: dict[int, tuple[set[str], str]] = {}
     for prefix, chunk in prefixed(chunks):
         own = dict(chunk.named_parameters(remove_duplicate=False))

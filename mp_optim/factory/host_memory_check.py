@@ -1,7 +1,8 @@
-"""Check that the host memory of a stack is available, before any of it is allocated.
+"""Check that the host memory of a stack is available, before any memory is allocated.
 
 The check compares the plan of host memory with the limits of :mod:`mp_optim.host.memory_limits`.
-Planning builds a stack on the meta device, so it is skipped if an upper bound of the plan fits.
+Planning builds a stack on the meta device, so planning is skipped if an upper bound of the plan
+fits.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from mp_optim.host.memory_limits import MemoryLimit, memory_limits
 _log = logging.getLogger(__name__)
 
 SWITCH = "MP_OPTIM_HOST_MEMORY_CHECK"
-"""Environment variable: ``off`` skips the check."""
+"""Environment variable that turns off the check of host memory if its value is ``off``."""
 MOST_PER_ELEMENT = 64
 """Upper bound of the bytes per element in all settings: gradient 4, main param 4, three moments 12,
 average 4, staging 8, back buffers 20, and about a quarter more for rounding."""
@@ -36,7 +37,7 @@ _MOST_PER_TENSOR = 64 << 10
 _MOST_WINDOWS = 11
 """Upper bound of windows, and of staging buckets, in host memory at the same time."""
 BESIDE = 1 / 32
-"""Additional share of a plan for temporary tensors and allocators."""
+"""Share of a plan that is added for temporary tensors and allocators."""
 _DISK = "free disk space of "
 
 PlanOf = Callable[[OptimizerConfig], MemoryPlan]
@@ -50,7 +51,8 @@ def check_host_memory(request: StackRequest, *, is_class: bool = False) -> None:
         is_class: True if errors use arguments of the optimizer classes, not fields of the config.
 
     Raises:
-        ValueError: the stack needs more than is left; names both numbers and settings that fit.
+        ValueError: the stack needs more memory than is left; the message has both numbers, and
+            settings that fit.
     """
     config, device = request.config, request.device
     if device.type == "meta" or not (device.type == "cpu" or config.may_offload):
@@ -66,7 +68,8 @@ def check_host_memory(request: StackRequest, *, is_class: bool = False) -> None:
     if all(bound <= limit.free for limit in _limits(config)):
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # building the stack repeats these warnings
+        # Planning builds the stack, and the real build repeats its warnings.
+        warnings.simplefilter("ignore")
         try:
             plan_of = _planner(request)
             plan = plan_of(config)
@@ -85,9 +88,9 @@ def check_host_memory(request: StackRequest, *, is_class: bool = False) -> None:
 
 
 def _limits(config: OptimizerConfig) -> list[MemoryLimit]:
-    """Return the limits of host memory, and of the disk if state is stored there.
+    """Return the limits of host memory, and of the disk if the state is stored on a disk.
 
-    A missing folder is skipped: creating the file raises an error for it.
+    A missing folder is skipped, because creating the file in that folder raises an error.
     """
     limits, folder = memory_limits(this_host()), config.optimizer_state_path
     if folder is not None and config.may_offload and os.path.isdir(folder):
@@ -97,7 +100,7 @@ def _limits(config: OptimizerConfig) -> list[MemoryLimit]:
 
 
 def _planner(request: StackRequest) -> PlanOf:
-    """Return a function from a config to its plan; a model on the CPU counts as host memory."""
+    """Return a function from a config to its plan. A model on the CPU counts as host memory."""
     plan_of, _ = rank_planner(request)
     if request.device.type != "cpu":
         return plan_of
@@ -108,7 +111,8 @@ def _planner(request: StackRequest) -> PlanOf:
 
 
 def in_host_memory(plan: MemoryPlan, config: OptimizerConfig, allocated: int = 0) -> MemoryPlan:
-    """Convert the plan for an accelerator into the plan for a model on the CPU, without the model.
+    """Convert a plan for an accelerator into a plan for a model on the CPU. Memory of the model
+    itself is left out.
 
     Args:
         plan: plan for an accelerator.
@@ -134,7 +138,8 @@ def _with_temporary(size: int) -> int:
 
 
 def _lacking(plan: MemoryPlan, limits: Sequence[MemoryLimit]) -> tuple[MemoryLimit, int] | None:
-    """Return the limit that a plan exceeds by most, and the needed bytes; None if the plan fits."""
+    """Return the limit that a plan exceeds by the most bytes, and the needed bytes; None if the
+    plan fits."""
     host, disk = _with_temporary(plan.host_total), plan.disk.total
     needs = [(limit, disk if limit.name.startswith(_DISK) else host) for limit in limits]
     beyond = [(limit, need) for limit, need in needs if need > limit.free]
@@ -145,14 +150,15 @@ def _lacking(plan: MemoryPlan, limits: Sequence[MemoryLimit]) -> tuple[MemoryLim
 
 
 class _Change(NamedTuple):
-    """A change of settings, as fields of the config and as arguments of the classes."""
+    """A change of settings, under the names of the config's fields and of the classes'
+    arguments."""
 
     fields: dict[str, Any]
     arguments: dict[str, Any]
 
 
 def _form(name: str, dtype: str) -> _Change:
-    """Return a change to moments of fewer bits, and to 16-bit remainders as main params."""
+    """Return a change to moments in fewer bits, with 16-bit remainders as main params."""
     moments = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
     in_class = {"state": name, "main_params": "remainder16"}
     return _Change({"use_precision_aware_optimizer": True, **moments}, in_class)
@@ -168,7 +174,7 @@ _ON_DISK = _Change(
 
 
 def _changes(request: StackRequest) -> Iterator[_Change]:
-    """Yield changes of one setting, the cheapest first; then of several."""
+    """Yield changes of one setting, the cheapest first, and then changes of several settings."""
     config = request.config
     faster = [_SYNC] if config.may_offload and config.offload_mode != "sync" else []
     yield from (*faster, _form("bf16", "bfloat16"), _EIGHT_BITS)
@@ -188,13 +194,14 @@ def _changes(request: StackRequest) -> Iterator[_Change]:
 def _fitting(
     request: StackRequest, plan_of: PlanOf, limits: Sequence[MemoryLimit], is_class: bool
 ) -> Iterator[str]:
-    """Yield descriptions of changes that fit, with their bytes of host memory and disk."""
+    """Yield texts of the changes that fit, with their bytes of host memory and disk."""
     on_device = gpu_limit(request.config, request.device)
     for change in _changes(request):
         try:
             config = replace(request.config, **change.fields)
             plan = plan_of(config if config.may_offload else with_fraction(config, 0.0))
-        except (TypeError, ValueError):  # the rule or the place does not support the change
+        # The rule or the place does not support this change, so another change is tried.
+        except (TypeError, ValueError):
             continue
         if on_device is not None and plan.accelerator.total > on_device:
             continue

@@ -49,7 +49,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Sum over all purposes, in bytes."""
+        """Sum of the bytes of all purposes."""
         return sum(dataclasses.astuple(self))
 
 
@@ -57,8 +57,8 @@ class Memory:
 class MemoryPlan:
     """Memory that one rank needs, in bytes. Pinned memory includes its allocator's rounding.
 
-    Activations, temporary tensors, scales of float8 parameters and rounding by the accelerator's
-    allocator are not included.
+    A plan leaves out activations, temporary tensors, scales of float8 parameters, and rounding by
+    the accelerator's allocator.
 
     Attributes:
         accelerator: memory of the device with the model.
@@ -133,7 +133,7 @@ def plan_rank(
         ranks: number of data-parallel ranks of the dense parameters.
         expert_ranks: number of data-parallel ranks of the expert parameters.
         config_overrides: settings by :class:`ParamKey`; None for the standard overrides.
-        param_groups: groups of these parameters, in place of those made from the overrides.
+        param_groups: groups of these parameters; None to make groups from the overrides.
 
     Raises:
         ValueError: the config is not valid, or its fraction is ``"auto"``.
@@ -151,7 +151,8 @@ def plan_rank(
         # Gradients have the parameter's dtype; those of 8-bit parameters have 16 bits.
         grads = sum(param.numel() * max(param.itemsize, 2) for param in trained)
     model = nn.Module()
-    model._parameters.update(stepped)  # register_parameter() refuses names with dots
+    # Write to ``_parameters``, because register_parameter() refuses names with dots.
+    model._parameters.update(stepped)
     groups = None
     if param_groups is not None:
         by_id = {id(param): part for (_, param), (_, part) in zip(named, stepped, strict=True)}
@@ -188,18 +189,19 @@ _SHARDING = (
     *("data_parallel_sharding_strategy", "overlap_param_gather", "grad_reduce_in_fp32"),
     *("grad_reduce_op", "reduce_scatter_with_fp32_accumulation", "bucket_size"),
 )
-"""Fields of distributed optimizers, reset to plan the optimizer of one rank's shard."""
+"""Fields of distributed optimizers. The plan resets them, because one rank's shard is stepped
+without other ranks."""
 
 
 def with_defaults(
     config: OptimizerConfig, names: Collection[str], **others: Any
 ) -> OptimizerConfig:
-    """Return the config with the default values of some fields, and given values of others.
+    """Return a config with the default values of some fields and given values of other fields.
 
     Args:
         config: config to change.
         names: fields to reset.
-        others: values of other fields.
+        others: values of other fields, by name.
     """
     specs = [spec for spec in dataclasses.fields(config) if spec.name in names]
     defaults: dict[str, Any] = {spec.name: spec.default for spec in specs}
@@ -213,9 +215,10 @@ def _sharded(
     ranks: int,
     expert_ranks: int,
 ) -> tuple[NamedParams, int, int]:
-    """Return the shards of the first data-parallel rank, and its bytes of parameters and gradients.
+    """Return the parameter shards of the first data-parallel rank, and the bytes of its parameters
+    and gradients.
 
-    Only gradients that remain allocated between steps are counted.
+    Only gradients that stay allocated between steps are counted.
     """
     trained = [(name, param) for name, param in named if param.requires_grad]
     dense = [(name, param) for name, param in trained if name not in experts]
@@ -241,21 +244,22 @@ def _sharded(
 
 
 _WHAT = {REMAINDER: "main_params", AVERAGE: "averages"}
-"""Purposes of state that is not a moment."""
+"""Purposes in :class:`Memory` of state tensors that are not moments, by state key."""
 
 
 def memory_of(optimizer: MegatronOptimizer, config: OptimizerConfig) -> MemoryPlan:
-    """Return the bytes of an optimizer's tensors; allocates its state if it has none yet.
+    """Return the bytes of an optimizer's tensors. Missing state is allocated.
 
     Args:
         optimizer: optimizer, usually on the meta device.
-        config: its config.
+        config: config of the optimizer.
     """
     optimizer.init_state()
     kinds = ("accelerator", "pinned_host", "pageable_host", "disk")
     sizes: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
     for member in optimizer.chained_optimizers:
-        assert isinstance(member, WrappedOptimizer)  # nothing is distributed here
+        # A plan resets the fields of distributed optimizers, so each member is a wrapped optimizer.
+        assert isinstance(member, WrappedOptimizer)
         for kind, purpose, size in (*_reserves(member, config), *_tensors(member, config)):
             sizes[kind][purpose] += size
     device, pinned, pageable, disk = (Memory(**of_kind) for of_kind in sizes.values())
@@ -263,7 +267,7 @@ def memory_of(optimizer: MegatronOptimizer, config: OptimizerConfig) -> MemoryPl
 
 
 def _reserves(member: WrappedOptimizer, config: OptimizerConfig) -> Iterator[tuple[str, str, int]]:
-    """Yield (kind of memory, purpose, bytes) of memory that is reserved at the first step."""
+    """Yield (kind of memory, purpose, bytes) of memory that the first step reserves."""
     if not isinstance(member.executor, PlacedExecutor):
         return
     held, pins_mains = member.executor.stepper.host_part.host_bytes(), config.pin_cpu_params

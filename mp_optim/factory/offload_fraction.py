@@ -31,7 +31,7 @@ OFFLOADING = frozenset(
         *("offload_bucket_bytes", "pin_cpu_grads", "pin_cpu_params"),
     )
 )
-"""Fields of the config for offloading."""
+"""Fields of the config that only offloading reads."""
 
 
 def with_fraction(config: OptimizerConfig, fraction: float) -> OptimizerConfig:
@@ -63,9 +63,10 @@ def least(
         steps: number of equal intervals between the fractions 0 and 1 that are tried.
 
     Raises:
-        ValueError: no fraction fits; names the needed bytes and other settings.
+        ValueError: no fraction fits; the message has the needed bytes and other settings.
     """
-    # Try 0.0 separately: a small streamed share with large windows may need more memory.
+    # Try 0.0 separately: a small streamed share with large windows may need more memory than no
+    # offloading.
     low, high = 0, 0
     best = plan_of(with_fraction(config, 0.0))
     if best.accelerator.total > gpu_memory:
@@ -78,7 +79,8 @@ def least(
             f"{in_words(best.accelerator.grads)} for gradients; "
             f"{_way_out(plan_of, config, gpu_memory)}"
         )
-    while low < high:  # above 0.0, a larger fraction never needs more on the accelerator
+    # Bisect, because above 0.0 a larger fraction never needs more accelerator memory.
+    while low < high:
         middle = (low + high) // 2
         tried = plan_of(with_fraction(config, middle / steps))
         if tried.accelerator.total <= gpu_memory:
@@ -99,7 +101,7 @@ def in_words(size: int) -> str:
 def _way_out(
     plan_of: Callable[[OptimizerConfig], MemoryPlan], config: OptimizerConfig, gpu_memory: int
 ) -> str:
-    """Return the end of the error if the whole optimizer is offloaded and does not fit."""
+    """Return the advice at the end of the error for an offload fraction of 1 that does not fit."""
     if gpu_memory < 1 << 20:
         return f"it is a number of bytes: write '{gpu_memory}GiB' if you meant GiB"
     ways = (
@@ -112,7 +114,7 @@ def _way_out(
     try:
         config = replace(config, offload_mode="overlap", release_gradients=True)
         held = plan_of(config).accelerator.total
-    except ValueError:  # the config does not support released gradients
+    except ValueError:  # The config does not support released gradients, so they are not suggested.
         return ways
     fits = "fits" if held <= gpu_memory else "is still too much"
     return (
@@ -141,15 +143,16 @@ def gpu_limit(config: OptimizerConfig, device: torch.device) -> int | None:
 def with_chosen_fraction(request: StackRequest) -> OptimizerConfig:
     """Return the config with the smallest offload fraction, in 64ths, that fits the accelerator.
 
-    Ranks that share sharded parameters (of a distributed optimizer, or DTensors) agree on their
-    largest fraction. A model on the CPU without ``gpu_memory`` has fraction 0.
+    Ranks that hold shards of one parameter (of a distributed optimizer, or DTensors) agree on the
+    largest fraction that any of them needs. A model on the CPU without ``gpu_memory`` has fraction
+    0.
 
     Args:
         request: arguments of the stack, with ``optimizer_offload_fraction="auto"``.
 
     Raises:
-        ValueError: even fraction 1.0 does not fit on this rank or a rank that shares parameters;
-            names the needed bytes.
+        ValueError: fraction 1.0 does not fit on this rank or on a rank with the same parameters;
+            the message has the needed bytes.
     """
     config = request.config
     limit = gpu_limit(config, request.device)
@@ -177,19 +180,22 @@ def with_chosen_fraction(request: StackRequest) -> OptimizerConfig:
 def rank_planner(
     request: StackRequest,
 ) -> tuple[Callable[[OptimizerConfig], MemoryPlan], list[ProcessGroup]]:
-    """Return a function from a config to this rank's plan, and process groups of its parameters.
+    """Return a function from a config to this rank's plan, and the process groups that shard
+    parameters.
 
-    The process groups are those over which parameters are sharded. The request's config decides
-    whether the optimizer is distributed.
+    The request's config decides whether the optimizer is distributed.
     """
     is_expert = request.expert_predicate or is_expert_param
-    held = list(named_params(request.modules()))  # includes frozen parameters
+    # Frozen parameters are included, because the accelerator holds them.
+    held = list(named_params(request.modules()))
     metas = {id(param): _on_meta(param) for _, param in held}
     named = [(name, metas[id(param)]) for name, param in held]
     experts = {name for name, param in held if is_expert(param, name)}
     groups, process_groups = request.param_groups, request.process_groups
     if groups is not None:
-        own = iter(metas.values())  # in the order of the groups
+        # The parameters are in the order of the groups, because ``modules`` made the module from
+        # them.
+        own = iter(metas.values())
         groups = [{**each, "params": [next(own) for _ in each["params"]]} for each in groups]
     if request.config.is_distributed:
         process_groups = with_data_parallel(process_groups, bool(experts))
@@ -207,7 +213,8 @@ def rank_planner(
 
 
 def _on_meta(param: Tensor) -> nn.Parameter:
-    """Return a meta tensor for this rank's shard of a parameter, with its attributes."""
+    """Return a meta tensor for this rank's shard of a parameter, with the parameter's
+    attributes."""
     values = torch.empty_like(local_tensor(param), device="meta")
     meta = nn.Parameter(values, requires_grad=param.requires_grad)
     for name, value in vars(param).items():

@@ -58,10 +58,10 @@ _FP16 = (
 class StackOptimizer(WrappedOptimizer):
     """Base of the optimizer classes: a mixed-precision stack with torch's optimizer interface.
 
-    Parameters may be any mix of 16-bit and FP32. The only loss scale is that of a ``GradScaler``.
+    Parameters may be any mix of 16-bit and FP32. Only a ``GradScaler`` scales the loss.
 
-    The executor and the main params are built at the first step or the first read of state. Until
-    then parameters may be replaced, by ``fully_shard``, by accelerate or by ``model.to(...)``. With
+    The first step or the first read of state builds the executor and the main params. Until then
+    parameters may be replaced by ``fully_shard``, by accelerate or by ``model.to(...)``. With
     ``release_gradients`` the constructor builds them.
 
     Args:
@@ -72,13 +72,13 @@ class StackOptimizer(WrappedOptimizer):
 
     Raises:
         TypeError: a setting is unknown.
-        ValueError: a setting is out of range, contradicts another one, or has no effect.
+        ValueError: a setting is out of range, contradicts another setting, or has no effect.
     """
 
     rule = "adam"
     last_step: StepResult | None = None
-    """Result of the last step: whether it was taken, and the gradient norm before clipping. None
-    before the first step."""
+    """Result of the last step: whether the step was taken, and the gradient norm before
+    clipping. None before the first step."""
 
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], settings: Mapping[str, Any]
@@ -86,7 +86,8 @@ class StackOptimizer(WrappedOptimizer):
         self._warned_of_fp16 = self._is_begun = False
         self._found_inf: Tensor | None = None
         self._patched_step: Any = None
-        # Plain values, because callers build copies by type(optimizer)(params, **defaults).
+        # Defaults are plain values, because callers build copies by type(optimizer)(params,
+        # **defaults).
         defaults = {key: plain_setting(settings.get(key, defaults[key])) for key in defaults}
         settings = {key: value for key, value in settings.items() if key not in defaults}
         self._given_settings = settings
@@ -95,23 +96,28 @@ class StackOptimizer(WrappedOptimizer):
         config = config_of(self.rule, settings, [*inspect.signature(type(self)).parameters][1:])
         given = {**construction_of(config), **RULES[self.rule].fixed, **defaults}
         self._empty = RuleOptimizer(rule_of(config), [{"params": []}], **given)
-        """The rule's optimizer without parameters, used to check settings."""
-        self._of_rule = tuple(defaults)  # a wrapper (timm's Lookahead) adds its own defaults
+        """An optimizer of the rule without parameters, which checks settings before the executor
+        is built."""
+        # These names exclude entries that a wrapper such as timm's Lookahead adds to ``defaults``
+        # later.
+        self._of_rule = tuple(defaults)
         # Skip WrappedOptimizer.__init__, which would build the executor now.
         MegatronOptimizer.__init__(self, params, defaults, config, None)
         self._check_overrides_match()
         warn_of_missing_kernels(config.fused_backend, self.rule, self.param_groups)
         if config.release_gradients:
-            self._build()  # hooks must be registered before the first backward
+            # Hooks on parameters must be registered before the first backward, or its gradients are
+            # missed.
+            self._build()
 
     # -- deferred construction --------------------------------------------------------------------
 
     @property
     def stack(self) -> StackOptimizer:
-        """Build the executor if necessary, and return this optimizer.
+        """Build the executor if it is missing, and return this optimizer.
 
         Raises:
-            TypeError: the dtype of a parameter is not supported; names the parameter.
+            TypeError: the dtype of a parameter is not supported; the message names the parameter.
         """
         if not self._is_built:
             self._build()
@@ -171,12 +177,14 @@ class StackOptimizer(WrappedOptimizer):
 
     @property
     def _hyperparameters(self) -> dict[str, Any]:
-        """The rule's entries of ``defaults``, without those that wrappers (Lookahead) add."""
+        """The rule's entries of ``defaults``, without entries that wrappers such as Lookahead
+        add."""
         return {name: self.defaults[name] for name in self._of_rule}
 
     # -- stepping ---------------------------------------------------------------------------------
 
-    @_disable_dynamo  # objects built in the first step must not be part of a trace
+    # Dynamo must not trace the construction in the first step: the trace would hold its objects.
+    @_disable_dynamo
     def step(self, closure: Closure | None = None) -> Any:
         """Take one optimizer step.
 
@@ -216,16 +224,16 @@ class StackOptimizer(WrappedOptimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """True if ``GradScaler.step`` leaves the division by the loss scale to :meth:`step`.
 
-        This is so for float16 parameters, because ``GradScaler`` cannot unscale float16 gradients
-        in place. :meth:`step` divides in FP32.
+        :meth:`step` divides the gradients of float16 parameters in FP32, because a ``GradScaler``
+        cannot unscale float16 gradients in place.
         """
         trained = (param for _, param in iter_slots(self.param_groups) if param.requires_grad)
         return any(param.dtype == torch.float16 for param in trained)
 
     @property
     def found_inf(self) -> Tensor | None:
-        """A scalar that is not 0 if gradients hold an inf or nan; set by a ``GradScaler`` for one
-        step."""
+        """Scalar that is not 0 if gradients hold an inf or nan. A ``GradScaler`` sets the
+        attribute for one step."""
         return self._found_inf
 
     @found_inf.setter
@@ -233,8 +241,8 @@ class StackOptimizer(WrappedOptimizer):
         del self.found_inf
         self._found_inf = value
         if value is not None and float(value) != 0.0:
-            # Replace step instead of returning early from it: accelerate patches ``step`` and
-            # counts a call of its patch as a step taken.
+            # Replace ``step`` instead of returning early from it. Accelerate patches ``step`` and
+            # counts each call of its patch as a step that was taken.
             self._patched_step = vars(self).get("step")
             vars(self)["step"] = self._skip
 
@@ -247,15 +255,15 @@ class StackOptimizer(WrappedOptimizer):
         self._found_inf = self._patched_step = None
 
     def _skip(self, closure: Closure | None = None) -> None:
-        """Replace :meth:`step` for one call after a ``GradScaler`` found an inf or nan."""
+        """Stand in for :meth:`step` in one call after a ``GradScaler`` found an inf or nan."""
         self.last_step = StepResult(False, None, None, "GradScaler found an inf or nan")
 
     # -- groups -----------------------------------------------------------------------------------
 
     @property
     def param_groups(self) -> ParamGroups:
-        """The current param groups. Until the first step or load they may be edited or replaced,
-        even after a read of the state."""
+        """The current param groups. Until the first step or load, callers may edit or replace
+        the groups, even after a read of the state."""
         return self._live_groups
 
     @param_groups.setter
@@ -267,8 +275,8 @@ class StackOptimizer(WrappedOptimizer):
     def check_lists(self) -> None:
         """Raise ValueError if parameter lists were edited after the first step.
 
-        Before it, discard an executor that was built to read the state; the next step builds it
-        again.
+        If lists were edited before the first step, discard an executor that was built to read the
+        state. The next step builds another executor.
         """
         if self._is_built and not self._is_begun and self.has_edited_lists():
             self._forget_engine()
@@ -280,14 +288,15 @@ class StackOptimizer(WrappedOptimizer):
             super().lists_are_known()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, or several if the rule splits it. On an error nothing is changed.
+        """Add a param group, or several groups if the rule splits the given group. An error changes
+        nothing.
 
         Args:
             param_group: ``params`` and settings; missing settings have the optimizer's defaults.
 
         Raises:
-            TypeError: a parameter is not supported.
-            ValueError: a setting is out of range, or a parameter is in another group.
+            TypeError: the dtype of a parameter is not supported.
+            ValueError: a setting is out of range, or a parameter is in another group already.
         """
         with self.added_whole():
             for group in self.arranged(param_group):
@@ -308,7 +317,7 @@ class StackOptimizer(WrappedOptimizer):
             SlotKeyedOptimizer.forget_groups(self, count)
 
     def arranged(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the groups that a group given by the caller is split into."""
+        """Split a param group of the caller by ``overrides``, and return the resulting groups."""
         return split_group(group, self._overrides) if self._overrides else [group]
 
     def _check_overrides_match(self) -> None:
@@ -329,12 +338,13 @@ class StackOptimizer(WrappedOptimizer):
     # -- state ------------------------------------------------------------------------------------
 
     def reset_states(self, slots: Sequence[Slot]) -> None:
-        if self._is_built:  # an optimizer that is not built has no state
+        if self._is_built:  # An optimizer without an executor has no state to reset.
             super().reset_states(slots)
 
     def assign_states(self, states: Mapping[Slot, State], *, whole: bool) -> None:
-        # Lightning reads a new optimizer's state and assigns it again to move it to the device.
-        # This must not count as a load.
+        # Lightning reads a new optimizer's state and assigns the same values again to move the
+        # state to a device. Such an assignment must not count as a load, which would fix the param
+        # groups.
         has_new = self._is_begun or any(
             not _has_values(self.shown_state(slot), given) for slot, given in states.items()
         )
@@ -354,17 +364,19 @@ class StackOptimizer(WrappedOptimizer):
 
         Args:
             is_loading: accepted for compatibility with Megatron, without effect.
-            full_precision: True to return state that is stored in fewer bits as FP32 copies.
+            full_precision: True to return FP32 copies of state that is stored in fewer bits.
         """
         if not self._is_built:
             return {"state": {}, "param_groups": plain_groups(self.param_groups)}
-        self.grad_scaler = None  # a GradScaler saves itself
+        # A GradScaler saves its own scale, so the state dict must not have a second copy.
+        self.grad_scaler = None
         return super().state_dict(is_loading, full_precision=full_precision)
 
     def begins_anew(self, state_dict: Mapping[str, Any]) -> bool:
-        """Reset this optimizer if a state dict has no state, which was saved before the first step.
+        """Reset this optimizer if a state dict has no state, because the dict was saved before the
+        first step.
 
-        The next step then initializes state from the model's weights.
+        After a reset, the next step initializes state from the model's weights.
 
         Returns:
             True if the optimizer was reset.
@@ -381,14 +393,14 @@ class StackOptimizer(WrappedOptimizer):
     # -- copies -----------------------------------------------------------------------------------
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle by :meth:`__getstate__` and :meth:`__setstate__`, like a torch optimizer."""
+        """Pickle with :meth:`__getstate__` and :meth:`__setstate__`, as torch's optimizers do."""
         return object.__reduce_ex__(self, protocol)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return parameters, settings and state for pickle and ``copy.deepcopy``, without hooks.
 
-        The parameters are included, so an optimizer that is copied together with its model steps
-        the copied model.
+        The result includes the parameters. So an optimizer that is copied together with its model
+        steps the copied model.
         """
         groups = [with_names(group) for group in self.param_groups]
         saved = self.state_dict() if self._is_built else None
@@ -403,7 +415,8 @@ class StackOptimizer(WrappedOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         settings = {key: value for key, value in state["settings"].items() if key != "overrides"}
         StackOptimizer.__init__(self, state["param_groups"], state["hyperparameters"], settings)
-        # The groups are split already, and a schedule may have changed their settings.
+        # Build without overrides, because these groups are split already, and a schedule may have
+        # changed their settings.
         self._given_settings = state["settings"]
         self._overrides = keys_of_patterns(state["settings"].get("overrides") or {}, self.rule)
         self.defaults.update(state["defaults"])
@@ -412,7 +425,7 @@ class StackOptimizer(WrappedOptimizer):
 
 
 def _has_values(state: State, given: State) -> bool:
-    """True if all given values equal those of a slot's state, regardless of their device."""
+    """True if all given values equal the values in a slot's state, regardless of their device."""
     return all(_is_same(state.get(key), value) for key, value in given.items())
 
 
@@ -424,14 +437,15 @@ def _is_same(mine: Any, given: Any) -> bool:
 
 
 class AmpLossScale(ConstantGradScaler):
-    """Loss scale of a ``GradScaler``, kept for one step. The ``GradScaler`` itself updates it.
+    """Loss scale of a ``GradScaler`` for one step. Only the ``GradScaler`` updates the scale.
 
     Args:
-        scale: loss scale, an FP32 tensor of one element on any device.
+        scale: FP32 tensor of one element on any device.
     """
 
     def __init__(self, scale: Tensor) -> None:
-        super().__init__(1.0)  # on the host: a copy to the device would synchronize
+        # The base class stores its scale on the host, because a copy to a device would synchronize.
+        super().__init__(1.0)
         self._scale = scale.detach().reshape(1)
 
     def may_shrink(self, scale: float) -> bool:

@@ -1,7 +1,7 @@
 """Optimizers with torch's signature: ``AdamW(params, lr=1e-3, ...)``.
 
-Hyperparameters and their defaults are torch's if torch has the optimizer, else those of its paper.
-Each class also has the keyword arguments of
+Hyperparameters have torch's names and defaults if torch has the optimizer, and else those of the
+optimizer's paper. Each class also has the keyword arguments of
 :class:`~mp_optim.optimizers.settings.StackSettings`.
 """
 
@@ -47,7 +47,7 @@ class Adam(StackOptimizer):
         lr: learning rate, a number or a tensor.
         betas: decay per step of the first and of the second moment, each in [0, 1).
         eps: number added to the denominator.
-        weight_decay: factor of the L2 penalty: this multiple of the parameter is added to its
+        weight_decay: factor of the L2 penalty: the parameter times this factor is added to the
             gradient.
     """
 
@@ -99,7 +99,7 @@ class AdamW(StackOptimizer):
 class LAMB(StackOptimizer):
     """LAMB (You et al. 2020) with the formula of ``apex.optimizers.FusedLAMB``.
 
-    Unlike apex's, it clips gradients only if ``max_grad_norm`` is set.
+    Gradients are clipped only if ``max_grad_norm`` is set; apex's class always clips.
 
     Args:
         params: parameters, named parameters or param groups; bf16, fp16 and FP32 in any mix.
@@ -131,7 +131,7 @@ class LAMB(StackOptimizer):
 
 @with_settings
 class Lion(StackOptimizer):
-    """Lion (Chen et al. 2023).
+    """Lion (Chen et al. 2023): steps by the sign of a weighted sum of momentum and gradient.
 
     Args:
         params: parameters, named parameters or param groups; bf16, fp16 and FP32 in any mix.
@@ -166,9 +166,9 @@ class SGD(StackOptimizer):
     Args:
         params: parameters, named parameters or param groups; bf16, fp16 and FP32 in any mix.
         lr: learning rate, a number or a tensor.
-        momentum: decay per step of the momentum; 0 keeps none.
+        momentum: decay per step of the momentum; 0 keeps no momentum.
         dampening: share of a gradient that is not added to the momentum.
-        weight_decay: factor of the L2 penalty: this multiple of the parameter is added to its
+        weight_decay: factor of the L2 penalty: the parameter times this factor is added to the
             gradient.
         nesterov: True for Nesterov momentum.
     """
@@ -195,11 +195,11 @@ class Muon(StackOptimizer):
     """Muon (Jordan 2024) for hidden matrices and AdamW for all other parameters.
 
     The constructor splits each param group in two. Muon steps the matrices that are neither
-    embeddings nor output layers; AdamW steps the other parameters. ``describe()`` lists both parts
+    embeddings nor output layers; AdamW steps the other parameters. ``describe()`` lists both groups
     with the reasons. A group with ``optimizer="adam"`` or ``use_muon=False`` is not split: AdamW
-    steps all of it.
+    steps the whole group.
 
-    Embeddings and output layers are found by the model's modules. So pass
+    The modules of the model show which parameters are embeddings and output layers. So pass
     ``model.named_parameters()`` itself, or ``model=``. Without modules, the parameter names of
     common model families decide.
 
@@ -210,19 +210,20 @@ class Muon(StackOptimizer):
         momentum: decay per step of Muon's momentum.
         nesterov: True for Nesterov momentum in Muon.
         ns_steps: number of Newton-Schulz steps.
-        adjust_lr_fn: factor of a matrix's learning rate. None and ``"original"``:
-            sqrt(max(1, rows / columns)). ``"match_rms_adamw"``: 0.2 * sqrt(max(rows, columns)),
-            which makes updates as large as AdamW's, so that AdamW's learning rate fits.
+        adjust_lr_fn: factor of a matrix's learning rate. None and ``"original"``: sqrt(max(1, rows
+            / columns)). ``"match_rms_adamw"``: 0.2 * sqrt(max(rows, columns)), which makes updates
+            as large as AdamW's, so that AdamW's learning rate fits.
         betas: decay per step of AdamW's first and second moment.
-        eps: number added to AdamW's denominator. In ``torch.optim.Muon`` this name is a constant of
-            Newton-Schulz.
+        eps: number added to AdamW's denominator. In ``torch.optim.Muon`` the argument of this name
+            is a constant of Newton-Schulz.
         cautious_wd: True for cautious weight decay (Chen et al. 2025) in both rules: an element
             decays only if the update does not move it away from 0.
-        moment2_method: ``"normuon"`` divides each row of an update by the root of a moving average
-            of its mean square, and keeps the norm of the update (Li et al. 2025). None does not.
-        beta2: decay per step of this average.
+        moment2_method: None for plain Muon, or ``"normuon"`` (Li et al. 2025), which divides each
+            row of an update by the root of a moving average of the row's mean square, and keeps the
+            norm of the update.
+        beta2: decay per step of the moving average of ``moment2_method``.
         model: module that holds the parameters, needed if ``params`` is a list or has groups. The
-            optimizer stores a weak reference to it.
+            optimizer stores a weak reference to the module.
     """
 
     rule = "muon"
@@ -301,16 +302,15 @@ class Adafactor(Float16OptimizerWithFloat16Params):
         lr: upper limit of the relative step size, a number or a tensor.
         beta2_decay: exponent of the weight ``t ** beta2_decay`` that a gradient has in the second
             moment at step ``t``.
-        eps: two floors: of the second moment's square root (None: FP32's machine epsilon), and of
-            a parameter's root mean square.
+        eps: lower limits of the second moment's square root (None: FP32's machine epsilon) and of a
+            parameter's root mean square.
         d: upper limit of the update direction's root mean square.
         weight_decay: factor of the decoupled weight decay.
         foreach: True for torch's multi-tensor implementation; None lets torch choose.
         maximize: True to maximize the loss.
-        offload: share of the parameters' elements that have their state and their step in host
-            memory, 0.0 to 1.0.
-        offload_mode: work during backward: ``"sync"`` (none) or ``"overlap"`` (gradients are copied
-            to the host).
+        offload: share of the parameters' elements that the host stores and steps, 0.0 to 1.0.
+        offload_mode: ``"sync"``: the host begins in ``step()``. ``"overlap"``: gradients are copied
+            to the host during backward.
         max_grad_norm: limit of the global gradient norm; None does not clip.
 
     Raises:
@@ -345,7 +345,7 @@ NamedTensor = tuple[str, Tensor]
 
 
 def by_rule(group: dict[str, Any], tables: Tables) -> list[dict[str, Any]]:
-    """Split a param group into one of Muon's matrices and one of AdamW's other parameters.
+    """Split a param group into a group of Muon's matrices and a group of AdamW's other parameters.
 
     Args:
         group: param group with a list as ``params``.
@@ -353,7 +353,7 @@ def by_rule(group: dict[str, Any], tables: Tables) -> list[dict[str, Any]]:
 
     Returns:
         The groups that have parameters. A group with ``optimizer`` or ``use_muon=False`` is
-        returned whole.
+            returned whole.
     """
     settings = {key: value for key, value in group.items() if key not in ("params", "use_muon")}
     chosen = group.get("optimizer", {False: "adam"}.get(group.get("use_muon", True)))

@@ -43,48 +43,50 @@ class StackSettings(TypedDict, total=False):
 
     Attributes:
         overrides: settings of some parameters, as in ``{"*.bias|*norm*": {"weight_decay": 0.0}}``.
-            A key is a shell pattern of parameter names, or several separated by ``|``. Values are
-            ``lr``, ``weight_decay`` and other hyperparameters of a param group.
+            A key is a shell pattern of parameter names, or several patterns separated by ``|``.
+            Values are ``lr``, ``weight_decay`` and other hyperparameters of a param group.
         state: storage format of the moments: ``"fp32"``, ``"bf16"``, ``"fp16"`` with a scale for
             each block of 256 elements, ``"8bit"``, or ``"4bit"`` (first moments in 4 bits, second
             moments in 8).
-        min_8bit_size: with ``state="8bit"`` or ``"4bit"``, parameters with fewer elements keep FP32
-            moments; bitsandbytes' default is 4096.
-        main_params: storage format of the main param of a 16-bit parameter: ``"fp32"``; for
-            bfloat16 also ``"remainder16"``, the 16 bits that bfloat16 drops (same bits as
-            ``"fp32"``), ``"remainder8"``, the upper 8 of them, or ``"none"``: each step rounds the
-            parameter itself stochastically.
+        min_8bit_size: number of elements below which a parameter keeps FP32 moments, with
+            ``state="8bit"`` or ``"4bit"``. bitsandbytes' default is 4096.
+        main_params: storage format of the main param of a 16-bit parameter: ``"fp32"``; or, for
+            bfloat16, ``"remainder16"`` (the 16 bits that bfloat16 drops: the same bits as
+            ``"fp32"``), ``"remainder8"`` (the upper 8 of these bits), or ``"none"`` (no main param:
+            each step rounds the parameter stochastically).
         stochastic_rounding: True to round bfloat16, 8-bit and 4-bit state stochastically.
-        ema_decay: decay per step of a moving average of each parameter; None keeps none.
+        ema_decay: decay per step of a moving average of each parameter; None keeps no averages.
             ``averaged_weights()`` evaluates with the averages.
-        ema_dtype: dtype of these averages: ``"fp32"``, or ``"bf16"`` with ``stochastic_rounding``.
+        ema_dtype: dtype of the averages of ``ema_decay``: ``"fp32"``, or ``"bf16"`` with
+            ``stochastic_rounding``.
         offload: share of the parameters' elements that have their state in host memory, 0.0 to 1.0;
             or ``"auto"``: the smallest share that fits the accelerator's memory.
-        offload_mode: work during backward: ``"sync"`` (none), ``"overlap"`` (gradients are copied
-            to the host) or ``"speculative"`` (the host also steps them). All three give the same
-            bits.
+        offload_mode: ``"sync"``: the host begins in ``step()``. ``"overlap"``: gradients are copied
+            to the host during backward. ``"speculative"``: the host also steps offloaded parameters
+            during backward. All three modes give the same bits.
         offload_place: device that steps offloaded parameters: ``"host"``, or ``"streamed"`` for the
-            accelerator, window by window. Both give the same bits.
+            accelerator, window by window. Both values give the same bits.
         stream_window_bytes: size of a window of streamed state in bytes (default 256 MiB), or text
             such as ``"64MiB"``.
         optimizer_state_path: folder on a local disk for an unnamed file with the offloaded state.
-            The file is deleted when the process ends. None keeps this state in memory.
+            The file is deleted when the process ends. None keeps offloaded state in memory.
         release_gradients: True to free gradients of offloaded parameters on the accelerator during
             backward, with ``offload_mode`` overlap or speculative. ``param.grad`` is then None
-            after backward, so other code cannot read or clip it (use ``max_grad_norm``), and
+            after backward, so other code cannot read or clip the gradient (use ``max_grad_norm``).
             ``step()`` ends with ``zero_grad()``.
         max_grad_norm: limit of the global gradient norm; None does not clip.
         skip_step_sigma_factor: number of sigma above the median of the last steps. A step is
             skipped if its gradient norm or loss (``optimizer.health.report_loss``) is higher; inf
-            skips none.
-        skip_step_rolling_interval_length: number of last steps in this median.
+            skips no step.
+        skip_step_rolling_interval_length: number of last steps in the median of
+            ``skip_step_sigma_factor``.
         log_param_grad_norms: number of parameters with the largest gradient norms that
-            ``metrics()`` shows; 0 records none.
+            ``metrics()`` shows; 0 records no norms.
         audit_rate: share of the elements that each step repeats with ``reference`` to compare bits
             (``docs/audit.md``), 0.0 to 1.0.
         audit_action: reaction to different bits in an audit: ``"warn"`` or ``"raise"``.
-        backend: implementation of the step: ``"auto"``, ``"native"``, ``"reference"``,
-            ``"torch"``, ``"triton"``, ``"apex"`` or ``"transformer_engine"``
+        backend: implementation of the step: ``"auto"``, ``"native"``, ``"reference"``, ``"torch"``,
+            ``"triton"``, ``"apex"`` or ``"transformer_engine"``
             (``OptimizerConfig.fused_backend``).
         foreach: accepted for compatibility with torch, without effect: every step is fused.
         fused: accepted for compatibility with torch, without effect: every step is fused.
@@ -126,11 +128,12 @@ _DEFAULT_OF_FIELD = {field.name: field.default for field in fields(OptimizerConf
 _OF_CONFIG = [name for name in StackSettings.__annotations__ if name in _DEFAULT_OF_FIELD]
 _OF_OFFLOADING = [name for name in _OF_CONFIG if name in OFFLOADING]
 _IN_WORDS = {"ema_dtype": "fp32"}
-"""Settings that take a word where the config's field takes a dtype, with the default word."""
+"""Default words of settings that take a word where the config's field takes a dtype."""
 _SAME = [
     name
     for name in _OF_CONFIG
-    if name not in (*_OF_OFFLOADING, *_IN_WORDS, "stochastic_rounding")  # main_params may set that
+    # ``_form`` sets stochastic_rounding, because main_params="none" needs it.
+    if name not in (*_OF_OFFLOADING, *_IN_WORDS, "stochastic_rounding")
 ]
 """Settings passed unchanged to the config's field with the same name."""
 _DEFAULTS: dict[str, Any] = {
@@ -158,8 +161,8 @@ def with_settings(cls: type[T]) -> type[T]:
     """Replace ``**settings`` of a class by the names of :class:`StackSettings`.
 
     ``inspect.signature`` (help(), Sphinx, command-line builders) then lists names, types and
-    defaults. The class's docstring gets their descriptions and ``Raises:``. Static type checkers
-    read ``Unpack`` instead.
+    defaults. The class's docstring gets the descriptions of the settings and ``Raises:``. Static
+    type checkers read ``Unpack`` instead.
 
     Args:
         cls: class with a docstring that ends with ``Args:`` and a constructor with ``**settings``.
@@ -185,7 +188,7 @@ def with_settings(cls: type[T]) -> type[T]:
     ]
     init.__signature__ = inspect.Signature([*own, *shared], return_annotation=None)
     del init.__annotations__["settings"]
-    if cls.__doc__ and StackSettings.__doc__:  # ``python -OO`` drops docstrings
+    if cls.__doc__ and StackSettings.__doc__:  # Docstrings are missing under ``python -OO``.
         meanings = inspect.cleandoc(StackSettings.__doc__).partition("Attributes:\n")[2]
         cls.__doc__ = f"{inspect.cleandoc(cls.__doc__)}\n{meanings}\n\n{_RAISES}"
     return cls
@@ -202,7 +205,7 @@ _ARGUMENT = {
     "store_param_remainders": "main_params",
     **{str(dtype): repr(name) for name, dtype in _STATES.items()},
 }
-"""Names of the config's errors, and the argument of a class that replaces each of them."""
+"""The argument of an optimizer class for each name that errors of the config have."""
 
 
 def config_of(
@@ -212,22 +215,22 @@ def config_of(
 
     Args:
         rule: value of the config's ``optimizer``.
-        settings: values of :class:`StackSettings` by name; missing ones have their defaults.
+        settings: values of :class:`StackSettings` by name; missing settings have their defaults.
         arguments: names of the class's other arguments, for hints.
 
     Returns:
         The config. Its ``lr`` is 0.0, because each param group has its own.
 
     Raises:
-        TypeError: a name is unknown.
-        ValueError: a value is out of range, contradicts another one, or has no effect.
+        TypeError: the name of a setting is unknown.
+        ValueError: a value is out of range, contradicts another value, or has no effect.
     """
     chosen: dict[str, Any] = {**_DEFAULTS, **_without_torchs(settings, arguments)}
     try:
         return OptimizerConfig(
             optimizer=rule,
-            lr=0.0,  # each group's own lr applies
-            bf16=True,  # selects the wrapper that builds main params for 16-bit parameters
+            lr=0.0,  # The config needs a rate, but only the lr of each param group is used.
+            bf16=True,  # bf16 selects the wrapper that builds main params for 16-bit parameters.
             clip_grad=_limit(chosen["max_grad_norm"]),
             fused_backend=chosen["backend"],
             fp32_state_below=chosen["min_8bit_size"],
@@ -270,7 +273,7 @@ def _form(rule: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
     stepped_by = [rule, "adam"] if rule == "muon" else [rule]
     moments = [moment for name in stepped_by for moment in RULES[name].moments]
     stored_as = {moment.dtype_field for moment in moments if moment.dtype_field}
-    second = torch.uint8 if dtype == UINT4 else dtype  # second moments have no 4-bit format
+    second = torch.uint8 if dtype == UINT4 else dtype  # Second moments have no 4-bit format.
     forms = {FIRST_DTYPE: dtype, SECOND_DTYPE: second}
     return {
         "use_precision_aware_optimizer": True,
