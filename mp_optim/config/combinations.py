@@ -31,7 +31,7 @@ def check_config(config: ConfigFields) -> None:
     """Check all fields of a config, and convert their values in place.
 
     Raises:
-        ValueError: a value is out of range, contradicts another one, or has no effect.
+        ValueError: a value is out of range, contradicts another value, or has no effect.
     """
     check_fields(config)
     for low, high in _FLOORS:
@@ -141,7 +141,8 @@ def check_state_forms(settings: Any) -> None:
     """Check the settings for the storage formats of state.
 
     Args:
-        settings: a config, or another object with these fields of it and ``has_no_main_params``.
+        settings: a config, or an object with ``has_no_main_params`` and the config's fields for
+            dtypes and stochastic rounding.
 
     Raises:
         SettingError: a format is not supported, or needs ``stochastic_rounding``.
@@ -207,15 +208,16 @@ _NEEDS: tuple[tuple[str, str, Holds], ...] = (
         lambda c: c.is_distributed,
     ),
 )
-"""Fields, the settings that they need, and a test of a config for these settings. Without them, a
-run would take more memory than expected, or its replicas would diverge."""
+"""Fields, the settings that these fields need, and a test of a config for these settings.
+Without the settings, a run would take more memory than expected, or its replicas would diverge."""
 
 
 def inert_fields(config: ConfigFields) -> dict[str, str]:
     """Return the fields that are set without effect, each with a reason and a remedy.
 
-    They are fields of :data:`_NEEDS` and of rules that the config does not use. Other fields
-    without effect are accepted, as in Megatron.
+    A field has no effect if the config lacks its settings in :data:`_NEEDS`, or if only rules that
+    the config does not use read the field. Other fields without effect are accepted, as in
+    Megatron.
     """
     rule, tuned = RULES[config.optimizer], RULES[config.elementwise_rule].hyperparameters
     read = {*rule.fields, *(name for own in tuned if own.per_group for name in own.fields)}

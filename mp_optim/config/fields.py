@@ -1,4 +1,4 @@
-"""Fields of OptimizerConfig: meaning, default and allowed values of each.
+"""Fields of OptimizerConfig: meaning, default and allowed values of each field.
 
 :mod:`mp_optim.config.rules` has the allowed values of fields that only one rule reads, and
 :mod:`mp_optim.config.combinations` the allowed combinations.
@@ -52,38 +52,43 @@ class ConfigFields:
     weight_decay: float = 0.01
     """Factor of the weight decay. The standard overrides exclude biases and 1-D parameters."""
     apply_wd_to_qk_layernorm: bool = False
-    """Apply weight decay to query and key layernorm weights, although they are 1-D."""
+    """True to apply weight decay to query and key layernorm weights, although these weights are
+    1-D."""
     fp16: bool = False
-    """True if model parameters are float16: FP32 main params and a loss scale."""
+    """True if model parameters are float16. The stack then has FP32 main params and a loss
+    scale."""
     bf16: bool = False
-    """True if model parameters are bfloat16: FP32 main params."""
+    """True if model parameters are bfloat16. The stack then has FP32 main params."""
     params_dtype: torch.dtype | str = torch.float32
     """Dtype of the model's parameters, a torch dtype or its name. With float32, the default,
     ``fp16`` and ``bf16`` decide."""
     use_precision_aware_optimizer: bool = False
-    """Store optimizer state in the dtypes of the fields below, also in host memory."""
+    """True to store optimizer state in ``exp_avg_dtype``, ``exp_avg_sq_dtype`` and remainders,
+    also in host memory."""
     main_grads_dtype: torch.dtype | str = torch.float32
-    """Dtype that gradients of any dtype are converted to in registers: only float32."""
+    """Dtype that a step converts gradients of any dtype to, in registers. Only float32 is
+    supported."""
     main_params_dtype: torch.dtype | str = torch.float32
-    """Dtype of the main params: only float32."""
+    """Dtype of the main params. Only float32 is supported."""
     exp_avg_dtype: torch.dtype | str = torch.float32
     """Dtype of the first moment, or of sgd's momentum: float32, bfloat16, float16, or 8-bit (uint8)
     or 4-bit (uint4) codes. float16 and codes have a scale for each block of 256 elements."""
     exp_avg_sq_dtype: torch.dtype | str = torch.float32
     """Dtype of the second moment: float32, bfloat16, float16 or uint8."""
     fp32_state_below: int = 0
-    """With 8-bit or 4-bit moments, parameters with fewer elements keep FP32 moments (bitsandbytes'
-    ``min_8bit_size``). A DTensor or a distributed optimizer's shard counts as the whole parameter;
-    a shard of plain tensor parallelism counts as a parameter of its own."""
+    """Number of elements below which a parameter keeps FP32 moments, with 8-bit or 4-bit moments
+    (bitsandbytes' ``min_8bit_size``). A DTensor or a distributed optimizer's shard counts as the
+    whole parameter; a shard of plain tensor parallelism counts as a parameter of its own."""
     store_param_remainders: bool = True
-    """With ``use_precision_aware_optimizer``, store only the bits of an FP32 main param that its
-    bfloat16 parameter lacks: 2 bytes per element instead of 4, with the same bits."""
+    """True to store only the bits of an FP32 main param that its bfloat16 parameter lacks, with
+    ``use_precision_aware_optimizer``: 2 bytes per element instead of 4, with the same bits."""
     param_remainder_bits: int = 16
-    """Bits of a remainder: 16 for a full FP32 main param, or 8 for its upper 24 bits. With 0 there
-    are no main params, and steps round the bfloat16 parameter stochastically."""
+    """Bits of a remainder: 16 for a full FP32 main param, or 8 for the upper 24 bits of the main
+    param. With 0 there are no main params, and steps round the bfloat16 parameter
+    stochastically."""
     stochastic_rounding: bool = False
-    """Round bfloat16, 8-bit and 4-bit state stochastically. Results are reproducible for any
-    placement and number of threads."""
+    """True to round bfloat16, 8-bit and 4-bit state stochastically. Results are reproducible for
+    any placement and number of threads."""
     stochastic_rounding_seed: int = 0
     """Seed of the random bits for stochastic rounding."""
     ema_decay: float | None = None
@@ -92,7 +97,7 @@ class ConfigFields:
     ema_dtype: torch.dtype | str = torch.float32
     """Dtype of the averages of ``ema_decay``: float32, or bfloat16 with ``stochastic_rounding``."""
     loss_scale: float | None = None
-    """Constant loss scale. With None, fp16 has a dynamic loss scale and bf16 none."""
+    """Constant loss scale. With None, fp16 has a dynamic loss scale, and bf16 has no loss scale."""
     initial_loss_scale: float = 2.0**32
     """First value of the dynamic loss scale."""
     min_loss_scale: float = 1.0
@@ -108,7 +113,7 @@ class ConfigFields:
     adam_eps: float = 1e-8
     """Number added to the denominator (adam, lamb)."""
     decoupled_weight_decay: bool = True
-    """Decay the parameter itself (AdamW) instead of adding the decay to the gradient."""
+    """True to decay the parameter itself (AdamW). False adds the decay to the gradient."""
     cautious_wd: bool = False
     """Cautious weight decay (adam, lion, muon; Chen et al. 2025): an element decays only if the
     update does not move it away from 0. May be set per param group."""
@@ -122,16 +127,15 @@ class ConfigFields:
     muon_momentum: float = 0.95
     """Decay per step of muon's momentum, a moving average of gradients."""
     muon_use_nesterov: bool = False
-    """Use Nesterov momentum in muon."""
+    """True for Nesterov momentum in muon."""
     muon_split_qkv: bool = True
-    """Orthogonalize the query, key and value parts of a fused weight (``linear_qkv``)
-    separately."""
+    """True to orthogonalize query, key and value of a fused weight (``linear_qkv``) separately."""
     muon_scale_mode: str = "spectral"
-    """Scale of muon's updates: spectral sqrt(max(rows, columns)), unit_rms_norm
-    sqrt(rows / columns), or shape_scaling sqrt(max(1, rows / columns))."""
+    """Factor of muon's updates: spectral sqrt(max(rows, columns)), unit_rms_norm sqrt(rows /
+    columns), or shape_scaling sqrt(max(1, rows / columns))."""
     muon_extra_scale_factor: float = 1.0
-    """Additional factor of this scale. 0.2 with spectral makes updates about as large as AdamW's,
-    so that AdamW's learning rate fits."""
+    """Second factor of muon's updates, after ``muon_scale_mode``. 0.2 with spectral makes
+    updates about as large as AdamW's, so that AdamW's learning rate fits."""
     muon_fp32_matmul_prec: str = "medium"
     """Precision of muon's matrix products: medium for bfloat16, highest for FP32."""
     muon_num_ns_steps: int = 5
@@ -146,58 +150,62 @@ class ConfigFields:
     orthogonalizes the whole matrix. blockwise: each rank orthogonalizes its shard, and results
     depend on the layout."""
     muon_moment2_method: str | None = None
-    """normuon divides each row of an update by the root of a moving average of its mean square, and
-    keeps the norm of the update (NorMuon; Li et al. 2025). It stores 4 bytes per row. None: off."""
+    """Second moment of muon by row. ``"normuon"`` (Li et al. 2025) divides each row of an update
+    by the root of a moving average of the row's mean square, keeps the norm of the update, and
+    stores 4 bytes per row. None has no second moment."""
     muon_beta2: float = 0.95
-    """Decay per step of the average of ``muon_moment2_method``."""
+    """Decay per step of the moving average of ``muon_moment2_method``."""
     muon_scalar_optimizer: str = "adam"
     """Rule that steps embeddings, output layers and non-matrices with muon: adam or lion."""
     lamb_use_nvlamb: bool = False
-    """Adapt the learning rate of parameters without weight decay, too (lamb)."""
+    """True to adapt the learning rate of parameters without weight decay, too (lamb)."""
     lamb_grad_averaging: bool = True
-    """Multiply the gradient by 1 - beta1 in the first moment (lamb)."""
+    """True to multiply the gradient by 1 - beta1 in the first moment (lamb)."""
     clip_grad: float = 1.0
     """Limit of the global gradient norm; 0 turns clipping off."""
     grad_norm_skip_threshold: float = math.inf
-    """Skip steps with a larger gradient norm."""
+    """Gradient norm above which a step is skipped."""
     skip_step_sigma_factor: float = math.inf
-    """Skip steps with a gradient norm or loss (``optimizer.health.report_loss``) more than this
-    number of sigma above the median of the last steps. 6 is usual; inf skips none."""
+    """Number of sigma above the median of the last steps. A step with a higher gradient norm or
+    loss (``optimizer.health.report_loss``) is skipped. 6 is usual; inf skips no step."""
     skip_step_rolling_interval_length: int = 128
-    """Number of last steps that ``skip_step_sigma_factor`` compares with. Skipping begins when half
-    of them are recorded."""
+    """Number of last steps in the median of ``skip_step_sigma_factor``. Skipping begins when
+    half of these steps are recorded."""
     log_num_zeros_in_grad: bool = False
-    """Count zero gradient elements; reads every gradient once more."""
+    """True to count zero gradient elements, which reads every gradient once more."""
     log_param_grad_norms: int = 0
-    """Number of largest parameter gradient norms that ``metrics()`` shows; 0 records none. Norms
-    are recorded for every parameter, without another read of gradients. Ranks with shards reduce
-    one more vector. The first step decides whether norms are recorded."""
+    """Number of largest parameter gradient norms that ``metrics()`` shows; 0 records no norms.
+    Norms are recorded for every parameter, without another read of gradients. Ranks with shards
+    reduce one more vector. The first step decides whether norms are recorded."""
     optimizer_cpu_offload: bool = False
-    """Keep a part of main params and state in host memory; the host steps it unless
-    ``offload_place`` is streamed."""
+    """True to keep a part of main params and state in host memory. The host steps this part
+    unless ``offload_place`` is streamed."""
     optimizer_offload_fraction: float | str = 0.0
     """Share of the parameter elements to offload, 0 to 1. ``"auto"`` selects the smallest share
     that fits ``gpu_memory`` on each rank."""
     gpu_memory: int | None = None
     """Bytes on the accelerator for model parameters, gradients and optimizer, with
-    ``optimizer_offload_fraction="auto"``. The default is three quarters of its memory; activations
-    need the rest."""
+    ``optimizer_offload_fraction="auto"``. The default is three quarters of the accelerator's
+    memory; activations need the last quarter."""
     overlap_cpu_optimizer_d2h_h2d: bool = False
-    """Overlap transfers in both directions with the host's arithmetic."""
+    """True to overlap transfers in both directions with the host's arithmetic."""
     offload_mode: str = "sync"
-    """Work during backward; all modes give the same bits (docs/offload_modes.md).
+    """Work that the host does during backward. All modes give the same bits
+    (docs/offload_modes.md).
 
-    - sync: none.
-    - overlap: copies gradients to the host, and computes norms of those that only the host has.
-    - speculative: also steps them on the host into back buffers of main params and moments, which
-      ``step()`` commits or discards.
+    - sync: the host begins in ``step()``.
+    - overlap: gradients are copied to the host. The host computes norms of gradients that only the
+      host has.
+    - speculative: the host also steps parameters into back buffers of main params and moments.
+      ``step()`` commits or discards the result.
 
-    Parameters that are streamed, or whose state is on a disk, are stepped in ``step()`` in every
-    mode."""
+    ``step()`` steps parameters that are streamed or have state on a disk, in every mode.
+    """
     offload_place: str = "host"
-    """Device that steps offloaded parameters: host, or streamed for the accelerator. streamed keeps
-    main params and state in host memory, and copies them to the accelerator window by window in
-    ``step()``. Both give the same bits; docs/offload_modes.md compares their speed."""
+    """Device that steps offloaded parameters: host, or streamed for the accelerator. streamed
+    keeps main params and state in host memory, and copies them to the accelerator window by
+    window in ``step()``. Both values give the same bits; docs/offload_modes.md compares their
+    speed."""
     stream_window_bytes: int = 256 << 20
     """Bytes of main params and state in a window, with ``offload_place="streamed"`` or
     ``optimizer_state_path``. Released gradients count as part of a window. With streamed, the
@@ -205,45 +213,49 @@ class ConfigFields:
     pieces (adam, sgd, lion) or refused (other rules)."""
     optimizer_state_path: str | None = None
     """Folder on a local disk for a file with main params and state of offloaded parameters, with
-    the same bits as in memory. Host memory holds five windows of ``stream_window_bytes``
-    (``offload_place`` host) or six (streamed). The file has no name, is deleted when the process
-    ends, and is not a checkpoint."""
+    the same bits as in memory. Host memory holds five windows of ``stream_window_bytes`` with
+    ``offload_place="host"``, or six with ``"streamed"``. The file has no name, is deleted when
+    the process ends, and is not a checkpoint."""
     release_gradients: bool = False
-    """Free gradients of offloaded parameters on the accelerator during backward, with
+    """True to free gradients of offloaded parameters on the accelerator during backward, with
     ``offload_mode`` overlap or speculative (docs/offload_modes.md).
 
-    At most two buckets of these gradients are on the device. Gradients of micro-batches are added
-    on the host; those of streamed parameters are copied back with their window. ``.grad`` is then
-    None, so other code must not read or clip it. ``step()`` ends with ``zero_grad()``. To discard a
-    batch, call the optimizer's ``zero_grad()``, not the model's."""
+    At most two buckets of these gradients are on the device. The host adds the gradients of
+    micro-batches; gradients of streamed parameters are copied back with their window. ``.grad`` is
+    then None, so other code must not read or clip gradients. ``step()`` ends with ``zero_grad()``.
+    To discard a batch, call the optimizer's ``zero_grad()``, not the model's.
+    """
     offload_bucket_bytes: int = 64 << 20
-    """Staging bytes of a bucket of offloaded parameters; a larger parameter is a bucket of its own.
-    With ``offload_mode`` overlap or speculative, at most a sixteenth of all staging bytes."""
+    """Staging bytes of a bucket of offloaded parameters. A larger parameter is a bucket of its
+    own. With ``offload_mode`` overlap or speculative, a bucket has at most a sixteenth of all
+    staging bytes."""
     pin_cpu_grads: bool = True
-    """Pin the staging memory for gradients and parameters."""
+    """True to pin the staging memory for gradients and parameters."""
     pin_cpu_params: bool = True
-    """Pin the main params in host memory."""
+    """True to pin the main params in host memory."""
     use_distributed_optimizer: bool = False
-    """Reduce gradients over the data-parallel ranks, and keep main params and state only for this
-    rank's shard (ZeRO)."""
+    """True to reduce gradients over the data-parallel ranks, and to keep main params and state
+    only for this rank's shard (ZeRO)."""
     data_parallel_sharding_strategy: str = "optim"
     """Data that is sharded over data-parallel ranks: optim (main params and state: ZeRO-1),
-    optim_grads (gradients, too: ZeRO-2), or no_shard (none: each rank steps all parameters, with
-    the same bits)."""
+    optim_grads (also gradients: ZeRO-2), or no_shard (nothing: each rank steps all parameters,
+    with the same bits)."""
     use_layer_wise_distributed_optimizer: bool = False
-    """Assign whole parameters to ranks, balanced by size, so that muon exchanges no matrices."""
+    """True to assign whole parameters to ranks, balanced by size, so that muon exchanges no
+    matrices."""
     overlap_grad_reduce: bool = False
-    """Reduce each bucket of gradients while backward computes the others."""
+    """True to reduce each bucket of gradients while backward computes the other buckets."""
     overlap_param_gather: bool = False
-    """Gather updated parameters during the next forward; each module waits for its own."""
+    """True to gather updated parameters during the next forward. Each module waits for its own
+    parameters."""
     grad_reduce_in_fp32: bool = False
-    """Accumulate and communicate gradients in FP32 instead of the parameter's dtype."""
+    """True to accumulate and communicate gradients in FP32 instead of the parameter's dtype."""
     grad_reduce_op: str = "avg"
     """Reduction of the ranks' gradients: avg, or sum (if the loss is divided by the number of
     tokens of all ranks)."""
     reduce_scatter_with_fp32_accumulation: bool = False
-    """Communicate 16-bit gradients, add them in FP32 in the order of ranks, and round once. Always
-    on for backends other than NCCL."""
+    """True to communicate 16-bit gradients, add them in FP32 in the order of ranks, and round
+    once. Backends other than NCCL always do so."""
     bucket_size: int | None = None
     """Elements after which a bucket of parameters is closed. The default is the larger of 40 M and
     1 M per rank."""
@@ -260,12 +272,12 @@ class ConfigFields:
     host_threads: int | None = None
     """Number of threads of the native host kernels in the whole process, regardless of
     ``OMP_NUM_THREADS``. The default is one thread per core of this rank's share of the host
-    (``describe()`` shows it), except during backward (``offload_mode``): there, two threads fewer
-    and at least a quarter fewer."""
+    (``describe()`` shows the number). During backward (``offload_mode``), two threads fewer work
+    for the optimizer, and at least a quarter fewer."""
     timers: Callable[..., Any] | None = None
-    """Megatron's timers. ``timers(name, log_level=1)`` returns an object with ``start(barrier=)``
-    and ``stop()``. The names are ``optimizer-clip-main-grad`` (norm and clipping) and
-    ``optimizer-inner-step`` (step)."""
+    """Megatron's timers. ``timers(name, log_level=1)`` returns an object with
+    ``start(barrier=)`` and ``stop()``. The name ``optimizer-clip-main-grad`` covers norm and
+    clipping, and ``optimizer-inner-step`` covers the step."""
     barrier_with_L1_time: bool = False
     """True if timers wait for all ranks before they start."""
 
@@ -286,7 +298,8 @@ class ConfigFields:
 
     @property
     def keeps_remainders(self) -> bool:
-        """True if bfloat16 parameters have remainders, or nothing, in place of FP32 main params."""
+        """True if bfloat16 parameters have remainders or no main params at all, instead of FP32
+        main params."""
         return self.use_precision_aware_optimizer and self.store_param_remainders and self.bf16
 
     @property
@@ -296,14 +309,14 @@ class ConfigFields:
 
     @property
     def elementwise_rule(self) -> str:
-        """The rule that ``fused_backend`` implements: with muon that of the other parameters,
-        because torch computes muon's matrix products."""
+        """The rule that ``fused_backend`` implements. For muon it is the rule of the other
+        parameters, because torch computes muon's matrix products."""
         return self.muon_scalar_optimizer if self.optimizer == "muon" else self.optimizer
 
 
 _INT32 = 2**31 - 1
 _SCALE = Number(2.0**-126, 2.0**126)
-"""Allowed loss scales: they and their reciprocals are normal FP32 numbers."""
+"""Allowed loss scales. Each scale and its reciprocal are normal FP32 numbers."""
 _STEPS = whole(1, _INT32)
 _THRESHOLD = Number(0.0, open_low=True, may_be_infinite=True)
 _NO_RULE = f"choose {rules_in_words()}"
@@ -371,7 +384,7 @@ CHECKS: dict[str, Check] = {
     "host_threads": whole(1, 1024, optional=True),
     "timers": as_timers,
 }
-"""Allowed values of the fields that are not booleans."""
+"""Checks of the fields that are not booleans, by field."""
 
 
 def check_field(name: str, value: Any) -> Any:
@@ -382,7 +395,7 @@ def check_field(name: str, value: Any) -> Any:
         value: value to check.
 
     Raises:
-        SettingError: the value is not allowed.
+        SettingError: the field does not allow the value.
     """
     check: Check = CHECKS.get(name, as_bool)
     try:
@@ -395,7 +408,7 @@ def check_fields(config: ConfigFields) -> None:
     """Check every field of a config separately, and assign the converted values.
 
     Raises:
-        SettingError: a value is not allowed.
+        SettingError: a field does not allow its value.
     """
     for spec in fields(config):
         value = getattr(config, spec.name)

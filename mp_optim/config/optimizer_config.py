@@ -1,7 +1,7 @@
 """OptimizerConfig: the settings of an optimizer under Megatron's names.
 
-Four names of torch and Hugging Face are accepted as aliases of fields. A field exists only if
-setting it has an effect in some config.
+Four names of torch and Hugging Face are accepted as aliases of fields. Every field has an effect in
+some config.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class OptimizerConfig(ConfigFields):
 
     Raises:
         TypeError: a field is unknown, or is given under two names.
-        ValueError: a value is out of range, contradicts another one, or has no effect.
+        ValueError: a value is out of range, contradicts another value, or has no effect.
     """
 
     def __post_init__(self) -> None:
@@ -67,11 +67,11 @@ class OptimizerConfig(ConfigFields):
     def check(self) -> None:
         """Check all fields, and convert values to Python numbers and torch dtypes in place.
 
-        The constructor calls it. :func:`mp_optim.get_megatron_optimizer` calls it again, for fields
-        that were assigned later.
+        The constructor and :func:`mp_optim.get_megatron_optimizer` call this method, because fields
+        may be assigned after construction.
 
         Raises:
-            ValueError: a value is out of range, contradicts another one, or has no effect.
+            ValueError: a value is out of range, contradicts another value, or has no effect.
         """
         check_config(self)
 
@@ -84,7 +84,7 @@ class OptimizerConfig(ConfigFields):
 
         Raises:
             TypeError: a field is unknown, or is given under two names.
-            ValueError: a value is out of range, contradicts another one, or has no effect.
+            ValueError: a value is out of range, contradicts another value, or has no effect.
         """
         return cls(**settings)
 
@@ -112,10 +112,10 @@ def _with_rule(settings: dict[str, Any]) -> dict[str, Any]:
 # -- aliases --------------------------------------------------------------------------------------
 
 _TAKEN_AS = {"learning_rate": "lr", "max_grad_norm": "clip_grad"}
-"""Aliases from torch and Hugging Face, and the field that each stands for."""
+"""The field for each alias from torch and Hugging Face."""
 _TAKEN_AS_THE_RULES = ("betas", "eps")
-"""Aliases that depend on the rule: ``betas`` stands for ``adam_beta1`` and ``adam_beta2``, or for
-``lion_beta1`` and ``lion_beta2``."""
+"""Aliases whose fields depend on the rule. For example, ``betas`` stands for ``adam_beta1`` and
+``adam_beta2``, or for ``lion_beta1`` and ``lion_beta2``."""
 
 
 def _in_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +126,8 @@ def _in_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
             alias.
         ValueError: ``betas`` is not a sequence of two numbers.
     """
-    # With muon, betas and eps belong to the rule of the parameters that are no hidden matrices.
+    # With muon, betas and eps are hyperparameters of the rule that steps all parameters except
+    # hidden matrices.
     rule = str(settings.get("optimizer", "adam")).lower()
     if rule == "muon":
         rule = str(settings.get("muon_scalar_optimizer", "adam"))

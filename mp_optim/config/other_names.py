@@ -1,4 +1,4 @@
-"""Tables of setting names in other libraries and Megatron, and their names in this package."""
+"""Names of settings in other libraries and Megatron, with their names in this package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ T = TypeVar("T")
 
 
 def by_name(table: Mapping[str, T]) -> dict[str, T]:
-    """Return a table with one key per name, from keys that hold names separated by spaces."""
+    """Return a table with one name per key, from a table whose keys hold several names separated
+    by spaces."""
     return {name: value for names, value in table.items() for name in names.split()}
 
 
@@ -67,7 +68,7 @@ _FIELDS = {
     "gradient_accumulation_steps accumulate_grad_batches": _MICRO_BATCHES,
     "params model parameters": _MODEL,
 }
-"""Names in other libraries, and the field of OptimizerConfig or procedure for each."""
+"""The field of OptimizerConfig, or the procedure, for each name in other libraries."""
 FIELDS = by_name(_FIELDS)
 
 _SHARE = "offload=1.0, another share, or 'auto'"
@@ -94,7 +95,7 @@ ARGUMENTS = {
     ),
     _MODEL: "params",
 }
-"""Fields or procedures of :data:`FIELDS`, and the argument of the optimizer classes for each."""
+"""The argument of the optimizer classes for each field or procedure of :data:`FIELDS`."""
 
 NO_GRAPHS = (
     "steps are not captured in CUDA graphs (docs/decisions.md); leave it out, or False in "
@@ -105,7 +106,7 @@ _NO_RULES = (
     "pytorch_optimizer.AdEMAMix (docs/migrate.md, 'Any other torch optimizer')"
 )
 _NOT_FIELDS = {**NOT_HERE, "optimizer_cuda_graph": NO_GRAPHS}
-"""Settings without any equivalent in this package, and the reason or replacement for each."""
+"""The reason or replacement for each setting that this package does not have."""
 
 
 def hint(name: str, known: Sequence[str], *, fields: Sequence[str] = ()) -> str:

@@ -1,8 +1,9 @@
-"""Table of the optimizer rules: the state that each keeps per parameter, and its hyperparameters.
+"""Table of the optimizer rules: the state that each rule keeps per parameter, and its
+hyperparameters.
 
 The config, param groups, checks, checkpoints and the planner read this table; :mod:`mp_optim.rules`
-has the steps. The second half lists the kernels of each ``fused_backend``, which the config checks
-and ``mp-optim doctor`` shows.
+has the steps. The second half lists the kernels of each ``fused_backend``. The config checks the
+kernels, and ``mp-optim doctor`` shows them.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ POLYNOMIALS: dict[str, tuple[Polynomial, ...]] = {
 """Polynomials of the Newton-Schulz steps, by coefficient type.
 
 simple: one polynomial for all steps (Jordan 2024, https://kellerjordan.github.io/posts/muon/), as
-in torch.optim.Muon. quintic: a cycle of five, optimized together (Cesista,
-https://leloykun.github.io/ponder/muon-opt-coeffs/). polar_express: each is optimal after those
-before it (Amsel et al. 2025, arXiv:2505.16932), and the last one is repeated.
+in torch.optim.Muon. quintic: a cycle of five polynomials, optimized together (Cesista,
+https://leloykun.github.io/ponder/muon-opt-coeffs/). polar_express: each polynomial is optimal after
+the previous polynomials (Amsel et al. 2025, arXiv:2505.16932), and the last polynomial is repeated.
 """
 
 COEFFICIENT_TYPES = tuple(POLYNOMIALS)
@@ -86,7 +87,8 @@ def coefficients(kind: str, steps: int) -> tuple[Polynomial, ...]:
         steps: number of steps.
 
     Raises:
-        ValueError: ``steps`` is not a whole number >= 1, or with ``quintic`` no multiple of 5.
+        ValueError: ``steps`` is not a whole number >= 1, or ``kind`` is ``quintic`` and ``steps``
+            is no multiple of 5.
     """
     table = POLYNOMIALS[kind]
     if steps < 1 or steps != int(steps):
@@ -105,10 +107,11 @@ def coefficients(kind: str, steps: int) -> tuple[Polynomial, ...]:
 def scale_factor(mode: str, rows: int, columns: int) -> float:
     """Return the factor of an orthogonalized update.
 
-    spectral: sqrt(max(rows, columns)), for an RMS of 1 over the elements of any shape (Liu et al.
-    2025, arXiv:2502.16982, who multiply it by 0.2 to match AdamW). unit_rms_norm:
-    sqrt(rows / columns), for a matrix of RMS-to-RMS operator norm 1 (Pethick et al. 2025,
-    arXiv:2502.07529). shape_scaling: sqrt(max(1, rows / columns)) (Jordan 2024).
+    - spectral: sqrt(max(rows, columns)), for an RMS of 1 over the elements of any shape. Liu et al.
+      2025 (arXiv:2502.16982) multiply this factor by 0.2 to match AdamW.
+    - unit_rms_norm: sqrt(rows / columns), for a matrix of RMS-to-RMS operator norm 1 (Pethick et
+      al. 2025, arXiv:2502.07529).
+    - shape_scaling: sqrt(max(1, rows / columns)) (Jordan 2024).
 
     Args:
         mode: one of :data:`SCALE_MODES`.
@@ -133,7 +136,7 @@ FIRST_MOMENT_DTYPES = tuple(form.name for form in FIRST_FORMS)
 codes of 8 and 4 bits."""
 
 Shape = Callable[[torch.Size], torch.Size]
-"""Function that returns the shape of a moment from the shape of the whole parameter."""
+"""Function from the shape of the whole parameter to the shape of a moment."""
 
 
 @dataclass(frozen=True)
@@ -142,12 +145,13 @@ class Moment:
 
     Attributes:
         name: key in the state, with one meaning in all rules.
-        dtype_field: field of the config with its storage format; None for always FP32.
-        shape: function from the whole parameter's shape to the moment's; None for the same shape.
-        elementwise: True if it has one element per parameter element and is sharded like the
-            parameter. Otherwise every rank with a shard of the parameter keeps the whole moment,
-            with the same bits. This includes plain tensor parallelism that shards the parameter
-            along a dimension that the moment lacks.
+        dtype_field: field of the config with the moment's storage format; None for always FP32.
+        shape: function from the whole parameter's shape to the moment's shape; None for the same
+            shape.
+        elementwise: True if the moment has one element per parameter element and is sharded like
+            the parameter. Otherwise every rank with a shard of the parameter keeps the whole
+            moment, with the same bits. This is so, too, if plain tensor parallelism shards the
+            parameter along a dimension that the moment lacks.
     """
 
     name: str
@@ -174,13 +178,15 @@ class Moment:
 
 @dataclass(frozen=True)
 class Hyperparameter:
-    """A hyperparameter of a rule, except ``lr`` and ``weight_decay``, which all rules have.
+    """A hyperparameter of a rule. ``lr`` and ``weight_decay``, which all rules have, are not in the
+    table.
 
     Attributes:
         name: name in constructors and param groups.
-        allowed: check of values there; None if the rule itself checks them.
+        allowed: check of values in constructors and param groups; None if the rule itself checks
+            values.
         default: default of the rule's class.
-        fields: fields of the config with its value, and their checks; several fields make a tuple.
+        fields: fields of the config with the value, and their checks; several fields make a tuple.
         per_group: True if a param group may have its own value.
     """
 
@@ -193,20 +199,20 @@ class Hyperparameter:
 
 @dataclass(frozen=True)
 class RuleSpec:
-    """A row of the table: one optimizer rule.
+    """One optimizer rule, a row of the table.
 
     Attributes:
         name: value of the config's ``optimizer``.
-        moments: tensors that it keeps for each parameter.
+        moments: tensors that the rule keeps for each parameter.
         hyperparameters: hyperparameters, in the order of their checks.
         other_fields: fields of the config that only this rule reads and that are not
             hyperparameters, with their checks.
         fixed: hyperparameters that the stack sets itself.
         reads: data that the update of one element depends on: the element, sums over the whole
             parameter (reduced over the ranks with its shards), or whole matrices.
-        has_kernels: True if backends have kernels for the whole step, except as their
-            :class:`Capability` restricts it. Otherwise torch operations compute the step, and
-            kernels parts of it.
+        has_kernels: True if backends have kernels for the whole step, except as :class:`Capability`
+            restricts a backend. Otherwise torch operations compute the step, and kernels compute
+            only elementwise passes.
         trial: hyperparameters that differ from the defaults in the self-test of backends.
     """
 
@@ -225,8 +231,8 @@ class RuleSpec:
 
     @property
     def fields(self) -> dict[str, Check]:
-        """The fields of the config that this rule reads, except those of all rules, with their
-        checks."""
+        """The fields of the config that this rule reads, with their checks. Fields that all
+        rules read are left out."""
         fields: dict[str, Check] = {}
         for each in self.hyperparameters:
             fields |= each.fields
@@ -245,7 +251,8 @@ class RuleSpec:
     def overrides(self) -> tuple[str, ...]:
         """Names of the hyperparameters that a param group may override, except rates and decays.
 
-        As muon's ``muon_scalar_optimizer`` a rule takes only these from the config.
+        A rule that is muon's ``muon_scalar_optimizer`` takes only these hyperparameters from the
+        config.
         """
         return tuple(each.name for each in self.hyperparameters if each.per_group)
 
@@ -285,7 +292,7 @@ def _tuned(name: str, allowed: Check, default: Any, **fields: Check) -> Hyperpar
 def _chosen(
     name: str, field: str, choices: tuple[str | None, ...], default: str | None, **elsewhere: str
 ) -> Hyperparameter:
-    """Return a hyperparameter with a choice of words, which param groups may override."""
+    """Return a hyperparameter that allows some words, and that param groups may override."""
     check = Choice(choices, tuple(elsewhere.items()))
     return _tuned(name, check, default, **{field: check})
 
@@ -317,7 +324,8 @@ _LAMB = RuleSpec(
         Hyperparameter("use_nvlamb", as_flag, False, {"lamb_use_nvlamb": as_bool}),
         Hyperparameter("grad_averaging", as_flag, True, {"lamb_grad_averaging": as_bool}),
     ),
-    fixed={"max_grad_norm": 0.0},  # the stack clips with clip_grad
+    # The stack clips gradients itself with clip_grad, so LAMB must not clip them again.
+    fixed={"max_grad_norm": 0.0},
     reads="sums",
     trial={"eps": 1e-8},
 )
@@ -341,7 +349,9 @@ _MUON = RuleSpec(
     "muon",
     (_MOMENTUM, _MOMENT2),
     (
-        replace(_BETAS, fields={}),  # the fields of muon_scalar_optimizer set betas and eps
+        # muon has no fields for betas and eps, because the fields of muon_scalar_optimizer set
+        # them.
+        replace(_BETAS, fields={}),
         replace(_EPS, fields={}),
         _BIAS_CORRECTION,
         replace(_ADAM_W_MODE, fields={}),
@@ -383,29 +393,31 @@ _MUON = RuleSpec(
     has_kernels=False,
 )
 RULES = {rule.name: rule for rule in (_ADAM, _LAMB, _SGD, _LION, _MUON)}
-"""Rules by name, in the order of messages."""
+"""Rules by name, in the order in which messages list them."""
 OPTIMIZERS = tuple(RULES)
 """Values of the config's ``optimizer``."""
 KERNEL_RULES = tuple(rule.name for rule in RULES.values() if rule.has_kernels)
-"""Rules that backends have kernels for. One of them steps muon's non-matrix parameters; for muon's
-matrices, backends have kernels for the elementwise passes."""
+"""Rules that backends have kernels for. One of these rules steps muon's other parameters; for
+muon's matrices, backends have kernels for the elementwise passes."""
 RULE_FIELDS = {name: check for rule in RULES.values() for name, check in rule.fields.items()}
 """Fields of the config that only some rules read, with their checks."""
 _MOMENTS = {moment.name: moment for rule in RULES.values() for moment in rule.moments}
 
 
 def moment_of(key: str) -> Moment:
-    """Return the moment with a state key; for an unknown key, a moment of the parameter's shape."""
+    """Return the moment with a state key. An unknown key gives a moment of the parameter's
+    shape."""
     return _MOMENTS.get(key) or Moment(key)
 
 
 def is_elementwise(key: str) -> bool:
-    """True if state has one element per parameter element, and is sharded like the parameter."""
+    """True if the state under a key has one element per parameter element, and is sharded like
+    the parameter."""
     return moment_of(key).elementwise
 
 
 def rules_in_words(names: tuple[str, ...] = OPTIMIZERS) -> str:
-    """Return names of rules for a message, such as ``"adam, sgd or lion"``."""
+    """Return names of rules as words of a message, such as ``"adam, sgd or lion"``."""
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
@@ -421,11 +433,11 @@ class Capability:
     Attributes:
         rules: rules with kernels.
         others_by_reference: True if ``reference`` steps other rules, which ``describe()`` shows;
-            False if they are refused.
+            False if other rules are refused.
         compact: True if every storage format, stochastic rounding and ``cautious_wd`` are
             supported.
-        bf16_state: without ``compact``, the rules that support bfloat16 for all moments, and 16-bit
-            remainders.
+        bf16_state: rules that support bfloat16 for all moments, and 16-bit remainders; read only if
+            ``compact`` is False.
     """
 
     rules: tuple[str, ...] = KERNEL_RULES
@@ -447,7 +459,8 @@ CAPABILITIES = {
 
 
 def cautious_decay_refusal(backend: str) -> str:
-    """Return the reason why a backend does not support ``cautious_wd``; empty if it does."""
+    """Return the reason why a backend does not support ``cautious_wd``; empty if the backend
+    does."""
     if CAPABILITIES.get(backend, Capability()).compact:
         return ""
     return f"fused_backend={backend!r} has no kernels for it; choose another backend"

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 LARGEST = 1e10
-"""Largest rate, decay or factor: far above useful values, and products of them still fit FP32."""
+"""Largest rate, decay or factor. The limit is far above useful values, and products of two such
+values still fit FP32."""
 _LARGEST_FP32 = 3.4028234663852886e38
 
 
@@ -42,7 +43,8 @@ def nearest(name: str, known: Sequence[str], cutoff: float = 0.4) -> str:
 
 
 class SettingError(ValueError):
-    """Error about one setting, with its parts as attributes, so that callers can rename it.
+    """Error about one setting. Name, value and reason are attributes, so that callers can replace
+    the name.
 
     Attributes:
         name: name of the setting.
@@ -63,8 +65,8 @@ class SettingError(ValueError):
 # -- fields ---------------------------------------------------------------------------------------
 
 Check = Callable[[Any], Any]
-"""Function that converts a value to the type of its setting. Raises ValueError with the allowed
-values if it cannot."""
+"""Function that converts a value to the type of its setting. A ValueError lists the allowed
+values if the function cannot convert."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class Choice:
     """Check for one of several words.
 
     Attributes:
-        choices: allowed words; None among them if None is allowed.
+        choices: allowed words; None is one of the words if None is allowed.
         elsewhere: words of other libraries that are not supported, with a reason for the error.
     """
 
@@ -211,7 +213,7 @@ def as_bool(value: Any) -> bool:
 
 
 def as_dtype(value: Any) -> torch.dtype:
-    """Return the dtype that a value is or names.
+    """Convert a dtype or the name of a dtype to a ``torch.dtype``.
 
     Args:
         value: dtype, or its name with or without ``torch.``; or ``bf16``, ``fp16`` or ``fp32``.
@@ -260,7 +262,8 @@ def as_timers(value: Any) -> Any:
         raise ValueError(reason)
     try:
         inspect.signature(value).bind("optimizer-inner-step", log_level=1)
-    except (TypeError, ValueError):  # other parameters, or no signature to inspect
+    # The callable has other parameters, or has no signature to inspect.
+    except (TypeError, ValueError):
         raise ValueError(reason) from None
     return value
 
@@ -293,7 +296,7 @@ def as_betas(value: Any) -> list[Any]:
 
 
 def _scalar(value: Any) -> Any:
-    """Return the element of a tensor that has one; any other value unchanged."""
+    """Return the element of a tensor with one element; return any other value unchanged."""
     is_scalar = isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta
     return value.item() if is_scalar else value
 
@@ -307,7 +310,7 @@ def check_setting(name: str, value: Any, check: Check) -> None:
         check: the allowed values.
 
     Raises:
-        SettingError: the value is not allowed.
+        SettingError: ``check`` does not allow the value.
     """
     plain = _scalar(value)
     if isinstance(check, Number):
@@ -360,7 +363,7 @@ NOT_HERE = {
     "capturable": "steps are not captured in CUDA graphs",
     "differentiable": "steps are not differentiable",
 }
-"""Switches of torch's optimizers that are not supported, with the reason or replacement."""
+"""The reason or replacement for each switch of torch's optimizers that is not supported."""
 
 
 def check_shared(group: Mapping[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """Table of the storage formats of optimizer state.
 
-The config's choices, tensor dtypes and sizes, codecs, native and Triton kernels, and names in
-messages and plans are read from it. The encoding is in ``kernels/codecs.py``,
-``csrc/formats.inl`` and ``triton/kernels/formats.py``.
+Choices of the config, dtypes, sizes, codecs, kernels, and names in messages and plans come from
+this table. The encoding is in ``kernels/codecs.py``, ``csrc/formats.inl`` and
+``triton/kernels/formats.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 BLOCK = 256
-"""Number of row-major elements of a moment that share a scale."""
+"""Number of row-major elements of a moment that share one scale."""
 PACKED = 64
 """Number of 4-bit codes in one packed run of 32 bytes. Byte ``i`` has code ``i`` in its lower half
 and code ``i + 32`` in its upper half."""
@@ -76,7 +76,7 @@ SECOND_FORMS = (
     FP16,
     StateForm("8-bit", torch.uint8, 5, in_blocks=True, is_rounded=True),
 )
-"""Formats of a second moment. Formats with blocks store its square root."""
+"""Formats of a second moment. Formats with blocks store the square root of the moment."""
 NO_REMAINDER = StateForm("no main params", None, 8, 0, is_rounded=True)
 REMAINDER_FORMS = (
     StateForm("remainders", torch.int16, 6, 16),
@@ -92,7 +92,7 @@ CODED = {form.name for form in FIRST_FORMS if form.in_blocks and form.dtype.item
 REMAINDERS: dict[Any, StateForm] = {form.name: form for form in REMAINDER_FORMS}
 """Formats of remainders by config value."""
 REMAINDER_CHOICES = "must be 16 or 8, or 0 for none"
-"""Allowed values of ``param_remainder_bits``, for errors."""
+"""Allowed values of ``param_remainder_bits``, as words of an error."""
 KAHAN_IS_GONE = "Kahan compensation made no progress at small learning rates and was removed"
 MOMENT_WORDS: dict[Any, str] = {form.name: form.words for form in (*SECOND_FORMS, *FIRST_FORMS)}
 """Names of the formats of moments in messages, by config value."""

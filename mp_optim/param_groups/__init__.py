@@ -1,1 +1,2 @@
-"""Param groups: assignment of hyperparameters to parameters, and their schedules."""
+"""Param groups: hyperparameters for sets of parameters, and the schedules of these
+hyperparameters."""

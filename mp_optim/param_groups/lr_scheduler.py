@@ -20,8 +20,8 @@ def decay_factor(style: str, done: float) -> float:
     """Return the remaining share of ``max - min`` in a decay: 1.0 at its start, 0.0 at its end.
 
     Args:
-        style: one of :data:`WSD_STYLES`; others count as linear. ``exponential`` is
-            2 * 0.5**done - 1, as in Megatron.
+        style: one of :data:`WSD_STYLES`; other styles count as linear. ``exponential`` is 2 *
+            0.5**done - 1, as in Megatron.
         done: completed share of the decay, or of WSD's cooldown, 0.0 to 1.0.
     """
     if style == "cosine":
@@ -39,8 +39,10 @@ class OptimizerParamScheduler:
     ``max_lr``, and ``min_lr`` if the config sets it. Learning rates that are tensors are filled in
     place. All ``*_steps`` have the unit of :meth:`step`, such as steps or samples.
 
-    A state dict of the optimizer has the saved limits of its groups. The two flags decide between
-    these limits and those at construction. Optimizer and scheduler may be loaded in either order.
+    A state dict of the optimizer has the saved limits (``max_lr``, ``min_lr``, ``start_wd``,
+    ``end_wd``) of its groups. ``use_checkpoint_opt_param_scheduler`` and
+    ``override_opt_param_scheduler`` decide between the saved limits and the limits at construction.
+    Optimizer and scheduler may be loaded in either order.
 
     Args:
         optimizer: optimizer, or another object with ``param_groups``.
@@ -55,7 +57,7 @@ class OptimizerParamScheduler:
         wd_incr_steps: number of steps of the ramp.
         wd_incr_style: shape of the ramp: constant, linear or cosine.
         use_checkpoint_opt_param_scheduler: True to load settings from the checkpoint. A warning
-            names the ones that differ from this object's.
+            names the settings that differ from this object's.
         override_opt_param_scheduler: True to keep this object's settings, and each group's limits
             at construction, when the optimizer or the scheduler is loaded. Loading the optimizer
             then also sets ``lr`` and ``weight_decay`` again.
@@ -64,7 +66,7 @@ class OptimizerParamScheduler:
             required for WSD.
 
     Raises:
-        ValueError: an argument is out of range, or contradicts another one.
+        ValueError: an argument is out of range, or contradicts another argument.
     """
 
     _LIMITS = ("max_lr", "min_lr", "start_wd", "end_wd")
@@ -206,13 +208,15 @@ class OptimizerParamScheduler:
         return {name: getattr(self, name) for name in (*self._SETTINGS, "num_steps")}
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Check a state dict like :meth:`load_state_dict`, without loading it.
+        """Check a state dict as :meth:`load_state_dict` does, without loading the dict.
 
         Args:
             state_dict: result of :meth:`state_dict`.
 
         Raises:
-            ValueError: a setting differs from this object's, and neither flag is set.
+            ValueError: a setting differs from this object's, and both
+                ``use_checkpoint_opt_param_scheduler`` and ``override_opt_param_scheduler`` are
+                False.
         """
         if self.override_opt_param_scheduler or self.use_checkpoint_opt_param_scheduler:
             return
@@ -227,15 +231,18 @@ class OptimizerParamScheduler:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load ``num_steps`` and settings, and set ``lr`` and ``weight_decay`` of the groups.
 
-        Without ``override_opt_param_scheduler``, a group with a limit equal to this object's gets
-        the loaded limit. A warning names settings that change, and groups with other limits, which
-        they keep. A second load of one state dict has no effect.
+        Without ``override_opt_param_scheduler``, a group whose limit equals this object's limit
+        gets the loaded limit. Groups with other limits keep their limits. A warning names the
+        settings that change and the groups that keep theirs. A second load of one state dict has no
+        effect.
 
         Args:
             state_dict: result of :meth:`state_dict`.
 
         Raises:
-            ValueError: a setting differs from this object's, and neither flag is set.
+            ValueError: a setting differs from this object's, and both
+                ``use_checkpoint_opt_param_scheduler`` and ``override_opt_param_scheduler`` are
+                False.
         """
         self.check_state_dict(state_dict)
         self.num_steps = state_dict["num_steps"]
@@ -278,20 +285,23 @@ class OptimizerParamScheduler:
         return [{name: group[name] for name in self._LIMITS if name in group} for group in groups]
 
     def _restore_limits(self) -> None:
-        """Reset the limits of each group to their values when this object was built."""
+        """Reset the limits of each group to their values at the construction of this scheduler."""
         for group, limits in zip(self.optimizer.param_groups, self._limits, strict=False):
             for name in self._LIMITS:
                 group.pop(name, None)
             group.update(limits)
 
     def _watch_loads(self) -> None:
-        """Register :meth:`_after_load` as a hook of the optimizer, or of the one inside it."""
+        """Register :meth:`_after_load` as a load hook of the optimizer, or of the innermost
+        optimizer of a wrapper."""
         hooked = self.optimizer
         while not hasattr(hooked, "_optimizer_load_state_dict_post_hooks"):
             hooked = getattr(hooked, "optimizer", None)
             if hooked is None:
                 return
-        this = weakref.ref(self)  # a strong reference would be a cycle with the optimizer
+        # A strong reference would be a cycle with the optimizer, which only the garbage collector
+        # frees.
+        this = weakref.ref(self)
 
         def after_load(_: Any) -> None:
             if (scheduler := this()) is not None:
@@ -301,7 +311,8 @@ class OptimizerParamScheduler:
         weakref.finalize(self, handle.remove)
 
     def _after_load(self) -> None:
-        """Restore this object's limits, or warn about loaded limits that differ from them."""
+        """Restore this object's limits, or warn about loaded limits that differ from this
+        object's."""
         if self.override_opt_param_scheduler:
             self._restore_limits()
             self.step(0)

@@ -70,11 +70,11 @@ class ParamKey:
     with_name_predicate: ParamWithNamePredicate | tuple[ParamWithNamePredicate, ...] = ()
 
     def matches(self, param: Tensor, param_name: str) -> bool:
-        """True if a parameter meets any condition.
+        """True if a parameter meets any condition of this key.
 
         Args:
             param: parameter to test.
-            param_name: its FQN.
+            param_name: the parameter's FQN.
         """
         if any(fnmatch.fnmatchcase(param_name, pattern) for pattern in _tuple(self.name)):
             return True
@@ -88,21 +88,20 @@ class ParamKey:
 class ParamGroupOverride(TypedDict, total=False):
     """Settings of the parameters that a :class:`ParamKey` matches.
 
-    Other hyperparameters that the rule allows per param group may be set, too.
+    An override may also have other hyperparameters that the rule allows per param group.
 
     Attributes:
         max_lr: highest learning rate of the schedule.
         min_lr: lowest learning rate of the schedule.
         start_wd: weight decay at the start of its ramp.
         end_wd: weight decay at the end of its ramp.
-        wd_mult: factor of the weight decay; 0.0 turns it off.
+        wd_mult: factor of the weight decay; 0.0 turns weight decay off.
         lr_mult: factor of the learning rate.
         eps: number added to the denominator.
         betas: decay per step of the moments.
         momentum: decay per step of the momentum.
-        optimizer: with muon, the rule that steps the parameters: muon or
-            ``muon_scalar_optimizer``.
-        qkv_split_shapes: with muon, numbers of rows of the parts of a fused QKV weight.
+        optimizer: with muon, the rule that steps the parameters: muon or ``muon_scalar_optimizer``.
+        qkv_split_shapes: with muon, numbers of rows of query, key and value in a fused QKV weight.
     """
 
     max_lr: float
@@ -127,12 +126,12 @@ def _key(name: str, fn: Callable[[Tensor, str], bool]) -> ParamKey:
 
 @dataclass(frozen=True)
 class _TableTest:
-    """A test of a parameter that depends on whether it is an embedding or output layer.
+    """A test that asks whether a parameter is an embedding or output layer.
 
     Attributes:
         test: function of a parameter and a bool, True for an embedding or output layer.
-        tables: embeddings and output layers of the model. Until the factory sets it, attributes and
-            names decide.
+        tables: embeddings and output layers of the model. Until the factory sets this attribute,
+            attributes and names of parameters decide.
     """
 
     test: Callable[[Tensor, bool], bool]
@@ -155,7 +154,7 @@ def _is_vector_like(param: Tensor, is_table: bool) -> bool:
 
 
 def _with_tables(key: ParamKey, tables: Tables) -> ParamKey:
-    """Return a key with a model's embeddings and output layers set in its tests."""
+    """Return a copy of a key, with a model's embeddings and output layers set in its tests."""
     tests = tuple(
         replace(test, fn=replace(test.fn, tables=tables))
         if isinstance(test.fn, _TableTest)
@@ -181,10 +180,10 @@ def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, Par
     """Return the default overrides of a config.
 
     Biases and 1-D parameters get no weight decay. Embedding and output parameters get
-    ``decoupled_lr``, if the config sets it. They are parameters with a truthy
-    ``is_embedding_or_output_parameter``. Without that attribute the factory decides by module
-    (``nn.Embedding`` and similar, tied parameters, Hugging Face's ``get_output_embeddings()``),
-    then by the names that model families use.
+    ``decoupled_lr``, if the config sets it. A truthy attribute ``is_embedding_or_output_parameter``
+    marks such a parameter. Without that attribute the module decides (``nn.Embedding`` and similar,
+    tied parameters, Hugging Face's ``get_output_embeddings()``), and then the names that model
+    families use.
 
     Args:
         config: ``apply_wd_to_qk_layernorm``, ``decoupled_lr``, ``decoupled_min_lr`` and ``min_lr``
@@ -246,11 +245,12 @@ def check_config_overrides_consistency(
 
     Args:
         config: config of the stack.
-        config_overrides: settings by :class:`ParamKey`; None for none.
+        config_overrides: settings by :class:`ParamKey`; None for no overrides.
 
     Raises:
         ValueError: an override of ``optimizer``, ``optimizer_cpu_offload``, ``fp16`` or ``bf16``
-            differs from the config. ``optimizer`` may be either rule of a muon config.
+            differs from the config. With a muon config, ``optimizer`` may be muon or
+            ``muon_scalar_optimizer``.
     """
     rules = {config.optimizer, config.elementwise_rule}
     for override in (config_overrides or {}).values():
@@ -304,14 +304,14 @@ def get_param_groups(
     Args:
         model_chunks: modules of the model.
         config: config with ``lr``.
-        config_overrides: settings by :class:`ParamKey`; None for none.
+        config_overrides: settings by :class:`ParamKey`; None for no overrides.
         expert_predicate: ``(param, name) -> bool``, True for expert parameters. The default reads
             the parameter's attributes and name.
 
     Returns:
         Groups with ``params``, ``param_names``, ``lr``, ``max_lr``, ``min_lr``, ``weight_decay``,
-        ``wd_mult``, ``lr_mult``, ``is_expert_parallel``, ``is_decoupled_lr`` and other settings
-        of overrides. ``min_lr`` is present only if config or override set it.
+            ``wd_mult``, ``lr_mult``, ``is_expert_parallel``, ``is_decoupled_lr`` and other settings
+            of overrides. ``min_lr`` is present only if config or override set it.
 
     Raises:
         TypeError: a trainable parameter is complex or not floating-point.
@@ -384,7 +384,7 @@ def keys_of_patterns(
         rule: ``optimizer`` of the config.
 
     Raises:
-        ValueError: a setting is not one that a param group of the rule can override.
+        ValueError: a param group of the rule cannot override a setting.
     """
     known = ["lr", "weight_decay", "optimizer", *RULES[rule].overrides]
     for pattern, override in overrides.items():
@@ -412,7 +412,7 @@ def split_group(
         overrides: settings by :class:`ParamKey`.
 
     Raises:
-        ValueError: the parameters have no names, or two overrides of one disagree.
+        ValueError: the parameters have no names, or two overrides of one parameter disagree.
     """
     params = group["params"]
     members = [params] if isinstance(params, Tensor) else list(params)
@@ -440,7 +440,8 @@ def check_claims(
         param_groups: groups with parameters or (name, parameter) pairs as ``params``.
 
     Raises:
-        ValueError: a parameter is in no group or several; names the first one.
+        ValueError: a parameter is in no group or in several groups; the message names the first
+            such parameter.
     """
     claims: Counter[int] = Counter()
     for group in param_groups:
@@ -459,7 +460,7 @@ def check_claims(
 OF_THE_STACK = ("optimizer", "optimizer_cpu_offload", "fp16", "bf16")
 """Settings that are equal for all param groups of a stack."""
 _INSTEAD = {"lr": "max_lr", "weight_decay": "wd_mult, start_wd and end_wd"}
-"""Settings that schedules overwrite, and the settings of an override that schedules read."""
+"""The settings of an override that schedules read, for each setting that schedules overwrite."""
 _SETTINGS_OF_ANY = (
     *("params", "param_names", "is_expert_parallel", "is_decoupled_lr", "optimizer"),
     *SCHEDULED,

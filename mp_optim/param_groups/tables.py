@@ -25,13 +25,13 @@ from mp_optim.host.calls import warn
 _TABLE_WORDS = {"emb", "embs", "embed", "embeds", "embedding", "embeddings"}
 _TABLE_NAMES = {"wte", "wpe", "relative_attention_bias"}
 _ANYWHERE = {"embed_tokens", "word_embeddings", "lm_head", "output_layer", "embed_out", "to_logits"}
-"""Parts of a parameter name (FQN) that mark an embedding or output layer at any position."""
+"""Components of a parameter name (FQN) that mark an embedding or output layer at any position."""
 _OUTSIDE_BLOCKS = (
     *("shared", "output", "head", "head.fc", "score", "qa_outputs"),
     *("classifier", "classifier.dense", "classifier.out_proj"),
 )
-"""Ends of an FQN that mark an embedding or output layer, if no part of the FQN is a number. Numbers
-mark layers inside a block."""
+"""Ends of an FQN that mark an embedding or output layer, if no component of the FQN is a number.
+A number marks a layer inside a block."""
 
 
 def _by_name(name: str, *, is_table: bool) -> bool:
@@ -70,7 +70,7 @@ class Tables:
 
     Megatron's attribute ``is_embedding_or_output_parameter`` decides if it is set. Otherwise the
     modules decide that hold the parameter or are tied to it: ``nn.Embedding`` and similar, and the
-    module from Hugging Face's ``get_output_embeddings()``. Otherwise the name decides.
+    module from Hugging Face's ``get_output_embeddings()``. The name decides last.
 
     Args:
         chunks: modules to search; without modules, attributes and names decide.
@@ -93,19 +93,21 @@ class Tables:
                 self._why.setdefault(id(param), "in the output layer")
 
     def knows(self, param: Tensor) -> bool:
-        """True if the modules hold a parameter."""
+        """True if the modules of this registry hold a parameter."""
         return id(param) in self._names
 
     def name_of(self, param: Tensor, default: str) -> str:
-        """Return a parameter's FQN in the modules, or ``default`` if they do not hold it."""
+        """Return a parameter's FQN in the modules, or ``default`` if no module holds the
+        parameter."""
         return self._names.get(id(param), default)
 
     def why(self, param: Tensor, name: str) -> str | None:
-        """Return the reason why a parameter is an embedding or output layer; None if it is neither.
+        """Return the reason why a parameter is an embedding or output layer, or None if it is
+        neither.
 
         Args:
             param: parameter to classify.
-            name: its name, used if the modules do not hold it.
+            name: name of the parameter, used if no module holds the parameter.
         """
         marked = param_attributes.marked_embedding_or_output(param)
         if marked is not None:
@@ -119,7 +121,8 @@ class Tables:
 def _output_of(module: nn.Module) -> nn.Module | None:
     try:
         output = getattr(module, "get_output_embeddings", lambda: None)()
-    except (AttributeError, NotImplementedError):  # a base class without a head
+    # A base class of transformers without a head raises one of these errors.
+    except (AttributeError, NotImplementedError):
         return None
     return output if isinstance(output, nn.Module) else None
 
@@ -148,7 +151,7 @@ def module_of(params: Any) -> nn.Module | None:
 
 
 def _whole_shape(param: Tensor) -> torch.Size:
-    """Return the shape of the whole parameter that a tensor is or is a flat shard of."""
+    """Return the shape of the whole parameter; a flat shard has the shape in its attributes."""
     whole = param_attributes.shard_info(param).whole_shape
     return param.shape if whole is None else whole
 
@@ -156,12 +159,12 @@ def _whole_shape(param: Tensor) -> torch.Size:
 def is_hidden_matrix(param: Tensor, name: str, is_expert: bool, tables: Tables) -> bool:
     """True if Muon steps a parameter by default.
 
-    It is a matrix, or a 3-D stack of expert matrices. It is neither an embedding nor an output
-    layer, and its attribute ``use_muon`` is not False.
+    Muon steps a matrix or a 3-D stack of expert matrices that is neither an embedding nor an output
+    layer. An attribute ``use_muon=False`` excludes a parameter.
 
     Args:
         param: parameter to classify.
-        name: its FQN.
+        name: FQN of the parameter.
         is_expert: True for an expert parameter.
         tables: embeddings and output layers of the model.
     """
@@ -183,7 +186,7 @@ def warn_of_table_shape(param: Tensor, name: str) -> None:
 
     Args:
         param: matrix that Muon steps.
-        name: its FQN; names with numbers, which are in blocks, are skipped.
+        name: FQN of the matrix; names with numbers are skipped, because a number marks a block.
     """
     shape = _whole_shape(param)
     is_tall = len(shape) == 2 and shape[0] >= max(_TABLE_ROWS, _TABLE_RATIO * shape[1])
@@ -196,8 +199,8 @@ def warn_of_table_shape(param: Tensor, name: str) -> None:
 
 
 def choice_notes(param_groups: Iterable[Mapping[str, Any]], tables: Tables) -> tuple[str, ...]:
-    """Return lines that list the matrices that Muon orthogonalizes, and other matrices with the
-    reason.
+    """Return lines for ``describe()``: the matrices that Muon orthogonalizes, and all other
+    matrices with reasons.
 
     Args:
         param_groups: groups with ``optimizer`` set.
@@ -224,7 +227,7 @@ def _named(group: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _pattern(name: str) -> str:
-    """Return an FQN with a star for each number, equal for all layers."""
+    """Return an FQN with a star for each number, so that the names of all layers are equal."""
     return re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name)
 
 
@@ -255,17 +258,17 @@ class MuonAssignment:
     ) -> dict[str, Any]:
         """Return the override of a parameter with ``optimizer`` added.
 
-        ``qkv_split_shapes`` is added for a fused QKV weight.
+        A fused QKV weight also gets ``qkv_split_shapes``.
 
         Args:
             param: parameter to assign.
-            name: its FQN.
+            name: FQN of the parameter.
             is_expert: True for an expert parameter.
             override: settings for the parameter.
 
         Raises:
             ValueError: the split of a fused QKV weight is unknown or does not fit its rows, or an
-                override assigns muon to a non-matrix.
+                override assigns muon to a parameter that is not a matrix.
         """
         is_hidden = is_hidden_matrix(param, name, is_expert, self._tables)
         own = "muon" if is_hidden else self._config.muon_scalar_optimizer
@@ -291,10 +294,10 @@ class MuonAssignment:
         return {**override, "optimizer": chosen, "qkv_split_shapes": parts}
 
     def _qkv_parts(self, param: Tensor, name: str) -> tuple[int, ...] | None:
-        """Return the numbers of rows per query group in Megatron's layout of a fused QKV weight.
+        """Return the numbers of rows per query group of a fused QKV weight in Megatron's layout.
 
-        They are of queries, of the gate if the model has one, of keys and of values. None if the
-        parameter is not fused or is not to be split.
+        The rows are of queries, of the gate if the model has a gate, of keys and of values. None
+        means that the parameter is not fused, or that the config does not split fused weights.
         """
         fused = param_attributes.is_qkv(param) or name.endswith("linear_qkv.weight")
         if not self._config.muon_split_qkv or not fused:
