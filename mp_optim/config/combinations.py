@@ -164,7 +164,7 @@ def _check_cautious_decay(config: ConfigFields) -> None:
     reads_decoupling = "adam_w_mode" in RULES[config.elementwise_rule].defaults
     if reads_decoupling and not config.decoupled_weight_decay:
         why = "needs decoupled_weight_decay=True, because otherwise the gradient includes the decay"
-        _fail(config, "cautious_wd", f"{why}; set that")
+        _fail(config, "cautious_wd", f"{why}; set decoupled_weight_decay=True")
 
 
 # -- fields without effect ------------------------------------------------------------------------
@@ -198,7 +198,7 @@ _NEEDS: tuple[tuple[str, str, Holds], ...] = (
     ),
     (
         "fp32_state_below",
-        "moments in 8 or 4 bits",
+        "exp_avg_dtype of 8 or 4 bits",
         lambda c: not CODED.isdisjoint((c.exp_avg_dtype, c.exp_avg_sq_dtype)),
     ),
     (
@@ -224,13 +224,13 @@ def inert_fields(config: ConfigFields) -> dict[str, str]:
     words = f"has no effect with optimizer={config.optimizer!r}"
     if config.optimizer == "muon":
         words += f" and muon_scalar_optimizer={config.muon_scalar_optimizer!r}"
-    inert = dict.fromkeys({*RULE_FIELDS} - read, f"{words}; choose another")
+    inert = dict.fromkeys({*RULE_FIELDS} - read, f"{words}; choose another optimizer")
     for names, needed, has in _NEEDS:
         if not has(config):
-            inert |= dict.fromkeys(names.split(), f"has no effect without {needed}; set that")
+            inert |= dict.fromkeys(names.split(), f"has no effect without {needed}; set both")
     default = {field.name: field.default for field in fields(config)}
     return {
-        name: f"{why}, or leave it at {default[name]!r}"
+        name: f"{why}, or leave {name} at {default[name]!r}"
         for name, why in inert.items()
         if getattr(config, name) != default[name]
     }

@@ -144,7 +144,7 @@ def _in_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
             if field in settings:
                 raise TypeError(
                     f"{name}={value!r} and {field}={settings[field]!r} are the same setting "
-                    f"of OptimizerConfig; give one of them"
+                    f"of OptimizerConfig; give one of the two names"
                 )
             found[field] = part
     return found

@@ -463,7 +463,7 @@ def cautious_decay_refusal(backend: str) -> str:
     does."""
     if CAPABILITIES.get(backend, Capability()).compact:
         return ""
-    return f"fused_backend={backend!r} has no kernels for it; choose another backend"
+    return f"fused_backend={backend!r} has no kernels for cautious_wd; choose another backend"
 
 
 def refusal(

@@ -349,7 +349,7 @@ def check_schedule(group: Mapping[str, Any]) -> None:
     """
     if "lr" in group and group["lr"] is None:
         raise ValueError(
-            "lr=None: no learning rate has been set; set one, or let a scheduler set it before the "
+            "lr=None: no learning rate has been set; set lr, or let a scheduler set lr before the "
             "first step"
         )
     for name in SCHEDULED:
@@ -376,6 +376,6 @@ def check_shared(group: Mapping[str, Any]) -> None:
     for name, instead in NOT_HERE.items():
         if group.get(name):
             raise ValueError(
-                f"{name}={group[name]!r}: {instead}. Set it to False in the param group, or in the "
-                "state dict that it is loaded from"
+                f"{name}={group[name]!r}: {instead}. Set {name}=False in the param group, or in "
+                "the state dict that the group is loaded from"
             )

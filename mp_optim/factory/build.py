@@ -127,8 +127,8 @@ def build(request: StackRequest) -> MegatronOptimizer:
         for chunk in chunks:
             if isinstance(chunk, nn.parallel.DistributedDataParallel):
                 raise ValueError(
-                    f"use_distributed_optimizer=True with a {type(chunk).__name__}, which reduces "
-                    "gradients itself; pass its .module"
+                    f"use_distributed_optimizer=True: the model is a {type(chunk).__name__}, which "
+                    "reduces gradients itself; pass model.module"
                 )
         groups_of = with_data_parallel(groups_of, bool(experts))
     expert_groups = ProcessGroups(
@@ -175,12 +175,13 @@ def _check_partition(config: OptimizerConfig, name: str, param: Tensor, ranks: i
     if config.may_offload and config.offload_mode == "speculative":
         raise ValueError(
             f"offload_mode='speculative': {name} is split over ranks, and muon steps it with a "
-            "collective, which could interleave with those of backward; use 'overlap'"
+            "collective, which could interleave with collectives of backward; set "
+            "offload_mode='overlap'"
         )
     if not has_partition_dim(param):
         raise ValueError(
-            f"{name} is tensor_model_parallel and has no partition_dim, so muon cannot gather it: "
-            "set the attribute, or muon_tp_mode='blockwise'"
+            f"{name} is tensor_model_parallel and has no partition_dim, so muon cannot gather the "
+            "matrix; set partition_dim on the parameter, or muon_tp_mode='blockwise'"
         )
     dim = partition_dim(param)
     if dim is not None:
@@ -227,8 +228,8 @@ def with_data_parallel(groups: ProcessGroups, has_experts: bool) -> ProcessGroup
     if groups.dp is None and not dist.is_initialized():
         raise ValueError(
             "use_distributed_optimizer=True: the job has one process; call "
-            "torch.distributed.init_process_group first (torchrun starts several), or set it to "
-            "False"
+            "torch.distributed.init_process_group first (torchrun starts several processes), or "
+            "set use_distributed_optimizer=False"
         )
     stats = groups.expert_grad_stats
     if has_experts and groups.expert_dp is None and stats not in (None, groups.grad_stats):
@@ -302,8 +303,8 @@ def inner_optimizer(
     rule, construction = rule_of(config), construction_of(config)
     if config.optimizer_cpu_offload and config.optimizer_offload_fraction == 0.0:
         warn(
-            "optimizer_cpu_offload=True has no effect with optimizer_offload_fraction=0.0; set the "
-            "fraction"
+            "optimizer_offload_fraction=0.0: optimizer_cpu_offload=True offloads nothing; set a "
+            "fraction above 0.0"
         )
     if not config.optimizer_cpu_offload:
         return RuleOptimizer(rule, groups, **construction, **settings)

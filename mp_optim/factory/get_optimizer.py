@@ -123,8 +123,8 @@ def _chunks_of(model: Any) -> list[nn.Module]:
     kinds = sorted({type(chunk).__name__ for chunk in chunks if not isinstance(chunk, nn.Module)})
     given = f"made of {kinds}" if chunks else "missing or empty"
     raise TypeError(
-        f"model is {given}: it must be a module or a list of modules; to select parameters, pass "
-        'param_groups=[{"params": [...]}], too'
+        f"model is {given}; pass a module or a list of modules. To select parameters, pass "
+        'param_groups=[{"params": [...]}] in addition'
     )
 
 
@@ -145,9 +145,9 @@ def _check_model(config: OptimizerConfig, chunks: Sequence[nn.Module], param_gro
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if not trained and param_groups is None and alone:
         raise ValueError(
-            f"the model has no trainable parameter ({len(named)} are frozen): unfreeze some with "
-            "requires_grad_(True), or add adapters (peft) before the optimizer is built. To add "
-            "all groups later, pass param_groups=[]"
+            f"the model has no trainable parameter ({len(named)} are frozen); unfreeze parameters "
+            "with requires_grad_(True), or add adapters (peft) before the optimizer is built. To "
+            "add all groups later, pass param_groups=[]"
         )
     kinds = {param.dtype for _, param in named if param.is_floating_point()}
     if config.bf16 and kinds == {torch.float32}:
@@ -180,7 +180,7 @@ def _check_overrides_match(
         )
         raise ValueError(
             f"override ParamKey({shown}) matches no "
-            f"parameter{nearest(pattern, [name for name, _ in named])}; correct it, or pass "
+            f"parameter{nearest(pattern, [name for name, _ in named])}; correct the key, or pass "
             "process_groups= with grad_stats if another rank holds its parameters"
         )
 

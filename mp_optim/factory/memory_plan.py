@@ -141,7 +141,8 @@ def plan_rank(
     config.check()
     if config.optimizer_offload_fraction == "auto":
         raise ValueError(
-            "optimizer_offload_fraction='auto': a plan needs a number; smallest_fraction returns it"
+            "optimizer_offload_fraction='auto': a plan needs a number; set one, such as 0.5, or "
+            "call smallest_fraction"
         )
     if config.is_distributed:
         stepped, model_params, grads = _sharded(named, experts, config, ranks, expert_ranks)

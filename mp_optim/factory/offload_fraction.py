@@ -103,7 +103,7 @@ def _way_out(
 ) -> str:
     """Return the advice at the end of the error for an offload fraction of 1 that does not fit."""
     if gpu_memory < 1 << 20:
-        return f"it is a number of bytes: write '{gpu_memory}GiB' if you meant GiB"
+        return f"gpu_memory is a number of bytes: write '{gpu_memory}GiB' for GiB"
     ways = (
         "train adapters (LoRA), whose frozen weights have no gradients; or keep weights in 8 bits "
         "(mp_optim.apps.float8.quantize_weights); or shard the model over more ranks"

@@ -332,7 +332,8 @@ class StackOptimizer(WrappedOptimizer):
                 pattern = "|".join(key.name)
                 hint = nearest(pattern, [name for name, _ in named])
                 raise ValueError(
-                    f"overrides[{pattern!r}]: no parameter has such a name{hint}; correct it"
+                    f"overrides[{pattern!r}]: no parameter has such a name{hint}; correct the "
+                    "pattern"
                 )
 
     # -- state ------------------------------------------------------------------------------------

@@ -250,13 +250,13 @@ def _without_torchs(settings: Mapping[str, Any], arguments: Sequence[str]) -> di
     kept = {}
     for name, value in settings.items():
         if name in NOT_HERE and value:
-            raise ValueError(f"{name}={value!r}: {NOT_HERE[name]}. Set it to False")
+            raise ValueError(f"{name}={value!r}: {NOT_HERE[name]}. Set {name}=False")
         if name in _DEFAULTS:
             kept[name] = value
         elif name not in _OF_TORCH:
             known = [*arguments, *_DEFAULTS]
             way_out = hint(name, known, fields=[*_DEFAULT_OF_FIELD])
-            raise TypeError(f"unexpected argument {name!r}{way_out}")
+            raise TypeError(f"unexpected argument {name!r}{way_out or '; remove it'}")
     return kept
 
 

@@ -110,7 +110,7 @@ class OptimizerParamScheduler:
         if tops and max_lr not in tops:
             warn(
                 f"max_lr={max_lr!r} has no effect: every param group has its own max_lr, "
-                f"{sorted(tops)}; set OptimizerConfig.lr, or the groups'"
+                f"{sorted(tops)}; set OptimizerConfig.lr, or max_lr of the groups"
             )
         self._watch_loads()
         self.step(0)

@@ -285,7 +285,8 @@ def _combined(
         for setting, value in override.items():
             if result.setdefault(setting, value) != value:
                 raise ValueError(
-                    f"{name}: overrides disagree on {setting}: {result[setting]!r} and {value!r}"
+                    f"{name}: overrides disagree on {setting}: {result[setting]!r} and {value!r}; "
+                    "remove one of the overrides"
                 )
     return result
 
@@ -333,7 +334,7 @@ def get_param_groups(
         if param.is_complex() or not param.is_floating_point():
             raise TypeError(
                 f"{name} is {param.dtype}: only real floating-point parameters can be trained; "
-                "freeze it"
+                "freeze the parameter with requires_grad_(False)"
             )
         override = _combined(param, name, overrides)
         is_expert = bool(expert(param, name))
@@ -496,7 +497,7 @@ def checked_override(config: OptimizerConfig, override: Mapping[str, Any]) -> di
         if name not in known:
             raise ValueError(
                 f"override {name}={value!r}: param groups of {config.optimizer!r} have no such "
-                f"setting{nearest(name, known)}"
+                f"setting{nearest(name, known)}; use one of {known}"
             )
     for name in override.keys() & set(_RATES):
         check_setting(name, override[name], RATE)

@@ -328,7 +328,7 @@ def test_class_defaults_equal_torch_defaults_for_shared_arguments(name: str) -> 
         ({"offload": True}, "offload=True: .*not a bool; give 1.0"),
         ({"main_params": "fp16"}, "main_params='fp16': must be one of"),
         ({"offload": 2.0}, "offload=2.0: must be between 0 and 1"),
-        ({"offload_mode": "overlap"}, "='overlap': has no effect without offload > 0; set that"),
+        ({"offload_mode": "overlap"}, "='overlap': has no effect without offload > 0; set both"),
         ({"max_grad_norm": 0.0}, "max_grad_norm=0.0: must be a number > 0"),
         ({"max_grad_norm": "1,0"}, "max_grad_norm='1,0': must be a float | None, not a str"),
         ({"stochastic_rounding": "False", "state": "bf16"}, "stochastic_rounding='False': must be"),
