@@ -1,6 +1,5 @@
 """Streamed state: the bits of the device, and at most three windows in device memory."""
 
-import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mp_optim
 from mp_optim.apps.fit.model_plan import plan
-from mp_optim.core.interrupted_step import BrokenOffError
 from mp_optim.host.host_memory import page_locked_bytes
 from mp_optim.rules.rule_executor import RuleExecutor
 from support.models import AdversarialTransfer
 from support.offload import differing, hybrids
-from support.streamed import FORMS, LARGEST, build, give_gradients, train
+from support.streamed import FORMS, LARGEST, build, train
 
 # -- the bits of every other place ----------------------------------------------------------------
 
@@ -67,32 +65,6 @@ def test_streaming_rounds_like_the_device_when_a_param_exceeds_the_window(
 
 
 # -- steps that fail ------------------------------------------------------------------------------
-
-
-def test_streamed_step_refuses_further_steps_until_a_load_after_a_kernel_error(monkeypatch):
-    model, optimizer = build()
-    train(model, optimizer, 2)
-    weights = copy.deepcopy(model.state_dict())
-    state = copy.deepcopy(optimizer.state_dict())
-    carry_out, calls = RuleExecutor.carry_out, []
-
-    def third_fails(self, planned):
-        calls.append(planned)
-        if len(calls) == 3:
-            raise RuntimeError("mp_adam: the kernels failed")
-        carry_out(self, planned)
-
-    monkeypatch.setattr(RuleExecutor, "carry_out", third_fails)
-    give_gradients(model, 2)
-    with pytest.raises(RuntimeError, match="mp_adam: the kernels failed"):
-        optimizer.step()
-    monkeypatch.undo()
-    with pytest.raises(BrokenOffError):
-        optimizer.step()
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(state)
-    expected = train(*build(place="device"), 4)
-    assert differing(train(model, optimizer, 2, 2), expected) == []
 
 
 # -- memory ---------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mp_optim.core import Slot, SlotUpdate
 from mp_optim.rules.fused import FusedAdam, FusedLAMB
-from mp_optim.rules.rule_optimizer import ForeignExecutor, RuleOptimizer, executor_of
+from mp_optim.rules.rule_optimizer import RuleOptimizer
 
 A, B = Slot(0, 0), Slot(0, 1)
 
@@ -76,36 +76,6 @@ def test_load_matches_groups_by_param_name_when_their_order_differs() -> None:
         mine, theirs = loaded.slot_state(here), saved_from.slot_state(there)
         assert mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
     assert [group["lr"] for group in loaded.param_groups] == [0.2, 0.1]
-
-
-def foreign(params: list[Tensor]) -> ForeignExecutor:
-    adapted = executor_of(torch.optim.AdamW([p.requires_grad_() for p in params], lr=0.1))
-    assert isinstance(adapted, ForeignExecutor)
-    return adapted
-
-
-def state_in(executor: ForeignExecutor, slot: Slot) -> dict[str, Any]:
-    return executor.state_of(slot).live()
-
-
-def test_foreign_state_stays_with_its_slot_when_tensors_are_swapped() -> None:
-    params = [torch.ones(3), torch.ones(3)]
-    adapted = foreign(params)
-    adapted.step_slots([SlotUpdate(A, torch.ones(3)), SlotUpdate(B, torch.full((3,), 2.0))])
-    moments = [state_in(adapted, slot)["exp_avg"].clone() for slot in (A, B)]
-    adapted.param_groups[0]["params"].reverse()
-    assert [state_in(adapted, slot)["exp_avg"].tolist() for slot in (A, B)] == [
-        m.tolist() for m in moments
-    ]
-    fresh = foreign([torch.ones(3), torch.ones(3)])
-    for slot in (A, B):
-        fresh.state_of(slot).load(copy.deepcopy(state_in(adapted, slot)))
-    for one in (adapted, fresh):
-        one.param_groups[0]["params"][0] = torch.zeros(3, requires_grad=True)
-        one.step_slots([SlotUpdate(A, torch.ones(3))])
-    assert torch.equal(*(one.param_groups[0]["params"][0] for one in (adapted, fresh)))
-    assert state_in(fresh, A)["step"].item() == 2
-    assert torch.equal(state_in(fresh, B)["exp_avg"], moments[1])
 
 
 @pytest.mark.parametrize("moments", [torch.float32, torch.uint8])

@@ -31,10 +31,15 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 def objects_after(steps: int, optimizer: Any, model: nn.Module) -> Counter[str]:
-    """Take steps; return the number of tracked objects of each type afterwards."""
+    """Take steps, discard work and replace a parameter; return the number of objects by type."""
     for step in range(steps):
         inputs = torch.full((2, 24), 1.0 + step % 3).bfloat16()
         model(inputs).float().square().mean().backward()
+        if step % 5 == 1:
+            optimizer.stack.discard_backward_work()
+        elif step % 5 == 3:
+            model[0].bias = nn.Parameter(model[0].bias.detach().clone())
+            optimizer.param_groups[0]["params"][1] = model[0].bias
         optimizer.step()
         optimizer.zero_grad()
         optimizer.metrics()

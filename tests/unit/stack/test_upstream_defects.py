@@ -69,41 +69,6 @@ def test_megatron_4046_hybrid_keeps_state_when_main_params_are_replaced():
     assert all(same_bits(a, b) for a, b in zip(run(True), run(False), strict=True))
 
 
-def test_step_keeps_values_written_to_an_offloaded_param():
-    model, optimizer = build("bf16", 1.0, experts=False)
-    train(model, optimizer, 1)
-    with torch.no_grad():
-        model.dense.fill_(3.0)
-    optimizer.zero_grad()
-    model(tokens_of(1)).backward()
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    optimizer.step()
-    assert torch.equal(model.dense.detach(), torch.full_like(model.dense, 3.0))
-    assert dict(optimizer.named_main_params())["dense"].eq(3.0).all()
-
-
-@pytest.mark.parametrize("fraction", [0.0, 1.0])
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_step_continues_after_param_data_is_assigned(precision, fraction):
-    """``param.data = ...`` changes neither identity nor version of the parameter."""
-    runs = []
-    for moved in (False, True):
-        model, optimizer = build(precision, fraction)
-        losses = train(model, optimizer, 2)
-        for param in model.parameters():
-            if moved:
-                param.data = param.data.clone()
-        runs.append(
-            (losses + train(model, optimizer, 2, start=2), [p.detach() for p in model.parameters()])
-        )
-    assert runs[0][0] == runs[1][0]
-    assert all(same_bits(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
-    model.dense.data = torch.full_like(model.dense, 3.0)
-    train(model, optimizer, 1)
-    assert (model.dense.detach() - 3).abs().max() < 0.1
-
-
 def test_step_adds_main_params_when_the_model_is_cast_to_bf16():
     model, optimizer = build("bf16", experts=False)
     before = model.scale.detach().clone()
@@ -290,37 +255,3 @@ def test_h26_reading_state_changes_no_param_and_no_count():
     optimizer.state_dict()
     assert all(same_bits(a, p.detach()) for a, p in zip(before, model.parameters(), strict=True))
     assert {float(state["step"]) for state in optimizer.state.values()} == {0.0}
-
-
-def test_load_matches_state_by_param_name_when_groups_are_reordered():
-    def optimizer_over(order):
-        torch.manual_seed(3)
-        params = {"a": nn.Parameter(torch.randn(3)), "b": nn.Parameter(torch.randn(3))}
-        groups = [
-            {"params": [(name, params[name])], "lr": {"a": 0.1, "b": 0.2}[name]} for name in order
-        ]
-        return params, Float16OptimizerWithFloat16Params(FusedAdam(groups), config_for("bf16"))
-
-    params, optimizer = optimizer_over("ab")
-    for p in params.values():
-        p.grad = torch.ones(3)
-    optimizer.step()
-    saved = optimizer.state_dict()
-    theirs, other = optimizer_over("ba")
-    other.load_state_dict(saved)
-    for name in "ab":
-        assert same_bits(
-            other.state[theirs[name]]["exp_avg"], optimizer.state[params[name]]["exp_avg"]
-        )
-    assert [g["lr"] for g in other.param_groups] == [0.2, 0.1]
-
-
-def test_load_names_state_of_another_shape_or_wider_dtype():
-    _model, optimizer = build("bf16", experts=False)
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].double()
-    with pytest.raises(ValueError, match=r"exp_avg.*without loss"):
-        optimizer.load_state_dict(saved)
-    saved["state"][0]["exp_avg"] = torch.zeros(3)
-    with pytest.raises(ValueError, match=r"exp_avg: saved shape \(3,\)"):
-        optimizer.load_state_dict(saved)
