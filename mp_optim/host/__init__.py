@@ -1,1 +1,1 @@
-"""The process that the stack runs in: host memory, transfers, threads, torch modes."""
+"""Services of the operating system and torch: host memory, transfers, threads and torch's modes."""

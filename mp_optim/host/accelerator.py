@@ -1,7 +1,7 @@
-"""The accelerator, as far as the package uses one: the only module that names ``torch.cuda``.
+"""Interface to the accelerator. No other module of the package names ``torch.cuda``.
 
-``torch.accelerator`` has the calls that are the same for all kinds. A kind that differs is a
-subclass of :class:`Accelerator` in :data:`KINDS`.
+``torch.accelerator`` has the calls that are equal for all kinds of accelerators. A kind with other
+calls is a subclass of :class:`Accelerator` in :data:`KINDS`.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ Event = torch.Event
 
 
 class Accelerator:
-    """NVIDIA's devices, and AMD's, which torch calls by the same names.
+    """Devices of NVIDIA and AMD. torch has the same names for calls of both vendors.
 
-    NOTE: ``torch.cuda`` restores the device that was current before without setting it up;
-    ``torch.accelerator.set_stream`` sets it up.
+    NOTE: ``torch.cuda`` restores the device that was current before without initializing that
+    device. ``torch.accelerator.set_stream`` would initialize the device.
 
     Args:
-        type: of its devices, as torch has it.
+        type: device type in torch, such as ``"cuda"``.
     """
 
     def __init__(self, type: str) -> None:
         self.type = type
 
     def is_available(self) -> bool:
-        """Whether torch finds a device."""
+        """True if torch finds a device."""
         return torch.cuda.is_available()
 
     def is_initialized(self) -> bool:
-        """Whether this process has used a device; not so in a forked child."""
+        """True if this process has used a device. False in a forked child of such a process."""
         return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
     def current(self) -> torch.device:
@@ -43,7 +43,7 @@ class Accelerator:
     # -- streams ----------------------------------------------------------------------------------
 
     def on(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Make a device the thread's current one for a block."""
+        """Make a device the calling thread's current device inside the block."""
         return torch.cuda.device(device)
 
     def stream(self, device: torch.device) -> Stream:
@@ -51,35 +51,41 @@ class Accelerator:
         return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def current_stream(self) -> Stream:
-        """Return the stream of the current device on which the calling thread queues."""
+        """Return the stream of the current device to which the calling thread queues kernels."""
         return torch.accelerator.current_stream()
 
     def queue_on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Queue the work of a block on a stream, with the stream's device as the current one."""
+        """Queue kernels of a block on a stream, and make the stream's device the current device."""
         return torch.cuda.stream(stream)  # type: ignore[arg-type]
 
     def event(self, sleeps: bool = False) -> Event:
-        """Return a point of a stream, once it is recorded.
+        """Return a new event, which the caller records on a stream.
 
         Args:
-            sleeps: a thread that waits for it sleeps; else it spins and keeps a core busy.
-                :class:`torch.Event` always spins.
+            sleeps: True if a thread that waits for the event sleeps. False if the thread spins,
+                which keeps a core busy. :class:`torch.Event` always spins.
         """
         return torch.cuda.Event(blocking=sleeps)  # type: ignore[no-untyped-call]
 
     def synchronize(self) -> None:
-        """Wait for all work that is queued on the current device."""
+        """Wait until all kernels and copies that are queued on the current device are complete."""
         torch.accelerator.synchronize()
 
     def is_capturing(self) -> bool:
-        """Whether the current stream records a graph."""
+        """True if the current stream records a CUDA graph."""
         return bool(torch.cuda.is_current_stream_capturing())
 
     # -- memory of the host -----------------------------------------------------------------------
 
     def register(self, address: int, num_bytes: int) -> str | None:
-        """Page-lock host memory, so that the current device copies it without the CPU. Return the
-        runtime's error text, or None on success.
+        """Page-lock host memory, so that the current device copies the memory without the CPU.
+
+        Args:
+            address: first address of the memory.
+            num_bytes: size of the memory in bytes.
+
+        Returns:
+            The runtime's error text, or None on success.
 
         Raises:
             AssertionError, AttributeError, RuntimeError: the runtime is missing or too old.
@@ -89,7 +95,7 @@ class Accelerator:
         return f"cudaHostRegister: {runtime.cudaGetErrorString(status)}" if int(status) else None
 
     def unregister(self, address: int) -> bool:
-        """Undo :meth:`register`; whether the runtime did."""
+        """Undo :meth:`register` for memory at an address. True on success."""
         return not int(self._runtime().cudaHostUnregister(address))
 
     def _runtime(self) -> Any:
@@ -98,36 +104,38 @@ class Accelerator:
     # -- properties -------------------------------------------------------------------------------
 
     def devices(self) -> tuple[Any, ...]:
-        """Return torch's properties of each device, by index."""
+        """Return torch's properties of each device, in the order of device indices."""
         return tuple(map(torch.cuda.get_device_properties, range(torch.cuda.device_count())))
 
     def memory_bytes(self, device: torch.device) -> int:
-        """Return the bytes of memory of a device."""
+        """Return the total memory of a device in bytes."""
         return int(torch.cuda.get_device_properties(device).total_memory)
 
     def has_bf16(self) -> bool:
-        """Whether the current device computes in bfloat16."""
+        """True if the current device has bfloat16 arithmetic."""
         return bool(torch.cuda.is_bf16_supported())
 
 
 CUDA = Accelerator("cuda")
 KINDS: dict[str, Accelerator] = {CUDA.type: CUDA}
-"""By type of device."""
+"""Interface of each kind of accelerator, by torch's device type."""
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """Return the interface of a device; None for the host, meta tensors and unknown devices."""
+    """Return the interface to a device's kind; None for the CPU, meta devices and unknown kinds."""
     return KINDS.get(device.type)
 
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a device the current one, because kernels launch on the current device's stream. Do
-    nothing for the host."""
+    """Make a device the current device inside a block. Do nothing for the CPU.
+
+    Kernels are launched on the current device's stream.
+    """
     accelerator = accelerator_of(device)
     return nullcontext() if accelerator is None else accelerator.on(device)
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream of a device's kind records a graph."""
+    """True if the current stream of a device's kind records a CUDA graph."""
     accelerator = accelerator_of(device)
     return accelerator is not None and accelerator.is_capturing()

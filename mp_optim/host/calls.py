@@ -1,5 +1,5 @@
-"""Decorators and helpers for calls of the package: torch's modes, background threads, warnings at
-the caller's line, and callbacks without strong references."""
+"""Helpers for calls: torch's modes, background threads, warnings at the caller's line, and
+callbacks without strong references."""
 
 from __future__ import annotations
 
@@ -26,38 +26,43 @@ T = TypeVar("T")
 
 # -- modes of torch -------------------------------------------------------------------------------
 #
-# None that a caller is in may show in what the package makes: a state tensor allocated inside
-# ``torch.inference_mode()`` could never be stepped outside of it, and one that autograd sees would
-# keep a graph alive. A thread that flushes denormal numbers to zero would compute other bits.
+# The caller's modes must not change the package's tensors. A state tensor from
+# ``torch.inference_mode()`` could never be stepped outside that mode. A tensor with a gradient
+# function would keep a graph alive. Threads that flush denormal numbers would compute other bits.
 
 _DENORMAL = 5e-324
 
 
 def torch_threads_flush() -> bool:
-    """True if a thread of torch's pool takes denormal numbers for zero: it keeps the mode that the
-    thread which started it was in (torch.set_flush_denormal)."""
-    elements = torch.get_num_threads() << 16  # one entry for each thread
+    """True if a thread of torch's pool flushes denormal numbers to zero.
+
+    A pool thread keeps the mode (``torch.set_flush_denormal``) of the thread that started the pool.
+    """
+    # Each thread of the pool multiplies at least one element.
+    elements = torch.get_num_threads() << 16
     product = torch.full((elements,), 1e-40, dtype=torch.float32, device="cpu") * 1.0
     return bool((product.view(torch.int32) == 0).any())
 
 
 def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a public call to run without autograd, outside of inference mode and with denormal
-    numbers kept, in any mode of the caller. Only the calling thread's modes are set; they are
-    restored at the end."""
+    """Decorate a function to run without autograd, outside inference mode and with denormal
+    numbers.
+
+    The decorator changes and restores modes of the calling thread only.
+    """
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         had_grad = torch.is_grad_enabled()
         flushed = _DENORMAL * 1.0 == 0.0
-        # NOTE: set both by hand, one inside the other. With a context manager, an interrupt between
-        # enter and exit would leave autograd off.
+        # NOTE: set the two modes without context managers, one inside the other. A context manager
+        # can be interrupted between enter and exit, which would leave autograd off for the caller.
         try:
             try:
                 if flushed:
                     torch.set_flush_denormal(False)
                 if torch.is_inference_mode_enabled():
-                    # leaving inference mode turns autograd on
+                    # Leaving inference mode turns autograd on, so turn autograd off again.
                     with torch.inference_mode(False), torch.no_grad():
                         return function(*args, **kwargs)
                 torch._C._set_grad_enabled(False)
@@ -72,8 +77,8 @@ def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def writes_counted(tensor: Tensor) -> int | None:
-    """Return torch's count of writes; None for a tensor made in inference mode, which torch does
-    not count."""
+    """Return a tensor's version, which torch increases with each write; None for a tensor from
+    inference mode, which has no version."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -83,26 +88,27 @@ def _tell_one_by_one(written: list[Tensor]) -> None:
 
 
 tell_autograd: Callable[[list[Tensor]], None] = increment_version
-"""These were written where autograd cannot see it."""
+"""Increase the versions of tensors that a kernel wrote, because autograd cannot detect such writes.
+"""
 try:
     increment_version([])
-except TypeError:  # before torch 2.7
+except TypeError:  # Before torch 2.7, increment_version takes one tensor and no list.
     tell_autograd = _tell_one_by_one
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which products on a device keep the dtype of their factors."""
+    """Return a context in which matrix products on a device keep the dtype of their operands."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def weak_method(method: Callable[P, T]) -> Callable[P, T | None]:
-    """Return a function that calls a bound method but does not keep its object alive.
+    """Return a function that calls a bound method but does not keep the method's object alive.
 
-    A part of an optimizer gets its owner's methods in this form. Otherwise part and owner would
-    keep each other alive until the garbage collector runs. The function returns None if the object
-    is gone.
+    An optimizer passes its methods to its parts in this form. With plain bound methods, part and
+    optimizer would keep each other alive until the garbage collector runs. The function returns
+    None if the object was deleted.
     """
     found = weakref.WeakMethod(method)
 
@@ -119,8 +125,10 @@ _INSIDE = (str(Path(__file__).parents[1]), str(Path(torch.__file__ or "").parent
 
 
 def warn(message: str | Warning) -> None:
-    """Warn from the innermost line that is neither this package's nor torch's, which wraps
-    ``step``."""
+    """Warn with the line of the innermost caller outside this package and torch.
+
+    torch is excluded because torch wraps ``step``.
+    """
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame, level = frame.f_back, level + 1
@@ -131,10 +139,11 @@ def warn(message: str | Warning) -> None:
 
 
 class DaemonExecutor(Executor):
-    """One daemon thread that runs calls in order.
+    """Executor with one daemon thread, which runs calls in order.
 
-    NOTE: a process that ends waits for the threads of ``ThreadPoolExecutor``, also for one that
-    hangs in a copy from a dead device. A launcher could never restart that rank.
+    NOTE: do not use ``ThreadPoolExecutor`` for calls that can hang, such as a copy from a broken
+    device. A process waits for the threads of ``ThreadPoolExecutor`` at exit, so a launcher could
+    not restart the rank.
 
     Args:
         name: name of the thread.
@@ -146,17 +155,17 @@ class DaemonExecutor(Executor):
         self.thread.start()
 
     def submit(self, work: Callable[..., Any], /, *args: Any, **more: Any) -> Future[Any]:
-        """Queue a call; the future has its result or its error."""
+        """Queue a call, and return a future with the call's result or error."""
         future: Future[Any] = Future()
         self._calls.put((future, functools.partial(work, *args, **more)))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the thread after the call in progress.
+        """End the thread after the call that is running.
 
         Args:
-            wait: wait for that, at most 2 seconds.
-            cancel_futures: cancel the calls that are queued.
+            wait: True to wait for the thread's end, at most 2 seconds.
+            cancel_futures: True to cancel queued calls.
         """
         with contextlib.suppress(queue.Empty):
             while cancel_futures and (call := self._calls.get_nowait()) is not None:
@@ -171,12 +180,13 @@ _END_WITHIN = 2.0
 
 
 def _serve(calls: _Calls) -> None:
-    """Run the calls of a queue until it ends with None.
+    """Run calls from a queue until the queue yields None.
 
-    NOTE: the thread drops a call before its waiter goes on. Otherwise the waiter could delete an
-    optimizer that the call still refers to.
+    NOTE: the thread drops its references to a call before it sets the call's result. Otherwise the
+    waiting thread could delete an optimizer to which the call still refers.
     """
-    torch.set_flush_denormal(False)  # a thread inherits the mode of the one that started it
+    # A new thread has the denormal mode of the thread that started it.
+    torch.set_flush_denormal(False)
     while (call := calls.get()) is not None:
         future, work = call
         del call
@@ -186,7 +196,7 @@ def _serve(calls: _Calls) -> None:
         result, error = None, None
         try:
             result = work()
-        except BaseException as raised:  # the future's methods raise it
+        except BaseException as raised:  # Future.result() raises the error in the waiting thread.
             error = raised
         del work
         if error is None:
@@ -197,19 +207,19 @@ def _serve(calls: _Calls) -> None:
 
 
 _idle: list[tuple[int, DaemonExecutor]] = []
-"""Threads without a call, each with its process."""
+"""Executors without a call, each with the id of the process that created the executor."""
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
-    """Start a call that may never return, on a daemon thread of its own. The future has its result
-    or its error.
+    """Start a call that may never return on a daemon thread, and return a future with the call's
+    result.
 
-    NOTE: these threads never end. One that exits while the interpreter shuts down can abort the
-    process; one that waits for a call is simply gone with it.
+    NOTE: these threads never end. A thread that exits during interpreter shutdown can abort the
+    process. A daemon thread that waits for a call ends with the process.
     """
     while _idle:
         pid, pool = _idle.pop()
-        if pid == os.getpid():  # a forked child has none of its parent's threads
+        if pid == os.getpid():  # A forked child has none of its parent's threads.
             break
     else:
         pool = DaemonExecutor("mp_optim-background")

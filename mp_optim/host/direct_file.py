@@ -1,11 +1,11 @@
-"""A file for state that does not fit into memory. Windows of it are read and written past the page
-cache, in pieces, by several threads.
+"""File for state that does not fit into memory. Several threads read and write windows of state in
+pieces, without the page cache.
 
-The file is not a checkpoint. It has no name once it is open, so the system frees it when the
-process ends, and half-written state cannot be mistaken for a whole one.
+The file is not a checkpoint. After it is opened, the file has no name. So the operating system
+frees the file when the process ends, and incomplete state cannot be mistaken for a checkpoint.
 
-The file belongs to the process that made it. A forked child cannot use it, and the child's writes
-to tensors in the file stay in its own memory.
+Only the process that created the file can use it. A forked child's writes to tensors in the file
+stay in the child's memory.
 """
 
 from __future__ import annotations
@@ -27,46 +27,47 @@ import torch
 from torch import Tensor
 
 DISK_BLOCK = 4096
-"""Past the page cache, addresses in file and memory and numbers of bytes are multiples of this."""
+"""Unit in bytes of transfers without the page cache. File offsets, memory addresses and sizes are
+multiples of this number."""
 PIECE = 8 << 20
-"""Bytes of a window that one thread carries at once."""
+"""Largest number of bytes in one call of a thread."""
 THREADS = 4
 _THREAD_NAME = "mp_optim_disk"
 
 _live: weakref.WeakSet[DirectFile] = weakref.WeakSet()
-"""Files of this process, and of those that it was forked from."""
+"""Files of this process, and files of the processes from which it was forked."""
 _NORESERVE = 0x4000
-"""A Linux flag: a file may be larger than memory and swap."""
+"""Flag of Linux's mmap: a mapping may be larger than memory and swap."""
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _ADVICE = {
-    errno.ENOSPC: "free space there, or choose another folder",
-    errno.EDQUOT: "your quota there is used up; free space, or choose another folder",
-    errno.EFBIG: "a limit on the size of files is in force (ulimit -f); raise it",
+    errno.ENOSPC: "free disk space, or choose another folder",
+    errno.EDQUOT: "your disk quota is used up; delete files, or choose another folder",
+    errno.EFBIG: "the limit on the size of files is reached; raise it (ulimit -f)",
     errno.EROFS: "the file system is read-only; choose another folder",
-    errno.EACCES: "this process may not write there; choose another folder",
-    errno.EPERM: "this process may not write there; choose another folder",
-    errno.ENOENT: "the folder does not exist; make it, or choose another",
-    errno.ENOTDIR: "this is no folder; choose another",
-    errno.EIO: "the disk fails (see the system's log); go on from the last checkpoint",
+    errno.EACCES: "you have no write permission; choose another folder",
+    errno.EPERM: "you have no write permission; choose another folder",
+    errno.ENOENT: "the folder does not exist; create it, or choose another folder",
+    errno.ENOTDIR: "the path is not a folder; choose another folder",
+    errno.EIO: "the disk fails (see the system's log); load the last checkpoint",
 }
 
 
 class Ticket:
-    """A transfer in progress.
+    """Handle of a transfer in progress.
 
-    NOTE: the transfer owns its memory until :meth:`wait` returns. Memory that is written to the
-    file must not change, and memory that is read into must not be used.
+    NOTE: until :meth:`wait` returns, callers must not change memory that is written to the file,
+    and must not use memory that the transfer fills.
     """
 
     def __init__(self, pieces: list[Future[None]]) -> None:
         self._pieces = pieces
 
     def wait(self) -> None:
-        """Wait until nothing uses the memory any more.
+        """Wait until the transfer is complete and uses its memory no more.
 
         Raises:
-            OSError: a piece failed; with the file's path and what to do.
+            OSError: a piece could not be transferred. The message has the file's path and a remedy.
         """
         wait(self._pieces)
         for piece in self._pieces:
@@ -74,22 +75,22 @@ class Ticket:
 
 
 class DirectFile:
-    """A file of a fixed size in a folder, zero at first.
+    """File of zeros in a folder, for state of this process.
 
     Attributes:
-        path: where it was made; it has no name there any more.
-        direct: whether transfers go past the page cache.
-        why: if they do not, the reason in a sentence.
+        path: path at which the file was created. No directory entry remains there.
+        direct: True if transfers bypass the page cache.
+        why: reason in a sentence if transfers use the page cache; empty otherwise.
 
     Args:
-        folder: on a local disk.
-        num_bytes: of the file. All of it is taken from the disk now, so that a full disk is noticed
-            before anything is stepped.
-        threads: that carry pieces.
-        piece_bytes: a multiple of :data:`DISK_BLOCK`.
+        folder: folder on a local disk.
+        num_bytes: size of the file in bytes. The constructor allocates all of it on the disk, so a
+            full disk raises before anything is stepped.
+        threads: number of threads that transfer pieces.
+        piece_bytes: largest number of bytes of a piece; a multiple of :data:`DISK_BLOCK`.
 
     Raises:
-        OSError: it cannot be made; with the path and what to do. Nothing is left there.
+        OSError: the file cannot be created. The message has the path and a remedy. No file remains.
     """
 
     def __init__(
@@ -114,40 +115,43 @@ class DirectFile:
             self._allocate(num_bytes)
             self._open = on_error.pop_all()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=_THREAD_NAME)
-        # NOTE: a transfer in progress holds this object, so its descriptor stays open.
+        # NOTE: a transfer in progress references this object, so the finalizer cannot close the
+        # file descriptor of a running transfer.
         weakref.finalize(self, _end, self._owner, self._pool, self._open)
         _live.add(self)
 
     def check_owner(self) -> None:
-        """Refuse to work in a forked child.
+        """Raise if the calling process is a forked child.
 
         Raises:
-            RuntimeError: this process has not made the file; with what to do.
+            RuntimeError: another process created the file. The message has a remedy.
         """
         if os.getpid() != self._owner:
             raise RuntimeError(
-                f"optimizer_state_path: the state is in a file in {self.path.parent} that belongs "
-                f"to the parent process {self._owner} of this forked process, and changes with "
-                "its steps. Build an optimizer in the child and load a checkpoint, start the "
-                "child by spawn, or keep the state in memory (optimizer_state_path=None)"
+                f"optimizer_state_path={str(self.path.parent)!r}: the file belongs to process "
+                f"{self._owner}, the parent of this forked process, whose steps change the file; "
+                "build an optimizer in the child and load a checkpoint, start the child by spawn, "
+                "or set optimizer_state_path=None"
             )
 
     def grow(self, num_bytes: int) -> None:
-        """Extend the file by ``num_bytes`` of zeros, and allocate them on the disk.
+        """Extend the file by ``num_bytes`` of zeros, and allocate these bytes on the disk.
 
         Raises:
-            OSError: the disk is full; with the path and the remedy.
+            OSError: the disk is full. The message has the path and a remedy.
         """
         self.check_owner()
         with self.explained("making"):
             self._allocate(num_bytes)
 
     def mapped(self, offset: int, num_bytes: int) -> mmap.mmap:
-        """Return bytes of the file as shared memory. Changes there are visible to all other readers
-        of the file, and on the disk at the latest after ``flush``.
+        """Return bytes of the file as shared memory.
+
+        All other readers of the file see changes of this memory. ``flush`` writes changes to the
+        disk.
 
         Args:
-            offset: a multiple of ``mmap.ALLOCATIONGRANULARITY``.
+            offset: first byte, a multiple of ``mmap.ALLOCATIONGRANULARITY``.
             num_bytes: size of the mapping in bytes.
         """
         with self.explained("mapping"):
@@ -157,31 +161,39 @@ class DirectFile:
         return memory
 
     def forget_cache(self) -> None:
-        """Drop the system's cached pages of the file, except changed pages that are not on the disk
-        yet."""
+        """Drop the file's pages from the page cache, except pages with changes that are not on the
+        disk."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._buffered, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def read_into(self, memory: Tensor, offset: int) -> Ticket:
-        """Start to fill a contiguous host tensor with the bytes from ``offset`` on.
+        """Start to read bytes of the file into a host tensor.
+
+        Args:
+            memory: contiguous tensor; filled.
+            offset: first byte in the file.
 
         Raises:
-            ValueError: the bytes are not in the file, or file offset, size or memory address is no
-                multiple of :data:`DISK_BLOCK`.
+            ValueError: the bytes are outside the file, or offset, size or address is not a multiple
+                of :data:`DISK_BLOCK`.
         """
         return self._begin("reading", os.preadv, memory, offset)
 
     def write_from(self, memory: Tensor, offset: int) -> Ticket:
-        """Start to write a contiguous host tensor to the bytes from ``offset`` on. Transfers that
-        are under way together must not overlap.
+        """Start to write a host tensor to the file. Transfers in progress must not overlap.
+
+        Args:
+            memory: contiguous tensor.
+            offset: first byte in the file.
 
         Raises:
-            ValueError: as for :meth:`read_into`.
+            ValueError: the bytes are outside the file, or offset, size or address is not a multiple
+                of :data:`DISK_BLOCK`.
         """
         return self._begin("writing", os.pwritev, memory, offset)
 
     def close(self) -> None:
-        """Wait for transfers in progress, and free the file's space."""
+        """Wait for transfers in progress, and free the file's disk space."""
         self._pool.shutdown()
         self._mappings.clear()
         self._open.close()
@@ -191,8 +203,8 @@ class DirectFile:
         return f"DirectFile({str(self.path)!r}, {self.num_bytes} bytes, {way})"
 
     def _opened_directly(self) -> int:
-        """Return the file opened without the page cache, or its other descriptor if that is
-        refused."""
+        """Return a file descriptor that bypasses the page cache, or the buffered descriptor if the
+        file system does not support that."""
         if not _O_DIRECT:
             self.why = "this system has no O_DIRECT"
             return self._buffered
@@ -209,13 +221,15 @@ class DirectFile:
     def _allocate(self, num_bytes: int) -> None:
         system = os.fstatvfs(self._buffered)
         free = system.f_bavail * system.f_frsize
-        if system.f_blocks and num_bytes > free:  # 0 if the file system reports no size
-            # Asked first: some file systems would fill the disk before they notice.
-            asked = f"{num_bytes} bytes asked for, {free} free"
+        # A file system that does not know its size reports 0 blocks.
+        if system.f_blocks and num_bytes > free:
+            # Check before allocating, because some file systems fill the disk before they report an
+            # error.
+            asked = f"{num_bytes} bytes requested, {free} free"
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {asked}")
         if num_bytes and hasattr(os, "posix_fallocate"):
             os.posix_fallocate(self._buffered, self.num_bytes, num_bytes)
-        else:  # macOS reports only the bytes that are free now
+        else:  # macOS has no posix_fallocate, so ENOSPC may be raised at the first write.
             os.ftruncate(self._buffered, self.num_bytes + num_bytes)
         self.num_bytes += num_bytes
 
@@ -231,7 +245,8 @@ class DirectFile:
                 f"a tensor at address {memory.data_ptr()} on {memory.device}; pass a contiguous "
                 f"host tensor, and whole blocks of {DISK_BLOCK} bytes inside the file"
             )
-        # Each piece holds its memory, so that it outlives a ticket that is not waited for.
+        # Each call references its part of the memory, so the memory stays allocated if the caller
+        # drops the ticket.
         pieces = torch.split(memory.view(-1).view(torch.uint8), self._piece) if size else ()
         starts = range(offset, offset + size, self._piece)
         return Ticket(
@@ -242,8 +257,11 @@ class DirectFile:
         )
 
     def _carry(self, what: str, move: Callable[..., int], piece: Tensor, offset: int) -> None:
-        """Transfer a piece, in a thread of the pool, until it is complete: the system may transfer
-        less than requested. A part that is not whole blocks goes through the page cache."""
+        """Transfer a piece in a thread of the pool.
+
+        The operating system may transfer fewer bytes than requested, so repeat the call. Bytes that
+        are not whole blocks go through the page cache.
+        """
         size = piece.numel()
         view = memoryview((ctypes.c_char * size).from_address(piece.data_ptr())).cast("B")
         with self.explained(f"{what} bytes {offset} to {offset + size} of"):
@@ -256,20 +274,20 @@ class DirectFile:
 
     @contextlib.contextmanager
     def explained(self, what: str) -> Iterator[None]:
-        """Add the operation, the file and the remedy to the system's errors."""
+        """Add the operation, the file and a remedy to errors of the operating system."""
         try:
             yield
         except OSError as error:
-            advice = _ADVICE.get(error.errno or 0, "go on from the last checkpoint")
+            advice = _ADVICE.get(error.errno or 0, "load the last checkpoint")
             file = "the optimizer's state file (optimizer_state_path)"
             text = f"{what} {file}: {error.strerror}; {advice}"
             raise OSError(error.errno, text, str(self.path)) from error
 
 
 def _end(owner: int, pool: ThreadPoolExecutor, descriptors: contextlib.ExitStack) -> None:
-    """End a file's threads, which have nothing to do, and close its descriptors."""
-    # A thread of a pool can be the one that drops a file; it must not wait for itself. A forked
-    # child has no such threads.
+    """End a file's idle threads and close its descriptors."""
+    # A thread of the pool may run this finalizer, and must not wait for itself. A forked child does
+    # not have the pool's threads.
     in_pool = threading.current_thread().name.startswith(_THREAD_NAME)
     if os.getpid() == owner:
         pool.shutdown(wait=not in_pool)
@@ -303,5 +321,5 @@ def _keep_from_parent() -> None:
                 _libc.mprotect(address, size, mmap.PROT_READ)
 
 
-if sys.platform == "linux":  # with other start methods a child's tensors belong to its parent
+if sys.platform == "linux":  # Only fork shares mappings with a child; other start methods do not.
     os.register_at_fork(after_in_child=_keep_from_parent)

@@ -1,8 +1,8 @@
 """Host memory for tensors that every step reads and writes: on huge pages, contiguous for small
-tensors, page-locked if a GPU copies it.
+tensors, and page-locked if a GPU copies the tensors.
 
-A step streams through gigabytes. With pages of 4 KiB the processor looks up an address every 1,024
-FP32 values and its prefetchers stop at each page's end; with 2 MiB they rarely do.
+A step reads gigabytes. With pages of 4 KiB the processor translates an address every 1,024 FP32
+values, and its prefetchers stop at the end of each page. With pages of 2 MiB both are rare.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ TensorSpec = tuple[torch.Size, torch.dtype]
 """Shape and dtype of a tensor to allocate."""
 
 ALIGNMENT = 64
-"""Bytes of a cache line, to which tensors are aligned."""
+"""Alignment of tensors in bytes: the size of a cache line."""
 HUGE_FROM = 4 << 20
-"""Smallest allocation, in bytes, that uses huge pages of 2 MiB."""
+"""Smallest allocation in bytes that uses huge pages of 2 MiB."""
 
 
 def aligned_bytes(numel: int, dtype: torch.dtype) -> int:
-    """Return the bytes of ``numel`` elements in a block."""
+    """Return the size in bytes of ``numel`` elements, rounded up to :data:`ALIGNMENT`."""
     return math.ceil(numel * dtype.itemsize / ALIGNMENT) * ALIGNMENT
 
 
 @in_own_modes
 def zeros_host(num_bytes: int) -> Tensor:
-    """Return a 1-D uint8 tensor of pageable, zeroed host memory, in huge pages if they help and
-    exist."""
+    """Return pageable host memory of zeros as a uint8 tensor, shape (num_bytes,).
+
+    From :data:`HUGE_FROM` bytes on, the memory has huge pages if the system supports them.
+    """
     if num_bytes < HUGE_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
     memory, start = mapped(num_bytes)
@@ -49,38 +51,45 @@ def zeros_host(num_bytes: int) -> Tensor:
 
 
 def mapped(num_bytes: int, alignment: int = 1) -> tuple[mmap.mmap, int]:
-    """Map zeroed memory, in huge pages if the system has them. Return the mapping, and the offset
-    of its first usable byte."""
+    """Map zeroed memory, with huge pages if the system supports them.
+
+    Returns:
+        The mapping, and the offset of the first usable byte, a multiple of ``alignment``.
+    """
     offset = next(_allocations) * _STAGGER % _HUGE_PAGE
     offset -= offset % alignment
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    # NOTE: the system maps where it likes; address space up to a huge page's start costs no memory
+    # NOTE: mmap chooses the address. The address space before the first huge page costs no memory.
     memory = mmap.mmap(-1, _HUGE_PAGE + offset + num_bytes, flags=flags)
     first = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE
-    with contextlib.suppress(OSError):  # this Linux kernel has no such pages
+    with contextlib.suppress(OSError):  # Some Linux kernels are built without huge pages.
         memory.madvise(mmap.MADV_HUGEPAGE, first, offset + num_bytes)
     return memory, first + offset
 
 
 _HUGE_PAGE = 2 << 20
 _STAGGER = 17 * 1024 + ALIGNMENT
-"""Bytes by which each allocation starts later in a huge page than the previous one. Streams at
-equal offsets of their pages would compete for cache sets and memory banks."""
+"""Number of bytes by which the start of each allocation is shifted in its huge page, compared with
+the previous allocation. Arrays at equal offsets in their pages would compete for cache sets and
+memory banks."""
 _allocations = itertools.count()
 
 
 def touch(memory: Tensor) -> None:
-    """Have the system give all pages of 1-D uint8 memory now, not when they are first used.
+    """Write one byte per page of 1-D uint8 memory, so that the operating system allocates all pages
+    now.
 
-    One write a page, in pieces that torch does not share among threads.
+    The pieces are small enough that torch does not split them over threads.
     """
     for piece in torch.split(memory, _TOUCHED_AT_ONCE):
         piece[::_PAGE].zero_()
 
 
 def touch_together(memory: Tensor) -> None:
-    """Touch all pages by as many threads as torch has. The runtime that locks pages would touch
-    them one by one in the caller's thread."""
+    """Write one byte per page with as many threads as torch has.
+
+    Otherwise the runtime that page-locks the memory would touch all pages in one thread.
+    """
     pieces = torch.split(memory, _TOUCHED_AT_ONCE)
     if len(pieces) == 1:
         touch(memory)
@@ -94,9 +103,9 @@ _TOUCHED_AT_ONCE = 64 << 20
 
 
 def as_tensor(value: Any) -> Tensor:
-    """Return a tensor unchanged, and a number or several as a tensor on the host.
+    """Return a tensor unchanged, and a number or a list of numbers as a tensor on the host.
 
-    ``torch.as_tensor`` would move both to the default device.
+    ``torch.as_tensor`` would use the default device instead.
     """
     if isinstance(value, Tensor):
         return value
@@ -106,29 +115,35 @@ def as_tensor(value: Any) -> Tensor:
 
 
 def is_on_host(tensor: Tensor) -> bool:
-    """Whether the host reads a tensor's memory as it is."""
+    """True if a tensor is in host memory."""
     return tensor.device.type == "cpu"
 
 
 def empty_host_tensor() -> Tensor:
-    """Return a tensor without elements, as a placeholder."""
+    """Return an FP32 host tensor, shape (0,), as a placeholder."""
     return torch.zeros(0, dtype=torch.float32, device="cpu")
 
 
 @in_own_modes
 def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a contiguous tensor of zeros for state that is stepped."""
+    """Return a contiguous tensor of zeros. Large host tensors have huge pages."""
     if device.type != "cpu" or shape.numel() * dtype.itemsize < HUGE_FROM:
         return torch.zeros(shape, dtype=dtype, device=device)
     return zeros_host(shape.numel() * dtype.itemsize).view(dtype).view(shape)
 
 
 def tensor_in(memory: Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return a contiguous tensor in a piece of 1-D uint8 memory.
+    """Return a contiguous tensor over a part of 1-D uint8 memory.
 
-    It has a storage of its own over that piece, which keeps all of the memory alive; so
-    ``torch.save`` writes its bytes and no others, and takes neighbours of another dtype. And a
-    version counter: a write to one is no write to all.
+    The tensor has a separate storage and version counter. So ``torch.save`` writes only this
+    tensor's bytes, neighbors may have other dtypes, and a write increases no other tensor's
+    version. The storage keeps the whole memory allocated.
+
+    Args:
+        memory: uint8 tensor.
+        start: first byte of the part.
+        shape: shape of the new tensor.
+        dtype: dtype of the new tensor.
     """
     if memory.device.type == "meta":
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -148,11 +163,11 @@ def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 class Block:
-    """Host memory from which tensors are cut one after the other, each once.
+    """Host memory that is divided into tensors, one after the other.
 
     Args:
         num_bytes: size in bytes.
-        allocate: returns a 1-D uint8 tensor of a size in bytes; called for the first tensor.
+        allocate: returns a 1-D uint8 tensor of a given number of bytes. :meth:`take` calls it once.
     """
 
     def __init__(self, num_bytes: int, allocate: Callable[[int], Tensor] = zeros_host) -> None:
@@ -163,28 +178,30 @@ class Block:
 
     @property
     def allocated(self) -> int:
-        """Bytes that are allocated: all, or none before the first tensor is cut."""
+        """Number of allocated bytes: the capacity, or 0 before the first :meth:`take`."""
         return 0 if self._memory is None else self.capacity
 
     @property
     def left(self) -> int:
-        """Bytes not handed out yet."""
+        """Number of bytes that :meth:`take` has not returned yet."""
         return self.capacity - self._used
 
     def with_room(self, num_bytes: int) -> Block:
-        """Return this block if it has ``num_bytes`` left, else a new one of that size."""
+        """Return this block if it has ``num_bytes`` left, else a new block of that size."""
         return self if num_bytes <= self.left else Block(num_bytes, self._allocate)
 
     @in_own_modes
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return the next contiguous tensor, with the values that ``allocate`` left there.
+        """Return the next contiguous tensor. Its values are those that ``allocate`` wrote.
 
         Raises:
             ValueError: the block has too few bytes left.
         """
         size = aligned_bytes(shape.numel(), dtype)
         if size > self.left:
-            raise ValueError(f"{size} bytes asked for, {self.left} left")
+            raise ValueError(
+                f"num_bytes={size}: the block has {self.left} bytes left; use a larger block"
+            )
         if self._memory is None:
             self._memory = self._allocate(self.capacity)
         tensor = tensor_in(self._memory, self._used, shape, dtype)
@@ -192,18 +209,19 @@ class Block:
         return tensor
 
     def reset(self) -> None:
-        """Make all memory available again. The caller ensures that no former tensor is used."""
+        """Make all memory available again. The caller ensures that earlier tensors are not used any
+        more."""
         self._used = 0
 
 
 def allocate_contiguous(
     specs: Sequence[TensorSpec], allocate: Callable[[int], Tensor] = zeros_host
 ) -> list[Tensor]:
-    """Return zeroed tensors in one piece of memory, for tensors that are stepped together.
+    """Return zeroed tensors in one contiguous allocation, for tensors that are stepped together.
 
     Args:
-        specs: shapes and dtypes.
-        allocate: returns a 1-D uint8 tensor of zeros, of a size in bytes.
+        specs: shape and dtype of each tensor.
+        allocate: returns a 1-D uint8 tensor of zeros of a given number of bytes.
     """
     size = sum(aligned_bytes(shape.numel(), dtype) for shape, dtype in specs)
     block = Block(size, allocate)
@@ -212,23 +230,25 @@ def allocate_contiguous(
 
 # -- page-locked memory ---------------------------------------------------------------------------
 #
-# Of exact size: mapped on huge pages, then registered with the device's runtime. torch's allocator
-# of page-locked memory rounds every allocation up to a power of two and gives nothing back: 32.6
-# GiB of main params take 64.
+# This module maps memory on huge pages and registers the memory with the device's runtime. torch's
+# allocator of page-locked memory rounds each allocation up to a power of two and frees none: 32.6
+# GiB of main params would take 64 GiB.
 
 REGISTERED_FROM = 1 << 20
-"""Smallest allocation, in bytes, that is registered with the device. torch allocates smaller ones,
-and caches them."""
+"""Smallest allocation in bytes that is registered with the device's runtime. torch's allocator
+serves and caches smaller allocations."""
 _SYSTEM_HAS_IT = hasattr(mmap, "MADV_HUGEPAGE") and hasattr(mmap, "MADV_DONTFORK")
 
 
 class PageLockError(RuntimeError):
-    """Why memory could not be registered."""
+    """Memory could not be page-locked."""
 
 
 def page_locked_bytes(num_bytes: int) -> int:
-    """Return the bytes that a page-locked allocation takes: whole pages if it is registered, a
-    power of two if torch allocates it."""
+    """Return the bytes that a page-locked allocation occupies.
+
+    Registered memory consists of whole pages. torch's allocator rounds up to a power of two.
+    """
     if num_bytes < REGISTERED_FROM:
         return power_of_two(num_bytes)
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -241,34 +261,38 @@ def power_of_two(num_bytes: int) -> int:
 
 @in_own_modes
 def page_locked(num_bytes: int, device: torch.device) -> Tensor:
-    """Return a 1-D uint8 tensor of zeroed memory that the GPU ``device`` can copy from and to.
+    """Return a 1-D uint8 tensor of zeros in page-locked memory, which the GPU ``device`` can copy.
 
-    It is unregistered and unmapped when the last tensor over it goes. NOTE: torch's allocator waits
-    for copies of its own memory and does not know this one; the owner of a copy keeps both ends of
-    it. A forked child does not have the memory: its pages would otherwise be copied in the fork.
+    The memory is freed with the last tensor over it. A forked child does not have the memory,
+    because the fork would copy all pages.
+
+    NOTE: torch's allocator does not know this memory, so it does not wait for copies. The caller
+    keeps source and destination of a copy alive until the copy is complete.
 
     Args:
-        num_bytes: at least 1.
+        num_bytes: size in bytes, at least 1.
+        device: device that copies the memory.
 
     Raises:
-        PageLockError: the system, or a limit of it, does not allow it; nothing is left.
+        PageLockError: the operating system, or one of its limits, refuses. No memory stays
+            allocated.
     """
     if not _SYSTEM_HAS_IT:
-        raise PageLockError("this system cannot map memory for it")
+        raise PageLockError("mmap of this system has no MADV_HUGEPAGE or MADV_DONTFORK")
     accelerator = accelerator_of(device)
     if accelerator is None:
-        raise PageLockError(f"nothing here copies memory to {device.type} by itself")
+        raise PageLockError(f"no runtime of device type {device.type!r} page-locks memory")
     while _dropped:
         _release(*_dropped.pop())
     memory, start = mapped(num_bytes, mmap.PAGESIZE)
-    with contextlib.suppress(OSError):  # this Linux kernel does not support it
+    with contextlib.suppress(OSError):  # Some Linux kernels do not support MADV_DONTFORK.
         memory.madvise(mmap.MADV_DONTFORK)
     values = (ctypes.c_char * num_bytes).from_buffer(memory, start)
     address = ctypes.addressof(values)
     touch_together(torch.frombuffer(values, dtype=torch.uint8))
     _register(accelerator, address, num_bytes, device)
-    # NOTE: only _release unmaps it. In a forked child, where other memory may be there, and when
-    # the interpreter ends, where a copy may be under way, it stays as it is.
+    # NOTE: only _release may unmap the memory. A forked child may have other memory at this
+    # address, and a copy may be running when the interpreter exits, so neither unmaps.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
     owner = os.getpid()
     finalizer = weakref.finalize(values, _release, memory, address, accelerator, device, owner)
@@ -288,8 +312,7 @@ def _register(accelerator: Accelerator, address: int, num_bytes: int, device: to
 
 
 _dropped: list[tuple[mmap.mmap, int, Accelerator, torch.device, int]] = []
-"""Memory that was dropped while the caller captured a CUDA graph; the next allocation releases
-it."""
+"""Memory that was deleted during the capture of a CUDA graph. The next allocation frees it."""
 
 
 def _release(
@@ -297,20 +320,23 @@ def _release(
 ) -> None:
     if os.getpid() != owner:
         return
-    if accelerator.is_capturing():  # synchronizing would end a capture
+    if accelerator.is_capturing():  # Synchronizing would end the capture of the CUDA graph.
         _dropped.append((memory, address, accelerator, device, owner))
         return
     with contextlib.suppress(AssertionError, RuntimeError), accelerator.on(device):
-        accelerator.synchronize()  # a caller may have started its own copy
+        accelerator.synchronize()  # The caller's own copies of this memory must be complete.
         if accelerator.unregister(address):
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(memory))
         else:
-            _forget_error(device)  # keep the memory if the wait fails
+            # The memory is not unmapped, because the runtime still has it registered.
+            _forget_error(device)
 
 
 def _forget_error(device: torch.device) -> None:
-    """Clear the error of a failed runtime call. torch would raise it after its next kernel, so an
-    empty kernel is launched here."""
+    """Clear the error of a failed runtime call, by launching an empty kernel.
+
+    Otherwise torch would raise the error after its next kernel.
+    """
     with contextlib.suppress(AssertionError, RuntimeError):
         torch.zeros(1, dtype=torch.float32, device=device)
 
@@ -319,8 +345,8 @@ def _forget_error(device: torch.device) -> None:
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
-    """True if two tensors of one device have the same shape and values. All NaNs are equal here,
-    unlike in ``torch.equal``."""
+    """True if two tensors on one device have equal shapes and values. NaNs are equal, unlike in
+    ``torch.equal``."""
     if torch.equal(one, other):
         return True
     if one.shape != other.shape:

@@ -1,8 +1,9 @@
-"""This rank's share of the host's cores: those that the process may use, divided by the ranks.
+"""Number of kernel threads of a rank: the cores that the process may use, divided by the ranks of
+the host.
 
-``torchrun`` sets ``OMP_NUM_THREADS=1`` for every rank, so torch's number of threads does not show
-how many cores a rank has. All of it is read from files and variables, below a root that tests
-replace.
+``torchrun`` sets ``OMP_NUM_THREADS=1`` for every rank, so torch's number of threads is not the
+number of available cores. The facts come from environment variables and from files below a root
+folder, which tests replace.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRAN
 
 
 class HostShare(NamedTuple):
-    """A rank's part of its host.
+    """A rank's share of the host's cores.
 
     Attributes:
-        threads: how many threads the host kernels run.
-        reason: how this number came to be, in words.
+        threads: number of threads of the host kernels.
+        reason: explanation of this number, for messages.
     """
 
     threads: int
@@ -31,13 +32,13 @@ class HostShare(NamedTuple):
 
 @dataclass(frozen=True)
 class Host:
-    """Facts that a process can find out about its host.
+    """Facts about the host of a process.
 
     Attributes:
-        affinity: logical processors that it may run on.
-        of_parent: logical processors that its parent may run on.
-        environ: its variables.
-        root: folder of ``sys`` and ``proc``.
+        affinity: logical processors on which the process may run.
+        of_parent: logical processors on which the parent process may run; None if unknown.
+        environ: environment variables.
+        root: folder that contains ``sys`` and ``proc``.
     """
 
     affinity: frozenset[int]
@@ -46,26 +47,30 @@ class Host:
     root: Path = Path("/")
 
     def local_ranks(self) -> int:
-        """Return how many ranks of the job are on this host, by the launcher's variables."""
+        """Return the job's number of ranks on this host, from the launcher's environment
+        variables."""
         texts = [self.environ[name] for name in _LOCAL_SIZES if name in self.environ]
         return max(1, int(texts[0])) if texts and texts[0].isdecimal() else 1
 
     def read(self, path: str | Path) -> str | None:
-        """Return the content of a small file below the root, stripped; None if it does not
-        exist."""
+        """Return the stripped text of a file below the root folder; None if the file cannot be
+        read."""
         try:
             return (self.root / path).read_text().strip()
         except (OSError, UnicodeDecodeError):
             return None
 
     def cores(self) -> int:
-        """Return the number of physical cores that the process may use. Hyperthreads do not count:
-        the second thread of a core waits for the same memory."""
+        """Return the number of physical cores on which the process may run.
+
+        Hyperthreads do not count, because both threads of a core wait for the same memory.
+        """
         path = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
         return len({self.read(path.format(cpu)) or str(cpu) for cpu in self.affinity})
 
     def quota(self) -> float | None:
-        """Return the number of processors that the process's cgroups grant; None for all."""
+        """Return the number of processors that the process's cgroups allow; None without a
+        limit."""
         limits = []
         for folder in self.cgroups("cpu"):
             quota, _, period = (self.read(folder / "cpu.max") or "max").partition(" ")
@@ -77,8 +82,10 @@ class Host:
         return min(limits, default=None)
 
     def cgroups(self, controller: str) -> list[Path]:
-        """Return the folders, below the root, of the cgroups that limit this process, of versions 1
-        and 2, each followed by its parents.
+        """Return the folders of the process's cgroups (versions 1 and 2), relative to the root
+        folder.
+
+        The parents of a cgroup follow the cgroup, because their limits apply, too.
 
         Args:
             controller: "cpu" or "memory".
@@ -97,7 +104,8 @@ class Host:
 
 
 def share_of(host: Host) -> HostShare:
-    """Return a rank's share of its host. Ranks that the launcher bound keep all of their cores."""
+    """Return a rank's share of its host. A rank that the launcher bound to cores gets all of these
+    cores."""
     cores, ranks, quota = host.cores(), host.local_ranks(), host.quota()
     if host.of_parent is not None and host.affinity < host.of_parent:
         threads, reason = cores, f"bound to {cores} cores"
@@ -119,11 +127,11 @@ def _affinity(pid: int) -> frozenset[int]:
 
 
 def this_host() -> Host:
-    """Return the host of this process."""
+    """Return the facts about this process's host."""
     return Host(_affinity(0), _affinity(os.getppid()), os.environ)
 
 
 @cache
 def host_share() -> HostShare:
-    """Return this process's share of its host, found out once."""
+    """Return this process's share of its host, computed once per process."""
     return share_of(this_host())

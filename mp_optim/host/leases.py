@@ -1,17 +1,17 @@
-"""Leases: tensors that a background save still has to read while training goes on.
+"""Leases: tensors that a background save still has to read while training continues.
 
-A step announces the tensors of each launch and window (:func:`before_writing`). All other writers
-announce all tensors (:func:`before_writing_all`), through ``StepMark.open_state``. The lease then
-copies the host memory that the save has not read. So the save reads the bits of its call, and a
-step pays for the bytes that are not written yet.
+A step calls :func:`before_writing` with the tensors of each launch and window. All other writers of
+state call :func:`before_writing_all`, through ``StepMark.open_state``. Both copy the host memory
+that the save has not read yet. So the save reads the values at the time of its call, and training
+waits only for copies of unread bytes.
 
-Threads copy an accelerator's memory to the host from the call on; a writer waits for the remaining
-copies. A copy on the device instead would take memory where it is scarcest. NOTE: the host waits,
-so kernels that are queued afterwards run after the copies, on any stream.
+Threads copy an accelerator's memory to the host as soon as the save is called, and a writer waits
+for these copies. Copies on the accelerator would need more of its memory, which is scarce. NOTE:
+the host waits, so kernels that are queued afterwards run after the copies, on any stream.
 
-Only this package writes state, and announces it; torch's version counter shows other writes. Other
-code also writes the model's parameters, often without a trace (``.data``, foreign kernels, CUDA
-graphs), so the copies are compared with sums of the bits at the call.
+Only this package writes state. torch's version counter shows other writes. Other code also writes
+the model's parameters, often without a new version (``.data``, foreign kernels, CUDA graphs). So a
+save compares checksums of the copied parameters with checksums at the time of the call.
 """
 
 from __future__ import annotations
@@ -36,30 +36,31 @@ from mp_optim.host.host_share import host_share
 from mp_optim.host.transfer import Transfer, transfer_for
 
 WINDOW = 32 << 20
-"""Bytes of page-locked memory that a thread brings pieces down to."""
+"""Size in bytes of a thread's page-locked window, into which pieces are copied."""
 MOST_THREADS = 3
-"""One piece is on the bus while others go on to where they stay."""
+"""Largest number of copying threads. With three, the bus transfers one piece while other pieces are
+copied from windows to ordinary memory."""
 _PIECE = 256 << 20
-"""Bytes of one allocation for copies. Unused bytes of it take no memory."""
+"""Size in bytes of one allocation for copies. Pages that are never written occupy no memory."""
 _COLUMNS = 256
 _WORD = 8
 
 Take = Callable[[int], Tensor]
-"""Returns ordinary host memory of a size in bytes."""
+"""Function that returns ordinary host memory of a given number of bytes."""
 
 
 def _written_by_others(what: str) -> RuntimeError:
-    """Record a write to state that was not announced."""
+    """Return the error for a write to state that :func:`before_writing` was not called for."""
     return RuntimeError(
-        f"a tensor of the optimizer ({what}) was written while a save in the background read it, "
-        "and not by the optimizer; take state by state_dict(), optimizer.state or "
-        "named_main_params() again after the save began, or wait() for the save before writing to "
-        "state"
+        f"optimizer.state ({what}): other code than the optimizer wrote this tensor while a "
+        "background save read it; call wait() of the save's handle before you write to state, or "
+        "read state again by state_dict(), optimizer.state or named_main_params() after the save "
+        "began"
     )
 
 
 def move(to: Tensor, source: Tensor) -> None:
-    """Copy bytes of the host, in this thread alone and without the interpreter's lock."""
+    """Copy bytes between host tensors in the calling thread, without the interpreter's lock."""
     ctypes.memmove(to.data_ptr(), source.data_ptr(), to.nbytes)
 
 
@@ -67,18 +68,18 @@ def move(to: Tensor, source: Tensor) -> None:
 
 
 class Lease:
-    """The bytes of a contiguous host tensor at the time of the lease, read once from first to last,
-    while the tensor may be written.
+    """The bytes of a contiguous host tensor at the start of the lease, which a save reads once in
+    order while training may write the tensor.
 
-    NOTE: the reader's thread reads, and a thread that is about to write copies, under one lock.
-    While :attr:`_source` is the tensor's own memory, no thread has written it since the lease
-    began; :func:`before_writing` ensures that.
+    NOTE: the save's thread reads under a lock. A thread that is about to write copies unread bytes
+    under the same lock. While :attr:`_source` is the tensor's memory, no thread has written it
+    since the start of the lease; :func:`before_writing` ensures that.
 
     Attributes:
         nbytes: size in bytes.
-        address: first address of the tensor's memory when the lease began.
-        end: address after its last byte.
-        is_unread: True if the tensor's own memory still has to be read.
+        address: first address of the tensor's memory at the start of the lease.
+        end: first address after the tensor's memory.
+        is_unread: True if the save still has to read the tensor's memory.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -94,10 +95,10 @@ class Lease:
         self._lock = threading.Lock()
 
     def read_into(self, to: Tensor) -> None:
-        """Read the next ``to.nbytes`` bytes into ``to``, a host tensor.
+        """Read the next ``to.nbytes`` bytes of the lease into a host tensor.
 
         Raises:
-            RuntimeError: other code than the optimizer wrote the tensor.
+            RuntimeError: code outside the optimizer wrote the tensor.
         """
         with self._lock:
             move(to, self._source[self._read - self._first :][: to.nbytes])
@@ -110,7 +111,7 @@ class Lease:
 
     @in_own_modes
     def copy_rest(self, take: Take) -> None:
-        """Copy the bytes that were not read yet, so that the tensor's memory may be written."""
+        """Copy all unread bytes, so that the tensor's memory may be written."""
         with self._lock:
             if self.is_unread:
                 self._notice_writes()
@@ -118,23 +119,24 @@ class Lease:
                 self._read_from(take(rest.numel()).copy_(rest))
 
     def stop_watching(self) -> None:
-        """Stop comparing torch's count of writes, because the tensor gets other memory.
+        """Stop comparing versions, because the tensor gets other memory.
 
-        NOTE: a leased tensor may be a view that shares the tensor's count of writes but not its
-        moves.
+        NOTE: a leased tensor may be a view. A view shares its base's version counter, but keeps its
+        memory if the base gets other memory.
         """
         with self._lock:
             self._notice_writes()
             self._watched = None
 
     def _read_from(self, source: Tensor) -> None:
-        """Read the remaining bytes from ``source``, and no longer from the tensor."""
+        """Read the remaining bytes from ``source`` from now on."""
         self._source, self._first = source, self._read
         self._watched, self.is_unread = None, False
 
     def _notice_writes(self) -> None:
-        """Detect writes that were not announced, by torch's version counters."""
-        live = self._watched  # if the tensor's memory was replaced, only the save uses this memory
+        """Detect writes without :func:`before_writing`, by comparing the tensor's version."""
+        # If the tensor has other memory now, only the save still uses the leased memory.
+        live = self._watched
         if live is not None and live.data_ptr() == self.address:
             self._is_lost = writes_counted(live) != self._version
 
@@ -143,15 +145,18 @@ class Lease:
 
 
 def can_stage(tensor: Tensor) -> bool:
-    """Whether a tensor is on an accelerator that memory is copied from in the background."""
+    """True if a tensor is on an accelerator, so a background thread copies the tensor to the
+    host."""
     return accelerator_of(tensor.device) is not None
 
 
 def sums_of_bits(values: Tensor) -> Tensor:
-    """Return the 8-byte words summed in columns: int64, shape (256,), without a copy of the values.
+    """Return sums of a tensor's 8-byte words, arranged in 256 columns: int64, shape (256,).
+
+    The tensor is not copied.
 
     Args:
-        values: 1-D uint8, from an address on that is a multiple of 8.
+        values: 1-D uint8 tensor; its address is a multiple of 8.
     """
     whole, words = values.numel() // (_WORD * _COLUMNS), values.numel() // _WORD
     table = values[: whole * _WORD * _COLUMNS].view(torch.int64).view(whole, _COLUMNS)
@@ -164,8 +169,8 @@ def sums_of_bits(values: Tensor) -> Tensor:
 
 
 class Windows:
-    """The way down from one accelerator: a transfer, and page-locked memory, which stays for the
-    next save."""
+    """A transfer from one accelerator and its page-locked windows, which are kept for the next
+    save."""
 
     def __init__(self, transfer: Transfer) -> None:
         self.transfer = transfer
@@ -173,7 +178,7 @@ class Windows:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return at least ``num_bytes`` bytes. Any thread may call it."""
+        """Return a window of at least ``num_bytes`` bytes. Any thread may call this."""
         with self._lock:
             while self._free:
                 window = self._free.pop()
@@ -182,22 +187,22 @@ class Windows:
         return self.transfer.empty_host(num_bytes, pin=True)
 
     def put(self, window: Tensor) -> None:
-        """Free the memory, because no copy uses it any more."""
+        """Make a window available again. The caller ensures that no copy uses it."""
         with self._lock:
             self._free.append(window)
 
 
 @cache
 def windows_of(device: torch.device) -> Windows:
-    """Return the staging windows for copies from an accelerator, one object a process."""
+    """Return the windows for copies from an accelerator, one object per process."""
     return Windows(transfer_for(device))
 
 
 class StagedBytes:
-    """Bytes that are on their way from an accelerator, to be read once from the first to the last.
+    """Bytes that are being copied from an accelerator, to be read once in order.
 
     Attributes:
-        nbytes: how many there are.
+        nbytes: number of bytes.
     """
 
     def __init__(self, nbytes: int, arrive: Callable[[], Tensor]) -> None:
@@ -206,10 +211,10 @@ class StagedBytes:
         self._memory: Tensor | None = None
 
     def read_into(self, to: Tensor) -> None:
-        """Read the next bytes, as many as ``to`` has, which is on the host.
+        """Read the next ``to.nbytes`` bytes into a host tensor. Waits for the copy.
 
         Raises:
-            RuntimeError: they could not be brought here, or are not those of the call.
+            RuntimeError: the copy failed, or other code wrote the tensor before it was copied.
         """
         if self._memory is None:
             assert self._arrive is not None
@@ -221,15 +226,15 @@ class StagedBytes:
 
 
 class _DeviceLease:
-    """The current bytes of a contiguous tensor on an accelerator.
+    """The bytes of a contiguous tensor on an accelerator, and their copy on the host.
 
-    NOTE: counts and memory are read and changed under the lock of the :class:`DeviceBorrow`.
+    NOTE: read and change the fields only under the lock of the :class:`DeviceBorrow`.
 
     Attributes:
         nbytes: number of bytes.
         source: the tensor on the accelerator, until all bytes are copied.
         memory: host memory for the copy.
-        missing: bytes that are not in ``memory``.
+        missing: number of bytes that are not in ``memory`` yet.
         is_written: True if torch counted a write before all bytes were copied.
     """
 
@@ -242,8 +247,10 @@ class _DeviceLease:
         self._address, self._version = tensor.data_ptr(), writes_counted(tensor)
 
     def are_down(self, num_bytes: int) -> None:
-        """Count ``num_bytes`` more as read; after the last, drop the accelerator's memory."""
-        tensor = self._tensor  # if the tensor's memory was replaced, only the save uses this memory
+        """Count ``num_bytes`` more bytes as copied. After the last byte, release the accelerator's
+        memory."""
+        # If the tensor has other memory now, only the save still uses the leased memory.
+        tensor = self._tensor
         if tensor is not None and tensor.data_ptr() == self._address:
             self.is_written |= writes_counted(tensor) != self._version
         self._borrowed -= num_bytes
@@ -252,7 +259,7 @@ class _DeviceLease:
 
 
 class _Part(NamedTuple):
-    """Some bytes of a lease, and where in a window they go."""
+    """Some bytes of a lease, and their offset in a window."""
 
     lease: _DeviceLease
     first: int
@@ -277,15 +284,15 @@ def _batches(leases: Sequence[_DeviceLease], window: int) -> Iterator[list[_Part
 
 
 class DeviceBorrow:
-    """The tensors of one accelerator that one save reads, and their copies to the host.
+    """The tensors of one accelerator that one save reads, and their copies on the host.
 
-    The training thread adds tensors and calls :meth:`start`. Threads then copy pieces in the
-    transfer's own stream, which begins when the work queued before is done, into a few windows of
-    page-locked memory, and from there to ordinary host memory. So page-locked memory is bounded,
-    and the device's memory is read as fast as the bus allows, however slow the disk is.
+    The training thread adds tensors and calls :meth:`start`. Threads then copy pieces into a few
+    page-locked windows, and from a window to ordinary host memory. The copies use the transfer's
+    stream, and start after the work that was queued before. So the amount of page-locked memory is
+    bounded, and copying does not wait for the disk.
 
-    NOTE: readers hold this object until they have read, so it keeps only the leases of small
-    tensors.
+    NOTE: readers reference this object until they have read all bytes. So it keeps no leases of
+    large tensors.
     """
 
     def __init__(self, windows: Windows) -> None:
@@ -300,25 +307,36 @@ class DeviceBorrow:
         self._changed = threading.Condition(threading.RLock())
 
     def lease_state(self, tensor: Tensor, what: str) -> StagedBytes:
-        """Lease a contiguous tensor with announced writes. Errors name it ``what``."""
+        """Lease a contiguous tensor of state.
+
+        Args:
+            tensor: tensor whose writers call :func:`before_writing`.
+            what: name of the tensor for errors.
+        """
         self._leases.append(lease := _DeviceLease(tensor))
         return StagedBytes(lease.nbytes, partial(self._unwritten, lease, what))
 
     def lease_param(self, tensor: Tensor, what: str) -> StagedBytes:
-        """Lease a contiguous tensor that other code may write. Its address is a multiple of 8."""
+        """Lease a contiguous parameter, which other code may write.
+
+        Args:
+            tensor: tensor at an address that is a multiple of 8.
+            what: name of the tensor for errors.
+        """
         self._leases.append(lease := _DeviceLease(tensor))
         assert lease.source is not None
         sums = self.copy_small(sums_of_bits(lease.source))
         return StagedBytes(lease.nbytes, partial(self._unchanged, lease, sums, what))
 
     def copy_small(self, tensor: Tensor) -> StagedBytes:
-        """Copy a tensor on its device, together with others."""
+        """Copy a small tensor on its device, together with other small tensors."""
         first, self._used = self._used, self._used + tensor.nbytes
         self._small.append(tensor.detach().reshape(-1).view(torch.uint8))
         return StagedBytes(tensor.nbytes, partial(self._small_bytes, first, self._used))
 
     def start(self, take: Take) -> None:
-        """Begin to bring everything down, after the work that is queued in the current stream."""
+        """Start to copy all leased tensors to the host, after the work queued on the current
+        stream."""
         leases = self._leases
         if self._small:
             self._lease_of_small = _DeviceLease(torch.cat(self._small))
@@ -336,12 +354,16 @@ class DeviceBorrow:
             threading.Thread(target=work, name=name, daemon=False).start()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until nothing of the accelerator is read any more; whether that is so."""
+        """Wait until the accelerator's memory is not read any more. True if that is so.
+
+        Args:
+            timeout: number of seconds; None waits without a limit.
+        """
         with self._changed:
             return self._changed.wait_for(lambda: not self._borrowed, timeout)
 
     def stop(self, error: BaseException) -> None:
-        """Stop copying. Copies in progress finish, and waiting threads continue."""
+        """Start no further copies. Copies in progress finish, and waiting threads continue."""
         with self._changed:
             self._error = self._error or error
             self._coming.clear()
@@ -393,16 +415,16 @@ class DeviceBorrow:
     # -- what has arrived, for readers ------------------------------------------------------------
 
     def _bytes_of(self, lease: _DeviceLease) -> Tensor:
-        """Wait for all bytes of a lease.
+        """Wait for all bytes of a lease, and return them.
 
         Raises:
-            RuntimeError: they could not be brought here.
+            RuntimeError: the copy failed.
         """
         with self._changed:
             self._changed.wait_for(lambda: not lease.missing or self._error is not None)
             if lease.missing:
                 raise RuntimeError(
-                    f"copying from the device failed: {self._error}"
+                    f"background save: copying from the device failed: {self._error}; save again"
                 ) from self._error
             assert lease.memory is not None
             return lease.memory
@@ -423,9 +445,9 @@ class DeviceBorrow:
         sums.read_into(at_the_call)
         if not torch.equal(sums_of_bits(memory), at_the_call.view(torch.int64)):
             raise RuntimeError(
-                f"{what} was written during a background save that copies it from the device, "
-                "without a hook of the optimizer or torch; before you write the model's "
-                "parameters yourself, call wait_for_device() of the save's handle"
+                f"{what}: code outside the optimizer wrote this parameter while a background save "
+                "copied it from the device; call wait_for_device() of the save's handle before you "
+                "write parameters"
             )
         return memory
 
@@ -440,7 +462,7 @@ class SaveBorrow:
         tensors: contiguous host tensors.
 
     Attributes:
-        leases: one lease for each tensor.
+        leases: one lease for each host tensor.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -451,16 +473,20 @@ class SaveBorrow:
         end = 0
         for lease in sorted(self.leases, key=lambda lease: lease.address):
             if lease.address < end:
-                lease.copy_rest(self.take)  # another tensor shares this memory
+                # Two tensors with common memory cannot be found by address, so copy the second one
+                # now.
+                lease.copy_rest(self.take)
             else:
                 self._apart.append(lease)
                 end = lease.end
         self._starts = [lease.address for lease in self._apart]
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return host memory for a copy; any thread may call. It is a part of a large piece,
-        because first writes to many small pieces cost several times as much. A piece is freed with
-        its last copy."""
+        """Return host memory for a copy. Any thread may call this.
+
+        The memory is a part of a large allocation, because first writes to many small allocations
+        take several times as long. An allocation is freed with its last copy.
+        """
         size = aligned_bytes(num_bytes, torch.uint8)
         with self._lock:
             if size > self._block.left:
@@ -468,7 +494,7 @@ class SaveBorrow:
             return self._block.take(torch.Size([num_bytes]), torch.uint8)
 
     def of_device(self, device: torch.device) -> DeviceBorrow:
-        """Return the leases of an accelerator, created at the first call.
+        """Return the leases of an accelerator, created by the first call.
 
         Before :meth:`start` only the training thread may call this, afterwards any thread.
         """
@@ -477,25 +503,29 @@ class SaveBorrow:
         return self._of_devices[device]
 
     def start(self) -> None:
-        """Begin to bring everything down, after the work that is queued in the current streams."""
+        """Start to copy all leased tensors to the host, after the work queued on the current
+        streams."""
         for borrow in self._of_devices.values():
             borrow.start(self.take)
 
     def wait_for_devices(self, timeout: float | None = None) -> bool:
-        """Wait until no memory of an accelerator is read, at most ``timeout`` seconds for each.
-        True if none is."""
+        """Wait until no accelerator's memory is read any more. True if that is so.
+
+        Args:
+            timeout: number of seconds for each accelerator; None waits without a limit.
+        """
         waits = [borrow.wait(timeout) for borrow in self._of_devices.values()]
         return all(waits)
 
     def give_back(self) -> None:
-        """End the lease, because the save reads the memory no more."""
+        """End the leases, because the save reads no memory any more."""
         for borrow in self._of_devices.values():
-            borrow.stop(RuntimeError("the save is over"))
+            borrow.stop(RuntimeError("the save has ended"))
         if self in borrows:
             borrows.remove(self)
 
     def leases_of(self, tensor: Tensor) -> Sequence[Lease]:
-        """Return the leases of a tensor's memory; all leases, if its memory is unknown."""
+        """Return the leases that overlap a tensor's memory; all leases if the memory is unknown."""
         if not is_plain(tensor):
             return self.leases
         if not host_memory.is_on_host(tensor) or not tensor.numel():
@@ -511,16 +541,16 @@ class SaveBorrow:
 
 
 borrows: list[SaveBorrow] = []
-"""The background save in progress, at most one. While the list is empty, :func:`before_writing`
-does nothing.
+"""The leases of the background save in progress; at most one. While this list is empty,
+:func:`before_writing` does nothing.
 
-NOTE: the training thread adds, the save's thread removes, and any thread reads. Work begun before
-the save writes gradients and back buffers, which no save reads.
+NOTE: the training thread appends, the save's thread removes, and any thread reads. Work that began
+before the save writes gradients and back buffers, which no save reads.
 """
 
 
 def lease_tensors(tensors: Sequence[Tensor]) -> SaveBorrow:
-    """Lease host tensors until :meth:`SaveBorrow.give_back`."""
+    """Lease contiguous host tensors until the caller calls :meth:`SaveBorrow.give_back`."""
     lease_set = SaveBorrow(tensors)
     borrows.append(lease_set)
     _watch_torch_optimizers()
@@ -529,7 +559,8 @@ def lease_tensors(tensors: Sequence[Tensor]) -> SaveBorrow:
 
 @cache
 def _watch_torch_optimizers() -> None:
-    # NOTE: for good: a hook that went while a step in another thread calls hooks would fail it
+    # NOTE: never remove the hook. Removing it while a step in another thread runs the hooks would
+    # make that step fail.
     register_optimizer_step_pre_hook(_before_torchs_step)
 
 
@@ -538,7 +569,8 @@ def _before_torchs_step(*_: Any) -> None:
 
 
 def give_memory(tensor: Tensor, memory: Tensor) -> None:
-    """Have a tensor be in other memory, of any device. Saves go on reading the memory it had."""
+    """Replace a tensor's memory by that of another tensor on any device. Saves still read the old
+    memory."""
     for lease_set in tuple(borrows):
         for lease in lease_set.leases_of(tensor):
             lease.stop_watching()
@@ -546,9 +578,15 @@ def give_memory(tensor: Tensor, memory: Tensor) -> None:
 
 
 def before_writing(*lists: Iterable[Tensor | None]) -> None:
-    """Announce that tensors are about to be written, or passed to code that may write them. Copy
-    the bytes that saves have not read; for accelerators, wait until saves have read everything.
-    Costs nothing without a save in progress."""
+    """Copy the bytes of tensors that saves have not read, because the tensors are about to be
+    written.
+
+    For tensors on accelerators, wait until saves have read all accelerator memory. Without a save
+    in progress this returns at once.
+
+    Args:
+        *lists: lists of tensors; None entries are skipped.
+    """
     for lease_set in tuple(borrows):
         waits = False
         for tensors in lists:
@@ -562,9 +600,11 @@ def before_writing(*lists: Iterable[Tensor | None]) -> None:
 
 
 def before_writing_all() -> None:
-    """Announce that any state may be written, or handed to code that may: copy everything that
-    saves have not read, and wait for accelerators. Free while no save is under way, and after the
-    first call of a save."""
+    """Copy all bytes that saves have not read, and wait for accelerators, because any state may be
+    written.
+
+    Returns at once without a save in progress, and after the first call during a save.
+    """
     for lease_set in tuple(borrows):
         for lease in lease_set.leases:
             lease.copy_rest(lease_set.take)
@@ -572,11 +612,11 @@ def before_writing_all() -> None:
 
 
 def wait_for_devices() -> None:
-    """Wait until saves read nothing of accelerators any more."""
+    """Wait until saves read no accelerator's memory any more."""
     for lease_set in tuple(borrows):
         lease_set.wait_for_devices()
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it is known where its memory is; of others, layers above know."""
+    """True if a tensor's memory is at its ``data_ptr``, which is not so for tensor subclasses."""
     return type(tensor) in (Tensor, torch.nn.Parameter)

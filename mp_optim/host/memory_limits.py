@@ -1,8 +1,8 @@
-"""Host memory that this process may still take: the limits of its cgroups, the memory that the
-system has available, and the process's own limits. Swap is not memory.
+"""Host memory that this process may still allocate, by the limits of its cgroups, the system's
+available memory, and the process's own limits. Swap does not count as memory.
 
-All of it is read from files below a root, which tests replace. A system without these files has no
-known limit.
+The limits come from files below a root folder, which tests replace. On a system without these
+files, memory is not limited.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from pathlib import Path
 from mp_optim.host.host_share import Host
 
 UNLIMITED = 1 << 60
-"""Bytes from which a limit counts as unlimited: cgroups version 1 writes 2^63 rounded down to a
-page."""
+"""Number of bytes from which on a limit counts as no limit. cgroups version 1 writes 2^63, rounded
+down to a page, for no limit."""
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """One limit, and the bytes of it that are left.
+    """A limit of host memory, and the bytes that are left.
 
     Attributes:
-        name: the limit as a user finds it, such as "memory.max of /sys/fs/cgroup/job".
-        total: bytes that the limit allows.
-        free: bytes that this rank may still take.
+        name: name for messages, such as "memory.max of /sys/fs/cgroup/job".
+        total: number of bytes that the limit allows.
+        free: number of bytes that this rank may still allocate.
     """
 
     name: str
@@ -35,11 +35,11 @@ class MemoryLimit:
 
 
 def memory_limits(host: Host) -> list[MemoryLimit]:
-    """Return all limits of host memory that apply to this process.
+    """Return all limits of host memory for this process.
 
-    Page cache counts as free, because the system drops it on demand. Limits that the ranks of a
-    host share are divided by their number (``Host.local_ranks``). Memory that ranks took already
-    counts as part of their shares, so a rank may check after the others have allocated.
+    Page cache counts as free, because the system drops it on demand. A limit that the ranks of a
+    host share is divided by ``Host.local_ranks``. Memory that ranks have allocated already counts
+    as part of their shares. So the result does not depend on which rank allocates first.
     """
     shared = [*_cgroup_limits(host), *_available(host)]
     ranks = host.local_ranks()
@@ -55,8 +55,8 @@ _CACHE = {
     "memory.max": ("inactive_file", "active_file", "slab_reclaimable"),
     "memory.limit_in_bytes": ("total_inactive_file", "total_active_file"),
 }
-"""Names in ``memory.stat`` of memory that the system drops on demand. Shared memory is not in it,
-though it is in ``file`` and ``cache``."""
+"""Keys of ``memory.stat`` for memory that the system drops on demand. Unlike ``file`` and
+``cache``, these keys do not include shared memory."""
 
 
 def _cgroup_limits(host: Host) -> Iterator[MemoryLimit]:
@@ -81,11 +81,13 @@ def _available(host: Host) -> Iterator[MemoryLimit]:
 
 
 def _share(limit: MemoryLimit, ranks: int, resident: tuple[int, int] | None) -> MemoryLimit:
-    """Return a limit that ranks share, for one of them.
+    """Return one rank's share of a limit.
 
     Args:
-        resident: bytes that this rank and all ranks hold; None if that is not known. Then the share
-            is that of the whole limit.
+        limit: limit that the ranks share.
+        ranks: number of ranks on the host.
+        resident: bytes that this rank and all ranks hold. None if unknown; then the share is an
+            equal part of the total.
     """
     if resident is None:
         share = limit.total // ranks
@@ -97,8 +99,10 @@ def _share(limit: MemoryLimit, ranks: int, resident: tuple[int, int] | None) -> 
 
 
 def _resident_bytes(host: Host, ranks: int) -> tuple[int, int] | None:
-    """Return the bytes that this rank and all ranks of this host hold, if the ranks are the
-    children of this process's parent, as torchrun starts them."""
+    """Return the bytes that this rank holds, and the bytes that all ranks of the host hold.
+
+    None if the ranks are not the children of this process's parent, as torchrun starts them.
+    """
     status = _status(host, "self")
     parent, me = status.get("PPid", 0), status.get("Pid", os.getpid())
     children = (host.read(f"proc/{parent}/task/{parent}/children") or "").split()
@@ -133,7 +137,8 @@ def _process_limits(host: Host) -> Iterator[MemoryLimit]:
 
 
 def _number(host: Host, path: Path) -> int | None:
-    """Return the number in a file; None if it has none, or one that stands for no limit."""
+    """Return the number in a file; None if the file has no number, or a number that means no
+    limit."""
     text = host.read(path) or ""
     return int(text) if text.isdecimal() and int(text) < UNLIMITED else None
 
@@ -143,8 +148,8 @@ def _status(host: Host, process: str) -> dict[str, int]:
 
 
 def _fields(host: Host, path: str | Path) -> dict[str, int]:
-    """Return the numbers of a file with one "name value" or "name: value kB" a line; in bytes where
-    the file has kB."""
+    """Return the numbers in a file with lines "name value" or "name: value kB", by name. Values in
+    kB are converted to bytes."""
     found = {}
     for line in (host.read(path) or "").splitlines():
         name, _, rest = line.replace(":", " ", 1).partition(" ")

@@ -1,6 +1,6 @@
-"""Imports torch without its warning that NumPy is missing: mp_optim does not need NumPy.
+"""Import torch without its warning that NumPy is missing, because mp_optim does not need NumPy.
 
-Programs that import torch themselves see the warning as before.
+Programs that import torch first still see the warning.
 """
 
 import warnings

@@ -1,8 +1,8 @@
-"""Type checks against torch's classes that do not import the modules of these classes.
+"""Type checks for torch's classes without importing the modules of these classes.
 
-Importing ``torch.distributed.tensor`` takes about as long as importing torch. A value can only be
-an instance of a class if its module was imported, so programs without DTensors never need the
-module.
+Importing ``torch.distributed.tensor`` takes about as long as importing torch. A value can be an
+instance of a class only if the class's module was imported. So programs without DTensors never
+import the module.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def is_dtensor(value: object) -> TypeIs[DTensor]:
 
 
 def is_sharded_tensor(value: object) -> TypeIs[ShardedTensor]:
-    """True if a value is a ShardedTensor, the class that DTensor has replaced."""
+    """True if a value is a ShardedTensor, torch's class for shards before DTensor."""
     module = "torch.distributed._shard.sharded_tensor"
     return isinstance(value, _class_if_loaded(module, "ShardedTensor"))
 
 
 def _class_if_loaded(module: str, name: str) -> type | tuple[()]:
-    # The default is also returned while another thread is importing the module.
+    # The class is also missing while another thread is importing the module, so use a default.
     found: type | tuple[()] = getattr(sys.modules.get(module), name, ())
     return found

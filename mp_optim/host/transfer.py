@@ -1,7 +1,7 @@
-"""Copies between accelerator and host behind one small interface: copy, wait, join.
+"""Copies between accelerator and host through one interface, :class:`Transfer`.
 
-Code above must be right for every implementation; one in the tests delays each copy until the
-caller waits for it, so a missing wait fails on any machine.
+Code that uses the interface must be right for every implementation. An implementation in the tests
+delays each copy until the caller waits for it, so a missing wait fails on any machine.
 """
 
 from __future__ import annotations
@@ -23,52 +23,75 @@ from mp_optim.host.host_memory import REGISTERED_FROM, PageLockError, page_locke
 
 
 class Transfer:
-    """Asynchronous copies; here between two places that are both host memory, where copies happen
-    at once and waiting is free. A ticket stands for a batch of copies that may still be under way.
+    """Asynchronous copies between a device and the host. This class is for a device that is the
+    CPU: copies are complete at once, and waiting does nothing.
 
-    ``to`` and ``sources`` are parallel lists (with thousands of tensors, an object for each pair
-    would cost more than the copies) of the same shapes and dtypes; on the host, contiguous. The
-    memory of both stays until the copies are done, also if the caller drops it and the ticket.
+    A ticket is the handle of a batch of copies in progress. ``to`` and ``sources`` are parallel
+    lists of tensors with equal shapes and dtypes; host tensors are contiguous. Lists are used
+    because one object per pair would cost more than the copies of thousands of tensors. The tensors
+    stay allocated until the copies are complete, even if the caller drops tensors and ticket.
 
     Attributes:
-        is_same_place: the host can read the sources as they are, whenever it likes.
+        is_same_place: True if the host can read the device's tensors directly.
     """
 
     is_same_place = True
 
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
-        """Return a 1-D uint8 host buffer, page-locked if ``pin`` is set and the accelerator can use
-        it."""
+        """Return a 1-D uint8 host buffer.
+
+        Args:
+            num_bytes: size in bytes.
+            pin: True for page-locked memory if the accelerator supports it.
+        """
         return zeros_host(num_bytes)
 
     def mark(self) -> Any:
-        """Return a marker of the calling thread's queued work, for later copies ``after`` it, also
-        by another thread."""
+        """Return a marker of the work that the calling thread has queued so far.
+
+        Any thread may pass the marker as ``after`` of later copies.
+        """
 
     def download(self, to: Sequence[Tensor], sources: Sequence[Tensor], after: Any = None) -> Any:
-        """Start copying accelerator tensors to the host, after a mark or all work queued so far.
-        Returns a ticket."""
+        """Start to copy accelerator tensors to the host, and return a ticket.
+
+        Args:
+            to: contiguous host tensors.
+            sources: tensors on the accelerator.
+            after: marker after which the copies start; None for all work queued so far.
+        """
         if to:
             torch._foreach_copy_(list(to), list(sources))
 
     def upload(self, to: Sequence[Tensor], sources: Sequence[Tensor], after: Any = None) -> Any:
-        """Start copying host tensors to the accelerator, after a mark or all work queued so far.
-        Returns a ticket."""
+        """Start to copy host tensors to the accelerator, and return a ticket.
+
+        Args:
+            to: tensors on the accelerator.
+            sources: contiguous host tensors.
+            after: marker after which the copies start; None for all work queued so far.
+        """
         self.download(to, sources)
 
     def wait(self, ticket: Any) -> None:
-        """Block the host until the ticket's copies are done. Several threads may wait for one."""
+        """Block the calling thread until a ticket's copies are complete. Several threads may wait
+        for one ticket."""
 
     def join(self) -> None:
-        """Make accelerator work queued from now on see every upload started so far."""
+        """Make work that is queued on the accelerator from now on wait for all uploads started so
+        far."""
 
     def notes(self) -> tuple[str, ...]:
-        """Return notes for the user about the allocated memory."""
+        """Return notes about the allocated memory, for ``describe()``."""
         return ()
 
 
 def fetch(transfer: Transfer, tensor: Tensor) -> Callable[[], Tensor]:
-    """Start to copy a small tensor to the host; the result waits for the copy and returns it."""
+    """Start to copy a small tensor to the host.
+
+    Returns:
+        A function that waits for the copy and returns the host tensor.
+    """
     copy = transfer.empty_host(tensor.nbytes, True).view(tensor.dtype)
     ticket = transfer.download([copy], [tensor])
 
@@ -80,8 +103,8 @@ def fetch(transfer: Transfer, tensor: Tensor) -> Callable[[], Tensor]:
 
 
 class MetaTransfer(Transfer):
-    """The host of a model on the meta device: nothing has memory. It is planned as if the device
-    were an accelerator."""
+    """Transfer of a model on the meta device, whose buffers have no memory. Plans are made as for
+    an accelerator."""
 
     is_same_place = False
 
@@ -91,10 +114,10 @@ class MetaTransfer(Transfer):
 
 @dataclass(eq=False)
 class _Copies:
-    """A ticket of :class:`CudaTransfer`.
+    """Ticket of :class:`CudaTransfer`.
 
     Attributes:
-        done: event after the copies.
+        done: event that the stream records after the copies.
         held: tensors that the copies read and write.
     """
 
@@ -103,15 +126,17 @@ class _Copies:
 
 
 class CudaTransfer(Transfer):
-    """Copies on one side stream per direction, so downloads, uploads and kernels overlap; and on
-    one for downloads after a mark, which do not wait for others that still wait for kernels.
+    """Copies on side streams, so that downloads, uploads and kernels overlap.
 
-    NOTE: the calling thread may have another current device: a new thread has the first, and so has
-    a caller that never set it. Restoring or waiting in that thread would initialize that device,
-    half a gigabyte of it for every rank.
+    There is one stream for uploads, one for downloads, and one for downloads after a marker, which
+    do not wait for downloads of the other stream.
 
-    NOTE: no allocator knows these copies. The tickets of each direction hold the tensors until the
-    copies are done, in the order of its stream.
+    NOTE: enter ``accelerator.on(device)`` before each call of the runtime. A new thread's current
+    device is device 0. A runtime call there would initialize device 0, which costs half a gigabyte
+    for every rank.
+
+    NOTE: torch's allocators do not know these copies. So each stream's tickets reference the
+    tensors until the copies are complete.
     """
 
     is_same_place = False
@@ -120,7 +145,8 @@ class CudaTransfer(Transfer):
         self._accelerator, self._device = accelerator, device
         self._down, self._up, self._marked = (accelerator.stream(device) for _ in range(3))
         self._notes: dict[str, None] = {}
-        self._lock = Lock()  # guards the copies in progress, because the worker copies, too
+        # The worker thread starts copies, too, so a lock guards the list of copies in progress.
+        self._lock = Lock()
         streams = (self._down, self._up, self._marked)
         self._under_way: dict[Stream, deque[_Copies]] = {stream: deque() for stream in streams}
         weakref.finalize(self, _wait_for, self._under_way.values(), accelerator, device)
@@ -134,16 +160,16 @@ class CudaTransfer(Transfer):
                 return page_locked(num_bytes, self._device)
             except PageLockError as error:
                 self._note(
-                    f"page-locked memory: could not be registered ({error}); torch's allocator "
-                    "takes it, which rounds each piece up to a power of two"
+                    f"page-locked memory could not be registered ({error}), so torch's allocator "
+                    "provides it and rounds each allocation up to a power of two"
                 )
         try:
             return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
             why = str(error).partition("\n")[0]
             self._note(
-                f"page-locked memory is not available ({why}), so pageable memory is used: copies "
-                "are slower and do not overlap with other work"
+                f"page-locked memory is not available ({why}), so pageable memory is used, which "
+                "makes copies slower and prevents overlap with kernels"
             )
             return zeros_host(num_bytes)
 
@@ -182,7 +208,7 @@ class CudaTransfer(Transfer):
         return copies
 
     def _drop_finished(self, under_way: deque[_Copies]) -> None:
-        """Hold nothing of copies that are done."""
+        """Drop the references to the tensors of copies that are complete."""
         done = []
         with self._lock:
             while under_way and under_way[0].done.query():
@@ -199,7 +225,8 @@ class CudaTransfer(Transfer):
     def upload(
         self, to: Sequence[Tensor], sources: Sequence[Tensor], after: Event | None = None
     ) -> _Copies:
-        # new tensors over the same memory, which stays valid if a parameter's .data is replaced
+        # Detached tensors keep the memory at this moment, even if the caller replaces a parameter's
+        # .data.
         return self._copy(self._up, list(map(Tensor.detach, to)), list(sources), after)
 
     def wait(self, ticket: _Copies) -> None:
@@ -215,18 +242,19 @@ class CudaTransfer(Transfer):
 def _wait_for(
     under_way: Iterable[deque[_Copies]], accelerator: Accelerator, device: torch.device
 ) -> None:
-    """Wait for copies in progress before a transfer is deleted."""
-    if accelerator.is_initialized():  # False in a forked child, which cannot synchronize
+    """Wait for copies in progress when a transfer is deleted."""
+    # A forked child has not initialized the accelerator and cannot synchronize with it.
+    if accelerator.is_initialized():
         with accelerator.on(device):
             for copies in itertools.chain(*under_way):
                 copies.done.synchronize()
 
 
 def transfer_for(device: torch.device) -> Transfer:
-    """Return the transfer between ``device`` and the host.
+    """Return the transfer between a device and the host.
 
     Raises:
-        ValueError: for an accelerator that has no implementation here.
+        ValueError: the device's type is not supported.
     """
     if device.type == "cpu":
         return Transfer()
@@ -236,6 +264,6 @@ def transfer_for(device: torch.device) -> Transfer:
     if accelerator is not None:
         return CudaTransfer(device, accelerator)
     raise ValueError(
-        f"optimizer_cpu_offload=True: no transfer for device type {device.type!r} (available: cpu, "
-        "cuda); set optimizer_cpu_offload=False"
+        f"optimizer_cpu_offload=True: device type {device.type!r} is not supported, only cpu and "
+        "cuda; set optimizer_cpu_offload=False"
     )

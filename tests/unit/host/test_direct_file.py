@@ -172,7 +172,7 @@ def test_direct_file_keeps_its_data_when_the_folder_is_deleted(tmp_path):
         shutil.rmtree(folder)
         file.read_into(back, 0).wait()
         assert torch.equal(back, data)
-    with pytest.raises(FileNotFoundError, match="make it, or choose another") as error:
+    with pytest.raises(FileNotFoundError, match="create it, or choose another folder") as error:
         DirectFile(folder, 10)
     assert str(folder) in str(error.value)
 
@@ -180,8 +180,8 @@ def test_direct_file_keeps_its_data_when_the_folder_is_deleted(tmp_path):
 @pytest.mark.parametrize(
     ("folder", "said"),
     [
-        ("/sys/kernel", "may not write there; choose another folder"),
-        (sys.executable, "this is no folder; choose another"),
+        ("/sys/kernel", "no write permission; choose another folder"),
+        (sys.executable, "the path is not a folder; choose another"),
     ],
 )
 def test_direct_file_names_the_folder_when_not_writable(folder, said):
@@ -191,7 +191,7 @@ def test_direct_file_names_the_folder_when_not_writable(folder, said):
 
 
 def test_direct_file_refuses_a_size_above_the_free_space(tmp_path):
-    with pytest.raises(OSError, match=r"asked for, \d+ free; free space") as error:
+    with pytest.raises(OSError, match=r"requested, \d+ free; free disk space") as error:
         DirectFile(tmp_path, 1 << 50)
     assert error.value.errno == errno.ENOSPC and str(tmp_path) in str(error.value)
     assert list(tmp_path.iterdir()) == []

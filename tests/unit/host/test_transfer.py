@@ -114,12 +114,12 @@ def test_cuda_transfer_uses_huge_pages_for_pageable_memory(transfer: CudaTransfe
 
 
 REFUSED = (
-    "page-locked memory: could not be registered (cudaHostRegister: error 2); torch's "
-    "allocator takes it, which rounds each piece up to a power of two"
+    "page-locked memory could not be registered (cudaHostRegister: error 2), so torch's "
+    "allocator provides it and rounds each allocation up to a power of two"
 )
 NONE_AT_ALL = (
-    "page-locked memory is not available (no driver), so pageable memory is used: copies are "
-    "slower and do not overlap with other work"
+    "page-locked memory is not available (no driver), so pageable memory is used, which "
+    "makes copies slower and prevents overlap with kernels"
 )
 
 

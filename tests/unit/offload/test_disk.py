@@ -93,7 +93,7 @@ def test_disk_step_leaves_no_page_cached_when_direct_io_is_available(tmp_path, p
 
 def test_disk_offload_needs_its_folder_at_construction_but_not_afterwards(tmp_path):
     folder = tmp_path / "state"
-    with pytest.raises(FileNotFoundError, match="the folder does not exist; make it"):
+    with pytest.raises(FileNotFoundError, match="the folder does not exist; create it"):
         build(folder)
     folder.mkdir()
     model, optimizer = build(folder)
@@ -106,8 +106,8 @@ def test_disk_offload_needs_its_folder_at_construction_but_not_afterwards(tmp_pa
 @pytest.mark.parametrize(
     ("call", "error", "said"),
     [
-        ("posix_fallocate", errno.ENOSPC, "free space there, or choose another folder"),
-        ("posix_fallocate", errno.EDQUOT, "your quota there is used up"),
+        ("posix_fallocate", errno.ENOSPC, "free disk space, or choose another folder"),
+        ("posix_fallocate", errno.EDQUOT, "your disk quota is used up"),
         ("open", errno.EROFS, "the file system is read-only; choose another folder"),
     ],
 )
@@ -148,7 +148,7 @@ def test_disk_error_in_a_step_refuses_further_steps_until_a_load(
     state = copy.deepcopy(optimizer.state_dict())
     monkeypatch.setattr(os, call, failing(getattr(os, call), after=9))
     give_gradients(model, 2)
-    with pytest.raises(OSError, match="go on from the last checkpoint") as raised:
+    with pytest.raises(OSError, match="load the last checkpoint") as raised:
         optimizer.step()
     assert str(tmp_path) in str(raised.value)
     monkeypatch.undo()
