@@ -17,7 +17,7 @@ from mp_optim.checkpoint.inventory import Models, chunks_of
 from mp_optim.core import iter_slots
 from mp_optim.core.flat_shard import FlatShard, PartitionShard, held_places, piece
 from mp_optim.core.identity import has_names
-from mp_optim.core.keyed_optimizer import OverStack, SlotKeyedOptimizer, stack_of
+from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.core.names import named_params
 from mp_optim.core.partition import check_cover
 from mp_optim.core.slot_state import AVERAGE
@@ -32,7 +32,7 @@ _INDEX = "model.safetensors.index.json"
 @in_own_modes
 def export_safetensors(
     path: str | os.PathLike[str],
-    optimizer: SlotKeyedOptimizer | OverStack,
+    optimizer: SlotKeyedOptimizer,
     *,
     model: Models | None = None,
     averaged: bool = False,
@@ -75,7 +75,7 @@ def export_safetensors(
             "export_safetensors needs safetensors: pip install mp_optim[hf]"
         ) from error
     ranks, folder = Ranks.of(process_group), Path(path)
-    stack = stack_of(optimizer)
+    stack: Any = optimizer.stack
     names = ranks.run_on_all("exporting", lambda: _names(stack, model))
     every = ranks.union(set(names.values()))
     written: list[tuple[Path, list[str], int]] = []

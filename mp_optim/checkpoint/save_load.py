@@ -46,7 +46,7 @@ from mp_optim.checkpoint.file_format import (
 )
 from mp_optim.checkpoint.inventory import Inventory, Models, chunks_of
 from mp_optim.checkpoint.writing import Writing, check_replicas, plan_writing
-from mp_optim.core.keyed_optimizer import OverStack, SlotKeyedOptimizer, stack_of
+from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.core.model_parallel import ModelParallel
 from mp_optim.host.calls import in_own_modes
 from mp_optim.process_groups.agreement import Ranks
@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 def save(
     path: StrPath,
     model: Models,
-    optimizer: SlotKeyedOptimizer | OverStack | None,
+    optimizer: SlotKeyedOptimizer | None,
     scheduler: Any = ...,
     extra: Mapping[str, Any] | None = ...,
     *,
@@ -74,7 +74,7 @@ def save(
 def save(
     path: StrPath,
     model: Models,
-    optimizer: SlotKeyedOptimizer | OverStack | None,
+    optimizer: SlotKeyedOptimizer | None,
     scheduler: Any = ...,
     extra: Mapping[str, Any] | None = ...,
     *,
@@ -88,7 +88,7 @@ def save(
 def save(
     path: StrPath,
     model: Models,
-    optimizer: SlotKeyedOptimizer | OverStack | None,
+    optimizer: SlotKeyedOptimizer | None,
     scheduler: Any = None,
     extra: Mapping[str, Any] | None = None,
     *,
@@ -206,7 +206,7 @@ def _checked_stack(call: str, path: Any, model: Any, optimizer: Any) -> SlotKeye
     Raises:
         TypeError: an argument is of another kind, such as one that was given in another's place.
     """
-    call, stack = f"; call {call}(path, model, optimizer)", stack_of(optimizer)
+    call, stack = f"; call {call}(path, model, optimizer)", getattr(optimizer, "stack", optimizer)
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path={type(path).__name__}: must be a path{call}")
     chunks = list(model) if isinstance(model, list | tuple) else [model]
@@ -286,7 +286,7 @@ def verify(path: StrPath) -> Path:
 def load(
     path: StrPath,
     model: Models,
-    optimizer: SlotKeyedOptimizer | OverStack | None,
+    optimizer: SlotKeyedOptimizer | None,
     scheduler: Any = None,
     *,
     convert: bool = False,

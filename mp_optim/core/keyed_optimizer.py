@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,6 +67,11 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         self.shared_settings = SharedSettings()
         make_plain(defaults)
         super().__init__(params, defaults)
+
+    @property
+    def stack(self) -> SlotKeyedOptimizer:
+        """This optimizer with all of its layers; a subclass may build them at the first access."""
+        return self
 
     # -- forwarded to the executor; subclasses may override --------------------------------------
 
@@ -487,19 +492,6 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         The checksum is None without a remainder, or if this rank has only a part of the parameter.
         """
         return [None] * len(self.slots())
-
-
-@runtime_checkable
-class OverStack(Protocol):
-    """A torch optimizer that delegates to a stack of this package's optimizers."""
-
-    @property
-    def stack(self) -> SlotKeyedOptimizer: ...
-
-
-def stack_of(optimizer: Any) -> Any:
-    """Return the stack that an optimizer delegates to, or the optimizer itself if it has none."""
-    return optimizer.stack if isinstance(optimizer, OverStack) else optimizer
 
 
 # -- loading a state dict: check all of it before the first write ---------------------------------

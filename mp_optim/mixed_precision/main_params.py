@@ -143,13 +143,12 @@ class MainParams:
                     "it"
                 )
         self.executor.reserve_main_params(coming)
-        rows: list[tuple[Slot, Tensor, NormKey, ParamLayout, int, Groups]] = []
+        rows: list[tuple[Slot, Tensor, int, NormKey, ParamLayout, Groups]] = []
         mains: dict[Slot, Tensor] = {}
         for position, param in enumerate(params):
             slot = Slot(index, position)
-            key, layout = self._norm_key(slot, param), self._layout(slot, param)
             stream = stream_of(self.name(slot), first_element(param))
-            rows.append((slot, param, key, layout, stream, self._split_over(slot, param)))
+            rows.append((slot, param, stream, *self._split_of(slot, param)))
             if param.requires_grad:
                 mains[slot] = self._new_main(slot, param)
         table.first.append(len(table.slots))
@@ -240,19 +239,14 @@ class MainParams:
         set_main_param(self._shown, slot, param, main)
         self.table.set_main(index, self._is_own_main(slot, main))
 
-    def _norm_key(self, slot: Slot, param: Tensor) -> NormKey:
-        ranks = self._tensor_parallel(slot)
-        is_copy = ranks is not None and not is_tensor_parallel(param) and ranks.rank() > 0
+    def _split_of(self, slot: Slot, param: Tensor) -> tuple[NormKey, ParamLayout, Groups]:
+        """Return the table's ``keys``, ``layouts`` and ``split_over`` for a parameter."""
+        ranks, shard_groups = self._tensor_parallel(slot), shard_groups_of(self.name(slot), param)
+        is_part = is_tensor_parallel(param)
+        is_copy = ranks is not None and not is_part and ranks.rank() > 0
         group = EXCLUDED if is_shared(param) or is_copy else grad_norm_group(param) or MAIN_NORM
-        return NormKey(group, shard_groups_of(self.name(slot), param))
-
-    def _layout(self, slot: Slot, param: Tensor) -> ParamLayout:
-        return layout_of(param, self._tensor_parallel(slot))
-
-    def _split_over(self, slot: Slot, param: Tensor) -> tuple[ProcessGroup, ...]:
-        ranks = self._tensor_parallel(slot)
-        also = () if ranks is None or not is_tensor_parallel(param) else (ranks,)
-        return *shard_groups_of(self.name(slot), param), *also
+        split_over = (*shard_groups, ranks) if ranks is not None and is_part else shard_groups
+        return NormKey(group, shard_groups), layout_of(param, ranks), split_over
 
     def _tensor_parallel(self, slot: Slot) -> ProcessGroup | None:
         expert = self._param_groups[slot.group].get("is_expert_parallel", False)
@@ -368,7 +362,7 @@ class MainParams:
         params = all_params(self._param_groups)
         if changed := self.table.seen.changed(params):
             self._follow_changed(changed, params)
-        if by_sums := self.by_sums():
+        if by_sums := self.table.reuse("by_sums", self.by_sums):
             self._take_values(sorted(by_sums))
         if self.agreement.expected:
             self.follow()  # the weights were loaded after their remainders
@@ -377,9 +371,6 @@ class MainParams:
     def by_sums(self) -> set[int]:
         """Return the indices of weights that a step compares with their main params only if their
         checksum changed: quantized weights, and weights on another device than the main param."""
-        return self.table.reuse("by_sums", self._by_sums)
-
-    def _by_sums(self) -> set[int]:
         table = self.table
         found = {index for index, is_coded in enumerate(table.quantized) if is_coded}
         found.update(map(table.index, self.executor.host_slots()))
@@ -391,7 +382,7 @@ class MainParams:
         Args:
             indices: indices of the stepped slots in the table.
         """
-        by_sums = self.by_sums()
+        by_sums = self.table.reuse("by_sums", self.by_sums)
         chosen = [index for index in indices if index in by_sums]
         self.written.note(chosen, [self._bits(index) for index in chosen])
 
@@ -413,15 +404,14 @@ class MainParams:
             slot, param = table.slots[index], params[index]
             if table.has_main[index]:
                 self._rebind(index, slot, param)
-            table.keys[index] = self._norm_key(slot, param)
-            table.layouts[index] = self._layout(slot, param)
-            table.split_over[index] = self._split_over(slot, param)
+            split = self._split_of(slot, param)
+            table.keys[index], table.layouts[index], table.split_over[index] = split
         table.look(params)
 
     def _take_values(self, indices: Sequence[int]) -> None:
         """Let main params take the model's value where they do not round to it. Compare the values
         of slots in :meth:`by_sums` only if the weight's checksum changed."""
-        by_sums = self.by_sums()
+        by_sums = self.table.reuse("by_sums", self.by_sums)
         present = [index for index in indices if not self.table.params[index].is_meta]
         summed = [index for index in present if index in by_sums]
         changed = self.written.changed(summed, [self._bits(index) for index in summed])

@@ -128,9 +128,9 @@ class SlotTable:
         self,
         slot: Slot,
         param: Tensor,
+        stream: int,
         key: NormKey,
         layout: ParamLayout,
-        stream: int,
         split_over: Groups,
     ) -> None:
         """Take one more slot and the tensor there as seen; it has no main param yet."""

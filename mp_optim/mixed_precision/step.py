@@ -278,9 +278,9 @@ class Engine:
         self,
         grads: Sequence[Tensor],
         keys: Sequence[NormKey],
-        all_keys: Sequence[NormKey],
         indices: Sequence[int],
         *,
+        all_keys: Sequence[NormKey] = (),
         over: tuple[ProcessGroup, ...] = (),
         known: Sequence[float | None] = (),
         held: Sequence[bool] = (),
@@ -291,9 +291,9 @@ class Engine:
         Args:
             grads: local gradients.
             keys: norm key of each gradient.
-            all_keys: every key of the model, also those without a gradient now, so that all ranks
-                reduce alike.
-            indices: of the slots of these gradients.
+            indices: index of each gradient's slot in the table.
+            all_keys: every norm key of the model, also keys without a gradient now, so that all
+                ranks reduce alike; by default those of the table.
             over: ranks over which the gradients are split although the parameters are not.
             known: see :func:`~mp_optim.mixed_precision.grad_norm.measure_rest`; empty if no sum is
                 known.
@@ -302,6 +302,7 @@ class Engine:
         """
         config, common = self.config, self.table.common
         device, ranks = common.device, self.process_groups.grad_stats
+        all_keys = all_keys or common.keys
         if not self.has_compared:
             common.check(config, self.param_groups)
             self.has_compared = True
@@ -360,10 +361,9 @@ class WrappedGrads(StepGrads):
         self.verdict_device = engine.executor.verdict_device()
 
     def sums(self, on_host: bool = False) -> Measurement:
-        some, every = self._columns, self._engine.table.common.keys
-        held, sums = self._in_backward
+        some, (held, sums) = self._columns, self._in_backward
         return self._engine.agreed_sums(
-            *(self._grads, some.keys, every, some.indices),
+            *(self._grads, some.keys, some.indices),
             known=list(map(sums.get, some.slots)) if sums or held else (),
             held=[slot in held for slot in some.slots] if sums or held else (),
             on_host=on_host,
@@ -395,7 +395,7 @@ class WrappedGrads(StepGrads):
             for index in some.indices:
                 if table.quantized[index]:
                     quantize_(table.params[index], executor.main_param(table.slots[index]))
-        if mains.by_sums():
+        if table.reuse("by_sums", mains.by_sums):
             mains.note_written(some.indices)
         for observer in mains.observers:
             observer.after_launch()

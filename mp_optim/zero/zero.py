@@ -92,7 +92,7 @@ class ReducedGrads(GradsOfMembers):
         indices = [where[slot] for slot in self._trained]
         of_grads = [keys[slot] for slot in self._trained]
         engine: Engine = optimizer.shards.engine
-        return engine.agreed_sums(grads, of_grads, distinct, indices, over=over)
+        return engine.agreed_sums(grads, of_grads, indices, all_keys=distinct, over=over)
 
     def skip(self) -> None:
         super().skip()

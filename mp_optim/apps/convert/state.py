@@ -19,7 +19,7 @@ from mp_optim.checkpoint.common import read_common
 from mp_optim.checkpoint.entries import MODEL, key_and_fqn
 from mp_optim.checkpoint.reading import open_checkpoint
 from mp_optim.core import Slot, group_settings, local_tensor, param_at
-from mp_optim.core.keyed_optimizer import OverStack, SlotKeyedOptimizer, load_checked, stack_of
+from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer, load_checked
 from mp_optim.core.names import matched_names
 from mp_optim.core.param_attributes import main_param_of
 from mp_optim.core.slot_state import AVERAGE, MASTER, REMAINDER, SCALE, STEP
@@ -184,7 +184,7 @@ def _tensors(name: str, state: Mapping[str, Any], step: Any) -> dict[str, Tensor
 
 @in_own_modes
 def import_state(
-    optimizer: SlotKeyedOptimizer | OverStack,
+    optimizer: SlotKeyedOptimizer,
     foreign: ForeignState,
     *,
     main_from_model: bool = False,
@@ -206,7 +206,7 @@ def import_state(
         ValueError: names or shapes do not match, or bits would be lost, listing them; nothing was
             written.
     """
-    stack = stack_of(optimizer)
+    stack: Any = optimizer.stack
     stack.share_settings()  # current settings decide which state a slot has
     slots = {stack.slot_name(slot): slot for slot in stack.slots() if stack.slot_state(slot)}
     foreign = foreign.renamed(matched_names(foreign.names, slots).__getitem__)
@@ -299,7 +299,7 @@ def _like(label: str, param: Tensor, value: Tensor) -> Tensor:
 
 
 @in_own_modes
-def export_state(optimizer: SlotKeyedOptimizer | OverStack) -> ForeignState:
+def export_state(optimizer: SlotKeyedOptimizer) -> ForeignState:
     """Return all state in FP32 with the FP32 value of every parameter.
 
     Tensors are whole; the call is collective for sharded parameters. Averages (``ema_decay``) are
@@ -308,7 +308,7 @@ def export_state(optimizer: SlotKeyedOptimizer | OverStack) -> ForeignState:
     NOTE: tensors that are stored in this form are not copied. Write or clone them before the next
     step.
     """
-    stack = stack_of(optimizer)
+    stack: Any = optimizer.stack
     mains = dict(stack.named_main_params())
     state: dict[str, dict[str, Tensor]] = {}
     for slot in stack.slots():

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import mp_optim.optimizers.classes as ours
-from mp_optim.core.keyed_optimizer import stack_of
 from mp_optim.mixed_precision import MegatronOptimizer
 from mp_optim.optimizers import StackOptimizer
 
@@ -48,7 +47,8 @@ def log_own_norm(trainer: Any) -> None:
 
     def with_norm(logs: dict[str, float], *args: Any, **named: Any) -> None:
         prepared = trainer.optimizer
-        stack = stack_of(getattr(prepared, "optimizer", prepared))  # accelerate wraps the optimizer
+        inner = getattr(prepared, "optimizer", prepared)  # accelerate wraps the optimizer
+        stack = getattr(inner, "stack", inner)
         is_ours = isinstance(stack, MegatronOptimizer)
         if "grad_norm" in logs and is_ours and stack.config.release_gradients:
             logs = {**logs, "grad_norm": stack.metrics()["grad_norm"]}
