@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import mp_optim
 from mp_optim import checkpoint
+from mp_optim.apps.convert import from_torch, import_state
 from support.models import same_bits
 
 RULES = ["AdamW", "Adam", "LAMB", "Lion", "SGD", "Muon"]
@@ -131,6 +132,17 @@ def test_sgd_continues_like_torch_sgd_from_its_state_dict(settings: dict[str, An
         torch.testing.assert_close(here[0][1], there[0][1], rtol=1e-6, atol=1e-7)
 
 
+def test_adamw_continues_from_imported_torch_adamw_state() -> None:
+    pair = [("w", nn.Parameter(torch.ones(3, 2).bfloat16()))]
+    theirs = stepped(torch.optim.AdamW(pair, lr=0.1), 3)
+    ours = mp_optim.AdamW(pair, lr=0.1)
+    with pytest.raises(ValueError, match=r"import_state\(optimizer, from_torch"):
+        ours.load_state_dict(theirs.state_dict())
+    import_state(ours, from_torch(theirs.state_dict(), ["w"]), main_from_model=True)
+    assert float(ours.state[pair[0][1]]["step"]) == 3.0
+    assert stepped(ours).last_step.success
+
+
 def test_load_accepts_a_none_momentum_buffer_of_older_torch() -> None:
     there = stepped(torch.optim.SGD(named("w"), lr=0.1)).state_dict()
     ours = mp_optim.SGD(named("w"), lr=0.5)
@@ -192,6 +204,30 @@ def test_optimizer_refuses_calls_from_a_thread_or_signal_during_a_step(
 
 
 # -- refused, and nothing changed -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_refused_load_changes_no_state_when_a_parameter_is_frozen(dtype: torch.dtype) -> None:
+    pairs = [(name, nn.Parameter(torch.ones(6, 4, dtype=dtype))) for name in "ab"]
+    saved = copy.deepcopy(stepped(mp_optim.AdamW(pairs, lr=0.01)).state_dict())
+    frozen, trained = (param for _, param in pairs)
+    frozen.requires_grad_(False)
+    frozen.grad = None
+    optimizer = mp_optim.AdamW(pairs, lr=0.01)
+    trained.grad = torch.ones_like(trained)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    assert [*before["state"]] == [1]
+    for index, key in ((0, "exp_avg"), (1, "exp_avg_sq")):
+        wrong = copy.deepcopy(saved)
+        wrong["state"][index][key] = torch.zeros(5)
+        with pytest.raises(ValueError, match=f"{'ab'[index]}.{key}: saved shape"):
+            optimizer.load_state_dict(wrong)
+        now = optimizer.state_dict()["state"]
+        assert [*now] == [1]
+        assert all(same_bits(now[1][key], value) for key, value in before["state"][1].items())
+    optimizer.load_state_dict(saved)
+    assert [*optimizer.state_dict()["state"]] == [0, 1]
 
 
 def test_save_refuses_a_path_that_is_a_file_and_keeps_the_file(tmp_path: Path) -> None:
