@@ -175,12 +175,10 @@ def scaled_codes(
 
 def _largest(magnitudes: Tensor, blocks: Sequence[int]) -> Tensor:
     """Return the maximum of each block."""
-    if not len(blocks) or magnitudes.numel() == 0:
-        return (
-            magnitudes.amax()
-            if magnitudes.numel() and not len(blocks)
-            else magnitudes.new_zeros(tuple(blocks))
-        )
+    if not magnitudes.numel():
+        return magnitudes.new_zeros(tuple(blocks))
+    if not len(blocks):
+        return magnitudes.amax()
     for dim, count in enumerate(blocks):
         size = magnitudes.shape[dim]
         width = -(-size // count)

@@ -49,24 +49,14 @@ def scale_rows_(
 
 def _check(name: str, param: Tensor, factors: Any) -> None:
     shape = region_of(param).shape
-    needed = (
-        f"the parameter has shape {tuple(shape)}, so one floating-point factor is needed for each "
-        f"of {shape[0] if shape else 'its (no)'} rows"
-    )
-    if not isinstance(factors, Tensor):
+    is_plain = isinstance(factors, Tensor) and factors.layout == torch.strided
+    is_plain = is_plain and not (factors.is_meta or is_dtensor(factors))
+    if not (is_plain and factors.is_floating_point() and shape and factors.shape == shape[:1]):
+        form = tuple(getattr(factors, "shape", ()))
         raise ValueError(
-            f"scale_rows_: factors of {name} are a {type(factors).__name__}, not a tensor; {needed}"
-        )
-    if not shape or factors.shape != shape[:1] or not factors.is_floating_point():
-        raise ValueError(
-            f"scale_rows_: factors of {name} are {factors.dtype} of shape {tuple(factors.shape)}; "
-            f"{needed}"
-        )
-    if factors.is_meta or factors.layout != torch.strided or is_dtensor(factors):
-        raise ValueError(
-            f"scale_rows_: factors of {name} are a {type(factors).__name__} of layout "
-            f"{factors.layout} on {factors.device}; a plain dense tensor with values is needed "
-            "(to_dense(), full_tensor())"
+            f"scale_rows_: the factors of {name} are a {type(factors).__name__} of shape {form}, "
+            f"and the parameter has shape {tuple(shape)}; give a plain dense floating-point tensor "
+            "with one factor for each row of the parameter"
         )
     finite = factors.float().isfinite()
     if not bool(finite.all()):

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,13 +29,11 @@ from torch.distributed import ProcessGroup
 from mp_optim.config import OptimizerConfig
 from mp_optim.core import Multiplier, ParamGroups, SlotUpdates
 from mp_optim.core.executor import Executor
-from mp_optim.core.interrupted_step import StepMark
 from mp_optim.core.quantized import quantize_
 from mp_optim.host.calls import in_own_modes
 from mp_optim.mixed_precision.clip_and_skip import (
     DISAGREEMENT,
     DeviceVerdict,
-    StepCounts,
     StepResult,
     Verdict,
     decide,
@@ -55,9 +53,8 @@ from mp_optim.mixed_precision.grad_norm import (
     pairwise_sum_on_host,
     total_by_key,
 )
-from mp_optim.mixed_precision.grad_scaler import MegatronGradScaler
 from mp_optim.mixed_precision.main_params import MainParams
-from mp_optim.mixed_precision.observer import Observer, Observers
+from mp_optim.mixed_precision.observer import Observer
 from mp_optim.mixed_precision.slot_table import SlotTable
 from mp_optim.offload.backward_scheduler import BackwardScheduler, CollectedGrads, WorkerError
 from mp_optim.process_groups.process_groups import ProcessGroups
@@ -66,30 +63,14 @@ _HOST = torch.device("cpu")
 _UNTIMED = nullcontext()
 
 
-class SteppedStack(Protocol):
-    """A wrapper or composite, as its step uses it. See :class:`mp_optim.MegatronOptimizer`."""
-
-    grads_of: ClassVar[type[Any]]
-    config: OptimizerConfig
-    grad_scaler: MegatronGradScaler | None
-    step_mark: StepMark
-    observers: Observers
-    counts: StepCounts
-
-    def discard_backward_work(self) -> None: ...
-    def remember_scale(self) -> None: ...
-    def refuse_disagreement(self) -> NoReturn: ...
-    def zero_grad(self, set_to_none: bool = True) -> None: ...
-
-
 @in_own_modes
 def take_step(
-    stack: SteppedStack, prepared: tuple[StepGrads, Verdict, Observer | None] | None = None
+    stack: Any, prepared: tuple[StepGrads, Verdict, Observer | None] | None = None
 ) -> StepResult:
     """Take one step of a stack, or skip it.
 
     Args:
-        stack: the outermost optimizer.
+        stack: the outermost optimizer, a :class:`mp_optim.MegatronOptimizer`.
         prepared: gradients, verdict and judge of a caller that collects, measures and decides
             itself.
 
@@ -141,7 +122,7 @@ def take_step(
 
 
 def _decide(
-    stack: SteppedStack, measurement: Measurement, device: torch.device | None
+    stack: Any, measurement: Measurement, device: torch.device | None
 ) -> tuple[Verdict | DeviceVerdict, Observer | None]:
     """Return the verdict, and the observer that judged it on the host.
 

@@ -100,15 +100,8 @@ def plan_flat(
     Args:
         sizes: elements of each parameter. One without elements is in no bucket.
         ranks: number of ranks that share the buckets.
-        bucket_size: number of elements from which on a bucket is closed; None makes one bucket.
-
-    Raises:
-        ValueError: ``ranks`` or ``bucket_size`` is less than 1.
+        bucket_size: number of elements at which a bucket is closed; None makes one bucket.
     """
-    if ranks < 1:
-        raise ValueError(f"ranks={ranks}: must be at least 1")
-    if bucket_size is not None and bucket_size < 1:
-        raise ValueError(f"bucket_size={bucket_size}: must be at least 1 element")
     buckets: list[FlatBucketPlan] = []
     placed: list[ParamRange] = []
     filled = 0

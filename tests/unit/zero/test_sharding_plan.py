@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -76,12 +75,6 @@ def test_flat_shards_have_exact_sizes_beyond_2_to_the_53_elements():
         plan.fragment(plan.placed[0], rank)[1] - plan.fragment(plan.placed[0], rank)[0]
         for rank in range(3)
     ] == [fullest(plan), fullest(plan), huge - 2 * fullest(plan)]
-
-
-@pytest.mark.parametrize("ranks, bucket_size", [(0, None), (2, 0)])
-def test_bucket_plan_names_an_invalid_rank_count_or_bucket_size(ranks, bucket_size):
-    with pytest.raises(ValueError, match=r"ranks=0|bucket_size=0"):
-        plan_flat([4], ranks, bucket_size)
 
 
 def test_agreement_difference_names_ranks_and_lines():
