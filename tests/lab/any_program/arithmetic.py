@@ -102,7 +102,15 @@ class Stored:
         return x * x if self.second else x
 
 
-def stored(x: Array, form: str, second: bool) -> Stored:
+def stored(x: Array, form: str, second: bool, *, loads: bool = False) -> Stored:
+    """Round a moment to a form.
+
+    Args:
+        x: FP32 values, shape (n,).
+        form: name of the form's dtype.
+        second: True for a second moment, whose blocks store the square root.
+        loads: True to try a second scale for each 8-bit block that loses bits, as a load does.
+    """
     if form == "float32":
         return Stored(form, x, None, second)
     if form == "bfloat16":
@@ -111,9 +119,15 @@ def stored(x: Array, form: str, second: bool) -> Stored:
         roots = np.minimum(np.sqrt(x.astype(np.float64)), INFINITE_ROOT).astype(F)
     else:
         roots = _finite_within(x, MOST_IN_BLOCKS)
-    blocks = [
-        _block(roots[start : start + BLOCK], form, second) for start in range(0, x.size, BLOCK)
-    ]
+    blocks = []
+    for start in range(0, x.size, BLOCK):
+        part = slice(start, start + BLOCK)
+        block = _block(roots[part], form, second)
+        if loads and form == "uint8":
+            other = _block(roots[part], form, second, top_code=254 if second else 126)
+            if not _holds(block, x[part], second) and _holds(other, x[part], second):
+                block = other
+        blocks.append(block)
     codes = np.concatenate([np.zeros(0, F), *(codes for codes, _ in blocks)])
     return Stored(form, codes, np.array([scale for _, scale in blocks], F), second)
 
@@ -122,7 +136,12 @@ def _finite_within(x: Array, most: float) -> Array:
     return np.where(np.isinf(x), x, np.clip(x, F(-most), F(most)))
 
 
-def _block(x: Array, form: str, second: bool) -> tuple[Array, float]:
+def _holds(block: tuple[Array, float], x: Array, second: bool) -> bool:
+    """True if a block decodes to the values of ``x``."""
+    return np.array_equal(Stored("uint8", block[0], np.array([block[1]], F), second).values(), x)
+
+
+def _block(x: Array, form: str, second: bool, top_code: int | None = None) -> tuple[Array, float]:
     top = float(np.max(np.abs(x)))
     if not math.isfinite(top):
         return np.zeros_like(x), math.nan
@@ -134,7 +153,7 @@ def _block(x: Array, form: str, second: bool) -> tuple[Array, float]:
         codes = np.maximum(codes, np.float16(2.0**-24)) if second else codes
         return codes.astype(F), float(scale)
     levels = 255 if second else 127
-    rough = np.array([F(top) / F(levels)])
+    rough = np.array([F(top) / F(top_code or levels)])
     scale = ((rough.view(np.uint32) + np.uint32(0xFF)) & np.uint32(0xFFFFFF00)).view(F)[0]
     codes = np.clip(np.rint(x * (F(1) / scale)), 1 if second else -127, levels)
     return codes.astype(F) + F(0), float(scale)  # integers have one zero

@@ -329,7 +329,7 @@ def in_form(now: Stored | None, name: str, place: Place, size: int) -> Stored:
         form = "float32"
     if now is not None and now.form == form:
         return now
-    return stored(np.zeros(size, F) if now is None else now.values(), form, second)
+    return stored(np.zeros(size, F) if now is None else now.values(), form, second, loads=True)
 
 
 def equal_settings(a: Any, b: Any) -> bool:
