@@ -1,1 +1,1 @@
-"""Update rules over slots: the arithmetic of a step, and the state that it needs."""
+"""Update rules over slots: the arithmetic of a step, and the state of each slot."""

@@ -1,9 +1,9 @@
-"""Audited steps: ``reference`` repeats a random sample of each launch, and bits must be equal.
+"""Audits: ``reference`` repeats a random sample of each launch, and compares the bits.
 
-The repetition is in host memory. A flipped bit in arithmetic, in a gradient that a kernel reads, or
-in a tensor that it writes is found with the probability of being sampled. A sample consists of
-whole blocks of 256 elements, because every storage format is defined on them. It is a function of
-rank, step and launch. docs/audit.md has the rates.
+The repetition runs in host memory. An audit finds a flipped bit in the arithmetic, in a gradient
+that a kernel reads, or in a tensor that a kernel writes, if the element is in the sample. A sample
+consists of whole blocks of 256 elements, because storage formats encode blocks. The sample depends
+only on rank, step and launch. docs/audit.md has the rates.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from mp_optim.kernels.reference import ReferenceBackend
 from mp_optim.rules.rule import Launch
 
 CELL = 32
-"""Number of blocks that are sampled together."""
+"""Number of neighboring blocks that are sampled together."""
 MOST_NAMED = 8
-"""Number of elements that a message lists."""
+"""Largest number of elements that a message lists."""
 GRAD, OUTPUT, MULTIPLIER = "grad", "output", "multiplier"
 _REFERENCE = ReferenceBackend()
 _BITS_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FLUSHED = (
-    "a step cannot be compared: threads of torch take denormal numbers for zero, as they were "
-    "started after torch.set_flush_denormal(True); call torch.set_flush_denormal(False) before the "
-    "first torch operation of the process"
+    "a step cannot be audited, because torch's threads flush denormal numbers to zero; call "
+    "torch.set_flush_denormal(False) before the first torch operation of the process"
 )
 
 Pieces = dict[str, list[Any]]
-"""One copy for each run, by key; None where a run has no such tensor."""
+"""Copies of parts of tensors, by key: one copy for each run; None for a run without such a
+tensor."""
 
 
 class _Alarm(Exception):
-    """Base of the error and the warning of an audit.
+    """Base class of the error and the warning of an audit.
 
     Attributes:
-        mismatches: elements with other bits.
+        mismatches: elements whose bits differ from the repetition.
     """
 
     def __init__(self, message: str, mismatches: Sequence[Mismatch]) -> None:
@@ -62,28 +62,28 @@ class _Alarm(Exception):
 
 
 class AuditError(_Alarm, RuntimeError):
-    """A step gave other bits than its repetition, and ``audit_action`` is ``"raise"``."""
+    """A step's bits differ from its repetition, and ``audit_action`` is ``"raise"``."""
 
 
 class AuditWarning(_Alarm, UserWarning):
-    """A step gave other bits than its repetition, and training continues."""
+    """A step's bits differ from its repetition, and training continues."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """An element with other bits than its repetition.
+    """An element whose bits differ from the repetition of its step.
 
     Attributes:
         rank: rank that stepped the element.
         param: name of the parameter.
-        element: row-major index in the rank's part of the parameter. For a scale or a byte of
-            codes: the first element that it belongs to.
+        element: row-major index in the rank's shard of the parameter. For a scale or a byte of
+            codes, the index of the first element that the scale or byte encodes.
         tensor: a key of the state, ``main_param``, or ``param``.
         found: stored value.
         expected: value of the repetition.
         found_bits: bits of ``found``.
         expected_bits: bits of ``expected``.
-        step: step of the parameter that wrote the value, from 1 on.
+        step: number of the step that wrote the value, from 1 on.
     """
 
     rank: int
@@ -109,8 +109,8 @@ class Run(NamedTuple):
 
     Attributes:
         owner: index of the tensor.
-        start: first element, a multiple of 256.
-        numel: number of elements: whole blocks, or all that are left.
+        start: index of the first element, a multiple of 256.
+        numel: number of elements: whole blocks, or all elements up to the tensor's end.
     """
 
     owner: int
@@ -119,18 +119,18 @@ class Run(NamedTuple):
 
 
 def draw(sizes: Sequence[int], ends: Sequence[int], rate: float, seed: int) -> Iterator[Run]:
-    """Yield a sample of tensors, which has each element with the probability ``rate``.
+    """Yield a random sample of tensors, in which each element has the probability ``rate``.
 
     Args:
-        sizes: elements of each tensor.
-        ends: for each tensor, the number of blocks up to its end, counted from the first tensor.
-        rate: above 0, at most 1.
-        seed: 32 bits.
+        sizes: number of elements of each tensor.
+        ends: running sum of the tensors' numbers of blocks.
+        rate: probability, above 0 and at most 1.
+        seed: 32-bit seed.
     """
     total, number, offset = ends[-1] if ends else 0, 0, mix(seed) / 2.0**32
     while (block := int(min((number + offset) / rate, total)) * CELL) < total:
         stop, number = min(total, block + CELL), number + 1
-        while block < stop:  # A cell may contain several tensors.
+        while block < stop:  # A cell may span several tensors, so yield a run for each.
             owner = bisect_right(ends, block)
             start = (block - (ends[owner - 1] if owner else 0)) * BLOCK
             end = min(stop, ends[owner])
@@ -140,19 +140,21 @@ def draw(sizes: Sequence[int], ends: Sequence[int], rate: float, seed: int) -> I
 
 @dataclass(frozen=True)
 class Check:
-    """A sample of one launch, copied before and after it.
+    """A sample of one launch, copied before and after the launch.
 
-    NOTE: this object outlives the launch, so it must not refer to the launch, which has gradients.
+    NOTE: this object outlives the launch. It must not refer to the launch, which would keep
+    gradients allocated.
 
     Attributes:
         repeat: steps copies of the sample, and returns the tensors that the step writes.
         given: waits for the copies from before the launch, and returns them.
         found: waits for the copies from after the launch, and returns them.
-        places: for each run, its slot, and its first element in the rank's part of the parameter.
+        places: for each run, the slot, and the index of the run's first element in the rank's shard
+            of the parameter.
         sizes: number of elements of each run.
         main: name of the main param in messages.
-        step: step of the parameters, from 1 on.
-        is_on_host: True if the copies are available without waiting for an accelerator.
+        step: number of the step, from 1 on.
+        is_on_host: True if the copies can be read without waiting for an accelerator.
     """
 
     repeat: Callable[[Pieces], Pieces]
@@ -165,7 +167,7 @@ class Check:
     is_on_host: bool
 
     def mismatches(self, name_of: Callable[[Slot], str]) -> Iterator[Mismatch]:
-        """Yield the elements with other bits than their repetition."""
+        """Yield the elements whose bits differ from the repetition."""
         expected = self.repeat(self.given())
         for key, tensors in self.found().items():
             for number, (mine, other) in enumerate(
@@ -173,9 +175,8 @@ class Check:
             ):
                 for index in [] if mine is None else _differing(mine, other):
                     element = _element_of(key, mine.dtype, index)
-                    if (
-                        element < self.sizes[number]
-                    ):  # Part of the last byte of codes may be unused.
+                    # The last byte of codes may have unused bits: skip elements after the run.
+                    if element < self.sizes[number]:
                         slot, first = self.places[number]
                         yield Mismatch(
                             rank=_rank(),
@@ -191,23 +192,26 @@ class Check:
 
 
 class Audit:
-    """The audits of an executor's launches, from the first step on.
+    """Audits of all launches of an executor.
 
     Args:
-        rate: share of the elements that a step repeats.
-        action: ``warn`` or ``raise``, after a mismatch.
+        rate: fraction of the elements that the audit of a step repeats.
+        action: ``warn`` or ``raise`` after a mismatch.
         name_of: returns a slot's name.
 
     Attributes:
-        elements: elements compared so far.
-        mismatches: elements found with other bits so far.
+        elements: number of elements compared so far.
+        mismatches: number of elements with other bits so far.
     """
 
     def __init__(self, rate: float, action: str, name_of: Callable[[Slot], str]) -> None:
         self.rate, self.action, self._name_of = rate, action, name_of
         self.elements = self.mismatches = 0
-        self._pending: deque[Check] = deque()  # Worker threads append, too.
-        self._on_the_way: list[Check] = []  # Samples of the previous step on an accelerator.
+        # Worker threads append while the training thread removes, so the container is a thread-safe
+        # deque.
+        self._pending: deque[Check] = deque()
+        # Samples of the previous step whose copies from an accelerator may not be complete.
+        self._on_the_way: list[Check] = []
         self._transfers: dict[torch.device, Transfer] = {}
 
     @in_own_modes
@@ -219,14 +223,14 @@ class Audit:
         scalars: Any,
         multiplier: float | Tensor,
     ) -> Callable[[], None] | None:
-        """Copy a sample of a launch that a backend is about to step.
+        """Copy a sample of a launch before a backend steps the launch.
 
         Args:
             launch: the launch.
             rule, lists, scalars, multiplier: arguments of ``Backend.step``.
 
         Returns:
-            A function to call after the launch, or None if the sample is empty.
+            A function to call after the step, or None if the sample is empty.
         """
         mains, slots = CachedTensorList.of(lists.main), launch.updates.slots
         firsts = launch.firsts or [0] * len(slots)
@@ -277,15 +281,15 @@ class Audit:
 
     @in_own_modes
     def report(self, wait: bool = False) -> None:
-        """Compare the samples of a finished step.
+        """Compare the samples of a finished step with their repetitions.
 
         Samples on an accelerator are compared after the next step, when their copies are complete.
 
         Args:
-            wait: True to compare all samples now.
+            wait: True to wait for all samples and compare them now.
 
         Raises:
-            AuditError: samples differ, and the action is to raise.
+            AuditError: bits differ, and the action is ``raise``.
         """
         due, self._on_the_way = self._on_the_way, []
         while self._pending:
@@ -319,7 +323,7 @@ class Audit:
         self._on_the_way.clear()
 
     def metrics(self) -> dict[str, float]:
-        """Return the counts so far."""
+        """Return the numbers of compared elements and of mismatches so far."""
         return {"audited_elements": self.elements, "audit_mismatches": self.mismatches}
 
 
@@ -328,7 +332,8 @@ def _rank() -> int:
 
 
 def _seed(step: int, slots: Sequence[Slot], firsts: Sequence[int]) -> int:
-    """Return the seed of a launch's sample, which differs by step, rank, parameter and window."""
+    """Return the 32-bit seed of a launch's sample. It differs by step, rank, parameter and
+    window."""
     seed = 0
     for number in (step, _rank(), *chain.from_iterable(slots), *firsts):
         seed = mix((seed + number * 0x9E3779B9 + 1) & 0xFFFFFFFF)
@@ -336,7 +341,7 @@ def _seed(step: int, slots: Sequence[Slot], firsts: Sequence[int]) -> int:
 
 
 def _copies(columns: Mapping[str, Sequence[Tensor | None]], runs: Sequence[Run]) -> Pieces:
-    """Return copies of some runs of tensors, on their device."""
+    """Return copies of the runs' elements of each tensor, on the tensors' device."""
     copies: Pieces = {}
     for key, tensors in columns.items():
         of_runs = [(tensors[run.owner], run) for run in runs]
@@ -348,7 +353,10 @@ def _copies(columns: Mapping[str, Sequence[Tensor | None]], runs: Sequence[Run])
 
 
 def _brought(pieces: Pieces, transfer: Transfer | None) -> Callable[[], Pieces]:
-    """Start to copy pieces to the host, all at once. Pieces in host memory are not copied."""
+    """Start to copy pieces to the host in one transfer, and return a function that waits for them.
+
+    Pieces on the host are not copied.
+    """
     if transfer is None:
         return lambda: pieces
     every = [
@@ -357,7 +365,8 @@ def _brought(pieces: Pieces, transfer: Transfer | None) -> Callable[[], Pieces]:
         for at, each in enumerate(some)
         if each is not None
     ]
-    every.sort(reverse=True)  # Sorted by size, so that each is aligned.
+    # Sort by element size, so that each piece is aligned in the common buffer.
+    every.sort(reverse=True)
     forms = [(pieces[key][at].nbytes, pieces[key][at].dtype) for _, key, at in every]
     empty: Pieces = {key: [None] * len(some) for key, some in pieces.items()}
     come = fetch(transfer, torch.cat([pieces[key][at].view(torch.uint8) for _, key, at in every]))
@@ -374,7 +383,8 @@ def _brought(pieces: Pieces, transfer: Transfer | None) -> Callable[[], Pieces]:
 def _repeated(
     rule: str, sample: TensorLists, scalars: Any, multiplier: Any, given: Pieces
 ) -> Pieces:
-    """Step copies of a sample and return them; unchanged if the device skipped the step."""
+    """Step copies of a sample, and return the written tensors; the unchanged copies if the device
+    skipped the step."""
     if MULTIPLIER in given:
         multiplier, *skips = given.pop(MULTIPLIER)[0].tolist()
         if skips and skips[0] != 0.0:
@@ -387,7 +397,8 @@ def _repeated(
 
 
 def _differing(found: Tensor, expected: Tensor) -> list[int]:
-    """Return the elements whose bits differ. Two NaNs count as equal (docs/numerics.md)."""
+    """Return the indices of elements whose bits differ. Two NaNs count as equal
+    (docs/numerics.md)."""
     bits = _BITS_OF_SIZE[found.itemsize]
     differ = found.view(bits) != expected.view(bits)
     if found.is_floating_point():
@@ -402,7 +413,13 @@ def _bits_of(number: Tensor) -> int:
 
 
 def _element_of(key: str, dtype: torch.dtype, index: int) -> int:
-    """Return the first element of a run that belongs to a number of a stored tensor."""
+    """Return the index in a run of the first element that a stored number encodes.
+
+    Args:
+        key: key of the state tensor.
+        dtype: dtype of the state tensor.
+        index: index of the number in the run's part of the tensor.
+    """
     if is_scale(key):
         return index * BLOCK
     if is_packed(key, dtype):

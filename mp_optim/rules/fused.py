@@ -12,8 +12,14 @@ class FusedAdam(RuleOptimizer):
     """Adam over FP32 tensors on any device, in one pass per batch.
 
     Args:
-        params: FP32 parameters, named parameters or groups.
-        adam_w_mode: decoupled weight decay; False adds ``weight_decay * p`` to the gradient.
+        params: FP32 parameters, named parameters or param groups.
+        lr: learning rate.
+        betas: decay of the first and of the second moment.
+        eps: number added to the root of the second moment.
+        weight_decay: factor of the weight decay.
+        bias_correction: True to correct the bias of both moments.
+        adam_w_mode: True for decoupled weight decay; False adds ``weight_decay * p`` to the
+            gradient.
         cautious_wd: see ``OptimizerConfig.cautious_wd``.
         backend: see ``OptimizerConfig.fused_backend``.
         **precision: fields of :class:`~mp_optim.kernels.state_format.StatePrecision`, such as
@@ -45,17 +51,25 @@ class FusedAdam(RuleOptimizer):
 
 
 class FusedLAMB(RuleOptimizer):
-    """LAMB over FP32 tensors on any device, whole or split.
+    """LAMB over FP32 tensors on any device, whole or sharded.
 
-    The trust ratio is per parameter, so no data crosses devices; for a sharded parameter one small
-    tensor of sums is reduced. The gradient norm for ``max_grad_norm`` is global: callers of
-    ``step_slots`` pass it, and ``step`` computes it over all devices.
+    Each parameter has its own trust ratio, so no data is copied between devices. The ranks that
+    share a parameter reduce one small tensor of sums. ``max_grad_norm`` limits the global gradient
+    norm: callers of ``step_slots`` pass this norm, and ``step`` computes it over all devices.
 
     Args:
-        params: parameters, named parameters or param groups, as torch takes them.
-        grad_averaging: True to weigh the gradient with ``1 - beta1`` in the first moment.
+        params: FP32 parameters, named parameters or param groups.
+        lr: learning rate.
+        betas: decay of the first and of the second moment.
+        eps: number added to the root of the second moment.
+        weight_decay: factor of the weight decay.
+        bias_correction: True to correct the bias of both moments.
+        adam_w_mode: True for decoupled weight decay; False adds ``weight_decay * p`` to the
+            gradient.
+        grad_averaging: True to multiply the gradient by ``1 - beta1`` in the first moment.
         max_grad_norm: largest global gradient norm; 0 turns clipping off.
         use_nvlamb: True to adapt the learning rate also if ``weight_decay`` is 0.
+        backend: see ``OptimizerConfig.fused_backend``.
         **precision: fields of :class:`~mp_optim.kernels.state_format.StatePrecision`, such as
             ``exp_avg_dtype``.
     """

@@ -1,7 +1,9 @@
-"""The interface of rules (moments, settings and a step, without state), and all rules except Muon.
+"""Interface of update rules (moments, settings and the arithmetic of a step), and all rules except
+Muon.
 
+A rule has no state, so several optimizers may share a rule.
 :class:`~mp_optim.rules.rule_executor.RuleExecutor` stores the moments that a rule names, and passes
-them to the rule in a :class:`Launch`. Several optimizers may share a rule.
+the moments to the rule in a :class:`Launch`.
 """
 
 from __future__ import annotations
@@ -26,29 +28,31 @@ Settings = Mapping[str, Any]
 
 
 class Launch(NamedTuple):
-    """Parameters that a rule steps together, and all inputs of the step.
+    """Parameters that a rule steps together, and all inputs of their step.
 
-    They have one device, group, step and multiplier.
+    The parameters have one device, group, step number and multiplier.
 
     Attributes:
-        group: index of their group.
-        positions: their positions in the group.
+        group: index of the param group.
+        positions: position of each parameter in the group.
         settings: settings of the group.
-        regions: elements of each parameter on this rank.
+        regions: for each parameter, the region whose elements this rank has.
         device: device of the step.
         step: number of this step, from 1 on.
         multiplier: factor of the gradients; on the device only if
-            ``backend.takes_device_multipliers`` and not :attr:`Rule.needs_numbers`.
-        updates: identity of the parameters, and their sharding.
-        mains: tensors that are stepped; ``lists`` has copies of those that are not contiguous.
-        outputs: tensors that are written; ``lists`` has copies of those that are not contiguous.
+            ``backend.takes_device_multipliers`` is True and :attr:`Rule.needs_numbers` is False.
+        updates: slots, gradients and sharding of the parameters.
+        mains: tensors that are stepped; ``lists`` has copies of the tensors that are not
+            contiguous.
+        outputs: tensors that are written; ``lists`` has copies of the tensors that are not
+            contiguous.
         lists: tensor lists for a backend.
         workspace: the result of :meth:`Rule.new_workspace`.
         rule: rule that steps the group.
-        firsts: first element of each tensor in the rank's part of its parameter; empty if each
-            tensor is all of that part.
-        begin_audit: function to call with a backend's arguments before it steps elements; its
-            result, if any, is called afterwards. None without an audit.
+        firsts: for a launch over a window, the index of each tensor's first element in the rank's
+            shard of the parameter. Empty if each tensor is the whole shard.
+        begin_audit: function to call with a backend's arguments before the backend steps elements.
+            The caller calls its result, if any, after the step. None without an audit.
     """
 
     group: int
@@ -74,7 +78,7 @@ class Launch(NamedTuple):
         return multiplier.values if isinstance(multiplier, DeviceMultiplier) else multiplier
 
     def copy_back(self) -> None:
-        """Copy stepped values back to tensors that are not contiguous."""
+        """Copy new values from the contiguous copies to the tensors that are not contiguous."""
         for tensors, stepped in ((self.mains, self.lists.main), (self.outputs, self.lists.output)):
             if tensors is stepped:
                 continue
@@ -87,12 +91,13 @@ class Rule(ABC):
     """The arithmetic of a step, without state.
 
     Attributes:
-        name: name of its row in :data:`mp_optim.config.rules.RULES`, which names its moments.
-        kernels: name of the rule whose kernels a backend must have.
-        clips: True if it clips gradients itself (:meth:`effective_multiplier`).
+        name: name of the rule's row in :data:`mp_optim.config.rules.RULES`, which names the
+            moments.
+        kernels: name of the rule for which a backend must have kernels.
+        clips: True if the rule clips gradients (:meth:`effective_multiplier`).
         has_one_pass: True if :meth:`apply` passes ``TensorLists.follows`` and
             ``TensorLists.changed`` to one kernel, which supports both.
-        needs_numbers: True if :meth:`apply` computes with the multiplier itself.
+        needs_numbers: True if :meth:`apply` computes with the multiplier on the host.
         group_settings: settings of every group that are not hyperparameters, with their defaults.
     """
 
@@ -107,7 +112,8 @@ class Rule(ABC):
         return self.name
 
     def of(self, group: Settings) -> Rule:
-        """Return the rule that steps a group: this one, or another that a setting chooses."""
+        """Return the rule that steps a group: this rule, or another rule that a setting of the
+        group chooses."""
         return self
 
     # -- what it keeps ----------------------------------------------------------------------------
@@ -117,25 +123,27 @@ class Rule(ABC):
         return RULES[self.name].moment_names
 
     def deciding_setting(self, group: Settings) -> str:
-        """Return the setting that :meth:`moments` reads; empty without one."""
+        """Return the name of the setting on which :meth:`moments` depends; empty if there is
+        none."""
         return ""
 
     def reads_steps(self, group: Settings) -> bool:
-        """True if the formula needs the number of steps of a slot, not only whether it was
-        stepped."""
+        """True if the formula needs a slot's number of steps. False if the formula needs only
+        whether a slot was stepped."""
         return True
 
     def new_workspace(self) -> Any:
-        """Return an object that the executor passes to every launch and does not save.
+        """Return an object with the counters of an optimizer, which the executor passes to every
+        launch.
 
-        It has ``metrics()``. None for a rule that counts nothing.
+        The object has a method ``metrics()`` and is not saved. None for a rule without counters.
         """
         return None
 
     # -- what it takes ----------------------------------------------------------------------------
 
     def check_settings(self, group: Settings) -> None:
-        """Raise ValueError naming the setting and its value if it is out of range."""
+        """Raise ValueError if a setting is out of range; the message has its name and value."""
         RULES[self.name].check(group)
 
     def check_shapes(self, group: Settings, shapes: Iterable[torch.Size]) -> None:  # noqa: B027
@@ -143,45 +151,56 @@ class Rule(ABC):
 
         Args:
             group: the param group.
-            shapes: shapes of the whole parameters; this rank may have shards.
+            shapes: shapes of the whole parameters, of which this rank may have shards.
 
         Raises:
-            ValueError: a shape is not supported; names the parameter.
+            ValueError: a shape is not supported. The message names the parameter.
         """
 
     # -- what a step is ---------------------------------------------------------------------------
 
     def is_elementwise(self, group: Settings) -> bool:
-        """True if elements are stepped independently with a group's settings.
+        """True if, with a group's settings, each element is stepped independently of other
+        elements.
 
-        Then a part of a parameter can be stepped alone.
+        Windows may then step a part of a parameter.
         """
         return self.name in RULES and RULES[self.name].reads == "elements"
 
     def is_collective(self, group: Settings, update: SlotUpdate) -> bool:
-        """True if all ranks with shards of a slot must step it together, in one order of slots."""
+        """True if all ranks with shards of a slot must step the slot together.
+
+        Such slots are stepped in the same order on all of these ranks.
+        """
         return False
 
     def effective_multiplier(self, group: Settings, multiplier: float, grad_norm: float) -> float:
-        """Return the multiplier after the rule's own clipping, if it clips."""
+        """Return the multiplier after the rule's clipping; the given multiplier if the rule does
+        not clip.
+
+        Args:
+            group: settings of the group.
+            multiplier: factor of the gradients before clipping.
+            grad_norm: global L2 norm of the gradients after their multipliers.
+        """
         return multiplier
 
     def backend_and_reason(self, backend: Backend, why: str, group: Settings) -> tuple[str, str]:
-        """Return the name and the reason of the backend that steps a group."""
+        """Return the name of the backend that steps a group, and the reason for this backend."""
         return backend.name, why
 
     @abstractmethod
     def apply(self, launch: Launch, backend: Backend) -> None:
-        """Take the step.
+        """Step the parameters of a launch.
 
-        A rule with kernels calls a method of its backend. Another rule computes the step here, from
-        FP32 moments and main params (:mod:`mp_optim.kernels.chunking`), which are stored with
-        remainders and outputs.
+        A rule with kernels calls a method of the backend. A rule without kernels computes the step
+        in torch operations on FP32 values, with the functions of :mod:`mp_optim.kernels.chunking`.
         """
 
 
 class ElementRule(Rule):
-    """A rule of :mod:`~mp_optim.kernels.element_rules`, for which backends have kernels."""
+    """Rule that steps each element independently (:mod:`~mp_optim.kernels.element_rules`), for
+    which backends have kernels."""
 
     has_one_pass = True
     needs_numbers = False
@@ -197,13 +216,14 @@ class ElementRule(Rule):
 
 # -- the rules ------------------------------------------------------------------------------------
 #
-# Adam and AdamW: Kingma & Ba 2015, Loshchilov & Hutter 2019. Lion: the sign of an interpolated
-# momentum, Chen et al. 2023. SGD with momentum, as torch defines it. LAMB, which scales the update
-# of a whole parameter: You et al. 2020. Formulas: docs/numerics.md.
+# The formulas are in docs/numerics.md. Adam and AdamW are by Kingma & Ba (2015) and by Loshchilov &
+# Hutter (2019). Lion steps by the sign of an interpolated momentum (Chen et al. 2023). SGD has
+# torch's momentum. LAMB scales the update of a whole parameter (You et al. 2020).
 
 
 def check_decoupled(group: Settings) -> None:
-    """Raise ValueError for cautious decay that is a part of the gradient."""
+    """Raise ValueError if cautious weight decay is combined with decay that is added to the
+    gradient."""
     if group.get("cautious_wd") and not group.get("adam_w_mode", True):
         raise ValueError(
             "cautious_wd=True: needs decoupled weight decay; set adam_w_mode=True "
@@ -248,16 +268,17 @@ class SgdRule(ElementRule):
         super().check_settings(group)
         if group["nesterov"] and not (group["momentum"] > 0 and group["dampening"] == 0):
             raise ValueError(
-                f"nesterov={group['nesterov']!r}: must be False unless momentum > 0 and "
-                "dampening == 0"
+                f"nesterov={group['nesterov']!r}: needs momentum > 0 and dampening=0, but they are "
+                f"{group['momentum']!r} and {group['dampening']!r}; set nesterov=False, or change "
+                "them"
             )
 
 
 class LambRule(Rule):
     """LAMB with apex's settings.
 
-    The trust ratio is computed per parameter, so no data crosses devices. For a sharded parameter
-    one small tensor of sums is reduced.
+    Each parameter has its own trust ratio, so no data is copied between devices. The ranks that
+    share a parameter reduce one small tensor of sums.
     """
 
     name = "lamb"

@@ -1,4 +1,4 @@
-"""Executor that steps slots by a rule of this package, many in one launch."""
+"""Executor that steps slots by a rule of this package. One launch steps many slots."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ from mp_optim.rules.rule_state import GroupState, RuleState, SlotSet
 
 _HOST = torch.device("cpu")
 _Shared = tuple[torch.device, torch.dtype, float, Multiplier, tuple[str, ...]]
-"""Properties that updates of one launch share: device, dtype, count of steps, multiplier, and keys
-of the state."""
+"""Properties that all updates of a launch share: device, dtype, number of steps, multiplier, and
+keys of the state."""
 
 
 class GroupPlan(NamedTuple):
-    """The slots of a step that are in one group, in a step plan.
+    """The slots of a step that are in one param group, as a part of a step plan.
 
     Attributes:
         group: index of the group.
-        members: selection of their updates.
-        positions: their positions in the group.
-        together: the set that has these slots and no others; None if there is none.
+        members: selection of the updates of these slots.
+        positions: position of each slot in the group.
+        together: the set with exactly these slots; None if no set has them.
     """
 
     group: int
@@ -68,20 +68,21 @@ class RuleExecutor(Executor):
     """Executor that steps FP32 tensors, and bfloat16 tensors with remainders, by a rule.
 
     Args:
-        rule: the rule, without state.
-        precision: storage formats of its state.
-        backend: ``fused_backend`` of the config.
-        audit_rate: ``audit_rate`` of the config.
-        audit_action: ``audit_action`` of the config.
+        param_groups: live groups, to which the optimizer adds.
+        rule: the rule.
+        precision: storage formats of the state.
+        backend: see ``OptimizerConfig.fused_backend``.
+        audit_rate: see ``OptimizerConfig.audit_rate``.
+        audit_action: see ``OptimizerConfig.audit_action``.
 
     Attributes:
         rows: state of the slots.
-        workspace: the rule's data between launches.
+        workspace: the rule's counters, or None.
         audit: repeats samples of steps; None without an audit.
 
     Raises:
         ValueError: the backend is not usable, has no kernels for the rule, or does not support the
-            storage formats; or rule or backend cannot be audited.
+            storage formats; or steps of the rule by the backend cannot be audited.
     """
 
     def __init__(
@@ -143,16 +144,19 @@ class RuleExecutor(Executor):
             is_fixed = not any(isinstance(value, Tensor) for value in values)
             checked.values, checked.rule = values if is_fixed else [], self.rule.of(group)
             moments = checked.rule.moments(group)
-            if checked.moments != moments:  # A launch is reused if this is the same object.
+            # A launch is reused only if the tuple of names is the same object, so keep the old
+            # tuple.
+            if checked.moments != moments:
                 checked.moments = moments
 
     def is_collective(self, update: SlotUpdate) -> bool:
-        """True if stepping a slot is a collective of the ranks with its shards."""
+        """True if all ranks with shards of a slot must step the slot together."""
         group = self.param_groups[update.slot.group]
         return self.rule.of(group).is_collective(group, update)
 
     def is_elementwise(self, group: Settings) -> bool:
-        """True if the elements of a group's parameters are stepped independently."""
+        """True if each element of a group's parameters is stepped independently of other
+        elements."""
         return self.rule.of(group).is_elementwise(group)
 
     # -- steps ------------------------------------------------------------------------------------
@@ -172,7 +176,7 @@ class RuleExecutor(Executor):
         rows = self.rows
         if rows.unsettled:
             rows.settle()
-        # All launches are built before the first one starts, so an error leaves all parameters
+        # Build all launches before the first one starts, so that an error leaves all parameters
         # unstepped.
         planned = self._launches(updates)
         self.step_mark.touch()
@@ -184,13 +188,14 @@ class RuleExecutor(Executor):
                 rows.unsettled.append((rows.groups[plan.group], plan.positions, multiplier))
 
     def plan(self, updates: SlotUpdates) -> list[Launch]:
-        """Return the launches that :meth:`step_slots` would carry out now, with copies of the
-        settings: later changes of a group do not reach them.
+        """Return the launches that :meth:`step_slots` would carry out now.
 
-        Nothing is stepped or counted; state is allocated.
+        The launches have copies of the settings, so later changes of a group do not affect them.
+        State is allocated, but nothing is stepped or counted.
         """
         self.follow_memory()
-        self.check_groups()  # NOTE: backward plans with settings that came after its first check
+        # NOTE: backward calls this, and settings may have changed since backward's first check.
+        self.check_groups()
         self.rows.settle()
         planned = self._launches(updates, has_copies=True)
         return [launch for _, launches in planned for launch in launches]
@@ -202,7 +207,7 @@ class RuleExecutor(Executor):
 
         Args:
             updates: updates of the step.
-            has_copies: True for launches with copies of the settings.
+            has_copies: True to copy the settings of the groups into the launches.
         """
         make = partial(_by_group, updates.slots, self.rows.groups)
         plans = updates.slots.part("groups", (self.step_mark.plan_key,), make)
@@ -232,8 +237,8 @@ class RuleExecutor(Executor):
         counts = kept.counts(positions, together)
         is_common = len(set(updates.multipliers)) == 1 and len(set(counts)) == 1
         multiplier = updates.multipliers[0]
-        # NOTE: a list of main params stays the same object only while they and their state keep
-        # their memory (follow_memory); a plan for another thread has settings of its own.
+        # NOTE: a list of main params is the same object only while main params and state keep their
+        # memory (follow_memory). A plan for another thread has copied settings, which never match.
         sources = mains, settings, updates.outputs, updates.changed, kept.moments
         if is_common and together is not None and all_same(sources, together.sources):
             return [self._with_grads(together.launch, updates, int(counts[0]) + 1)]
@@ -241,12 +246,13 @@ class RuleExecutor(Executor):
         if is_common and all(len(each) == 1 for each in (mains.devices, mains.dtypes, set(keys))):
             shared = mains[0].device, mains[0].dtype, counts[0], multiplier, keys[0]
             planned = self._planned(index, shared, updates, positions, mains, settings)
-            # A launch is not kept if it has copies of strided tensors, or tensors whose memory
-            # other code may replace.
+            # Do not keep a launch with copies of strided tensors, or with memory that other code
+            # may replace, because later steps would write to wrong memory.
             may_stay = planned.lists.main is mains and planned.lists.output is planned.outputs
             is_live = settings is self.param_groups[index]
             if together is not None and mains is together.mains and may_stay and is_live:
-                # The kept launch must not keep gradients or the step plan alive.
+                # Remove gradients and step plan from the kept launch, because it would keep both
+                # allocated.
                 lists = replace(planned.lists, grad=[])
                 together.launch = planned._replace(updates=_NO_UPDATES, lists=lists)
                 together.sources = sources
@@ -264,10 +270,13 @@ class RuleExecutor(Executor):
         return several
 
     def _with_grads(self, last: Launch, updates: SlotUpdates, step: int) -> Launch:
-        """Return a launch with other gradients, step, multiplier and random bits.
+        """Return a kept launch with the gradients, step number, multiplier and random bits of this
+        step.
 
         Args:
-            step: of these parameters, from 1 on.
+            last: the kept launch.
+            updates: updates of the step.
+            step: number of the step of these parameters, from 1 on.
         """
         grads = updates.grads
         if not isinstance(grads, CachedTensorList) or not grads.contiguous:
@@ -322,7 +331,8 @@ class RuleExecutor(Executor):
         )
 
     def _noise(self, step: int, updates: SlotUpdates) -> list[Noise] | None:
-        """Return random bits that depend only on seed, step and parameter."""
+        """Return random bits that depend only on seed, step and parameter; None without stochastic
+        rounding."""
         precision = self.rows.precision
         if not precision.stochastic_rounding:
             return None
@@ -334,14 +344,15 @@ class RuleExecutor(Executor):
         return [Noise(seed, stream & 0xFFFFFFFF, stream >> 32) for stream in streams]
 
     def announce(self, launch: Launch, device: torch.device) -> None:
-        """Copy the scalars of a launch to the device before parts of it are stepped there."""
+        """Copy the scalars of a launch to the device before windows of the launch are copied
+        there."""
         if isinstance(launch.rule, ElementRule):
             scalars = RULE_SCALARS[launch.rule.name].at(launch.settings, launch.step)
             self.backend_for(device)[0].announce(launch.lists, scalars, device)
 
     def carry_out(self, launch: Launch) -> None:
-        """Step the tensors of a launch. Reads nothing of this object that a step changes, so any
-        thread may do it."""
+        """Step the tensors of a launch. Any thread may call this, because it reads no field of the
+        executor that a step changes."""
         if borrows:
             lists = launch.lists
             before_writing(launch.mains, lists.main, *lists.state.values())
@@ -371,14 +382,15 @@ class RuleExecutor(Executor):
     def _report_audit(self, audit: Audit, wait: bool) -> None:
         try:
             audit.report(wait)
-        except AuditError as error:  # Reading state takes no step, so none can be interrupted.
+        # Reading state interrupts no step, so a failed audit has to mark the stack as inconsistent.
+        except AuditError as error:
             self.step_mark.break_off(error)
             raise
 
     # -- backends ---------------------------------------------------------------------------------
 
     def backend_for(self, device: torch.device) -> tuple[Backend, str]:
-        """Return the backend of a device, and the reason."""
+        """Return the backend that steps tensors on a device, and the reason for this backend."""
         backend, why = choose_backend(self._backend, device)
         if note := rule_note(backend.name, self.rule.kernels):
             return choose_backend("reference", device)[0], f"{why}; {note}"
@@ -394,7 +406,7 @@ class RuleExecutor(Executor):
         if self.rule.needs_numbers or first is None:
             return None
         if not self.backend_for(first.device)[0].takes_device_multipliers:
-            return None  # Avoid a call for each of thousands of parameters.
+            return None  # Return early to avoid reading the devices of thousands of parameters.
         if any(group.get("max_grad_norm") for group in self.param_groups):
             return None
         devices = {param.device for group in self.param_groups for param in group["params"]}
@@ -425,13 +437,12 @@ class RuleExecutor(Executor):
         self.rows.replaced(slot)
 
     def follow_memory(self) -> None:
-        """Use the current memory of main params and state after callers replaced it.
-
-        Callers do so with ``tensor.data = ...``, ``set_`` or ``swap_tensors``.
+        """Use the current memory of main params and state, which callers may have replaced by
+        ``tensor.data = ...``, ``set_`` or ``swap_tensors``.
 
         Raises:
-            ValueError: state has another shape or dtype; names slot and key. Its former memory is
-                restored, if it is known.
+            ValueError: state has another shape or dtype now. The message names slot and key. The
+                former memory is restored, if it is known.
         """
         for index, group_state in enumerate(self.rows.groups):
             for kept in group_state.sets:
@@ -463,8 +474,10 @@ _NO_UPDATES = SlotUpdates.of([])
 
 
 def check_backend(backend: str, kernels: str, how: StatePrecision) -> None:
-    """Raise ValueError, naming the field, if a backend has no kernels for a rule, or does not store
-    state so."""
+    """Raise ValueError if a backend has no kernels for a rule or does not support a storage format.
+
+    The message names the config field.
+    """
     refused = refusal(
         backend,
         kernels,
@@ -479,7 +492,7 @@ def check_backend(backend: str, kernels: str, how: StatePrecision) -> None:
 
 
 def settings_now(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group's settings as plain values, which later writes do not change."""
+    """Return a copy of a group's settings, with one-element tensors as numbers."""
     return {
         key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         for key, value in group_settings(group).items()
@@ -487,7 +500,7 @@ def settings_now(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_group(slots: StepPlan, groups: Sequence[GroupState]) -> list[GroupPlan]:
-    """Return the plans of all groups that occur, in the order in which they do."""
+    """Return a plan for each group of the slots, in the order in which the groups occur."""
     members: dict[int, list[int]] = {}
     for index, slot in enumerate(slots):
         members.setdefault(slot.group, []).append(index)

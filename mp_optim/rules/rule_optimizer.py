@@ -1,7 +1,7 @@
 """Torch optimizers over an executor, for users and wrappers.
 
-The executor belongs to a rule, or wraps another torch optimizer, which gets FP32 ``.grad`` and
-keeps its own state.
+The executor steps by a rule, or calls a torch optimizer of another package. That optimizer gets
+FP32 gradients in ``.grad`` and keeps its state.
 """
 
 from __future__ import annotations
@@ -46,15 +46,17 @@ E = TypeVar("E", bound=Executor)
 
 
 class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
-    """Torch optimizer over an executor: adds groups, steps from the parameters' gradients, shows
-    state.
+    """Torch optimizer over an executor. It adds param groups, passes the parameters' gradients to
+    the executor, and shows the executor's state.
 
     Args:
+        params: parameters, named parameters or param groups.
+        defaults: settings for groups without their own settings.
         executor: new executor without groups.
 
     Attributes:
-        executor: computes the steps. A wrapper takes it over and steps it itself; this optimizer's
-            groups then have main params.
+        executor: steps the parameters. A wrapper of this optimizer takes the executor over and
+            calls it; the groups of this optimizer then have main params.
     """
 
     executor: E
@@ -69,10 +71,11 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
     # -- groups -----------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group.
+        """Add a param group.
 
         Raises:
-            ValueError: a setting is out of range, or parameters share memory; names them.
+            ValueError: a setting is out of range, or parameters share memory. The message names the
+                setting or the parameters.
         """
         with self.added_whole():
             super().add_param_group(param_group)
@@ -84,7 +87,7 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
             in_own_modes(self.executor.group_added)()
 
     def lists_are_known(self) -> None:
-        """Record the number of parameters of each group in the executor."""
+        """Do nothing, because the executor already has the number of parameters of each group."""
 
     def forget_groups(self, count: int) -> None:
         self.executor.forget_groups(count)
@@ -93,10 +96,17 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
     # -- steps ------------------------------------------------------------------------------------
 
     def step(self, closure: Closure | None = None) -> Any:
-        """Step every parameter that has a gradient, and return the closure's loss, if given.
+        """Step every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss, with autograd on; None to use present gradients.
+
+        Returns:
+            The closure's loss, or None.
 
         Raises:
-            TypeError: a parameter is not FP32, or a gradient is sparse or complex; names it.
+            TypeError: a parameter is not FP32, or a gradient is sparse or complex. The message
+                names the parameter.
         """
         loss = None
         if closure is not None:
@@ -116,8 +126,8 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
     def _updates(self) -> SlotUpdates:
         """Return the updates of a step.
 
-        All except gradients are reused from the last step while the parameters with gradients have
-        the same memory.
+        All columns except gradients are reused from the last step while the same parameters have
+        gradients and keep their memory.
         """
         every = all_params(self.param_groups)
         present = current_grads(every)
@@ -134,7 +144,8 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
                     for slot, param, grad in zip(slots, params, grads, strict=True)
                 ]
             )
-            updates = replace(updates, grads=())  # Stored gradients would stay allocated.
+            # Drop the gradients, because stored gradients would stay allocated until the next step.
+            updates = replace(updates, grads=())
             reused.update(indices=indices, seen=ParamWatcher(params), updates=updates)
         if not (reused["seen"].plain and are_plain(grads)):
             grads = list(map(local_grad, params, grads))
@@ -149,8 +160,9 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         for slot, grad in zip(self._slots_at(indices), grads, strict=True):
             if grad.layout != torch.strided or not grad.is_floating_point():
                 raise TypeError(
-                    f"{self.slot_name(slot)}: gradient is {grad.dtype}, layout {grad.layout}; "
-                    "dense floating-point gradients are supported"
+                    f"{self.slot_name(slot)}: the gradient is {grad.dtype} with layout "
+                    f"{grad.layout}, but only dense floating-point gradients are supported; build "
+                    "the embedding with sparse=False, or train the parameter by another optimizer"
                 )
 
     def _slots_at(self, indices: Sequence[int]) -> list[Slot]:
@@ -162,8 +174,9 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         """Step the given slots only.
 
         Args:
-            updates: see :meth:`~mp_optim.core.executor.Executor.step_slots`.
-            grad_norm: see :meth:`~mp_optim.core.executor.Executor.clipped`.
+            updates: update of each slot (:meth:`~mp_optim.core.executor.Executor.step_slots`).
+            grad_norm: global L2 norm of the gradients after their multipliers, for a rule that
+                clips; None to step without clipping.
         """
         self.share_settings()
         self.executor.check_groups()
@@ -180,29 +193,31 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
     # -- main params and metrics -------------------------------------------------------------------
 
     def main_param(self, slot: Slot) -> Tensor:
-        """Return the FP32 main param of a slot: the stepped tensor, or a copy joined from its
-        parts."""
+        """Return the FP32 main param of a slot.
+
+        For a main param that is stored in parts, the result is a copy.
+        """
         return self.executor.main_param(slot)
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the last step."""
+        """Return counters of the last step, by name."""
         return self.executor.metrics()
 
 
 class RuleOptimizer(SlotOptimizer[RuleExecutor]):
-    """Optimizer that steps FP32 tensors, and bfloat16 ones with remainders, by a rule of this
+    """Optimizer that steps FP32 tensors, and bfloat16 tensors with remainders, by a rule of this
     package.
 
     Args:
-        rule: a name of ``NAMED_RULES``, or a rule, such as ``MuonRule("adam")``.
-        params: parameters, named parameters or groups.
+        rule: a name in ``NAMED_RULES``, or a rule, such as ``MuonRule("adam")``.
+        params: parameters, named parameters or param groups.
         lr: learning rate.
         weight_decay: factor of the weight decay.
-        backend: ``fused_backend`` of the config.
-        **settings: hyperparameters of the rule, for groups that do not have their own (names and
-            defaults are in its row in :mod:`mp_optim.config.rules`); fields of
+        backend: see ``OptimizerConfig.fused_backend``.
+        **settings: hyperparameters of the rule (:mod:`mp_optim.config.rules` has names and
+            defaults), for groups without their own; fields of
             :class:`~mp_optim.kernels.state_format.StatePrecision`, such as ``exp_avg_dtype``; and
-            ``audit_rate`` and ``audit_action`` of the config.
+            ``audit_rate`` and ``audit_action`` of ``OptimizerConfig``.
 
     Raises:
         ValueError: the backend is not usable, has no kernels for the rule, or does not support the
@@ -233,10 +248,13 @@ class RuleOptimizer(SlotOptimizer[RuleExecutor]):
 
 
 class ForeignExecutor(Executor, StateStore):
-    """Executor over an optimizer that is keyed by tensors. Its state is moved to replaced tensors.
+    """Executor over an optimizer of another package.
+
+    That optimizer keys its state by tensors. When a tensor in ``param_groups`` is replaced, the
+    executor moves the state to the new tensor.
 
     Args:
-        optimizer: an optimizer of another package; its groups are the executor's.
+        optimizer: the optimizer. The executor uses its live param groups.
 
     Raises:
         TypeError: the optimizer has other weights for evaluation.
@@ -249,8 +267,9 @@ class ForeignExecutor(Executor, StateStore):
         self.optimizer, self.label = optimizer, type(optimizer).__name__
         if all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):
             raise TypeError(
-                f"optimizer={self.label}: it has other weights for evaluation (train(), eval()), "
-                "which the model would not get; step it without a wrapper of this package"
+                f"optimizer={self.label}: the optimizer has separate weights for evaluation "
+                "(train(), eval()), which the model would not get; step the optimizer without a "
+                "wrapper of mp_optim"
             )
         self.sizes = [len(group["params"]) for group in self.param_groups]
         self._state_keys = [list(group["params"]) for group in self.param_groups]
@@ -260,7 +279,8 @@ class ForeignExecutor(Executor, StateStore):
         self._own_positions[group] = {given: own for own, given in enumerate(positions)}
 
     def _own(self, slot: Slot) -> Slot:
-        """Return a slot's tensor in the optimizer's groups."""
+        """Return a slot's group and position in the optimizer's groups, which may lack some
+        slots."""
         positions = self._own_positions.get(slot.group)
         return slot if positions is None else Slot(slot.group, positions[slot.position])
 
@@ -274,18 +294,20 @@ class ForeignExecutor(Executor, StateStore):
         super().step_instead(self._own(slot), tensor)
 
     def _move_state(self) -> None:
-        """Key the state of replaced tensors by their successors.
+        """Key the state of replaced tensors by the new tensors.
 
-        All state is removed first, because tensors may have swapped slots.
+        All state of replaced tensors is removed before any is stored, because two tensors may have
+        swapped slots.
         """
         state, keys = self.optimizer.state, chain.from_iterable(self._state_keys)
-        pairs = zip(keys, all_params(self.param_groups), strict=False)  # Groups may be new.
+        # A new group has no keys yet, so the lists may differ in length.
+        pairs = zip(keys, all_params(self.param_groups), strict=False)
         replaced = [(new, state.pop(key)) for key, new in pairs if key is not new and key in state]
         state.update(replaced)
         self._state_keys = [list(group["params"]) for group in self.param_groups]
 
     def _param(self, slot: Slot) -> Tensor:
-        """Return the tensor at a slot, with the optimizer's state keyed by it."""
+        """Return the tensor at a slot, after moving the state of replaced tensors."""
         param, own = self.stepped(slot), self._own(slot)
         keys = self._state_keys
         if len(keys) <= own.group or keys[own.group][own.position] is not param:
@@ -306,10 +328,10 @@ class ForeignExecutor(Executor, StateStore):
         return SlotState(self, slot, self.slot_name(slot))
 
     def live_state(self, slot: Slot) -> State:
-        """Return the foreign state's tensors, and its numbers as tensors; empty before the first
-        step.
+        """Return the tensors of the optimizer's state, and its numbers as tensors. Empty before the
+        first step.
 
-        An item of a list has its own key, ``key[0]``.
+        An item of a list has a key such as ``key[0]``.
         """
         return dict(_flat(self.optimizer.state.get(self._param(slot), {})))
 
@@ -317,7 +339,8 @@ class ForeignExecutor(Executor, StateStore):
         live = self.live_state(slot)
         if state and live:
             check_state(self.slot_name(slot), live, state)
-        elif STEP in state:  # Any value is accepted while state is not allocated.
+        # Before the first step there is no state to compare with, so accept any shape and dtype.
+        elif STEP in state:
             check_step(self.slot_name(slot), state[STEP])
 
     def check_values(self, slot: Slot, key: str, values: Tensor) -> None:
@@ -343,29 +366,32 @@ class ForeignExecutor(Executor, StateStore):
         self.optimizer.state.pop(self._param(slot), None)
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
-        """Do nothing, because the optimizer allocates state when it first steps a parameter.
+        """Check that the optimizer's state can be saved. The optimizer allocates state at its first
+        step.
 
         Raises:
-            TypeError: it keeps data that no state dict can store, so training could not be resumed;
-                names it.
+            TypeError: the optimizer keeps data that no state dict can store. The message names the
+                data.
         """
-        self._move_state()  # torch's state_dict has only tensors of current parameters.
+        # Move first, because torch's state_dict() has only state of the tensors in the param
+        # groups.
+        self._move_state()
         kept: list[Any] = [*self.optimizer.state_dict().keys() - {"state", "param_groups"}]
         kept += [key for key in self.optimizer.state if not isinstance(key, Tensor)]
         if slots and kept:
             raise TypeError(
-                f"{type(self.optimizer).__name__} keeps {sorted(map(str, kept))} outside the "
-                "state of its parameters, and such state cannot be saved; train without saving, "
-                "or choose another optimizer"
+                f"optimizer={self.label} keeps {sorted(map(str, kept))} outside the state of its "
+                "parameters, which cannot be saved; train without saving, or choose another "
+                "optimizer"
             )
         for slot in slots:
             for key, value in self.optimizer.state.get(self._param(slot), {}).items():
                 if (other := _other_than_tensors(value)) is not None:
                     raise TypeError(
-                        f"state of {self.slot_name(slot)}: {type(self.optimizer).__name__} keeps "
-                        f"a {type(other).__name__} under {key!r}, but only tensors, numbers and "
-                        "lists of them can be saved; train without saving, or choose another "
-                        "optimizer"
+                        f"optimizer={self.label} keeps a {type(other).__name__} under {key!r} in "
+                        f"the state of {self.slot_name(slot)}, but only tensors, numbers and lists "
+                        "of tensors and numbers can be saved; train without saving, or choose "
+                        "another optimizer"
                     )
 
     @in_own_modes
@@ -380,7 +406,7 @@ class ForeignExecutor(Executor, StateStore):
         for update, main in zip(updates, mains, strict=True):
             assert not isinstance(
                 update.multiplier, DeviceMultiplier
-            )  # The verdict of a step on the device is not supported.
+            )  # verdict_device() is None, so a step always has multipliers as numbers.
             wide = torch.promote_types(main.dtype, torch.float32)
             main.grad = update.grad.to(wide, copy=True).mul_(update.multiplier).to(main.dtype)
         self.step_mark.touch()
@@ -396,8 +422,8 @@ _ITEM = re.compile(r"(?P<list>.+)\[(?P<index>\d+)\]")
 
 
 def _other_than_tensors(value: Any) -> Any:
-    """Return a part of a value, or of a list in it, that is neither a tensor nor a number; None if
-    it has none."""
+    """Return a value, or an item in nested lists, that is neither a tensor nor a number; None if
+    there is none."""
     if isinstance(value, list | tuple):
         others = (_other_than_tensors(item) for item in value)
         return next((other for other in others if other is not None), None)
@@ -405,7 +431,7 @@ def _other_than_tensors(value: Any) -> Any:
 
 
 def _leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield tensors, numbers and empty lists, and the items of lists, by key."""
+    """Yield keys with tensors, numbers, empty lists, and items of lists."""
     for key, value in state.items():
         if isinstance(value, list | tuple) and value:
             yield from _leaves({f"{key}[{index}]": item for index, item in enumerate(value)})
@@ -414,7 +440,8 @@ def _leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _flat(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield all leaves as tensors. An empty list is a tensor of bytes without elements."""
+    """Yield the items of :func:`_leaves` as tensors. An empty list becomes a uint8 tensor, shape
+    (0,)."""
     for key, value in _leaves(state):
         if isinstance(value, Tensor):
             yield key, value
@@ -425,10 +452,10 @@ def _flat(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _present_form(key: str, saved: Any) -> Any:
-    """Return the value that a foreign optimizer without state would keep for a saved tensor.
+    """Return the value that an optimizer without state would keep for a saved tensor: the inverse
+    of :func:`_flat`.
 
-    This is the inverse of :func:`_flat`. torch's own ``step`` is a tensor, float64 if that is
-    torch's default dtype, else float32.
+    torch's ``step`` stays a tensor: float64 if torch's default dtype is float64, else float32.
     """
     is_torchs = key == "step" and torch.get_default_dtype() == torch.float64
     if not isinstance(saved, Tensor) or is_torchs:
@@ -441,12 +468,13 @@ def _present_form(key: str, saved: Any) -> Any:
 
 
 def _in_form_of(live: Any, saved: Any, device: torch.device | None) -> Any:
-    """Return a copy of a saved value in the type of the foreign optimizer's value.
-
-    It is a number, an empty list or a tensor.
+    """Return a copy of a saved value in the type of the optimizer's value: a number, an empty list
+    or a tensor.
 
     Args:
-        device: device of the tensor; None for the saved tensor's.
+        live: the optimizer's value.
+        saved: the saved value.
+        device: device of the copy; None for the saved tensor's device.
     """
     if isinstance(live, list):
         return []
@@ -457,7 +485,7 @@ def _in_form_of(live: Any, saved: Any, device: torch.device | None) -> Any:
 
 
 def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return state with lists built from their items."""
+    """Return state with lists built from items with keys such as ``key[0]``."""
     nested: dict[str, Any] = {}
     lists: dict[str, dict[int, Any]] = {}
     for key, value in leaves.items():
@@ -472,7 +500,8 @@ def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def executor_of(optimizer: torch.optim.Optimizer) -> Executor:
-    """Return the executor of an optimizer of this package; a new executor for any other."""
+    """Return the executor of an optimizer. For an optimizer of another package, create a
+    :class:`ForeignExecutor`."""
     if isinstance(optimizer, SlotOptimizer):
         executor: Executor = optimizer.executor
         return executor

@@ -58,25 +58,28 @@ from mp_optim.kernels.state_format import (
 from mp_optim.rules.rule import Rule
 
 Allocate = Callable[[Sequence[TensorSpec]], list[Tensor]]
-"""Function that allocates zeroed tensors of given shapes and dtypes."""
+"""Function that returns zeroed tensors of the given shapes and dtypes."""
 
 
 class SlotSet:
-    """Slots of a group that are mostly stepped together, those of one place or of one bucket, with
-    lists of their tensors and their launch. Kept for as long as the tensors keep their memory.
+    """Slots of a group that a step mostly steps together (all of one place, or of one bucket), with
+    lists of their tensors and their last launch.
+
+    The lists and the launch are dropped when a tensor gets other memory.
 
     Attributes:
-        positions: positions of the slots, in order.
-        watched: all state tensors of the slots, in the memory of the last step; empty if unknown.
-        forms: layouts of these tensors when they were last checked.
-        count: number of steps, if it is known to be equal for all slots.
-        mains: the tensors that are stepped.
-        seen: layout of these tensors if they are a model's parameters, whose memory other code may
-            move (``param.data = ...``). Such memory is not held.
-        lists: state tensors by key.
-        launch: the last launch over all of the slots, without gradients and updates; or None.
-        sources: the objects that the launch was made from, and the names of the moments that its
-            settings keep. A launch depends on settings by these names alone.
+        positions: position of each slot in the group.
+        watched: all state tensors of the slots, with their memory in the last step; empty if
+            unknown.
+        forms: shape, dtype and device of these state tensors when they were last checked.
+        count: number of steps, if all slots have the same number; else None.
+        mains: the stepped tensors; None if unknown.
+        seen: fingerprints of the stepped tensors if they are a model's parameters, whose memory
+            other code may replace (``param.data = ...``).
+        lists: state tensors of all slots, by key.
+        launch: the last launch over all slots, without gradients and updates; None if unknown.
+        sources: the objects from which ``launch`` was made. If a step has the same objects, it
+            reuses the launch.
     """
 
     def __init__(self, positions: Iterable[int]) -> None:
@@ -86,7 +89,7 @@ class SlotSet:
         self.forget()
 
     def forget(self) -> None:
-        """Discard the lists of tensors, because a tensor or its memory was replaced.
+        """Drop the lists and the launch, because a tensor or its memory was replaced.
 
         The lists would keep the old memory allocated.
         """
@@ -102,18 +105,18 @@ class GroupState:
     """State of one param group, kept for the optimizer's life.
 
     Attributes:
-        regions: the elements of its parameter that each slot has.
-        steps: FP32, shape (slots,), on the CPU: number of steps of each slot. A slot's ``step`` is
-            a view of it.
-        slots: state tensors of each slot; empty until they are read.
-        mains: the tensor that each slot's state was last checked against.
-        shapes: shape of that tensor.
-        is_shown: True if callers were given state, so they may give it other memory.
-        sets: the slots that are stepped together; each slot is in one set.
-        rule: the rule that steps the group.
-        values: the settings that were checked last; empty if one is a tensor, which can be written
-            in place.
-        moments: names of the moments that these settings keep.
+        regions: for each slot, the region of the parameter whose elements this rank has.
+        steps: number of steps of each slot: FP32, shape (slots,), on the CPU. A slot's ``step``
+            tensor is a view of this tensor.
+        slots: state tensors of each slot by key; empty before the slot's state is first used.
+        mains: for each slot, the tensor for which the state was last allocated or checked.
+        shapes: shape of each tensor in ``mains`` at that time.
+        is_shown: True if callers have references to state tensors, so they may replace memory.
+        sets: the sets of slots that are stepped together. Each slot is in one set.
+        rule: rule that steps the group.
+        values: the settings that were checked last. Empty if a setting is a tensor, because other
+            code may write it in place.
+        moments: names of the moments that these settings require.
     """
 
     def __init__(self, params: Sequence[Tensor], rule: Rule) -> None:
@@ -126,12 +129,15 @@ class GroupState:
         self.is_shown = False
         self.rule, self.values, self.moments = rule, list[Any](), tuple[str, ...]()
         self._version = self.steps._version
-        self._set_of: list[SlotSet] = []  # Indexed by position.
+        self._set_of: list[SlotSet] = []  # One set per position of the group.
         self.step_together([])
 
     def step_together(self, sets: Iterable[Sequence[int]]) -> None:
-        """Make one set of the slots at each of these lists of positions, and one of the remaining
-        slots."""
+        """Divide the group's slots into sets that are stepped together.
+
+        Args:
+            sets: positions of the slots of each set. The remaining slots are one more set.
+        """
         found: dict[int, SlotSet] = {}
         for positions in sets:
             found |= dict.fromkeys(positions, SlotSet(positions))
@@ -141,19 +147,22 @@ class GroupState:
         self.sets = list(dict.fromkeys(self._set_of))
 
     def set_at(self, positions: Sequence[int]) -> SlotSet | None:
-        """Return the set of exactly the slots at these positions, or None."""
+        """Return the set with exactly the slots at these positions; None if no set has them."""
         kept = self._set_of[positions[0]]
         is_whole = positions is kept.positions or positions == kept.positions
         return kept if is_whole else None
 
     def show(self, position: int) -> None:
-        """Watch the memory of state from now on, because a caller gets a slot's state."""
+        """Watch the memory of a slot's state from now on, because a caller gets the state
+        tensors."""
         self.is_shown = True
         self._watched_of(self._set_of[position])
 
     def has_moved(self, kept: SlotSet) -> bool:
-        """True if memory or shape of a set's state differ from the last step."""
-        if kept.watched:  # .data = .data.t() of a square tensor keeps address and shape.
+        """True if a state tensor of a set has other memory or another layout than in the last
+        step."""
+        # Check contiguity, too: .data = .data.t() of a square tensor keeps address and shape.
+        if kept.watched:
             return kept.watched.has_moved() or not all(map(Tensor.is_contiguous, kept.watched))
         return self.forms_of(kept) != kept.forms
 
@@ -165,15 +174,17 @@ class GroupState:
         return kept.watched
 
     def forms_of(self, kept: SlotSet) -> list[tuple[object, ...]]:
-        """Return the layout of all state tensors of a set, and the addresses of counts."""
+        """Return the layout of each state tensor of a set, and the addresses of step counts."""
         return [
             (t.shape, t.dtype, t.device, t.is_contiguous(), t.dim() or t.data_ptr())
             for t in self._watched_of(kept)
         ]
 
     def tensors(self, name: str, positions: Sequence[int]) -> list[Tensor]:
-        """Return state tensors of one name; for slots that are stepped together always the same
-        list."""
+        """Return the state tensors of one name at some positions.
+
+        For the positions of a set, the result is the same list at every call.
+        """
         kept = self.set_at(positions)
         if kept is None:
             return [self.slots[position][name] for position in positions]
@@ -183,19 +194,23 @@ class GroupState:
         return kept.lists[name]
 
     def replaced(self, positions: Iterable[int] | None = None) -> None:
-        """Discard lists of tensors, because tensors at some positions, or at any, were replaced."""
+        """Drop the lists of tensors, because tensors at some positions were replaced.
+
+        Args:
+            positions: positions of the replaced tensors; None for all.
+        """
         every = self._set_of
         sets = self.sets if positions is None else set(map(every.__getitem__, positions))
         for kept in sets:
             kept.forget()
 
     def was_stepped(self, position: int) -> bool:
-        """True if a slot was ever stepped."""
+        """True if the step count of a slot is above 0."""
         # Unlike item(), tolist() of a CPU tensor does not synchronize a device.
         return bool(self.steps[position : position + 1].tolist()[0] > 0)
 
     def count(self, positions: Sequence[int], by: int = 1) -> None:
-        """Add 1, or with -1 subtract it, from the step counts of the given slots."""
+        """Add ``by`` to the step counts of the slots at some positions."""
         kept = self._set_of[positions[0]]
         if positions is not kept.positions or self.steps._version != self._version:
             self._forget_counts()
@@ -208,12 +223,12 @@ class GroupState:
         self._version = self.steps._version
 
     def counts(self, positions: Sequence[int], kept: SlotSet | None) -> list[float]:
-        """Return the number of steps of each given slot; one number if it is equal for slots that
-        are mostly stepped together.
+        """Return the step count of each slot at some positions, or one number if a set's counts are
+        equal.
 
         Args:
             positions: positions of the slots.
-            kept: the set of these positions (:meth:`set_at`).
+            kept: the set with exactly these slots (:meth:`set_at`), or None.
         """
         if self.steps._version != self._version:
             self._forget_counts()
@@ -227,30 +242,34 @@ class GroupState:
         return counts
 
     def _forget_counts(self) -> None:
-        """Discard cached counts after a write. Slots' ``step`` tensors are views, so torch's
-        version counter detects writes."""
+        """Drop cached counts after other code wrote to step counts.
+
+        A slot's ``step`` tensor is a view, so a write increases the version of ``steps``.
+        """
         self._version = self.steps._version
         for kept in self.sets:
             kept.count = None
 
 
 class RuleState(StateStore):
-    """State of the slots of a rule, kept for the optimizer's life: per slot ``step`` (0-d FP32 on
-    the CPU), its moments, with ``<moment>_scale`` if they are stored in blocks (4-bit codes are
-    1-D, two codes a byte), ``remainder`` if it has one, and ``averaged_param`` if averages are kept
-    (from the first step on).
+    """State of the slots of a rule, kept for the optimizer's life.
+
+    A slot has ``step`` (FP32, shape (), on the CPU) and the rule's moments. A moment in a block
+    format has scales in ``<moment>_scale``; 4-bit codes are 1-D, two codes per byte. A bfloat16
+    main param has a ``remainder``. With averages, a slot has ``averaged_param`` from the first step
+    on.
 
     Args:
-        rule: names the state of a slot.
-        precision: the form of the state.
+        rule: rule that names the moments.
+        precision: storage formats of the state.
         param_groups: live groups of the stepped tensors.
 
     Attributes:
         groups: state of each group.
-        allocators: allocate state of some slots on the host.
-        unsettled: slots whose steps are counted although a multiplier on the device may skip them;
-            :meth:`settle` corrects the counts.
-        parked: tensors that were moved away from the stepped tensors, until they are moved back.
+        allocators: function that allocates the host memory of a slot's state, by slot.
+        unsettled: counted steps that a multiplier on the device may still skip; :meth:`settle`
+            corrects the counts.
+        parked: tensors that were moved to the host until they are restored.
     """
 
     allocates_late = False
@@ -277,22 +296,28 @@ class RuleState(StateStore):
     # -- counts of steps --------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Correct the counts of steps that the device has skipped."""
+        """Subtract the steps that the device skipped from the step counts."""
         unsettled, self.unsettled = self.unsettled, []
         for group_state, positions, multiplier in unsettled:
             if multiplier.skipped():
                 group_state.count(positions, -1)
 
     def recover(self) -> None:
-        """Discard the counts of an interrupted step, because a load replaces them."""
+        """Discard pending corrections of step counts after an interrupted step. A load replaces the
+        counts."""
         self.unsettled = []
         self.replaced()
 
     def replaced(self, slot: Slot | None = None) -> None:
-        """Record that the memory of a slot's tensors, or of any, was replaced."""
+        """Drop cached lists, because the memory of a slot's tensors was replaced.
+
+        Args:
+            slot: the slot; None for all.
+        """
         if slot is not None:
             group_state = self.groups[slot.group]
-            group_state.mains[slot.position] = None  # State has not followed yet.
+            # None, so that the next step checks the state against the new tensor.
+            group_state.mains[slot.position] = None
             group_state.replaced([slot.position])
             return
         for group_state in self.groups:
@@ -302,12 +327,18 @@ class RuleState(StateStore):
 
     @in_own_modes
     def live_state(self, slot: Slot) -> State:
-        """Return a slot's tensors, allocated where the slot is stepped now, with its step count."""
+        """Return a slot's state tensors by key, allocated on the device where the slot is stepped.
+
+        The step count is exact: pending skips of the device are subtracted first.
+        """
         self.settle()
         return self.uncounted_live(slot)
 
     def uncounted_live(self, slot: Slot) -> State:
-        """Return the live tensors of a slot. A step that the device skips may still be counted."""
+        """Return a slot's state tensors by key, allocated on the device where the slot is stepped.
+
+        The step count may include a step that the device skips.
+        """
         group_state, group = self.groups[slot.group], self.param_groups[slot.group]
         state = group_state.slots[slot.position]
         tensor = group["params"][slot.position]
@@ -324,13 +355,15 @@ class RuleState(StateStore):
             for key, value in state.items()
             if key != STEP and value.device != home and id(value) not in self.parked.homes
         ]
-        for value in away:  # Keep the same tensor object, because callers may refer to it.
+        # Replace the memory and keep the tensor object, because callers may have references to it.
+        for value in away:
             give_memory(value, value.data.to(home))
         if missing or away:
             state.update(zip(missing, tensors, strict=True))
             group_state.replaced([slot.position])
         if not self.is_split(main.dtype):
-            state.pop(REMAINDER, None)  # The parameter was bfloat16 before.
+            # The main param was bfloat16 before and is FP32 now, so its remainder is obsolete.
+            state.pop(REMAINDER, None)
         if (
             group_state.mains[slot.position] is not tensor
             or group_state.shapes[slot.position] != main.shape
@@ -341,45 +374,48 @@ class RuleState(StateStore):
         return state
 
     def _names(self, index: int) -> tuple[str, ...]:
-        """Return the names of the moments that are kept for the slots of a group."""
+        """Return the names of the moments that the settings of a group require."""
         group = self.param_groups[index]
         return self.rule.of(group).moments(group)
 
     def _home(self, slot: Slot, main: Tensor) -> torch.device:
-        """Return the device of a main param's state: the main param's, or the host for windows."""
+        """Return the device that stores a main param's state: the CPU for windows, else the main
+        param's device."""
         is_lent = slot in self.allocators and main.device.type != "meta"
         return torch.device("cpu") if is_lent else main.device
 
     def specs(self, slot: Slot) -> dict[str, TensorSpec]:
-        """Return shape and dtype of all stepped tensors of a slot: main param, by ``MAIN``, and
-        state."""
+        """Return shape and dtype of a slot's stepped tensors, by key: the main param (``MAIN``) and
+        the state."""
         param = self.stepped(slot)
         main = param.shape, self.precision.main_dtype(param.dtype)
         return {MAIN: main, **self._state_specs(slot, main)}
 
     def _missing(self, slot: Slot, main: Tensor) -> dict[str, TensorSpec]:
-        """Return the state that a main param lacks."""
+        """Return shape and dtype of the state tensors that a slot needs and does not have."""
         state = self.groups[slot.group].slots[slot.position]
         specs = self._state_specs(slot, (main.shape, main.dtype))
         missing = {key: spec for key, spec in specs.items() if key not in state}
         if missing and self.groups[slot.group].was_stepped(slot.position):
-            # The moment of a stepped slot depends on earlier gradients.
+            # A new moment of a stepped slot would lack earlier gradients, so do not allocate one.
             moments = self._names(slot.group)
             late = {key for name in moments for key in (name, scale_key(name))}
             missing = {key: spec for key, spec in missing.items() if key not in late}
         return missing
 
     def deciding_setting(self, group: dict[str, Any]) -> str:
-        """Return the setting that decides which moments are stored, for messages."""
+        """Return the setting that decides which moments are stored, as text for messages."""
         name = self.rule.of(group).deciding_setting(group)
         return f"{name}={group[name]!r}" if name in group else self.rule.name
 
     def _state_specs(
         self, slot: Slot, main: TensorSpec, check: bool = True
     ) -> dict[str, TensorSpec]:
-        """Return shape and dtype of a main param's state.
+        """Return shape and dtype of a slot's state tensors, by key.
 
         Args:
+            slot: the slot.
+            main: shape and dtype of the main param.
             check: True to raise ValueError if an existing tensor has another shape.
         """
         main_shape, dtype = main
@@ -398,15 +434,16 @@ class RuleState(StateStore):
         for key, (spec, _) in specs.items():
             if check and key in state and state[key].shape != spec:
                 raise ValueError(
-                    f"{self.name(slot)}: the parameter's shape is now {tuple(main_shape)}, but "
-                    f"its {key} has {tuple(state[key].shape)}; replace a parameter only by one of "
-                    "the same shape"
+                    f"{self.name(slot)}: the parameter has shape {tuple(main_shape)} now, but its "
+                    f"{key} has shape {tuple(state[key].shape)}; replace the parameter by a tensor "
+                    "of its former shape, or build a new optimizer"
                 )
         return specs
 
     @in_own_modes
     def allocate_state(self, slots: Sequence[Slot]) -> None:
-        """Allocate state of some slots. Host tensors of one name are contiguous."""
+        """Allocate the state of some slots. On the host, tensors of one name are contiguous in
+        memory."""
         missing: dict[tuple[str, Allocate | None], list[tuple[Slot, TensorSpec]]] = defaultdict(
             list
         )
@@ -429,10 +466,17 @@ class RuleState(StateStore):
             self.uncounted_live(slot)
 
     def mains(self, index: int, positions: Sequence[int], kept: SlotSet | None) -> CachedTensorList:
-        """Return the plain tensors to step at some positions of a group, after fitting their state.
+        """Return the plain tensors to step at some positions of a group, and allocate missing
+        state.
 
         Args:
-            kept: the set of these positions (:meth:`GroupState.set_at`).
+            index: index of the group.
+            positions: positions of the slots.
+            kept: the set with exactly these slots (:meth:`GroupState.set_at`), or None.
+
+        Raises:
+            TypeError: a tensor's dtype is not that of a main param. The message names the
+                parameter.
         """
         params, group_state = self.param_groups[index]["params"], self.groups[index]
         tensors, fitting = list(params), group_state.mains
@@ -455,9 +499,9 @@ class RuleState(StateStore):
                     p for p, main in zip(positions, mains, strict=True) if main.dtype == dtype
                 )
                 raise TypeError(
-                    f"{self.name(Slot(index, position))} is {dtype}: {self.rule.name} steps "
-                    "float32, and bfloat16 with store_param_remainders=True; wrap it in "
-                    "Float16OptimizerWithFloat16Params, or use get_megatron_optimizer"
+                    f"{self.name(Slot(index, position))}: {self.rule.name} does not step {dtype}, "
+                    "only float32, and bfloat16 with store_param_remainders=True; wrap the "
+                    "optimizer in Float16OptimizerWithFloat16Params, or use get_megatron_optimizer"
                 )
         if kept is not None and are_plain(tensors):
             is_own = set(map(type, tensors)) == {Tensor}
@@ -468,21 +512,24 @@ class RuleState(StateStore):
     # -- memory that callers replaced -------------------------------------------------------------
 
     def bring_home(self, mains: CachedTensorList) -> None:
-        """Move main params back to the device where they were stepped, unless they are
-        offloaded."""
+        """Move main params back to their device of the last step, unless they are offloaded."""
         for main, before in zip(mains, mains.held, strict=False):
             if main.device != before.device and id(main) not in self.parked.homes:
                 give_memory(main, main.data.to(before.device))
 
     def check_memory(self, slot: Slot, kept: SlotSet) -> None:
-        """Check the state of a slot after its tensors may have been given other memory.
+        """Check and adopt the memory of a slot's state tensors, which callers may have replaced.
 
         Args:
-            kept: lists with the memory that the tensors had.
+            slot: the slot.
+            kept: the slot's set, with the former memory.
+
+        Raises:
+            ValueError: a state tensor has another shape or dtype. The message names slot and key.
         """
         main, state = self.stepped(slot), self.groups[slot.group].slots[slot.position]
         if not state:
-            return  # The slot was never stepped.
+            return  # A slot that was never stepped has no state to check.
         specs = self._state_specs(slot, (main.shape, main.dtype), check=False)
         for key, value in state.items():
             form = value.shape, value.dtype
@@ -497,14 +544,15 @@ class RuleState(StateStore):
                     f"{tuple(given)} and {given_dtype}; assign memory of shape {tuple(shape)} and "
                     f"{dtype}"
                 )
-            if not value.is_contiguous():  # Kernels read memory in storage order.
+            # Kernels read memory in storage order, so the memory must be contiguous.
+            if not value.is_contiguous():
                 give_memory(value, value.data.contiguous())
             if not value.is_contiguous():
                 value.data = value.data.contiguous()
         self.uncounted_live(slot)
 
     def _follow_count(self, slot: Slot) -> None:
-        """Copy the number from a slot's ``step`` tensor whose memory was replaced."""
+        """Copy the count from a slot's ``step`` tensor if a caller replaced the tensor's memory."""
         group_state = self.groups[slot.group]
         mine = group_state.steps[slot.position]
         shown = group_state.slots[slot.position].setdefault(STEP, mine)
@@ -516,7 +564,8 @@ class RuleState(StateStore):
     def stored_keys(
         self, index: int, positions: Sequence[int], mains: CachedTensorList
     ) -> list[tuple[str, ...]]:
-        """Return the keys of the state tensors that are stepped with each main param of a group."""
+        """Return, for each main param of a group, the keys of the state tensors that are stepped
+        with it."""
         regions, moments = self.groups[index].regions, self._names(index)
         of_each = [
             (moments, self.precision.is_small(regions[position].shape.numel()), main.dtype)
@@ -536,11 +585,15 @@ class RuleState(StateStore):
         return (*moments, *map(scale_key, blocked), *remainder, *average)
 
     def state_tensors(self, index: int, key: str, positions: Sequence[int]) -> list[Tensor]:
-        """Return state of one name at some positions of a group."""
+        """Return the state tensors of one name at some positions of a group, allocated if missing.
+
+        Raises:
+            ValueError: a stepped slot lacks a moment that new settings require.
+        """
         group_state = self.groups[index]
         try:
             return group_state.tensors(key, positions)
-        except KeyError:  # New settings need it.
+        except KeyError:  # New settings may require a moment that no slot has yet.
             self.allocate_state([Slot(index, position) for position in positions])
         for position in positions:
             if key not in group_state.slots[position]:
@@ -563,12 +616,12 @@ class RuleState(StateStore):
         return self.precision.has_no_main_params and self.is_split(self.stepped(slot).dtype)
 
     def full_main(self, slot: Slot) -> Tensor:
-        """Return an FP32 copy of a main param that is stored in parts."""
+        """Return an FP32 copy of a main param, joined from parameter and remainder."""
         main = self.stepped(slot)
         return join(main, _beside(main, self.uncounted_live(slot).get(REMAINDER)))
 
     def set_main_param(self, slot: Slot, value: Tensor) -> None:
-        """Set a main param to another value of any floating dtype."""
+        """Copy a value of any floating dtype into a slot's main param."""
         main, state = self.stepped(slot), self.live_state(slot)
         if not self.is_split(main.dtype):
             main.copy_(value)
@@ -598,14 +651,16 @@ class RuleState(StateStore):
         stepped, live, name = self.stepped(slot), self.live_state(slot), self.name(slot)
         group = self.param_groups[slot.group]
         if saved and STEP not in saved and not self.rule.of(group).reads_steps(group):
-            # torch stores no count; the slot has state, so it was stepped.
+            # torch stores no step count for such rules. A slot with state was stepped, so count one
+            # step.
             saved = {key: value for key, value in saved.items() if value is not None}
             saved[STEP] = 1.0
         return fitted(name, live, stepped, saved, convert)
 
     def check_fitted(self, slot: Slot, state: State) -> None:
         live, rest = self.live_state(slot), dict(state)
-        if REMAINDER in live and MASTER in state:  # The main param replaces the remainder.
+        # A saved main param replaces the remainder, so check its shape instead.
+        if REMAINDER in live and MASTER in state:
             form = torch.empty(self.stepped(slot).shape, dtype=torch.float32, device="meta")
             check_fits(f"{self.name(slot)}.{MASTER}", form, rest.pop(MASTER))
             rest[REMAINDER] = live[REMAINDER]
@@ -627,10 +682,10 @@ class RuleState(StateStore):
 
     def reset_state(self, slot: Slot) -> None:
         for key, tensor in self.live_state(slot).items():
-            if key != REMAINDER:  # It belongs to the main param.
+            if key != REMAINDER:  # Keep the remainder, because it is a part of the main param.
                 tensor.zero_()
 
 
 def _beside(main: Tensor, remainder: Tensor | None) -> Tensor | None:
-    """Return a remainder on the device of its parameter. It may be offloaded."""
+    """Return a remainder on its parameter's device. An offloaded remainder is copied."""
     return None if remainder is None else remainder.to(main.device)

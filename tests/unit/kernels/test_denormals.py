@@ -105,4 +105,4 @@ def test_audit_names_the_mode_when_threads_of_torch_flush_denormals() -> None:
         return [str(each.message) for each in caught]
 
     messages = in_new_thread(work)
-    assert any("threads of torch take denormal numbers for zero" in each for each in messages)
+    assert any("torch's threads flush denormal numbers to zero" in each for each in messages)
