@@ -157,7 +157,7 @@ def test_deepspeed_7948_step_writes_flat_views_without_autograd_errors(fraction)
     (flat * 2).sum().backward()  # Autograd still accepts the buffer.
 
 
-# -- Megatron's HybridDeviceOptimizer, one by one (numbers as in docs/upstream-defects.md) --------
+# -- Megatron's HybridDeviceOptimizer, one by one -----------------------------------------
 
 
 def test_h8_state_dict_loads_with_weights_only_and_resumes():
