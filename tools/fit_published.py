@@ -139,7 +139,10 @@ def rows() -> Iterator[str]:
             yield f"| {' | '.join(cells)} | {setting.assumed} |"
     assert most <= ERROR, f"apps/fit/fit.py: ERROR must be at least {most:.3f}"
     yield ""
-    yield f"Where the source states the shape, published peaks are at most {most:.1%} above the estimate."
+    yield (
+        f"Where the source states the shape, published peaks are at most {most:.1%} above the "
+        "estimate."
+    )
 
 
 def total(params: int, timeline: Timeline, peak: Published, copies: int) -> float:
