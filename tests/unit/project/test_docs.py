@@ -1,27 +1,21 @@
 """Names, links, commands and examples of the documents are correct."""
 
 import ast
-import dataclasses
 import importlib
 import itertools
 import operator
 import re
 import shlex
-from copy import deepcopy
 from pathlib import Path
 
 import api_reference
 import pytest
-import torch
 import tyro
 import write_docs
-from torch import nn
 
 import mp_optim
 from lab.__main__ import COMMANDS as LAB
-from mp_optim import OptimizerConfig, get_megatron_optimizer
-from mp_optim.apps.cli.command import COMMANDS, main
-from support.faults import faulty, written_wrong
+from mp_optim.apps.cli.command import COMMANDS
 from support.launch import ROOT, run_forked_program
 
 DOCUMENTS = [
@@ -78,18 +72,9 @@ def blocks_of(name, language):
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
 
 
-def small_model():
-    torch.manual_seed(0)  # Of 300 seeds, 7 make weights that one small step does not change.
-    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).bfloat16()
-
-
-def loss_of(model):
-    return model(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean()
-
-
 def test_every_python_block_of_the_docs_has_a_test():
-    """The table counts the Python blocks of each page. Each block has a test in this module, in
-    test_site.py, functional/test_few_lines.py, unit/apps/megatron/test_install.py or
+    """The table counts the Python blocks of each page. Each block has a test in
+    test_doc_examples.py, functional/test_few_lines.py, unit/apps/megatron/test_install.py or
     unit/checkpoint/test_other_worlds.py."""
     counts = {path: len(blocks_of(path, "python")) for path in DOCUMENTS}
     assert {str(path.relative_to(ROOT)): count for path, count in counts.items() if count} == {
@@ -114,6 +99,12 @@ def test_every_python_block_of_the_docs_has_a_test():
         "docs/clients/index.md": 3,
         "docs/llms.txt": 6,
     }
+
+
+def test_docs_show_or_link_every_example_program():
+    pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
+    programs = {path.name for path in (ROOT / "tools/examples").glob("*.py")}
+    assert {name for name in programs if f"tools/examples/{name}" not in pages} == set()
 
 
 @each_document
@@ -249,171 +240,6 @@ def _constant(node):
     return node.value if is_text else ""
 
 
-def test_readme_example_steps_and_saves(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    model = small_model()
-    names = {"model": model, "loss": loss_of(model)}
-    adamw, _, _ = blocks_of("README.md", "python")
-    exec(adamw, names)
-    assert names["optimizer"].last_step.success and (tmp_path / "run" / "latest").exists()
-
-
-@pytest.fixture
-def one_rank(monkeypatch):
-    """Set the environment of a job of one rank; end the process group after the test."""
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "0",
-    }.items():
-        monkeypatch.setenv(name, value)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_llms_txt_examples_run_in_order(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    torch.distributed.init_process_group("gloo")
-    batch = torch.ones(2, 4)
-    names = {
-        "loss_of": lambda model: model(batch.to(model[0].weight.dtype)).float().square().mean(),
-        "arguments": None,
-        "Trainer": lambda model, arguments, optimizer_cls_and_kwargs: optimizer_cls_and_kwargs,
-    }
-    for block in blocks_of("docs/llms.txt", "python"):
-        names["model"] = small_model()
-        exec(block, names)
-    assert names["extra"] == {"step": 1} and names["success"]
-    assert names["trainer"][0] is mp_optim.AdamW
-    assert isinstance(names["optimizer"], mp_optim.Muon)
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_many_ranks_and_fsdp2_examples_of_the_docs_take_steps():
-    model = small_model()
-    before = model[0].weight.detach().clone()
-    names = {"model": model, "micro_batches": [0, 1, 2], "loss_of": lambda batch: loss_of(model)}
-    (zero,) = blocks_of("docs/many_ranks.md", "python")
-    (fsdp2,) = blocks_of("docs/fsdp2.md", "python")
-    exec(zero, names)
-    assert not torch.equal(model[0].weight.detach(), before)
-    for block in (fsdp2, blocks_of("README.md", "python")[2]):
-        names["model"] = model = small_model()
-        model.layers = [model[0]]
-        exec(block, names)
-        loss_of(model).backward()
-        names["optimizer"].step()
-        assert names["optimizer"].last_step.success
-
-
-def test_checkpoint_examples_of_the_docs_run(tmp_path, monkeypatch):
-    model = small_model()
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=True), model)
-    loss_of(model).backward()
-    optimizer.step()
-    names = {
-        "model": model,
-        "optimizer": optimizer,
-        "path": tmp_path / "PATH",
-        "folder": tmp_path / "tensors",
-    }
-    for block in blocks_of("docs/checkpoints.md", "python"):
-        exec(block, names)
-    assert names["extra"] == {} and list((tmp_path / "tensors").glob("*.safetensors"))
-    mp_optim.checkpoint.save(tmp_path / "OTHER", model, optimizer)
-    monkeypatch.chdir(tmp_path)
-    for line in blocks_of("docs/checkpoints.md", "bash")[0].strip().splitlines():
-        words = shlex.split(line.replace("[", "").replace("]", ""), comments=True)
-        assert words[:2] == ["mp-optim", "inspect"] and main(words[1:]) == 0
-
-
-def test_audit_example_of_the_docs_restores_weights_after_a_fault(capsys, tmp_path):
-    settings, goes_back = blocks_of("docs/audit.md", "python")
-    names = {}
-    exec(settings, names)
-    config = dataclasses.replace(names["config"], audit_rate=1.0, audit_action="raise")
-    model = small_model()
-    optimizer = mp_optim.get_megatron_optimizer(config, model)
-    loss_of(model).backward()
-    optimizer.step()
-    mp_optim.checkpoint.save(tmp_path, model, optimizer)
-    saved = [param.clone() for param in model.parameters()]
-    names |= {"model": model, "optimizer": optimizer, "newest": tmp_path}
-    loss_of(model).backward()
-    with faulty(written_wrong("output", 3)):
-        exec(goes_back, names)
-    assert "element 3, param" in capsys.readouterr().out
-    assert all(map(torch.equal, model.parameters(), saved))
-    optimizer.step()
-
-
-def test_settings_examples_of_the_docs_set_the_overrides(capsys):
-    overrides, plans = blocks_of("docs/settings.md", "python")
-    known = {"model": nn.ModuleDict({"router": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})}
-    exec(overrides, known)
-    settings = {(group["lr"], group["weight_decay"]) for group in known["optimizer"].param_groups}
-    assert settings == {(3e-5, 0.01), (3e-5, 0.0), (3e-4, 0.0)}
-    exec(plans, {"model": small_model()})
-    assert "moments" in capsys.readouterr().out
-
-
-def test_average_and_qk_clip_examples_of_the_docs_change_weights():
-    (averages,) = blocks_of("docs/recipes.md", "python")
-    (clip,) = blocks_of("docs/outside_writes.md", "python")
-    model, seen = small_model(), []
-
-    def train(model, optimizer):
-        for _ in range(2):
-            loss_of(model).backward()
-            optimizer.step()
-
-    def evaluate(model):
-        seen.append(loss_of(model).item())
-
-    names = {"model": model, "train": train, "evaluate": evaluate}
-    exec(averages, names)
-    assert seen[0] != loss_of(model).item()
-    attention = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("query", "key")})
-    model = nn.ModuleDict({"attention": attention})
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.0, clip_grad=0.0), model)
-    before = attention["query"].weight.detach().clone()
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param)
-    logits = torch.tensor([50.0, 400.0])
-    exec(clip, {"optimizer": optimizer, "limit": 100, "largest_logit": logits, "head_dim": 4})
-    halved = torch.tensor([1.0] * 4 + [0.5] * 4).view(8, 1)
-    assert torch.equal(attention["query"].weight, before * halved)
-
-
-def test_health_examples_of_the_docs_log_gradient_norms():
-    model, blocks = small_model(), blocks_of("docs/health.md", "python")
-    found = {
-        "model": model,
-        "batches": [(torch.ones(2, 4, dtype=torch.bfloat16), 0.0)] * 2,
-        "loss_function": lambda outputs, target: (outputs.float() - target).square().mean(),
-    }
-    for block in blocks:
-        exec(block, found)
-    metrics = found["optimizer"].metrics()
-    assert metrics["steps"] == 2 and "param_grad_norm/0.weight" in metrics
-
-
-def test_delta_examples_of_the_docs_copy_the_weights(tmp_path):
-    trainer, reader = blocks_of("docs/deltas.md", "python")
-    model = small_model()
-    receiver = deepcopy(model)
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=True), model)
-    loss_of(model).backward()
-    known = {"optimizer": optimizer, "folder": tmp_path, "replica": receiver}
-    exec(trainer, known)
-    assert known["delta"].changed > 0
-    exec(reader, known)
-    pairs = zip(model.parameters(), receiver.parameters(), strict=True)
-    assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
-
-
 def commands_in(document):
     text = document.read_text()
     lines = [
@@ -480,90 +306,3 @@ def test_fit_page_equals_the_output_of_its_tools(tool, document):
     text = (ROOT / document).read_text()
     for part in written.strip().split("\n\n"):
         assert part in text, f"paste the output of python {tool}"
-
-
-class FromElsewhere:
-    def __init__(self, model):
-        params = list(model.parameters())
-        self.param_groups_master = [{"params": [param.detach().float() for param in params]}]
-        self._inner = {
-            "state": {
-                i: {"exp_avg": torch.ones(p.shape), "exp_avg_sq": torch.ones(p.shape)}
-                for i, p in enumerate(params)
-            },
-            "param_groups": [{"lr": 1e-3, "step": 2, "params": list(range(len(params)))}],
-        }
-
-
-class Megatron(FromElsewhere):
-    """Stand-in: the groups hold FP32 copies, which parameters know as ``main_param``."""
-
-    def __init__(self, model):
-        super().__init__(model)
-        self.param_groups = self.param_groups_master
-        self.model = model
-
-    @property
-    def optimizer(self):
-        for param, copy in zip(
-            self.model.parameters(), self.param_groups[0]["params"], strict=True
-        ):
-            # An optimizer of ours replaced ``main_param`` since.
-            param.main_param = copy
-        return self
-
-    def state_dict(self):
-        return {
-            "optimizer": self._inner,
-            "fp32_from_fp16_params": [g["params"] for g in self.param_groups_master],
-        }
-
-
-class Apex(FromElsewhere):
-    def state_dict(self):
-        return self._inner
-
-
-def train_some_steps(model, fp32, optimizer):
-    model(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean().backward()
-    for name, param in model.named_parameters():
-        fp32[name].grad = param.grad.float()
-    optimizer.step()
-
-
-def test_migration_page_examples_convert_state_in_order(tmp_path, monkeypatch):
-    """Python blocks run unchanged, and commands run with the arguments of the page."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).bfloat16()
-    names = {
-        "model": model,
-        "train_some_steps": train_some_steps,
-        "megatron_optimizer": Megatron(model),
-        "fused_adam": Apex(model),
-    }
-    blocks = re.findall(
-        r"```(python|bash)\n(.*?)```", (ROOT / "docs/migrate.md").read_text(), re.DOTALL
-    )
-    for language, block in blocks:
-        if language == "python":
-            exec(block, names)
-            continue
-        for line in block.strip().splitlines():
-            words = shlex.split(line)
-            assert words[:2] == ["mp-optim", "convert"] and main(words[1:]) == 0
-    written = {path.name for path in tmp_path.iterdir()}
-    assert {
-        "from_torch.pt",
-        "from_megatron.pt",
-        "from_apex.pt",
-        "from_deepspeed.pt",
-        "for_torch",
-    } <= written
-    convert = names["convert"]
-    for source in ("from_megatron.pt", "from_apex.pt"):
-        convert.import_state(names["optimizer"], convert.from_file(tmp_path / source))
-        assert all(
-            float(state["step"]) == 2.0
-            for state in convert.export_state(names["optimizer"]).state.values()
-        )
