@@ -1,7 +1,8 @@
 """Observers of a step: options that watch, judge or publish steps.
 
-A row of ``OBSERVERS`` and a file of this folder make an observer; nothing in a step names one.
-Methods of :class:`~mp_optim.MegatronOptimizer` find theirs by its name.
+To add an observer, add a file to this folder and a row to ``OBSERVERS``. The step calls all
+observers and names none. A method of :class:`~mp_optim.MegatronOptimizer` finds its observer by the
+name in the row.
 """
 
 from mp_optim.mixed_precision import MegatronOptimizer
@@ -19,6 +20,6 @@ OBSERVERS: dict[str, type[Observer]] = {
     "averaged_weights": AveragedWeights,
     "changed_weights": ChangedWeights,
 }
-"""Observers by name, in the order in which a step calls them."""
+"""Observer classes by name. A step calls the observers in this order."""
 
 MegatronOptimizer.observer_kinds = OBSERVERS

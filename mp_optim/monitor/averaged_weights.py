@@ -1,4 +1,4 @@
-"""Averages of main params in the place of a model's weights, for the length of a ``with`` block."""
+"""Replaces a model's weights by the averages of its main params inside a ``with`` block."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mp_optim.mixed_precision.observer import Observer
 from mp_optim.process_groups.missing_ranks import MissingRanksError
 
 OwnWeights = list[tuple[MainParams, Slot, Tensor]]
-"""The model's own weights, for slots whose parameters have other values now."""
+"""The weights of the model before they were replaced, with the slot and its main params."""
 
 
 class AveragedWeights(Observer):
-    """Puts the averages of a stack's main params into its model."""
+    """Writes the averages of a stack's main params to its model for a ``with`` block."""
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -42,11 +42,15 @@ class AveragedWeights(Observer):
                 swap_in(stack, own)
                 stack.show_written_params()
                 yield
-            except MissingRanksError:  # parameters of missing ranks cannot be restored
+            # The weights of missing ranks cannot be restored, so the stack stays marked as
+            # inconsistent.
+            except MissingRanksError:
                 are_there = False
                 raise
             finally:
-                mark.touch()  # after an interrupt from here on, the model keeps the averages
+                # An interrupt after this line leaves the averages in the model, so mark the stack
+                # first.
+                mark.touch()
                 swap_back(own)
                 if are_there:
                     stack.show_written_params()
@@ -55,11 +59,12 @@ class AveragedWeights(Observer):
 
 @in_own_modes
 def swap_in(stack: MegatronOptimizer, own: OwnWeights) -> None:
-    """Write the averages into the model, in its dtypes. A parameter that was never stepped has no
-    average and keeps its value.
+    """Write the averages to the model, rounded to the dtypes of its parameters. A parameter that
+    was never stepped has no average and keeps its value.
 
     Args:
-        own: the list that gets the model's own weights.
+        stack: the outermost optimizer.
+        own: the list to which copies of the model's own weights are appended.
     """
     for mains in stack.all_mains():
         for slot in mains.slots_with_main():
@@ -73,12 +78,13 @@ def swap_in(stack: MegatronOptimizer, own: OwnWeights) -> None:
                 continue
             local = local_tensor(param)
             own.append((mains, slot, local.clone()))
-            local.copy_(average.to(local.dtype))  # convert first, so that fewer bytes are copied
+            # Convert before the copy, so that fewer bytes are copied between devices.
+            local.copy_(average.to(local.dtype))
 
 
 @in_own_modes
 def swap_back(own: OwnWeights) -> None:
-    """Give the model its own weights, to the bit."""
+    """Write the model's own weights back. They have the same bits as before :func:`swap_in`."""
     for mains, slot, value in own:
         param = mains.param(slot)
         if is_quantized(param):

@@ -1,4 +1,5 @@
-"""Elements of the model's weights that have other values than when they were last published."""
+"""The elements of a model's weights that changed since the last publication
+(``changed_weights()``)."""
 
 from __future__ import annotations
 
@@ -26,27 +27,33 @@ from mp_optim.mixed_precision.observer import Observer, WeightObserver
 from mp_optim.mixed_precision.slot_table import SlotTable
 
 ChangedPart = tuple[Slot, torch.Size, Tensor | None, Tensor]
-"""A slot; the shape of its parameter, or of the part that plain tensor parallelism leaves; indices
-in that, row-major and ascending, None for all elements; and their values."""
+"""The changes of one parameter: its slot; the shape of the parameter, or of this rank's part with
+plain tensor parallelism; ascending row-major indices in that shape, None for all elements; and
+the new values."""
 
 
 class WeightChanges(WeightObserver):
-    """Changes of each parameter since the last publication, kept for the wrapper's life. A
-    parameter whose kernels mark changes has a bitmap, and a flag for writes by other code, after
-    which all of it counts as changed. Any other trained parameter has a copy of its values at the
-    publication.
+    """Changes of each parameter since the last publication, kept for the wrapper's life.
 
-    NOTE: the kernel that gives an element another value sets its bit (``SlotUpdate.changed``). A
-    parameter that other code wrote differs from its rounded main param, which :class:`MainParams`
-    reports (:meth:`replaced`). One without its own main param has a checksum, which is taken after
-    each step and compared before the next.
+    How changes are found depends on the parameter:
+
+    - If its kernels mark changes, it has a bitmap, in which a kernel sets the bit of each element
+      that it changes (``SlotUpdate.changed``). If other code writes the parameter, all of its
+      elements count as changed.
+    - Any other trained parameter has a copy of its values at the last publication.
+
+    NOTE: a write by other code is found in one of two ways. A parameter with its own main param
+    differs from the rounded main param, and :class:`MainParams` calls :meth:`weight_written`. A
+    parameter without one has a checksum, which is taken after each step and compared before the
+    next.
 
     Args:
         table: the slot table.
-        executor: steps the parameters.
+        executor: the executor that steps the parameters.
 
     Attributes:
-        is_lost: True if a publication was begun and not delivered, so the next one has everything.
+        is_lost: True if a publication was begun and not delivered. Then the next publication has
+            all elements.
     """
 
     def __init__(self, table: SlotTable, executor: Executor) -> None:
@@ -67,13 +74,15 @@ class WeightChanges(WeightObserver):
     # -- in a step --------------------------------------------------------------------------------
 
     def look(self, frozen: bool = True) -> None:
-        """Detect parameters that other code wrote, before a step or a publication.
+        """Find parameters that other code wrote since the last call, before a step or a
+        publication.
 
         Args:
-            frozen: compare parameters that are not trained, too.
+            frozen: True to compare parameters that are not trained, too.
         """
         table = self._table
-        self._written.update(range(self._count, len(table.slots)))  # a group was added
+        # A group was added since the last call. All elements of its parameters count as changed.
+        self._written.update(range(self._count, len(table.slots)))
         self._count = len(table.slots)
         alone = self._alone(frozen or table.has_main != self._had_main)
         weights = [self._weights(index) for index in alone]
@@ -81,9 +90,9 @@ class WeightChanges(WeightObserver):
         self._written.update(alone[at] for at in changed)
         self._sums.note([alone[at] for at in changed], [weights[at] for at in changed])
         once = self._exposed.union(filter(self._sums.knows, range(self._count)))
-        once.difference_update(
-            self._alone(frozen=True)
-        )  # the parameter was shown to a caller, or frozen until now
+        # These parameters have a checksum because a caller got their state, or because they were
+        # frozen.
+        once.difference_update(self._alone(frozen=True))
         for index in once:
             if self._sums.changed([index], [self._weights(index)]):
                 self._written.add(index)
@@ -95,7 +104,8 @@ class WeightChanges(WeightObserver):
             for index, is_trained in enumerate(has_main):
                 if is_trained and not self._is_marked[index] and index not in self._written:
                     self._remember(index)
-            self._had_main = has_main  # assign last, so that after a signal all of this is repeated
+            # Assign this last: if a signal interrupts this method, the next call repeats all of it.
+            self._had_main = has_main
 
     def _remember(self, index: int) -> None:
         if index not in self._values:
@@ -122,7 +132,12 @@ class WeightChanges(WeightObserver):
         return self._bits[index]
 
     def _alone(self, frozen: bool) -> list[int]:
-        """Return the indices of parameters that have no main param to be compared with."""
+        """Return the indices of parameters without a separate main param, which only checksums can
+        compare.
+
+        Args:
+            frozen: True to include parameters that are not trained.
+        """
         table = self._table
         every = enumerate(zip(table.has_main, table.has_own_main, strict=True))
         return [index for index, (main, own) in every if not own and (main or frozen)]
@@ -139,18 +154,19 @@ class WeightChanges(WeightObserver):
         self._written.add(index)
 
     def state_exposed(self, index: int) -> None:
-        if not self._sums.knows(index):  # weights without a main param have a checksum already
+        # A parameter without a separate main param has a checksum already.
+        if not self._sums.knows(index):
             self._exposed.add(index)
             self._sums.note([index], [self._weights(index)])
 
     # -- to publish -------------------------------------------------------------------------------
 
     def changed(self, full: bool, is_first: Callable[[Slot], bool]) -> Iterator[ChangedPart]:
-        """Yield this rank's part of a publication.
+        """Yield this rank's part of a publication, parameter by parameter.
 
         Args:
-            full: True for all elements.
-            is_first: True if no rank before this one publishes the same elements.
+            full: True for all elements, changed or not.
+            is_first: returns True if no rank before this one publishes the same elements of a slot.
         """
         for index, slot in enumerate(self._table.slots):
             if is_first(slot) and self._flat(index).numel():
@@ -173,7 +189,8 @@ class WeightChanges(WeightObserver):
         return elements[elements < flat.numel()].to(flat.device)
 
     def _part(self, index: int, elements: Tensor | None) -> ChangedPart:
-        """Return the published part of a parameter: copies of values, and their places in it."""
+        """Return the changes of a parameter: copies of the values at some flat indices, and these
+        indices in the whole parameter."""
         param, flat = self._table.params[index], self._flat(index)
         values = flat.clone() if elements is None else flat[elements]
         region, where = region_of(param), elements
@@ -187,7 +204,7 @@ class WeightChanges(WeightObserver):
         return self._table.slots[index], region.shape, where, values
 
     def published(self) -> None:
-        """Begin a new count of changes after a publication."""
+        """Forget all changes, because they are published."""
         self._written.clear()
         for bits in self._bits.values():
             bits.zero_()
@@ -201,12 +218,13 @@ class WeightChanges(WeightObserver):
 
 
 class ChangedWeights(Observer):
-    """Publications of the changed weights of a stack, while they are tracked.
+    """Publications of the changed weights of a stack, while ``track_changes()`` is on.
 
     Attributes:
-        run: name of this series of publications.
+        run: name of this series of publications; a new one for each ``track_changes()``.
         number: number of publications so far.
-        tracked: main params of each wrapper, and the changes of its weights; empty if off.
+        tracked: main params of each wrapper, with the changes of its weights; empty if tracking is
+            off.
     """
 
     def __init__(self, stack: MegatronOptimizer) -> None:
@@ -236,7 +254,9 @@ class ChangedWeights(Observer):
         """See :meth:`mp_optim.MegatronOptimizer.changed_weights`."""
         stack = self.stack
         if not self.tracked:
-            raise RuntimeError("changed_weights: call track_changes() first")
+            raise RuntimeError(
+                "changed_weights: changes are not tracked; call track_changes() before the steps"
+            )
         stack.step_mark.check("changed_weights")
         stack.step_mark.check_lent("changed_weights")
         stack.make_current()
@@ -256,11 +276,12 @@ class ChangedWeights(Observer):
 
 
 def _check_trackable(stack: MegatronOptimizer) -> None:
-    """Raise ValueError if weights cannot be published, saying why."""
+    """Raise ValueError if the weights of a stack cannot be published: they are in 8 bits, or have
+    no names."""
     if any(any(mains.table.quantized) for mains in stack.all_mains()):
         raise ValueError(
-            "track_changes: parameters are in 8 bits, and their scales change with their values; "
-            "publish the whole weights"
+            "track_changes: some parameters are in 8 bits, and their scales change with their "
+            "values; save the whole model.state_dict() in place of the changes"
         )
     unnamed = [group for group in stack.param_groups if not has_names(group)]
     if any(group["params"] for group in unnamed):
@@ -272,10 +293,10 @@ def _check_trackable(stack: MegatronOptimizer) -> None:
 
 @contextmanager
 def _publication(tracked: Sequence[WeightChanges]) -> Iterator[None]:
-    """Publish all tracked changes or none; the body records the publication.
+    """Forget the changes of all wrappers, unless the block raises.
 
-    An exception on the way, also a signal's, leaves the changes lost: the next publication has all
-    elements.
+    After an exception, also one from a signal handler, the changes count as lost. Then the next
+    publication has all elements.
     """
     for changes in tracked:
         changes.is_lost = True
@@ -287,7 +308,7 @@ def _publication(tracked: Sequence[WeightChanges]) -> Iterator[None]:
 
 
 def _patch_of(name: str, part: ChangedPart, parallel: ModelParallel) -> WeightPatch:
-    """Return the changes of a parameter here, in coordinates of the whole model."""
+    """Return the changes of a parameter with its name, shape and indices in the whole model."""
     _, size, indices, values = part
     shape, partition = tuple(size), parallel.partitions.get(name)
     if partition is not None:
@@ -301,7 +322,14 @@ def _patch_of(name: str, part: ChangedPart, parallel: ModelParallel) -> WeightPa
 def _index_in_whole(
     index: Tensor, held: torch.Size, whole: torch.Size, offsets: Sequence[int]
 ) -> Tensor:
-    """Return row-major indices in a tensor, from those in a box of it."""
+    """Convert row-major indices in a box of a tensor to row-major indices in the tensor.
+
+    Args:
+        index: int64 indices in the box.
+        held: shape of the box.
+        whole: shape of the tensor.
+        offsets: index of the box's first element in the tensor.
+    """
     found, step = torch.zeros_like(index), 1
     for size, full, first in zip(reversed(held), reversed(whole), reversed(offsets), strict=True):
         found += (index % size + first) * step

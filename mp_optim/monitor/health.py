@@ -1,7 +1,7 @@
-"""Gradient health: norms of single parameters' gradients, and the loss for the rolling rule.
+"""Gradient health: the norm of each parameter's gradient, and the loss for the rolling skip rule.
 
-Norms come with the verdict: the global norm's sums of squares by parameter are kept, and copied to
-the host together with the verdict. So they cost no read of gradients and no wait.
+The sums of squares of single parameters are part of the global norm. They are kept and copied to
+the host together with the verdict, so the norms need no read of gradients and no wait.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from mp_optim.mixed_precision.observer import Observer
 
 
 class GradientHealth(Observer):
-    """``optimizer.health`` of a stack.
+    """Norms of single parameters' gradients, and reports of the loss: ``optimizer.health``.
 
-    Norms are of whole parameters where ranks share them by FSDP2, tensor parallelism or a
-    distributed optimizer. Each stage of a pipeline knows the norms of its own parameters.
+    If ranks share a parameter (FSDP2, tensor parallelism, a distributed optimizer), its norm is
+    that of the whole parameter. A stage of a pipeline has the norms of its own parameters only.
     """
 
     def report_loss(self, loss: Tensor | float | None, group: ProcessGroup | None = None) -> None:
-        """Report the loss of the coming step, for ``skip_step_sigma_factor``; without that, nothing
-        is done. Call it before each ``step()``.
+        """Report the loss of the coming step, before ``step()``, for ``skip_step_sigma_factor``.
+        Without that setting nothing is done.
 
-        The ranks' losses are averaged, as all of them have to decide alike: collective over
-        ``group`` in a job of several ranks.
+        In a job of several ranks this is a collective over ``group``: the losses of the ranks are
+        averaged, so that all ranks decide alike.
 
         Args:
-            loss: loss of this rank's whole batch, not scaled, one element. The host does not wait
-                for a tensor. None if this rank has none (a stage of a pipeline).
+            loss: loss of this rank's whole batch, not scaled: a number or a tensor of one element.
+                The host does not wait for a tensor. None if this rank has no loss (a stage of a
+                pipeline).
             group: the ranks that step together; by default all ranks of the job.
 
         Raises:
@@ -40,26 +41,32 @@ class GradientHealth(Observer):
         self.stack.observers["skip_rule"].report_loss(loss, group)
 
     def grad_norms(self, top: int | None = None) -> dict[str, float]:
-        """Return the norm of each parameter's gradient in the last step, unscaled, before clipping,
-        by name, the largest first; 0 where there was no gradient. Waits for the verdict of that
-        step.
+        """Return the gradient norm of each parameter in the last step by name, the largest first.
+
+        Norms are unscaled, before clipping; 0 for a parameter without a gradient. The call waits
+        until the host knows the verdict of that step.
 
         Args:
-            top: the number of norms to return; None for all.
+            top: number of norms to return; None for all.
 
         Raises:
-            ValueError: no norms are kept.
+            ValueError: no norms are kept, because ``log_param_grad_norms`` is 0.
         """
         if not self.stack.config.log_param_grad_norms:
             raise ValueError(
-                "log_param_grad_norms=0: no norms of parameters are kept; set it to the number "
-                "of norms for metrics()"
+                "log_param_grad_norms=0: no norms of parameters are kept; set "
+                "log_param_grad_norms to the number of norms that metrics() shows"
             )
         return self.norms_in(self.stack.counts.settle(), top)
 
     def norms_in(self, verdict: Verdict, top: int | None = None) -> dict[str, float]:
-        """Return the ``top`` largest gradient norms of a verdict by parameter; empty if it has
-        none."""
+        """Return the largest gradient norms of a verdict by parameter name; empty if the verdict
+        has none.
+
+        Args:
+            verdict: verdict of a step.
+            top: number of norms to return; None for all.
+        """
         if verdict.param_sums is None:
             return {}
         inverse = verdict.scaling[0] if verdict.scaling else 1.0
@@ -70,7 +77,8 @@ class GradientHealth(Observer):
         return {name_of(slots[index]): math.sqrt(values[index]) * inverse for index in order}
 
     def metrics(self) -> dict[str, float]:
-        """Return the largest norms."""
+        """Return the ``log_param_grad_norms`` largest norms of the last step as
+        ``param_grad_norm/<name>``."""
         stack = self.stack
         norms = self.norms_in(stack.counts.settle(), stack.config.log_param_grad_norms)
         return {f"param_grad_norm/{name}": norm for name, norm in norms.items()}

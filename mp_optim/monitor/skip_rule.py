@@ -1,17 +1,16 @@
-"""A rolling rule for steps to skip: gradient norm and loss are compared with those of the steps
-before.
+"""A rolling rule that skips steps with a spike of the gradient norm or the loss.
 
-A value is a spike if it is above ``median + sigma_factor * spread`` of the window. The spread is
-1.4826 times the median of the distances from the median: the standard deviation of a normal
-distribution, but half of the window has to be spikes before they move it. (The first spike moves a
-mean and a standard deviation, so that a second passes.) The spread is at least 1/128 of the median,
-so that equal values give no reason to skip the next.
+A value is a spike if it is above ``median + sigma_factor * spread`` of the last steps (the window).
+The spread is 1.4826 times the median distance from the median. For a normal distribution this
+equals the standard deviation. Unlike a mean and a standard deviation, which the first spike moves
+so far that a second one passes, it changes only if half of the window are spikes. The spread is at
+least 1/128 of the median, so that a window of equal values does not skip the next step.
 
-Every finite value enters the window, also that of a skipped step. So a lasting change is skipped
-for at most half a window; then it is the median, and steps are taken again.
+Every finite value enters the window, also the value of a skipped step. So a lasting change is
+skipped for at most half a window. Then the changed value is the median, and steps are taken again.
 
-If the verdict is formed on an accelerator, window and rule are there, without a wait. Sorting and
-single IEEE operations in FP64 give the same bits on every device.
+If an accelerator forms the verdict, it also has the window, and nothing waits for the host. Sorting
+and single IEEE operations in FP64 give the same bits on every device.
 """
 
 from __future__ import annotations
@@ -34,18 +33,19 @@ from mp_optim.mixed_precision.observer import Observer
 
 _TO_SIGMA = 1.4826
 _LEAST_SPREAD = 2.0**-7
-"""Smallest spread, as a share of the median."""
+"""Smallest spread, as a fraction of the median."""
 _ENTRY, _WINDOW = "skip_step", "window"
 
 
 class SkipRule(Observer):
-    """The window of the last steps of a stack, which judges the next one.
+    """The gradient norms and losses of the last steps of a stack, which judge the next step.
 
-    The config decides at construction whether the rule is on, and the length of its window. The
-    factor is read at each step.
+    The rule is on if ``skip_step_sigma_factor`` is finite when the stack is built. The factor is
+    read again at each step. ``skip_step_rolling_interval_length`` is read once.
 
     Attributes:
-        reported: loss of the coming step, one element, if it was reported.
+        length: number of steps in the window.
+        reported: loss of the coming step, one element; None if no loss was reported.
     """
 
     @in_own_modes
@@ -60,7 +60,7 @@ class SkipRule(Observer):
 
     @property
     def is_on(self) -> bool:
-        """True if steps may be skipped by this rule."""
+        """True if this rule may skip steps."""
         return math.isfinite(self._config.skip_step_sigma_factor)
 
     @in_own_modes
@@ -83,7 +83,7 @@ class SkipRule(Observer):
         self.reported = total[:1] / total[1:]
 
     def begin_judging(self, device: torch.device) -> bool:
-        reported, self.reported = self.reported, None  # the loss belongs to this step only
+        reported, self.reported = self.reported, None  # A reported loss belongs to one step only.
         if not math.isfinite(self._config.skip_step_sigma_factor):
             return False
         if self._window.device != device:
@@ -111,7 +111,7 @@ class SkipRule(Observer):
         self._next.copy_((self._next + usable) % self.length)
 
     def _limits(self) -> Tensor:
-        """Return the limits of norm and loss, shape (2,)."""
+        """Return the largest norm and the largest loss that are no spikes, shape (2,)."""
         count = (~self._window.isnan()).sum(dim=1, keepdim=True)
         middle = _median(self._window, count)
         spread = _median((self._window - middle).abs(), count) * _TO_SIGMA
@@ -139,14 +139,15 @@ class SkipRule(Observer):
         return "", limits
 
     def metrics(self) -> dict[str, float]:
-        """Return the limits of the last step, and its loss if one was reported."""
+        """Return the largest allowed norm and loss of the last step, and the loss itself if one was
+        reported."""
         return {**self.stack.counts.settle().limits}
 
     # -- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the window: FP64, shape (2, steps), norms and losses (nan where none was
-        reported), oldest first. Empty if the rule is off."""
+        """Return the window, oldest step first: FP64, shape (2, steps), with the norms in row 0 and
+        the losses in row 1. A loss that was not reported is nan. Return {} if the rule is off."""
         if not self.is_on:
             return {}
         window = self._window.cpu().roll(-int(self._next), dims=1)
@@ -157,13 +158,14 @@ class SkipRule(Observer):
         window = saved.get(_WINDOW) if isinstance(saved, Mapping) else None
         if saved is not None and not _is_window(window):
             raise ValueError(
-                f"skip_step: the state has {saved!r} instead of the norms and losses of a window, "
-                "a dense finite tensor of 2 rows; remove it to start with an empty window"
+                f"skip_step={saved!r}: the saved window is not a dense finite tensor of 2 rows "
+                "(norms and losses); remove the entry 'skip_step' from the state dict to start "
+                "with an empty window"
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a window, or the newest part of one that is longer than this; empty the window if
-        none was saved."""
+        """Load a saved window. If the saved window is longer than this one, load its newest steps;
+        without a saved window, empty this one."""
         self.check_state_dict(state_dict)
         self._window.fill_(math.nan)
         self._next.zero_()
@@ -186,9 +188,13 @@ def _is_window(value: Any) -> bool:
 
 
 def _median(rows: Tensor, count: Tensor) -> Tensor:
-    """Return the median of each row's ``count`` numbers, shape (rows, 1); the other entries are
-    nan."""
-    ordered = rows.sort(dim=1).values  # nan is sorted last
+    """Return the median of the numbers in each row, shape (rows, 1).
+
+    Args:
+        rows: FP64, shape (rows, length); nan stands for no number.
+        count: how many numbers each row has, shape (rows, 1).
+    """
+    ordered = rows.sort(dim=1).values  # sort() puts nan last.
     low = ordered.gather(1, ((count - 1) // 2).clamp(min=0))
     high = ordered.gather(1, (count // 2).clamp(max=rows.shape[1] - 1))
     return (low + high) * 0.5
@@ -203,6 +209,6 @@ def _check_loss(loss: object) -> None:
         shown = repr(loss)
     if not is_usable:
         raise ValueError(
-            f"loss={shown}: it is not one real number; give the mean over the batch "
+            f"loss={shown}: the loss is not one real number; give the mean over the batch "
             "(loss.mean()), or None if this rank has no loss"
         )

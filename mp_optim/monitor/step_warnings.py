@@ -1,5 +1,5 @@
-"""Warns of skipped steps, and of steps without any gradient. A healthy step pays a comparison for
-it, and never waits for the device."""
+"""Warns of skipped steps, and of steps without any gradient. In a normal step this costs one
+comparison and never waits for the device."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _log = logging.getLogger(__name__)
 
 
 class StepWarnings(Observer):
-    """Warnings of one stack's steps so far.
+    """Warnings about the steps of one stack.
 
     Attributes:
-        skips: skipped steps in a row, as far as the host knows.
+        skips: number of skipped steps since the last step that was taken, as far as the host knows.
     """
 
     def __init__(self, stack: MegatronOptimizer) -> None:
@@ -44,15 +44,18 @@ class StepWarnings(Observer):
         )
         warn(
             f"none of the optimizer's {count} parameters has a gradient in this step, so nothing "
-            f"is trained. {unknown}Was backward() called? Was the model replaced or wrapped after "
-            "the optimizer was built (peft, deepcopy, fully_shard)? Build the optimizer last, from "
-            "the model that is trained"
+            f"is trained. {unknown}Call backward() before step(). If the model was replaced or "
+            "wrapped after the optimizer was built (peft, deepcopy, fully_shard), build the "
+            "optimizer last, from the model that is trained"
         )
 
     def after_step(self, grads: StepGrads, verdict: Verdict | DeviceVerdict) -> None:
-        """Judge the step as soon as the host knows its verdict. Warn, once each, of a step without
-        any gradient; and, after steps 1, 2, 4, 8 and so on, of parameters of the model that have a
-        gradient and are not in the optimizer."""
+        """Warn of a skipped step as soon as the host knows the verdict. Warn once of a step without
+        any gradient.
+
+        After steps 1, 2, 4, 8 and so on, also warn of parameters of the model that have a gradient
+        and are not in the optimizer.
+        """
         stack = self._stack()
         assert stack is not None
         if not (self._warned_of_no_gradient or grads.has_any or stack.is_stub_optimizer):
@@ -71,7 +74,8 @@ class StepWarnings(Observer):
             return
         self.skips += 1
         stack = self._stack()
-        if verdict.disagrees or stack is None:  # ranks that disagree raise an error
+        # Ranks that disagree raise an error, so no warning is needed.
+        if verdict.disagrees or stack is None:
             return
         scale = fp32(1.0 / verdict.scaling[0]) if verdict.scaling else None
         told, count = self._warn(stack, verdict, scale), stack.counts.skipped[verdict.cause]
@@ -89,14 +93,19 @@ class StepWarnings(Observer):
         _log.log(logging.WARNING if is_first and not told else logging.INFO, line)
 
     def _warn(self, stack: MegatronOptimizer, verdict: Verdict, scale: float | None) -> str:
-        """Warn of the 1st, 10th, 100th ... skipped one in a row; of one that a dynamic loss scale
-        is there for, or a threshold, only when it should not have come to that. Returns what was
-        said of the cause; empty if nothing was."""
+        """Warn of a skipped step, if it is the 1st, 10th, 100th and so on in a row.
+
+        A single skip over a threshold is expected, and so is an overflow while a dynamic loss scale
+        can still shrink; both cause no warning.
+
+        Returns:
+            The cause that the warning names; empty without a warning.
+        """
         if self.skips != 10 ** (len(str(self.skips)) - 1):
             return ""
         times = "a step was" if self.skips == 1 else f"{self.skips} steps in a row were"
         if not verdict.found_inf:
-            if self.skips == 1:  # a single skip is expected with a threshold
+            if self.skips == 1:  # A single skip is expected with a threshold.
                 return ""
             warn(f"{times} skipped: {verdict.reason}")
             return verdict.reason
@@ -110,13 +119,15 @@ class StepWarnings(Observer):
 
 
 _LOGGED_FIRST = 3
-"""Skipped steps of one cause that are all logged; after them the 4th, 8th, 16th ..."""
+"""Number of skipped steps of one cause that are all logged. After them the 4th, 8th, 16th and so on
+are logged."""
 _LARGEST = 3
-"""Gradient norms that the log has of a skipped step, if norms are kept."""
+"""Number of gradient norms in the log line of a skipped step, if norms are kept."""
 
 
 def _culprit(stack: MegatronOptimizer) -> str:
-    """Return the first gradient that is not finite now, if any. Waits for the device once."""
+    """Return a sentence about the first gradient that is not finite now; empty if all are finite.
+    Waits for the device once."""
     named = [(name, grad) for name, grad in stack.named_gradients() if grad.layout == torch.strided]
     finite = [torch.isfinite(grad).all() for _, grad in named]
     if not finite:

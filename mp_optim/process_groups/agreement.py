@@ -1,5 +1,5 @@
-"""Ranks exchange objects, compare descriptions and fail alike: an error on every rank that names
-the ranks that differ, instead of wrong numbers or a hang."""
+"""Ranks exchange objects, compare descriptions, and raise the same error. The error names the ranks
+that differ, in place of wrong numbers or a hang."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ from mp_optim.process_groups.missing_ranks import (
 T = TypeVar("T")
 
 _PATIENCE = 5.0
-"""Seconds within which every rank that is still there has noticed a failure too."""
+"""Seconds to wait for the description of another rank. Within this time every live rank has noticed
+a disagreement."""
 _GRACE = 2.0
-"""Seconds for the others to read the answer."""
+"""Seconds that the rank with the answer waits until the other ranks have read it."""
 
 _companions: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _lanes: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
-"""For a companion group, further groups of the same ranks. A background save has one for itself."""
+"""Process groups by name (:meth:`Ranks.in_lane`), for each companion group. A background save uses
+its own process group."""
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
@@ -60,9 +62,10 @@ class Ranks:
     """A process group as checkpoints use it. Without ``torch.distributed`` there is one rank.
 
     Attributes:
-        group: for all processes a gloo group of our own, so that a save in the background meets no
-            collective of the training; for some, the group that was named; None for a single rank.
-        rank: place in the group.
+        group: the process group; None for a single rank. For all processes of the job it is a
+            separate gloo group, so that the collectives of a background save and of the training do
+            not mix.
+        rank: number of this rank in the group.
         size: number of ranks.
     """
 
@@ -72,8 +75,13 @@ class Ranks:
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None = None) -> Ranks:
-        """Return the ranks of a group, or of all processes. The first call for all processes is a
-        collective."""
+        """Return the ranks of a process group.
+
+        The first call for all processes is a collective, because it creates a gloo group.
+
+        Args:
+            process_group: the group; None for all processes of the job.
+        """
         if not dist.is_available() or not dist.is_initialized():
             return cls(None, 0, 1)
         group = process_group or dist.group.WORLD
@@ -88,11 +96,12 @@ class Ranks:
         return cls(group, dist.get_rank(group), size)
 
     def in_lane(self, lane: str, given: dist.ProcessGroup | None) -> Ranks:
-        """Return these ranks with a group that only saves of a lane use. Collective.
+        """Return the same ranks with another process group, which only saves of one lane use.
+        Collective.
 
         Args:
-            lane: its name.
-            given: the group that the caller named, which is used itself.
+            lane: name of the lane.
+            given: the process group that the caller chose; this group is used for all lanes.
         """
         if self.group is None or given not in (None, dist.group.WORLD):
             return self
@@ -102,15 +111,20 @@ class Ranks:
         return Ranks(groups[lane], self.rank, self.size)
 
     def members(self) -> set[int]:
-        """Return the global ranks."""
+        """Return the global ranks of this group."""
         if self.group is not None:
             return {*dist.get_process_group_ranks(self.group)}
         is_alone = not dist.is_available() or not dist.is_initialized()
         return {0 if is_alone else dist.get_rank()}
 
     def _call(self, collective: Callable[..., object], *args: Any, first_is: str) -> None:
-        """Call a collective whose argument ``first_is`` is the first rank. A failure names the
-        missing ranks, and the companion group is made again after it."""
+        """Call a collective of this group. If the collective fails, drop the companion group and
+        raise an error that names the missing ranks.
+
+        Args:
+            collective: a function of ``torch.distributed``.
+            first_is: name of the argument that takes the global number of the group's first rank.
+        """
         assert self.group is not None
         first = {first_is: dist.get_global_rank(self.group, 0)}
         communicate = partial(collective, *args, **first, group=self.group)
@@ -123,8 +137,8 @@ class Ranks:
             raise
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in order, on the first rank; an empty list on the
-        others."""
+        """Return the values of all ranks, in rank order, on the first rank; return an empty list on
+        the other ranks. Collective."""
         if self.group is None:
             return [value]
         values: list[Any] | None = None if self.rank else [None] * self.size
@@ -132,7 +146,11 @@ class Ranks:
         return values or []
 
     def scatter(self, values: list[T]) -> T:
-        """Return this rank's item of the first rank's list, which has one for each rank."""
+        """Return this rank's item of the first rank's list. Collective.
+
+        Args:
+            values: one item for each rank; read on the first rank only.
+        """
         received: list[Any] = [None]
         given = None if self.rank else values
         self._call(dist.scatter_object_list, received, given, first_is="src")
@@ -140,7 +158,7 @@ class Ranks:
         return item
 
     def broadcast(self, value: T | None) -> T:
-        """Return the first rank's value."""
+        """Return the first rank's value on every rank. Collective."""
         received: list[Any] = [value]
         if self.group is not None:
             self._call(dist.broadcast_object_list, received, first_is="src")
@@ -148,27 +166,35 @@ class Ranks:
         return item
 
     def union(self, names: set[str]) -> set[str]:
-        """Return the names that any rank has."""
+        """Return the union of all ranks' names. Collective."""
         if self.group is None:
             return names
         others = self.gather_differing(names, "\n".join(sorted(names)))
         return self.broadcast(names.union(*(other for other in others if other)))
 
     def gather_differing(self, value: T, text: str) -> list[T | None]:
-        """Return the values of all ranks, in order, on the first rank; an empty list on the others.
+        """Return the values of all ranks, in rank order, on the first rank; return an empty list on
+        the other ranks. Collective.
+
+        A value that equals the first rank's value is not sent: the list has None in its place.
 
         Args:
-            text: equal on two ranks if their values are. A value that equals the first rank's is
-                not sent; None stands for it.
+            value: this rank's value.
+            text: description of the value; two values are equal if their descriptions are equal.
         """
         digest = hashlib.sha256(text.encode()).digest()
         return self.gather(None if digest == self.broadcast(digest) else value)
 
     def check_arguments(self, what: str, arguments: Mapping[str, object]) -> None:
-        """Compare the arguments with which the ranks call something.
+        """Compare the arguments with which the ranks call a function. Collective.
+
+        Args:
+            what: name of the function, for the error.
+            arguments: arguments by name.
 
         Raises:
-            ValueError: on all ranks, naming the first argument that differs, and its values.
+            ValueError: the arguments differ. Every rank raises the error, with the first argument
+                that differs and its values.
         """
         lines = [f"{name}={value!r}" for name, value in arguments.items()]
         described = self.gather(lines)
@@ -183,12 +209,16 @@ class Ranks:
         self.run_on_first(what, compare)
 
     def gather_results(self, what: str, work: Callable[[], T]) -> list[T]:
-        """Run work on all ranks, and return the results, in order, on the first rank; an empty list
-        on the others.
+        """Run a function on all ranks. Return the results, in rank order, on the first rank; return
+        an empty list on the other ranks. Collective.
+
+        Args:
+            what: name of the action, for the error.
+            work: the function.
 
         Raises:
-            Exception: the work's own where it failed; elsewhere one of the same kind that names the
-                rank.
+            Exception: the function raised on some rank. That rank raises its own error. Every other
+                rank raises an error of the same class that names the rank.
         """
         if self.group is None:
             return [work()]
@@ -199,10 +229,10 @@ class Ranks:
         return [value for value, _ in results]  # type: ignore[misc]
 
     def broadcast_result(self, what: str, work: Callable[[], T]) -> T:
-        """Run work on the first rank, and return its result on all.
+        """Run a function on the first rank, and return its result on all ranks. Collective.
 
         Raises:
-            Exception: as :meth:`gather_results`.
+            Exception: the function raised; see :meth:`gather_results`.
         """
         if self.group is None:
             return work()
@@ -213,20 +243,21 @@ class Ranks:
         return item
 
     def run_on_all(self, what: str, work: Callable[[], T]) -> T:
-        """Run work on all ranks, and return each rank's own result.
+        """Run a function on all ranks, and return each rank's own result. Collective.
 
         Raises:
-            Exception: as :meth:`gather_results`.
+            Exception: the function raised on some rank; see :meth:`gather_results`.
         """
         kept: list[T] = []
         self.gather_results(what, lambda: kept.append(work()))
         return kept[0]
 
     def run_on_first(self, what: str, work: Callable[[], T]) -> T | None:
-        """Run work on the first rank and return its result there; None on the others.
+        """Run a function on the first rank. Return its result there, and None on the other ranks.
+        Collective.
 
         Raises:
-            Exception: as :meth:`gather_results`.
+            Exception: the function raised; see :meth:`gather_results`.
         """
         kept: list[T] = []
         self.broadcast_result(what, lambda: kept.append(work()))
@@ -234,7 +265,7 @@ class Ranks:
 
 
 def job_timeout() -> timedelta:
-    """Return the timeout of this job's collectives, from ``init_process_group``."""
+    """Return the timeout of collectives that this job passed to ``init_process_group``."""
     group = _get_default_group()
     timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
     return timeout
@@ -243,8 +274,8 @@ def job_timeout() -> timedelta:
 def _new_companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a new gloo group of the same ranks, with the timeout of the job. Collective.
 
-    Where all processes have a gloo group already, they meet in it first: its connections break at
-    once if a rank is gone, which a group that is being made notices after the timeout only.
+    If ``group`` is a gloo group, its ranks first meet in a barrier. If a rank has ended, the
+    barrier fails at once, but ``new_group`` fails only after the timeout.
     """
     doing = "making a process group for checkpoints"
     if dist.get_backend(group) == "gloo":
@@ -257,16 +288,17 @@ def _new_companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
 def _attempt(
     rank: int, work: Callable[[], T]
 ) -> tuple[T | None, list[BaseException], tuple[str, int, str] | None]:
-    """Return the result; or a list of the error, and its kind, the rank, and a text, with which
-    other ranks raise the same.
+    """Run a function. Return its result, a list with its error (empty without an error), and a
+    report for the other ranks: class, rank and text of the error.
 
-    NOTE: an error refers to its frames, and so to their local variables. A frame that kept the
-    error in one would be a cycle, which holds the optimizer until the garbage collector runs. So
-    the error is in a list, and :func:`_raise` takes it from there.
+    NOTE: an error refers to its frames, and so to their local variables. If a frame kept the error
+    in a variable, the reference cycle would keep the optimizer alive until the garbage collector
+    runs. So the error is in a list, and :func:`_raise` removes it from that list.
     """
     try:
         return work(), [], None
-    except BaseException as error:  # other ranks wait, so an interrupt must reach them, too
+    # An interrupt must reach the other ranks, too, because they wait for this rank's report.
+    except BaseException as error:
         kind = type(error).__name__
         return None, [error], (kind, rank, f"{kind}: {error}")
 
@@ -285,8 +317,14 @@ def agree_on_largest(
 ) -> float:
     """Return the largest of the values that the ranks of all these groups choose. Collective.
 
+    Args:
+        groups: the process groups.
+        doing: name of the action, for the error.
+        choose: returns this rank's value.
+
     Raises:
-        Exception: on every rank, the error of this rank, or of the first rank whose choice failed.
+        Exception: ``choose`` raised on some rank. That rank raises its own error; every other rank
+            raises an error of the same class that names the first such rank.
     """
     value, errors, report = _attempt(dist.get_rank() if dist.is_initialized() else 0, choose)
     for group in groups:
@@ -302,15 +340,16 @@ def agree_on_largest(
 
 
 def difference(described: Sequence[Sequence[str]], ranks: Sequence[int]) -> str | None:
-    """Describe how ranks' descriptions differ, line by line, from the most frequent one; None if
-    all are equal.
+    """Return a sentence about the ranks whose descriptions differ from the most frequent
+    description, with the first line that differs. Return None if all descriptions are equal.
 
     Args:
         described: the lines of each rank.
-        ranks: their global numbers.
+        ranks: global number of each rank.
     """
     by_rank = list(map(tuple, described))
-    common = max(by_rank, key=by_rank.count)  # among equally frequent values, the first
+    # Among equally frequent descriptions, max() returns the first.
+    common = max(by_rank, key=by_rank.count)
     reference = ranks[by_rank.index(common)]
     differences = []
     for rank, lines in zip(ranks, by_rank, strict=True):
@@ -330,20 +369,21 @@ def check_agreement(
     what: str,
     then: str = "",
 ) -> None:
-    """Compare a description between the ranks of all these groups: one reduction of two numbers
-    over each while they agree. Collective.
+    """Compare a description between the ranks of all these groups. Collective: one reduction of two
+    numbers over each group, unless the ranks disagree.
 
     Args:
         groups: the process groups.
         lines: the description.
-        device: device of the numbers, if the groups communicate from there.
-        doing: words for an error if a rank is missing.
-        what: words for the thing that the ranks share.
-        then: words for the consequence of a disagreement.
+        device: device of the reduced numbers, if the groups communicate from this device.
+        doing: name of the action, for the error about a missing rank.
+        what: name of the objects that the ranks share, for the error about a disagreement.
+        then: end of that error, with the consequence.
 
     Raises:
-        ValueError: on every rank, naming the ranks that differ, and the difference.
-        MissingRanksError: a rank calls something else, or is gone.
+        ValueError: the descriptions differ. Every rank raises the error, with the ranks and the
+            difference.
+        MissingRanksError: a rank called another collective, or has ended.
     """
     number = number_of(lines)
     extremes = torch.tensor([number, -number], dtype=torch.int64, device="cpu")
@@ -361,7 +401,7 @@ def check_agreement(
 def _largest(
     numbers: Tensor, groups: Sequence[ProcessGroup], device: torch.device, doing: str
 ) -> Tensor:
-    """Return each number's largest value among the ranks of all these groups."""
+    """Return the largest value of each number among the ranks of all these groups. Collective."""
     for group in groups:
         served = {known.type: known for known in group._device_types}
         numbers = numbers.to(device if device.type in served else next(iter(served.values())))
@@ -378,13 +418,15 @@ def number_of(lines: Sequence[str]) -> int:
 
 
 def difference_told(lines: Sequence[str], ranks: Sequence[int]) -> str:
-    """Describe how ranks' descriptions differ. They exchange them through the store, without a
-    collective, so that each rank may call it when it notices. The first rank compares, and writes
-    the answer.
+    """Return a sentence about the difference between the descriptions of some ranks.
+
+    The ranks exchange the descriptions through the store of ``torch.distributed``, without a
+    collective, so each rank may call this function at another time. The first of the ranks compares
+    them and writes the answer to the store.
 
     Args:
         lines: the description of this rank.
-        ranks: global numbers of the ranks that notice, including this one.
+        ranks: global numbers of the ranks that compare, with this rank.
     """
     own, first = dist.get_rank(), ranks[0]
     topic = f"difference/{'-'.join(map(str, ranks))}"
@@ -395,14 +437,16 @@ def difference_told(lines: Sequence[str], ranks: Sequence[int]) -> str:
         if own == first:
             how = _compared(store, ranks)
             store.set("how", how)
-            others = len(ranks) - 1  # this process may host the store
+            # This process may host the store, which ends with the process before the others have
+            # read it.
+            others = len(ranks) - 1
             _wait_until(lambda: store.add("read", 0) == others, _GRACE)
         elif _wait_until(lambda: store.check(["how"]), _PATIENCE + _GRACE):
             how = store.get("how").decode()
             store.add("read", 1)
         else:
             how = f"rank {first} did not report"
-    except RuntimeError:  # the rank that hosts the store has ended
+    except RuntimeError:  # The store is gone if the rank that hosts it has ended.
         return "the difference is unknown, because the store is gone"
     return how or "the difference is unknown"
 

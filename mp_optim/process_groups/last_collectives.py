@@ -1,10 +1,10 @@
-"""The last collectives of a process.
+"""Lets the threads of the last collectives end before the interpreter ends.
 
-A thread of gloo first reports that a collective is complete and then frees its tensors, which takes
-the interpreter's lock where they have a Python object. If the interpreter has ended by then, the
-process aborts ("terminate called without an active exception"), with all its work done.
-``destroy_process_group`` joins those threads, unless another object, such as an optimizer or a DDP
-model, still holds the group.
+A gloo thread first reports that a collective is complete, and then frees the tensors of the
+collective. For tensors with a Python object this takes the interpreter's lock. If the interpreter
+has ended by then, the process aborts ("terminate called without an active exception") although all
+of its work is done. ``destroy_process_group`` joins these threads, unless another object (an
+optimizer, a DDP model) still refers to the group.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ _TASKS = Path("/proc/self/task")
 _THREAD = "pt_gloo_runloop"
 """The name that torch gives to gloo's threads."""
 _EXIT_PATIENCE = 2.0
-"""Seconds, after which a collective that hangs is not waited for."""
+"""Most seconds to wait at exit. A collective that hangs must not keep the process alive."""
 
 
 def finish() -> None:
-    """Let gloo's threads run until all of them sleep, for at most two seconds; registered to be
-    called at this process's exit."""
+    """Wait until all gloo threads of this process sleep, for at most two seconds. Registered with
+    ``atexit``."""
     end = time.monotonic() + _EXIT_PATIENCE
     while time.monotonic() < end:
-        time.sleep(1e-3)  # gives the interpreter's lock to a waiting thread
+        # Sleeping gives the interpreter's lock to a gloo thread that waits for the lock.
+        time.sleep(1e-3)
         if "R" not in _states():
             return
 
 
 def _states() -> Iterator[str]:
-    """Yield the state of each of this process's gloo threads: ``R`` runs or wants to, ``S`` sleeps.
-    Empty where the system has no such list."""
+    """Yield the state of each gloo thread of this process: ``R`` for a thread that runs or is ready
+    to run, ``S`` for one that sleeps. Yield nothing on systems without ``/proc/self/task``."""
     for task in _TASKS.glob("*"):
-        with contextlib.suppress(OSError):  # the thread has ended meanwhile
+        # The file is gone if the thread has ended since glob() listed it.
+        with contextlib.suppress(OSError):
             name, _, rest = (task / "stat").read_text().rpartition(")")
             if name.endswith(f"({_THREAD}"):
                 yield rest.split()[0]

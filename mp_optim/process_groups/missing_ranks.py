@@ -1,15 +1,16 @@
 """Errors that name the ranks that are missing from a collective.
 
-A collective fails at once only on the ranks that communicate with a dead one; the others wait. So a
-rank whose collective fails leaves a note in the store through which the processes met, and a rank
-that waits reads the notes once a second. Then each rank waits a bounded time for the others' notes.
-A rank without a note may have ended, hang, or compute: the message states that it did not report.
+If a rank ends, a collective fails at once only on the ranks that communicate with it. The other
+ranks wait. So a rank whose collective fails writes a note to the store of ``torch.distributed``,
+and a rank that waits reads the notes once a second. Then each rank waits a bounded time for the
+notes of the others. A rank without a note may have ended, may hang, or may still compute, so the
+message says only that it did not report.
 
-An error belongs to communication if a collective raised it, whatever its text is.
+An error counts as a failure of communication if a collective raised it, whatever its text is.
 
-The store may outlive the process group (torchrun's agent keeps it), and the next group has the same
-names. So notes belong to a life of the job: from ``init_process_group`` to
-``destroy_process_group``.
+The store may outlive the process group, because torchrun's agent keeps it, and the next group has
+the same name. So the keys of notes contain a number that counts the calls of
+``init_process_group``: the number of the job's life.
 """
 
 from __future__ import annotations
@@ -35,41 +36,45 @@ from mp_optim.process_groups import last_collectives
 T = TypeVar("T")
 
 _PATIENCE = 30.0
-"""Seconds for which a rank whose collective failed waits for the notes of the others."""
+"""Seconds that a rank whose collective failed waits for the notes of the other ranks."""
 _GRACE = 1.0
-"""Seconds for others to read the last notes, before a process ends that may keep the store."""
+"""Seconds that a process stays alive after it wrote its last note, because it may host the store
+that other ranks read."""
 _BETWEEN_READS = timedelta(seconds=1.0)
-"""Time between two looks at the notes, while waiting."""
+"""Time between two reads of the notes while a rank waits for a collective."""
 _STORE = 3.0
-"""Seconds that an answer of the store may take."""
+"""Seconds to wait for an answer of the store."""
 
 _joined: WeakSet[ProcessGroup] = WeakSet()
-"""The group of all processes, if this process has entered its life."""
+"""The group of all processes, once this process has found the number of its life
+(:func:`announce`)."""
 _once_at_exit = functools.cache(atexit.register)
 _questions: list[futures.Future[bool]] = []
-"""Whether there is a note: the last question to the store."""
+"""The last read of the store, whose result is True if any rank has written a note."""
 
 
 class MissingRanksError(RuntimeError):
-    """A collective failed; the message names the ranks that did not report."""
+    """A collective failed. The message names the ranks that did not report."""
 
 
 class _CollectiveError(RuntimeError):
-    """A collective raised the error that is this one's cause."""
+    """A collective raised an error; that error is the ``__cause__``."""
 
 
 # -- notes ----------------------------------------------------------------------------------------
 
 
 def announce() -> None:
-    """Enter this life of the job. Not collective; cheap when repeated."""
+    """Find the number of this life of the job, and register :func:`last_collectives.finish`. Not
+    collective; later calls return at once."""
     _once_at_exit(last_collectives.finish)
     world = dist.group.WORLD if dist.is_initialized() else None
-    if world is None or world in _joined:  # a stand-in for a group has no store
+    if world is None or world in _joined:  # A test's stand-in for a process group has no store.
         return
     store, own = _get_default_store(), f"mp_optim/life/{dist.get_rank()}"
     life = store.add("mp_optim/life", 0)
-    if store.add(own, 0) == life:  # this rank took part in the last collective, so that is complete
+    # If this rank took part in the life with this number, that life is over: a new group exists.
+    if store.add(own, 0) == life:
         life += 1
     for name in ("mp_optim/life", own):
         store.set(name, str(life))
@@ -77,16 +82,20 @@ def announce() -> None:
 
 
 def shared_store(topic: str) -> PrefixStore:
-    """Return the part of the store in which the ranks share a topic in this life of the job."""
+    """Return the keys of the store under which the ranks share a topic in this life of the job."""
     announce()
     store = _get_default_store()
-    # Read at each use: a rank that was not in the last life learns from the others that it is over.
+    # Read the number at each use: a rank without a collective in the last life learns it from the
+    # others.
     return PrefixStore(f"mp_optim/{store.add('mp_optim/life', 0)}/{topic}", store)
 
 
 def _notes(group: ProcessGroup) -> PrefixStore:
-    """Return the notes of failure: of each rank, by its number, the action that failed; ``any`` if
-    there is one; ``verdict`` for the ranks that are missing."""
+    """Return the notes about failed collectives of a group.
+
+    The key of a note is the rank's number, and its value is the action that failed. Two more keys:
+    ``any`` if there is a note, and ``verdict`` with the ranks that are missing.
+    """
     return shared_store(f"failed/{group.group_name}")
 
 
@@ -101,14 +110,14 @@ def _leave_note(notes: PrefixStore, doing: str) -> None:
 def start_collective(
     collective: Callable[..., Any], *args: Any, group: ProcessGroup, **options: Any
 ) -> Any:
-    """Start a collective of a group; returns work for :func:`wait_for`."""
+    """Start a collective of a group. Return the handle that :func:`wait_for` takes."""
     with _in_collective():
         return collective(*args, group=group, async_op=True, **options)
 
 
 @contextlib.contextmanager
 def _in_collective() -> Iterator[None]:
-    """Mark RuntimeErrors that are raised inside as errors of a collective."""
+    """Turn each RuntimeError inside the block into a :class:`_CollectiveError`."""
     try:
         yield
     except _CollectiveError:
@@ -118,10 +127,19 @@ def _in_collective() -> Iterator[None]:
 
 
 def wait_for(work: Any, group: ProcessGroup, device: torch.device) -> None:
-    """Wait for a collective, or until another rank has left a note that communication failed.
+    """Wait until a collective is complete, or until another rank has written a note about a
+    failure.
 
-    On backends that block the host while they wait (gloo), this looks for notes once a second.
-    Other backends watch over their communicators themselves.
+    gloo blocks the host while it waits, so this function reads the notes once a second. Other
+    backends detect failures themselves.
+
+    Args:
+        work: result of :func:`start_collective`.
+        group: process group of the collective.
+        device: device of the collective's tensors.
+
+    Raises:
+        RuntimeError: the collective failed here or on another rank.
     """
     with _in_collective():
         if not _uses_gloo(group, device):
@@ -133,22 +151,30 @@ def wait_for(work: Any, group: ProcessGroup, device: torch.device) -> None:
                 return
             except RuntimeError:
                 if work.is_completed():
-                    work.wait()  # raises if it failed, and not if it was completed since
+                    # wait() raises if the collective failed, but not if it was completed since the
+                    # timeout.
+                    work.wait()
                     return
             _raise_if_noticed(group)
 
 
 def wait_for_all(works: Sequence[Any], group: ProcessGroup, device: torch.device) -> None:
-    """Wait for several collectives as :func:`wait_for` does."""
+    """Wait for several collectives of a group, one after the other, by :func:`wait_for`."""
     for work in works:
         wait_for(work, group, device)
 
 
 def all_gather(group: ProcessGroup, doing: str, value: T) -> list[T]:
-    """Return the objects of all ranks of a group, in order. Collective.
+    """Return the objects of all ranks of a group, in rank order. Collective.
+
+    Args:
+        group: the process group.
+        doing: name of the action, for the error.
+        value: this rank's object.
 
     Raises:
-        MissingRanksError: naming the ranks that did not report.
+        MissingRanksError: a rank did not take part; the message names the ranks that did not
+            report.
     """
     values: list[Any] = [None] * group.size()
     call(group, doing, lambda: dist.all_gather_object(values, value, group=group))
@@ -156,15 +182,23 @@ def all_gather(group: ProcessGroup, doing: str, value: T) -> list[T]:
 
 
 def call(group: ProcessGroup, doing: str, communicate: Callable[[], T]) -> T:
-    """Return the result of a call that only communicates, such as a collective of objects. Under
-    gloo it is made in a thread of its own.
+    """Return the result of a function that only communicates, such as a collective of objects. With
+    gloo, call it in a thread of its own.
 
-    NOTE: after a failure the thread stays where it is; a process that goes on must leave the group
-    alone. Objects that are sent over an accelerator are sent by the calling thread, which knows the
-    device.
+    With other backends the calling thread calls it, because objects are sent from the current
+    device of that thread.
+
+    NOTE: after a failure the thread may still be in the collective. A process that continues must
+    not use the group again.
+
+    Args:
+        group: the process group.
+        doing: name of the action, for the error.
+        communicate: the function.
 
     Raises:
-        MissingRanksError: naming the ranks that did not report.
+        MissingRanksError: a rank did not take part; the message names the ranks that did not
+            report.
     """
     with naming_missing_ranks(group)(doing), _in_collective():
         if not _uses_gloo(group, torch.device("cpu")):
@@ -176,22 +210,23 @@ def call(group: ProcessGroup, doing: str, communicate: Callable[[], T]) -> T:
 
 
 def _uses_gloo(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether gloo, which blocks the host that waits, carries tensors of a device."""
+    """True if gloo communicates tensors of this device in this group. gloo blocks the host while it
+    waits."""
     if all(known.type != device.type for known in group._device_types):
         return False
     return bool(group._get_backend(device).name() == "gloo")
 
 
 def _raise_if_noticed(group: ProcessGroup) -> None:
-    """Raise if a rank has left a note. A thread reads the store: the process that keeps it may be
-    stopped, and would not answer."""
+    """Raise if another rank has written a note. A thread reads the store, because the process that
+    hosts it may be stopped and would not answer."""
     if any(not question.done() for question in _questions):
         return
 
     def is_noticed() -> bool:
         try:
             return bool(_notes(group).check(["any"]))
-        except RuntimeError:  # the rank that hosts the store has ended
+        except RuntimeError:  # The store is gone if the rank that hosts it has ended.
             return True
 
     _questions[:] = [in_background(is_noticed)]
@@ -203,8 +238,8 @@ def _raise_if_noticed(group: ProcessGroup) -> None:
 
 
 def naming_missing_ranks(group: ProcessGroup) -> Callable[[str], Any]:
-    """Return a context for collectives of a group, in which an error of a collective becomes a
-    MissingRanksError."""
+    """Return a context manager for collectives of a group. The context manager takes the name of
+    the action, and turns the error of a collective into a MissingRanksError."""
     announce()
 
     @contextlib.contextmanager
@@ -227,7 +262,7 @@ def naming_missing_ranks(group: ProcessGroup) -> Callable[[str], Any]:
 
 
 def _check_alive(group: ProcessGroup, doing: str) -> None:
-    """Raise RuntimeError if ``destroy_process_group`` has ended a group."""
+    """Raise RuntimeError if ``destroy_process_group`` has ended the group."""
     try:
         dist.get_process_group_ranks(group)
     except KeyError:
@@ -238,13 +273,13 @@ def _check_alive(group: ProcessGroup, doing: str) -> None:
 
 
 def _missing(group: ProcessGroup, doing: str) -> str:
-    """Leave a note, and return the ranks without one, in words. A thread reads the store: the
-    process that keeps it may be gone, or stopped."""
+    """Write a note, and return a phrase with the ranks that wrote none. A thread reads the store,
+    because the process that hosts it may have ended or be stopped."""
     ranks = dist.get_process_group_ranks(group)
     answer = in_background(lambda: _by_notes(_notes(group), ranks, doing))
     with contextlib.suppress(
         RuntimeError, futures.TimeoutError
-    ):  # the store is missing or does not answer
+    ):  # The store is missing, or it does not answer in time.
         return answer.result(_PATIENCE + _STORE)
     return (
         "the store is gone, or does not answer: the process that keeps it, perhaps rank 0, has "
@@ -253,14 +288,15 @@ def _missing(group: ProcessGroup, doing: str) -> str:
 
 
 def _by_notes(notes: PrefixStore, ranks: Sequence[int], doing: str) -> str:
-    """Return in words which ranks leave no note in time.
+    """Return a phrase with the ranks that wrote no note within :data:`_PATIENCE` seconds.
 
     Raises:
         RuntimeError: the store is gone.
     """
     own, until, silent = dist.get_rank(), time.monotonic() + _PATIENCE, list(ranks)
     _leave_note(notes, doing)
-    while not notes.check(["verdict"]):  # another rank may have waited longer
+    # A rank that waited longer may have written the verdict already.
+    while not notes.check(["verdict"]):
         silent = [rank for rank in silent if not notes.check([str(rank)])]
         if not silent or time.monotonic() > until:
             named = _counted("rank", "ranks", silent)

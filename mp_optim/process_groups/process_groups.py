@@ -1,4 +1,4 @@
-"""The few process groups over which an optimizer reduces, by their purpose."""
+"""The process groups over which an optimizer reduces, by purpose."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """Process groups by purpose; None means this process alone.
+    """Process groups by purpose. None stands for this process alone.
 
     Attributes:
-        grad_stats: ranks that hold different dense parameters of one model copy (tensor x pipeline
-            parallel).
-        expert_grad_stats: ranks that hold different expert parameters (expert x tensor x pipeline
-            parallel).
-        tp: tensor-parallel ranks of dense parameters, to count duplicated parameters once.
+        grad_stats: ranks that have different dense parameters of one copy of the model (tensor x
+            pipeline parallel); they sum the squares for the gradient norm.
+        expert_grad_stats: ranks that have different expert parameters of one copy of the model
+            (expert x tensor x pipeline parallel).
+        tp: tensor-parallel ranks of dense parameters. A parameter that all of them have is counted
+            once in the norm.
         expert_tp: tensor-parallel ranks of expert parameters.
-        dp: ranks that hold copies of dense parameters; a distributed optimizer reduces over them.
-            With ``use_distributed_optimizer`` by default all ranks.
-        expert_dp: ranks that hold copies of expert parameters; by default as dp.
-        ep: ranks that hold different experts of one layer, which each counts from 0.
-        pp: the stages of a pipeline, whose layers have a ``layer_number``. With several, building
-            an optimizer is a collective of theirs.
+        dp: ranks that have copies of the dense parameters; a distributed optimizer reduces over
+            them. With ``use_distributed_optimizer`` the default is all ranks.
+        expert_dp: ranks that have copies of the expert parameters; by default ``dp``.
+        ep: ranks that have different experts of one layer. Each rank numbers its experts from 0.
+        pp: stages of a pipeline, whose layers have a ``layer_number``. With several stages,
+            building an optimizer is a collective over them.
     """
 
     grad_stats: ProcessGroup | None = None
@@ -40,20 +41,24 @@ class ProcessGroups:
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> ProcessGroups:
-        """Return groups from a mesh whose dimensions are named ``dp``, ``tp``, ``pp`` and ``ep``
-        (any subset). Collective.
+        """Return groups from a device mesh. Collective.
 
-        Ranks along ``ep`` hold different experts and copies of the dense parameters, so the latter
-        are data-parallel over it too.
+        Ranks along ``ep`` have different experts and copies of the dense parameters, so ``ep`` is a
+        data-parallel dimension of dense parameters.
+
+        Args:
+            mesh: a mesh whose dimensions are named; any subset of ``dp``, ``dp_shard``,
+                ``dp_replicate``, ``tp``, ``pp`` and ``ep``.
 
         Raises:
-            ValueError: the mesh has no names, or an unknown one.
+            ValueError: the mesh has no names, or an unknown name.
         """
         names = mesh.mesh_dim_names
         known = {"dp", "dp_shard", "dp_replicate", "tp", "pp", "ep"}
         if not names or set(names) - known:
             raise ValueError(
-                f"mesh_dim_names={names!r}: name every dimension, out of {sorted(known)}"
+                f"mesh_dim_names={names!r}: a dimension has no name or an unknown one; give each "
+                f"dimension one of the names {sorted(known)}"
             )
 
         def over(*wanted: str) -> ProcessGroup | None:
@@ -65,7 +70,8 @@ class ProcessGroups:
 
         copies = ("dp", "dp_shard", "dp_replicate")
         expert_dp = over(*copies)
-        if expert_dp is None and "ep" in names:  # no two ranks hold the same expert
+        # No two ranks have the same expert, so each rank reduces expert gradients alone.
+        if expert_dp is None and "ep" in names:
             expert_dp = dist.new_subgroups(1)[0]  # type: ignore[no-untyped-call]
         return cls(
             grad_stats=over("tp", "pp"),
@@ -80,11 +86,12 @@ class ProcessGroups:
 
     @classmethod
     def from_attributes(cls, groups: Any) -> ProcessGroups:
-        """Return groups from any object with Megatron's attribute names (``mp``, ``tp``,
-        ``expt_tp``, ``tp_ep_pp``, ...).
+        """Return groups from any object with Megatron's attributes (``mp``, ``tp``, ``expt_tp``,
+        ``tp_ep_pp``, ...), such as a ``ProcessGroupCollection``.
 
         Raises:
-            ValueError: a group of several ranks is not supported here, naming it.
+            ValueError: a group of several ranks belongs to generalised tensor parallelism, which is
+                not supported; the message has its name.
         """
         for name in ("gtp_remat", "expt_gtp_remat"):
             group = getattr(groups, name, None)
