@@ -263,9 +263,8 @@ def _code_scale(top: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     value has code 7 with any rounding, and decoded values have the same scale when they are stored
     again.
     """
-    quotient = top / torch.full_like(
-        top, levels
-    )  # Divide by a tensor: for a plain number a GPU multiplies by its reciprocal.
+    # Divide by a tensor: for a plain number a GPU multiplies by its reciprocal.
+    quotient = top / torch.full_like(top, levels)
     up = 0 if levels == _FOUR_BITS else 0xFF
     scale = ((quotient.view(torch.int32) + up) & -0x100).view(torch.float32)
     return scale, 1.0 / scale

@@ -223,9 +223,8 @@ class NativeBackend(ReferenceBackend):
         if not steady.contiguous:
             steady = CachedTensorList(tensor.contiguous() for tensor in steady)
         if steady.own_sizes != steady.sizes or not steady.stored:
-            check_fit(
-                LaunchDtypes(steady[0].dtype), {"grad": steady}
-            )  # Raises an error that names the tensor.
+            # Raises an error that names the tensor.
+            check_fit(LaunchDtypes(steady[0].dtype), {"grad": steady})
         sums = torch.empty(len(steady), dtype=torch.float64, device="cpu")
         table = NativeTable.of_one(steady)
         self.library.call("mp_measure", byref(table.tensors), sums.data_ptr(), None, thread_count())

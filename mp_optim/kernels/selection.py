@@ -215,9 +215,8 @@ def check_serves(name: str, device: torch.device) -> None:
     if name in _SOURCES:
         devices = _SOURCES[name].devices
         if name != "native" and devices is not None and device.type not in (*devices(), "meta"):
-            choose_backend(
-                name, device
-            )  # If the backend is not usable at all, that error is clearer.
+            # If the backend is not usable at all, that error is clearer.
+            choose_backend(name, device)
             raise ValueError(
                 f"fused_backend={name!r}: the model's parameters are on {device.type}, but its "
                 f"kernels run on {' and '.join(devices())}; move the model, or choose 'auto'"

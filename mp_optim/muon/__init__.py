@@ -1,1 +1,1 @@
-"""Muon and NorMuon: orthogonalized updates of matrices, also of sharded ones."""
+"""Muon and NorMuon: orthogonalized updates of matrices, which may be sharded over ranks."""

@@ -1,8 +1,8 @@
 """Exact sums of squares, with the same bits in any order and for any sharding of a parameter.
 
 A square is split into two integers of 31 bits, relative to a power of two above the largest square.
-Each is summed as an integer. Squares below 2^-62 of the largest count as 0. Only the final sum is
-rounded. Formulas: docs/numerics.md, "Exact sums".
+The integers are summed separately, so only the final result is rounded. Squares below 2^-62 of the
+largest square count as 0. Formulas: docs/numerics.md, "Exact sums".
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from mp_optim.kernels.sums import Groups, reduce_over
 _BITS = 31
 _LOW = (1 << _BITS) - 1
 _MOST = 1 << 21
-"""Largest number of elements whose digits FP64 sums without rounding: 2^21 times 2^31 is below
-2^53."""
+"""Largest number of elements whose digits FP64 adds without rounding, because 2^21 times 2^31 is
+below 2^53."""
 
 MatricesShape = tuple[int, int, int]
 
@@ -45,9 +45,9 @@ class MatrixBlock(NamedTuple):
 
 
 def matrices_shape(shape: Sequence[int]) -> MatricesShape:
-    """Return a parameter's shape as a stack of matrices (matrices, rows, columns).
+    """Return a parameter's shape as a stack of matrices: (matrices, rows, columns).
 
-    Its last two dimensions are rows and columns; a parameter with fewer dimensions has one row.
+    The last two dimensions are rows and columns. A parameter with one dimension is one row.
     """
     if len(shape) < 2:
         return 1, 1, math.prod(shape)
@@ -55,7 +55,12 @@ def matrices_shape(shape: Sequence[int]) -> MatricesShape:
 
 
 def matrix_blocks(region: ShardRegion, local: Tensor) -> list[MatrixBlock]:
-    """Return a rank's elements of a parameter as blocks, views of its contiguous tensor."""
+    """Return a rank's elements of a parameter as blocks of matrices.
+
+    Args:
+        region: elements of the parameter that the rank has.
+        local: contiguous tensor of these elements. The blocks are views of this tensor.
+    """
     if not local.numel():
         return []
     if region.offsets is None:
@@ -70,10 +75,13 @@ def matrix_blocks(region: ShardRegion, local: Tensor) -> list[MatrixBlock]:
 def _boxed(
     local: Tensor, offsets: tuple[int, ...], shape: torch.Size, matrix: int
 ) -> Iterator[MatrixBlock]:
-    """Yield the blocks of a box that begins at ``offsets``.
+    """Yield the blocks of a box in a stack of matrices.
 
     Args:
-        matrix: index of the tensor's first matrix.
+        local: elements of the box.
+        offsets: first index of the box in each dimension.
+        shape: shape of the parameter.
+        matrix: index of the first matrix of ``shape`` in the whole stack.
     """
     rows, columns = local.shape[-2:]
     if local.dim() == 2:
@@ -89,15 +97,15 @@ def _boxed(
 
 
 def sum_piece_elements(device: torch.device) -> int:
-    """Return the number of elements of a piece.
+    """Return the largest number of elements of a piece.
 
-    It is small enough for a CPU core's cache in FP64, and large enough to occupy an accelerator.
+    A piece in FP64 fits a CPU core's cache, or is large enough to occupy an accelerator.
     """
     return 1 << 16 if device.type == "cpu" else _MOST
 
 
 def pieces_of(block: MatrixBlock) -> Iterator[MatrixBlock]:
-    """Yield the block in pieces of at most :func:`sum_piece_elements`."""
+    """Yield a block in pieces of at most :func:`sum_piece_elements` elements."""
     _, rows, columns = block.values.shape
     most = sum_piece_elements(block.values.device)
     wide = min(columns, most)
@@ -116,8 +124,12 @@ def _cut(values: Tensor, dim: int, size: int, first: int) -> Iterator[tuple[Tens
 
 
 def digits_of(values: Tensor, top: float) -> tuple[Tensor, Tensor]:
-    """Return squares of FP32 values as two FP64 tensors of whole numbers below 2^31, without
-    rounding."""
+    """Return the squares of FP32 values as two FP64 tensors of whole numbers below 2^31.
+
+    Args:
+        values: FP32 tensor.
+        top: the largest magnitude of the parameter.
+    """
     exponent = math.frexp(top)[1]
     squares = values.double().mul_(2.0**-exponent).square_().mul_(2.0**_BITS)
     high = squares.floor()
@@ -125,9 +137,9 @@ def digits_of(values: Tensor, top: float) -> tuple[Tensor, Tensor]:
 
 
 def largest_magnitude(values: Tensor) -> Tensor:
-    """Return the largest magnitude of contiguous FP32 values, shape ().
+    """Return the largest magnitude of contiguous FP32 values, FP32, shape ().
 
-    It is inf if one is not finite, and 0 without values.
+    The result is inf if a value is not finite, and 0 for an empty tensor.
     """
     if not values.numel():
         return torch.zeros((), dtype=torch.float32, device=values.device)
@@ -141,10 +153,14 @@ def row_digits(
 ) -> Tensor:
     """Return the digits of each row's sum of squares: int64, shape (2, matrices, rows).
 
-    Rows without elements on this rank have 0. Digits of several ranks can be added.
+    Rows without elements on this rank have digits 0. So adding the digits of all ranks gives the
+    digits of the whole rows.
 
     Args:
-        top: the largest magnitude of the whole parameter; with inf all digits are 0.
+        blocks: this rank's elements.
+        top: the largest magnitude of the whole parameter. With inf, all digits are 0.
+        shape: shape of the parameter as a stack of matrices.
+        device: device of the result.
     """
     matrices, rows, _ = shape
     by_row = torch.zeros(2, matrices, rows, dtype=torch.int64, device=device)
@@ -158,11 +174,15 @@ def row_digits(
 
 
 def bounded_digits(values: Tensor, most: float) -> Tensor:
-    """Return values from 0 to ``most``, a power of two, as digits that can be added.
+    """Return values as digits that can be added exactly: int64, shape (3, *values.shape).
 
-    Each value is rounded to a multiple of 2^-52 of ``most`` and split into two whole numbers, the
-    first in units of 2^31. A third number is 1 for a NaN, which counts as 0. The result is int64
-    with a first dimension of three.
+    A value is rounded to a multiple of 2^-52 of ``most`` and split into two whole numbers; the unit
+    of the first is 2^31 times that of the second. The third number is 1 for a NaN, whose value
+    counts as 0.
+
+    Args:
+        values: FP64 values from 0 to ``most``.
+        most: a power of two.
     """
     is_nan = values.isnan()
     units = values.masked_fill(is_nan, 0.0).double().mul_(2.0**52 / most).round_().long()
@@ -170,9 +190,9 @@ def bounded_digits(values: Tensor, most: float) -> Tensor:
 
 
 def bounded_values(sums: Tensor, most: float) -> Tensor:
-    """Return sums of :func:`bounded_digits` as FP64 values, rounded once; NaN if a value was NaN.
+    """Return sums of :func:`bounded_digits` as FP64 values without the first dimension.
 
-    The first dimension is removed.
+    Each value is rounded once. A value is NaN if one of its summands was NaN.
     """
     high, low, nans = sums.unbind()
     units = (high + (low >> _BITS)).double().mul_(2.0**_BITS).add_(low.bitwise_and(_LOW).double())
@@ -180,9 +200,9 @@ def bounded_values(sums: Tensor, most: float) -> Tensor:
 
 
 def digits_to_values(digits: Tensor, top: float) -> Tensor:
-    """Return sums of digits as FP64 values; NaN if ``top`` is not finite.
+    """Return sums of :func:`row_digits` as FP64 values without the first dimension.
 
-    The first dimension is removed.
+    All values are NaN if ``top`` is not finite.
     """
     if not math.isfinite(top):
         return torch.full(digits.shape[1:], math.nan, dtype=torch.float64, device=digits.device)
@@ -194,14 +214,16 @@ def digits_to_values(digits: Tensor, top: float) -> Tensor:
 def over_shards(
     values: Sequence[Tensor], shard_groups: Sequence[Groups], largest_of: bool, doing: str
 ) -> list[Tensor]:
-    """Return values of sharded parameters from the values of their shards.
+    """Reduce values of parameters over the ranks with their shards, and return the results.
 
-    There is one reduction for all parameters with the same groups.
+    All parameters with the same groups are reduced together.
 
     Args:
-        values: contiguous tensors of one dtype; values of whole parameters are unchanged.
-        largest_of: True for the maximum instead of the sum.
-        doing: description of the work, for the error if a rank is missing.
+        values: contiguous tensors of one dtype, one for each parameter. A tensor without groups is
+            returned unchanged.
+        shard_groups: for each parameter, the process groups over which it is sharded.
+        largest_of: True for the maximum, False for the sum.
+        doing: description of the reduction, for the error if a rank is missing.
     """
     op = dist.ReduceOp.MAX if largest_of else dist.ReduceOp.SUM
     result = list(values)

@@ -1,12 +1,13 @@
 """Exchange of matrices that are sharded over ranks.
 
-Owners orthogonalize them. Parts are sent to the owners and results back, all-to-all, a batch of
-matrices at a time. On a grid of ranks that several process groups span, parts are sent along one
-axis after the other, so the groups of the mesh are enough.
+Each matrix has an owner, the rank that orthogonalizes it. All ranks send their parts of a matrix to
+its owner, and the owner sends parts of the result back. One all-to-all sends a batch of matrices.
+If several process groups span the ranks, parts are sent along one axis of the grid of ranks after
+the other, so no further process group is needed.
 
-NOTE: batches overlap: while one is computed, the next one's parts are received and the previous
-one's results are sent. All ranks start the same communication in the same order, because all have
-the same plan (:func:`plan_exchange`).
+NOTE: batches overlap. While the products of a batch are computed, parts of the next batch are
+received and results of the previous batch are sent. All ranks start collectives in one order,
+because all compute the same plan (:func:`plan_exchange`).
 """
 
 from __future__ import annotations
@@ -27,23 +28,24 @@ from mp_optim.process_groups.missing_ranks import naming_missing_ranks, start_co
 
 Compute = Callable[[list[Tensor]], Sequence[Tensor]]
 _Pieces = dict[int, list[Tensor]]
-"""Flattened parts of a block of ranks, in their order, by index of the matrix in the plan."""
+"""Flattened parts of matrices by index of the matrix in the plan. The parts are those of
+consecutive ranks, in order."""
 
 _DOING = "exchanging parts of matrices with their owners"
 
 
 @dataclass
 class Exchange:
-    """One exchange of the parts of several parameters between the same ranks.
+    """An exchange of the parts of several parameters between the same ranks.
 
     Attributes:
-        plan: owner of each matrix.
-        params: parts of each rank.
+        plan: owner and batch of each matrix.
+        params: for each parameter, the parts of each rank.
         groups: process groups that span the grid of these ranks.
         sent: this rank's parts of the parameters, contiguous.
         received: memory for this rank's parts of the results, contiguous.
-        device: device of communication and products.
-        compute: returns the results of whole matrices, in their shapes and in the dtype of
+        device: device of collectives and products.
+        compute: returns the results of whole matrices, with equal shapes and the dtype of
             ``received``.
         bytes_sent: number of bytes sent to other ranks so far.
     """
@@ -59,29 +61,30 @@ class Exchange:
 
     def __post_init__(self) -> None:
         self._grid = self.params[0].grid
-        self._here = tuple(
-            group.rank() for group in self.groups
-        )  # Coordinates of this rank in the grid.
+        # The coordinates of this rank along each axis of the grid say which parts it sends.
+        self._here = tuple(group.rank() for group in self.groups)
         (self._rank,) = self._grid.block(*self._here)
-        # Coordinates of each matrix's owner in the grid.
+        # Compute the owners' coordinates once, because every stage of a batch reads them.
         self._owners = list(map(self._grid.coordinates, self.plan.owners))
         for param, part in zip(self.params, self.sent, strict=True):
             if (there := param.bounds(self._rank)[-1]) != part.numel():
                 raise ValueError(
-                    f"a part of {len(param.parts)} matrices of {param.rows} x {param.columns} has "
-                    f"{part.numel()} elements instead of {there}"
+                    f"sent={part.numel()} elements: this rank's part of {len(param.parts)} "
+                    f"matrices of {param.rows} x {param.columns} has {there}; pass the whole part"
                 )
 
     def run(self) -> None:
-        """Run the exchange. Collective over all ranks of the grid."""
+        """Send all parts, compute this rank's matrices, and receive all results. Collective over
+        the grid."""
         waiting = map(self._steps, self.plan.batches)
         under_way: list[Iterator[bool]] = []
         while begun := [*itertools.islice(waiting, 1), *under_way]:
-            # Start with the newest batch: its parts are sent while an older one is computed.
+            # Start with the newest batch, so that its parts are sent during the products of an
+            # older batch.
             under_way = [batch for batch in begun if next(batch)]
 
     def _steps(self, batch: Sequence[int]) -> Iterator[bool]:
-        """Run a batch stage by stage. Yield True while communication is in progress, False at the
+        """Run the stages of a batch. Yield True while a collective is in progress, and False at the
         end."""
         axes = range(len(self.groups))
         pieces = {item: [self._of_item(self.sent, item)] for item in batch}
@@ -104,7 +107,8 @@ class Exchange:
     # -- products ---------------------------------------------------------------------------------
 
     def _computed(self, pieces: _Pieces) -> _Pieces:
-        """Return the results of this rank's matrices, split like their parts."""
+        """Compute the results of this rank's matrices, and return them cut into the parts of each
+        rank."""
         if not pieces:
             return {}
         parts_of, wholes = {}, []
@@ -120,7 +124,12 @@ class Exchange:
         }
 
     def _of_item(self, tensors: Sequence[Tensor], item: int) -> Tensor:
-        """Return this rank's flattened part of a matrix of a parameter."""
+        """Return this rank's flattened part of a matrix, as a view of its parameter's tensor.
+
+        Args:
+            tensors: one tensor for each parameter.
+            item: index of the matrix in the plan.
+        """
         param, matrix = self.plan.items[item]
         start, stop = self.params[param].bounds(self._rank)[matrix : matrix + 2]
         return tensors[param].view(-1)[start:stop]
@@ -128,9 +137,10 @@ class Exchange:
     # -- on the way -------------------------------------------------------------------------------
 
     def _to_owners(self, axis: int, batch: Sequence[int], pieces: _Pieces) -> _Hop:
-        """Send each rank of a group the pieces of matrices that it owns.
+        """Send parts of matrices toward their owners, along one axis of the grid.
 
-        Owners at the same coordinate along this axis count, too: later axes pass the pieces on.
+        Each rank of the axis receives the parts of all matrices whose owner has the rank's
+        coordinate along this axis. Exchanges along earlier axes then send these parts to the owner.
         """
         group, here = self.groups[axis], self._here
         sent: list[list[Tensor]] = [[] for _ in range(group.size())]
@@ -142,9 +152,10 @@ class Exchange:
         return _Hop(group, self.device, self.sent[0].dtype, sent, coming)
 
     def _from_owners(self, axis: int, batch: Sequence[int], pieces: _Pieces) -> _Hop:
-        """Send results back: each rank of a group gets the pieces of ranks with its coordinates.
+        """Send parts of results back from the owners, along one axis of the grid.
 
-        These are the coordinates along this axis and earlier ones.
+        Each rank of the axis receives the parts for all ranks with its coordinates along this axis
+        and earlier axes.
         """
         group, here = self.groups[axis], self._here
         sent: list[list[Tensor]] = [[] for _ in range(group.size())]
@@ -161,7 +172,7 @@ class Exchange:
         return _Hop(group, self.device, self.received[0].dtype, sent, coming)
 
     def _sizes(self, items: Sequence[int], ranks: range) -> list[tuple[int, int]]:
-        """Return the matrix and the number of elements of each part of ranks."""
+        """Return (matrix, number of elements) for each part of some matrices on some ranks."""
         found = []
         for item in items:
             param, matrix = self.plan.items[item]
@@ -171,14 +182,17 @@ class Exchange:
 
 
 class _Hop:
-    """Communication of pieces along one axis, started by the constructor.
+    """One all-to-all of parts along one axis of the grid, which the constructor starts.
 
     Args:
-        sent: pieces for each rank of the group.
-        coming: matrices and sizes of the pieces from each rank of the group.
+        group: process group of the axis.
+        device: device of the collective.
+        dtype: dtype of the parts.
+        sent: for each rank of the group, the parts to send.
+        coming: for each rank of the group, matrix and number of elements of each part to receive.
 
     Attributes:
-        bytes_sent: bytes sent to other ranks.
+        bytes_sent: number of bytes sent to other ranks.
     """
 
     def __init__(
@@ -194,9 +208,8 @@ class _Hop:
         pieces = [piece for of_rank in sent for piece in of_rank]
         nothing = torch.empty(0, dtype=dtype, device=device)
         packed = torch.cat(pieces) if pieces else nothing
-        self._packed = packed.to(
-            device
-        )  # Keep the buffer, because it is read until the communication ends.
+        # The collective reads this buffer until its end, so keep a reference.
+        self._packed = packed.to(device)
         counts = [sum(size for _, size in of_rank) for of_rank in coming]
         sizes = [sum(map(Tensor.numel, of_rank)) * width for of_rank in sent]
         self.bytes_sent = sum(sizes) - sizes[group.rank()]
@@ -215,7 +228,8 @@ class _Hop:
             )
 
     def arrived(self, device: torch.device) -> _Pieces:
-        """Return the received pieces of each matrix, in the order of ranks, on a device."""
+        """Wait for the collective, and return the received parts of each matrix on a device, in the
+        order of ranks."""
         if self._work is not None:
             with self._guard(_DOING):
                 wait_for(self._work, self._group, self._buffer.device)
@@ -229,7 +243,7 @@ class _Hop:
 
 
 def assembled(shape: tuple[int, int], parts: Sequence[Boxes], flats: Sequence[Tensor]) -> Tensor:
-    """Return a whole matrix from its flattened parts."""
+    """Return a whole matrix, assembled from the flattened part of each rank."""
     if _are_in_order(parts, shape[1]):
         return torch.cat(list(flats)).view(shape)
     whole = flats[0].new_empty(shape)
@@ -240,7 +254,7 @@ def assembled(shape: tuple[int, int], parts: Sequence[Boxes], flats: Sequence[Te
 
 
 def cut_matrix(whole: Tensor, parts: Sequence[Boxes]) -> list[Tensor]:
-    """Return the flattened parts of a whole matrix: the inverse of :func:`assembled`."""
+    """Return the flattened part of each rank of a whole matrix. Inverse of :func:`assembled`."""
     if _are_in_order(parts, whole.shape[1]):
         return list(torch.split(whole.reshape(-1), list(map(numel_of, parts))))
     flats = []
@@ -251,7 +265,7 @@ def cut_matrix(whole: Tensor, parts: Sequence[Boxes]) -> list[Tensor]:
 
 
 def _are_in_order(parts: Sequence[Boxes], columns: int) -> bool:
-    """True if the parts are consecutive rows of a matrix."""
+    """True if the parts are runs of whole rows of a matrix, in order."""
     end = 0
     for box in itertools.chain.from_iterable(parts):
         (row, column), (high, wide) = box.offsets, box.sizes
@@ -263,23 +277,26 @@ def _are_in_order(parts: Sequence[Boxes], columns: int) -> bool:
     return True
 
 
-# -- who owns which matrix: whole numbers in and out, so that every rank comes to the same plan ----
+# -- owners of matrices, computed from whole numbers only, so that every rank has the same plan ----
 
 BATCH_BYTES = 64 << 20
-"""Largest size in bytes of the whole matrices that a rank receives in one batch, unless one matrix
-is larger."""
+"""Largest number of bytes of whole matrices that a rank receives in a batch. A larger matrix is a
+batch of its own."""
 LEAST_BATCH_BYTES = 1 << 20
-"""Smallest size of a batch in bytes. Larger matrices of a rank are divided into four batches, so
-that all except the first are sent during products."""
+"""Smallest limit in bytes of a batch. Above it, a rank's matrices are divided into four batches, so
+that three of them are sent during products."""
 _BATCHES = 4
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int, method: str = "standard") -> int:
-    """Return the floating-point operations of the products for one matrix.
+    """Return the number of floating-point operations of the products for one matrix.
 
-    A multiplication and an addition each count as one.
+    A multiplication and an addition count as two operations.
 
     Args:
+        rows: rows of the matrix.
+        columns: columns of the matrix.
+        steps: number of Newton-Schulz steps.
         method: see :func:`~mp_optim.muon.newton_schulz.orthogonalize_each`.
     """
     short, long = sorted((rows, columns))
@@ -291,18 +308,19 @@ def newton_schulz_flops(rows: int, columns: int, steps: int, method: str = "stan
 
 
 def assign(costs: Sequence[int], held: Sequence[Sequence[int]], loads: Sequence[int]) -> list[int]:
-    """Return the owner of each matrix.
+    """Return the owner of each matrix, so that all ranks have about the same load.
 
     The most expensive remaining matrix is assigned to the rank with the smallest load (Graham's LPT
-    rule). Among ranks of equal load the one with most of its elements is chosen.
+    rule). Of ranks with equal load, the rank with most elements of the matrix is chosen.
 
     Args:
         costs: cost of each matrix.
-        held: for each matrix, the number of elements on each rank.
-        loads: current load of each rank.
+        held: for each matrix, the number of its elements on each rank.
+        loads: present load of each rank.
 
     Returns:
-        Ranks. No load exceeds another by more than the largest cost, unless it did before.
+        A rank for each matrix. The loads of two ranks differ by at most the largest cost, unless
+        they differed by more before.
     """
     loads, owners = list(loads), [0] * len(costs)
     for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
@@ -316,13 +334,17 @@ def assign(costs: Sequence[int], held: Sequence[Sequence[int]], loads: Sequence[
 def exchange_batches(
     owners: Sequence[int], sizes: Sequence[int], ranks: int, limit: int
 ) -> list[list[int]]:
-    """Return batches of matrices in which every rank computes.
+    """Divide matrices into batches, so that every rank has products to compute in every batch.
 
     Args:
         owners: owner of each matrix.
-        sizes: size of each matrix.
+        sizes: size of each matrix in bytes.
         ranks: number of ranks.
-        limit: largest size of a rank's matrices in a batch, unless it is one matrix.
+        limit: largest number of bytes of a rank's matrices in a batch. A larger matrix is a batch
+            of its own.
+
+    Returns:
+        Indices of the matrices of each batch.
     """
     found: list[list[int]] = []
     batch, filled = [0] * ranks, [0] * ranks
@@ -338,12 +360,12 @@ def exchange_batches(
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """The owners of the matrices of several parameters.
+    """Owners and batches of the matrices of several parameters.
 
     Attributes:
-        items: the matrices, each as (parameter, matrix of its stack).
-        owners: a rank of the grid for each matrix.
-        costs: floating-point operations of each matrix.
+        items: for each matrix, the index of its parameter, and its index in the parameter's stack.
+        owners: for each matrix, the rank in the grid that orthogonalizes the matrix.
+        costs: number of floating-point operations of each matrix.
         batches: indices of the matrices of each batch, in order.
     """
 
@@ -357,12 +379,12 @@ class ExchangePlan:
 def plan_exchange(
     params: tuple[MatrixParts, ...], flops: tuple[int, ...], loads: tuple[int, ...], width: int
 ) -> ExchangePlan:
-    """Return the owners of all matrices of parameters that are sharded over the same ranks.
+    """Assign the matrices of parameters that are sharded over the same ranks to owners.
 
     Args:
-        params: parts of each parameter.
-        flops: floating-point operations for each matrix of a parameter.
-        loads: current load of each rank, in floating-point operations.
+        params: for each parameter, the parts of each rank.
+        flops: for each parameter, the number of floating-point operations of one of its matrices.
+        loads: present load of each rank, in floating-point operations.
         width: number of bytes of a sent element.
     """
     items = [
@@ -380,15 +402,16 @@ def plan_exchange(
 
 
 class MatrixOwners:
-    """Loads of the ranks in one step, over all launches of an optimizer, so that they are balanced.
+    """Loads of all ranks in one step, which balance the owners of matrices over all launches of the
+    step.
 
-    NOTE: only launches with sharded matrices are registered. All ranks with shards of them launch
-    in one order, so they have the same loads.
+    NOTE: only launches with sharded matrices add to the loads. The ranks with shards make these
+    launches in one order, so all of them have equal loads.
 
     Attributes:
-        flops: floating-point operations of this rank's products for sharded matrices in the last
-            step.
-        bytes_sent: number of bytes that this rank sent to other ranks for them.
+        flops: number of floating-point operations of this rank's products for sharded matrices in
+            the last step.
+        bytes_sent: number of bytes of sharded matrices that this rank sent in the last step.
     """
 
     def __init__(self) -> None:
@@ -402,10 +425,10 @@ class MatrixOwners:
         self.flops = self.bytes_sent = 0
 
     def begin(self, keys: Iterable[Hashable]) -> None:
-        """Start a launch. If a parameter occurs a second time, a new step starts.
+        """Start a launch. If a parameter is launched a second time, a new step has started.
 
         Args:
-            keys: keys of the parameters with sharded matrices.
+            keys: keys of the launch's parameters with sharded matrices.
         """
         keys = list(keys)
         if not self._seen.isdisjoint(keys):
@@ -419,14 +442,15 @@ class MatrixOwners:
         flops: Sequence[int],
         width: int,
     ) -> ExchangePlan:
-        """Assign the matrices of parameters that are sharded over the same ranks
-        (:func:`plan_exchange`).
+        """Assign matrices to owners (:func:`plan_exchange`), and add their costs to the loads.
 
         Args:
-            params: parts of each parameter.
+            params: parameters that are sharded over the same ranks: for each, the parts of each
+                rank.
             groups: process groups that span the grid of these ranks.
-            flops: see :func:`plan_exchange`.
-            width: see :func:`plan_exchange`.
+            flops: for each parameter, the number of floating-point operations of one of its
+                matrices.
+            width: number of bytes of a sent element.
         """
         grid = params[0].grid
         name = tuple(group.group_name for group in groups)
@@ -440,5 +464,5 @@ class MatrixOwners:
         return planned
 
     def metrics(self) -> dict[str, float]:
-        """Return this rank's metrics of sharded matrices in the last step."""
+        """Return this rank's operations and sent bytes for sharded matrices in the last step."""
         return {"muon_flops": self.flops, "bytes_exchanged": self.bytes_sent}

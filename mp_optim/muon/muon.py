@@ -35,14 +35,15 @@ _SCALARS = {name: NAMED_RULES[name] for name in ("adam", "lion")}
 
 
 class MuonRule(Rule):
-    """Muon for FP32 matrices, shape (rows, columns), and stacks, shape (experts, rows, columns).
+    """Muon for FP32 matrices, shape (rows, columns), and for stacks, shape (experts, rows,
+    columns).
 
-    Weight decay is decoupled. Another rule steps groups with ``optimizer="adam"`` or ``"lion"``.
-    The matrix products are computed for whole matrices, on the device of the model's parameter, for
-    any sharding and place of the step.
+    Weight decay is decoupled. Another rule steps groups with ``optimizer="adam"`` or
+    ``optimizer="lion"``. The products are computed for whole matrices on the device of the model's
+    parameter, also if the matrix is sharded or stepped on the host.
 
     Args:
-        scalar: name of the other rule; ``backend`` must have kernels for it.
+        scalar: name of the other rule, "adam" or "lion".
 
     Raises:
         ValueError: the other rule is neither adam nor lion.
@@ -53,7 +54,9 @@ class MuonRule(Rule):
 
     def __init__(self, scalar: str = "adam") -> None:
         if scalar not in _SCALARS:
-            raise ValueError(f"scalar_optimizer={scalar!r}: must be one of {list(_SCALARS)}")
+            raise ValueError(
+                f"scalar_optimizer={scalar!r}: is not supported; choose from {list(_SCALARS)}"
+            )
         self._scalar = _SCALARS[scalar]
 
     @property
@@ -75,7 +78,8 @@ class MuonRule(Rule):
     def check_settings(self, group: Settings) -> None:
         if group["optimizer"] not in ("muon", self._scalar.name):
             raise ValueError(
-                f"optimizer={group['optimizer']!r}: must be 'muon' or {self._scalar.name!r}"
+                f"optimizer={group['optimizer']!r}: is not a rule of this optimizer; choose 'muon' "
+                f"or {self._scalar.name!r}"
             )
         super().check_settings(group)
         if group["optimizer"] == "adam":
@@ -83,8 +87,8 @@ class MuonRule(Rule):
         coefficients(group["coefficient_type"], group["num_ns_steps"])
         if group.get("moment2_method") and group["tp_mode"] == "blockwise":
             raise ValueError(
-                f"moment2_method={group['moment2_method']!r}: needs rows of whole matrices; set "
-                "tp_mode='duplicated'"
+                f"moment2_method={group['moment2_method']!r}: needs whole rows of matrices, which "
+                "tp_mode='blockwise' does not have; set tp_mode='duplicated'"
             )
 
     def check_shapes(self, group: Settings, shapes: Iterable[torch.Size]) -> None:
@@ -95,8 +99,8 @@ class MuonRule(Rule):
             if len(shape) < 2:
                 name = names[index] if names else f"param{index}"
                 raise ValueError(
-                    f"{name} has shape {tuple(shape)}: muon steps matrices; put it into a group "
-                    "with optimizer='adam' or 'lion'"
+                    f"{name} has shape {tuple(shape)}: muon steps only matrices; put the parameter "
+                    "into a group with optimizer='adam' or 'lion'"
                 )
 
     def new_workspace(self) -> MatrixOwners:
@@ -117,7 +121,7 @@ class MuonRule(Rule):
         lists, group, multiplier = launch.lists, launch.settings, float(launch.factor)
         owners, updates = launch.workspace, launch.updates
         assert isinstance(owners, MatrixOwners)
-        # Averages and second moments are read in place.
+        # Averages and second moments are read in place, so copy the source values there first.
         if not lists.state.keys().isdisjoint((AVERAGE, MOMENT2)):
             lists = lists.in_place()
         scalars, rule = MuonScalars.at(group), Orthogonalization.of(group)
@@ -145,7 +149,7 @@ class MuonRule(Rule):
 
 
 def _shares_matrices(group: Settings, update: SlotUpdate) -> bool:
-    """True if ranks exchange shards to get whole matrices."""
+    """True if ranks have to exchange shards of a slot to get whole matrices."""
     layout, blockwise = update.layout, group["tp_mode"] == "blockwise"
     return layout is not None and layout.is_shared(blockwise)
 
@@ -153,11 +157,12 @@ def _shares_matrices(group: Settings, update: SlotUpdate) -> bool:
 def _directions(
     rule: Orthogonalization, rounded: Sequence[Tensor], launch: Launch
 ) -> list[Direction]:
-    """Return the direction of each parameter of a run, for this rank's part.
+    """Return the direction of each parameter of a run, for this rank's shard.
 
-    Collective if some are sharded over ranks.
+    Collective if a parameter is sharded over ranks.
 
     Args:
+        rule: settings of the group.
         rounded: momenta; overwritten.
         launch: launch of these parameters.
     """

@@ -1,4 +1,4 @@
-"""Orthogonal factors of matrices by Newton-Schulz iterations, which use only matrix products."""
+"""Orthogonal factors of matrices by Newton-Schulz iterations, which consist of matrix products."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from mp_optim.host.calls import without_autocast
 from mp_optim.kernels import choose_backend
 
 _EPS = 1e-7
-"""Smallest norm to divide by, as in torch.optim.Muon."""
+"""Smallest divisor of a matrix, as in torch.optim.Muon."""
 
 
 def orthogonalize_each(
     stacks: Sequence[Tensor], polynomials: Sequence[Polynomial], method: str = "standard"
 ) -> None:
-    """Replace each matrix U S V^T by approximately U V^T: singular values come near one.
+    """Replace each matrix U S V^T by approximately U V^T, so that its singular values are near 1.
 
-    A matrix is divided by its norm first; zeros stay zeros. On a CPU each matrix has separate
-    products, elsewhere each stack is one batch. So the bits of a matrix do not depend on the other
-    tensors of a call.
+    A matrix is first divided by its norm; a zero matrix stays 0. On a CPU, each matrix has separate
+    products. On an accelerator, a stack of matrices is one batch. So the bits of a matrix do not
+    depend on the other tensors of a call.
 
     Args:
-        stacks: tensors of shape (..., rows, columns), contiguous, on one device, of dtype bfloat16
-            or float32, which is also the dtype of the products; overwritten.
+        stacks: contiguous tensors on one device, shape (..., rows, columns), bfloat16 or float32;
+            overwritten. The products have the same dtype.
         polynomials: coefficients of the steps (see :mod:`mp_optim.config.rules`).
         method: ``standard``, or ``gram`` for matrices at least twice as long as wide
             (:func:`~mp_optim.muon.newton_schulz.iterate_grams`).
@@ -45,10 +45,12 @@ def orthogonalize_each(
 
 
 def iterate(x: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
-    """Return one matrix, or a stack, after all steps. The order of operations defines the bits.
+    """Return the result of all Newton-Schulz steps for one matrix or a stack.
+
+    The order of operations defines the bits.
 
     Args:
-        x: shape (rows, columns) or (n, rows, columns), of norm 1.
+        x: shape (rows, columns) or (n, rows, columns); each matrix has norm 1.
         polynomials: coefficients (a, b, c) of each step.
     """
     tall = _is_tall(x)
@@ -60,17 +62,17 @@ def iterate(x: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
 
 
 def iterate_grams(x: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
-    """Return the Newton-Schulz steps of one matrix, or a stack, computed on X X^T.
+    """Return the result of all Newton-Schulz steps for one matrix or a stack, computed from X X^T.
 
-    With G = X X^T, a step X <- (a I + b G + c G^2) X = P X makes G <- P G P. So several steps are
-    one product (... P2 P1) X, with a factor from products of the smaller side. Rounding makes the
-    factor and G drift apart, so that in bfloat16 small singular values can grow without bound.
-    Therefore G is computed again from X after the first step, and after every second step from
-    there on. The method is from Zhang, Amsel, Chen and Dao (2026,
+    With G = X X^T, a step X <- (a I + b G + c G^2) X = P X changes G to P G P. So several steps are
+    one product (... P2 P1) X, whose factor has products of the smaller side only. Rounding errors
+    of the factor and of G differ, so in bfloat16 small singular values could grow without bound.
+    Therefore G is computed from X again after the first step, and then after every second step. The
+    method is from Zhang, Amsel, Chen and Dao (2026,
     https://dao-ailab.github.io/blog/2026/gram-newton-schulz/).
 
     Args:
-        x: shape (rows, columns) or (n, rows, columns), of norm 1.
+        x: shape (rows, columns) or (n, rows, columns); each matrix has norm 1.
         polynomials: coefficients (a, b, c) of each step.
     """
     tall = _is_tall(x)
@@ -82,7 +84,8 @@ def iterate_grams(x: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
 
 
 def _factor(gram: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
-    """Return the product of the factors of one or two steps, of G at their start."""
+    """Return the product of the factors P of one or two steps, computed from G before the first of
+    them."""
     (a, b, c), *second = polynomials
     change = _add_product(gram, gram, gram, beta=b, alpha=c)
     factor = change.clone()
@@ -107,7 +110,7 @@ def _is_tall(x: Tensor) -> bool:
 
 
 def _norms(x: Tensor) -> Tensor:
-    """Return Frobenius norms of at least 1e-7, with the same bits for any number of threads.
+    """Return Frobenius norms of at least 1e-7. The bits do not depend on the number of threads.
 
     Returns:
         Shape () for a matrix, (n, 1, 1) for a stack.
@@ -120,7 +123,7 @@ def _norms(x: Tensor) -> Tensor:
 
 @contextmanager
 def _full_precision(dtype: torch.dtype) -> Iterator[None]:
-    """Compute FP32 products in FP32, even if the process allows TF32 or bfloat16."""
+    """Compute FP32 products of the block in FP32, even if the process allows TF32 or bfloat16."""
     if dtype != torch.float32:
         yield
         return

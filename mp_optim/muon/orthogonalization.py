@@ -1,8 +1,8 @@
-"""Directions from momenta: settings, batches and devices of the orthogonalization.
+"""Muon's directions from momenta: settings, batches and devices of the orthogonalization.
 
-NorMuon has a second moment for each neuron, a row of a matrix (Li et al. 2025, arXiv:2510.05491).
-Rows of a direction are scaled to one size, and the norm of the direction is kept. Sums are whole
-numbers, so the bits do not depend on the layout. Formulas: docs/numerics.md.
+NorMuon has a second moment for each row of a matrix (Li et al. 2025, arXiv:2510.05491). Rows of a
+direction are scaled to equal norms, and the norm of the whole direction is kept. Sums are sums of
+whole numbers, so the bits do not depend on the layout. Formulas: docs/numerics.md.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from mp_optim.muon.newton_schulz import orthogonalize_each
 
 _DTYPES = {"medium": torch.bfloat16, "highest": torch.float32}
 _TOGETHER = 1 << 26
-"""Largest number of elements of parameters that are orthogonalized together. Each needs memory for
-its rounded momentum and its direction."""
+"""Largest number of elements of parameters that are orthogonalized together. Each parameter needs
+memory for its rounded momentum and its direction."""
 _TOGETHER_ON_HOST = 15 << 20
-"""Largest number of bytes that one process orthogonalizes at a time on the host. Small batches
-reuse memory; the system clears new memory page by page."""
+"""Largest number of bytes that a process orthogonalizes together on the host. Small batches reuse
+memory, whereas the operating system clears new memory page by page."""
 
 
 class Direction(NamedTuple):
-    """The value that is subtracted from a parameter: ``fp32(values) * factor``, rounded once.
+    """Value to subtract from a parameter: ``fp32(values) * factor``, rounded once.
 
     Attributes:
-        values: the parameter's shape, bfloat16 or float32, contiguous, on its device.
-        factor: an FP32 number.
+        values: bfloat16 or float32, contiguous, in the parameter's shape and on its device.
+        factor: factor that is exact in FP32.
     """
 
     values: Tensor
@@ -61,18 +61,19 @@ class Direction(NamedTuple):
 
 @dataclass(frozen=True)
 class Orthogonalization:
-    """The settings of a group for orthogonalising and scaling its matrices.
+    """Settings of a group for orthogonalizing and scaling matrices.
 
     Attributes:
         polynomials: coefficients of the Newton-Schulz steps.
-        method: the form of these steps.
+        method: ``standard`` or ``gram``.
         dtype: dtype of the products.
         scale_mode: rule for the factor of a direction.
-        lr: learning rate, multiplied by the extra factor.
-        blockwise: True if a rank's part is a matrix of its own.
-        parts: rows of the parts of each query group of a fused matrix; None if it is one.
-        is_normalized: True if rows are scaled to one norm afterwards (NorMuon).
-        beta2: decay of the second moment for that.
+        lr: learning rate times the extra factor.
+        blockwise: True if a rank's tensor-parallel shard is orthogonalized as a matrix.
+        parts: numbers of rows of Q, K and V for one query group of a fused matrix; None if matrices
+            are not fused.
+        is_normalized: True if rows are scaled to equal norms afterwards (NorMuon).
+        beta2: decay of NorMuon's second moment.
     """
 
     polynomials: tuple[tuple[float, float, float], ...]
@@ -101,7 +102,7 @@ class Orthogonalization:
         )
 
     def factor(self, rows: int, columns: int) -> float:
-        """Return the factor of an orthogonal matrix of this shape, an FP32 number."""
+        """Return the FP32 factor of an orthogonal matrix of this shape."""
         return fp32(self.lr * scale_factor(self.scale_mode, rows, columns))
 
 
@@ -110,13 +111,14 @@ def runs(
 ) -> Iterator[tuple[list[int], bool]]:
     """Yield runs of parameters that are orthogonalized together.
 
-    A run has the indices of its parameters, and True if each is whole and on the device of its
-    products. Runs of sharded parameters are equal on all ranks with shards, because they depend
-    only on whole shapes.
+    A run has the indices of its parameters, and True if these parameters are whole and on the
+    device of their products. Runs of sharded parameters depend only on the shapes of whole
+    parameters, so they are equal on all ranks with shards.
 
     Args:
-        layouts: layouts of the model's parameters; empty if unknown.
-        blockwise: True if a rank's shard counts as a matrix.
+        params: this rank's tensors.
+        layouts: layout of each parameter; empty if unknown.
+        blockwise: True if a rank's tensor-parallel shard is orthogonalized as a matrix.
     """
     split, elsewhere, here = [], [], []
     for index, (param, layout) in enumerate(zip_longest(params, layouts)):
@@ -135,9 +137,9 @@ def runs(
 
 
 def runs_of_wholes(regions: Sequence[ShardRegion]) -> Iterator[tuple[list[int], bool]]:
-    """Yield runs for steps that read sums over whole parameters.
+    """Yield runs of parameters whose step reads sums over whole parameters.
 
-    All ranks that share a parameter take part in each run, also ranks without elements.
+    All ranks that share a parameter have the same runs, even if a rank has none of its elements.
     """
     for members in runs_of(enumerate(region.shape.numel() for region in regions), _TOGETHER):
         yield members, False
@@ -149,18 +151,19 @@ def directions(
     layouts: Sequence[ParamLayout | None],
     owners: MatrixOwners,
 ) -> list[Direction]:
-    """Return the direction of each parameter of a run, for this rank's part. Collective if some are
-    split over ranks.
+    """Return the direction of each parameter of a run, for this rank's shard.
+
+    Collective if a parameter is sharded over ranks.
 
     Args:
         rule: settings of the group.
-        rounded: momenta in ``rule.dtype``, of this rank's parts, contiguous, on the device they are
-            stepped on; overwritten.
-        layouts: layout of each model parameter, on the device of the products.
-        owners: assigns split matrices to ranks.
+        rounded: momenta of this rank's shards in ``rule.dtype``, contiguous, on the device of the
+            step; overwritten.
+        layouts: layout of each model parameter, which has the device of the products.
+        owners: assigns sharded matrices to ranks.
 
     Raises:
-        ValueError: the rows of a fused matrix are not a multiple of those of its parts.
+        ValueError: the rows of a fused matrix are not a multiple of the rows of one query group.
     """
     done: dict[int, Direction] = {}
     split: dict[tuple[ProcessGroup, ...], dict[int, MatrixParts]] = {}
@@ -199,20 +202,20 @@ def _by_owners(
     device: torch.device,
     owners: MatrixOwners,
 ) -> list[Direction]:
-    """Return the directions of parameters that the same ranks share.
+    """Return the directions of parameters that the same ranks share. Collective.
 
     Args:
         rule: settings of the group.
-        rounded: this rank's parts.
-        parts: the parts of each rank.
+        rounded: this rank's part of each parameter.
+        parts: for each parameter, the parts of each rank.
         groups: process groups that span the grid of these ranks.
-        device: the device of communication.
+        device: device of the collectives.
         owners: assigns matrices to ranks.
     """
     pieces = [pieces_of(rule, each.rows, each.columns) for each in parts]
     steps, method = len(rule.polynomials), rule.method
     flops = [sum(newton_schulz_flops(*one, steps, method) for one in each) for each in pieces]
-    # Results of fused matrices are scaled already, and FP32.
+    # Results of fused matrices are scaled FP32 values, because each part has another factor.
     fused = rule.parts is not None and not rule.is_normalized
     dtype = torch.float32 if fused else rule.dtype
     factors = [1.0 if fused else rule.factor(*each[0]) for each in pieces]
@@ -229,27 +232,34 @@ def _by_owners(
 
 
 def pieces_of(rule: Orthogonalization, rows: int, columns: int) -> list[tuple[int, int]]:
-    """Return the shapes of the parts of a matrix that are orthogonalised separately.
+    """Return the shapes of the parts of a matrix that are orthogonalized separately.
 
     Raises:
-        ValueError: the rows are not a multiple of those of a fused matrix's parts.
+        ValueError: the rows of a fused matrix are not a multiple of the rows of one query group.
     """
     if rule.parts is None:
         return [(rows, columns)]
-    count, left = divmod(rows, sum(rule.parts))
+    groups = _query_groups(rule.parts, rows)
+    return [(size * groups, columns) for size in rule.parts]
+
+
+def _query_groups(parts: tuple[int, ...], rows: int) -> int:
+    """Return the number of query groups of a fused matrix."""
+    groups, left = divmod(rows, sum(parts))
     if left:
         raise ValueError(
-            f"qkv_split_shapes={rule.parts}: {rows} rows are not a multiple of {sum(rule.parts)}"
+            f"qkv_split_shapes={parts}: the {rows} rows of a matrix are not a multiple of their "
+            f"sum {sum(parts)}; correct the numbers, or set qkv_split_shapes=None"
         )
-    return [(size * count, columns) for size in rule.parts]
+    return groups
 
 
 def whole_directions(rule: Orthogonalization, wholes: Sequence[Tensor]) -> list[Direction]:
-    """Return the directions of whole matrices and stacks of them, on their device; nothing is sent.
+    """Return the directions of whole matrices and stacks on this rank. Not collective.
 
     Args:
         rule: settings of the group.
-        wholes: contiguous, in ``rule.dtype``, on one device; overwritten.
+        wholes: contiguous tensors in ``rule.dtype`` on one device; overwritten.
     """
     if rule.parts is not None:
         return _by_parts(rule, wholes, rule.parts)
@@ -260,8 +270,10 @@ def whole_directions(rule: Orthogonalization, wholes: Sequence[Tensor]) -> list[
 def _by_parts(
     rule: Orthogonalization, wholes: Sequence[Tensor], parts: tuple[int, ...]
 ) -> list[Direction]:
-    """Return the directions of fused matrices, computed for each part separately. They are scaled
-    and FP32, unless their rows are normalized later."""
+    """Return the directions of fused matrices, with Q, K and V orthogonalized separately.
+
+    The results are scaled FP32 values, unless the rows are normalized later.
+    """
     pieces, targets = [], []
     dtype = rule.dtype if rule.is_normalized else torch.float32
     results = [torch.empty_like(whole, dtype=dtype) for whole in wholes]
@@ -279,18 +291,14 @@ def _by_parts(
 
 
 def _cut(fused: Tensor, parts: tuple[int, ...]) -> Sequence[Tensor]:
-    """Return views of the parts of fused matrices, shape (..., groups, rows, columns)."""
-    (*stack, rows, columns), size = fused.shape, sum(parts)
-    if rows % size:
-        raise ValueError(
-            f"qkv_split_shapes={parts}: {rows} rows are not a multiple of their sum {size}"
-        )
-    grouped = fused.view(*stack, rows // size, size, columns)
+    """Return views of Q, K and V of fused matrices, shape (..., groups, rows, columns)."""
+    *stack, rows, columns = fused.shape
+    grouped = fused.view(*stack, _query_groups(parts, rows), sum(parts), columns)
     return torch.split(grouped, list(parts), dim=-2)
 
 
 _EPS = 1e-8
-"""Number added to the root of the moment, as in dion."""
+"""Number that is added to the root of the second moment, as in dion."""
 _DOING = "adding up the squares of NorMuon's rows"
 
 
@@ -301,16 +309,19 @@ def normalized(
     updates: SlotUpdates,
     regions: Sequence[ShardRegion],
 ) -> list[Direction]:
-    """Return directions with rows of equal norm, scaled, in FP32, and update the moments.
+    """Scale the rows of directions to equal norms, and update the second moments.
 
-    Collective if some are sharded over ranks.
+    Collective if a parameter is sharded over ranks.
 
     Args:
         rule: settings of the group.
-        found: unscaled directions; their factors have no effect. They may be overwritten.
+        found: directions; may be overwritten. Their factors are ignored.
         moments: second moment of all rows of each parameter, FP32, shape (..., rows, 1).
         updates: updates of the launch.
-        regions: region of each parameter on this rank.
+        regions: for each parameter, the region whose elements this rank has.
+
+    Returns:
+        Scaled directions in FP32.
     """
     layouts, shards = updates.slots.layouts, updates.slots.shard_groups
     params = [_Param.of(*each) for each in zip(found, moments, regions, layouts, strict=True)]
@@ -333,15 +344,17 @@ def normalized(
 
 @dataclass
 class _Param:
-    """A parameter during normalization.
+    """A parameter whose direction is being normalized.
 
     Attributes:
-        values: its direction, FP32, for this rank's part.
-        moment: second moment of all rows, except for tensor parallelism, shape (matrices, rows).
-        shape: shape of these matrices.
-        layout: its split over ranks.
-        dim: the dimension in which plain tensor parallelism cuts matrices.
-        sizes: factor of each row from the moment, FP64.
+        values: the direction of this rank's shard, FP32.
+        blocks: views of ``values`` as blocks of matrices.
+        moment: second moment of all rows, shape (matrices, rows). With tensor parallelism, only the
+            rows of this rank.
+        shape: the parameter's shape as a stack of matrices.
+        layout: split of the parameter over ranks.
+        dim: dimension that plain tensor parallelism shards: 0 for rows, 1 for columns, or None.
+        sizes: factor of each row, computed from the moment, FP64.
     """
 
     values: Tensor
@@ -362,38 +375,43 @@ class _Param:
         return cls(values, blocks, moment, shape, layout, dim, moment)
 
     def ranks_over(self, shards: Groups, *dims: int) -> Groups:
-        """Return the groups of ranks with other shards.
+        """Return the groups of ranks with other parts of the parameter.
 
-        They are the groups that shard the parameter, and the tensor-parallel group if it splits
-        matrices along one of the given dimensions.
+        These are the given groups, and the tensor-parallel group if tensor parallelism shards one
+        of the given dimensions.
         """
         if self.layout is None or self.layout.tensor_parallel is None or self.dim not in dims:
             return shards
         return (*shards, self.layout.tensor_parallel)
 
     def _ranks(self, dim: int) -> int:
-        """Return the number of ranks over which tensor parallelism cuts a dimension."""
+        """Return the number of ranks over which tensor parallelism shards a dimension."""
         groups = self.ranks_over((), dim)
         return groups[0].size() if groups else 1
 
     def squares(self, top: float) -> Tensor:
-        """Return the digits of each row's sum of squares, of this rank's elements."""
+        """Return the digits of each row's sum of squares over this rank's elements
+        (:func:`row_digits`)."""
         return row_digits(self.blocks, top, self.shape, self.values.device)
 
     def norms(self, rule: Orthogonalization, digits: Tensor, top: float) -> Tensor:
-        """Update the moment. Return squared norms of separately orthogonalised pieces, before and
-        after rows are divided by the moment's roots, as integers that can be summed; int64, shape
-        (5, matrices, pieces).
+        """Update the second moment, and return squared norms as digits that ranks can add.
+
+        The norms are those of separately orthogonalized parts, before and after rows are divided by
+        the roots of the moment.
 
         Args:
             rule: settings of the group.
             digits: digits of each row's sum of squares.
-            top: the largest magnitude.
+            top: the largest magnitude of the parameter.
+
+        Returns:
+            int64, shape (5, matrices, parts).
         """
         matrices, _, columns = self.shape
         sums = digits_to_values(digits, top)
-        # NOTE: divide by a tensor. A GPU computes a division by a number as a product with its
-        # reciprocal, which has other bits.
+        # NOTE: divide by a tensor. For a division by a number, a GPU multiplies by the reciprocal,
+        # which gives other bits.
         count = sums.new_full((), max(columns * self._ranks(1), 1))
         fresh = sums.div(count).mul_(1.0 - rule.beta2)
         self.moment.copy_(self.moment.double().mul_(rule.beta2).add_(fresh))
@@ -405,7 +423,8 @@ class _Param:
         return empty.index_add_(2, index, of_rows)
 
     def scale(self, rule: Orthogonalization, norms: Tensor, top: float) -> None:
-        """Scale the direction in place, so that it can be subtracted from the parameter."""
+        """Scale the direction in place, so that the optimizer can subtract it from the
+        parameter."""
         before = root(digits_to_values(norms[:2], top))
         after = root(bounded_values(norms[2:], self._most(rule)))
         kept = torch.where(after == 0.0, after, before / after)
@@ -418,16 +437,16 @@ class _Param:
             block.values.mul_(rows[:, :, None])
 
     def _most(self, rule: Orthogonalization) -> float:
-        """Return an upper bound, a power of two, of squared row norms divided by the moments.
+        """Return a power of two above all squared row norms after the division by the moments.
 
-        The moment is at least (1 - beta2) of the row's mean square.
+        The moment is at least (1 - beta2) times the row's mean square.
         """
         columns = max(self.shape[2] * self._ranks(1), 1)
         return 2.0 ** math.frexp(columns / (1.0 - rule.beta2))[1]
 
     def _pieces(self, rule: Orthogonalization) -> tuple[Tensor, list[tuple[int, int]]]:
-        """Return for each row the number of its piece, and the shapes of the pieces that are
-        orthogonalised separately."""
+        """Return the index of each row's part, and the shapes of the parts that are orthogonalized
+        separately."""
         _, rows, columns = self.shape
         pieces = pieces_of(rule, rows * self._ranks(0), columns * self._ranks(1))
         numbers = torch.arange(rows, device="cpu")

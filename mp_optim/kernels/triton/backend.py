@@ -183,9 +183,8 @@ class TritonBackend(ReferenceBackend):
                     made = sums.new_empty(plan.programs, sums.shape[1])
                     self.launch(one, part, plan, aligned, columns, numbers, made)
                     some = added(plan, made)
-                    found = (
-                        some if found is None else found + some
-                    )  # The sums stay 0 if a plan has no programs.
+                    # The sums stay 0 if a plan has no programs.
+                    found = some if found is None else found + some
             elif (value := on_host(one.multiplier)) is not None:
                 found = one.call(_REFERENCE, part.lists, value, None)
             if found is not None and len(part.indices) == len(sums):

@@ -244,9 +244,8 @@ def sum_alike(tables: Tables, tensors: CachedTensorList) -> Tensor:
             with current_device(device):
                 form.launch(plan.programs, *given)
         found = added(plan, squares)
-        total = (
-            found if total is None else total + found
-        )  # The sum is 0.0 if a plan has no programs.
+        # The sum is 0.0 if a plan has no programs.
+        total = found if total is None else total + found
     assert total is not None
     return total[:, 0]
 

@@ -176,7 +176,7 @@ def test_muon_steps_q_k_and_v_separately_when_a_weight_is_fused():
         alone, _ = stepped(value[part], [grad[part] for grad in grads])
         assert torch.equal(fused[part], alone)
     assert not torch.equal(fused, stepped(value, grads)[0])
-    with pytest.raises(ValueError, match="16 rows are not a multiple of their sum 5"):
+    with pytest.raises(ValueError, match="16 rows of a matrix are not a multiple of their sum 5"):
         stepped(value, grads, qkv_split_shapes=(2, 2, 1))
 
 
@@ -224,7 +224,7 @@ def test_muon_keeps_params_finite_when_gradients_are_zero_tiny_or_huge():
         ({"fp32_matmul_prec": "high"}, "fp32_matmul_prec='high'"),
         ({"tp_mode": "distributed"}, "tp_mode='distributed'"),
         ({"ns_method": "fast"}, "ns_method='fast': must be one of"),
-        ({"optimizer": "lion"}, "optimizer='lion': must be 'muon'"),
+        ({"optimizer": "lion"}, "optimizer='lion': is not a rule of this optimizer"),
         ({"extra_scale_factor": 0.0}, "extra_scale_factor"),
         ({"weight_decay": -1.0}, "weight_decay"),
     ],
@@ -235,7 +235,7 @@ def test_muon_rule_refuses_bad_setting_by_name(settings, reason):
 
 
 def test_muon_rule_names_a_vector_parameter_when_refusing_it():
-    with pytest.raises(ValueError, match=r"bias has shape \(3,\): muon steps matrices"):
+    with pytest.raises(ValueError, match=r"bias has shape \(3,\): muon steps only matrices"):
         RuleOptimizer(
             MuonRule(), [("weight", nn.Parameter(random(3, 3))), ("bias", nn.Parameter(random(3)))]
         )

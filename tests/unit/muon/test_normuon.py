@@ -92,7 +92,7 @@ def test_normuon_normalizes_q_k_and_v_separately_when_a_weight_is_fused(rows, se
     ("settings", "says"),
     [
         ({"moment2_method": "nurmuon"}, "moment2_method='nurmuon': must be one of"),
-        ({"tp_mode": "blockwise"}, "moment2_method='normuon': needs rows of whole matrices"),
+        ({"tp_mode": "blockwise"}, "moment2_method='normuon': needs whole rows of matrices"),
         ({"beta2": 1.0}, "beta2=1.0: must be"),
     ],
 )

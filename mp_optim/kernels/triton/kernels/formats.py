@@ -19,9 +19,10 @@ MOST_IN_BLOCKS = tl.constexpr(0x7F7FE000)  # the bits of LARGEST: what its codes
 LARGEST = tl.constexpr(2.0**128 * (1.0 - 2.0**-11))
 INFINITE_ROOT = tl.constexpr(0x60000000)  # the bits of 2^65: infinite are squares of its codes
 TINY = tl.constexpr((127 - 100) << 23)  # the bits of 2^-100
+# adding and subtracting it rounds |x| < 2^22 to the nearest even integer
 ROUNDER = tl.constexpr(
     1.5 * 2.0**23
-)  # adding and subtracting it rounds |x| < 2^22 to the nearest even integer
+)
 
 
 # -- memory ---------------------------------------------------------------------------------------

@@ -117,9 +117,10 @@ def multiplier_of_grads(multiplier, ON_DEVICE: tl.constexpr):
     if ON_DEVICE:
         value = tl.load(multiplier)
     else:
+        # the interpreter takes a denormal argument for a double
         value = tl.cast(
             multiplier, tl.float32
-        )  # the interpreter takes a denormal argument for a double
+        )
     return value
 
 
