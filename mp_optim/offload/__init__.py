@@ -1,4 +1,5 @@
-"""Which device: where each parameter is stepped and how its data gets there and back."""
+"""Offloading: the device that steps each parameter, and the copies of its data to and from that
+device."""
 
 from mp_optim.offload.buckets import plan_offload
 from mp_optim.offload.hybrid import HybridDeviceOptimizer

@@ -1,13 +1,13 @@
 """Gradients that arrive in backward: hooks on parameters, versions of gradients, and the jobs that
-copy, measure and step one bucket of them on the host.
+copy, measure and step one bucket of gradients on the host.
 
 The hooks are on the parameters of the optimizer that takes the step. Each gradient is reported to
 the scheduler, which may begin a job on its bucket.
 
-A gradient on an accelerator is the same if its memory, its version and the sums of its bits are the
-same. The version alone misses writes through ``grad.data``, foreign kernels and torch's foreach
-operations on a DTensor. Gradients in host memory are compared with the copies that the worker used,
-bit by bit, at every step.
+A gradient on an accelerator is unchanged if its memory, its version and the sums of its bits are
+unchanged. The version alone misses writes through ``grad.data``, foreign kernels and torch's
+foreach operations on a DTensor. Gradients in host memory are compared with the copies that the
+worker used, bit by bit, at every step.
 
 The result of a job is used only if the step would compute it from the same gradients, settings,
 step numbers, main params and moments. So a change between backward and ``step()`` costs at most
@@ -16,7 +16,7 @@ repeated work.
 With ``release_gradients`` gradients leave the device, and the host has the only copy. The first
 gradient of a slot is copied into its bucket's staging memory, where the step reads it. Gradients of
 further micro-batches are copied to other memory and added, in the gradient's dtype and in the order
-of backward passes, as autograd adds them.
+of backward passes, as autograd adds gradients.
 """
 
 from __future__ import annotations
@@ -56,13 +56,14 @@ from mp_optim.offload.timeline import WAIT_COPIES, StepTimeline
 
 
 class GradSource(NamedTuple):
-    """The optimizer that takes the step, as far as work during backward needs it.
+    """The optimizer that takes the step: the attributes that jobs during backward need.
 
     Attributes:
         param_groups: live groups with the parameters that backward reaches.
-        share_settings: makes settings of these groups and of the executors below equal.
-        updates: takes gradients by slot and one FP32 multiplier; returns the updates as the step
-            will have them, in this order, without slots that the step rebinds or refuses.
+        share_settings: makes settings of these groups and of the inner executors equal.
+        updates: takes gradients by slot and one FP32 multiplier. Returns the updates as the step
+            will have them, in the order of the gradients, without slots that the step rebinds or
+            refuses.
         fused_backend: backend that measures gradients.
     """
 
@@ -74,7 +75,7 @@ class GradSource(NamedTuple):
 
 @dataclass(frozen=True)
 class ReleasableGrad:
-    """A gradient that its parameter need not keep once the host has it."""
+    """A gradient that may be removed from its parameter once the host has a copy."""
 
     param: Tensor
     grad: Tensor
@@ -86,15 +87,16 @@ class ReleasableGrad:
 
 @dataclass(frozen=True, slots=True)
 class GradVersion:
-    """A gradient at one moment, without keeping it alive.
+    """The state of a gradient at one moment. The object does not keep the gradient alive.
 
     Attributes:
-        storage: its memory, as long as that exists; another gradient at the same address has
+        storage: weak reference to the gradient's memory. Another gradient at the same address has
             another storage.
-        address: where it begins.
+        address: address of the first element.
         version: number of writes that torch counted; None for tensors made in inference mode.
-        count: how often a gradient of the slot had got ready.
-        bits: sums of its bits (:func:`sums_of_bits`) as they were; None if they are not asked for.
+        count: number of gradients that had arrived for the slot.
+        bits: sums of the gradient's bits (:func:`sums_of_bits`); None if the sums were not
+            computed.
     """
 
     storage: StorageWeakRef
@@ -105,14 +107,14 @@ class GradVersion:
 
     @classmethod
     def of(cls, grad: Tensor, count: int, with_bits: bool = False) -> GradVersion:
-        """Return the version of a plain tensor; ``with_bits`` also detects writes that torch does
-        not count."""
+        """Return the version of a plain tensor. ``with_bits`` also detects writes that torch
+        does not count."""
         storage = StorageWeakRef(grad.untyped_storage())  # type: ignore[no-untyped-call]
         bits = _bits_of(grad) if with_bits else None
         return cls(storage, grad.data_ptr(), writes_counted(grad), count, bits)
 
     def matches(self, grad: Tensor) -> bool:
-        """True if this is the same gradient, not written to since."""
+        """True if ``grad`` is the gradient of this version, and was not written after it."""
         is_gone = self.storage.expired()  # type: ignore[no-untyped-call]
         return (
             self.version == writes_counted(grad)
@@ -142,7 +144,7 @@ class BackwardGrads:
             or None.
 
     Attributes:
-        source: the outermost optimizer; a wrapper takes the place of the optimizer it wraps.
+        source: the outermost optimizer. A wrapper replaces the optimizer that it wraps.
     """
 
     def __init__(
@@ -156,9 +158,11 @@ class BackwardGrads:
         self._seen: list[Tensor] = []
         self._trains: list[bool] = []
         self._watched: dict[Slot, Tensor] = {}
-        self._slot_of: dict[int, Slot] = {}  # keyed by the id of the watched parameter
+        # Keys are the ids of parameters in ``_watched``, which keeps the parameters alive.
+        self._slot_of: dict[int, Slot] = {}
         self._hooks: dict[Slot, RemovableHandle] = {}
-        self._counts: Counter[Slot] = Counter()  # versions of arrived gradients
+        # The count distinguishes gradients of two micro-batches in the same memory.
+        self._counts: Counter[Slot] = Counter()
         self._compared: dict[Slot, bool] = {}
         weakref.finalize(self, _remove, self._hooks)
 
@@ -168,12 +172,13 @@ class BackwardGrads:
         self.places_changed()
 
     def places_changed(self) -> None:
-        """Have hooks where slots are not stepped on the device now."""
+        """Register hooks again, because slots may be stepped at other places than before."""
         self._seen = []
         self.update_hooks()
 
     def update_hooks(self) -> None:
-        """Have hooks on the trainable parameters that the source has now, and on no others."""
+        """Register hooks on the source's trainable parameters that are not stepped on the
+        device, and remove all other hooks."""
         params = all_params(self.source.param_groups)
         trains = [param.requires_grad for param in params]
         if trains == self._trains and all_same(params, self._seen):
@@ -196,23 +201,24 @@ class BackwardGrads:
         self._slot_of = {id(param): slot for slot, param in watched.items()}
 
     def stop(self) -> None:
-        """Have no hooks."""
+        """Remove all hooks."""
         self._seen = []
         _remove(self._hooks)
 
     def ready(self, params: Sequence[Tensor] | None) -> None:
-        """Report the gradients of these parameters, or of all, in slot order."""
+        """Report the gradients of some parameters in slot order; None for all parameters."""
         if params is None:
             slots = list(self._watched)
-        else:  # the time depends only on the number of these parameters
+        # Look up each parameter, so that the time does not depend on the number of watched slots.
+        else:
             found = [self._slot_of[id(param)] for param in params if id(param) in self._slot_of]
             slots = sorted(found)
         for slot in slots:
             self._report(slot)
 
     def present(self, slot: Slot) -> Tensor | None:
-        """Return the local gradient that the parameter at a slot has now, None if there is none or
-        it still has to be redistributed."""
+        """Return the local gradient of the parameter at a slot. Return None if the parameter has
+        no gradient, or the gradient still has to be redistributed."""
         param = self._watched.get(slot)
         grad = None if param is None else current_grad(param)
         if param is None or grad is None or not _is_laid_out_alike(param, grad):
@@ -233,7 +239,8 @@ class BackwardGrads:
         }
 
     def are_complete(self, given: Mapping[Slot, GradVersion], updates: SlotUpdates) -> bool:
-        """True if a job was given a gradient of each of these slots, and none arrived since."""
+        """True if a job was given a gradient of each slot of the updates, and no further
+        gradient arrived."""
         return tuple(given) == tuple(updates.slots) and all(
             version.count == self._counts[slot] for slot, version in given.items()
         )
@@ -244,7 +251,7 @@ class BackwardGrads:
         updates: SlotUpdates,
         staged: Sequence[Tensor] | None,
     ) -> bool:
-        """True if a job was given these gradients, as they are now.
+        """True if a job was given the gradients that these updates have now.
 
         Args:
             given: the versions that the job was given.
@@ -261,10 +268,15 @@ class BackwardGrads:
     def is_same(
         self, slot: Slot, version: GradVersion, grad: Tensor, staged: Tensor | None
     ) -> bool:
-        """True if a gradient is the one that a job measured; see :meth:`are_same`.
+        """True if a job measured this gradient of a slot, as the gradient is now.
 
         Each gradient is compared with its copy once, because the step uses the measured gradients
         next.
+
+        Args:
+            version: the gradient's version when the job began.
+            staged: the job's copy in host memory, which is compared bit by bit; None to compare
+                versions.
         """
         if version.count != self._counts[slot]:
             return False
@@ -275,7 +287,7 @@ class BackwardGrads:
         return self._compared[slot]
 
     def forget_comparisons(self) -> None:
-        """Discard comparisons, because gradients may have been written since."""
+        """Discard comparisons, because gradients may have been written after them."""
         self._compared = {}
 
     # -- hooks ------------------------------------------------------------------------------------
@@ -284,11 +296,11 @@ class BackwardGrads:
         param, receive = self._watched[slot], self._receive()
         grad = current_grad(param)
         if grad is None or grad.layout != torch.strided or receive is None:
-            return  # the step reports a gradient that it does not support
+            return  # Ignore a gradient that is not supported, because the step raises its error.
         groups = self.source.param_groups
         live = groups[slot.group]["params"] if slot.group < len(groups) else ()
         if not any(param is each for each in live[slot.position :][:1]):
-            return  # the parameter was replaced
+            return  # The parameter was replaced, so the step ignores its gradient.
         releasable = ReleasableGrad(param, grad) if _can_be_released(param, grad) else None
         receive(slot, local_tensor(grad), releasable)
 
@@ -307,7 +319,7 @@ def _remove(hooks: dict[Slot, RemovableHandle]) -> None:
 
 
 def _is_final(param: Tensor) -> bool:
-    """True if the gradient in a parameter is final when backward's hook is called.
+    """True if the gradient in a parameter is final when backward calls the hook.
 
     In a job of several ranks a gradient may still have to be reduced. Only FSDP2, whose meshes span
     the job, calls the hooks after its reduction.
@@ -318,13 +330,13 @@ def _is_final(param: Tensor) -> bool:
 
 
 def _can_be_released(param: Tensor, grad: Tensor) -> bool:
-    """True if ``param.grad`` is this tensor, of a supported dtype and its parameter's layout."""
+    """True if ``param.grad`` is ``grad``, with a supported dtype and the parameter's layout."""
     is_read = grad.dtype in GRADIENT_DTYPES and not (grad.is_meta or grad.requires_grad)
     return param.grad is grad and is_read and _is_laid_out_alike(param, grad)
 
 
 def _is_laid_out_alike(param: Tensor, grad: Tensor) -> bool:
-    """Whether the local tensor of a gradient belongs to the local tensor of its parameter."""
+    """True if the local tensor of a gradient belongs to the local tensor of its parameter."""
     if is_dtensor(param) and is_dtensor(grad):
         return grad.placements == param.placements
     return not (is_dtensor(param) or is_dtensor(grad))
@@ -334,7 +346,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether host tensors have the same bits: -0.0 is not 0.0, and a NaN is itself."""
+    """True if two host tensors have equal bits: -0.0 differs from 0.0, and a NaN equals itself."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     words = _words(one), _words(other)
@@ -345,8 +357,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _words(tensor: Tensor) -> Tensor | None:
-    """Return the tensor's bytes as int64, which compare four times as fast as 16-bit elements; None
-    if they are not whole words."""
+    """Return the bytes of a tensor as int64, because int64 elements compare four times as fast
+    as 16-bit elements. Return None if the bytes are not whole words."""
     first = tensor.storage_offset() * tensor.dtype.itemsize
     if not tensor.is_contiguous() or first % 8 or tensor.nbytes % 8:
         return None
@@ -358,33 +370,35 @@ def _words(tensor: Tensor) -> Tensor | None:
 
 @dataclass(eq=False)
 class BackwardJob:
-    """A job for the worker thread.
+    """A job for the worker thread: it copies gradients of one bucket, and may measure and step
+    them.
 
-    NOTE: the caller's thread makes the job and may cancel it. The worker's thread runs it, and
+    NOTE: the caller's thread makes the job and may cancel it. The worker's thread runs the job, and
     writes :attr:`sums`, :attr:`stepped` and :attr:`is_done` once, as its last action. The caller
-    reads them after the worker was drained.
+    reads these attributes after the worker was drained.
 
     Attributes:
-        label: names the slots in errors.
-        owner: the memory that gradients are copied into. No two jobs use it at once.
+        label: names of the slots, for errors.
+        owner: memory that gradients are copied into. No two jobs use this memory at once.
         updates: updates with the gradients, until the job has run.
         staged: updates with the copies on the host.
         versions: versions of the gradients, by slot.
         back: launches into the back buffer, which ``step_ahead`` carries out; empty if the job only
             copies and measures.
-        is_last: True if the gradients are complete; otherwise they are only copied.
-        measures: True if sums are read, or the back buffer is stepped, which needs finite sums.
-            Gradients that stay on a device are measured there.
-        landing: memory for gradients that are added to those of earlier micro-batches in
-            ``staged``; None for the first.
+        is_last: True if the gradients are complete. Otherwise the job only copies gradients.
+        measures: True if the job computes sums of squares. A step into the back buffer needs finite
+            sums. Gradients that stay on a device are measured there.
+        landing: memory for gradients of a further micro-batch, which are added to ``staged``; None
+            for the first micro-batch.
         releases: True if ``staged`` will be the only copy of the gradients. The caller prepares
-            such a job, and it copies and adds even if it is cancelled.
-        sums: sum of squares of each gradient, FP64; None if it was not measured.
+            such a job, and the job copies and adds even if it is cancelled.
+        sums: sum of squares of each gradient, FP64; None if the job did not measure.
         stepped: True if the back buffer holds the step.
         is_done: True if the complete gradients are on the host.
-        is_cancelled: True if the result is not needed. The caller's thread sets it at any time.
-        following: the job that was submitted next, if any.
-        future: the end of the job, once it is submitted.
+        is_cancelled: True if the result is not needed. The caller's thread sets this attribute at
+            any time.
+        following: the job that was submitted next; None for the newest job.
+        future: the end of the job; None before the job is submitted.
     """
 
     label: str
@@ -412,7 +426,7 @@ class BackwardJob:
         self._ticket: Any = None
 
     def prepare(self) -> None:
-        """Start the copies, unless they were started during the previous job."""
+        """Start the copies, unless the worker started them during the previous job."""
         if self._is_prepared:
             return
         if self.updates is not None and (self.releases or not self.is_cancelled):
@@ -421,13 +435,13 @@ class BackwardJob:
         self._is_prepared = True
 
     def release_grads(self) -> None:
-        """Wait until the gradients are on the host, and drop them. Called by the caller's thread,
-        for a job that releases them."""
+        """Wait until the gradients are on the host, and drop the job's references. Only the
+        caller's thread calls this, for a job that releases gradients."""
         self.owner.transfer.wait(self._ticket)
         self.updates = None
 
     def track_copies(self) -> None:
-        """Set ``versions`` to those of the copies, after the worker was drained."""
+        """Replace ``versions`` by the versions of the copies. The worker must be drained."""
         if self.releases and not self._tracks_copies:
             self._tracks_copies = True
             slots = zip(self.versions.items(), self.staged.grads, strict=True)
@@ -437,14 +451,16 @@ class BackwardJob:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Wait for the copies; add, measure and step what the job asks for."""
+        """Wait for the copies, and then add, measure and step as the job's attributes ask."""
         if self.is_cancelled and not self.releases:
             self.updates = self._after = None
             return
         with self.timeline.stage(WAIT_COPIES, self.label):
             self.owner.transfer.wait(self._ticket)
-        if not self.releases:  # otherwise the caller deletes them
-            self.updates = self._after = None  # its gradients belong to the caller again
+        # If gradients are released, the caller deletes them in release_grads().
+        if not self.releases:
+            # Drop the gradients, because their memory belongs to the caller again.
+            self.updates = self._after = None
         if self.landing is not None:
             with self.timeline.stage("host_add", self.label):
                 torch._foreach_add_(list(self.staged.grads), list(self.landing))
@@ -466,9 +482,10 @@ class Destination(NamedTuple):
     Attributes:
         memory: the staging memory.
         staged: the updates with the copies that are kept.
-        landing: memory of copies that are added to the kept ones; None if they are the kept ones.
+        landing: memory of copies that are added to the kept copies; None for a first micro-batch,
+            whose copies are kept themselves.
         in_place: True if the kept copies are in the bucket's staging memory, where the step reads
-            them.
+            gradients.
     """
 
     memory: Staging
@@ -478,25 +495,25 @@ class Destination(NamedTuple):
 
 
 class BackwardBucket:
-    """Some slots of a place, and the work begun on them during this backward. Only the caller's
-    thread uses it; the worker gets a :class:`BackwardJob`.
+    """Some slots of a place, and the job begun on them during this backward. Only the caller's
+    thread uses a bucket; the worker gets a :class:`BackwardJob`.
 
-    NOTE: staging memory and back buffer change owner only in the caller's thread. From
-    ``Worker.submit`` on the worker owns and fills both. The caller neither reads nor writes them,
-    cancelled or not, before it has drained the worker. The job's results are valid until
-    ``BackwardScheduler.end_iteration``; after that, uploads may read the memory.
+    NOTE: staging memory and back buffer change owner only in the caller's thread. After
+    ``Worker.submit`` the worker owns and fills this memory. Until the worker is drained, the caller
+    must neither read nor write the memory, even if the job is cancelled. The job's results are
+    valid until ``BackwardScheduler.end_iteration``; after that, uploads may read the memory.
 
     Args:
         buckets: all buckets, including this one.
-        comes_down: True if gradients that stay on the device are copied down, too.
+        comes_down: True if gradients that stay on the device are copied to the host, too.
 
     Attributes:
         slots: slots whose gradients are copied or stepped.
-        label: label of all of these.
+        label: label of all slots of the bucket.
         expected: slots whose gradients complete the next job.
         waiting: gradients that arrived since the last job, by slot.
-        job: the worker's last job, if its result may still be used.
-        is_trusted: True if no untraceable write can have changed the inputs or results of that job.
+        job: the worker's last job; None if its result may no longer be used.
+        is_trusted: True if no untraceable write can have changed the inputs or results of the job.
     """
 
     def __init__(self, buckets: Buckets, index: int, comes_down: bool) -> None:
@@ -516,59 +533,65 @@ class BackwardBucket:
         return Destination(self.staging, tensors.put_into(updates))
 
     def with_staged_outputs(self, updates: SlotUpdates) -> SlotUpdates:
-        """Return the updates with staged outputs."""
+        """Return the updates with the outputs that the bucket stages: none if parameters are not
+        staged."""
         if self._no_outputs is None:
             return updates
         return replace(updates, outputs=self._no_outputs[: len(updates)])
 
 
 class ReleasedGrads:
-    """Released gradients, of which the host has the only copy.
+    """Copies of released gradients. No other copy of these gradients exists.
 
-    NOTE: the worker writes ``held``; the caller reads it once the worker is drained.
+    NOTE: the worker writes ``held``; the caller may read ``held`` only after the worker was
+    drained.
 
     Args:
         wait_for: waits until the worker has finished or dropped a job.
 
     Attributes:
         held: copies by slot, in staging memory that is kept.
-        claims: gradients that wait for their bucket, with the right to release them.
-        lost: the reason why released gradients are lost; empty if none are.
-        landings: memory for gradients that are added to the held ones, and the job that used it
-            last.
+        releasable: gradients that wait for their bucket and may be released, by slot.
+        lost: the reason why released gradients are lost; empty if no gradients are lost.
+        landings: memory for gradients that are added to held copies, each with its last job.
         previous: the last job that was begun.
     """
 
     def __init__(self, wait_for: Callable[[BackwardJob], None]) -> None:
         self.held: dict[Slot, Tensor] = {}
-        self.claims: dict[Slot, ReleasableGrad] = {}
+        self.releasable: dict[Slot, ReleasableGrad] = {}
         self.lost = ""
         self.wait_for = wait_for
         self.landings: list[tuple[Staging, BackwardJob | None]] = []
         self.previous: BackwardJob | None = None
 
-    def claim(self, slot: Slot, grad: Tensor, claim: ReleasableGrad | None) -> None:
-        """Register a gradient that waits for its bucket. If it will be added to a held copy, it
-        leaves its parameter now: autograd would add the next gradient to it first, and sums in
-        another order round otherwise."""
-        self.claims.pop(slot, None)
-        if claim is None:
+    def register(self, slot: Slot, grad: Tensor, found: ReleasableGrad | None) -> None:
+        """Register a gradient that waits for its bucket.
+
+        A gradient that will be added to a held copy leaves its parameter now. Otherwise autograd
+        would add the next gradient to it first, and sums in another order round differently.
+        """
+        self.releasable.pop(slot, None)
+        if found is None:
             return
-        self.claims[slot] = claim
+        self.releasable[slot] = found
         if self._can_add(slot, grad):
-            claim.release()
+            found.release()
 
     def take_from(self, bucket: BackwardBucket) -> dict[Slot, Tensor]:
-        """Remove and return the gradients of a bucket that a job can release: those that can be
-        added to held copies; without held copies all, if all can be released."""
+        """Remove and return the gradients of a bucket that a job can release.
+
+        If the bucket has held copies, these are the gradients that can be added to held copies.
+        Otherwise these are all gradients, or none if one of them cannot be released.
+        """
         for slot in list(bucket.waiting):
-            claim = self.claims.get(slot)
-            if slot in self.held or claim is None:
+            found = self.releasable.get(slot)
+            if slot in self.held or found is None:
                 continue
-            if claim.param.grad is not claim.grad:
-                del bucket.waiting[slot], self.claims[slot]
+            if found.param.grad is not found.grad:
+                del bucket.waiting[slot], self.releasable[slot]
         waiting = sorted(bucket.waiting)
-        chosen = [slot for slot in waiting if slot in self.claims]
+        chosen = [slot for slot in waiting if slot in self.releasable]
         if any(slot in self.held for slot in bucket.slots):
             chosen = [slot for slot in chosen if self._can_add(slot, bucket.waiting[slot])]
         elif chosen != waiting:
@@ -580,25 +603,25 @@ class ReleasedGrads:
         return held is not None and (held.shape, held.dtype) == (grad.shape, grad.dtype)
 
     def has_held(self, bucket: BackwardBucket) -> bool:
-        """Whether some gradients of a bucket were released."""
+        """True if the host holds released gradients of a bucket."""
         return any(slot in self.held for slot in bucket.slots)
 
     def destination_for(self, updates: SlotUpdates, bucket: BackwardBucket) -> Destination:
-        """Return the memory for gradients of a bucket: the step's staging memory for the first
-        ones, other memory for those that are added."""
+        """Return the memory for gradients of a bucket: the step's staging memory for a first
+        micro-batch, and other memory for gradients that are added."""
         if not self.has_held(bucket):
             destination = bucket.destination_for(updates)
             bucket.staging.is_kept = True
             return destination
         staged, in_place = self._where_held(bucket.with_staged_outputs(updates), bucket)
         memory, job = self.landings[0]
-        if job is not None:  # the previous owner
+        if job is not None:  # The previous job may still write to this memory.
             self.wait_for(job)
         return Destination(memory, staged, memory.landing_for(updates.grads), in_place)
 
     def _where_held(self, updates: SlotUpdates, bucket: BackwardBucket) -> tuple[SlotUpdates, bool]:
-        """Return the updates with the held copies of their slots, and True if these are in the
-        bucket's staging memory, where the step reads them."""
+        """Return the updates with the held copies of their slots. The second value is True if
+        the copies are in the bucket's staging memory, where the step reads gradients."""
         laid_out = bucket.staging.staged.get(bucket.index)
         held = [self.held[slot] for slot in updates.slots]
         if laid_out is not None and laid_out.updates.slots == updates.slots:
@@ -608,8 +631,11 @@ class ReleasedGrads:
         return replace(updates, grads=held), False
 
     def begin(self, job: BackwardJob) -> None:
-        """Start the copies of a job once those of the previous job are done and its gradients are
-        released. The next bucket fills meanwhile, so two buckets are on the device."""
+        """Start the copies of a job, after the copies of the previous job are done and its
+        gradients are released.
+
+        The next bucket fills meanwhile, so the gradients of two buckets are on the device.
+        """
         self.finish()
         job.prepare()
         self.previous = job
@@ -617,16 +643,17 @@ class ReleasedGrads:
             self.landings = [self.landings[1], (self.landings[0][0], job)]
 
     def finish(self) -> None:
-        """Wait until the copies of the job that was begun last are done, and drop its gradients."""
+        """Wait until the copies of the last job are done, and drop its gradients."""
         if self.previous is not None:
             self.previous.release_grads()
         self.previous = None
 
     def release(self, slots: Sequence[Slot], grads: Iterable[Tensor]) -> None:
-        """Record that the worker copies these gradients to these tensors."""
+        """Record the copies that the worker makes of some gradients, and remove the gradients
+        from their parameters."""
         for slot, grad in zip(slots, grads, strict=True):
             self.held[slot] = grad
-            self.claims.pop(slot).release()
+            self.releasable.pop(slot).release()
 
     def is_held(self, slot: Slot, grad: Tensor) -> bool:
         """True if ``grad`` is the held copy of a slot."""
@@ -634,27 +661,28 @@ class ReleasedGrads:
         return held is not None and (held.untyped_storage()._cdata == grad.untyped_storage()._cdata)
 
     def put_in_place(self, updates: SlotUpdates, staged: SlotUpdates) -> frozenset[int]:
-        """Have the step find what was released where it reads it; indices of these updates."""
+        """Copy released gradients to the memory that the step reads, unless they are there
+        already. Return their indices in the updates."""
         here = set()
         rows = zip(updates.slots, updates.grads, staged.grads, strict=True)
         for index, (slot, grad, read) in enumerate(rows):
             if self.is_held(slot, grad):
                 here.add(index)
                 if grad.data_ptr() != read.data_ptr():
-                    # NOTE: no upload reads there: the memory was freed for a download since the
-                    # last step, or is new.
+                    # NOTE: no upload reads this memory, because it was freed for a download since
+                    # the last step, or is new.
                     read.copy_(grad)
         return frozenset(here)
 
     def lose(self, error: Exception) -> None:
-        """Record that the copy of released gradients failed."""
+        """Record that released gradients are lost, because copying them failed."""
         if self.held:
             self.lost = (
                 f"{error} But the gradients had been released (release_gradients=True) and are "
                 "lost: call zero_grad(), and backward again"
             )
-        self.held, self.claims, self.previous = {}, {}, None
+        self.held, self.releasable, self.previous = {}, {}, None
 
     def forget(self) -> None:
-        """Discard the copies, because no step uses them."""
-        self.held, self.claims, self.lost, self.previous = {}, {}, "", None
+        """Discard the held copies, because no step will use them."""
+        self.held, self.releasable, self.lost, self.previous = {}, {}, "", None

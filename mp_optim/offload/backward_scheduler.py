@@ -1,8 +1,8 @@
-"""The schedule of offloaded slots: work that backward begins, results that ``step()`` uses, and
-work that it repeats. And the thread that does the work of backward.
+"""The schedule of offloaded slots: jobs that backward begins, results that ``step()`` uses, and
+jobs that ``step()`` repeats. Also the thread that runs the jobs.
 
 With ``offload_mode="sync"`` backward begins nothing. With ``overlap`` gradients are copied to the
-host and measured. With ``speculative`` they are also stepped into a back buffer, as if the step
+host and measured. With ``speculative`` the host also steps them into a back buffer, as if the step
 were neither clipped nor skipped.
 """
 
@@ -48,15 +48,16 @@ _HOST = torch.device("cpu")
 
 
 class WorkerError(RuntimeError):
-    """Work in the background failed; none of it was applied."""
+    """A job of the worker thread failed. The optimizer did not apply any result of the job."""
 
 
 class Phase(enum.Enum):
-    """The phases of an iteration, from the end of one step to the end of the next.
+    """The phases of an iteration, from the end of one step to the end of the next step.
 
-    BACKWARD begins with the first gradient, which fixes the predicted multiplier and whether jobs
-    step ahead. COLLECTED begins when the worker is drained: staging memory and back buffers belong
-    to the caller until the step ends. A further gradient leads back to BACKWARD.
+    IDLE lasts until the first gradient. BACKWARD begins with the first gradient, which fixes the
+    predicted multiplier and whether jobs step ahead. COLLECTED begins when the worker is drained:
+    staging memory and back buffers belong to the caller until the step ends. A further gradient
+    leads back to BACKWARD.
     """
 
     IDLE, BACKWARD, COLLECTED = enum.auto(), enum.auto(), enum.auto()
@@ -67,8 +68,8 @@ class CollectedGrads(NamedTuple):
 
     Attributes:
         held: gradients that left their parameters and are in host memory, by slot.
-        sums: sums of squares of gradients that the worker measured and that did not change, by
-            slot.
+        sums: sums of squares, by slot, of gradients that the worker measured and that did not
+            change.
     """
 
     held: Mapping[Slot, Tensor]
@@ -76,26 +77,25 @@ class CollectedGrads(NamedTuple):
 
 
 class BackwardScheduler:
-    """Begins work on offloaded slots during backward; with ``sync`` none.
+    """Begins jobs on offloaded slots during backward. In mode ``sync`` it begins no job.
 
     Args:
         host_part: the slots, and their buckets and windows.
-        bind_tensors: updates the executor's tensors to the present ones.
+        bind_tensors: updates the executor's tensors to the present tensors.
         source: the optimizer that takes the step.
 
     Attributes:
         worker: the worker thread.
-        buckets: buckets that backward may begin, in the order in which their gradients are
-            expected.
-        counts: numbers of buckets that were published as speculated, of buckets that were stepped
-            again, of steps in which speculation paused, and of buckets whose gradients changed
-            after backward.
-        released: gradients of which the host has the only copy.
-        grads: reports gradients as they arrive, and compares them with those of jobs.
+        buckets: buckets that backward may begin, in the order in which gradients are expected.
+        counts: number of buckets that were published as speculated (``speculation_hits``), of
+            buckets that were stepped again (``speculation_redone``), of steps in which speculation
+            paused (``speculation_paused``), and of buckets whose gradients changed after backward
+            (``speculation_stale``).
+        released: gradients that only the host has.
+        grads: reports gradients as they arrive, and compares them with the gradients of jobs.
         is_last_microbatch: True if arriving gradients are complete.
         phase: phase of this iteration.
-        speculates: True, except when idle, if gradients are stepped as soon as they are on the
-            host.
+        speculates: True if gradients are stepped as soon as they are on the host; False when idle.
     """
 
     def __init__(
@@ -112,7 +112,8 @@ class BackwardScheduler:
         self.is_last_microbatch = True
         self.grads = BackwardGrads(source, host_part.place_of, self.on_grad_ready)
         self.phase, self.speculates = Phase.IDLE, False
-        self._multiplier = 1.0  # the predicted multiplier; None when idle
+        # Prediction for jobs of this backward; valid from the first gradient on.
+        self._multiplier = 1.0
         self._expected: Callable[[], Tensor] | None = None
         self._host_part, self._speculation = host_part, host_part.speculation
         self._executor, self._bind_tensors = host_part.executor, bind_tensors
@@ -122,8 +123,11 @@ class BackwardScheduler:
         self._failure: WorkerError | None = None
 
     def expect_multiplier(self, inverse_scale: Tensor) -> None:
-        """Predict from now on that gradients are multiplied with this inverse loss scale, shape
-        (1,) FP32, on the host in the next backward."""
+        """Predict that the next steps multiply gradients by this inverse loss scale.
+
+        Args:
+            inverse_scale: shape (1,), FP32. The next backward reads its copy on the host.
+        """
         self._expected = fetch(self._transfer, inverse_scale)
 
     def _predicted_multiplier(self) -> float:
@@ -131,7 +135,7 @@ class BackwardScheduler:
         return 1.0 if self._expected is None else fp32(float(self._expected()))
 
     def use_buckets(self) -> None:
-        """Have the buckets that the host part has now. Nothing may be begun."""
+        """Read the buckets of the host part again. No job may be in progress."""
         host_part, settings = self._host_part, self._host_part.settings
         self._transfer = settings.transfer
         self.buckets, largest = [], 0
@@ -150,30 +154,34 @@ class BackwardScheduler:
     # -- during backward --------------------------------------------------------------------------
 
     @in_own_modes
-    def on_grad_ready(self, slot: Slot, grad: Tensor, claim: ReleasableGrad | None) -> None:
-        """A gradient is complete; the step will be given the same one, or its copy on the host if
-        it is released. Never raises: :meth:`collect` reports errors.
+    def on_grad_ready(self, slot: Slot, grad: Tensor, found: ReleasableGrad | None) -> None:
+        """Take a complete gradient, and begin a job if its bucket is complete. Never raise:
+        :meth:`collect` raises the errors.
 
         Args:
-            grad: the local gradient.
-            claim: the gradient, if it may be released.
+            slot: the slot of the gradient.
+            grad: the local gradient. The step gets this gradient, or its copy on the host if it is
+                released.
+            found: the gradient with its parameter, if the gradient may be released.
         """
         if not self.runs_in_backward:
             return
-        # NOTE: backward has a thread for each device that has parameters, and one for the CPU.
+        # NOTE: backward has a thread for each device that has parameters, and one for the CPU. So
+        # gradients of two threads may arrive at once.
         with self._reporting:
             self.grads.count(slot)
-            self._take(slot, grad, claim)
+            self._take(slot, grad, found)
 
-    def _take(self, slot: Slot, grad: Tensor, claim: ReleasableGrad | None) -> None:
+    def _take(self, slot: Slot, grad: Tensor, found: ReleasableGrad | None) -> None:
         if self.phase is Phase.COLLECTED:
             self.phase = Phase.BACKWARD
         if (bucket := self._bucket_of.get(slot)) is None:
-            self._try((slot,), lambda: None)  # the first gradient of an iteration
+            # The first gradient of an iteration fixes settings, even if its slot has no bucket.
+            self._try((slot,), lambda: None)
             return
         if bucket.job is not None and slot in bucket.job.versions:
-            # a further micro-batch makes the job's result stale, but the worker still uses its
-            # memory
+            # A further micro-batch makes the job's result stale, but the worker still uses the
+            # job's memory. So the job is cancelled, not deleted.
             bucket.job.is_cancelled = True
             bucket.job = None
         if self._failure is not None:
@@ -184,35 +192,39 @@ class BackwardScheduler:
             self._try((slot,), lambda: None)
             return
         released = self.released
-        if slot in released.held and slot in released.claims and slot in bucket.waiting:
-            # one gradient is added to the copy later; further ones are added in order
+        if slot in released.held and slot in released.releasable and slot in bucket.waiting:
+            # Begin now, because gradients are added to the held copy one after the other, in order.
             self._try(bucket.slots, partial(self._begin, bucket))
         if self._host_part.releases:
-            released.claim(slot, grad, claim)
+            released.register(slot, grad, found)
         bucket.waiting[slot] = grad
         if bucket.waiting.keys() >= bucket.expected:
             self._try(bucket.slots, partial(self._begin_up_to, bucket))
 
     def _try(self, slots: Sequence[Slot], begin: Callable[[], None]) -> None:
-        """Begin work on some slots. An error is kept for :meth:`collect`."""
+        """Call ``begin`` for some slots, and keep an error for :meth:`collect`."""
         try:
             self._begin_iteration()
             begin()
         except RefusedSettings:
-            return  # the step raises the same error, before anything is stepped
+            return  # The step raises this error itself, before any parameter is stepped.
         except WorkerError as error:
             self._failure = error
         except Exception as error:
             if not self._host_part.releases and self._settings_are_refused():
-                return  # they arrived after the first micro-batch
+                # The refused settings were assigned after the first micro-batch, and the step
+                # raises their error.
+                return
             self._failure = WorkerError(
                 f"{self._host_part.label(slots)}: work on the host during backward could not be "
-                f"begun: {error!r}. The optimizer is as it was before this step"
+                f"begun: {error!r}. The optimizer did not change; call step() again, or continue "
+                "with the next batch"
             )
             self._failure.__cause__ = error
 
     def _settings_are_refused(self) -> bool:
-        """Whether those that work would have been begun with cannot be, or those of now."""
+        """True if a check refuses the executor's settings, before or after they are shared with
+        the groups."""
         try:
             self._executor.check_groups()
             self.grads.source.share_settings()
@@ -222,8 +234,8 @@ class BackwardScheduler:
         return False
 
     def _begin_up_to(self, bucket: BackwardBucket) -> None:
-        """Hand a complete bucket to the worker, and before it those that backward has left behind:
-        they lack gradients that will not come."""
+        """Submit a complete bucket to the worker. Before it, submit earlier buckets that
+        backward has passed, because their missing gradients will not arrive."""
         for earlier in self.buckets[: max(0, bucket.index - 1)]:
             if earlier.waiting and earlier.job is None:
                 self._begin(earlier)
@@ -241,8 +253,8 @@ class BackwardScheduler:
         self.speculates = self._speculation is not None and self._speculation.is_on
 
     def _begin(self, bucket: BackwardBucket) -> None:
-        """Submit the arrived gradients of a bucket to the worker, or those that can be released,
-        and release them."""
+        """Submit gradients of a bucket to the worker: all that arrived, or with
+        ``release_gradients`` those that can be released."""
         releases, released = self._host_part.releases, self.released
         if releases:
             grads = released.take_from(bucket)
@@ -251,8 +263,8 @@ class BackwardScheduler:
         updates = self.grads.source.updates(grads, self._multiplier)
         if not updates:
             return
-        # NOTE: a cancelled job of this bucket may still run, and write to the same staging memory.
-        # Nothing is written here; jobs of one bucket run one after the other.
+        # NOTE: a cancelled job of this bucket may still run, and write to the bucket's staging
+        # memory. This thread must not write there. Jobs of one bucket run one after the other.
         destination = (
             released.destination_for(updates, bucket)
             if releases
@@ -262,7 +274,8 @@ class BackwardScheduler:
         goes_ahead = self.speculates and destination.in_place and self.is_last_microbatch
         if self._speculation is not None and goes_ahead:
             launches = self._speculation.predicted(bucket.index, destination.staged)
-        # On an accelerator the host cannot compare its copy with the gradient at the step.
+        # On an accelerator the host cannot compare its copy with the gradient at the step, so sums
+        # of the gradient's bits are kept.
         with_bits = not (releases or self._transfer.is_same_place)
         is_whole = len(updates) == len(bucket.slots)
         job = BackwardJob(
@@ -290,15 +303,15 @@ class BackwardScheduler:
     # -- between backward and step ----------------------------------------------------------------
 
     def collect(self) -> CollectedGrads:
-        """Wait for the work begun during backward, and return its results. The step's time begins
+        """Wait for the jobs begun during backward, and return their results. The step's time begins
         here.
 
-        NOTE: the caller waits for the worker. The wait cannot be later: the verdict reads the sums
-        of the jobs, and the worker owns staging memory and back buffers until it is drained. It is
-        not earlier, so that backward hides as much as possible.
+        NOTE: the caller waits for the worker. The wait cannot be later, because the verdict reads
+        the sums of the jobs, and the worker owns staging memory and back buffers until it is
+        drained. The wait is not earlier, so that backward hides as much time as possible.
 
         Raises:
-            WorkerError: the work failed. All of it is dropped; nothing was stepped.
+            WorkerError: a job failed. All jobs are dropped; nothing was stepped.
         """
         if (file := self._host_part.settings.state_file) is not None:
             file.check_owner()
@@ -322,7 +335,7 @@ class BackwardScheduler:
         return CollectedGrads(self.released.held, dict(self._sums()))
 
     def _sums(self) -> Iterator[tuple[Slot, float]]:
-        """Yield the sums of squares that hold for the gradients as they are now."""
+        """Yield the sums of squares of gradients that did not change since they were measured."""
         self.grads.forget_comparisons()
         for job in [bucket.job for bucket in self.buckets if bucket.job is not None]:
             compares = self._transfer.is_same_place and not job.releases
@@ -331,12 +344,12 @@ class BackwardScheduler:
             for (slot, version), value, staged in rows:
                 grad = grad_of(slot)
                 if grad is None or not grad.is_cpu:
-                    continue  # an accelerator measures its gradients itself
+                    continue  # An accelerator measures its own gradients.
                 if self.grads.is_same(slot, version, grad, staged if compares else None):
                     yield slot, value
 
     def _finish_jobs(self) -> None:
-        """Finish all jobs, and add the last gradients to the held copies."""
+        """Wait for all jobs, after adding the last gradients to the held copies."""
         if self._host_part.releases:
             for bucket in filter(self.released.has_held, self.buckets):
                 self._try(bucket.slots, partial(self._begin, bucket))
@@ -351,17 +364,17 @@ class BackwardScheduler:
                     bucket.job.track_copies()
 
     def distrust(self, slot: Slot) -> None:
-        """Discard comparisons of a slot, because a caller gets its live tensors and may write to
-        them."""
+        """Do not use the speculated step of a slot, because a caller gets the slot's live
+        tensors and may write to them."""
         if (file := self._host_part.settings.state_file) is not None:
             file.exposed()
         if (bucket := self._bucket_of.get(slot)) is not None:
             bucket.is_trusted = False
 
     def forget_released(self) -> None:
-        """Released gradients are of no use any more."""
+        """Discard released gradients, because no step will use them."""
         released = self.released
-        if not (released.held or released.claims or released.lost):
+        if not (released.held or released.releasable or released.lost):
             return
         released.forget()
         for bucket in self.buckets:
@@ -370,12 +383,12 @@ class BackwardScheduler:
             self.discard()
 
     def stop(self) -> None:
-        """Discard all work and remove the hooks: nothing is begun any more."""
+        """Discard all jobs and remove the hooks, so that no further job begins."""
         self.discard()
         self.grads.stop()
 
     def discard(self) -> None:
-        """Discard the work begun during backward; the step does it again."""
+        """Discard the jobs begun during backward; the step repeats them."""
         if self.released.held:
             try:
                 self._finish_jobs()
@@ -387,14 +400,15 @@ class BackwardScheduler:
         self._timeline.end_step()
 
     def skip(self) -> None:
-        """Discard the work of backward because the step is skipped. No prediction covers a skip."""
+        """Discard the results of backward because the step is skipped. Speculation never
+        predicts a skip."""
         if self._speculation is not None:
             self.counts["speculation_paused"] += self._speculation.record(False)
         self.end_iteration()
         self._timeline.end_step()
 
     def check_prediction(self, updates: SlotUpdates) -> None:
-        """Take note of whether the step was the one that was predicted."""
+        """Record whether the step's multipliers are the predicted multiplier."""
         if self._speculation is None or not updates:
             return
         is_known = self.phase is not Phase.IDLE
@@ -403,7 +417,7 @@ class BackwardScheduler:
         self.counts["speculation_paused"] += self._speculation.record(was_right)
 
     def end_iteration(self) -> None:
-        """Forget the work of this backward. The worker must be drained."""
+        """Drop the jobs of this backward. The worker must be drained."""
         for bucket in self.buckets:
             bucket.waiting, bucket.job = {}, None
         self.grads.forget_comparisons()
@@ -412,8 +426,8 @@ class BackwardScheduler:
     # -- in step ----------------------------------------------------------------------------------
 
     def judge(self, steps: Sequence[BucketStep]) -> None:
-        """Find out what of the steps of the host's buckets came down during backward, and is the
-        same."""
+        """Mark the buckets whose gradients were copied to the host during backward and did not
+        change."""
         if not self.runs_in_backward:
             return
         stale = 0
@@ -423,7 +437,7 @@ class BackwardScheduler:
             if self.released.held:
                 step.downloaded = self.released.put_in_place(step.updates, step.staged)
             job = self._job_of(bucket)
-            # Where its tensors did not fit these updates, others were made just now.
+            # If the job's tensors did not fit these updates, the step has just made new tensors.
             if job is None or job.staged.grads is not step.staged.grads:
                 continue
             compares = self._transfer.is_same_place and not job.releases
@@ -432,18 +446,20 @@ class BackwardScheduler:
             if not (step.is_downloaded or job.releases):
                 stale += self.grads.are_complete(job.versions, step.updates)
         self.counts["speculation_stale"] += stale
-        if 0 < stale == self.counts["speculation_stale"]:  # the first time
+        # Warn only in the first step with changed gradients.
+        if 0 < stale == self.counts["speculation_stale"]:
             warn(
-                f"offload_mode={self.mode!r}: gradients changed after backward, so step() "
-                "repeats the work of backward on them. If clip_grad_norm_ did it, clip with "
-                "OptimizerConfig.clip_grad (HF Trainer: max_grad_norm=0; Lightning: "
+                f"offload_mode={self.mode!r}: gradients changed after backward, so step() copies "
+                "and measures them again. If clip_grad_norm_ changed them, clip with "
+                "OptimizerConfig.clip_grad instead (HF Trainer: max_grad_norm=0; Lightning: "
                 "gradient_clip_val=None). metrics()['speculation_stale'] counts the buckets"
             )
 
     def gradients_on_host(
         self, routes: Iterable[tuple[BackwardBucket, SlotUpdates]]
     ) -> dict[Slot, Tensor]:
-        """Return gradients that windows find in host memory: released ones, and unchanged copies.
+        """Return gradients that windows read from host memory: released gradients, and unchanged
+        copies.
 
         Args:
             routes: the step's updates by bucket.
@@ -455,7 +471,7 @@ class BackwardScheduler:
                 if self.released.is_held(slot, grad):
                     found[slot] = grad
             job = self._job_of(bucket)
-            # Gradients in host memory are read in place at the step, so any write counts.
+            # The step reads gradients in host memory in place, so their copies are not used.
             is_copied = job is not None and not (job.releases or self._transfer.is_same_place)
             if job is not None and is_copied and self.grads.are_same(job.versions, updates, None):
                 found.update(zip(updates.slots, job.staged.grads, strict=True))
@@ -468,13 +484,17 @@ class BackwardScheduler:
     def hits(
         self, steps: Sequence[BucketStep], planned: Mapping[int, Sequence[Launch]]
     ) -> dict[int, Sequence[BackLaunch]]:
-        """Return the launches of buckets whose back buffers hold this step, by bucket. Count them,
-        and the buckets that were stepped from the same gradients to another result."""
+        """Return the launches of buckets whose back buffers hold this step, by bucket.
+
+        Count these buckets as hits. Count buckets whose gradients are unchanged, but whose result
+        is another, as redone.
+        """
         found: dict[int, Sequence[BackLaunch]] = {}
         for step in steps:
             bucket, now = self.buckets[step.bucket], planned[step.bucket]
             job, was_trusted = bucket.job, bucket.is_trusted
-            bucket.is_trusted = False  # the step is about to overwrite the back buffer
+            # The step is about to overwrite the back buffer, unless the buffer is a hit.
+            bucket.is_trusted = False
             if job is None or not (job.stepped and step.is_downloaded):
                 continue
             is_same = len(job.back) == len(now) and all(map(BackLaunch.gives, job.back, now))
@@ -489,7 +509,7 @@ class BackwardScheduler:
 
 
 class Worker:
-    """One thread, started with the first job and again after a failure or a fork.
+    """One thread for jobs. It starts with the first job, and again after a failure or a fork.
 
     Args:
         name: name of the thread.
@@ -500,7 +520,8 @@ class Worker:
         self._name, self._set_up = name, set_up
         self._pool: DaemonExecutor | None = None
         self._pid = os.getpid()
-        self._begun: list[tuple[str, Future[None]]] = []  # jobs since the last drain, with labels
+        # Jobs since the last drain, with the labels that errors name.
+        self._begun: list[tuple[str, Future[None]]] = []
         self._last: BackwardJob | None = None
 
     def submit(self, job: BackwardJob) -> None:
@@ -517,7 +538,7 @@ class Worker:
         self._begun.append((job.label, job.future))
 
     def wait_for(self, job: BackwardJob) -> None:
-        """Wait until a job is done or dropped; :meth:`drain` raises its error."""
+        """Wait until a job is done or dropped. :meth:`drain` raises the error of the job."""
         if job.future is not None and self._pid == os.getpid():
             with contextlib.suppress(CancelledError):
                 job.future.exception()
@@ -526,31 +547,32 @@ class Worker:
         """Wait until all jobs are done.
 
         Raises:
-            WorkerError: a job raised, or this is a forked child without the thread. All jobs are
-                dropped; the next one finds a working thread.
+            WorkerError: a job raised, or this process is a forked child without the thread. All
+                jobs are dropped; the next job gets a working thread.
         """
         if self._begun and self._pid != os.getpid():
             label, _ = self._begun[-1]
             self._forget()
             raise WorkerError(
-                f"{label}: work during backward was started by the parent of this forked process; "
-                "call step() again to do it in this process"
+                f"{label}: the parent of this forked process started the step during backward; "
+                "call step() again to take the step in this process"
             )
         while self._begun:
             label, future = self._begun[0]
             if (error := future.exception()) is not None:
                 self.discard()
-                self._pool = None  # a failed start of a thread would leave it unusable
+                # Start another thread next time, because a failed start leaves the pool unusable.
+                self._pool = None
                 raise WorkerError(
                     f"{label}: work on the host during backward failed: {error!r}. The optimizer "
-                    "is as it was before this step; call step() again, or continue with the next "
-                    "batch"
+                    "did not change; call step() again, or continue with the next batch"
                 ) from error
             del self._begun[0]
         self._last = None
 
     def discard(self) -> None:
-        """Drop the jobs that are queued, and wait for the one in progress; forget its error."""
+        """Drop the jobs that are queued, and wait for the job in progress. Its error is dropped,
+        too."""
         if self._pid == os.getpid():
             running = [future for _, future in self._begun if not future.cancel()]
             for future in running:
@@ -567,16 +589,18 @@ def _run(job: BackwardJob) -> None:
     job.prepare()
     following = job.following
     if following is not None and following.owner is not job.owner:
-        # Its copies run next to this job's arithmetic. It fails under its own name, in its turn.
+        # Copies of the next job run next to this job's arithmetic. An error is dropped here,
+        # because the next job raises it under its own label.
         with contextlib.suppress(Exception):
             following.prepare()
     job.run()
 
 
 def _stop(pool: DaemonExecutor, pid: int) -> None:
-    """End the thread of a worker that is gone; a forked child does not have it."""
+    """End the thread of a deleted worker. A forked child does not have the thread."""
     if os.getpid() == pid:
-        is_own = pool.thread is threading.current_thread()  # the worker cannot wait for itself
+        # The worker thread itself may delete the worker, and a thread cannot wait for itself.
+        is_own = pool.thread is threading.current_thread()
         pool.shutdown(wait=not is_own, cancel_futures=True)
 
 
@@ -584,23 +608,24 @@ def _stop(pool: DaemonExecutor, pid: int) -> None:
 
 
 def threads_beside_backward(threads: int) -> int:
-    """Return how many of a process's threads work for the optimizer during backward.
+    """Return the number of a process's threads that the optimizer uses during backward.
 
-    Two are left to the main thread and autograd, and a quarter to the data loader. Memory bandwidth
-    bounds an optimizer, so the last quarter would not make it faster.
+    Two threads are left to the main thread and autograd, and a quarter to the data loader. Memory
+    bandwidth bounds an optimizer, so the last quarter would not make a step faster.
     """
     return max(1, min(threads - 2, 3 * threads // 4))
 
 
 def worker_threads(host_threads: int | None) -> int:
-    """Return ``host_threads`` if it is set, else most of this rank's share of the host."""
+    """Return ``host_threads`` if it is set, and else most threads of this rank's share of the
+    host."""
     return host_threads or threads_beside_backward(host_share().threads)
 
 
 def occupy(threads: int) -> None:
-    """Make the calling thread use that many threads.
+    """Make kernels of the calling thread use this number of threads.
 
-    ``torch.set_num_threads`` would do it for the whole process.
+    ``torch.set_num_threads`` would change the number for the whole process.
     """
     set_thread_share(threads)
     limit_openmp(threads)

@@ -1,15 +1,15 @@
-"""Buckets of slots and their staging memory; and plans of host memory for each ``offload_mode``,
-from sizes alone: buckets, the bytes of staging and back buffers, and the parameters to offload.
+"""Buckets of slots and their staging memory, and plans of host memory for each ``offload_mode``.
 
-A bucket holds gradients and parameters in the model's dtype, each tensor rounded up to 64 bytes.
-``most`` is ``OptimizerConfig.offload_bucket_bytes``; a parameter larger than that is a bucket by
-itself.
+Plans are made from sizes alone: buckets, the bytes of staging and back buffers, and the parameters
+to offload. A bucket holds gradients and parameters in the model's dtype, each tensor rounded up to
+64 bytes. ``most`` is ``OptimizerConfig.offload_bucket_bytes``; a parameter larger than ``most`` is
+a bucket by itself.
 
 - ``sync``: buckets of at most ``most`` bytes. Staging is the largest bucket; with
-  ``overlap_cpu_optimizer_d2h_h2d`` three times that, or all buckets if there are at most three. No
-  back buffer.
+  ``overlap_cpu_optimizer_d2h_h2d`` staging is three times as large, or all buckets if there are at
+  most three. No back buffer exists.
 - ``overlap``: buckets of a sixteenth of all bytes, at least 4 MiB and at most ``most``. Staging is
-  all buckets. No back buffer.
+  all buckets. No back buffer exists.
 - ``speculative``: buckets and staging as with ``overlap``. The back buffer has main params and
   moments once more.
 
@@ -18,15 +18,15 @@ parameters in place. A plan on the meta device is for an accelerator and counts 
 
 Slots in windows have no staging with ``sync``. In the other modes they have staging for the
 gradients of all buckets: on the host with ``optimizer_state_path``, and streamed with
-``release_gradients``. They have no back buffer. Windows of a file take host memory,
+``release_gradients``. Slots in windows have no back buffer. Windows of a file take host memory,
 :func:`~mp_optim.offload.state_storage.windows_held` of them. A model in host memory has no staging
 for gradients that are not released.
 
-:func:`plan_staging` cuts buckets and sizes staging,
+:func:`plan_staging` cuts buckets and sizes staging, and
 :class:`~mp_optim.offload.speculation.DoubleBuffer` sizes the back buffer. The planner
 (``factory/memory_plan.py``) builds the same stack on the meta device, and reads :class:`HostBytes`
 from ``HostPart.host_bytes()``. ``tests/unit/offload/test_host_bytes.py`` and
-``test_combinations.py`` compare both with the allocations of a run.
+``test_combinations.py`` compare the plans with the allocations of a run.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from mp_optim.host.transfer import Transfer
 from mp_optim.offload.timeline import WAIT_COPIES, StepTimeline, TransferBytes
 
 SMALLEST = 4 << 20
-"""Staging bytes below which a bucket's fixed costs dominate."""
+"""Smallest staging bytes of a bucket; the fixed costs of smaller buckets dominate."""
 
 PER_ROUND = 16
-"""Number of buckets of a model, within the limits of size. The last bucket arrives with the end of
-backward and cannot be hidden."""
+"""Number of buckets of a model, within the limits of size. The last bucket is complete only at
+the end of backward, so its copies cannot be hidden."""
 
 
 class HostBytes(NamedTuple):
@@ -96,7 +96,7 @@ class HostSlot:
 
     Attributes:
         slot: the slot.
-        share: elements on each rank that holds a part, the same number on every rank.
+        share: number of elements per rank with a shard, rounded up: the same number on every rank.
         numel: elements of this rank.
         dtype: dtype of the gradient and the parameter.
         is_stepped_in_place: True if the main param is the model's parameter, on the device.
@@ -116,12 +116,12 @@ def plan_staging(
 
     Args:
         mode: the ``offload_mode``.
-        slots: in the order in which their gradients are expected.
+        slots: slots in the order in which their gradients are expected.
         most: largest staging bytes of a bucket.
         pipelined: ``overlap_cpu_optimizer_d2h_h2d``.
         has_outputs: True if parameters are staged, too.
     """
-    # ranks that reduce together have the same sizes, so their buckets are equal
+    # Ranks that reduce together have equal shares, so they cut equal buckets.
     shared = [2 * slot.share * slot.dtype.itemsize for slot in slots]
     bucket_bytes = most if mode == "sync" else fitting_bucket_bytes(sum(shared), most)
     buckets = plan_buckets([slot.slot for slot in slots], shared, bucket_bytes)
@@ -129,10 +129,11 @@ def plan_staging(
     for slot in slots:
         taken[slot.slot] = tensors * aligned_bytes(slot.numel, slot.dtype)
     needed = [sum(map(taken.__getitem__, bucket)) for bucket in buckets]
-    # In a step one bucket is copied down, one is stepped and one is copied up. Backward copies all
-    # down.
+    # In a step one bucket is copied to the host, one is stepped and one is copied to the device.
+    # Backward copies all buckets to the host.
     in_step = 3 if pipelined else 1
-    if mode == "sync" and len(needed) > in_step:  # a ring of pieces of the largest size
+    # Use the largest size for each piece, because each piece serves every bucket in turn.
+    if mode == "sync" and len(needed) > in_step:
         needed = [max(needed)] * in_step
     return buckets, needed
 
@@ -143,9 +144,10 @@ def plan_buckets(
     """Cut slots into buckets of at most ``bucket_bytes``; a larger slot is a bucket by itself.
 
     Args:
-        slots: in the order in which their gradients are expected.
-        sizes: staging bytes of each. Ranks that reduce together pass the same numbers and cut the
-            same buckets.
+        slots: slots in the order in which their gradients are expected.
+        sizes: staging bytes of each slot. Ranks that reduce together pass the same numbers and cut
+            the same buckets.
+        bucket_bytes: largest staging bytes of a bucket.
     """
     buckets: list[list[Slot]] = []
     filled = 0
@@ -159,8 +161,8 @@ def plan_buckets(
 
 
 def fitting_bucket_bytes(total: int, most: int) -> int:
-    """Return the staging bytes of a bucket for a total: small enough to start early, large enough
-    to be worth the fixed costs."""
+    """Return the staging bytes of a bucket for the staging bytes of all slots: small enough to
+    start early, and large enough for the fixed costs."""
     return max(1, min(most, max(SMALLEST, -(-total // PER_ROUND))))
 
 
@@ -168,13 +170,14 @@ def plan_offload(sizes: Sequence[int], fraction: float) -> frozenset[int]:
     """Choose whole parameters that together hold at least ``fraction`` of all elements.
 
     Parameters are considered from the last to the first, because backward produces their gradients
-    in that order. A parameter that would overshoot is skipped. The smallest parameter left covers
-    the remainder. Parameters that became unnecessary by that are dropped again, largest first. So
-    the fraction is always reached, and equal sizes give equal plans.
+    in that order. A parameter that would exceed the fraction is skipped. If elements are missing at
+    the end, the smallest parameter that is left is added. Parameters that are then unnecessary are
+    dropped again, largest first. So the fraction is always reached, and equal sizes give equal
+    plans.
 
     Args:
         sizes: elements of each parameter, in slot order.
-        fraction: between 0 (nothing) and 1 (every parameter that has elements).
+        fraction: between 0 (no parameter) and 1 (every parameter that has elements).
 
     Returns:
         Indices into ``sizes``.
@@ -239,14 +242,14 @@ class StagedTensors:
         return True
 
     def put_into(self, updates: SlotUpdates) -> SlotUpdates:
-        """Return the updates with these tensors as gradients and outputs."""
+        """Return the updates with the staged tensors as gradients and outputs."""
         staged = self.updates
         return replace(updates, grads=staged.grads, outputs=staged.outputs, is_staged=True)
 
 
 def _known(updates: SlotUpdates) -> _Known | None:
-    """Return lists that identify the forms of gradients and outputs without a look at each tensor,
-    or None. Gradients are not kept."""
+    """Return lists that identify the shapes and dtypes of gradients and outputs without a loop
+    over tensors. Return None if the gradients are not one cached list of one dtype."""
     grads, outputs = updates.grads, updates.outputs
     if not isinstance(grads, CachedTensorList) or len(grads.dtypes) != 1:
         return None
@@ -267,16 +270,16 @@ def _present(tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
 class Staging:
     """One piece of staging memory, for one bucket at a time.
 
-    NOTE: the worker owns it from the moment a job is submitted until the worker is drained; the
-    thread that calls ``step()`` owns it otherwise. Copies that were started outlive both, so the
-    owner calls :meth:`wait_until_free` before it writes. Dropping the memory needs no wait: the
-    transfer holds it until the copies are done.
+    NOTE: the worker owns the memory from the moment a job is submitted until the worker is drained;
+    the thread that calls ``step()`` owns the memory otherwise. Copies that were started may still
+    be in progress, so the owner calls :meth:`wait_until_free` before it writes. Dropping the memory
+    needs no wait: the transfer holds the memory until the copies are done.
 
     Attributes:
         staged: the present tensors of each bucket.
         tickets: copies that may be in progress.
-        is_kept: True if some tensors are the only copy of released gradients. They keep their
-            memory, and other tensors get new memory.
+        is_kept: True if some tensors are the only copy of released gradients. These tensors keep
+            their memory, and other tensors get new memory.
     """
 
     def __init__(self, transfer: Transfer, num_bytes: int, pin: bool) -> None:
@@ -289,7 +292,7 @@ class Staging:
 
     @property
     def capacity(self) -> int:
-        """Bytes that it holds after its first use."""
+        """Bytes of this piece after its first use."""
         return self._memory.capacity
 
     @property
@@ -298,7 +301,8 @@ class Staging:
         return self._memory.allocated
 
     def tensors_for(self, bucket: int, updates: SlotUpdates) -> StagedTensors:
-        """Return tensors for a bucket's updates, the same ones in every step; copy nothing."""
+        """Return tensors for a bucket's updates, and copy nothing. Every step gets the same
+        tensors while they fit."""
         staged = self.staged.get(bucket)
         if staged is None or not staged.fit(updates):
             tensors = [*updates.grads, *_present(updates.outputs)]
@@ -309,8 +313,8 @@ class Staging:
         return staged
 
     def landing_for(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors of the same forms, from the beginning of the memory. Nothing else may use
-        it."""
+        """Return tensors with the shapes and dtypes of gradients, from the beginning of the
+        memory. No other tensor of the memory may be in use."""
         needed = sum(aligned_bytes(grad.numel(), grad.dtype) for grad in grads)
         if needed > self.capacity:
             self._replace(needed)
@@ -340,12 +344,12 @@ class Staging:
 
 @dataclass
 class BucketStep:
-    """One bucket's part of a step.
+    """The slots of one bucket in a step.
 
     Attributes:
         bucket: number of the bucket.
         label: label of its slots.
-        staging: its staging memory.
+        staging: staging memory of the bucket.
         updates: updates with gradients and outputs on the device.
         staged: updates with gradients and outputs on the host.
         is_downloaded: True if all gradients have been copied to the host.
@@ -363,8 +367,11 @@ class BucketStep:
     ticket: Any = None
 
     def start(self, after: Any) -> None:
-        """Start the download of the gradients, which are complete at the mark ``after`` of the
-        transfer."""
+        """Start the download of the gradients.
+
+        Args:
+            after: mark of the transfer at which the gradients are complete.
+        """
         if self.is_downloaded:
             return
         grads, staged = self.updates.grads, self.staged.grads
@@ -379,7 +386,7 @@ class BucketStep:
 
         NOTE: the host waits here for this bucket's download, because it reads the gradients next.
         The download was started a bucket before, or in backward, and has run next to the arithmetic
-        since.
+        since then.
         """
         if not self.is_downloaded:
             with timeline.stage(WAIT_COPIES):
@@ -396,7 +403,10 @@ class Buckets:
     """The slots of a place in buckets, and their staging memory.
 
     Args:
-        slots: in the order in which their gradients are expected.
+        mode: the ``offload_mode``.
+        slots: slots in the order in which their gradients are expected.
+        most: largest staging bytes of a bucket.
+        pipelined: ``overlap_cpu_optimizer_d2h_h2d``.
         new_staging: returns staging memory of a number of bytes.
         has_outputs: True if parameters are staged, too.
         label: returns a label for some slots, for errors and the timeline.

@@ -1,11 +1,11 @@
-"""The host part of an optimizer: its offloaded slots, the buckets and windows in which they are
-stepped, and the host memory that these take: planned bytes, allocated bytes, growth beyond a plan.
+"""The host part of an optimizer: its offloaded slots, and the buckets and windows in which they are
+stepped. Also the slots' host memory: planned bytes, allocated bytes, and growth beyond a plan.
 
-The plan is made of the forms of main params and state, and of gradients in the model's dtypes. It
-has nothing that a background save or the system's huge pages add.
+A plan counts the shapes and dtypes of main params and state, and gradients in the model's dtypes.
+It leaves out memory that a background save or the system's huge pages add.
 
-:mod:`~mp_optim.offload.backward_scheduler` has the work of backward, and
-:mod:`~mp_optim.offload.stepper` the work of a step.
+:mod:`~mp_optim.offload.backward_scheduler` begins jobs during backward, and
+:mod:`~mp_optim.offload.stepper` takes the steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mp_optim.rules.rule_executor import RuleExecutor
 
 STAGING, BACK, WINDOWS, STATE = "staging", "back buffers", "windows", "main params and state"
 GROWN_BY = 1 / 50
-"""Share of a plan by which an allocation may exceed it before a warning."""
+"""Share of its plan by which an allocation may exceed the plan before a warning."""
 _SMALL = 1 << 20
 """Bytes by which any allocation may exceed its plan, for alignment of tensors and blocks."""
 _CAUSES = {STAGING: "gradients are wider than the model's dtype, or some stay after their release"}
@@ -49,7 +49,10 @@ class HostPart:
     """The offloaded slots of an optimizer, all stepped in one place, kept for the optimizer's life.
 
     Args:
-        bind_tensors: updates the executor's tensors to the present ones.
+        how: the place and the mode of the steps.
+        executor: keeps the state of the slots and steps them.
+        bind_tensors: updates the executor's tensors to the present tensors.
+        settings: memory and copies of the steps.
 
     Attributes:
         how: the place and the mode of the steps.
@@ -58,8 +61,8 @@ class HostPart:
         label: returns a label for some slots, for errors and the timeline.
         slots: the slots, in the order in which their gradients are expected.
         pipeline: steps the slots in windows; None if the host steps whole buckets.
-        buckets: buckets of gradients that are copied to staging memory; None if nothing copies
-            them.
+        buckets: buckets of gradients that are copied to staging memory; None if gradients are read
+            in place.
         comes_down: True if backward also copies gradients to the host that stay on the device.
         speculation: steps into a back buffer; None without speculation.
         releases: True if gradients leave the device during backward.
@@ -90,8 +93,8 @@ class HostPart:
 
     @property
     def _rule_executor(self) -> RuleExecutor:
-        """The executor, for windows and back buffers. Other executors than a rule's are refused
-        these."""
+        """The executor, if it is a rule's. Windows and back buffers are refused with any other
+        executor."""
         assert isinstance(self.executor, RuleExecutor)
         return self.executor
 
@@ -117,7 +120,7 @@ class HostPart:
             file.reserve(sum(self.disk_bytes()))
 
     def use_settings(self, settings: HostStepSettings) -> None:
-        """Replace the settings, and allocate memory by them."""
+        """Replace the settings, and allocate memory with the new settings."""
         self.settings = settings
         self._use_allocators()
         if self.pipeline is not None:
@@ -125,7 +128,7 @@ class HostPart:
         self.cut_buckets()
 
     def _use_allocators(self) -> None:
-        """Make the executor allocate state of windowed slots in memory that copies read."""
+        """Make the executor allocate state of windowed slots in memory that copies can read."""
         self._is_allocated = False
         if self.pipeline is None:
             return
@@ -144,23 +147,24 @@ class HostPart:
         if self.pipeline is not None:
             self.pipeline.use_slots(self.slots, self.releases)
         self.buckets = self._new_buckets()
-        # A step in windows of host memory reads gradients in place.
+        # A step in windows of host memory reads gradients in place, so backward need not copy them.
         in_place = self.pipeline is not None and settings.transfer.is_same_place
         has_outputs = self.buckets is not None and self.buckets.has_outputs
         self.comes_down = on_host and (has_outputs or not in_place)
         if self.speculation is not None:
-            assert self.buckets is not None  # speculation copies gradients to the host
+            # Speculation copies gradients to the host, so it always has buckets.
+            assert self.buckets is not None
             self.speculation.use_buckets(
                 self.buckets.members, settings.transfer, settings.pin_mains
             )
         self._step_together()
 
     def _new_buckets(self) -> Buckets | None:
-        """Return buckets, unless nothing copies gradients to staging memory."""
+        """Return new buckets; None if no gradient is copied to staging memory."""
         how, on_host = self.settings, self.how.place == "host"
         if self.pipeline is not None:
             is_needed = self.how.runs_in_backward and (on_host or self.releases)
-        else:  # a step without work in backward reads a model in host memory in place
+        else:  # In mode sync, a step reads a model in host memory in place.
             is_needed = self.how.runs_in_backward or not how.transfer.is_same_place
         if not is_needed:
             return None
@@ -176,7 +180,8 @@ class HostPart:
         )
 
     def _step_together(self) -> None:
-        """Register with the executor the slots of one launch: a bucket, or all slots in windows."""
+        """Tell the executor which slots share a launch: those of a bucket, or all slots in
+        windows."""
         sets: dict[int, list[list[int]]] = {}
         together: Sequence[Sequence[Slot]] = [[slot.slot for slot in self.slots]]
         if self.pipeline is None and self.buckets is not None:
@@ -189,7 +194,7 @@ class HostPart:
             self.executor.step_together(group, of_group)
 
     def allocate(self) -> None:
-        """Allocate the state of slots in windows, contiguously."""
+        """Allocate the state of slots in windows contiguously, once."""
         if not self._is_allocated:
             self.executor.allocate_state([slot.slot for slot in self.slots])
             self._is_allocated = True
@@ -197,8 +202,8 @@ class HostPart:
     # -- what it takes ----------------------------------------------------------------------------
 
     def host_bytes(self) -> HostBytes:
-        """Return the bytes of host memory that are held once all slots have been stepped, with
-        gradients of the model's dtypes."""
+        """Return the bytes of host memory after all slots have been stepped, with gradients of
+        the model's dtypes."""
         held = HostBytes(())
         if self.pipeline is not None and self.settings.state_file is None:
             held = state_bytes(self._rule_executor, self.slots)
@@ -233,7 +238,7 @@ class HostPart:
         sizes = []
         for bucket in self.buckets.members:
             slots = map(elements.__getitem__, bucket)
-            # the gradient of a float8 parameter has 16 bits
+            # The gradient of a float8 parameter has 16 bits.
             sizes.append(sum(slot.numel * max(2, slot.dtype.itemsize) for slot in slots))
         return sum(sorted(sizes)[:-2])
 
@@ -264,7 +269,7 @@ class MemoryUse:
         self._is_complete = False
 
     def planned(self) -> dict[str, int]:
-        """Return the planned bytes by purpose, with state that is not allocated yet."""
+        """Return the planned bytes by purpose. State that is not allocated yet is included."""
         part = self._part
         held = part.host_bytes()
         staging = 0 if part.buckets is None else part.buckets.planned
@@ -283,15 +288,15 @@ class MemoryUse:
         }
 
     def metrics(self) -> dict[str, float]:
-        """Return ``planned_host_bytes`` and ``resident_host_bytes``. Warn once of each purpose that
-        takes more than it was planned with."""
+        """Return ``planned_host_bytes`` and ``resident_host_bytes``. Warn once of each purpose
+        that takes more memory than its plan."""
         planned, allocated = self.planned(), self.allocated()
         for purpose in planned.keys() - self._reported:
             more = allocated[purpose] - planned[purpose]
             if more > planned[purpose] * GROWN_BY + _SMALL:
                 self._reported.add(purpose)
                 warnings.warn(_growth(purpose, planned[purpose], allocated[purpose]), stacklevel=5)
-        # No tensor of state has another size later, so its tensors are not added up again.
+        # State tensors never change their size, so complete state is not added up again.
         self._is_complete = planned[STATE] == allocated[STATE] == self._state[1]
         return {
             "planned_host_bytes": sum(planned.values()),
@@ -299,13 +304,15 @@ class MemoryUse:
         }
 
     def _forms(self) -> int:
-        """Return the bytes of main params and state in host memory, also of later state."""
+        """Return the planned bytes of main params and state in host memory, with state that is
+        not allocated yet."""
         part = self._part
         if part.settings.state_file is not None:
             return 0
         if not isinstance(executor := part.executor, RuleExecutor):
             return self._tensors()
-        if self._state[0] is not part.slots:  # the slots have changed since
+        # Another list means that the slots have changed since the last call.
+        if self._state[0] is not part.slots:
             forms = (form for slot in part.slots for form in held_forms(executor, slot).values())
             self._state = part.slots, sum(size.numel() * dtype.itemsize for size, dtype in forms)
             self._is_complete = False
@@ -317,7 +324,8 @@ class MemoryUse:
         if part.settings.state_file is not None:
             return 0
         for slot in part.slots:
-            if isinstance(executor := part.executor, RuleExecutor):  # allocates no state
+            # Read the executor's rows, because state_of() would allocate state.
+            if isinstance(executor := part.executor, RuleExecutor):
                 state = executor.rows.groups[slot.slot.group].slots[slot.slot.position]
                 tensors = [value for key, value in state.items() if key != STEP]
             else:

@@ -1,4 +1,4 @@
-"""HybridDeviceOptimizer: one optimizer with part of its state in host memory."""
+"""HybridDeviceOptimizer: one optimizer with a fraction of its state in host memory."""
 
 from __future__ import annotations
 
@@ -23,32 +23,38 @@ from mp_optim.rules.rule_optimizer import SlotOptimizer
 
 
 class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
-    """A torch optimizer that keeps main params and state of a fraction of its parameters in host
-    memory, and steps them there or streams them through the device. The other parameters are
-    stepped on their device.
+    """A torch optimizer with the main params and state of a fraction of its parameters in host
+    memory.
+
+    The host steps these parameters, or streams their state through the device. The other parameters
+    are stepped on their device.
 
     Args:
         params: parameters, named parameters or param groups, as torch takes them.
-        offload_fraction: share of elements to offload (see :func:`plan_offload`).
-        cpu_optimizer_cls: any torch optimizer class, or a rule, which steps in one pass.
-        gpu_optimizer_cls: the class or rule for parameters that are stepped on the device.
-        param_update_in_fp32: step 16-bit parameters through FP32 copies kept here. This package's
-            own optimizers always do so.
-        pin_cpu_grads: page-lock staging memory, if an accelerator is used.
-        pin_cpu_params: page-lock host parameters, if an accelerator is used.
-        overlap_cpu_optimizer_d2h_h2d: overlap copies in both directions with the host's arithmetic.
-        offload_mode: ``sync``: the host works in ``step``. ``overlap``: gradients are copied to the
-            host during backward, and those that leave the device are measured there.
-            ``speculative``: they are also stepped, into a back buffer of main params and moments.
+        offload_fraction: share of elements to offload, 0.0 to 1.0 (see :func:`plan_offload`).
+        cpu_optimizer_cls: any torch optimizer class, or a rule, for offloaded parameters.
+        gpu_optimizer_cls: any torch optimizer class, or a rule, for parameters that are stepped on
+            the device.
+        param_update_in_fp32: True to step 16-bit parameters through FP32 copies. This package's own
+            optimizers always do so.
+        pin_cpu_grads: True to page-lock staging memory, if an accelerator is used.
+        pin_cpu_params: True to page-lock host parameters, if an accelerator is used.
+        overlap_cpu_optimizer_d2h_h2d: True to overlap copies in both directions with the host's
+            arithmetic.
+        offload_mode: ``sync``: the host begins in ``step``. ``overlap``: gradients are copied to
+            the host during backward, and gradients that leave the device are measured there.
+            ``speculative``: the host also steps parameters during backward, into a back buffer of
+            main params and moments.
         offload_place: ``host``, or ``streamed``: main params and state are copied to the device
             window by window and stepped there.
-        stream_window_bytes: size of a window in bytes; at most three exist at a time.
-        optimizer_state_path: a folder on a local disk. Main params and state of offloaded
-            parameters are stored there in a file between steps, and host memory has windows of it.
-            The file has no name, is freed with the process, and is not a checkpoint.
-        host_threads: number of kernel threads during backward; by default some cores are left to
-            other work.
-        transfer: interface for copies; by default the one for the parameters' device.
+        stream_window_bytes: size of a window in bytes; at most three windows are on the device at a
+            time.
+        optimizer_state_path: a folder on a local disk for a file with main params and state of
+            offloaded parameters; None keeps them in host memory. Host memory then has only windows
+            of the file. The file has no name, is freed with the process, and is not a checkpoint.
+        host_threads: number of kernel threads during backward; None leaves some cores to other
+            threads.
+        transfer: interface for copies; None for the transfer of the parameters' device.
         bucket_bytes: largest staging memory of a bucket in bytes.
         sub_optimizer_kwargs: constructor arguments of both classes that are not hyperparameters.
         **kwargs: hyperparameters for both optimizer classes.
@@ -112,7 +118,7 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
 
     @property
     def offload_fraction(self) -> float:
-        """The share of elements that is offloaded, as it was asked for."""
+        """The share of elements that the constructor was asked to offload, 0.0 to 1.0."""
         return self.executor.fraction
 
     @property
@@ -123,11 +129,12 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
     @property
     def sub_optimizers(self) -> list[torch.optim.Optimizer]:
         """The device's optimizer, then the optimizer of offloaded slots, as their classes built
-        them. One of this package steps both."""
+        them. An optimizer of this package steps both kinds of slots and is listed once."""
         return list(self.executor.optimizers.values())
 
     def offload_to_cpu(self) -> None:
-        """Move all state to the host, and discard work of backward, which holds gradients."""
+        """Move all state to the host. Results of backward are discarded, because they hold
+        gradients."""
         self.stepper.schedule.discard()
         super().offload_to_cpu()
 
@@ -136,5 +143,5 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
         return self.executor.place(slot)
 
     def reload_model_params(self) -> None:
-        """Take the parameters' present values into the copies kept here."""
+        """Copy the parameters' present values into the FP32 copies that this optimizer steps."""
         self.executor.reload()

@@ -1,10 +1,10 @@
-"""The executor of HybridDeviceOptimizer: for each slot its place, the tensor that is stepped, and
-the executor that steps it.
+"""The executor of HybridDeviceOptimizer. For each slot it has the place, the tensor that is
+stepped, and the executor that steps the tensor.
 
 Tensors in ``param_groups`` may be replaced at any time. Before a step, and before state is read,
-the executors of the places get the present tensors: those of ``param_groups``, or copies kept here.
-All layers use the same slots. A rule of this package steps the slots of all places; other
-optimizers have one instance for each place.
+the executors of the places get the present tensors: tensors of ``param_groups``, or copies that
+this executor keeps. All layers use the same slots. A rule of this package steps the slots of all
+places; other optimizers have one instance for each place.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from mp_optim.rules.rule import Rule
 from mp_optim.rules.rule_optimizer import RuleOptimizer, SlotOptimizer, executor_of
 
 Outputs = Sequence[Tensor | None]
-"""For each stepped value the tensor that receives it; None if it is stepped in place."""
+"""The tensor that receives each stepped value; None for a value that is stepped in place."""
 
 
 @dataclass
@@ -63,11 +63,11 @@ class PlacedSlot:
     """The place of one slot.
 
     Attributes:
-        place: the place where it is stepped.
-        share: elements that a rank holds, rounded up: the same number on every rank.
+        place: the place where the slot is stepped.
+        share: number of elements per rank with a shard, rounded up: the same number on every rank.
         model_dtype: dtype of the model's parameter, and of its expected gradient.
         is_stepped_itself: True if the tensor in ``param_groups`` is stepped.
-        main: the copy that is stepped instead of the parameter, or None.
+        main: the copy that is stepped instead of the parameter; None if no copy exists.
     """
 
     place: Place
@@ -78,13 +78,13 @@ class PlacedSlot:
 
 
 def _is_own(tensor: Tensor) -> bool:
-    """Whether a tensor to step is one of this package's, not a model's parameter."""
+    """True if a tensor to step belongs to this package. A model's parameter does not."""
     return type(tensor) is Tensor and not tensor.requires_grad
 
 
 def _share(param: Tensor) -> int:
-    """Return the elements of a parameter per rank with a shard of it. Unlike the local size, it is
-    equal on all ranks."""
+    """Return the elements of a parameter per rank with a shard. Unlike the local size, this
+    number is equal on all ranks."""
     if not is_dtensor(param):
         share = shard_info(param).offload_share
         return param.numel() if share is None else share
@@ -93,33 +93,33 @@ def _share(param: Tensor) -> int:
 
 
 def _is_stepped_in_place(place: Place, dtype: torch.dtype, stepped: torch.dtype) -> bool:
-    """Return whether the parameter itself is stepped on its device, as a whole main param or as the
-    upper half of one."""
+    """True if a parameter is stepped on its device without a copy, as a whole main param or as
+    the upper half of a main param."""
     return place != "host" and dtype == stepped
 
 
 def is_of_rule(stepper: SlotStepper) -> bool:
-    """Whether slots are stepped by a rule of this package."""
+    """True if a rule of this package steps the slots."""
     return isinstance(stepper, Rule) or issubclass(stepper, SlotOptimizer)
 
 
 class PlacedExecutor(Executor):
-    """Steps a fraction of its slots from host memory, and the rest on their device.
+    """Steps a fraction of its slots from host memory, and the other slots on their device.
 
     Args:
-        param_groups: live groups; the optimizer adds the first ones before :meth:`build`.
-        fraction: see :func:`~mp_optim.offload.buckets.plan_offload`.
+        param_groups: live groups; the optimizer adds the first groups before :meth:`build`.
+        fraction: share of elements to offload (see :func:`~mp_optim.offload.buckets.plan_offload`).
         how: place and mode of the offloaded slots.
         copies: True if 16-bit parameters are stepped through FP32 copies.
-        remainders: True if the copy of a bfloat16 parameter is a remainder next to it.
+        remainders: True if the copy of a bfloat16 parameter is a remainder next to the parameter.
 
     Attributes:
-        optimizers: optimizers by place. One class of this package for both places is the device's
-            alone, and steps the slots of both.
+        optimizers: optimizers by place. If both places have one class of this package, only the
+            device has an entry, whose optimizer steps all slots.
         executors: executors by place.
         stepper: steps the offloaded slots.
-        main_memory: host memory of main params, unless a file stores them; in one piece for the
-            first groups.
+        main_memory: host memory of main params, unless a file stores them. The main params of the
+            first groups are one piece.
     """
 
     main_memory: Block
@@ -137,7 +137,8 @@ class PlacedExecutor(Executor):
         self.fraction, self._how = fraction, how
         self.optimizers: dict[Place, torch.optim.Optimizer] = {}
         self.executors: dict[Place, Executor] = {}
-        self._distinct: list[Executor] = []  # each optimizer once
+        # One optimizer may serve two places; this list has its executor once.
+        self._distinct: list[Executor] = []
         self._copies, self._remainders = copies, remainders
         self._placed: list[list[PlacedSlot]] = []
         self._written = WrittenWeights()
@@ -154,9 +155,10 @@ class PlacedExecutor(Executor):
 
         Args:
             classes: optimizer classes or rules of both places.
-            arguments: of the optimizer of each place.
-            share_settings: makes the groups here and in the parts alike, as long as nothing wraps
-                the optimizer. It must not keep the optimizer alive.
+            arguments: constructor arguments of the optimizer of each place.
+            settings: memory, copies and threads of the offloaded slots.
+            share_settings: copies settings between these groups and the groups of each place, as
+                long as no wrapper does so. The function must not keep the optimizer alive.
         """
         offloaded = self._how.place
         self._assign(self.param_groups, self.fraction)
@@ -203,9 +205,10 @@ class PlacedExecutor(Executor):
         return [position for position, placed in of_group if placed.place == place]
 
     def _assign(self, groups: Sequence[dict[str, Any]], fraction: float) -> None:
-        """Plan the places of new groups, together.
+        """Plan the places of new groups together.
 
         Args:
+            groups: the new groups.
             fraction: see :func:`~mp_optim.offload.buckets.plan_offload`.
         """
         params = [param for group in groups for param in group["params"]]
@@ -223,8 +226,8 @@ class PlacedExecutor(Executor):
             self._placed.append(placed)
 
     def _slots_of_stepper(self) -> list[HostSlot]:
-        """Return the offloaded slots in the order in which backward is expected to reach them: the
-        last first."""
+        """Return the offloaded slots in reverse order, because backward is expected to reach the
+        last slot first."""
         slots = []
         for slot, param in iter_slots(self.param_groups):
             if self._is_offloaded(slot):
@@ -247,7 +250,7 @@ class PlacedExecutor(Executor):
     def marks_changes(self, slot: Slot) -> bool:
         self._bind()
         place, part = self.place(slot), self.stepper.host_part
-        # changes of parts of slots, and of steps that may be rolled back, are not marked
+        # Kernels do not mark changes of slots in windows, or of steps that may be rolled back.
         is_whole = place == "device" or (part.pipeline is None and part.speculation is None)
         return is_whole and self.executor_at(place).marks_changes(slot)
 
@@ -255,8 +258,8 @@ class PlacedExecutor(Executor):
         return self.executor_at(place).backend_and_reason(group, place, device)
 
     def _group_of(self, index: int, place: Place, is_ours: bool) -> dict[str, Any]:
-        """A group as the optimizer of a place is given it: one of this package has all slots, as
-        they are here, any other has those of its place."""
+        """Return a group for the optimizer of a place. An optimizer of this package gets all
+        slots of the group; any other optimizer gets the slots of its place."""
         group = self.param_groups[index]
         if is_ours:
             return with_names(group)
@@ -268,12 +271,12 @@ class PlacedExecutor(Executor):
         return part
 
     def _groups_are_known(self, indices: Sequence[int]) -> None:
-        """After new groups: say which slots are where; show the hyperparameters that were filled
-        in, so that they can be changed here.
+        """Register the slots of new groups with the executors of the places, and copy the defaults
+        of the optimizers into the groups, so that callers can change them.
 
         Raises:
-            ValueError: the two classes' defaults differ, so that a parameter's rule would depend on
-                its place.
+            ValueError: the two classes' defaults differ, so that a parameter's hyperparameters
+                would depend on its place.
         """
         for index in indices:
             for place, executor in self.executors.items():
@@ -285,8 +288,8 @@ class PlacedExecutor(Executor):
         self.use_mark(self.step_mark)
 
     def _release_others(self, index: int) -> None:
-        """An optimizer of this package has all slots of a group: those of the other place are
-        tensors without memory there, so that nothing keeps what is replaced."""
+        """Replace slots of other places by tensors without memory. An optimizer of this package
+        has all slots of a group, and would keep replaced tensors alive."""
         for place, optimizer in self.optimizers.items():
             if len(self.optimizers) == 1 or not isinstance(optimizer, SlotOptimizer):
                 continue
@@ -296,16 +299,18 @@ class PlacedExecutor(Executor):
                     params[position] = torch.empty_like(params[position], device="meta")
 
     def group_added(self) -> None:
-        """Place the group's parameters, by the same fraction and policy as the first ones."""
+        """Place the parameters of an added group, by the fraction and policy of the first
+        groups."""
         super().group_added()
         if not self.executors:
-            return  # the first groups are placed together
+            return  # build() places the first groups together.
         index = len(self.param_groups) - 1
         self._assign([self.param_groups[index]], self.fraction)
         for place, optimizer in self.optimizers.items():
             is_ours = isinstance(optimizer, SlotOptimizer)
             if is_ours and "param_names" in self.param_groups[0]:
-                # for an empty first group, because torch requires names in all groups or none
+                # An empty first group needs names, because torch requires names in all groups or in
+                # none.
                 optimizer.param_groups[0].setdefault("param_names", [])
             optimizer.add_param_group(self._group_of(index, place, is_ours))
         self._groups_are_known([index])
@@ -314,7 +319,7 @@ class PlacedExecutor(Executor):
     def forget_groups(self, count: int) -> None:
         super().forget_groups(count)
         if not self.executors:
-            return  # the executor is under construction
+            return  # The executor is under construction, so only the base class has groups.
         del self._placed[count:]
         for executor in self._distinct:
             executor.forget_groups(count)
@@ -338,7 +343,8 @@ class PlacedExecutor(Executor):
     def recover(self) -> None:
         for executor in self._distinct:
             executor.recover()
-        # With other back buffers: half a swap may have left two tensors with one memory.
+        # Allocate other back buffers, because half a swap may have left two tensors with one
+        # memory.
         self._cut_buckets()
 
     def memory_moved(self, slot: Slot | None = None) -> None:
@@ -368,12 +374,12 @@ class PlacedExecutor(Executor):
         return dtype if self._remainders and dtype == torch.bfloat16 else torch.float32
 
     def _stepped_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype that a parameter is stepped in without a wrapper."""
+        """Return the dtype in which a parameter is stepped without a wrapper."""
         is_copied = self._copies and dtype in (torch.float16, torch.bfloat16)
         return self.main_dtype(dtype) if is_copied else dtype
 
     def _bind(self) -> None:
-        """Hand the present tensors to the executors that step them."""
+        """Give the present tensors to the executors that step them."""
         sources = self.step_mark.plan_key, *all_params(self.param_groups)
         if all_same(sources, self._bound_from):
             return
@@ -385,18 +391,22 @@ class PlacedExecutor(Executor):
             stays_there = _is_own(before) and same_memory(before, now)
             if before is not now and not stays_there:
                 executor.step_instead(slot, now)
-            # Only this package's own tensors are known to stay where they are, and unwritten.
+            # Bind again next time unless all tensors belong to this package: only those keep their
+            # memory, and are written by no other code.
             stays = stays and _is_own(param)
         self._bound_from = sources if stays else ()
 
     def _note_written(self) -> None:
-        """Remember offloaded parameters as a step left them."""
-        if not self._bound_from:  # otherwise the optimizer's own tensors are stepped
+        """Record checksums of offloaded parameters after a step, so that writes by other code
+        are found."""
+        # If all tensors are bound, the optimizer's own tensors are stepped, and no copy is
+        # compared.
+        if not self._bound_from:
             slots = self._summed()
             self._written.note(slots, list(map(self._local, slots)))
 
     def _summed(self) -> list[Slot]:
-        """Return the slots whose copies here are compared with their parameters by checksums."""
+        """Return the slots whose FP32 copies are compared with their parameters by checksums."""
         slots = self.stepper.host_part.copied_slots()
         return [slot for slot in slots if self._placed_at(slot).main is not None]
 
@@ -404,7 +414,7 @@ class PlacedExecutor(Executor):
         return local_tensor(param_at(self.param_groups, slot))
 
     def _refresh_copies(self, slots: Sequence[Slot]) -> None:
-        """Let copies take the values of parameters that do not equal them, rounded."""
+        """Copy parameters that other code wrote into the FP32 copies of their slots."""
         for index in self._written.changed(slots, list(map(self._local, slots))):
             slot = slots[index]
             main, name = self._placed_at(slot).main, self.slot_name(slot)
@@ -413,20 +423,21 @@ class PlacedExecutor(Executor):
                 self.stepper.schedule.distrust(slot)
 
     def _current(self, slot: Slot) -> Executor:
-        """Return the executor of a slot, with the slot's present tensor. The caller may read live
-        tensors from it."""
+        """Return the executor of a slot, with the slot's present tensor. The caller may read
+        live tensors from the executor."""
         executor = self.executors[self._placed_at(slot).place]
         executor.step_instead(slot, self._stepped(slot))
         if self._placed_at(slot).main is not None:
             self._refresh_copies([slot])
-            self._written.forget(slot)  # the caller may write to the copy
+            # Forget the checksum, because the caller may write to the copy.
+            self._written.forget(slot)
         if self._is_offloaded(slot):
             self.stepper.schedule.distrust(slot)
         return executor
 
     @in_own_modes
     def _copy(self, source: Tensor, place: Place, dtype: torch.dtype) -> Tensor:
-        """Return the copy of a tensor that is stepped at a place."""
+        """Return a new copy of a tensor, in the memory of the place where the copy is stepped."""
         if place == "device":
             return source.to(dtype)
         if self._file is not None:
@@ -458,24 +469,24 @@ class PlacedExecutor(Executor):
         super().reserve_main_params([pair for pair in coming if not self._is_away(*pair)])
 
     def _is_away(self, slot: Slot, source: Tensor) -> bool:
-        """Whether the main param of a parameter is not where the parameter is."""
+        """True if the main param of a slot is not in its parameter's memory."""
         place, dtype = self._placed_at(slot).place, source.dtype
         in_place = _is_stepped_in_place(place, dtype, self.main_dtype(dtype))
         return self._is_offloaded(slot) and not in_place
 
     def new_main_param(self, slot: Slot, source: Tensor) -> Tensor:
         self.step_mark.invalidate_plans()
-        # from now on the tensor in ``param_groups`` is the one to step
+        # From now on the tensor in ``param_groups`` is stepped itself.
         self._placed_at(slot).is_stepped_itself, self._placed_at(slot).main = True, None
         if not self._is_away(slot, source):
             return super().new_main_param(slot, source)
-        # allocated where it is stored, so it never exists in FP32 on the device
+        # Allocate the main param where it is stored, so that the device never holds it in FP32.
         main = self._copy(source, self._placed_at(slot).place, self.main_dtype(source.dtype))
         self.step_instead(slot, main)
         return main
 
     def reload(self) -> None:
-        """Take the parameters' present values into the copies kept here."""
+        """Copy the parameters' present values into the copies that this executor keeps."""
         self.step_mark.open_state()
         for slot, param in iter_slots(self.param_groups):
             if self._placed_at(slot).main is not None or param.dtype != torch.float32:
@@ -493,15 +504,16 @@ class PlacedExecutor(Executor):
     def state_of(self, slot: Slot) -> SlotState:
         state, main = self._current(slot).state_of(slot), self._placed_at(slot).main
         if main is None or main.dtype == param_at(self.param_groups, slot).dtype:
-            return state  # the parameter has all bits of the copy
+            # The parameter has all bits of the copy, so the state needs no main param.
+            return state
         missing = f"state of {state.name}: master_param ({main.dtype}) is missing"
         return replace(state, main=main, missing=missing)
 
     # -- stepping ---------------------------------------------------------------------------------
 
     def _with_outputs(self, updates: SlotUpdates) -> SlotUpdates:
-        """Return the updates with the tensor that receives each stepped value. A wrapper's updates
-        have it already."""
+        """Return the updates with the tensor that receives each stepped value. A wrapper sets
+        these tensors itself."""
         make = partial(self._outputs_of, updates)
         outputs = updates.slots.part("outputs", (updates.outputs,), make)
         return updates if outputs is updates.outputs else replace(updates, outputs=outputs)
@@ -512,8 +524,8 @@ class PlacedExecutor(Executor):
         return list(map(self._output, updates.slots, updates.outputs))
 
     def _output(self, slot: Slot, output: Tensor | None) -> Tensor | None:
-        """Return the tensor that receives the stepped value: the parameter, if the stepped copy was
-        made here."""
+        """Return the tensor that receives the stepped value. If this executor made the stepped
+        copy, the parameter receives it."""
         if self._placed_at(slot).is_stepped_itself:
             return output
         return local_tensor(param_at(self.param_groups, slot))
@@ -554,17 +566,20 @@ class PlacedExecutor(Executor):
 
 
 def stepper_of(executor: Executor) -> Stepper | None:
-    """Return the stepper of an executor's offloaded slots; None if it has no places."""
+    """Return the stepper of an executor's offloaded slots; None if the executor has no places."""
     return executor.stepper if isinstance(executor, PlacedExecutor) else None
 
 
 def work_in_backward(
     executor: Executor, source: GradSource, releases: bool
 ) -> BackwardScheduler | None:
-    """Let an executor work during backward on the gradients of a wrapper; None if it does not.
+    """Begin jobs during backward on the gradients of a wrapper from now on. Return None if the mode
+    is ``sync``.
 
     Args:
-        releases: gradients leave the device during backward.
+        executor: executor inside the wrapper.
+        source: the wrapper, whose parameters get the hooks.
+        releases: True if gradients leave the device during backward.
 
     Raises:
         ValueError: gradients cannot be released.
@@ -573,9 +588,9 @@ def work_in_backward(
     if stepper is None or not stepper.schedule.runs_in_backward:
         if releases:
             raise ValueError(
-                "release_gradients=True: the optimizer does not work during backward; pass "
-                "offload_mode='overlap' or 'speculative' to HybridDeviceOptimizer, or set it to "
-                "False"
+                "release_gradients=True: the inner optimizer copies no gradients during backward; "
+                "pass offload_mode='overlap' or 'speculative' to HybridDeviceOptimizer, or set "
+                "release_gradients=False"
             )
         return None
     if releases:
@@ -583,8 +598,8 @@ def work_in_backward(
             if has_main_grad(param):
                 raise ValueError(
                     f"release_gradients=True: the parameter at {slot} has a main_grad, which "
-                    "belongs to Megatron's DistributedDataParallel and cannot be "
-                    "released; set it to False"
+                    "belongs to Megatron's DistributedDataParallel and cannot be released; set "
+                    "release_gradients=False"
                 )
         stepper.release_gradients()
     stepper.schedule.grads.use_source(source)
@@ -592,18 +607,19 @@ def work_in_backward(
 
 
 def _adopt_defaults(groups: ParamGroups, parts: Sequence[ParamGroups]) -> None:
-    """Show the hyperparameters that the parts filled in, so that they can be changed.
+    """Copy hyperparameters that the optimizers of the places filled in into the groups, so that
+    callers can change them.
 
     Raises:
-        ValueError: the two classes' defaults differ, so that a parameter's rule would depend on its
-            place.
+        ValueError: the two classes' defaults differ, so that a parameter's hyperparameters would
+            depend on its place.
     """
     device, host = group_settings(parts[0][-1]), group_settings(parts[-1][-1])
     for key in (device.keys() & host.keys()) - groups[-1].keys():
         if device[key] != host[key]:
             raise ValueError(
-                f"{key} is {device[key]!r} by default on the device and {host[key]!r} on the "
-                f"host; pass {key}="
+                f"{key}={device[key]!r}: the optimizer class of the host has the default "
+                f"{host[key]!r}; pass {key} to both classes"
             )
     for part in parts:
         for group, of_part in zip(groups, part, strict=True):

@@ -1,4 +1,4 @@
-"""Settings of offloaded steps, and the combinations that are not supported."""
+"""Settings of offloaded steps, and checks of the combinations that are not supported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mp_optim.rules.rule import Rule
 from mp_optim.rules.rule_executor import RuleExecutor
 
 NamedParam = tuple[Slot, str, Tensor]
-"""A slot, its name, and the parameter there."""
+"""A slot, and the name and the parameter of the slot."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class HostStepSettings:
         transfer: interface for copies between host and device.
         timeline: records the time of stages.
         set_up: called once in the worker thread.
-        bucket_bytes: staging bytes of a bucket; a larger parameter is a bucket by itself.
+        bucket_bytes: largest staging bytes of a bucket; a larger parameter is a bucket by itself.
         window_bytes: bytes of main params and state in one window.
         pipelined: True to overlap copies in both directions with the arithmetic.
         pin_staging: True to page-lock staging memory.
@@ -63,7 +63,7 @@ class OffloadedStep:
 
     Attributes:
         place: ``host`` or ``streamed``.
-        mode: the work of backward.
+        mode: ``sync``, ``overlap`` or ``speculative``: the jobs that the host does during backward.
 
     Raises:
         ValueError: place or mode is unknown.
@@ -82,7 +82,8 @@ class OffloadedStep:
         return self.mode != "sync"
 
     def classes(self, host: SlotStepper, device: SlotStepper) -> dict[Place, SlotStepper]:
-        """Return the optimizer class or rule of the device, and that of the offloaded slots."""
+        """Return the optimizer class or rule of each place: the device, and the place of
+        offloaded slots."""
         return {"device": device, self.place: device if self.place == "streamed" else host}
 
     def check(
@@ -101,7 +102,8 @@ class OffloadedStep:
             settings: settings of the steps on the host.
 
         Raises:
-            ValueError: it does not; names the class or the parameter.
+            ValueError: the executor does not support the place or the mode; the message names the
+                class or the parameter.
         """
         here = [param for param in params if is_offloaded(param[0])]
         if settings.state_file is not None:
@@ -116,13 +118,13 @@ def _check_speculative(executor: Executor, params: Sequence[NamedParam]) -> None
     if not isinstance(executor, RuleExecutor):
         raise ValueError(
             f"offload_mode='speculative': {executor.label} cannot step into a second buffer; use "
-            "an optimizer of this package, or 'overlap'"
+            "an optimizer of this package, or set offload_mode='overlap'"
         )
     for name in _collective(executor, params):
         raise ValueError(
             f"offload_mode='speculative': {executor.label} steps {name}, which is split over "
-            "ranks, with a collective, which could interleave with those of backward; use "
-            "'overlap'"
+            "ranks, with a collective, which could interleave with collectives of backward; set "
+            "offload_mode='overlap'"
         )
 
 
@@ -156,7 +158,7 @@ def _collective(executor: RuleExecutor, params: Sequence[NamedParam]) -> Iterabl
 
 
 def only_accelerator(devices: Iterable[torch.device]) -> torch.device:
-    """Return the accelerator among the devices of parameters; the host if there is none.
+    """Return the accelerator among the devices of parameters; the host if all parameters are there.
 
     Raises:
         ValueError: the parameters are on several accelerators.

@@ -1,13 +1,13 @@
-"""Steps ahead of the verdict, into a back buffer of main params and moments, and whether that pays.
+"""Steps before the verdict, into a back buffer of main params and moments.
 
 Present values stay while a step during backward writes the back buffer. Tensors stay the same
-objects: publishing a step gives them the memory of the back buffer, and the memory that they had
+objects: publishing a step gives the tensors the memory of the back buffer, and their former memory
 becomes the back buffer. Nothing has to be undone to discard a step.
 
-A speculated step is right if the verdict's multiplier is the predicted one (inverse loss scale,
-clip coefficient 1) and nothing is skipped. A wrong one costs the time of a step that was hidden
-under backward and one more copy of the state; a right one saves the whole arithmetic of ``step()``.
-So speculating pays well below even odds, and stops only where it nearly always fails.
+A speculated step is right if the verdict's multiplier is the predicted multiplier (inverse loss
+scale, clip coefficient 1) and nothing is skipped. A wrong step costs the time of a step that was
+hidden under backward and one more copy of the state; a right step saves the whole arithmetic of
+``step()``. So speculation pays well below even odds, and pauses only if it nearly always fails.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ from mp_optim.rules.rule import Launch
 from mp_optim.rules.rule_executor import RuleExecutor
 
 Key = tuple[int, int, str]
-"""Group, position, and which of the slot's tensors: a key of its state, or ``MAIN``."""
+"""Group and position of a slot, and the key of one of its tensors: a key of its state, or
+``MAIN``."""
 
 
 @dataclass(slots=True, eq=False)
 class _BufferedTensor:
-    """A tensor in use, the memory it has, and as much memory again."""
+    """A live tensor, its present memory (``front``), and the back buffer of equal size
+    (``back``)."""
 
     live: Tensor
     front: Tensor
@@ -53,13 +55,13 @@ class _BufferedTensor:
 
 @dataclass(frozen=True)
 class BackLaunch:
-    """A launch, and the same launch into the back buffer.
+    """A launch that steps in place, and a copy of the launch that steps into the back buffer.
 
     Attributes:
-        planned: as the step would carry it out in place.
-        target: into the back buffer, from the present values.
-        keys: of all tensors that are stepped.
-        versions: how often each present tensor had been written.
+        planned: the launch as the step would carry it out, in place.
+        target: the launch from the present values into the back buffer.
+        keys: keys of all tensors that are stepped.
+        versions: number of writes of each present tensor when the launch was made.
     """
 
     planned: Launch
@@ -68,7 +70,7 @@ class BackLaunch:
     versions: list[int]
 
     def gives(self, now: Launch) -> bool:
-        """Whether carrying out ``now`` would give what :attr:`target` gave."""
+        """True if carrying out ``now`` would give the result of :attr:`target`."""
         then = self.planned
         return (
             _inputs(then) == _inputs(now)
@@ -92,8 +94,8 @@ class DoubleBuffer:
         self._buffered: dict[Key, _BufferedTensor] = {}
 
     def reserve(self, live: Mapping[Key, Tensor]) -> tuple[int, int]:
-        """Plan host memory for copies of these tensors, unless it is planned. Return the bytes that
-        it takes after its first use, for main params and for state."""
+        """Plan host memory for copies of these tensors, unless it is planned already. Return the
+        bytes after the first use, for main params and for state."""
         for is_main in () if self._blocks else (True, False):
             tensors = [live[key] for key in live if _is_main(key) == is_main]
             allocate = partial(self._transfer.empty_host, pin=self._pin and is_main)
@@ -103,12 +105,12 @@ class DoubleBuffer:
 
     @property
     def allocated(self) -> int:
-        """Bytes of host memory that the back buffer takes now."""
+        """Bytes of host memory that are allocated for the back buffer now."""
         return sum(block.allocated for block in self._blocks.values())
 
     def launches(self, launches: Sequence[Launch]) -> list[BackLaunch]:
-        """Return launches into the back buffer; none if a tensor is not contiguous and would be
-        stepped as a copy."""
+        """Return launches into the back buffer. Return none if a tensor is not contiguous,
+        because such a tensor would be stepped as a copy."""
         for planned in launches:
             lists = planned.lists
             if planned.mains is not lists.main or planned.outputs is not lists.output:
@@ -136,8 +138,8 @@ class DoubleBuffer:
             return pair
         form = live.shape, live.dtype
         if pair is not None and (pair.back.shape, pair.back.dtype) == form:
-            # The tensor was replaced: the room for it stays. Where a swap was interrupted, the
-            # tensor has either of the two.
+            # The tensor was replaced, but its back buffer is kept. After an interrupted swap the
+            # tensor may have either piece of memory, so take the other piece.
             back = pair.front if pair.back.data_ptr() == live.data_ptr() else pair.back
         else:
             back = self._take(_is_main(key), form)
@@ -151,7 +153,7 @@ class DoubleBuffer:
         return self._blocks[is_main].with_room(size).take(shape, dtype)
 
     def swap(self, keys: Iterable[Key]) -> None:
-        """Give these tensors the memory of the back buffer, and it theirs."""
+        """Exchange the memory of these tensors and of the back buffer."""
         for key in keys:
             self._buffered[key].swap()
 
@@ -161,7 +163,7 @@ def _is_main(key: Key) -> bool:
 
 
 def _inputs(planned: Launch) -> tuple[object, ...]:
-    """Return the inputs of a launch other than tensors."""
+    """Return the inputs of a launch that are not tensors."""
     plan = planned.updates.slots
     columns = map(list, (plan.streams, plan.shard_groups, plan.layouts))
     shared = planned.device, planned.step, planned.multiplier, list(planned.lists.state)
@@ -177,11 +179,10 @@ def _stepped(planned: Launch) -> list[Tensor]:
 # -- steps into back buffers -----------------------------------------------------------------------
 
 WINDOW = 8
-"""Verdicts that are looked back on."""
+"""Number of last verdicts that decide whether speculation pauses."""
 _PAUSE_BELOW, _RESUME_AT = 2, 4
-"""Speculation pauses if fewer predictions than the first number were right in the window. It
-resumes as soon as the second number would have been right: verdicts are still compared while it
-pauses."""
+"""Numbers of right predictions in the last ``WINDOW`` verdicts. Speculation pauses below the
+first number, and resumes from the second number on: verdicts are still compared during a pause."""
 
 
 class SpeculativeStepper:
@@ -201,13 +202,14 @@ class SpeculativeStepper:
     # -- back buffers -----------------------------------------------------------------------------
 
     def use_buckets(self, buckets: Sequence[Sequence[Slot]], transfer: Transfer, pin: bool) -> None:
-        """Have a back buffer of each of these buckets from now on. Nothing may be begun."""
+        """Replace the back buffers by one buffer for each of these buckets. No job may be in
+        progress."""
         self._buckets = buckets
         self._back_buffers = [DoubleBuffer(transfer, pin) for _ in buckets]
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of host memory that back buffers take now."""
+        """Bytes of host memory that are allocated for back buffers now."""
         return sum(buffer.allocated for buffer in self._back_buffers)
 
     def reserved(self) -> list[tuple[int, int]]:
@@ -217,7 +219,7 @@ class SpeculativeStepper:
     def _reserve(self, index: int) -> tuple[int, int]:
         live: dict[Key, Tensor] = {}
         for slot in self._buckets[index]:
-            # NOTE: not state_of(), which compares audits: the worker may still add samples.
+            # NOTE: do not call state_of(), which compares audits: the worker may still add samples.
             tensors = {**self._executor.rows.live_state(slot)}
             tensors[MAIN] = param_at(self._executor.param_groups, slot)
             for key in tensors.keys() - {"step"}:
@@ -227,23 +229,24 @@ class SpeculativeStepper:
     # -- launches ---------------------------------------------------------------------------------
 
     def predicted(self, bucket: int, staged: SlotUpdates) -> Sequence[BackLaunch]:
-        """Return a bucket's predicted launches into its back buffer; none if it cannot be stepped
-        during backward."""
+        """Return a bucket's predicted launches into its back buffer; none if the bucket cannot
+        be stepped during backward."""
         if any(map(self._executor.is_collective, staged)):
             return ()
         return self._launches(bucket, self._executor.plan(staged))
 
     def planned(self, steps: Sequence[BucketStep]) -> dict[int, list[Launch]]:
-        """Return the launches that the step of each bucket has now."""
+        """Return the launches of each bucket's step with the present settings."""
         return {step.bucket: self._executor.plan(step.staged) for step in steps}
 
     def _launches(self, bucket: int, planned: Sequence[Launch]) -> Sequence[BackLaunch]:
-        """Launches of a bucket into its back buffer; none if it cannot be stepped there."""
+        """Return launches of a bucket into its back buffer; none if the bucket cannot be stepped
+        there."""
         self._reserve(bucket)
         return self._back_buffers[bucket].launches(planned)
 
     def run(self, launches: Sequence[BackLaunch], label: str) -> None:
-        """Step into a back buffer. Nothing that is in use is written."""
+        """Step into a back buffer. Live tensors are not written."""
         with self._timeline.stage("host_step", label):
             for launch in launches:
                 self._executor.carry_out(launch.target)
@@ -257,14 +260,17 @@ class SpeculativeStepper:
         hits: Mapping[int, Sequence[BackLaunch]],
         mark: Any,
     ) -> dict[int, Sequence[BackLaunch]]:
-        """Make the back buffer of every bucket hold its step, unless it does already (``hits``).
-        Return launches by bucket; none for one that has to be stepped in place.
+        """Step every bucket into its back buffer, except the buckets in ``hits``. Return launches
+        by bucket; none for a bucket that has to be stepped in place.
 
         Args:
-            mark: at which the gradients are complete.
+            steps: the buckets of the step.
+            planned: launches of each bucket in this step.
+            hits: launches of buckets whose back buffers hold this step already.
+            mark: mark of the transfer at which the gradients are complete.
 
         Raises:
-            RuntimeError: a step failed; the optimizer is as it was.
+            RuntimeError: a step failed; the optimizer did not change.
         """
         launches = dict(hits)
         for step in steps:
@@ -279,8 +285,8 @@ class SpeculativeStepper:
                 self.run(launches[step.bucket], step.label)
             except Exception as error:
                 raise RuntimeError(
-                    f"{step.label}: the step on the host failed: {error!r}. The optimizer is as it "
-                    "was before this step"
+                    f"{step.label}: the step on the host failed: {error!r}. The optimizer did not "
+                    "change; call step() again, or continue with the next batch"
                 ) from error
         return launches
 
@@ -298,10 +304,10 @@ class SpeculativeStepper:
             step.upload()
 
     def record(self, was_right: bool) -> bool:
-        """Take note of whether the step was the one that was predicted; whether speculation paused
-        in it."""
+        """Record whether the step was the predicted step. Return True if speculation paused in
+        this step."""
         paused = not self.is_on
         self._outcomes.append(was_right)
-        if len(self._outcomes) == WINDOW:  # fewer verdicts change nothing
+        if len(self._outcomes) == WINDOW:  # Fewer verdicts do not change the decision.
             self.is_on = sum(self._outcomes) >= (_RESUME_AT if paused else _PAUSE_BELOW)
         return paused

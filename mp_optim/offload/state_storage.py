@@ -1,10 +1,11 @@
 """Storages of main params and state between steps: host memory, or a file.
 
 ``open_windows`` begins the windows of a step, one step at a time. ``read_window`` returns a window
-with its tensors in host memory. ``write_window`` starts to write it back, and its memory must not
-be written from then on. ``close_windows`` waits until all windows are stored. ``window_sizes``
-returns the bytes of each window that is in memory at a time, from the sizes of slots, the largest
-part that cannot be cut (``smallest``), and the number of windows in use (``lag``).
+with its tensors in host memory. ``write_window`` starts to write the window back; its memory must
+not be written after this call. ``close_windows`` waits until all windows are stored.
+``window_sizes`` returns the bytes of each window that is in memory at a time. Its arguments are the
+sizes of slots, the bytes of the largest tensor that cannot be cut (``smallest``), and the number of
+windows in use (``lag``).
 
 Windows of a file are read ahead and written behind. Tensors of a :class:`StateFile` are pieces of a
 mapping of the file, which any code may read and write between steps. A step reads and writes
@@ -32,11 +33,12 @@ from mp_optim.offload.timeline import WAIT_DISK, StepTimeline
 from mp_optim.offload.window_plan import IN_FLIGHT, SMALLEST_WINDOW, Window, WindowForm, view_of
 
 SETTLED_EVERY = 256 << 20
-"""Bytes after which what was written to new tensors is brought to the disk."""
+"""Bytes of new tensors after which their values are written to the disk."""
 
 
 def blocks_bytes(num_bytes: int) -> int:
-    """Return the bytes of a tensor in the file: whole blocks, so that no two tensors share one."""
+    """Return the bytes of a tensor in the file: whole blocks, so that no block belongs to two
+    tensors."""
     return -(-num_bytes // DISK_BLOCK) * DISK_BLOCK
 
 
@@ -68,9 +70,9 @@ class StateFile:
     """A file on a local disk from which tensors are cut one after the other, each once.
 
     NOTE: Linux keeps a mapping and direct transfers of one file consistent unless they use a page
-    at the same time. Before a direct read it writes changes of the mapping, and around a direct
+    at the same time. Before a direct read Linux writes changes of the mapping, and around a direct
     write it drops the pages. :meth:`settle` does both beforehand. So direct transfers happen within
-    ``step()``, after it, and no other code uses the tensors then.
+    ``step()``, after :meth:`settle`, and no other code may use the tensors then.
 
     Args:
         folder: the folder in which the first :meth:`reserve` makes the file.
@@ -91,16 +93,17 @@ class StateFile:
 
     @property
     def file(self) -> DirectFile:
-        assert self._file is not None  # reserve() is called first
+        # reserve() is always called before the first use of the file.
+        assert self._file is not None
         return self._file
 
     def reserve(self, num_bytes: int) -> None:
         """Allocate ``num_bytes`` on the disk in total.
 
         Raises:
-            OSError: the disk has too little space; with the path and the remedy.
+            OSError: the disk has too little space; the message has the path and the remedy.
         """
-        unit = mmap.ALLOCATIONGRANULARITY  # offsets of mappings must be multiples of it
+        unit = mmap.ALLOCATIONGRANULARITY  # Offsets of mappings must be multiples of this unit.
         more = max(-(-num_bytes // unit) * unit - self.capacity, 0)
         if not self._is_planned:
             if self._file is None:
@@ -115,7 +118,7 @@ class StateFile:
 
     @in_own_modes
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return the next contiguous tensor, of zeros.
+        """Return a contiguous tensor of zeros from the unused bytes of the file.
 
         Raises:
             OSError: the disk has too little space beyond the reserved bytes.
@@ -139,12 +142,12 @@ class StateFile:
         return self._segments[-1]
 
     def zeros(self, forms: Sequence[TensorSpec]) -> list[Tensor]:
-        """Return the next zeroed tensors of the file."""
+        """Return one tensor of zeros from the file for each shape and dtype."""
         return [self.take(shape, dtype) for shape, dtype in forms]
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Return the offset of a contiguous tensor in the file; None if it is stored elsewhere, or
-        is empty."""
+        """Return the offset of a contiguous tensor in the file; None if the tensor is stored
+        elsewhere, or is empty."""
         if tensor.nbytes:
             for segment in self._segments:
                 if (offset := segment.offset_of(tensor)) is not None:
@@ -154,24 +157,26 @@ class StateFile:
     # -- the mapping, and transfers past it -------------------------------------------------------
 
     def check_owner(self) -> None:
-        """See :meth:`~mp_optim.host.direct_file.DirectFile.check_owner`."""
+        """Raise RuntimeError in a forked child, as
+        :meth:`~mp_optim.host.direct_file.DirectFile.check_owner` does."""
         if self._file is not None:
             self._file.check_owner()
 
     def exposed(self) -> None:
-        """Record that a caller gets tensors, and may write to them.
+        """Record that a caller gets tensors of the file, and may write to them.
 
         Raises:
-            RuntimeError: this is a forked child (:meth:`DirectFile.check_owner`).
+            RuntimeError: this process is a forked child (:meth:`DirectFile.check_owner`).
         """
         self.check_owner()
         self._is_exposed = True
 
     def settle(self) -> None:
-        """Bring to the disk what was written to tensors, and hold no page of the file in memory.
+        """Write changed tensors of the mapping to the disk, and drop the pages of the file from
+        memory.
 
         Raises:
-            OSError: the disk does not take it; with the path and what to do.
+            OSError: writing failed; the message has the path and the remedy.
         """
         if not (self._is_exposed or self._unsettled) or self._file is None:
             return
@@ -184,7 +189,7 @@ class StateFile:
         self._unsettled, self._is_exposed = 0, False
 
     def notes(self) -> tuple[str, ...]:
-        """Return notes for the user about the folder."""
+        """Return notes for ``describe()``, if the folder's file system has no direct transfers."""
         if self._file is None or self._file.direct:
             return ()
         return (f"optimizer_state_path: {self._file.why}; state goes through the page cache",)
@@ -193,7 +198,8 @@ class StateFile:
 # -- windows of a step ----------------------------------------------------------------------------
 
 AHEAD, BEHIND = 1, 2
-"""Windows that are read before the next is needed; windows that may still be written."""
+"""Number of windows that are read before they are needed, and number of windows that may still
+be written."""
 
 
 class MemoryStorage:
@@ -204,7 +210,8 @@ class MemoryStorage:
     _windows: Sequence[Window] = ()
 
     def window_sizes(self, sizes: Sequence[int], smallest: int, most: int, lag: int) -> list[int]:
-        """Return window sizes within ``most``; together about all state, if that is less."""
+        """Return window sizes of at most ``most`` bytes. If all state is smaller than a window,
+        one window has all of it."""
         total = sum(sizes)
         if total <= most:
             return [total]
@@ -234,7 +241,7 @@ class MemoryStorage:
 
 @dataclass
 class _Extent:
-    """Neighbouring blocks of the file, and their memory."""
+    """Neighbouring blocks of the file, and their place in memory."""
 
     offset: int
     memory_from: int
@@ -244,13 +251,13 @@ class _Extent:
 class FileWindows:
     """Windows of a file during one step.
 
-    NOTE: no two windows share a block of the file, so one can be read while the previous one is
-    written. A window's memory is read into again only after it was written.
+    NOTE: no two windows share a block of the file, so one window can be read while the previous one
+    is written. A window's memory is read into again only after its contents were written.
 
     Args:
         windows: the windows of the step; tensors outside the file are used in place.
-        rooms: memory of one window each, at least :func:`windows_held` of them.
-        stages: see :class:`FileStorage`.
+        buffers: memory of one window each, at least :func:`windows_held` pieces.
+        stages: True if a window's memory has space for its gradients and outputs.
 
     Attributes:
         read: bytes read from the file.
@@ -261,11 +268,11 @@ class FileWindows:
         self,
         file: StateFile,
         windows: Sequence[Window],
-        rooms: Sequence[Tensor],
+        buffers: Sequence[Tensor],
         timeline: StepTimeline,
         stages: bool,
     ) -> None:
-        self._file, self._windows, self._rooms = file, windows, rooms
+        self._file, self._windows, self._buffers = file, windows, buffers
         self._timeline, self._stages = timeline, stages
         self._begun: list[tuple[Window, list[_Extent]]] = []
         self._reads: dict[int, list[Ticket]] = {}
@@ -280,7 +287,7 @@ class FileWindows:
         return self._begun[number][0]
 
     def write_window(self, number: int) -> None:
-        memory, (_, extents) = self._room(number), self._begun[number]
+        memory, (_, extents) = self._buffer(number), self._begun[number]
         for piece in self._windows[number]:
             before_writing(piece.held.values())
         tickets = self._writes.setdefault(number, [])
@@ -295,9 +302,10 @@ class FileWindows:
         self._wait(itertools.chain.from_iterable(under_way))
 
     def _begin(self, number: int) -> None:
-        """Start to read a window, once what was there before is in the file."""
-        self._wait(self._writes.pop(number - len(self._rooms), ()))
-        memory = self._room(number)
+        """Start to read a window into memory, after the previous window there was written to the
+        file."""
+        self._wait(self._writes.pop(number - len(self._buffers), ()))
+        memory = self._buffer(number)
         window, extents, used = _laid_out(self._windows[number], self._file, memory)
         if self._stages:
             window = _with_room(window, memory, used)
@@ -308,8 +316,8 @@ class FileWindows:
             part = memory[extent.memory_from :][: extent.size]
             tickets.append(self._file.file.read_into(part, extent.offset))
 
-    def _room(self, number: int) -> Tensor:
-        return self._rooms[number % len(self._rooms)]
+    def _buffer(self, number: int) -> Tensor:
+        return self._buffers[number % len(self._buffers)]
 
     def _wait(self, tickets: Iterable[Ticket]) -> None:
         """Wait for all transfers, then raise the first error."""
@@ -322,23 +330,25 @@ class FileWindows:
                     failed.append(error)
         if failed:
             del failed[1:]
-            raise failed.pop()  # a reference from this frame to its own error would be a cycle
+            # Drop the list's reference: a reference from this frame to its own error would be a
+            # cycle.
+            raise failed.pop()
 
 
 def windows_held(lag: int) -> int:
-    """Return the number of windows in host memory at a time: ``BEHIND`` are written, one is read,
-    and ``lag`` are stepped or written back."""
+    """Return the number of windows in host memory at a time: ``BEHIND`` are written, one is
+    read, and ``lag`` are stepped or written back."""
     return AHEAD + 1 + lag + BEHIND
 
 
 def _laid_out(window: Window, file: StateFile, memory: Tensor) -> tuple[Window, list[_Extent], int]:
-    """Return the window with tensors in a room's memory, in the order of the file; the extents of
-    the file; and the used bytes of the room.
+    """Lay out the tensors of a window in memory, in the order of the file. Return the window, its
+    extents in the file, and the used bytes of the memory.
 
     Args:
         window: pieces with tensors in the file.
         file: the state file.
-        memory: memory of the room, 1-D uint8.
+        memory: memory of the window, 1-D uint8.
     """
     found = []
     for index, piece in enumerate(window):
@@ -361,7 +371,7 @@ def _laid_out(window: Window, file: StateFile, memory: Tensor) -> tuple[Window, 
 
 
 def _with_room(window: Window, memory: Tensor, used: int) -> Window:
-    """Return the window with memory for gradients and outputs, behind the used bytes."""
+    """Return the window with memory for gradients and outputs, after the used bytes."""
     pieces = []
     for piece in window:
         along = {}
@@ -376,7 +386,11 @@ class FileStorage:
     """Main params and state in a file.
 
     Args:
-        stages: True if a window's memory has room for its gradients and outputs.
+        file: the state file.
+        transfer: allocates the host memory of windows.
+        pin: True to page-lock this memory.
+        timeline: records the time of waits for the disk.
+        stages: True if a window's memory has space for its gradients and outputs.
     """
 
     form = WindowForm(DISK_BLOCK)
@@ -390,28 +404,31 @@ class FileStorage:
         self._memory: Tensor | None = None
 
     def window_sizes(self, sizes: Sequence[int], smallest: int, most: int, lag: int) -> list[int]:
-        """Return window sizes within ``most``; together about all state, if that is less."""
+        """Return equal window sizes of at most ``most`` bytes. If all state is smaller than
+        these windows, they have about all of it."""
         count = windows_held(lag)
         share = -(-sum(sizes) // count)
         wanted = blocks_bytes(max(share, smallest, DISK_BLOCK))
         return [min(most // DISK_BLOCK * DISK_BLOCK, wanted)] * count
 
     def host_bytes(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Return the bytes of all windows, with room to align the first one to a block."""
+        """Return the bytes of all windows, with additional bytes to align the first window to a
+        block."""
         return (sum(sizes) + DISK_BLOCK,)
 
     @property
     def allocated(self) -> int:
-        """Bytes of host memory that windows take now."""
+        """Bytes of host memory that are allocated for windows now."""
         return 0 if self._memory is None else self._memory.nbytes
 
     def resize(self, sizes: Sequence[int]) -> None:
         if list(sizes) != self._sizes:
             self._memory = None
-            self._sizes = list(sizes)  # assign last, so that after a signal the work is repeated
+            # Assign the sizes last, so that a call after a signal drops the memory again.
+            self._sizes = list(sizes)
 
-    def _rooms(self) -> list[Tensor]:
-        """Return memory for each window, kept between steps."""
+    def _buffers(self) -> list[Tensor]:
+        """Return memory for each window, which is kept between steps."""
         if self._memory is None:
             (size,) = self.host_bytes(self._sizes)
             self._memory = self._transfer.empty_host(size, self._pin)
@@ -421,7 +438,7 @@ class FileStorage:
     def open_windows(self, windows: Sequence[Window]) -> FileWindows:
         self.file.check_owner()
         self.file.settle()
-        return FileWindows(self.file, windows, self._rooms(), self._timeline, self._stages)
+        return FileWindows(self.file, windows, self._buffers(), self._timeline, self._stages)
 
 
 Storage = MemoryStorage | FileStorage

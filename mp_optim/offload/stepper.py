@@ -1,10 +1,10 @@
-"""Steps of the host part: slots of an optimizer whose main params and state are not on the device.
+"""Steps of the host part: slots whose main params or state are in host memory or in a file.
 
-Four parts are composed: the storage of state (:mod:`~mp_optim.offload.state_storage`), the
-processor that steps it (:mod:`~mp_optim.offload.streaming`; the host steps whole buckets of state
-in host memory in place), the time (:mod:`~mp_optim.offload.backward_scheduler`), and the buckets
-(:mod:`~mp_optim.offload.buckets`). :class:`~mp_optim.offload.host_part.HostPart` cuts the slots
-into buckets and windows.
+A step combines four modules: the storage of state (:mod:`~mp_optim.offload.state_storage`), windows
+of state (:mod:`~mp_optim.offload.streaming`), the schedule of backward
+(:mod:`~mp_optim.offload.backward_scheduler`) and buckets of gradients
+(:mod:`~mp_optim.offload.buckets`). Without windows, the host steps whole buckets of state in place.
+:class:`~mp_optim.offload.host_part.HostPart` cuts the slots into buckets and windows.
 """
 
 from __future__ import annotations
@@ -29,20 +29,22 @@ from mp_optim.offload.timeline import WAIT_DISK, TransferBytes
 
 
 class Stepper:
-    """Steps the host part by an :class:`OffloadedStep`, some of it during backward.
+    """Steps the host part by an :class:`OffloadedStep`, some slots already during backward.
 
-    A step does not depend on work in backward: work that was not begun, or was begun from other
-    values, is done in the step.
+    The result of a step does not depend on jobs during backward. The step repeats jobs that were
+    not begun, or were begun from other values.
 
     Args:
+        how: place and mode of the steps.
         executor: keeps the state of the slots.
-        slots: in the order in which their gradients are expected.
-        bind_tensors: updates the executor's tensors to the present ones.
-        source: the optimizer that takes the step, until a wrapper takes its place.
+        slots: slots in the order in which their gradients are expected.
+        bind_tensors: updates the executor's tensors to the present tensors.
+        settings: memory and copies of the steps.
+        source: the optimizer that takes the step, until a wrapper replaces it.
 
     Attributes:
         host_part: the slots, their buckets and windows.
-        schedule: the work of backward.
+        schedule: the jobs of backward.
         transfer_bytes: bytes that the last step copied.
     """
 
@@ -70,13 +72,18 @@ class Stepper:
     # -- which slot goes which way, in which buckets ----------------------------------------------
 
     def cut_buckets(self, slots: Sequence[HostSlot]) -> None:
-        """Cut buckets for other slots. Work that backward began is discarded."""
+        """Cut buckets for other slots. Results of backward are discarded."""
         self.schedule.discard()
         self.host_part.use_slots(slots)
         self._cut_anew()
 
     def use_transfer(self, transfer: Transfer, bucket_bytes: int | None = None) -> None:
-        """Use another transfer, or other buckets, from now on. No copy may be in progress."""
+        """Use another transfer or bucket size from now on. No copy may be in progress.
+
+        Args:
+            transfer: the new interface for copies.
+            bucket_bytes: largest staging bytes of a bucket; None keeps the present size.
+        """
         self.schedule.discard()
         before = self.host_part.settings
         if bucket_bytes is None:
@@ -86,7 +93,7 @@ class Stepper:
         self._cut_anew()
 
     def _cut_anew(self) -> None:
-        """Drop everything that was made for the former buckets."""
+        """Drop plans, jobs and memory of the former buckets."""
         self._executor.step_mark.invalidate_plans()
         self.schedule.use_buckets()
 
@@ -105,17 +112,18 @@ class Stepper:
     # -- in step ----------------------------------------------------------------------------------
 
     def step_slots(self, updates: SlotUpdates, device: Executor) -> None:
-        """Step the offloaded slots, and the device's slots in between. On return, uploads are
-        ordered before later work on the device.
+        """Step the offloaded slots, and the device's slots meanwhile. Uploads are ordered before
+        later operations on the device.
 
         Args:
-            updates: with gradients and outputs on the device.
-            device: steps the slots that are not offloaded.
+            updates: updates with gradients and outputs on the device.
+            device: executor of the slots that are not offloaded.
 
         Raises:
-            WorkerError: the worker failed; nothing was stepped.
+            WorkerError: a job of the worker failed; nothing was stepped.
         """
-        if self.schedule.phase is not Phase.COLLECTED:  # no wrapper has measured them
+        # No wrapper has measured the gradients, so the jobs of backward are not collected yet.
+        if self.schedule.phase is not Phase.COLLECTED:
             self.schedule.collect()
         pipeline = self.host_part.pipeline
         if pipeline is not None:
@@ -138,13 +146,14 @@ class Stepper:
             self.schedule.end_iteration()
 
     def _parts(self, updates: SlotUpdates) -> tuple[SlotUpdates, SlotUpdates]:
-        """Return the updates of offloaded slots, and of those that stay on the device."""
+        """Return the updates of offloaded slots, and the updates of slots that stay on the
+        device."""
         key, make = self._executor.step_mark.plan_key, partial(_by_place, updates.slots)
         away, here = updates.slots.part("places", (key,), partial(make, self.host_part.place_of))
         return away.take(updates), here.take(updates)
 
     def _step(self, updates: SlotUpdates, step_device: Callable[[], None]) -> None:
-        """Step the offloaded slots, and the device's slots once the first copies are queued.
+        """Step the offloaded slots, and the device's slots after the first copies are queued.
 
         Back buffers that backward began to fill are completed and published. The other slots are
         stepped by bucket or by window.
@@ -166,7 +175,8 @@ class Stepper:
             return
         steps = part.buckets.steps(updates, self.transfer_bytes)
         self.schedule.judge(steps)
-        mark = transfer.mark()  # so that no download waits for the device's step
+        # Mark the gradients as complete now, so that no download waits for the device's step.
+        mark = transfer.mark()
         back_launches = self._fill_back_buffers(steps, mark) if self.schedule.speculates else {}
 
         def begin() -> None:
@@ -178,7 +188,7 @@ class Stepper:
         self._by_bucket([step for step in steps if not back_launches.get(step.bucket)], mark, begin)
         if steps:
             # NOTE: the device waits for the uploads, the host does not. The wait cannot be later,
-            # because the device's next work reads the parameters.
+            # because the device's next operations read the parameters.
             transfer.join()
 
     def _gradients_on_host(self, updates: SlotUpdates) -> Mapping[Slot, Tensor]:
@@ -216,7 +226,7 @@ class Stepper:
                 self.schedule.discard()
                 raise RuntimeError(
                     f"{step.label}: the step on the host failed: {error!r}. {done} of "
-                    f"{len(steps)} buckets were stepped before it; load the last checkpoint"
+                    f"{len(steps)} buckets were stepped before; load the last checkpoint"
                 ) from error
             with self.timeline.stage("publish", step.label):
                 step.upload()
@@ -224,8 +234,8 @@ class Stepper:
     def _fill_back_buffers(
         self, steps: Sequence[BucketStep], mark: Any
     ) -> dict[int, Sequence[BackLaunch]]:
-        """Make the back buffer of every bucket hold this step; most hold it already. Return
-        launches by bucket, none for a bucket that has to be stepped in place."""
+        """Step every bucket into its back buffer, unless backward did so. Return launches by
+        bucket, none for a bucket that has to be stepped in place."""
         ahead = self.host_part.speculation
         assert ahead is not None
         planned = ahead.planned(steps)
@@ -260,7 +270,7 @@ class Stepper:
 def _by_place(
     slots: StepPlan, place_of: Callable[[Slot], Place]
 ) -> tuple[UpdateSelection, UpdateSelection]:
-    """Return the members of a step that are offloaded, and those that stay on the device."""
+    """Return the offloaded members of a step, and the members that stay on the device."""
     indices: tuple[list[int], list[int]] = [], []
     for index, slot in enumerate(slots):
         indices[place_of(slot) == "device"].append(index)

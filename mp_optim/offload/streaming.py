@@ -1,14 +1,16 @@
-"""Windows of a step: the slots whose state is streamed or in a file are stepped window by window.
+"""Windows of a step: slots with streamed state, or with state in a file, are stepped window by
+window.
 
-The storage (:mod:`~mp_optim.offload.state_storage`) has the windows in host memory. They are
-stepped there (:class:`HostWindows`), or in a ring of device memory (:class:`DeviceRing`), which has
-the copies between that and the host.
+The storage (:mod:`~mp_optim.offload.state_storage`) has the windows in host memory. The windows are
+stepped there (:class:`HostWindows`), or in a ring of device memory (:class:`DeviceRing`), which
+copies windows to the device and back.
 
-The caller calls ``bring`` for each window, which returns its tensors where they are stepped;
-``arrive`` before it uses them; steps them; and ``send_back``, after all work that it has queued so
-far. Before a window is stepped, the one ``lag`` before it has to be back (``wait_for``), because
-the next one takes its memory. ``wait`` ends all copies. ``up`` and ``down`` are bytes that were
-copied between accelerator and host.
+The caller calls ``bring`` for each window, which returns the window's tensors where they are
+stepped. It calls ``arrive`` before it uses the tensors, and steps them. It calls ``send_back``
+after all operations on them are queued. Before a window is stepped, the window ``lag`` positions
+earlier must have been copied back (``wait_for``), because the next window takes its memory.
+``wait`` ends all copies. ``up`` and ``down`` are bytes that were copied between accelerator and
+host.
 """
 
 from __future__ import annotations
@@ -56,12 +58,13 @@ class WindowPipeline:
     """Steps slots in windows of a storage, on the host or on the device.
 
     Args:
-        executor: of the slots.
-        place: where they are stepped.
-        label: of some slots, for errors and the timeline.
+        executor: executor of the slots.
+        place: place where the slots are stepped.
+        settings: memory and copies of the steps.
+        label: returns a label for some slots, for errors and the timeline.
 
     Attributes:
-        moved: bytes of steps, and of steps ahead, until the caller takes note.
+        moved: bytes that steps copied, until the caller resets them.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class WindowPipeline:
         self.use(settings)
 
     def use(self, settings: HostStepSettings) -> None:
-        """Store and copy by other settings from now on."""
+        """Replace the storage and the settings of copies."""
         self._transfer, self._timeline = settings.transfer, settings.timeline
         self._most = settings.window_bytes
         self._sizes: list[int] = []
@@ -99,10 +102,11 @@ class WindowPipeline:
         """Step these slots from now on.
 
         Args:
-            carries_grads: gradients of streamed slots may wait on the host.
+            slots: the slots.
+            carries_grads: True if gradients of streamed slots may be in host memory.
 
         Raises:
-            ValueError: a part that cannot be cut is larger than a window.
+            ValueError: a slot that cannot be cut is larger than a window.
         """
         self._slots, self._carries_grads, self._sizes = slots, carries_grads, []
         if self._most < SMALLEST_WINDOW:
@@ -124,7 +128,7 @@ class WindowPipeline:
             what = f"the smallest part of {name}"
         raise ValueError(
             f"stream_window_bytes={self._most}: {what} needs {size} bytes; set "
-            "stream_window_bytes to at least that"
+            f"stream_window_bytes={size} or more"
         )
 
     # -- memory -----------------------------------------------------------------------------------
@@ -133,8 +137,12 @@ class WindowPipeline:
         return self._executor.is_elementwise(self._executor.param_groups[slot.group])
 
     def _along_bytes(self, slot: HostSlot, numel: int) -> int:
-        """Return the largest bytes of gradient and output of some elements in a window: an FP32
-        gradient, and on the host an output. Plans have room for them on any device."""
+        """Return the bytes of gradient and output of some elements in a window, for the widest
+        dtypes.
+
+        A gradient may be FP32, and on the host a window has outputs, too. Plans have this space on
+        any device.
+        """
         if not (self._is_host or self._carries_grads):
             return 0
         size = aligned_bytes(numel, torch.float32)
@@ -146,7 +154,8 @@ class WindowPipeline:
         return size + self._along_bytes(slot, slot.numel)
 
     def _smallest(self, slot: HostSlot) -> int:
-        """Return the bytes of the smallest part of a slot that can be stepped alone."""
+        """Return the bytes of the smallest number of elements of a slot that can be stepped
+        alone."""
         whole = self._slot_bytes(slot)
         if not self._may_cut(slot.slot):
             return whole
@@ -156,12 +165,13 @@ class WindowPipeline:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each window that is allocated at a time."""
+        """Bytes of each window that is in memory at the same time."""
         self.resize()
         return self._sizes
 
     def resize(self) -> None:
-        """Find the sizes, in the caller's thread: the worker's finds them known."""
+        """Compute the window sizes in the caller's thread, so that the worker's thread only
+        reads them."""
         if not self._sizes:
             slots = list(map(self._slot_bytes, self._slots))
             least = max(map(self._smallest, self._slots), default=0)
@@ -175,7 +185,7 @@ class WindowPipeline:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of host memory that windows take now."""
+        """Bytes of host memory that are allocated for windows now."""
         return self.storage.allocated
 
     def note(self) -> str:
@@ -204,7 +214,8 @@ class WindowPipeline:
         Args:
             updates: updates of the slots.
             on_host: slots whose gradients are in host memory.
-            step_device: called when the copy of the first window has started.
+            step_device: steps the device's slots; called after the copy of the first window has
+                started.
         """
         launches = self._executor.plan(updates)
         may_cut = [self._executor.is_elementwise(each.settings) for each in launches]
@@ -224,7 +235,7 @@ class WindowPipeline:
             for number in range(max(0, len(windows) - copies.lag), len(windows)):
                 opened.write_window(number)
         finally:
-            # NOTE: the host memory of the windows is read and written by the disk until here.
+            # NOTE: the disk reads and writes the host memory of the windows until here.
             opened.close_windows()
         for launch in launches:
             launch.copy_back()
@@ -261,11 +272,11 @@ class WindowPipeline:
         copies: WindowCopies,
         step_device: Callable[[], None],
     ) -> None:
-        """Step all windows, and the device's slots during the first copy."""
+        """Step all windows. The device's slots are stepped during the first copy."""
         try:
             coming = opened.read_window(0)
-            # NOTE: a copy that is queued behind a window's waits for all of it. So host data of
-            # queued steps is uploaded first; a window waits for no step.
+            # NOTE: a copy that is queued behind a window's copy waits for all of that window. So
+            # host data of queued steps is uploaded first; a window waits for no step.
             if isinstance(copies, HostWindows):
                 resident = copies.bring(coming)
                 step_device()
@@ -291,7 +302,7 @@ class WindowPipeline:
                         self._executor.carry_out(launch)
                 copies.send_back(number, window, stepped)
         finally:
-            # NOTE: copies read and write the memory of both ends until here.
+            # NOTE: copies read and write host and device memory of the windows until here.
             with self._timeline.stage(WAIT_COPIES):
                 copies.wait()
 
@@ -300,8 +311,8 @@ class WindowPipeline:
 
 
 def held_forms(executor: RuleExecutor, slot: HostSlot) -> dict[str, TensorSpec]:
-    """Return the forms of the tensors that are stored for a slot: its state, and its main param
-    unless that is on the device."""
+    """Return the shapes and dtypes of the tensors that are stored for a slot: its state, and its
+    main param unless the main param is on the device."""
     forms = executor.rows.specs(slot.slot)
     if slot.is_stepped_in_place:
         del forms[MAIN]
@@ -309,7 +320,7 @@ def held_forms(executor: RuleExecutor, slot: HostSlot) -> dict[str, TensorSpec]:
 
 
 def state_bytes(executor: RuleExecutor, slots: Iterable[HostSlot]) -> HostBytes:
-    """Return the host memory of the state of some slots, each kind in one piece."""
+    """Return the host memory of the state of some slots. Each kind of state is one piece."""
     sizes: Counter[str] = Counter()
     for slot in slots:
         for key, (shape, dtype) in held_forms(executor, slot).items():
@@ -336,9 +347,11 @@ def disk_bytes(executor: RuleExecutor, slots: Iterable[HostSlot]) -> DiskBytes:
 
 
 class HostWindows:
-    """Steps windows in host memory. Gradients are copied from the device, and parameters to it.
+    """Steps windows in host memory. Gradients are copied from the device, and parameters to the
+    device.
 
     Args:
+        transfer: interface for copies.
         windows: the windows of the step, with gradients and outputs on the device.
     """
 
@@ -386,13 +399,15 @@ def _along(window: Window, key: str) -> list[Tensor]:
 
 
 class DeviceRing:
-    """Steps windows in device memory. Gradients of a window are in host memory until then.
+    """Steps windows in device memory. Gradients of a window are in host memory until the window is
+    copied.
 
-    NOTE: an upload does not wait on the device for work queued since the ring was made, because the
-    former content of its memory is on the host by then (``wait_for``). So it overlaps with all
-    steps. Downloads are complete after :meth:`wait`.
+    NOTE: an upload does not wait on the device for operations queued since the ring was made,
+    because the former contents of its memory are on the host by then (``wait_for``). So uploads
+    overlap with all steps. Downloads are complete after :meth:`wait`.
 
     Args:
+        transfer: interface for copies.
         sizes: bytes of each window's memory, which is freed with the ring.
         like: a tensor on the device.
 
@@ -404,16 +419,17 @@ class DeviceRing:
 
     def __init__(self, transfer: Transfer, sizes: Sequence[int], like: Tensor) -> None:
         self._transfer = transfer
-        self._rooms = [like.new_empty(size, dtype=torch.uint8) for size in sizes]
-        self._tickets: list[list[Any]] = [[] for _ in sizes]  # of the copies in each window buffer
+        self._memories = [like.new_empty(size, dtype=torch.uint8) for size in sizes]
+        # Tickets of the copies that use each window's memory.
+        self._tickets: list[list[Any]] = [[] for _ in sizes]
         self.device, self._made = like.device, transfer.mark()
         self._uploads = 0
         self.up = self.down = 0
 
     def bring(self, window: Window) -> list[Tensors]:
-        room = self._uploads % len(self._rooms)
+        turn = self._uploads % len(self._memories)
         self._uploads += 1
-        memory, used = self._rooms[room], 0
+        memory, used = self._memories[turn], 0
         resident: list[Tensors] = []
         for piece in window:
             tensors = {}
@@ -423,7 +439,7 @@ class DeviceRing:
             resident.append(tensors)
         sources = _tensors([{**piece.held, **piece.along} for piece in window])
         ticket = self._transfer.upload(_tensors(resident), sources, self._made)
-        self._tickets[room].append(ticket)
+        self._tickets[turn].append(ticket)
         self.up += sum(tensor.nbytes for tensor in sources)
         return resident
 
@@ -435,17 +451,17 @@ class DeviceRing:
         pairs = zip(window, resident, strict=True)
         stepped = [tensors[key] for piece, tensors in pairs for key in piece.held]
         ticket = self._transfer.download(held, stepped)
-        self._tickets[number % len(self._rooms)].append(ticket)
+        self._tickets[number % len(self._memories)].append(ticket)
         self.down += sum(tensor.nbytes for tensor in held)
 
     def wait_for(self, number: int) -> None:
-        tickets = self._tickets[number % len(self._rooms)]
+        tickets = self._tickets[number % len(self._memories)]
         while tickets:
             ticket = tickets.pop()
             self._transfer.wait(ticket)
 
     def wait(self) -> None:
-        for number in range(len(self._rooms)):
+        for number in range(len(self._memories)):
             self.wait_for(number)
 
 

@@ -1,5 +1,5 @@
-"""Time and bytes of a step: spans of named stages, which the profiler shows under the same names,
-and numbers of copied bytes."""
+"""Time and bytes of a step: spans of named stages, which the profiler shows under the same
+names, and numbers of copied bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ ARITHMETIC = ("host_add", "host_measure", "host_step")
 
 
 class Span(NamedTuple):
-    """One stage of one thread, in seconds of ``time.perf_counter``. ``label`` names its slots."""
+    """One stage of one thread, in seconds of ``time.perf_counter``. ``label`` names the slots of
+    the stage."""
 
     stage: str
     thread: str
@@ -28,11 +29,11 @@ class Span(NamedTuple):
 
 
 class StepTimeline:
-    """Spans since the last step ended, and those of the step before.
+    """Spans since the last step ended, and spans of the step before.
 
     Attributes:
-        last: spans of the last complete round: backward and step.
-        began: when the last ``step()`` began to ask for results.
+        last: spans of the last backward and step.
+        began: time at which the last ``step()`` began to wait for the worker.
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,7 @@ class StepTimeline:
 
     @contextmanager
     def stage(self, name: str, label: str = "") -> Iterator[None]:
-        """Time what is done inside. From any thread."""
+        """Record the time of a ``with`` block as a span. Any thread may call this."""
         with record_function(f"mp_optim::{name}"):
             start = time.perf_counter()
             try:
@@ -54,7 +55,7 @@ class StepTimeline:
                 )
 
     def begin_step(self) -> None:
-        """Mark the begin of the caller's wait. Spans that end before it are hidden."""
+        """Record when the caller begins to wait. Spans that end before this time are hidden."""
         if self._began is None:
             self._began = time.perf_counter()
 
@@ -65,11 +66,13 @@ class StepTimeline:
         self._began = None
 
     def metrics(self) -> dict[str, float]:
-        """Return the milliseconds of the last round.
+        """Return the milliseconds of the last backward and step.
 
-        ``copy_wait_ms``: waiting for copies, in any thread. ``worker_wait_ms``: ``step()`` waiting
-        for the worker. ``host_ms``: arithmetic on the host. ``hidden_ms``: the part of it that was
-        over when ``step()`` began; with ``overlap`` copies alone may be hidden.
+        - ``copy_wait_ms``: waiting for copies, in any thread.
+        - ``worker_wait_ms``: ``step()`` waiting for the worker.
+        - ``host_ms``: arithmetic on the host.
+        - ``hidden_ms``: arithmetic on the host that ended before ``step()`` began. With ``overlap``
+          copies alone may be hidden.
         """
 
         arithmetic = [span for span in self.last if span.stage in ARITHMETIC]
@@ -82,14 +85,15 @@ class StepTimeline:
         }
 
     def milliseconds(self, *stages: str) -> float:
-        """Return the milliseconds of some stages of the last round, in all threads."""
+        """Return the milliseconds of some stages of the last backward and step, in all threads."""
         spans = [span for span in self.last if span.stage in stages]
         return 1e3 * sum(span.end - span.start for span in spans)
 
 
 @dataclass
 class TransferBytes:
-    """Bytes that the last step moved between accelerator and host, and from and to a disk."""
+    """Bytes that the last step copied between accelerator and host (down and up), and read from
+    and wrote to a disk."""
 
     down: int = 0
     up: int = 0
@@ -97,6 +101,6 @@ class TransferBytes:
     written: int = 0
 
     def add(self, down: int = 0, up: int = 0, read: int = 0, written: int = 0) -> None:
-        """Add numbers of bytes."""
+        """Add numbers of bytes to the counts."""
         self.down, self.up = self.down + down, self.up + up
         self.read, self.written = self.read + read, self.written + written

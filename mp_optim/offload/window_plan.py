@@ -1,8 +1,8 @@
-"""Plans of windows, from sizes alone: the parts of launches that are resident at a time.
+"""Plans of windows, from sizes alone: the pieces of launches that are in memory at a time.
 
-A window is filled in the order of the launches. A tensor that fits into one is never cut. A larger
-one is cut at blocks of 256 elements if its rule allows that, and at multiples of these if its state
-is in a file.
+A window is filled in the order of the launches. A tensor that fits into a window is never cut. A
+larger tensor is cut at blocks of 256 elements if its rule allows cuts, and at multiples of these
+blocks if its state is in a file.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ from mp_optim.rules.rule import Launch
 
 GRAD, OUTPUT = "grad", "output"
 IN_FLIGHT = 3
-"""Windows on the device: one comes up, one is stepped, one goes down."""
+"""Windows on the device: one is copied up, one is stepped, and one is copied down."""
 SMALLEST_WINDOW = 4096
-"""Bytes in which a block of 256 elements of every form of state has room."""
+"""Bytes of a window that holds a block of 256 elements of every format of state."""
 
 Tensors = Mapping[str, Tensor]
-"""A main param, by ``MAIN``, and its state, by key; its gradient and its output, by ``GRAD`` and
-``OUTPUT``, if they have to be copied to where it is stepped."""
+"""Tensors of some elements by key: the main param under ``MAIN``, and state under its keys. A
+gradient and an output that are copied with them are under ``GRAD`` and ``OUTPUT``."""
 Along = Callable[[Launch, int], Tensors]
-"""Gradient and output of a tensor of a launch, if they come along with its state."""
+"""Function from a launch and the index of a tensor to the gradient and output that are copied
+with the window."""
 InPlace = Callable[[Launch, int], bool]
-"""Whether the main param of a tensor of a launch is where it is stepped, and no window has it."""
+"""Function from a launch and the index of a tensor to True if the main param is stepped in
+place, outside of windows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,9 @@ class Piece:
         index: index of the tensor in the launch's lists.
         start: first element.
         count: number of elements.
-        held: stored main param, unless it is stepped in place, and state of these elements.
-        along: their gradient and output, if those are copied with the window.
+        is_whole: True if the piece has all elements of the tensor.
+        held: state of these elements, and their main param unless it is stepped in place.
+        along: gradient and output of these elements, if they are copied with the window.
         num_bytes: bytes in the window.
     """
 
@@ -67,36 +70,40 @@ Window = list[Piece]
 
 @dataclass(frozen=True)
 class WindowForm:
-    """The layout of tensors in a window, and the boundaries at which they are cut.
+    """The layout of tensors in a window, and the boundaries at which tensors are cut.
 
     Attributes:
-        unit: alignment in bytes of main params and state: a cache line in memory; a block in a
+        unit: alignment of main params and state in bytes: a cache line in memory, or a block in a
             file, so that neighbours are one transfer.
     """
 
     unit: int = ALIGNMENT
 
     def forms_bytes(self, forms: Iterable[TensorSpec]) -> int:
-        """Return the bytes of main params and state of these forms."""
+        """Return the bytes of tensors with these shapes and dtypes."""
         sizes = (shape.numel() * dtype.itemsize for shape, dtype in forms)
         return sum(-(-size // self.unit) * self.unit for size in sizes)
 
     def bytes_of(self, held: Tensors, along: Tensors) -> int:
-        """Return the bytes of these tensors in a window."""
+        """Return the bytes of these tensors in a window: state and main params, and gradients
+        and outputs."""
         size = self.forms_bytes((each.shape, each.dtype) for each in held.values())
         return size + sum(aligned_bytes(each.numel(), each.dtype) for each in along.values())
 
     def cuts(self, dtypes: Mapping[str, torch.dtype]) -> tuple[int, int]:
-        """Return the number of elements at whose multiples a tensor with these dtypes is cut, and
-        their bytes: in a file, whole blocks for each. The dtypes may be empty for a parameter that
-        is stepped in place."""
+        """Return the cut of a tensor: the number of elements at whose multiples it is cut, and the
+        bytes of these elements.
+
+        In a file the elements are whole blocks for each dtype. The dtypes may be empty for a
+        parameter that is stepped in place.
+        """
         sizes = [_block_bytes(key, dtype) for key, dtype in dtypes.items()]
         count = max(1, self.unit // min(sizes, default=self.unit)) if self.unit > ALIGNMENT else 1
         return count * BLOCK, count * sum(sizes)
 
     def elements_that_fit(self, held: Tensors, along: Tensors, most: int) -> int:
-        """Return the largest number of elements of a tensor that fit, a multiple of the cut, with
-        room for the tensors' ends."""
+        """Return the largest number of elements of a tensor that fit into ``most`` bytes. The
+        number is a multiple of the cut, and leaves space for the alignment of each tensor."""
         elements, num_bytes = self.cuts({key: each.dtype for key, each in held.items()})
         num_bytes += sum(elements * each.itemsize for each in along.values())
         ends = self.unit * (len(held) + len(along)) if self.unit == ALIGNMENT else 0
@@ -121,11 +128,15 @@ def cut_windows(
     """Return the windows of a step, of at most ``most`` bytes each.
 
     Args:
-        may_cut: for each launch, whether a part of a tensor can be stepped by itself.
-        in_place: of main params.
+        launches: the launches of the step.
+        form: layout of the windows.
+        most: largest bytes of a window.
+        may_cut: for each launch, True if some elements of a tensor can be stepped alone.
+        along: returns the gradient and output that are copied with a tensor's window.
+        in_place: returns True if a tensor's main param is stepped in place.
 
     Raises:
-        ValueError: a tensor that may not be cut is larger than that, naming its bytes.
+        ValueError: a tensor that cannot be cut is larger than ``most``; the message has its bytes.
     """
     windows: list[Window] = []
     filled = 0
@@ -157,8 +168,8 @@ def _pieces(
                 continue
             if not may_cut[launch]:
                 raise ValueError(
-                    f"stream_window_bytes={most}: a whole parameter needs {size} bytes; increase "
-                    "it. No parameter was stepped"
+                    f"stream_window_bytes={most}: a whole parameter needs {size} bytes; set "
+                    f"stream_window_bytes={size} or more. No parameter was stepped"
                 )
             limit = form.elements_that_fit(held, extra, most)
             for start in range(0, main.numel(), limit):
@@ -167,9 +178,9 @@ def _pieces(
                 size = form.bytes_of(*parts)
                 if size > most:
                     raise ValueError(
-                        f"stream_window_bytes={most}: a part with a gradient in "
-                        f"{extra[GRAD].dtype} needs {size} bytes; increase it. No parameter was "
-                        "stepped"
+                        f"stream_window_bytes={most}: a piece with a gradient in "
+                        f"{extra[GRAD].dtype} needs {size} bytes; set stream_window_bytes={size} "
+                        "or more. No parameter was stepped"
                     )
                 yield Piece(launch, index, start, count, False, *parts, size)
 
@@ -192,8 +203,7 @@ def launches_of(
     Args:
         launches: the launches of the step.
         window: pieces of the window.
-        resident: for each piece main param and state, and its gradient and output, on the stepping
-            device.
+        resident: main param, state, gradient and output of each piece, on the stepping device.
     """
     pairs = zip(window, resident, strict=True)
     for launch, run in groupby(pairs, key=lambda pair: pair[0].launch):
@@ -238,14 +248,20 @@ def _launch_of(planned: Launch, members: Sequence[tuple[Piece, Tensors]]) -> Lau
 
 
 def _or_part(came: Tensor | None, tensor: Tensor, piece: Piece) -> Tensor:
-    """Return the copied tensor, or else the piece's part of the tensor itself."""
+    """Return the copied tensor; without a copy, the piece's elements of the tensor itself."""
     if came is not None:
         return came
     return tensor if piece.is_whole else part_of_state(MAIN, tensor, piece.start, piece.count)
 
 
 def view_of(memory: Tensor, start: int, form: TensorSpec) -> Tensor:
-    """Return a contiguous tensor in 1-D uint8 memory, sharing its storage."""
+    """Return a contiguous tensor that shares 1-D uint8 memory.
+
+    Args:
+        memory: 1-D uint8 tensor.
+        start: first byte of the tensor in the memory.
+        form: shape and dtype of the tensor.
+    """
     shape, dtype = form
     size = shape.numel() * dtype.itemsize
     return memory[start : start + size].view(dtype).view(shape)

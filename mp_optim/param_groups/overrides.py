@@ -444,11 +444,11 @@ def check_claims(
         ValueError: a parameter is in no group or in several groups; the message names the first
             such parameter.
     """
-    claims: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for group in param_groups:
-        claims.update(id(item[1] if isinstance(item, tuple) else item) for item in group["params"])
+        counts.update(id(item[1] if isinstance(item, tuple) else item) for item in group["params"])
     for name, param in _trained(model_chunks):
-        if (count := claims[id(param)]) != 1:
+        if (count := counts[id(param)]) != 1:
             raise ValueError(
                 f"{name} is in {count} param groups; put every trainable parameter in exactly one, "
                 "or freeze it with requires_grad_(False)"

@@ -38,7 +38,7 @@ def test_muon_overlap_orthogonalizes_whole_matrices_on_a_mesh(ranks, shape):
         refused = rank["early"]["speculative", shape]
         assert (
             "offload_mode='speculative': muon steps up.weight" in refused
-            and "use 'overlap'" in refused
+            and "set offload_mode='overlap'" in refused
         )
 
 
