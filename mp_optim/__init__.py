@@ -20,6 +20,7 @@ from mp_optim.mixed_precision import (
 )
 from mp_optim.offload import HybridDeviceOptimizer
 from mp_optim.optimizers.classes import LAMB, SGD, Adafactor, Adam, AdamW, Lion, Muon
+from mp_optim.optimizers.multi_tenant import MultiTenantOptimizer, TenantError
 from mp_optim.param_groups.lr_scheduler import OptimizerParamScheduler
 from mp_optim.param_groups.overrides import (
     ParamGroupOverride,
@@ -62,6 +63,7 @@ __all__ = [
     "MegatronOptimizer",
     "MissingRanksError",
     "ModelParallel",
+    "MultiTenantOptimizer",
     "Muon",
     "OptimizerConfig",
     "OptimizerParamScheduler",
@@ -72,6 +74,7 @@ __all__ = [
     "ProcessGroups",
     "SGDOptimizerConfig",
     "StepResult",
+    "TenantError",
     "WeightDelta",
     "WeightPatch",
     "apply_delta",

@@ -48,6 +48,8 @@ class StepMark:
         copies: copies of state that callers may have edited.
         plan_key: source of all parts of step plans; another object makes the parts stale.
         reused: values that steps reuse, step plans among them, by ``id`` of their user and name.
+        refusal: reason why steps, saves and loads raise RuntimeError now; empty if they are
+            allowed.
     """
 
     def __init__(self) -> None:
@@ -55,7 +57,7 @@ class StepMark:
         self.copies = ShownCopies()
         self.invalidate_plans()
         self.is_set = False
-        self._why = self._lent_to = ""
+        self._why = self._lent_to = self.refusal = ""
         self._writer: tuple[object, int] | None = None
         """The outermost layer, and the id of its thread, during a step or load."""
 
@@ -116,6 +118,8 @@ class StepMark:
         Args:
             doing: name of the refused call, for the message.
         """
+        if self.refusal:
+            raise RuntimeError(f"{doing}: {self.refusal}")
         if self._lent_to:
             raise RuntimeError(
                 f"{doing}: inside `with optimizer.{self._lent_to}()` the model does not have its "
@@ -166,7 +170,7 @@ class StepMark:
             yield
             return
         if not is_load:
-            if self._lent_to or self.is_set or self._writer is not None:
+            if self._lent_to or self.refusal or self.is_set or self._writer is not None:
                 self.check("step")
             if self.parked.homes:
                 raise RuntimeError(_PARKED)

@@ -39,7 +39,12 @@ from mp_optim.host.calls import in_own_modes, warn
 from mp_optim.host.host_memory import same_values
 from mp_optim.kernels import check_serves
 from mp_optim.kernels.selection import warn_of_missing_kernels
-from mp_optim.mixed_precision import MegatronOptimizer, StepResult, WrappedOptimizer
+from mp_optim.mixed_precision import (
+    MegatronGradScaler,
+    MegatronOptimizer,
+    StepResult,
+    WrappedOptimizer,
+)
 from mp_optim.mixed_precision.grad_scaler import ConstantGradScaler
 from mp_optim.mixed_precision.step import take_step
 from mp_optim.optimizers.settings import config_of
@@ -79,6 +84,7 @@ class StackOptimizer(WrappedOptimizer):
     last_step: StepResult | None = None
     """Result of the last step: whether the step was taken, and the gradient norm before
     clipping. None before the first step."""
+    _own_scaler: MegatronGradScaler | None = None
 
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], settings: Mapping[str, Any]
@@ -125,6 +131,7 @@ class StackOptimizer(WrappedOptimizer):
 
     @in_own_modes
     def _build(self) -> None:
+        self.step_mark.check_lent("step or state")
         check_serves(self.config.fused_backend, self.device)
         set_up_host(self.config)
         container = container_of(self.param_groups)
@@ -147,6 +154,19 @@ class StackOptimizer(WrappedOptimizer):
         except BaseException:
             self._forget_engine()
             raise
+
+    def keep_loss_scale(self, scaler: MegatronGradScaler | None) -> None:
+        """Scale the loss by a scaler of this optimizer, which state dicts include.
+
+        Args:
+            scaler: the loss scale of all steps without a ``GradScaler``; None for 1.
+        """
+        self.grad_scaler = self._own_scaler = scaler
+
+    def drop_stack(self) -> None:
+        """Free main params and state. The next step or load builds them again."""
+        if self._is_built:
+            self._forget_engine()
 
     def _forget_engine(self) -> None:
         for scheduler in self.backward_schedulers:
@@ -209,9 +229,9 @@ class StackOptimizer(WrappedOptimizer):
         scale = vars(self).get("grad_scale")
         if self._found_inf is None and not self._warned_of_fp16:
             self._warned_of_fp16 = True
-            if self._step_supports_amp_scaling:
+            if self._own_scaler is None and self._step_supports_amp_scaling:
                 warn(_FP16)
-        self.grad_scaler = None if scale is None else AmpLossScale(scale)
+        self.grad_scaler = self._own_scaler if scale is None else AmpLossScale(scale)
         if [len(group["params"]) for group in self._live_groups] != self._sizes:
             self.check_lists()
         if "engine" not in vars(self):
@@ -368,9 +388,10 @@ class StackOptimizer(WrappedOptimizer):
             full_precision: True to return FP32 copies of state that is stored in fewer bits.
         """
         if not self._is_built:
+            self.step_mark.check_lent("state_dict")
             return {"state": {}, "param_groups": plain_groups(self.param_groups)}
         # A GradScaler saves its own scale, so the state dict must not have a second copy.
-        self.grad_scaler = None
+        self.grad_scaler = self._own_scaler
         return super().state_dict(is_loading, full_precision=full_precision)
 
     def begins_anew(self, state_dict: Mapping[str, Any]) -> bool:
@@ -382,8 +403,9 @@ class StackOptimizer(WrappedOptimizer):
         Returns:
             True if the optimizer was reset.
         """
+        self.grad_scaler = self._own_scaler
         if state_dict["state"]:
-            self.grad_scaler, self._is_begun = None, True
+            self._is_begun = True
             return False
         match = checked_match(self.param_groups, state_dict["param_groups"], self.check_settings)
         self.last_step = None
@@ -411,6 +433,7 @@ class StackOptimizer(WrappedOptimizer):
             "settings": self._given_settings,
             "param_groups": groups,
             "saved": saved,
+            "scaler": self._own_scaler,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -421,6 +444,7 @@ class StackOptimizer(WrappedOptimizer):
         self._given_settings = state["settings"]
         self._overrides = keys_of_patterns(state["settings"].get("overrides") or {}, self.rule)
         self.defaults.update(state["defaults"])
+        self.keep_loss_scale(state["scaler"])
         if state["saved"] is not None:
             self.load_state_dict(state["saved"])
 

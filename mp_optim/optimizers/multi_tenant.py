@@ -1,0 +1,345 @@
+"""MultiTenantOptimizer: many adapters, each with its own settings, norm, state and lifetime."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.checkpoint.commit import sync
+from mp_optim.config.setting_checks import nearest
+from mp_optim.core import iter_slots
+from mp_optim.core.interrupted_step import BrokenOffError
+from mp_optim.core.keyed_optimizer import load_checked
+from mp_optim.core.slot_state import without_keys
+from mp_optim.core.tensors import held_tensor
+from mp_optim.mixed_precision import MegatronGradScaler, StepResult
+from mp_optim.optimizers.base import StackOptimizer
+from mp_optim.optimizers.classes import AdamW
+
+_RESTING = "tenant {!r} rests; call wake_tenant({!r}) first"
+
+
+class TenantError(RuntimeError):
+    """One or more tenants failed in :meth:`MultiTenantOptimizer.step`; all others were stepped.
+
+    Attributes:
+        errors: exception of each tenant that failed, by name.
+        results: result of each tenant that was stepped or skipped, by name.
+    """
+
+    def __init__(self, errors: dict[str, Exception], results: dict[str, StepResult]) -> None:
+        reasons = "; ".join(f"tenant {name!r}: {error}" for name, error in errors.items())
+        super().__init__(f"{reasons}. The other tenants were stepped")
+        self.errors, self.results = errors, results
+
+
+class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
+    """One optimizer for many tenants, such as the LoRA adapters of a training server.
+
+    A tenant has its own hyperparameters, gradient norm, clipping limit, skipped steps, step count,
+    loss scale and lifetime. A tenant's bits are those of a run of ``kind`` with the same parameters
+    alone, for any order of calls for other tenants.
+
+    ``optimizer[name]`` is the torch optimizer of a tenant, for learning-rate schedulers,
+    ``param_groups``, ``last_step`` and ``metrics()``.
+
+    Args:
+        kind: class of each tenant's optimizer.
+        defaults: arguments of ``kind`` for tenants that do not set them, such as ``lr=1e-4`` or
+            ``max_grad_norm=1.0``.
+
+    Raises:
+        TypeError: an argument is unknown.
+        ValueError: a value is out of range or contradicts another one.
+    """
+
+    def __init__(self, kind: type[StackOptimizer] = AdamW, **defaults: Any) -> None:
+        of_groups = {"overrides"}  # They need parameters to match.
+        kind([{"params": []}], **without_keys(defaults, of_groups))  # A wrong default raises here.
+        self._kind, self._defaults = kind, defaults
+        self._tenants: dict[str, StackOptimizer] = {}
+        self._files: dict[str, Path | None] = {}
+        """The file with the state of each resting tenant; None for state in host memory."""
+
+    def __getitem__(self, name: str) -> StackOptimizer:
+        return self._tenants[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tenants)
+
+    def __len__(self) -> int:
+        return len(self._tenants)
+
+    # -- joining and leaving ----------------------------------------------------------------------
+
+    def add_tenant(
+        self,
+        name: str,
+        params: Iterable[Any],
+        *,
+        grad_scaler: MegatronGradScaler | None = None,
+        **settings: Any,
+    ) -> None:
+        """Add a tenant. On an error nothing is added. Other tenants are not changed.
+
+        Args:
+            name: a new name.
+            params: parameters, named parameters or param groups; bf16, fp16 and FP32 in any mix.
+            grad_scaler: loss scale of this tenant alone, such as a ``DynamicGradScaler``; None
+                for 1.
+            settings: arguments of ``kind`` that differ from the defaults.
+
+        Raises:
+            TypeError: a setting is unknown.
+            ValueError: the name is taken, a setting is out of range, or another tenant has one of
+                the parameters, or has memory in common with one.
+        """
+        if name in self._tenants:
+            raise ValueError(
+                f"name={name!r}: there is such a tenant; choose another name, or call "
+                f"remove_tenant({name!r}) first"
+            )
+        with _named(name):
+            tenant = self._kind(params, **{**self._defaults, **settings})
+            tenant.keep_loss_scale(grad_scaler)
+            self._check_owners(tenant)
+        self._tenants[name] = tenant
+
+    def remove_tenant(self, name: str) -> None:
+        """Remove a tenant, and delete its file if the tenant rests on a disk.
+
+        Main params and state are freed at once, unless the caller has a reference to
+        ``optimizer[name]`` or to a state dict. The parameters keep their values.
+
+        Raises:
+            ValueError: there is no such tenant.
+        """
+        self._tenant(name)
+        del self._tenants[name]
+        if (path := self._files.pop(name, None)) is not None:
+            path.unlink(missing_ok=True)
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def step(self, names: str | Iterable[str] | None = None) -> dict[str, StepResult]:
+        """Step some tenants, each with the gradients of its parameters.
+
+        A tenant with an inf or nan in its gradients is skipped alone. A tenant that fails, for
+        example because a hyperparameter is out of range, does not stop the others.
+
+        Args:
+            names: one or more names; None for all tenants that do not rest.
+
+        Returns:
+            By name, whether the step was taken, and the gradient norm before clipping.
+
+        Raises:
+            ValueError: a name is unknown or given twice, or a tenant rests; nothing was stepped.
+            TenantError: some tenants failed, with an exception for each; the others were stepped.
+        """
+        results: dict[str, StepResult] = {}
+        errors: dict[str, Exception] = {}
+        for name in self._awake_of(names):
+            tenant = self._tenants[name]
+            try:
+                tenant.step()
+                assert tenant.last_step is not None
+                results[name] = tenant.last_step
+            except Exception as error:
+                errors[name] = error
+        if errors:
+            raise TenantError(errors, results) from next(iter(errors.values()))
+        return results
+
+    def zero_grad(self, names: str | Iterable[str] | None = None) -> None:
+        """Set the gradients of some tenants to None.
+
+        Args:
+            names: one or more names; None for all, also for tenants that rest.
+        """
+        for name in self._listed(names):
+            self._tenants[name].zero_grad()
+
+    def scale_loss(self, name: str, loss: Tensor) -> Tensor:
+        """Return the loss times the loss scale of a tenant; call ``backward`` on the result."""
+        return self._tenant(name).scale_loss(loss)
+
+    # -- saving and resting -----------------------------------------------------------------------
+
+    def save_tenant(self, name: str) -> dict[str, Any]:
+        """Return the state dict of a tenant, with its loss scale. ``kind`` alone loads it, too.
+
+        The tensors are the live ones: clone or save them before the tenant's next step.
+
+        Raises:
+            BrokenOffError: the tenant's last step was interrupted.
+            ValueError: there is no such tenant, or the tenant rests.
+        """
+        tenant = self._awake(name)
+        with _named(name):
+            return tenant.stack.state_dict()
+
+    def load_tenant(self, name: str, state: dict[str, Any], *, convert: bool = False) -> None:
+        """Load a result of :meth:`save_tenant` into a tenant of any name with parameters of the
+        same shapes. A refused state changes nothing.
+
+        Load the adapter's weights first: parameters with other values than the loaded main params
+        are overwritten, with a warning.
+
+        Args:
+            name: name of the tenant.
+            state: the state dict.
+            convert: True to round state to the tenant's dtypes even if that loses bits.
+
+        Raises:
+            ValueError: there is no such tenant, the tenant rests, or a shape or setting does not
+                fit.
+        """
+        tenant = self._awake(name)
+        with _named(name):
+            tenant.load_state_dict(state, convert=convert)
+
+    def rest_tenant(self, name: str, path: str | os.PathLike[str] | None = None) -> None:
+        """Move main params and state of a tenant to host memory or to a file.
+
+        Steps, saves and loads of the tenant raise until :meth:`wake_tenant`. Parameters and
+        gradients stay where they are.
+
+        Args:
+            name: name of the tenant.
+            path: a new file for the state; None for host memory.
+
+        Raises:
+            OSError: the file cannot be written; the tenant does not rest.
+            ValueError: there is no such tenant, the tenant rests, or the file exists.
+        """
+        tenant = self._awake(name)
+        with _named(name):
+            if path is None:
+                tenant.offload_to_cpu()
+            else:
+                _write(Path(path), tenant)
+                tenant.drop_stack()
+        tenant.step_mark.refusal = _RESTING.format(name, name)
+        self._files[name] = None if path is None else Path(path)
+
+    def wake_tenant(self, name: str) -> None:
+        """Move main params and state of a resting tenant back, and delete its file.
+
+        Parameters that were written meanwhile keep their values, as between any two steps.
+
+        Raises:
+            OSError: the file cannot be read; the tenant still rests.
+            ValueError: there is no such tenant, or the tenant does not rest.
+        """
+        tenant = self._tenant(name)
+        if name not in self._files:
+            raise ValueError(f"name={name!r}: this tenant does not rest; leave out the call")
+        path, mark = self._files[name], tenant.step_mark
+        refusal, mark.refusal = mark.refusal, ""
+        try:
+            with _named(name):
+                if path is None:
+                    tenant.restore_from_cpu()
+                else:
+                    _read(path, tenant)
+        except BaseException:
+            mark.refusal = refusal
+            raise
+        del self._files[name]
+
+    # -- names ------------------------------------------------------------------------------------
+
+    def _tenant(self, name: str) -> StackOptimizer:
+        if name not in self._tenants:
+            known = list(self._tenants)
+            raise ValueError(
+                f"name={name!r}: there is no such tenant{nearest(str(name), known)}; call "
+                "add_tenant first"
+            )
+        return self._tenants[name]
+
+    def _awake(self, name: str) -> StackOptimizer:
+        tenant = self._tenant(name)
+        if name in self._files:
+            raise ValueError(f"name={name!r}: {_RESTING.format(name, name)}")
+        return tenant
+
+    def _listed(self, names: str | Iterable[str] | None) -> list[str]:
+        """Return the names of existing tenants, each at most once."""
+        if names is None:
+            return list(self._tenants)
+        listed = [names] if isinstance(names, str) else list(names)
+        for name in listed:
+            self._tenant(name)
+        if twice := [name for name in set(listed) if listed.count(name) > 1]:
+            raise ValueError(f"names={listed!r}: {twice[0]!r} is there twice; give each name once")
+        return listed
+
+    def _awake_of(self, names: str | Iterable[str] | None) -> list[str]:
+        """Return the names of tenants to step."""
+        listed = self._listed(names)
+        if names is None:
+            return [name for name in listed if name not in self._files]
+        for name in listed:
+            self._awake(name)
+        return listed
+
+    def _check_owners(self, new: StackOptimizer) -> None:
+        """Raise ValueError if a parameter of a new tenant starts where another tenant's does."""
+        places: dict[tuple[torch.device, int], str] = {}
+        for slot, param in iter_slots(new.param_groups):
+            places[_place(param)] = new.slot_name(slot)
+        for owner, tenant in self._tenants.items():
+            for slot, param in iter_slots(tenant.param_groups):
+                if param.numel() and (name := places.get(_place(param))) is not None:
+                    raise ValueError(
+                        f"{name} is {tenant.slot_name(slot)} of tenant {owner!r}, too; give each "
+                        "tenant parameters of its own"
+                    )
+
+
+def _place(param: Tensor) -> tuple[torch.device, int]:
+    local = held_tensor(param)
+    return local.device, id(param) if local.is_meta else local.data_ptr()
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Put a tenant's name before the message of an error."""
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as error:
+        kinds = (BrokenOffError, TypeError, ValueError, RuntimeError)
+        kind = next(kind for kind in kinds if isinstance(error, kind))
+        raise kind(f"tenant {name!r}: {error}") from error
+
+
+def _write(path: Path, tenant: StackOptimizer) -> None:
+    """Write a tenant's state to a new file, which is complete or missing after a crash."""
+    if path.exists():
+        raise ValueError(f"path={str(path)!r}: there is such a file; choose a new name")
+    temporary = path.with_name(f".{path.name}.tmp")
+    torch.save(tenant.stack.state_dict(), temporary)
+    sync(temporary)
+    os.replace(temporary, path)
+    sync(path.parent)
+
+
+def _read(path: Path, tenant: StackOptimizer) -> None:
+    """Load a tenant's state from its file, delete the file, and keep the parameters' values."""
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    params = [param for _, param in iter_slots(tenant.param_groups)]
+    values = [param.detach().clone() for param in params]
+    load_checked(
+        tenant, state, convert=True
+    )  # A remainder is joined with any weights, as in a step.
+    for param, value in zip(params, values, strict=True):
+        param.data.copy_(value)
+    path.unlink()

@@ -1,0 +1,361 @@
+"""``MultiTenantOptimizer``: a tenant's bits are those of a run alone, and its life is its own."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mp_optim
+from mp_optim import MultiTenantOptimizer, TenantError
+from support.models import same_bits
+
+Params = list[nn.Parameter]
+NAN, SCALE = float("nan"), 1024.0
+
+
+def lora(rng: random.Random, dtype: torch.dtype = torch.bfloat16) -> Params:
+    rank, width = rng.choice([1, 2, 4]), rng.choice([3, 8, 40])
+    shapes = [(rank, width), (width, rank)] * rng.choice([1, 2])
+    return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+
+
+def give_grads(params: Params, factor: float = 1.0) -> None:
+    for param in params:
+        param.grad = (torch.randn(param.shape) * factor).to(param.dtype)
+
+
+def adapters(**settings: Any) -> tuple[MultiTenantOptimizer, dict[str, Params]]:
+    """Return an optimizer of three stepped tenants, and their parameters."""
+    rng = random.Random(0)
+    optimizer = MultiTenantOptimizer(lr=1e-2, **settings)
+    params = {name: lora(rng) for name in "abc"}
+    for name, some in params.items():
+        optimizer.add_tenant(name, some)
+        give_grads(some)
+    optimizer.step()
+    return optimizer, params
+
+
+def bits(optimizer: Any, params: Params) -> list[Tensor]:
+    saved = optimizer.stack.state_dict()["state"]
+    state = [value for index in saved for _, value in sorted(saved[index].items())]
+    return [torch.as_tensor(value).clone() for value in [*params, *state]]
+
+
+# -- bits -----------------------------------------------------------------------------------------
+
+
+class Pair:
+    """A tenant, and an optimizer alone on copies of its parameters."""
+
+    def __init__(self, kind: Any, rng: random.Random) -> None:
+        self.params = lora(rng, rng.choice([torch.bfloat16, torch.float32]))
+        self.settings: dict[str, Any] = {
+            "lr": rng.choice([1e-3, 3e-2]),
+            "betas": (rng.choice([0.8, 0.9]), rng.choice([0.95, 0.999])),
+            "weight_decay": rng.choice([0.0, 0.1]),
+            "max_grad_norm": rng.choice([None, 0.5]),
+            "state": rng.choice(["fp32", "bf16", "8bit"]),
+            "main_params": rng.choice(["fp32", "remainder16"]),
+        }
+        self.scale = rng.choice([1.0, SCALE])
+        self.own = [nn.Parameter(param.detach().clone()) for param in self.params]
+        self.alone = kind(self.own, **self.settings)
+        self.saved: list[tuple[Any, Any, list[Tensor]]] = []
+        self.is_resting = False
+
+    def prepare(self, factor: float) -> None:
+        give_grads(self.params, factor * self.scale)
+        for param, own in zip(self.params, self.own, strict=True):
+            assert param.grad is not None
+            own.grad = param.grad.clone()
+
+    def step_alone(self) -> None:
+        self.alone.grad_scale = torch.tensor([self.scale])  # as torch's GradScaler sets it
+        self.alone.step()
+
+    def write(self) -> None:
+        for params in (self.params, self.own):
+            params[0].data[0] = 0.25
+
+    def has_same_bits(self, optimizer: MultiTenantOptimizer, name: str) -> bool:
+        one, other = bits(optimizer[name], self.params), bits(self.alone, self.own)
+        return len(one) == len(other) and all(map(same_bits, one, other))
+
+
+class Server:
+    """Random calls for random tenants."""
+
+    def __init__(self, kind: Any, folder: Path) -> None:
+        self.rng, self.folder = random.Random(kind.__name__), folder
+        self.kind, self.optimizer = kind, MultiTenantOptimizer(kind)
+        self.pairs: dict[str, Pair] = {}
+        self.joined = 0
+
+    def pick(self, *, is_resting: bool = False) -> str | None:
+        fitting = [name for name, pair in self.pairs.items() if pair.is_resting is is_resting]
+        return self.rng.choice(fitting) if fitting else None
+
+    def join(self) -> None:
+        name, pair = f"adapter {self.joined}", Pair(self.kind, self.rng)
+        scaler = mp_optim.ConstantGradScaler(SCALE) if pair.scale == SCALE else None
+        self.optimizer.add_tenant(name, pair.params, grad_scaler=scaler, **pair.settings)
+        self.pairs[name], self.joined = pair, self.joined + 1
+
+    def step(self) -> None:
+        awake = [name for name, pair in self.pairs.items() if not pair.is_resting]
+        chosen = self.rng.sample(awake, self.rng.randint(0, min(5, len(awake))))
+        failing = [name for name in chosen if self.rng.random() < 0.05]
+        rates = {name: self.optimizer[name].param_groups[0]["lr"] for name in failing}
+        for name in chosen:
+            self.pairs[name].prepare(NAN if self.rng.random() < 0.1 else 1.0)
+        for name in failing:
+            self.optimizer[name].param_groups[0]["lr"] = -1.0
+        try:
+            results = self.optimizer.step(chosen)
+            assert not failing
+        except TenantError as error:
+            assert list(error.errors) == failing
+            results = error.results
+        for name, rate in rates.items():
+            self.optimizer[name].param_groups[0]["lr"] = rate
+        for name in chosen:
+            if name not in failing:
+                self.pairs[name].step_alone()
+                assert results[name] == self.pairs[name].alone.last_step
+
+    def schedule(self) -> None:
+        if name := self.pick():
+            rate = self.rng.choice([1e-4, 1e-2])
+            for optimizer in (self.optimizer[name], self.pairs[name].alone):
+                optimizer.param_groups[0]["lr"] = rate
+
+    def save(self) -> None:
+        if name := self.pick():
+            pair = self.pairs[name]
+            weights = [param.detach().clone() for param in pair.params]
+            states = self.optimizer.save_tenant(name), pair.alone.stack.state_dict()
+            pair.saved.append((*copy.deepcopy(states), weights))
+
+    def load(self) -> None:
+        if (name := self.pick()) and self.pairs[name].saved:
+            pair = self.pairs[name]
+            state, state_alone, weights = self.rng.choice(pair.saved)
+            for params in (pair.params, pair.own):
+                for param, weight in zip(params, weights, strict=True):
+                    param.data.copy_(weight)
+            self.optimizer.load_tenant(name, state)
+            pair.alone.load_state_dict(state_alone)
+
+    def rest(self) -> None:
+        if name := self.pick():
+            path = self.folder / name if self.rng.random() < 0.5 else None
+            self.optimizer.rest_tenant(name, path)
+            self.pairs[name].is_resting = True
+            if self.rng.random() < 0.3:
+                self.pairs[name].write()
+
+    def wake(self) -> None:
+        if name := self.pick(is_resting=True):
+            self.optimizer.wake_tenant(name)
+            self.pairs[name].is_resting = False
+
+    def leave(self) -> None:
+        if name := self.pick(is_resting=self.rng.random() < 0.3):
+            self.optimizer.remove_tenant(name)
+            del self.pairs[name]
+
+
+@pytest.mark.parametrize("kind", [mp_optim.AdamW, mp_optim.Lion])
+def test_multi_tenant_gives_bits_of_a_run_alone_in_any_order_of_calls(
+    kind: Any, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    server = Server(kind, tmp_path)
+    calls = [server.join, server.step, server.schedule, server.save, server.load]
+    calls += [server.rest, server.wake, server.leave]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        while server.joined < 100:
+            server.rng.choices(calls, [4, 4, 1, 1, 1, 2, 2, 3])[0]()
+            if name := server.pick():
+                assert server.pairs[name].has_same_bits(server.optimizer, name)
+        while name := server.pick(is_resting=True):
+            server.optimizer.wake_tenant(name)
+            server.pairs[name].is_resting = False
+        for name, pair in server.pairs.items():
+            assert pair.has_same_bits(server.optimizer, name), name
+    assert not list(tmp_path.iterdir()) and list(server.optimizer) == list(server.pairs)
+
+
+def test_multi_tenant_overflow_shrinks_only_the_loss_scale_of_its_tenant() -> None:
+    optimizer, params = MultiTenantOptimizer(lr=1e-2), {}
+    for name in "ab":
+        scaler = mp_optim.DynamicGradScaler(64.0, 1.0, 2.0, 0.5, 100, 1)
+        params[name] = [nn.Parameter(torch.ones(3, dtype=torch.float16))]
+        optimizer.add_tenant(name, params[name], grad_scaler=scaler)
+        give_grads(params[name], NAN if name == "a" else 1.0)
+    results = optimizer.step()
+    assert [results[name].success for name in "ab"] == [False, True]
+    one = torch.ones(())
+    assert [float(optimizer.scale_loss(name, one)) for name in "ab"] == [32.0, 64.0]
+    params["b"][0].data.copy_(params["a"][0])
+    optimizer.load_tenant("b", copy.deepcopy(optimizer.save_tenant("a")))
+    assert float(optimizer.scale_loss("b", one)) == 32.0
+
+
+def test_multi_tenant_steps_others_when_a_kernel_of_one_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    optimizer, params = adapters()
+    saved, before = copy.deepcopy(optimizer.save_tenant("b")), [p.clone() for p in params["c"]]
+    weights = [param.detach().clone() for param in params["b"]]
+    for some in params.values():
+        give_grads(some)
+    with monkeypatch.context() as patch:
+        executor = optimizer["b"].executor
+        carry_out = type(executor).carry_out
+
+        def interrupted(self: Any, launch: Any) -> None:
+            carry_out(self, launch)
+            if self is executor:
+                raise RuntimeError("out of memory")
+
+        patch.setattr(type(executor), "carry_out", interrupted)
+        with pytest.raises(TenantError, match="tenant 'b': out of memory") as caught:
+            optimizer.step()
+    assert list(caught.value.results) == ["a", "c"] and list(caught.value.errors) == ["b"]
+    assert not same_bits(before[0], params["c"][0])
+    with pytest.raises(mp_optim.BrokenOffError, match="tenant 'b': state_dict"):
+        optimizer.save_tenant("b")
+    for param, weight in zip(params["b"], weights, strict=True):
+        param.data.copy_(weight)
+    optimizer.load_tenant("b", saved)
+    give_grads(params["b"])
+    assert optimizer.step("b")["b"].success
+
+
+# -- lives ----------------------------------------------------------------------------------------
+
+
+def test_multi_tenant_frees_state_at_once_when_a_tenant_leaves_or_rests(tmp_path: Path) -> None:
+    optimizer, params = adapters()
+    gone = []
+    for name in "ab":
+        state = optimizer[name].state[params[name][0]]
+        gone += [weakref.ref(value) for key, value in state.items() if key != "step"]
+        del state
+    tenant = weakref.ref(optimizer["a"])
+    kept = optimizer["c"].state[params["c"][0]]["exp_avg"]
+    gc.disable()
+    try:
+        optimizer.remove_tenant("a")
+        optimizer.rest_tenant("b", tmp_path / "b")
+        assert tenant() is None and all(reference() is None for reference in gone)
+    finally:
+        gc.enable()
+    assert len(gone) == 6 and optimizer["c"].state[params["c"][0]]["exp_avg"] is kept
+
+
+def test_multi_tenant_reuses_launches_of_others_when_a_tenant_joins_or_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    optimizer, params = adapters()
+    for some in params.values():
+        give_grads(some)
+    optimizer.step()
+    executor, planned = type(optimizer["a"].executor), []
+    plan = executor._planned
+    monkeypatch.setattr(
+        executor, "_planned", lambda self, *given: planned.append(self) or plan(self, *given)
+    )
+    optimizer.remove_tenant("b")
+    optimizer.add_tenant("d", params.pop("b"))
+    give_grads(params["a"])
+    optimizer.step(["c", "a"])
+    assert not planned
+    optimizer.step("d")
+    assert len(planned) == 1
+
+
+def test_multi_tenant_works_with_torch_schedulers_when_one_tenant_is_scheduled() -> None:
+    optimizer, params = adapters()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer["a"], gamma=0.5)
+    for some in params.values():
+        give_grads(some)
+    optimizer.step()
+    scheduler.step()
+    assert [optimizer[name].param_groups[0]["lr"] for name in "ab"] == [5e-3, 1e-2]
+    optimizer.zero_grad("a")
+    assert [params[name][0].grad is None for name in "ab"] == [True, False]
+
+
+def test_multi_tenant_stays_resting_when_its_file_is_damaged(tmp_path: Path) -> None:
+    optimizer, _ = adapters()
+    optimizer.rest_tenant("a", tmp_path / "a")
+    content = (tmp_path / "a").read_bytes()
+    (tmp_path / "a").write_bytes(content[: len(content) // 2])
+    with pytest.raises(RuntimeError, match="tenant 'a'"):
+        optimizer.wake_tenant("a")
+    with pytest.raises(ValueError, match="rests"):
+        optimizer.step("a")
+    (tmp_path / "a").write_bytes(content)
+    optimizer.wake_tenant("a")
+    assert not (tmp_path / "a").exists()
+
+
+# -- refused calls --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda o, p: o.step(["a", "x"]), ValueError, "name='x': there is no such tenant"),
+        (lambda o, p: o.step(["a", "a"]), ValueError, "'a' is there twice"),
+        (lambda o, p: o.step(["a", "c"]), ValueError, r"call wake_tenant\('c'\) first"),
+        (lambda o, p: o["c"].step(), RuntimeError, r"call wake_tenant\('c'\) first"),
+        (lambda o, p: o["c"].state_dict(), RuntimeError, r"call wake_tenant\('c'\) first"),
+        (lambda o, p: o.save_tenant("c"), ValueError, r"call wake_tenant\('c'\) first"),
+        (lambda o, p: o.wake_tenant("a"), ValueError, "name='a': this tenant does not rest"),
+        (lambda o, p: o.remove_tenant("x"), ValueError, "name='x': there is no such tenant"),
+        (lambda o, p: o.add_tenant("a", [p]), ValueError, r"call remove_tenant\('a'\) first"),
+        (lambda o, p: o.add_tenant("x", [p]), ValueError, "of tenant 'a', too; give each tenant"),
+        (
+            lambda o, p: o.add_tenant("x", [nn.Parameter(torch.ones(2))], lrr=1.0),
+            TypeError,
+            "tenant 'x': unexpected argument 'lrr'; did you mean 'lr'",
+        ),
+        (
+            lambda o, p: o.add_tenant("x", [nn.Parameter(torch.ones(2))], lr=-1.0),
+            ValueError,
+            "tenant 'x': lr=-1.0",
+        ),
+        (lambda o, p: o.load_tenant("a", o.save_tenant("wide")), ValueError, "tenant 'a': .*shape"),
+        (lambda o, p: MultiTenantOptimizer(lrr=1.0), TypeError, "did you mean 'lr'"),
+    ],
+)
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_multi_tenant_changes_nothing_when_it_refuses_a_call(
+    call: Any, error: type[Exception], message: str, place: str, tmp_path: Path
+) -> None:
+    optimizer, params = adapters()
+    optimizer.add_tenant("wide", [nn.Parameter(torch.ones(9, 7).bfloat16()) for _ in params["a"]])
+    optimizer.rest_tenant("c", tmp_path / "c" if place == "disk" else None)
+    for some in params.values():
+        give_grads(some)
+    before = bits(optimizer["a"], params["a"])
+    with pytest.raises(error, match=message):
+        call(optimizer, params["a"][0])
+    assert list(optimizer) == ["a", "b", "c", "wide"]
+    assert all(map(same_bits, before, bits(optimizer["a"], params["a"])))
+    optimizer.wake_tenant("c")
+    assert all(result.success for result in optimizer.step(["a", "b", "c"]).values())
