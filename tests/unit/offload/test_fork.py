@@ -75,8 +75,7 @@ def writes_what_it_holds(params, optimizer, held, saved):
         tensor.fill_(7.0)
 
 
-@pytest.mark.parametrize("place", ["host", "streamed"])
-@pytest.mark.parametrize("before", [0, 1], ids=["before a step", "after a step"])
+@pytest.mark.parametrize(("place", "before"), [("host", 1), ("streamed", 0)])
 @pytest.mark.parametrize("work", [steps, loads, scales, reads, saves, writes_what_it_holds])
 def test_forked_child_is_refused_and_leaves_its_parents_disk_state_unchanged(
     tmp_path, place, before, work

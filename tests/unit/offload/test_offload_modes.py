@@ -79,7 +79,7 @@ LONG = {
 
 @pytest.mark.repeats
 @pytest.mark.parametrize("name", LONG)
-@pytest.mark.parametrize("steps", [60, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [30, pytest.param(200, marks=pytest.mark.slow)])
 def test_offload_modes_give_equal_bits_over_many_steps(name, steps):
     case = dict(LONG[name])
     settings, precision, groups = (

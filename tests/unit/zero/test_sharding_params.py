@@ -1,13 +1,10 @@
-"""Parameters of every kind in flat buckets on one rank, and a stand-in for Megatron's
-DistributedDataParallel."""
+"""Parameters of every kind in flat buckets on one rank."""
 
 import contextlib
 import copy
 import gc
 import pickle
 import weakref
-from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -452,126 +449,6 @@ def test_distributed_optimizer_refuses_a_ddp_model():
             config_for("fp32", use_distributed_optimizer=True),
             nn.parallel.DistributedDataParallel(model),
         )
-
-
-# -- Megatron's DistributedDataParallel, as far as its buffers are concerned ----------------------
-
-
-class MegatronDDP(nn.Module):
-    """Stand-in with Megatron's layout: two buckets in one buffer, starts at multiples of 64
-    elements, FP32
-    gradients."""
-
-    def __init__(self, module: nn.Module, overlap: bool = False) -> None:
-        super().__init__()
-        self.module, self.calls = module, []
-        self.ddp_config = SimpleNamespace(
-            use_distributed_optimizer=True, overlap_param_gather=overlap
-        )
-        params = [param for param in module.parameters() if param.requires_grad][::-1]
-        half, index_map, buckets, start = len(params) // 2, {}, [], 0
-        for number, members in enumerate((params[:half], params[half:])):
-            offset = start
-            for param in members:
-                index_map[param] = (start, start + param.numel(), number)
-                start += -(-param.numel() // 64) * 64
-            buckets.append((offset, start, members))
-        self.param_data, self.grad_data = (
-            torch.zeros(start, dtype=params[0].dtype),
-            torch.zeros(start),
-        )
-        for param, (first, last, _) in index_map.items():
-            view = self.param_data[first:last].view(param.shape)
-            view.copy_(param.detach())
-            param.data, param.main_grad = (view, self.grad_data[first:last].view(param.shape))
-            param.register_post_accumulate_grad_hook(self._arrived)
-        self.__dict__["buffers"] = [
-            SimpleNamespace(
-                param_index_map=index_map,
-                data_parallel_group=dist.group.WORLD,
-                buckets=[
-                    SimpleNamespace(
-                        param_data=self.param_data[a:b],
-                        grad_data=self.grad_data[a:b],
-                        offset=a,
-                        params_list=members,
-                    )
-                    for a, b, members in buckets
-                ],
-            )
-        ]
-
-    def _arrived(self, param) -> None:
-        param.main_grad.add_(param.grad)
-        param.grad = None
-
-    def forward(self, *args):
-        return self.module(*args)
-
-    def zero_grad_buffer(self) -> None:
-        self.grad_data.zero_()
-
-    def start_param_sync(self) -> None:
-        self.calls.append("start_param_sync")
-
-    @contextmanager
-    def no_sync(self):
-        self.calls.append("no_sync")
-        yield
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_sharding_uses_megatron_buffers_in_place_with_equal_bits(precision):
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    bare = nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 3)).to(dtype)
-    plain = copy.deepcopy(bare)
-    model = MegatronDDP(bare)
-    given = [(param.data_ptr(), param.main_grad.data_ptr()) for param in bare.parameters()]
-    optimizer = sharded(model, precision)
-    reference = sharded(plain, precision, grad_reduce_in_fp32=True)
-    assert [(param.data_ptr(), param.main_grad.data_ptr()) for param in bare.parameters()] == given
-    for _ in range(3):
-        for net, stepper in ((model, optimizer), (plain, reference)):
-            stepper.zero_grad()
-            with stepper.no_sync():
-                net(torch.ones(2, 5, dtype=dtype)).square().sum().backward()
-            net(torch.full((2, 5), 0.5, dtype=dtype)).square().sum().backward()
-            stepper.step()
-    for ours, theirs in zip(bare.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-    assert model.calls == ["no_sync", "start_param_sync"] * 3
-    bare_bytes = sum(param.nbytes for param in bare.parameters())
-    assert optimizer.metrics()["bytes_gathered"] >= bare_bytes
-    assert {name for name, _ in optimizer.named_main_params()} == {
-        f"module.{n}" for n, _ in plain.named_parameters()
-    }
-
-
-def test_sharding_refuses_settings_that_conflict_with_megatron_buffers():
-    model = MegatronDDP(nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 3)))
-    for settings in (
-        {"bucket_size": 5},
-        {"grad_reduce_in_fp32": True},
-        {"strategy": "optim_grads"},
-    ):
-        with pytest.raises(ValueError, match="DistributedDataParallel"):
-            sharded(model, **settings)
-    with pytest.raises(
-        ValueError, match=r"overlap_param_gather=True differs from the model's ddp_config"
-    ):
-        sharded(model, overlap_param_gather=True)
-    model.module.append(nn.Linear(3, 3))
-    with pytest.raises(ValueError, match=r"module\.2\.weight is in no buffer"):
-        sharded(model)
-    del model.module[2]
-    optimizer = sharded(model)
-    model.module[0].weight = nn.Parameter(torch.ones(9, 5))
-    optimizer.param_groups[0]["params"][0] = model.module[0].weight
-    with pytest.raises(
-        RuntimeError, match=r"was replaced after Megatron's DistributedDataParallel"
-    ):
-        optimizer.step()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
