@@ -42,6 +42,14 @@ PLACES: tuple[dict[str, Any], ...] = (
     {"offload": 1.0, "optimizer_state_path": gettempdir()},
 )
 """Places of the saved state, and of the optimizers that load it."""
+CASES = [
+    ("32 bits", False),
+    ("16 bits", True),
+    ("16 bits, bf16", False),
+    ("16 bits, 8bit", True),
+    ("8 bits, 4bit", True),
+    ("8 bits, 4bit", False),
+]
 FULL = {"full_state_dict": True}
 FLAT = {"flatten_optimizer_state_dict": True}
 SPREAD = {**FULL, "broadcast_from_rank0": True}
@@ -142,15 +150,14 @@ def by_own_files(form: str, is_sharded: bool, folder: Path) -> bool:
 
 def main(folder: Path) -> Any:
     found = {}
-    for form in FORMS:
-        for is_sharded in (True, False):
-            name = f"{form}, {'sharded' if is_sharded else 'whole'}"
-            for way in WAYS:
-                found[f"{name}: {way}"] = handed_over(form, is_sharded, way)
-            for dtype in (torch.int32, torch.int16):
-                path = folder / f"{name} {dtype}"
-                found[f"{path.name}: files"] = by_files(form, is_sharded, path, dtype)
-            found[f"{name}: own"] = by_own_files(form, is_sharded, folder / f"{name} own")
+    for form, is_sharded in CASES:
+        name = f"{form}, {'sharded' if is_sharded else 'whole'}"
+        for way in WAYS:
+            found[f"{name}: {way}"] = handed_over(form, is_sharded, way)
+        for dtype in (torch.int32, torch.int16):
+            path = folder / f"{name} {dtype}"
+            found[f"{path.name}: files"] = by_files(form, is_sharded, path, dtype)
+        found[f"{name}: own"] = by_own_files(form, is_sharded, folder / f"{name} own")
     return found
 
 

@@ -18,7 +18,7 @@ from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
 from mp_optim.checkpoint import writing
 from support.as_rank import error_of
 
-RANKS, TIMEOUT = 3, 6.0
+RANKS, TIMEOUT = 3, 4.0
 
 
 def meet(folder: Path, rank: int, where: str) -> None:

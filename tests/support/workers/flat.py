@@ -77,17 +77,13 @@ def meshed(ranks: int, dim: int | None) -> Layout:
 def layouts() -> list[Layout]:
     return [
         Layout("plain", 1, lambda name, tensor, rank: tensor.clone()),
-        flat(1, 0),
         flat(2, 1),
         flat(3, 2),
         flat(4, 3),
         flat(4, 4, copies=2),
         meshed(2, None),
-        meshed(2, 0),
         meshed(3, 0),
-        meshed(4, 0),
         meshed(2, 1),
-        meshed(3, 1),
     ]
 
 

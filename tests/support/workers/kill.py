@@ -1,4 +1,7 @@
-"""Train and save a tiny model in a forked process for each line of stdin, until it is killed."""
+"""Train and save a tiny model in a forked process until it is killed.
+
+Each line of stdin starts one process: a folder, "sync" or "async", and the number of kept versions.
+"""
 
 from __future__ import annotations
 
@@ -87,10 +90,11 @@ if __name__ == "__main__":
     ):  # Imports and kernel proofs run before the first fork.
         checkpoint.save(warm, *build())
         checkpoint.load(warm, *build())
-    for _ in sys.stdin:
+    for line in sys.stdin:
         child = os.fork()  # Importing torch takes longer than all later work.
         if not child:
-            train_and_save(sys.argv[1], sys.argv[2] == "async", int(sys.argv[3]))
+            root, mode, keep = line.split()
+            train_and_save(root, mode == "async", int(keep))
         say("child", child)
         os.waitpid(child, 0)
         say("gone")

@@ -84,7 +84,7 @@ def victim(tmp_path_factory):
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_load_changes_nothing_when_any_file_is_damaged(victim, data):
     names = ["latest", *sorted(os.listdir(victim.version))]
     path = victim.file(data.draw(st.sampled_from(names)))

@@ -3,7 +3,7 @@ load in any layout."""
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mp_optim.core.partition import Box, partition
@@ -113,6 +113,7 @@ def test_pipeline_stages_with_a_tied_embedding_resume(four_ranks):
     size=st.integers(1, 5),
     data=st.data(),
 )
+@settings(deadline=None, max_examples=60)
 def test_partition_cuts_cover_the_whole_tensor_once(before, blocks, after, size, data):
     """The expected parts are cut block by block with torch."""
     dim, local = len(before), [*before, sum(blocks), *after]

@@ -76,8 +76,8 @@ def written(plan):
     return found
 
 
-def test_save_plan_of_64_ranks_and_10000_parameters_takes_under_10_seconds():
-    shapes = {f"layers.{index}.mlp.weight": (16, 16 + index % 3) for index in range(10_000)}
+def test_save_plan_of_64_ranks_and_2000_parameters_takes_under_2_seconds():
+    shapes = {f"layers.{index}.mlp.weight": (16, 16 + index % 3) for index in range(2_000)}
     few, many = zero_1(8, shapes), zero_1(64, shapes)
     begun = time.process_time()
     told, plan = planned(many)
@@ -94,7 +94,7 @@ def test_save_plan_of_64_ranks_and_10000_parameters_takes_under_10_seconds():
         for place, rank in places:
             loads[rank] += math.prod(place.sizes) * entry_of[name].dtype.itemsize
     assert max(loads) < 1.1 * sum(loads) / 64
-    assert seconds < 10
+    assert seconds < 2
     size = len(pickle.dumps((told, [*map(split, many)])))
     assert size < 1.2 * len(pickle.dumps((planned(few)[0], [*map(split, few)])))
 

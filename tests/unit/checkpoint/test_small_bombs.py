@@ -62,9 +62,9 @@ PICKLES: dict[str, Callable[[], bytes]] = {
     "bytes of a size": lambda: archive(b"\x80\x05\x96" + struct.pack("<Q", LARGE) + b"."),
     "a string of a size": lambda: archive(b"\x80\x05\x8d" + struct.pack("<Q", LARGE) + b"."),
     "a frame of a size": lambda: archive(b"\x80\x05\x95" + struct.pack("<Q", 1 << 40) + b"N."),
-    "deflated": lambda: archive(b"\0" * LARGE, zipfile.ZIP_DEFLATED),
+    "deflated": lambda: archive(b"\0" * (LARGE >> 3), zipfile.ZIP_DEFLATED),
     "deflated elements": lambda: archive(
-        pickle.dumps({}, 2), zipfile.ZIP_DEFLATED, x=b"\0" * (LARGE >> 2)
+        pickle.dumps({}, 2), zipfile.ZIP_DEFLATED, x=b"\0" * (LARGE >> 3)
     ),
 }
 
