@@ -1,4 +1,4 @@
-"""Checkpoints on disk: ours, and formats of others."""
+"""Checkpoints on disk: save, load and export of models and optimizers."""
 
 from mp_optim.checkpoint.export import export_safetensors
 from mp_optim.checkpoint.save_load import SaveHandle, load, save, verify, versions

@@ -1,10 +1,11 @@
-"""One rank's part of a load: check the files, check the values, and only then write. All ranks
-finish each phase before any begins the next, so a checkpoint that one rank refuses has changed
-nothing on any rank. The write calls the caller's code (hooks, extra state of modules, foreign
-schedulers).
+"""A load on one rank: check the files, check the values, and only then write.
 
-A checkpoint is read into the live tensors if nothing about them can be refused, and otherwise into
-new tensors, which are checked before any live one is written.
+All ranks finish each phase before any rank begins the next phase. So a checkpoint that one rank
+refuses has changed nothing on any rank. The write calls the caller's code (hooks, extra state of
+modules, foreign schedulers).
+
+A checkpoint is read into the live tensors if their values cannot be refused. Otherwise it is read
+into new tensors, which are checked before any live tensor is written.
 """
 
 from __future__ import annotations
@@ -48,22 +49,23 @@ from mp_optim.host.torch_types import is_dtensor
 from mp_optim.process_groups.agreement import Ranks
 
 _OTHER_KEYS = {"remainder": "master_param", "master_param": "remainder"}
-"""Keys under which the same thing may have been saved."""
+"""For each key of a main param or remainder, the other key under which a checkpoint may have the
+value."""
 _EXTRA_STATE = "_extra_state"
-"""torch's key, in a module's state dict, for the value of its ``get_extra_state``."""
+"""torch's key, in a module's state dict, for the value of the module's ``get_extra_state``."""
 
 
 class CheckedLoad:
-    """A load of a version on one rank. Constructing it is collective.
+    """A load of a version on one rank. Constructing the object is collective.
 
     Args:
         version: folder of the checkpoint.
         index: entries of the checkpoint.
         common: plain data of the checkpoint.
         own: the model and the optimizer to load into.
-        scheduler: object with ``load_state_dict``; None loads none.
+        scheduler: object with ``load_state_dict``; None loads no scheduler.
         ranks: ranks that load together.
-        convert: True to convert state also if bits are lost.
+        convert: True to convert state even if bits are lost.
     """
 
     def __init__(
@@ -98,15 +100,19 @@ class CheckedLoad:
             refused = {}
         self._saved, self._refused = saved, refused
         copies = own.copies(tensors) | new.keys()
-        # "staged" tensors are new and checked or converted; "live" ones are read in place
+        # "staged" tensors are new and are checked or converted. "live" tensors are read in place.
         self._staged, self._live = _targets_of(tensors, saved, copies, convert=convert)
         self._read_anywhere = ranks.union({*self._staged, *self._live})
 
     # -- the files --------------------------------------------------------------------------------
 
     def check_files(self) -> None:
-        """Raise ValueError if names, shapes, dtypes or settings do not fit, or files are damaged or
-        hold second moments that the optimizer refuses."""
+        """Check names, shapes, dtypes, settings and files.
+
+        Raises:
+            ValueError: entries do not fit this model and optimizer, files are damaged, or they hold
+                second moments that the optimizer refuses.
+        """
         for why in self._refused.values():
             raise ValueError(why)
         tensors = self._staged | self._live
@@ -132,8 +138,8 @@ class CheckedLoad:
         self._reading.check(self._value_checks())
 
     def _settings(self) -> dict[str, Any]:
-        """Return the saved state dict without state, with this rank's parameters in the order of
-        the optimizer's groups."""
+        """Return the saved state dict without state. Its groups have this rank's parameters in
+        the order of the optimizer's groups."""
         saved, groups = self._common["optimizer"], []
         for group in saved["param_groups"]:
             kept = [at for at, name in enumerate(group["param_names"]) if name in self._own.slots]
@@ -145,7 +151,7 @@ class CheckedLoad:
     def _state_dict(
         self, optimizer: SlotKeyedOptimizer, tensors: dict[str, Tensor]
     ) -> dict[str, Any]:
-        """Return the saved state dict, with the state among these tensors."""
+        """Return the saved state dict with the state of these tensors."""
         settings = self._settings()
         indices = [index for group in settings["param_groups"] for index in group["params"]]
         index_of = dict(zip(optimizer.slots(), indices, strict=True))
@@ -165,7 +171,7 @@ class CheckedLoad:
         return checks
 
     def _without_hooks(self) -> SlotKeyedOptimizer | None:
-        """Return the optimizer, if no hook changes the loaded state."""
+        """Return the optimizer; None if there is none, or if a hook may change the loaded state."""
         optimizer = self._own.optimizer
         if optimizer is None or optimizer._optimizer_load_state_dict_pre_hooks:
             return None
@@ -174,9 +180,14 @@ class CheckedLoad:
     # -- the values -------------------------------------------------------------------------------
 
     def check_values(self) -> None:
-        """Read state that may be refused for its values into new memory, and raise ValueError if
-        the optimizer refuses it. Hooks may change the loaded state, so an optimizer with hooks
-        checks it after they were called."""
+        """Read state whose values may be refused into new memory, and check the values.
+
+        Hooks may change the loaded state, so an optimizer with hooks checks the state after the
+        hooks were called.
+
+        Raises:
+            ValueError: the optimizer refuses a value.
+        """
         self._reading.read(self._staged)
         if (optimizer := self._without_hooks()) is None:
             return
@@ -190,14 +201,15 @@ class CheckedLoad:
                 optimizer.state_of(slots[fqn]).check_values(key, value)
 
     def _check_state(self, optimizer: SlotKeyedOptimizer) -> None:
-        # live tensors have the form already; their values are read later
+        # Live tensors have the right shape and dtype, so zeros stand for them. Their values are
+        # read later.
         zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         live = {name: value for name, value in self._live.items() if name.startswith(STATE)}
         blanks = {name: _blank(value, zeros) for name, value in live.items()}
         state_dict = self._state_dict(optimizer, self._staged | blanks)
         state = state_dict["state"]
         match = match_without_state(optimizer, state_dict, convert=self._convert)
-        # the weights of these remainders are loaded later
+        # Leave out checksums, because the weights of these remainders are loaded later.
         yet_to_come = replace(match, checksums={})
         StateLoad(yet_to_come, state, optimizer.state_of, self._convert).check()
         for fqn, slot in self._own.slots.items():
@@ -207,8 +219,12 @@ class CheckedLoad:
                 self._check_weights(optimizer.state_of(slot), fqn, saved, checksum)
 
     def _check_weights(self, own: SlotState, fqn: str, saved: State, checksum: int) -> None:
-        """Raise ValueError if the saved weights are not those that the saved remainder of a slot
-        belongs to, where it becomes a main param."""
+        """Check that the saved weights of a slot belong to its saved remainder, if the remainder
+        becomes a main param.
+
+        Raises:
+            ValueError: the weights have another checksum.
+        """
         entry, name = entry_name(REMAINDER, fqn), MODEL + fqn
         if entry not in self._staged or name not in self._live:
             return
@@ -219,10 +235,11 @@ class CheckedLoad:
     # -- writing ----------------------------------------------------------------------------------
 
     def write(self) -> None:
-        """Write the checked values, and call the caller's own code.
+        """Write the checked values, and call the caller's code.
 
         Raises:
-            Exception: raised by that code. The optimizer refuses to step until a load succeeds.
+            Exception: the error of the caller's code. The optimizer then refuses to step until a
+                load succeeds.
         """
         self._reading.read(self._live)
         tensors = self._staged | self._live
@@ -230,7 +247,8 @@ class CheckedLoad:
         if (optimizer := self._own.optimizer) is not None:
             state_dict = self._state_dict(optimizer, tensors)
             optimizer.load_state_dict(state_dict, convert=self._convert)
-        if self._scheduler is not None:  # the scheduler may keep the given object
+        # Load a copy, because the scheduler may keep the given object.
+        if self._scheduler is not None:
             self._scheduler.load_state_dict(deepcopy(self._common["scheduler"]))
 
 
@@ -244,9 +262,11 @@ def _targets_of(
     *,
     convert: bool,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the tensors to read a checkpoint into, by the names of the entries: new tensors (for
-    state that was saved in another form, or is converted when it is loaded, for step numbers, and
-    for extra state of modules), and tensors of the model and the optimizer.
+    """Return the tensors to read a checkpoint into, by the names of the entries: new tensors and
+    live tensors.
+
+    New tensors are for state that was saved in another form or is converted, for step numbers, and
+    for extra state of modules. Live tensors belong to the model and the optimizer.
 
     Args:
         tensors: result of :meth:`~mp_optim.checkpoint.inventory.Inventory.entries`.
@@ -266,7 +286,7 @@ def _targets_of(
             where = staged if is_staged else live
             where[name] = _new_like(value, saved.get(name)) if is_staged else value
         elif is_scale(key) and base in tensors and _differs(base, tensors[base], saved):
-            continue  # a scale is read together with its tensor
+            continue  # A scale is read together with its tensor.
         elif differs or key == STEP:
             staged.update(_as_saved(name, value, saved))
         else:
@@ -276,8 +296,8 @@ def _targets_of(
 
 
 def as_read(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return read entries in the form of the model and the optimizer. The scales of a tensor of
-    which this rank has a part are cut to that part."""
+    """Return read entries in the form of the model and the optimizer. If this rank has a shard
+    of a tensor, its scales are cut to the shard."""
     result = dict(tensors)
     for name, value in tensors.items():
         key, fqn = key_and_fqn(name)
@@ -290,14 +310,15 @@ def as_read(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _differs(name: str, own: Tensor, saved: Mapping[str, Saved]) -> bool:
-    """True if this was saved in another dtype or layout."""
+    """True if an entry was saved in another dtype or layout."""
     if name not in saved:
         return not name.startswith(MODEL)
     return saved[name].dtype != own.dtype
 
 
 def _as_saved(name: str, own: Tensor, saved: Mapping[str, Saved]) -> dict[str, Tensor]:
-    """Return new tensors to read one state tensor into, with its saved names and dtypes."""
+    """Return new tensors to read one state tensor into, under its saved names and in its saved
+    dtypes."""
     key, fqn = key_and_fqn(name)
     if name not in saved:
         other = entry_name(_OTHER_KEYS.get(key, ""), fqn)
@@ -305,7 +326,7 @@ def _as_saved(name: str, own: Tensor, saved: Mapping[str, Saved]) -> dict[str, T
             return {other: _new_like(own, saved[other])}
         if is_scale(key) and entry_name(key.removesuffix(SCALE), fqn) in saved:
             return {}
-        if key == AVERAGE:  # a missing average starts from the main param
+        if key == AVERAGE:  # A missing average starts from the main param, so nothing is read.
             return {}
     form = {name: _new_like(own, saved.get(name))}
     scale = saved.get(entry_name(scale_key(key), fqn))
@@ -324,7 +345,8 @@ def _new_like(own: Tensor, saved: Saved | None) -> Tensor:
 
 
 def _blank(own: Tensor, zeros: dict[tuple[torch.dtype, torch.device], Tensor]) -> Tensor:
-    """Zeros of the form of another tensor, of any layout; they share the memory of ``zeros``."""
+    """Return zeros with the shape, dtype and layout of another tensor. All results share the
+    memory of ``zeros``."""
     if isinstance(own, PartitionShard):
         return own.with_held(_blank(own.held, zeros))
     if isinstance(own, FlatShard):

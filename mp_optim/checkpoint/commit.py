@@ -1,13 +1,12 @@
-"""The versions under a checkpoint's root, and how one comes to be the newest.
+"""The versions under a checkpoint's root, and the commit of a new version.
 
-::
+- ``<root>/latest``: the name of the newest complete version.
+- ``<root>/version-<n>/``: a complete version; its manifest lists every file.
+- ``<root>/.version-<n>.*``: a version that is being written or deleted. The next save removes it.
 
-    <root>/latest               name of the newest complete version <root>/version-<n>/         a
-    complete version: its manifest lists every file <root>/.version-<n>.*       one being written,
-    or being deleted; cleared away by the next save
-
-A version is written under its temporary name, synced, renamed, and becomes the newest one when
-``latest`` is replaced. A process killed anywhere in between leaves ``latest`` where it was.
+A version is written under its temporary name, synced and renamed. Replacing ``latest`` makes the
+version the newest. If the process is killed before that, ``latest`` still names the previous
+version.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from pathlib import Path
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _MOST_READ = 4096
-"""Bytes that are read of it; a name is shorter."""
+"""Bytes of ``latest`` that are read; every version name is shorter."""
 _PREFIX = "version-"
 _NAME = re.compile(rf"{_PREFIX}(\d+)")
 _LONGEST_NAME = 255
 
 
 def _numbered(root: Path) -> list[tuple[int, Path]]:
-    """Return the versions in order, complete or not."""
+    """Return the versions by number, complete or not."""
     matched = [(_NAME.fullmatch(path.name), path) for path in root.glob(f"{_PREFIX}*")]
     return sorted((int(match[1]), path) for match, path in matched if match)
 
@@ -45,11 +44,10 @@ def staging_of(target: Path) -> Path:
 
 
 def begin(root: Path) -> Path:
-    """Clear away what interrupted saves left, and make an empty directory to write the next version
-    into.
+    """Delete the folders of interrupted saves, and make an empty folder for the next version.
 
     Returns:
-        The directory it will have when it is complete.
+        The folder that the version will have when it is complete.
 
     Raises:
         FileExistsError: the root is a file.
@@ -68,8 +66,8 @@ def begin(root: Path) -> Path:
 
 
 def publish(target: Path, keep: int | None) -> None:
-    """Make a version the newest, after all its files are written and synced; then delete all but
-    ``keep`` complete ones."""
+    """Make a version the newest, after all its files are written and synced. Then delete all
+    complete versions except the newest ``keep``."""
     root = target.parent
     sync(staging_of(target))
     staging_of(target).rename(target)
@@ -79,17 +77,17 @@ def publish(target: Path, keep: int | None) -> None:
     for old in [] if keep is None else others[: max(0, len(others) - keep + 1)]:
         doomed = old.with_name(
             f".{old.name}.deleted"
-        )  # a partly deleted version must not look complete
+        )  # A version that is deleted in part must not look complete, so it is renamed first.
         old.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 
 def newest(path: Path) -> Path:
-    """Return ``path`` itself if it is a version, or the version that its ``latest`` names.
+    """Return ``path`` itself if it is a version, or the version that ``latest`` in it names.
 
     Raises:
         FileNotFoundError: the folder has no complete checkpoint.
-        ValueError: ``latest`` is empty, not text, a path, or a link that leads elsewhere.
+        ValueError: ``latest`` is empty, not text, a path, or a link to another folder.
     """
     if (path / MANIFEST).is_file():
         return path
@@ -120,8 +118,8 @@ def newest(path: Path) -> Path:
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether it names something directly in a folder: no path, nothing unprintable, not the folder
-    itself."""
+    """True if a name is a file name in a folder: no path, no unprintable character, and not the
+    folder itself."""
     return (
         isinstance(name, str)
         and 0 < len(name) <= _LONGEST_NAME
@@ -140,7 +138,7 @@ def inside(folder: Path, name: str, named_by: str) -> Path:
         named_by: the file that has the name, for the error.
 
     Raises:
-        ValueError: it is a path, or a link that leads out of the folder.
+        ValueError: ``name`` is a path, or a link to another folder.
     """
     if not is_plain_name(name):
         raise ValueError(
@@ -161,7 +159,7 @@ def inside(folder: Path, name: str, named_by: str) -> Path:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the file's path to errors of ``write``, such as that of a full disk, which has none."""
+    """Add the file's path to an OSError of ``write``. The error of a full disk has no path."""
     try:
         yield
     except OSError as error:
@@ -171,7 +169,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
+    """Wait until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -180,7 +178,7 @@ def sync(path: Path) -> None:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a new file; its directory entry is the caller's to sync."""
+    """Write and sync a new file. The caller has to sync the folder."""
     with naming(path), path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -188,7 +186,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def replace_durably(path: Path, content: bytes) -> None:
-    """Write a file that has either its old content or the new one, also after a crash."""
+    """Replace a file. After a crash the file has either its old content or the new content."""
     temporary = path.with_name(f".{path.name}.tmp")
     write_durably(temporary, content)
     os.replace(temporary, path)

@@ -1,7 +1,7 @@
 """Plain data of a version, next to its tensors: ``common.json``.
 
-JSON has lists, text, numbers, and objects with keys of text. Any other value is an object with one
-key, "$" and the name of its kind.
+JSON has lists, text, numbers, and objects with keys of text. Any other value is written as an
+object with one key: "$" and the name of the value's kind.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ _KINDS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     Tensor: ("$tensor", _of_tensor, _tensor),
     nn.Parameter: ("$tensor", _of_tensor, _tensor),
 }
-"""For each type, the name of its kind, and the functions to and from values that JSON can hold."""
+"""For each type, the name of its kind, and two functions: to a value that JSON can hold, and
+back."""
 _RESTORED = {name: restore for name, _, restore in _KINDS.values()}
 
 
@@ -71,7 +72,7 @@ def as_json(common: Mapping[str, Any]) -> bytes:
     """Return the content of ``common.json``.
 
     Raises:
-        ValueError: a value is no plain data, naming its type.
+        ValueError: a value is not plain data; the message names its type.
     """
     refused: set[str] = set()
     try:
@@ -90,7 +91,8 @@ def as_json(common: Mapping[str, Any]) -> bytes:
 def _plain(value: Any, refused: set[str]) -> Any:
     """Return a value that JSON can hold. Types that are not supported are added to ``refused``."""
     if not isinstance(value, Tensor) and getattr(value, "ndim", 1) == 0:
-        value = plain_setting(value)  # schedulers store numpy numbers in it
+        # Schedulers store numpy numbers in their state, which JSON cannot hold.
+        value = plain_setting(value)
     kind = type(value)
     if kind in _SAME_IN_JSON:
         return value
@@ -109,10 +111,10 @@ def _plain(value: Any, refused: set[str]) -> Any:
 
 
 def from_json(content: bytes) -> Any:
-    """Return the data from the text of :func:`as_json`; call nothing in it.
+    """Return the data from the text of :func:`as_json`. No function that the text names is called.
 
     Raises:
-        Exception: the content is not such a text.
+        Exception: the text does not come from :func:`as_json`.
     """
 
     def restored(value: dict[str, Any]) -> Any:
@@ -126,7 +128,7 @@ def read_common(version: Path, files: Files) -> dict[str, Any]:
     """Return the plain data of a version, after checks.
 
     Raises:
-        ValueError: it is damaged, or not plain data.
+        ValueError: the file is damaged, or has other objects than plain data.
     """
     content = read_checked(version, files, COMMON)
     try:
@@ -138,7 +140,7 @@ def read_common(version: Path, files: Files) -> dict[str, Any]:
         for group in (common["optimizer"] or {"param_groups": ()})["param_groups"]:
             if len(group["params"]) != len(set(group["param_names"])):
                 raise ValueError("a param group has not one name for each parameter")
-    except Exception as error:  # a damaged file can raise any error
+    except Exception as error:  # A damaged file can raise any error.
         first = (str(error).splitlines() or [""])[0]
         raise ValueError(
             f"{version / COMMON} is damaged or has objects other than plain data: "

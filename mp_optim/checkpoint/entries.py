@@ -1,4 +1,4 @@
-"""Entries of a checkpoint: their names, those that do not fit, and the plain data next to them."""
+"""Entries of a checkpoint: their names, a check that they fit, and the plain data next to them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def entry_name(key: str, name: str) -> str:
 
 
 def key_and_fqn(entry: str) -> tuple[str, str]:
-    """Return key and FQN of a name from :func:`entry_name`; two "" for any other entry."""
+    """Return the key and the FQN in a name from :func:`entry_name`. Any other entry returns two
+    empty texts."""
     if not entry.startswith(STATE):
         return "", ""
     key, _, fqn = entry.removeprefix(STATE).partition(".")
@@ -39,10 +40,11 @@ def key_and_fqn(entry: str) -> tuple[str, str]:
 def state_by_index(
     index_of: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[Any, dict[str, Tensor]]:
-    """Return the state among these tensors as a state dict holds it.
+    """Return the state among these tensors in the form of a state dict.
 
     Args:
-        index_of: by the names of parameters.
+        index_of: index of each parameter in the state dict, by name.
+        tensors: tensors by entry name; entries that are no state are ignored.
     """
     state: dict[Any, dict[str, Tensor]] = {}
     for name, value in tensors.items():
@@ -58,14 +60,17 @@ def state_by_index(
 def check_entries(
     where: object, saved: Mapping[str, Saved], wanted: Mapping[str, Tensor], others: Iterable[str]
 ) -> None:
-    """Raise ValueError with the entries that a checkpoint lacks, that are not wanted, and that have
-    another shape or dtype.
+    """Check that the entries of a checkpoint fit.
 
     Args:
-        where: words for the checkpoint.
-        saved: its entries.
+        where: name of the checkpoint, for the error.
+        saved: entries of the checkpoint.
         wanted: tensors to read on this rank.
         others: names that any rank reads.
+
+    Raises:
+        ValueError: entries are missing, unexpected, or have another shape or dtype; the message
+            lists them.
     """
     missing = sorted(wanted.keys() - saved.keys())
     unexpected = sorted(saved.keys() - set(others))
@@ -101,7 +106,7 @@ def _misfits(
                 is_each_ranks = here.is_stacked
             else:
                 is_each_ranks = name.startswith(STATE) and there.shape[1:] == tuple(here.shape)
-            if is_each_ranks:  # scales of the shard's own blocks
+            if is_each_ranks:  # Tensor parallelism gives each shard scales of its own blocks.
                 text += " (one for each tensor-parallel rank: load it with as many)"
             misshaped.append(text)
         if there.dtype != here.dtype:
@@ -113,12 +118,12 @@ def _misfits(
 
 
 def packed(common: Mapping[str, Any], ranks: Ranks) -> bytes:
-    """Return the content of the file on the first rank, and b"" on the others.
+    """Return the content of ``common.json`` on the first rank, and b"" on the other ranks.
 
     Its groups have the parameters of all ranks.
 
     Raises:
-        ValueError: a value is no plain data, naming its type.
+        ValueError: a value is not plain data; the message names its type.
     """
     optimizer = common["optimizer"]
     groups = [] if optimizer is None else optimizer["param_groups"]
@@ -137,8 +142,8 @@ def packed(common: Mapping[str, Any], ranks: Ranks) -> bytes:
 def _merged(
     groups: list[dict[str, Any]], others: Iterable[list[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """Return the first rank's groups, followed by those of other ranks that hold parameters it does
-    not have, with new numbers."""
+    """Return the first rank's groups and, with new numbers, groups of other ranks with
+    parameters that the first rank lacks."""
     result = list(groups)
     seen = {name for group in groups for name in group["param_names"]}
     start = sum(len(group["params"]) for group in groups)

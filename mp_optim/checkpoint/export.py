@@ -1,4 +1,4 @@
-"""Write FP32 main params as safetensors files."""
+"""Export of FP32 main params as safetensors files."""
 
 from __future__ import annotations
 
@@ -39,31 +39,32 @@ def export_safetensors(
     max_shard_size: int = 5 * 10**9,
     process_group: ProcessGroup | None = None,
 ) -> list[Path]:
-    """Write the FP32 main params into a folder: ``model.safetensors``; or, if they need more than
-    one file, ``model-00001-of-0000N.safetensors`` and so on with ``model.safetensors.index.json``.
-    Every rank calls it.
+    """Write the FP32 main params into a folder as safetensors files. Every rank calls this
+    function.
 
-    The first rank writes, and holds at most one file's tensors and one more at a time. A file
-    appears under its name only when it is complete; the files of an earlier export are then
-    deleted.
+    The file is ``model.safetensors``. If more than one file is needed, the files are
+    ``model-00001-of-0000N.safetensors`` and so on, with ``model.safetensors.index.json``. The first
+    rank writes, and holds at most one file's tensors and one more tensor at a time. A file appears
+    under its name only when it is complete; the files of an earlier export are then deleted.
 
     Args:
-        path: folder; created if missing, other files in it are left alone.
-        optimizer: parameters that several ranks hold parts of are put together.
-        model: names the parameters, which are found in it by identity: a module, or the list of
-            chunks. Needed where the param groups have no names (``AdamW(model.parameters())``, and
-            Hugging Face's Trainer).
-        averaged: write the averages of the main params instead (``ema_decay``); of a parameter that
-            was never stepped, or never trained, its value.
+        path: folder; created if missing. Other files in the folder are not changed.
+        optimizer: the optimizer. A parameter that is sharded over ranks is gathered.
+        model: a module or list of chunks that gives the parameters their names, by identity.
+            Required if the param groups have no names (``AdamW(model.parameters())``, and Hugging
+            Face's Trainer).
+        averaged: True to write the averages of the main params (``ema_decay``) instead. A parameter
+            that was never stepped or trained is written itself.
         max_shard_size: bytes of tensors in a file; a larger tensor has a file of its own.
-        process_group: the ranks that hold the parameters; all by default.
+        process_group: the ranks that hold the parameters; None for all ranks.
 
     Returns:
         The safetensors files, in order.
 
     Raises:
         ValueError: ``max_shard_size`` is not positive, no averages are kept, parameters have no
-            names or are not in ``model``, or ranks hold different parameters, naming some.
+            names or are not in ``model``, or ranks hold different parameters; the message names
+            some of them.
         ModuleNotFoundError: safetensors is not installed.
     """
     if max_shard_size < 1:
@@ -97,7 +98,8 @@ def export_safetensors(
 
 
 def _names(optimizer: Any, model: Models | None) -> dict[str, str]:
-    """Return the name in the file of each of the optimizer's parameters, by its own name."""
+    """Return the name in the file of each of the optimizer's parameters, by the optimizer's own
+    name."""
     whole, groups = optimizer.model_parallel.names, optimizer.param_groups
     if model is None:
         for slot in optimizer.slots():
@@ -130,7 +132,7 @@ def _check_names(own: set[str], every: set[str]) -> None:
 
 
 def _named_averages(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the average of every main param, or the main param without an average."""
+    """Yield the average of every main param, or the main param itself if it has no average."""
     mains = optimizer.named_main_params()
     for slot, (name, main) in zip(optimizer.slots(), mains, strict=True):
         state = optimizer.slot_state(slot)
@@ -144,12 +146,13 @@ def _named_averages(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
 def _whole_tensors(
     optimizer: Any, named: Iterable[tuple[str, Tensor]], names: Mapping[str, str], ranks: Ranks
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor, whole, on the host, on the rank that writes; empty tensors elsewhere.
+    """Yield every whole tensor on the host, on the rank that writes. Other ranks yield meta
+    tensors.
 
     Args:
         optimizer: the optimizer.
-        named: main params, or tensors of their form.
-        names: their names in the file.
+        named: main params, or tensors of the same shapes.
+        names: names in the file, by the optimizer's names.
         ranks: the ranks that export.
     """
     parallel = optimizer.model_parallel
@@ -169,8 +172,8 @@ def _whole_tensors(
 
 
 def _joined(name: str, shard: PartitionShard, ranks: Ranks) -> Tensor:
-    """Return the whole of a tensor whose parts are on several ranks, on the rank that writes;
-    elsewhere no tensor of that size is allocated."""
+    """Return a whole tensor from its shards on several ranks, on the rank that writes. Other
+    ranks allocate no tensor of that size."""
     shape = tuple(shard.shape)
     gathered = ranks.gather([(box, piece(shard, box).cpu()) for box in held_places(shard)])
 
@@ -188,8 +191,8 @@ def _joined(name: str, shard: PartitionShard, ranks: Ranks) -> Tensor:
 
 
 def _files(named: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
-    """Return lists of tensors in order, as many for each file as fit; one empty list without
-    tensors."""
+    """Group tensors into files of at most ``most`` bytes, in order. Without tensors there is one
+    empty group."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in named:
         elements = sum(other.numel() for other in tensors.values()) + tensor.numel()
@@ -201,8 +204,8 @@ def _files(named: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str
 
 
 def _publish(folder: Path, written: list[tuple[Path, list[str], int]]) -> list[str]:
-    """Give the files their names, write the index if there are several, and delete an earlier
-    export's."""
+    """Rename the files, write the index if there are several files, and delete the files of an
+    earlier export."""
     count = len(written)
     names = [f"model-{at:05d}-of-{count:05d}.safetensors" for at in range(1, count + 1)]
     if count == 1:

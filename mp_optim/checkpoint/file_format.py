@@ -1,11 +1,10 @@
 """The files of a version other than the tensors: manifest, index, and metadata for torch's readers.
-Everything in them is checked before use.
 
-``manifest.json`` has the size and a checksum of each file. ``index.json`` has the entries: a tensor
-is saved in boxes, whose elements are raw bytes in row-major order, so that a reader needs no
-unpickler; and a CRC-32 of each MiB of the tensors' files, so that a reader of a part detects damage
-before it replaces anything. ``.metadata`` is a pickle for ``torch.distributed.checkpoint``, which
-is never read here.
+Every value in these files is checked before use. ``manifest.json`` has the size and a checksum of
+each file. ``index.json`` has the entries. A tensor is saved in boxes, whose elements are raw bytes
+in row-major order, so that a reader needs no unpickler. The index also has a CRC-32 of each MiB of
+the tensors' files, so that a reader of some elements detects damage before it replaces anything.
+``.metadata`` is a pickle for ``torch.distributed.checkpoint``; this package never reads it.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from mp_optim.checkpoint.commit import MANIFEST, inside, is_plain_name, write_du
 from mp_optim.core.partition import Box
 
 BLOCK_BYTES = 1 << 20
-"""Bytes of a data file that have a CRC-32 of their own."""
+"""Bytes of a data file that share one CRC-32."""
 INDEX = "index.json"
 METADATA = ".metadata"
 _MANIFEST_FORMAT = 2
@@ -48,12 +47,13 @@ _MOST_BYTES = 1 << 62
 
 @dataclass(frozen=True)
 class FileSum:
-    """Size in bytes and one checksum of a file, hexadecimal.
+    """Size of a file in bytes, and one checksum, hexadecimal.
 
     Attributes:
-        sha256: SHA-256 of its content.
-        blocks: of a data file, SHA-256 of the CRC-32s of its MiBs, 4 bytes each, the lowest first.
-            They are computed several times as fast as SHA-256 of the content.
+        bytes: size of the file.
+        sha256: SHA-256 of the file's content; empty for a data file.
+        blocks: for a data file, SHA-256 of the CRC-32s of its MiBs, 4 bytes each, the lowest byte
+            first. CRC-32s are computed several times as fast as SHA-256 of the content.
     """
 
     bytes: int
@@ -90,7 +90,7 @@ def _blocks_sum(path: Path) -> FileSum:
 
 
 def write_manifest(folder: Path, files: Files, world_size: int) -> None:
-    """Write it where :func:`read_manifest` finds it."""
+    """Write the manifest of a version into its folder."""
     sums = {}
     for name, entry in sorted(files.items()):
         sums[name] = {key: value for key, value in asdict(entry).items() if value != ""}
@@ -100,12 +100,12 @@ def write_manifest(folder: Path, files: Files, world_size: int) -> None:
 
 
 def read_manifest(folder: Path) -> Files:
-    """Return the files of a checkpoint, after a check that all exist with their sizes.
+    """Return the files of a checkpoint, after a check that all files exist with their sizes.
 
     Raises:
         FileNotFoundError: the manifest is missing, so the checkpoint is not complete.
-        ValueError: files are missing or of another size, naming them; another format; or names that
-            leave the folder.
+        ValueError: files are missing or have another size, the manifest has another format, or a
+            name leaves the folder.
     """
     path = inside(folder, MANIFEST, str(folder))
     if not path.is_file():
@@ -134,11 +134,11 @@ def read_manifest(folder: Path) -> Files:
 def _read_text(path: Path) -> bytes:
     """Return the content of a text file.
 
-    Holes of a sparse file read as zeros, which text does not have, so no more memory is used than
-    the file has on disk.
+    Holes of a sparse file read as zero bytes, which text does not have. So the function uses no
+    more memory than the file has on disk.
 
     Raises:
-        ValueError: it has zeros.
+        ValueError: the file has zero bytes.
     """
     blocks = []
     with path.open("rb") as file:
@@ -150,10 +150,11 @@ def _read_text(path: Path) -> bytes:
 
 
 def read_checked(folder: Path, files: Files, name: str) -> bytes:
-    """Return the content of a text file that is small enough to be checked always.
+    """Return the content of a text file, after a comparison with its checksum. Such files are
+    small, so every load compares them.
 
     Raises:
-        ValueError: it is not in the manifest, or differs from the written one.
+        ValueError: the manifest does not list the file, or has another checksum.
     """
     if name not in files:
         raise ValueError(
@@ -173,7 +174,7 @@ def verify_files(folder: Path, files: Iterable[tuple[str, FileSum]]) -> None:
     """Read files and compare their checksums.
 
     Raises:
-        ValueError: naming those that differ.
+        ValueError: checksums differ; the message names the files.
     """
     wrong = []
     for name, expected in files:
@@ -194,8 +195,9 @@ class SavedBox(NamedTuple):
     """A box of a tensor in a file.
 
     Attributes:
+        place: offsets and sizes of the box in the tensor.
         file: name of the file.
-        start: first byte of its elements.
+        start: first byte of the box's elements.
         length: number of bytes.
     """
 
@@ -219,15 +221,18 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class Index:
-    """Everything a checkpoint holds: entries by name, and the CRC-32 of each block of each file."""
+    """The index of a checkpoint: entries by name, and the CRC-32 of each block of each file."""
 
     entries: Mapping[str, Saved]
     sums: Mapping[str, Sequence[int]]
 
 
 def as_json(index: Index) -> bytes:
-    """Return the content of ``index.json``. Most entries are one box, the whole tensor: dtype,
-    shape, number of the file, first byte."""
+    """Return the content of ``index.json``.
+
+    Most entries are one box with the whole tensor. They have dtype, shape, number of the file and
+    first byte.
+    """
     files = sorted(index.sums)
     number = {name: at for at, name in enumerate(files)}
     entries: dict[str, list[Any]] = {}
@@ -249,7 +254,7 @@ def as_json(index: Index) -> bytes:
 
 
 def read_index(version: Path, files: Files) -> Index:
-    """Return the entries of a version, and their places in its files.
+    """Return the entries of a version, and their positions in its files.
 
     Raises:
         ValueError: the index is damaged or not plain data.
@@ -265,13 +270,15 @@ def read_index(version: Path, files: Files) -> Index:
 
 
 def from_json(content: bytes, sizes: Mapping[str, int]) -> Index:
-    """Read it again, believing nothing.
+    """Read the content of ``index.json``, and check every value in it.
 
     Args:
-        sizes: bytes of the files that are there.
+        content: the file's bytes.
+        sizes: bytes of the checkpoint's files, by name.
 
     Raises:
-        ValueError: it is not what :func:`as_json` makes, or speaks of bytes that are not there.
+        ValueError: the content does not come from :func:`as_json`, or refers to bytes beyond a
+            file.
     """
     try:
         plain = json.loads(content)
@@ -316,15 +323,19 @@ def dtype_named(name: str) -> torch.dtype:
 
 @lru_cache(maxsize=4096)
 def _shape(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape from integers; one object for all equal shapes."""
+    """Return a shape from integers. Equal shapes are one object, to save memory."""
     if not _are_counts(numbers):
         raise ValueError(f"it has the shape or place {numbers}")
     return numbers
 
 
 def _check_saved(entries: Mapping[str, Saved], sizes: Mapping[str, int]) -> None:
-    """Raise ValueError unless every box is inside its tensor and its bytes inside a file that is
-    there, and a tensor is no larger than its boxes."""
+    """Check that every box is inside its tensor, that its bytes are inside an existing file, and
+    that the boxes of a tensor hold all its elements.
+
+    Raises:
+        ValueError: a box or its bytes are outside, or elements are missing.
+    """
     for name, saved in entries.items():
         count = sum(box.place.numel for box in saved.boxes)
         if math.prod(saved.shape) > count:
@@ -357,8 +368,8 @@ def _are_counts(values: Iterable[Any]) -> bool:
 
 
 def as_metadata(index: Index, folder: Path) -> bytes:
-    """Return the content of ``.metadata`` for files written by mp_optim. Equal parts are one object
-    that is pickled once."""
+    """Return the content of ``.metadata`` for files written by mp_optim. Equal metadata are one
+    object, so that they are pickled once."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
@@ -403,13 +414,13 @@ def as_metadata(index: Index, folder: Path) -> bytes:
 # and the shape alone, so it is made once for all tensors that share them: writing a small tensor is
 # two copies, where ``torch.save`` takes hundreds of microseconds.
 
-_PICKLE_PROTOCOL = 2  # torch.load's safe unpickler reads only this protocol
+_PICKLE_PROTOCOL = 2  # torch.load's safe unpickler reads only this protocol.
 _KEY = "0"
 _TENSOR, _STORAGE = object(), object()
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles ``_TENSOR`` as a contiguous tensor, with its bytes behind the pickle."""
+    """Pickles ``_TENSOR`` as a contiguous tensor whose bytes follow the pickle."""
 
     def __init__(self, file: io.BytesIO, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         super().__init__(file, protocol=_PICKLE_PROTOCOL)
@@ -444,8 +455,8 @@ def header(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
 
 
 def byte_view(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the host, writable. The tensor must outlive the
-    view."""
+    """Return the bytes of a contiguous tensor on the host as a writable view. The tensor must
+    outlive the view."""
     assert tensor.device.type == "cpu" and tensor.is_contiguous()
     if not tensor.nbytes:
         return memoryview(b"")

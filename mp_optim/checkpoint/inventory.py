@@ -37,18 +37,18 @@ Models = nn.Module | Sequence[nn.Module]
 
 
 def chunks_of(models: Models) -> list[nn.Module]:
-    """Return the chunks of a model."""
+    """Return a model as a list of chunks."""
     return [models] if isinstance(models, nn.Module) else list(models)
 
 
 @dataclass
 class Inventory:
-    """One rank's model and optimizer, for one save or load. Names are found once.
+    """One rank's model and optimizer, for one save or load. The names are computed once.
 
     Attributes:
         models: a module, or chunks.
-        optimizer: None for the model alone.
-        parallel: the part of the whole model that this rank has.
+        optimizer: the optimizer; None to save or load the model alone.
+        parallel: names and partitions of this rank's parameters in the whole model.
     """
 
     models: Models
@@ -63,13 +63,16 @@ class Inventory:
         given: ModelParallel | None,
         ranks: Ranks,
     ) -> Inventory:
-        """Return the inventory of a rank, as far as it is between these ranks.
+        """Return the inventory of this rank for a save or load by some ranks.
 
         Args:
-            given: the part of the model without an optimizer that knows.
+            models: a module, or chunks.
+            optimizer: the optimizer, or None.
+            given: names and partitions of this rank's parameters, if there is no optimizer.
+            ranks: the ranks that save or load together.
 
         Raises:
-            ValueError: both are there.
+            ValueError: ``optimizer`` and ``given`` are both set.
         """
         if optimizer is not None and given is not None:
             raise ValueError(
@@ -82,13 +85,17 @@ class Inventory:
 
     @cached_property
     def chunks(self) -> list[tuple[str, nn.Module]]:
-        """Each chunk, after the beginning of names in it."""
+        """Each chunk with the prefix of its names."""
         return prefixed(chunks_of(self.models))
 
     def _canonical(
         self, read: Callable[[nn.Module], Mapping[str, Any]] = nn.Module.state_dict
     ) -> Iterator[tuple[str, Any]]:
-        """Yield the values read from each chunk, by default its state dict, by canonical name."""
+        """Yield canonical names and values from each chunk.
+
+        Args:
+            read: function from a chunk to its values by name; the default is the state dict.
+        """
         for prefix, chunk in self.chunks:
             own = read(chunk)
             for name, short in canonical_names(chunk, own).items():
@@ -98,7 +105,8 @@ class Inventory:
         """Yield the model's parameters by canonical name.
 
         Args:
-            twice: a tied parameter under each of its names, instead of its first.
+            twice: True to yield a tied parameter under each of its names, False for its first name
+                only.
         """
         return self._canonical(
             lambda chunk: dict(chunk.named_parameters(remove_duplicate=not twice))
@@ -107,8 +115,8 @@ class Inventory:
     # -- the model --------------------------------------------------------------------------------
 
     def params(self) -> dict[str, Tensor]:
-        """Return this rank's parameters by their names in a checkpoint; the number of a part comes
-        after the name."""
+        """Return this rank's parameters by their names in a checkpoint. The name of a shard ends
+        with the shard's number."""
         params = {}
         for name, param in self._named_params():
             label, part = MODEL + self.parallel.names[name], self.parallel.partitions.get(name)
@@ -118,12 +126,13 @@ class Inventory:
         return params
 
     def param_entries(self) -> set[str]:
-        """Return entries that are parameters, and not buffers, which modules write in forward."""
+        """Return the entries that are parameters. Buffers are left out, because modules write
+        them in forward."""
         return {MODEL + self.parallel.names[name] for name, _ in self._named_params(twice=True)}
 
     def plain(self) -> dict[str, Any]:
-        """Return values of the model's state dict besides tensors (``get_extra_state``), by
-        name."""
+        """Return the values of the model's state dict that are not tensors
+        (``get_extra_state``), by name."""
         return {
             self.parallel.names[name]: value
             for name, value in self._canonical()
@@ -154,8 +163,8 @@ class Inventory:
 
     @cached_property
     def names(self) -> dict[Slot, str]:
-        """The name of each slot's parameter on this rank: that of the model, or the optimizer's own
-        if the model does not have the parameter."""
+        """The name of each slot's parameter on this rank: the model's name, or the optimizer's
+        name if the model does not have the parameter."""
         if self.optimizer is None:
             return {}
         optimizer, known = self.optimizer, self.optimizer.model_parallel.names
@@ -177,9 +186,14 @@ class Inventory:
         return {self.parallel.names[name]: slot for slot, name in self.names.items()}
 
     def check_names(self) -> None:
-        """Raise ValueError if a checkpoint could not be loaded again, naming the parameter: two
-        have one name, or the model's has another shape. Warn, once, of parameters of the model that
-        the optimizer does not train."""
+        """Check that a checkpoint of this model and optimizer could be loaded again.
+
+        Warn once about parameters of the model that the optimizer does not train.
+
+        Raises:
+            ValueError: two parameters have one name, or a parameter has another shape in the model
+                than in the optimizer; the message names the parameter.
+        """
         in_model, counts = dict(self._named_params(twice=True)), Counter(self.names.values())
         if twice := [name for name, count in counts.items() if count > 1]:
             raise ValueError(
@@ -203,10 +217,11 @@ class Inventory:
     def entries(
         self, *, full_precision: bool = False, left_out: Collection[str] = ()
     ) -> dict[str, Tensor]:
-        """Return every tensor under its name; the live one where that is possible.
+        """Return every tensor under its name in a checkpoint; the live tensor if no copy is needed.
 
         Args:
-            left_out: parameters, by their names here.
+            full_precision: True for FP32 copies of state in fewer bits.
+            left_out: names on this rank of parameters to leave out.
         """
         parallel = self.parallel
         entries: dict[str, Tensor] = {}
@@ -239,9 +254,11 @@ class Inventory:
     def unallocated(
         self, saved: Mapping[str, Saved], present: Collection[str]
     ) -> dict[str, Tensor]:
-        """Return new tensors for saved state of optimizers that allocate theirs when they step
-        first, and of parameters that are frozen here; split as the parameter is, if the state is of
-        its shape."""
+        """Return new tensors for saved state that this rank has not allocated.
+
+        Such state belongs to optimizers that allocate state in their first step, or to parameters
+        that are frozen here. State of the parameter's shape is sharded as the parameter is.
+        """
         new: dict[str, Tensor] = {}
         for name, entry in saved.items():
             slot = self.slots.get(key_and_fqn(name)[1])
@@ -258,7 +275,7 @@ class Inventory:
         return new
 
     def refused(self, saved: Iterable[str]) -> dict[str, str]:
-        """Return the entries whose state is refused in any form, with the reasons."""
+        """Return the entries whose state the optimizer refuses in any form, with the reasons."""
         why_of = {
             name: why
             for name, slot in self.slots.items()
@@ -268,7 +285,8 @@ class Inventory:
         return {name: why_of[fqn] for name, fqn in fqns if fqn in why_of}
 
     def copies(self, tensors: Collection[str]) -> set[str]:
-        """Return entries among these that are FP32 copies of state that is stored in blocks."""
+        """Return the entries of ``tensors`` that are FP32 copies of state that is stored in
+        blocks."""
         return {
             entry_name(key, name)
             for name, slot in self.slots.items()
@@ -279,11 +297,12 @@ class Inventory:
     # -- param groups -----------------------------------------------------------------------------
 
     def settings(self) -> dict[str, Any]:
-        """Return the optimizer's state dict without state, with the name that each parameter has in
-        a checkpoint, after a check that it loads into this optimizer.
+        """Return the optimizer's state dict without state, with the names that parameters have in a
+        checkpoint. Check that the result loads into this optimizer.
 
         Raises:
-            ValueError: it does not, naming the parameter or the setting.
+            ValueError: the state dict would not load; the message names the parameter or the
+                setting.
         """
         self.check_names()
         settings, names = self._stack.settings_dict(), iter(self.names.values())
@@ -298,13 +317,14 @@ class Inventory:
         return settings
 
     def matched_groups(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return saved groups with this rank's parameters in the order of the optimizer's."""
+        """Return saved groups with this rank's parameters in the order of the optimizer's
+        groups."""
         live, names = self._stack.param_groups, {slot: name for name, slot in self.slots.items()}
         return match_by_name(live, saved, names).as_groups(live)
 
     def without_checksums(self, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return param groups without the checksums of parameters of which this rank has parts,
-        because a checksum is of the whole."""
+        """Return param groups without the checksums of parameters that are sharded over ranks,
+        because a checksum is of the whole parameter."""
         parts = {self.parallel.names[name] for name in self.parallel.partitions}
         result = list(map(dict, groups))
         for group in result:
@@ -314,9 +334,12 @@ class Inventory:
         return result
 
     def renamed(self, index: Index, common: dict[str, Any]) -> tuple[Index, dict[str, Any]]:
-        """Return a checkpoint's tensors and plain data with the names that parameters have here,
-        where they were saved under the optimizer's own names: those of another wrapper, or made-up
-        ones."""
+        """Return a checkpoint's tensors and plain data with the names that parameters have on this
+        rank.
+
+        Only parameters that were saved under the optimizer's own names are renamed: names from
+        another wrapper, or made-up names.
+        """
         if self.optimizer is None:
             return index, common
         groups = (common["optimizer"] or {"param_groups": ()})["param_groups"]
@@ -344,6 +367,6 @@ class Inventory:
 
 
 def _is_of_whole(key: str, value: Any, whole: torch.Size) -> bool:
-    """Return whether state of a part is that of the whole parameter."""
+    """True if state of a sharded parameter has the shape for the whole parameter."""
     moment = moment_of(key)
     return not moment.elementwise and value.shape == moment.local_shape(whole, whole)

@@ -1,5 +1,8 @@
-"""Reading tensors of a version: everything a rank is about to read is checked before anything is
-replaced. And reading one without a model: :func:`open_checkpoint`."""
+"""Reading tensors of a version: a rank checks all bytes that it will read before it replaces
+anything.
+
+:func:`open_checkpoint` reads tensors without a model.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +34,22 @@ from mp_optim.core.flat_shard import held_places, piece
 from mp_optim.core.partition import Box, any_overlap
 
 _STAGING_BYTES = 64 << 20
-"""Bytes that are read at a time where elements do not go to where they belong at once; at least one
+"""Bytes that are read at a time if elements have to be copied to their target, but at least one
 row."""
 
 ValueCheck = Callable[[Tensor], None]
-"""Raises ValueError if elements of a tensor may not have the values that they have."""
+"""Function that raises ValueError if it refuses a value in a tensor."""
 
 
 class _Copy(NamedTuple):
-    """Some elements of a saved box of an entry, as a box of that, and the memory they belong in."""
+    """Elements of a saved box that are copied into a tensor.
+
+    Attributes:
+        name: name of the entry.
+        box: the saved box.
+        part: offsets and sizes of the elements in the saved box.
+        target: view of the tensor that receives the elements.
+    """
 
     name: str
     box: SavedBox
@@ -47,7 +57,8 @@ class _Copy(NamedTuple):
     target: Tensor
 
     def rows(self) -> tuple[int, int]:
-        """Return the bytes of the box that contain the rows: whole rows of its first dimension."""
+        """Return the first byte and the end of the rows of the box that have the elements. A row
+        is an index of the first dimension."""
         if not self.part.sizes:
             return self.box.start, self.box.start + self.box.length
         row = math.prod(self.box.place.sizes[1:]) * self.target.itemsize
@@ -57,22 +68,28 @@ class _Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """Copies that one rank reads from a version, by file, in the order of the bytes."""
+    """Copies that one rank reads from a version, by file, in the order of the bytes.
+
+    Attributes:
+        version: folder of the version.
+        index: entries of the version.
+        copies: copies by file name.
+    """
 
     version: Path
     index: Index
     copies: Mapping[str, Sequence[_Copy]]
 
     def check(self, value_checks: Mapping[str, ValueCheck]) -> None:
-        """Read all copies and compare checksums; write nothing.
+        """Read the bytes of all copies and compare checksums; write nothing.
 
         Args:
-            value_checks: functions by entry name. Each gets the entry's elements, a part at a time,
-                in a 1-D tensor. Neighbouring elements of a part may be included.
+            value_checks: functions by entry name. Each function gets the entry's elements in 1-D
+                tensors of at most 1 MiB. A tensor may include neighbouring elements of the entry.
 
         Raises:
-            ValueError: bytes are not those that were written, naming the file; or the error of a
-                value check.
+            ValueError: bytes differ from the written bytes (the message names the file), or a value
+                check raised.
         """
         for name, copies in self.copies.items():
             number, block = -1, b""
@@ -99,7 +116,7 @@ class Reading:
         return block
 
     def read(self, names: Collection[str]) -> None:
-        """Copy the elements of these entries to where they belong."""
+        """Copy the elements of these entries into their tensors."""
         for name, copies in self.copies.items():
             with inside(self.version, name, INDEX).open("rb", buffering=BLOCK_BYTES) as file:
                 for copy in copies:
@@ -108,7 +125,8 @@ class Reading:
 
 
 def _check_values(check: ValueCheck, dtype: torch.dtype, data: bytes) -> bytes:
-    """Check whole elements; returns the bytes of the last one if it is not whole."""
+    """Check the whole elements in some bytes. Return the bytes of the last element if it is not
+    complete."""
     count = len(data) // dtype.itemsize
     if count:
         check(torch.frombuffer(bytearray(data), dtype=dtype, count=count))
@@ -119,7 +137,7 @@ def plan_reading(tensors: Mapping[str, Tensor], version: Path, index: Index) -> 
     """Find the saved elements for every element of tensors of the saved dtypes and shapes.
 
     Raises:
-        ValueError: elements are nowhere in the checkpoint, naming the tensor.
+        ValueError: the checkpoint lacks elements of a tensor; the message names the tensor.
     """
     copies: dict[str, list[_Copy]] = {}
     for name, tensor in tensors.items():
@@ -158,7 +176,7 @@ def _read(file: BinaryIO, copy: _Copy, version: Path) -> None:
     is_of_host = copy.target.device.type == "cpu" and copy.target.is_contiguous()
     if (
         is_of_host and copy.part.sizes[1:] == copy.box.place.sizes[1:]
-    ):  # number of bytes of the rows
+    ):  # Whole rows of the box are the elements of the target, so they are read without a copy.
         _fill(file, byte_view(copy.target), version, copy)
         return
     first_dim, *others = copy.part.sizes or (1,)
@@ -185,7 +203,14 @@ def _fill(file: BinaryIO, memory: memoryview, version: Path, copy: _Copy) -> Non
 
 @dataclass(frozen=True)
 class Contents:
-    """A complete version that is open for reading."""
+    """A complete version that is open for reading.
+
+    Attributes:
+        version: folder of the version.
+        entries: entries by name, sorted.
+        files: files of the version by name.
+        index: entries and checksums of blocks.
+    """
 
     version: Path
     entries: dict[str, Saved]
@@ -193,10 +218,10 @@ class Contents:
     index: Index
 
     def read(self, name: str) -> Tensor:
-        """Return one whole tensor, on the host.
+        """Return one whole tensor on the host.
 
         Raises:
-            ValueError: its bytes are not those that were written.
+            ValueError: the file's bytes differ from the written bytes.
         """
         entry = self.entries[name]
         tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
@@ -211,7 +236,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Contents:
 
     Raises:
         FileNotFoundError: the directory has no complete checkpoint.
-        ValueError: its files are damaged.
+        ValueError: files of the version are damaged.
     """
     version = newest(Path(path))
     files = read_manifest(version)

@@ -1,11 +1,11 @@
-"""Checkpoints on disk: natural-shape entries under FQNs, committed by one atomic rename.
+"""Checkpoints on disk: tensors of natural shape under FQNs, committed by one atomic rename.
 
-Layout of a checkpoint directory::
+Layout of a checkpoint directory:
 
-    <path>/latest          name of the newest complete version; replaced atomically
-    <path>/version-<n>/    tensors' files; .metadata; index.json; common.json; manifest.json
+- ``<path>/latest``: name of the newest complete version; replaced atomically.
+- ``<path>/version-<n>/``: files of tensors; .metadata; index.json; common.json; manifest.json.
 
-An interrupted save leaves ``latest`` where it was.
+After an interrupted save, ``latest`` still names the previous version.
 """
 
 from __future__ import annotations
@@ -98,41 +98,41 @@ def save(
     process_group: ProcessGroup | None = None,
     model_parallel: ModelParallel | None = None,
 ) -> Path | SaveHandle:
-    """Save model, optimizer, scheduler and other data of a run. Every rank calls it.
+    """Save model, optimizer, scheduler and other data of a run. Every rank calls this function.
 
     Args:
-        path: checkpoint directory that all ranks see; created if missing. Its present version stays
-            until the new one is complete.
+        path: checkpoint directory that all ranks see; created if missing. The present version is
+            kept until the new version is complete.
         model: a module, or the list of chunks that the optimizer was built for.
-        optimizer: None saves the model alone.
-        scheduler: an object with ``state_dict``.
+        optimizer: the optimizer; None saves the model alone.
+        scheduler: an object with ``state_dict``; None saves no scheduler.
         extra: plain data (numbers, strings, tensors, containers of them), which :func:`load`
-            returns; the first rank's.
+            returns. The first rank's data is saved.
         full_precision: True to write optimizer state with fewer bits as FP32.
-        keep: number of complete versions to keep, with the new one; None for all.
+        keep: number of complete versions to keep, with the new version; None for all.
         asynchronous: True to write in the background, with the bits of this moment. The save leases
             the optimizer's state and parameters on a GPU, and copies the other tensors that this
             rank writes. A background save of the same path, model or optimizer is waited for first,
-            and raises here if it failed; other saves go on.
-        process_group: the ranks that save; all by default. With ``asynchronous`` no other code may
-            use it meanwhile; the default is separate.
-        model_parallel: this rank's part of the model, if no optimizer knows it
+            and raises here if it failed; other saves continue.
+        process_group: the ranks that save; None for all ranks. With ``asynchronous`` no other code
+            may use this group during the save; a save over all ranks has its own group.
+        model_parallel: names and partitions of this rank's parameters, if there is no optimizer
             (:meth:`mp_optim.ModelParallel.of`).
 
     Returns:
         The directory of the version written; with ``asynchronous`` a handle to wait for it.
 
     Raises:
-        TypeError: an argument was given in another's place.
+        TypeError: an argument has another argument's type, such as a state dict for a model.
         ValueError: the version could not be loaded again: two of the optimizer's parameters have
             one name, a parameter of the model has another shape than the optimizer's, or a setting
             is out of range. Or ``extra`` or the scheduler's state holds data that a safe load
             refuses. Or ranks hold different values under one name (64 elements of each parameter
-            are compared), do not hold every element of a parameter or its state, or call it with
-            other arguments. Or ``model_parallel`` was given together with an optimizer. Nothing was
+            are compared), do not hold every element of a parameter or its state, or pass other
+            arguments. Or ``model_parallel`` was given together with an optimizer. No file was
             replaced.
-        RuntimeError: an earlier background save failed, or this one failed on another rank, naming
-            it.
+        RuntimeError: an earlier background save failed, or this save failed on another rank; the
+            message names the rank.
     """
     stack = _checked_stack("save", path, model, optimizer)
     concerned = _concerned(Path(path), model, stack, process_group)
@@ -162,8 +162,8 @@ def save(
     }
     content = packed(common, ranks)
     target = Path(ranks.broadcast_result("preparing a checkpoint", lambda: str(begin(Path(path)))))
-    # Copies of tensors that another of these ranks saves: tied embeddings, which ZeRO may cut in
-    # other places on another stage.
+    # Leave out copies of tensors that another of these ranks saves. They are tied embeddings, which
+    # ZeRO may cut differently on another pipeline stage.
     members = ranks.members()
     copies = {name for name, owner in own.parallel.copies.items() if owner in members}
     writing: Writing | None = None
@@ -190,7 +190,7 @@ def save(
         lane = ranks.broadcast(free)
         finish_previous(
             {lane}
-        )  # the save is over on this rank, too, when it is over on the first rank
+        )  # The first rank's save in this lane is complete, so the save of this rank is, too.
         work = partial(_write, writing, content, target, keep, ranks.in_lane(lane, process_group))
         handle = SaveHandle(target, work, writing.wait_for_device, {*concerned, lane})
     except BaseException:
@@ -204,7 +204,7 @@ def _checked_stack(call: str, path: Any, model: Any, optimizer: Any) -> SlotKeye
     """Return the stack of the optimizer that :func:`save` or :func:`load` was called with.
 
     Raises:
-        TypeError: an argument is of another kind, such as one that was given in another's place.
+        TypeError: an argument has another type, such as the type of another argument.
     """
     call, stack = f"; call {call}(path, model, optimizer)", getattr(optimizer, "stack", optimizer)
     if not isinstance(path, str | os.PathLike):
@@ -234,7 +234,8 @@ def _check_keep(keep: Any) -> None:
 
 
 def _write(writing: Writing, common: bytes, target: Path, keep: int | None, ranks: Ranks) -> Path:
-    """Write this rank's files; the first rank makes the version the newest when all have."""
+    """Write this rank's files. After all ranks have written, the first rank makes the version
+    the newest."""
     staging = staging_of(target)
 
     def commit() -> None:
@@ -251,7 +252,7 @@ def _write(writing: Writing, common: bytes, target: Path, keep: int | None, rank
         if ranks.rank == 0:
             shutil.rmtree(
                 staging, ignore_errors=True
-            )  # frees the space of the failed version, because the disk may be full
+            )  # Free the space of the failed version, because the disk may be full.
         raise
     finally:
         writing.give_back()
@@ -259,13 +260,13 @@ def _write(writing: Writing, common: bytes, target: Path, keep: int | None, rank
 
 
 def versions(path: StrPath) -> list[Path]:
-    """Return the complete versions under a checkpoint directory, oldest first. Each can be loaded
-    by its own path."""
+    """Return the complete versions under a checkpoint directory, oldest first. Each version can
+    be loaded by its own path."""
     return complete_versions(Path(path))
 
 
 def verify(path: StrPath) -> Path:
-    """Compare every file of the newest version with its checksums.
+    """Compare every file of the newest version with its checksum.
 
     Args:
         path: a checkpoint directory, or one version in it.
@@ -275,7 +276,7 @@ def verify(path: StrPath) -> Path:
 
     Raises:
         FileNotFoundError: the directory has no complete checkpoint.
-        ValueError: files are missing, of another size or of other content, naming them.
+        ValueError: files are missing, or have another size or content; the message names them.
     """
     version = newest(Path(path))
     verify_files(version, read_manifest(version).items())
@@ -295,28 +296,29 @@ def load(
     model_parallel: ModelParallel | None = None,
 ) -> dict[str, Any]:
     """Load the newest complete version into existing objects, in any placement. Every rank calls
-    it.
+    this function.
 
     Args:
         path: a checkpoint directory, or one version in it.
         model: a module, or the list of chunks that the optimizer was built for.
-        optimizer: None loads the model alone; its optimizer continues from the loaded values.
-        scheduler: an object with ``load_state_dict``.
-        convert: True to round optimizer state to the dtypes configured here, and the model's
-            tensors to theirs, also if bits are lost.
-        verify: True to compare the checksums of all files first; each rank reads a share of them.
-            Otherwise the bytes that this rank reads are compared, in blocks of 1 MiB.
-        process_group: the ranks that load; all by default.
-        model_parallel: as for :func:`save`.
+        optimizer: the optimizer; None loads the model alone, and an optimizer of it continues from
+            the loaded values.
+        scheduler: an object with ``load_state_dict``; None loads no scheduler.
+        convert: True to round optimizer state and the model's tensors to the dtypes configured
+            here, even if bits are lost.
+        verify: True to compare the checksums of all files first; each rank reads some of the files.
+            False compares only the bytes that this rank reads, in blocks of 1 MiB.
+        process_group: the ranks that load; None for all ranks.
+        model_parallel: names and partitions of this rank's parameters, if there is no optimizer.
 
     Returns:
         The ``extra`` of :func:`save`.
 
     Raises:
-        TypeError: an argument was given in another's place.
+        TypeError: an argument has another argument's type, such as a state dict for a model.
         FileNotFoundError: ``path`` has no complete checkpoint.
-        ValueError: entries are missing, unexpected or mis-shaped, listing their names; bits would
-            be lost; files are damaged or hold something else than data; or ranks call it with other
+        ValueError: entries are missing, unexpected or mis-shaped (the message lists them); bits
+            would be lost; files are damaged or hold other objects than data; or ranks pass other
             arguments. Nothing was replaced.
         Exception: the error of a foreign scheduler, a module's ``set_extra_state`` or a load hook.
             Model and optimizer are partly loaded then, and the optimizer raises BrokenOffError
@@ -336,7 +338,7 @@ def load(
     loading = f"loading {version}"
     if stack is not None:
         ranks.run_on_all(loading, own.check_names)
-        # changed settings decide which state exists
+        # Share settings first, because changed settings decide which state exists.
         ranks.run_on_all(loading, stack.share_settings)
     index, common = ranks.run_on_all(loading, lambda: _open(version, verify, ranks))
     load = CheckedLoad(version, index, common, own, scheduler, ranks, convert)
@@ -366,10 +368,11 @@ def _open(version: Path, verify: bool, ranks: Ranks) -> tuple[Index, dict[str, A
 class SaveHandle:
     """A save in the background.
 
-    A process that ends waits for it; one that is killed leaves the previous checkpoint the newest.
+    A process that ends waits for its saves. If the process is killed, the previous checkpoint stays
+    the newest.
 
     Attributes:
-        path: the directory of the version, once it is complete.
+        path: directory of the version, which exists once the save is complete.
         concerned: keys of the path, the model, the optimizer and the communication of the save.
     """
 
@@ -396,26 +399,27 @@ class SaveHandle:
         else:
             self._future.set_result(self.path)
         finally:
-            # delete the reference to the future: an error refers to this frame, and the future to
-            # the error
+            # Delete the reference to the future: an error refers to this frame, and the future
+            # refers to the error.
             del self._work, self
 
     def done(self) -> bool:
-        """Whether it is complete or has failed."""
+        """True if the save is complete or has failed."""
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> Path:
         """Wait until the checkpoint is complete.
 
         Args:
-            timeout: seconds; None for as long as it takes.
+            timeout: seconds; None for no limit.
 
         Returns:
             The directory of the version written.
 
         Raises:
-            TimeoutError: it was not done in time; it goes on.
-            Exception: why it failed. A failure that no call waited for is raised by the next save.
+            TimeoutError: the save was not complete in time. The save continues.
+            Exception: the error of a failed save. If no call waited for the save, the next save
+                raises the error.
         """
         try:
             path = self._future.result(timeout)
@@ -433,21 +437,24 @@ class SaveHandle:
             timeout: seconds; None for no limit.
 
         Raises:
-            TimeoutError: the copies were not complete in time; they go on.
+            TimeoutError: the copies were not complete in time. The copies continue.
         """
         if not self._device_is_free(timeout):
             raise TimeoutError(f"{self.path}: not yet copied from the device")
 
 
 _handles: list[SaveHandle] = []
-"""Saves in the background for which no later save has waited."""
+"""Saves in the background that no later save has waited for."""
 
 
 def _concerned(
     path: Path, model: Models, stack: SlotKeyedOptimizer | None, group: ProcessGroup | None
 ) -> set[Hashable]:
-    """Return keys of everything that two background saves must not share: the path, or the path of
-    a version in it; the objects whose memory is leased; a group that the caller gave."""
+    """Return keys of all objects that two background saves must not share.
+
+    They are the path (for a version, the path of its directory), the objects with leased memory,
+    and a process group of the caller.
+    """
     objects: list[object] = [*chunks_of(model), stack, group]
     keys: set[Hashable] = {id(value) for value in objects if value is not None}
     whole = path.absolute()
@@ -455,13 +462,13 @@ def _concerned(
 
 
 def finish_previous(concerned: Set[Hashable] | None = None) -> None:
-    """Wait for saves in the background.
+    """Wait for saves in the background, and raise their errors.
 
     Args:
         concerned: keys of the saves, as :func:`_concerned` makes them; None for all saves.
 
     Raises:
-        RuntimeError: some failed and no call has raised that yet.
+        RuntimeError: a save failed, and no call has raised its error yet.
     """
     failed: list[tuple[Path, BaseException]] = []
     for handle in _those(concerned):
@@ -476,8 +483,7 @@ def finish_previous(concerned: Set[Hashable] | None = None) -> None:
 
 
 def wait_for_previous(concerned: Set[Hashable] | None = None) -> None:
-    """Wait for saves in the background, as :func:`finish_previous` does; failures are kept for the
-    next save."""
+    """Wait for saves in the background without raising their errors. The next save raises them."""
     for handle in _those(concerned):
         handle._future.exception()
 

@@ -1,12 +1,12 @@
-"""Write the tensors of a checkpoint, in two parts.
+"""Writing of a checkpoint's tensors: first a plan, and then the files.
 
-Planning decides which rank writes which boxes, by pure functions of the ranks' entries. Ranks
-communicate only here. Entries that a rank holds whole are the same on many ranks, so they form
-sheets (the model's, the optimizer's), and a rank sends only the sheets that the first rank does not
-have. Each rank sends the boxes of the entries of which it holds parts.
+The plan decides which rank writes which boxes, by pure functions of the ranks' entries. Ranks
+communicate only for the plan. Many ranks hold the same whole entries, so these entries form groups
+(sheets) by the beginning of their names. A rank sends only the sheets that the first rank does not
+have. Each rank also sends the boxes of the entries that are sharded.
 
-Writing needs no other rank, so it can run in the background, from a snapshot of the boxes that this
-rank writes. Each writing thread has its own file, so that no thread waits for another.
+Writing needs no other rank. So it can run in the background, from a snapshot of the boxes that this
+rank writes. Each writing thread has its own file, so that no thread waits for another thread.
 """
 
 from __future__ import annotations
@@ -56,26 +56,26 @@ from mp_optim.host.leases import Lease, SaveBorrow, StagedBytes, is_plain, lease
 from mp_optim.process_groups.agreement import Ranks
 
 LENT_FROM = 16 << 10
-"""Bytes of a tensor from which a copy costs more than a lease."""
+"""Bytes of a tensor above which a lease costs less than a copy."""
 FILE_FROM = 16 << 20
-"""Bytes for which another file pays."""
+"""Bytes of tensors for which one more file and thread pay."""
 _MOST_FILES = 8
 _TINY = 64
-"""Bytes up to which equal tensors of one file are written once (step counts)."""
+"""Largest bytes of equal tensors that a file has only once, such as step counts."""
 _BUFFER = 4 * BLOCK_BYTES
-"""Bytes that are summed up and written at a time."""
+"""Bytes of a file whose checksums are computed, and that are written, at a time."""
 _BEGIN_EVERY = 32 << 20
-"""Bytes after which the disk starts writing, rather than at the end."""
+"""Bytes after which the disk starts to write, so that it does not write everything at the end."""
 
 
 # -- who writes what ------------------------------------------------------------------------------
 
 _Form = tuple[torch.dtype, tuple[int, ...], str]
-"""Dtype, shape, and whether an entry is held "whole" or "sharded"."""
+"""Dtype and shape of an entry, and "whole" or "sharded"."""
 
 
 class Held(NamedTuple):
-    """An entry, and the boxes that a rank holds of it; None for all."""
+    """An entry, and the boxes of it that a rank holds; None for the whole entry."""
 
     name: str
     dtype: torch.dtype
@@ -84,15 +84,16 @@ class Held(NamedTuple):
 
 
 Sheets = Mapping[bytes, Sequence[Held]]
-"""Entries that are the same on many ranks, by digest: those held whole, and, without boxes, those
-that are split."""
+"""Groups of entries that are equal on many ranks, by digest. One group has the sharded entries,
+without boxes."""
 
 Share = Mapping[str, Collection[Box]]
 """The boxes that a rank writes, by the names of their entries."""
 
 
 def held_of(tensors: Mapping[str, Tensor]) -> tuple[Held, ...]:
-    """Return the entries of this rank, also split ones of which it holds no element."""
+    """Return the entries of this rank. Sharded entries are included even if this rank holds no
+    element of them."""
     return tuple(
         Held(name, tensor.dtype, tuple(tensor.shape), places_of(tensor))
         for name, tensor in tensors.items()
@@ -100,8 +101,8 @@ def held_of(tensors: Mapping[str, Tensor]) -> tuple[Held, ...]:
 
 
 def sheets_of(held: Sequence[Held]) -> Sheets:
-    """Return entries held whole, in one sheet for each beginning of names, and one sheet of the
-    entries that are split."""
+    """Return one sheet for each beginning of the names of whole entries, and one sheet of the
+    sharded entries."""
     by_key: dict[str, list[Held]] = {}
     for entry in held:
         is_whole = entry.places is None
@@ -115,15 +116,16 @@ def sheets_of(held: Sequence[Held]) -> Sheets:
 def shares(
     sheets_of_ranks: Sequence[Sheets], shards_of_ranks: Sequence[Sequence[Held]]
 ) -> list[Share]:
-    """Return the boxes that each rank writes: every element once, spread evenly.
+    """Return the boxes that each rank writes. Every element is written once, and bytes are spread
+    evenly.
 
     Args:
         sheets_of_ranks: sheets of each rank.
-        shards_of_ranks: entries with boxes of which each rank holds parts.
+        shards_of_ranks: sharded entries of each rank, with its boxes.
 
     Raises:
-        ValueError: ranks disagree about an entry, or hold parts that do not make a whole, naming
-            it.
+        ValueError: ranks disagree about an entry, or their boxes do not cover it; the message names
+            the entry.
     """
     sheets = {digest: sheet for own in sheets_of_ranks for digest, sheet in own.items()}
     ranks_of: dict[bytes, list[int]] = {}
@@ -160,8 +162,12 @@ def _check_agreement(
     ranks_of: Mapping[bytes, Sequence[int]],
     shards_of_ranks: Sequence[Sequence[Held]],
 ) -> None:
-    """Raise ValueError if entries of one name differ between ranks, or if the ranks do not hold
-    every element of a split entry that any of them knows of."""
+    """Check that ranks agree about the entries.
+
+    Raises:
+        ValueError: entries of one name differ between ranks, or the ranks together lack elements of
+            a sharded entry.
+    """
     seen: dict[str, tuple[_Form, int]] = {}
     boxes: dict[tuple[str, tuple[int, ...]], set[Box]] = {}
     wholes = ((ranks_of[digest][0], sheet) for digest, sheet in sheets.items())
@@ -185,7 +191,7 @@ def _check_agreement(
 
 
 class Item(NamedTuple):
-    """A box to write: its elements, or the source that they are read from."""
+    """A box to write, with its elements or the lease that they are read from."""
 
     entry: Held
     place: Box
@@ -202,9 +208,12 @@ class WrittenFile:
 
 @dataclass
 class Writing:
-    """One rank's share of a save that is planned.
+    """The boxes that one rank writes in a save.
 
     Attributes:
+        folder: folder of the version.
+        rank: number of this rank.
+        items: boxes to write.
         params: entries that are parameters of the model.
     """
 
@@ -215,11 +224,12 @@ class Writing:
     _lent: SaveBorrow | None = field(default=None, repr=False)
 
     def take_snapshot(self) -> None:
-        """Fix the bits to write: lease the optimizer's state and parameters on accelerators; copy
-        other tensors to the host.
+        """Fix the bits to write: lease the optimizer's state and parameters on accelerators, and
+        copy other tensors to the host.
 
-        NOTE: the model's tensors on the host are copied because any code may write them; only this
-        package writes the optimizer's state, and announces its writes. Forward writes buffers.
+        NOTE: the model's tensors on the host are copied because any code may write them. Only this
+        package writes the optimizer's state, and announces its writes. Forward writes buffers, so
+        they are copied, too.
         """
         lendable = {
             at: value
@@ -239,8 +249,9 @@ class Writing:
         lent.start()
 
     def wait_for_device(self, timeout: float | None = None) -> bool:
-        """Wait until nothing of an accelerator is borrowed any more; whether that is so."""
-        lent = self._lent  # the save's thread may delete its own reference
+        """Wait until the save leases no tensor of an accelerator. Return True if that is so
+        before the timeout in seconds."""
+        lent = self._lent  # Keep a reference, because the save's thread may delete its own.
         return lent is None or lent.wait_for_devices(timeout)
 
     def give_back(self) -> None:
@@ -250,14 +261,14 @@ class Writing:
             self._lent, self.items = None, []
 
     def write(self) -> list[WrittenFile]:
-        """Write this rank's files, synced: one for each thread that is worth it. No communication.
+        """Write and sync this rank's files, each in its own thread. Ranks do not communicate.
 
         Raises:
-            OSError: naming the file.
+            OSError: a file cannot be written; the message has its path.
         """
         threads = host_share().threads // (
             1 if self._lent is None else 2
-        )  # training uses the other cores
+        )  # Training uses the other cores during a background save.
         names = (f"__{self.rank}_{number}.distcp" for number in itertools.count())
         paths = map(self.folder.joinpath, names)
         return _write_files(list(zip(_by_file(self.items, threads), paths, strict=False)))
@@ -265,8 +276,11 @@ class Writing:
     def finish(self, written: list[WrittenFile]) -> dict[str, FileSum]:
         """Write the index on the first rank, after all ranks have written.
 
+        Args:
+            written: the data files of all ranks.
+
         Returns:
-            The files of all ranks.
+            Sizes and checksums of all files, by name.
         """
         entries: dict[str, Saved] = {}
         for file in written:
@@ -290,7 +304,7 @@ def _lendable(item: Item) -> Tensor | None:
 
 
 def _lent_of_device(item: Item, lent: SaveBorrow, params: Collection[str]) -> StagedBytes | None:
-    """Return the lease of an item's bytes, if they are on an accelerator and may be leased."""
+    """Lease the bytes of an item on an accelerator; return None if they cannot be leased."""
     value, name = item.content, item.entry.name
     if not isinstance(value, Tensor) or not is_plain(value) or not value.nbytes:
         return None
@@ -322,8 +336,8 @@ def _copied(item: Item, lent: SaveBorrow) -> Tensor:
 
 
 _plans: WeakKeyDictionary[dist.ProcessGroup, tuple[tuple[Held, ...], Share]] = WeakKeyDictionary()
-"""The entries of this rank at its last save with a group, and its share; valid as long as no rank
-of the group holds other entries."""
+"""The entries of this rank at its last save with a process group, and the boxes that it wrote.
+The plan stays valid while no rank of the group holds other entries."""
 
 
 def plan_writing(
@@ -334,16 +348,18 @@ def plan_writing(
     snapshot: bool,
     params: Collection[str] = (),
 ) -> Writing:
-    """Decide which boxes each rank writes; equal entries of several ranks are written once.
+    """Decide which boxes each rank writes. Equal entries of several ranks are written once.
 
     Args:
         tensors: this rank's entries; the same names may be on several ranks.
         folder: an empty directory that all ranks see.
-        snapshot: allow changes of the tensors after this call; see :meth:`Writing.take_snapshot`.
+        ranks: the ranks that save.
+        snapshot: True if code may change the tensors after this call; see
+            :meth:`Writing.take_snapshot`.
         params: entries that are parameters of the model.
 
     Raises:
-        ValueError: ranks disagree about an entry, naming it.
+        ValueError: ranks disagree about an entry; the message names it.
     """
     doing = "planning a checkpoint"
     held = ranks.run_on_all(doing, lambda: held_of(tensors))
@@ -367,7 +383,7 @@ def plan_writing(
 
 
 def _plan_together(held: Sequence[Held], ranks: Ranks, doing: str) -> Share:
-    """Return this rank's share, which the first rank decides."""
+    """Return the boxes of this rank, which the first rank decides."""
     sheets = sheets_of(held)
     known = ranks.broadcast(set(sheets))
     mine = {digest: None if digest in known else sheet for digest, sheet in sheets.items()}
@@ -386,7 +402,7 @@ def _plan_together(held: Sequence[Held], ranks: Ranks, doing: str) -> Share:
 def _items(
     tensors: Mapping[str, Tensor], held: Sequence[Held], share: Share | None
 ) -> Iterator[Item]:
-    """Yield the boxes of a share; all boxes without one."""
+    """Yield the boxes that ``share`` has; None for all boxes of this rank."""
     for entry in held:
         places = (whole_box(entry.shape),) if entry.places is None else entry.places
         for place in places:
@@ -399,7 +415,8 @@ def _items(
 
 
 def _by_file(items: Sequence[Item], threads: int) -> list[list[Item]]:
-    """Return the items grouped by file, with about as many bytes in each, in their order."""
+    """Return the items grouped by file. Files have about equal bytes, and items keep their
+    order."""
     total = sum(item.content.nbytes for item in items)
     count = max(1, min(total // FILE_FROM, threads, _MOST_FILES))
     loads = [(0, number) for number in range(count)]
@@ -423,15 +440,15 @@ def _write_file(items: Sequence[Item], path: Path) -> WrittenFile:
 def _write_files(files: Sequence[tuple[Sequence[Item], Path]]) -> list[WrittenFile]:
     """Write each file in a thread of its own.
 
-    NOTE: an executor's threads would not do: an executor takes no work when the process has come to
-    its end, where the save is waited for.
+    NOTE: do not use an executor's threads: a process that ends waits for its saves, and executors
+    refuse calls by then.
     """
     writing = [in_background(partial(_write_file, items, path)) for items, path in files]
     try:
         return list(map(Future.result, writing))
     finally:
-        futures.wait(writing)  # wait after an error, too, because the memory may be freed next
-        writing.clear()  # a reference to the future of this frame's error would be a cycle
+        futures.wait(writing)  # Wait after an error, too, because the memory may be freed next.
+        writing.clear()  # A reference to the future of this frame's error would be a cycle.
 
 
 def _written(
@@ -459,8 +476,11 @@ def _written(
 
 
 class _SummedFile:
-    """A new file, summed up before it is written, so that the checksums are of the intended bytes,
-    not of the stored ones. One buffer is filled while the other is written in the background."""
+    """A new file with checksums of its blocks. They are computed before the bytes are written, so
+    that they are of the intended bytes.
+
+    One buffer is filled while another buffer is written in the background.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -487,7 +507,8 @@ class _SummedFile:
             left -= end - begin
 
     def _room(self, wanted: int) -> tuple[int, int]:
-        """Return the place in the buffer for the next bytes, at most ``wanted``."""
+        """Return begin and end of the space in the buffer for the next bytes, at most
+        ``wanted``."""
         if self._used == _BUFFER:
             self._put()
         begin, end = self._used, min(_BUFFER, self._used + wanted)
@@ -496,12 +517,13 @@ class _SummedFile:
         return begin, end
 
     def _put(self) -> None:
-        """Sum up the buffer that is filled, and begin to write it."""
+        """Compute the checksums of the filled buffer, and begin to write it."""
         data = byte_view(self._filled)[: self._used]
         for begin in range(0, len(data), BLOCK_BYTES):
             self.blocks.append(zlib.crc32(data[begin : begin + BLOCK_BYTES]))
         if self._writing is not None:
-            self._writing.result()  # NOTE: only then the other buffer may be filled
+            # NOTE: the other buffer may be filled only after its write has ended.
+            self._writing.result()
         self._writing = in_background(partial(self._write, data))
         self._filled, self._written = self._written, self._filled
         self._used = 0
@@ -512,7 +534,8 @@ class _SummedFile:
                 data = data[self._file.write(data) :]
             end = self._file.tell()
             if end - self._begun >= _BEGIN_EVERY and hasattr(os, "posix_fadvise"):
-                # Linux begins to write pages that are not going to be read
+                # With DONTNEED, Linux begins to write these pages now, because no code will read
+                # them.
                 count = end - self._begun
                 os.posix_fadvise(self._file.fileno(), self._begun, count, os.POSIX_FADV_DONTNEED)
                 self._begun = end
@@ -522,13 +545,13 @@ class _SummedFile:
         if self._used:
             self._put()
         if self._writing is not None:
-            self._writing.result()  # raises the error of the write
+            self._writing.result()  # Raise the error of the last write, if it failed.
         with naming(self._path):
             os.fsync(self._file.fileno())
         return FileSum.of_blocks(self.size, self.blocks)
 
     def close(self) -> None:
-        """Give up the file, or end with it after :meth:`finish`."""
+        """Close the file, after :meth:`finish` or after an error."""
         if self._writing is not None:
             futures.wait([self._writing])
         self._file.close()
@@ -537,22 +560,22 @@ class _SummedFile:
 # -- parameters that several ranks hold under one name --------------------------------------------
 
 SAMPLES = 64
-"""Elements of a parameter that are compared, evenly spaced: enough to distinguish parts of a whole
-and experts from copies."""
+"""Number of compared elements of a parameter, evenly spaced. 64 elements distinguish shards and
+experts from copies."""
 
 
 def check_replicas(params: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Raise, on every rank, if ranks hold different values under one name. Collective.
+    """Check that parameters with one name have equal values on all ranks, because each is written
+    once. Collective.
 
-    Such parameters are written once, so they must be equal. A rank whose digests equal those of the
-    first rank does not send them.
+    A rank sends its digests only if they differ from the first rank's.
 
     Args:
         params: parameters by name. Only plain tensors are compared: a DTensor has its own layout.
         ranks: the ranks that save.
 
     Raises:
-        ValueError: values differ, naming the parameter and the ranks.
+        ValueError: values differ; the message names the parameter and the ranks.
     """
     if ranks.size == 1:
         return
@@ -568,7 +591,8 @@ def check_replicas(params: Mapping[str, Tensor], ranks: Ranks) -> None:
 
 
 def _digests(params: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """Return a digest of samples of each parameter; one copy for each device and dtype."""
+    """Return a digest of sampled elements of each parameter. The samples of a device and dtype
+    are copied to the host together."""
     samples: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for name, param in params.items():
         flat = param.detach().reshape(-1)
