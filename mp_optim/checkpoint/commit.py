@@ -93,10 +93,10 @@ def newest(path: Path) -> Path:
         return path
     pointer, complete = path / LATEST, [version.name for version in complete_versions(path)]
     if not pointer.is_file():
-        hint = f"; it has complete versions {complete}; load one by its own path"
+        do = f"load one of the complete versions {complete} by its own path"
         raise FileNotFoundError(
-            f"no complete checkpoint under {path} (it has no {LATEST} file)"
-            f"{hint if complete else ''}"
+            f"no complete checkpoint under {path}: the file {LATEST} is missing; "
+            f"{do if complete else 'pass the path of another checkpoint'}"
         )
     try:
         with inside(path, LATEST, str(path)).open("rb") as file:
@@ -105,11 +105,12 @@ def newest(path: Path) -> Path:
     except ValueError as error:
         raise ValueError(
             f"{pointer} is damaged ({error}); write into it the name of one of the complete "
-            f"versions {complete}, or load one by its own path"
+            f"versions {complete}, or load one of these by its own path"
         ) from error
     if not (found / MANIFEST).is_file():
         raise FileNotFoundError(
-            f"{pointer} names {name}, which is missing or not complete; complete are {complete}"
+            f"{pointer} names {name}, which is missing or not complete; load one of the complete "
+            f"versions {complete} by its own path"
         )
     return found
 

@@ -82,8 +82,7 @@ def as_json(common: Mapping[str, Any]) -> bytes:
     if refused:
         raise ValueError(
             "extra, the scheduler's state and non-tensors of the model's state dict have "
-            f"{sorted(refused)}; only numbers, strings, tensors and containers of them can be "
-            "saved"
+            f"{sorted(refused)}; save only numbers, strings, tensors and containers of them"
         )
     return json.dumps(plain).encode()
 
@@ -144,6 +143,6 @@ def read_common(version: Path, files: Files) -> dict[str, Any]:
         first = (str(error).splitlines() or [""])[0]
         raise ValueError(
             f"{version / COMMON} is damaged or has objects other than plain data: "
-            f"{type(error).__name__}: {first}"
+            f"{type(error).__name__}: {first}; load another version"
         ) from error
     return common

@@ -85,9 +85,9 @@ def check_entries(
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         if names:
             listed.append(f"{kind} {names[:_SHOWN]}{more}")
-    hint = ""
+    hint = "; load it into the saved model and optimizer"
     if any(key_and_fqn(name)[0] == AVERAGE for name in unexpected):
-        hint = ". To load without averages, which this optimizer does not keep, pass convert=True"
+        hint = "; to load without averages, which this optimizer does not keep, pass convert=True"
     if listed:
         raise ValueError(
             f"{where} does not fit this model and optimizer: {', '.join(listed)}{hint}"

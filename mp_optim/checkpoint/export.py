@@ -117,7 +117,7 @@ def _names(optimizer: Any, model: Models | None) -> dict[str, str]:
         if id(param) not in called:
             raise ValueError(
                 f"{own} of shape {tuple(param.shape)} is not a parameter of model=; pass the "
-                "model that the optimizer steps (the prepared one, if it was prepared)"
+                "model that the optimizer steps (the prepared model, if a library prepared it)"
             )
         found[own] = whole[called[id(param)]]
     return found

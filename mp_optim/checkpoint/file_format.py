@@ -109,12 +109,14 @@ def read_manifest(folder: Path) -> Files:
     """
     path = inside(folder, MANIFEST, str(folder))
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
+        raise FileNotFoundError(
+            f"{folder} is not a complete checkpoint: {MANIFEST} is missing; load another version"
+        )
     try:
         content = json.loads(_read_text(path))
         files = {name: FileSum(**entry) for name, entry in content["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+        raise ValueError(f"{path} is damaged: {error}; load another version") from error
     if content.get("format") != _MANIFEST_FORMAT:
         raise ValueError(
             f"{path} does not have format {_MANIFEST_FORMAT}; load it with the version of "
@@ -127,7 +129,9 @@ def read_manifest(folder: Path) -> Files:
         if size != entry.bytes:
             wrong.append(f"{name}: {size}, expected {entry.bytes}")
     if wrong:
-        raise ValueError(f"{folder} is damaged; bytes of its files: {'; '.join(wrong)}")
+        raise ValueError(
+            f"{folder} is damaged; bytes of its files: {', '.join(wrong)}; load another version"
+        )
     return files
 
 
@@ -158,14 +162,14 @@ def read_checked(folder: Path, files: Files, name: str) -> bytes:
     """
     if name not in files:
         raise ValueError(
-            f"{folder / MANIFEST} does not list {name}; the checkpoint is damaged, or was written "
-            "by another program"
+            f"{folder / MANIFEST} does not list {name}, so the checkpoint is damaged or was "
+            "written by another program; load another version"
         )
     content = _read_text(inside(folder, name, MANIFEST))
     if FileSum(len(content), hashlib.sha256(content).hexdigest()) != files[name]:
         raise ValueError(
             f"{folder} is damaged: the checksums of {[name]} differ from its {MANIFEST}; nothing "
-            "was loaded"
+            "was loaded, so load another version"
         )
     return content
 
@@ -184,7 +188,8 @@ def verify_files(folder: Path, files: Iterable[tuple[str, FileSum]]) -> None:
             wrong.append(name)
     if wrong:
         raise ValueError(
-            f"{folder} is damaged: the checksums of {wrong} differ from its {MANIFEST}"
+            f"{folder} is damaged: the checksums of {wrong} differ from its {MANIFEST}; load "
+            "another version"
         )
 
 
@@ -265,7 +270,8 @@ def read_index(version: Path, files: Files) -> Index:
         return from_json(content, sizes)
     except ValueError as error:
         raise ValueError(
-            f"{version / INDEX} is damaged or has objects other than plain data: {error}"
+            f"{version / INDEX} is damaged or has objects other than plain data: {error}; load "
+            "another version"
         ) from error
 
 

@@ -111,7 +111,7 @@ class Reading:
         if zlib.crc32(block) != self.index.sums[name][number]:
             raise ValueError(
                 f"{self.version / name} is damaged: bytes from {number * BLOCK_BYTES} on differ "
-                "from those that were written; nothing was loaded"
+                "from the written bytes; nothing was loaded, so load another version"
             )
         return block
 
@@ -165,7 +165,7 @@ def _copies(name: str, saved: Saved, place: Box, target: Tensor) -> list[_Copy]:
     if count != target.numel() or any_overlap(filled):
         raise ValueError(
             f"{name}: the checkpoint does not hold each element of the box of {place.sizes} at "
-            f"{place.offsets} once"
+            f"{place.offsets} once; load another version"
         )
     return result
 
@@ -194,7 +194,8 @@ def _fill(file: BinaryIO, memory: memoryview, version: Path, copy: _Copy) -> Non
     count = file.readinto(memory)  # type: ignore[attr-defined]
     if count != len(memory):
         raise ValueError(
-            f"{version / copy.box.file} ends at byte {file.tell()}, in the middle of a tensor"
+            f"{version / copy.box.file} ends at byte {file.tell()}, in the middle of a tensor; "
+            "load another version"
         )
 
 

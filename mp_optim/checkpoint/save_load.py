@@ -440,7 +440,9 @@ class SaveHandle:
             TimeoutError: the copies were not complete in time. The copies continue.
         """
         if not self._device_is_free(timeout):
-            raise TimeoutError(f"{self.path}: not yet copied from the device")
+            raise TimeoutError(
+                f"timeout={timeout!r}: {self.path} is not yet copied from the device; wait longer"
+            )
 
 
 _handles: list[SaveHandle] = []

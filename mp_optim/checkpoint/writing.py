@@ -616,7 +616,7 @@ def _compare(digests_of_ranks: Sequence[Mapping[str, bytes] | None]) -> None:
             if digest != expected:
                 raise ValueError(
                     f"{name}: ranks {other} and {rank} have different values under this name, and "
-                    "one of them would be lost. For parts of one tensor, set Megatron's "
+                    "one of the values would be lost. For shards of one tensor, set Megatron's "
                     "tensor_model_parallel, partition_dim and partition_stride on it, and "
                     "process_groups.tp (for experts expert_tp). For experts that every rank "
                     "counts from 0, set process_groups.ep. For layers, set process_groups.pp and "
