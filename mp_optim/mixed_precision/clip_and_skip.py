@@ -1,5 +1,5 @@
-"""The decision of a step, from a few scalars, on the host or on the device; and the counts of
-steps, including skipped ones."""
+"""The decision whether and how a step is taken, on the host or on the device, and the counts of
+taken and skipped steps."""
 
 from __future__ import annotations
 
@@ -26,21 +26,23 @@ _Values = tuple[bool, float | None, int | None, str]
 
 
 DISAGREEMENT, NOT_FINITE = "disagreement", "not_finite"
-"""Causes of a skipped step: see :class:`Verdict`."""
+"""Two causes of a skipped step (:attr:`Verdict.cause`)."""
 
 
 class StepResult(Sequence[Any]):
-    """The result of a step. It unpacks as Megatron's tuple ``(success, grad_norm,
-    num_zeros_in_grad)``, and equals it.
+    """The result of a step. It unpacks as, and equals, Megatron's tuple ``(success, grad_norm,
+    num_zeros_in_grad)``.
 
-    After a step that the host did not wait for, the first read of any value waits for the device;
-    :attr:`is_known` is False then. Immutable; a pickled result holds values.
+    If the host did not wait for the step, :attr:`is_known` is False, and the first read of a value
+    waits for the device. A result is immutable, and a pickled result has its values.
 
     Attributes:
         success: True if parameters were updated.
         grad_norm: global L2 norm of the unscaled gradients before clipping; None after an overflow.
-        num_zeros_in_grad: zero gradient elements if ``log_num_zeros_in_grad``, else None.
-        reason: the reason for a skip, in words; empty for a step that was taken. Not in the tuple.
+        num_zeros_in_grad: number of zero gradient elements with ``log_num_zeros_in_grad``, else
+            None.
+        reason: sentence with the reason for a skip; empty for a step that was taken. It is not in
+            the tuple.
     """
 
     __slots__ = ("_read", "_values")
@@ -58,14 +60,18 @@ class StepResult(Sequence[Any]):
 
     @classmethod
     def later(cls, read: Callable[[], _Values]) -> StepResult:
-        """Return a result that calls ``read`` for its values, once, when it is looked at."""
+        """Return a result that gets its values from ``read`` at the first read of an attribute.
+
+        Args:
+            read: returns success, norm, number of zeros and reason; called once.
+        """
         result = cls.__new__(cls)
         result._values, result._read = None, read
         return result
 
     @property
     def is_known(self) -> bool:
-        """Whether looking does not wait for the device."""
+        """True if reading a value does not wait for the device."""
         return self._values is not None
 
     def _known(self) -> _Values:
@@ -114,20 +120,20 @@ class StepResult(Sequence[Any]):
 
 @dataclass(frozen=True)
 class Verdict:
-    """One step's decision.
+    """The decision about one step, known to the host.
 
     Attributes:
-        multipliers: FP32 value for each norm group: inverse loss scale times clip coefficient.
-        cause: why nothing is stepped: ``not_finite``, ``over_threshold``, ``spike`` (an observer
-            judged so), or ``disagreement`` of ranks that share parameters; empty for a step that is
-            taken.
+        multipliers: FP32 factor of the gradients of each norm group: inverse loss scale times clip
+            coefficient.
+        cause: cause of a skip: ``not_finite``; ``over_threshold``; ``spike``, found by an observer;
+            or ``disagreement`` of ranks that share parameters. Empty for a step that is taken.
         norms: unscaled norm of each norm group.
-        num_zeros: zero gradient elements, if counted.
-        reason: why the step is skipped, in words; empty for one that is taken.
-        scaling: the inverse loss scale before this step; empty without a scaler.
+        num_zeros: number of zero gradient elements; None if they were not counted.
+        reason: sentence with the reason for a skip; empty for a step that is taken.
+        scaling: the inverse loss scale before this step; empty without a loss scaler.
         limits: metrics of the observer that judged the step.
-        param_sums: sum of squares of each parameter's gradient, still scaled, FP64 on the host, in
-            slot order; None if they are not kept.
+        param_sums: sum of squares of each parameter's gradient, still scaled: FP64 on the host, in
+            slot order. None if the sums are not kept.
     """
 
     multipliers: dict[str, float] = field(default_factory=dict)
@@ -141,7 +147,7 @@ class Verdict:
 
     @property
     def found_inf(self) -> bool:
-        """True if some gradient is not finite."""
+        """True if a gradient has an inf or nan."""
         return self.cause == NOT_FINITE
 
     @property
@@ -151,12 +157,12 @@ class Verdict:
 
     @property
     def grad_norm(self) -> float | None:
-        """The global norm, or None if it is not a number."""
+        """The global norm; None if a gradient is not finite."""
         return None if self.found_inf else self.norms.get(MAIN_NORM, 0.0)
 
     @property
     def result(self) -> StepResult:
-        """Return the result for the caller of ``step``."""
+        """The result for the caller of ``step()``."""
         if self.cause == NOT_FINITE:
             return StepResult(False, None, None, self.reason)
         norm = self.norms.get(MAIN_NORM, 0.0)
@@ -164,7 +170,12 @@ class Verdict:
 
 
 def not_finite(groups: Iterable[str], scaling: tuple[float, ...]) -> Verdict:
-    """Return the verdict for norm groups with gradients that are not finite."""
+    """Return the verdict that skips a step because of an inf or nan.
+
+    Args:
+        groups: names of the norm groups with such a gradient.
+        scaling: the inverse loss scale; empty without a loss scaler.
+    """
     reason = f"the gradients of norm group {', '.join(groups)} hold an inf or nan"
     return Verdict(cause=NOT_FINITE, reason=reason, scaling=scaling)
 
@@ -177,10 +188,15 @@ def finite(
     scaling: tuple[float, ...],
     judged: tuple[str, dict[str, float]] = ("", {}),
 ) -> Verdict:
-    """Return the verdict on finite gradients: the step is taken if the norm is not above a
-    threshold, and no observer skips it.
+    """Return the verdict on finite gradients. The step is skipped if the main norm is above a
+    threshold, or if an observer found a spike.
 
     Args:
+        multipliers: factor of each norm group.
+        norms: unscaled norm of each norm group.
+        threshold: largest norm of a step that is taken.
+        num_zeros: number of zero gradient elements, or None.
+        scaling: the inverse loss scale; empty without a loss scaler.
         judged: reason and metrics of the observer that judged the step.
     """
     norm = norms.get(MAIN_NORM, 0.0)
@@ -198,13 +214,14 @@ def decide(
     config: Any,
     judge: Observer | None = None,
 ) -> Verdict:
-    """Return the step's verdict, computed in double. Reads the device once.
+    """Return the verdict on a step, computed in FP64 on the host. The device is read once.
 
     Args:
-        measurement: agreed sums of squares of the gradients as they are (still scaled).
-        scaled_by: reciprocal of the scale that was used in backward, shape (1,) FP64; empty for 1.
-        config: reads ``clip_grad`` (<= 0: off) and ``grad_norm_skip_threshold``.
-        judge: observer that judges the step, prepared for the host.
+        measurement: agreed sums of squares of the gradients, still scaled.
+        scaled_by: one FP64 tensor of shape (1,) with the inverse loss scale of the backward pass;
+            empty without a loss scaler.
+        config: provides ``clip_grad`` (no clipping if <= 0) and ``grad_norm_skip_threshold``.
+        judge: observer that judges the step on the host, or None.
     """
     optional = measurement.disagreement, measurement.zeros
     scalars = [*measurement.sums.values(), *scaled_by]
@@ -223,7 +240,7 @@ def decide(
     norms = {name: math.sqrt(value) * inverse for name, value in sums.items()}
     limit, multipliers = config.clip_grad, {}
     for name, norm in norms.items():
-        # Megatron's and torch's definition
+        # Megatron and torch define the clip coefficient so.
         coefficient = min(1.0, limit / (norm + 1e-6)) if limit > 0.0 else 1.0
         multipliers[name] = fp32(inverse * coefficient)
     multipliers[EXCLUDED] = multipliers.get(MAIN_NORM, fp32(inverse))
@@ -238,7 +255,15 @@ def decide(
 
 
 def _read(scalars: Sequence[Tensor], more: Tensor | None) -> tuple[list[float], Tensor | None]:
-    """Return tensors of one element as numbers, and larger ones on the host, with one transfer."""
+    """Read several tensors with one transfer.
+
+    Args:
+        scalars: tensors of one element.
+        more: a larger tensor, or None.
+
+    Returns:
+        The scalars as numbers, and ``more`` in host memory.
+    """
     device, parts = scalars[0].device, [*scalars, *([] if more is None else [more])]
     read = torch.cat([value.to(device, torch.float64).reshape(-1) for value in parts]).cpu()
     count = len(scalars)
@@ -254,28 +279,30 @@ def _read(scalars: Sequence[Tensor], more: Tensor | None) -> tuple[list[float], 
 
 @dataclass(eq=False)
 class DeviceVerdict:
-    """A verdict for kernels on the device, with its copy to the host in progress.
+    """The decision about one step, formed on the device for kernels that read it there. A copy to
+    the host is in progress.
 
-    The copy starts with the object, so settling waits for the verdict, not for kernels that were
-    launched since.
+    The copy starts in the constructor. So :meth:`settle` waits only for the verdict, and not for
+    kernels that were launched later.
 
-    NOTE: ``multipliers`` and ``result`` refer to this object, so it must not keep them.
+    NOTE: ``multipliers`` and ``result`` refer to this object. Storing them in it would make a
+    reference cycle.
 
     Attributes:
-        cause: empty, because the host does not know it.
-        norms: empty, likewise; kernels read the flag next to each multiplier.
-        names: norm groups, in the order of the rows.
-        controls: FP32, shape (names, 2): each group's multiplier, and 0 unless the step is skipped.
+        cause: empty, because the host does not know the cause.
+        norms: empty, because the host does not know the norms.
+        names: names of the norm groups, in the order of the rows of ``controls``.
+        controls: FP32, shape (names, 2): the multiplier of each group, and a flag that is not 0 if
+            the step is skipped.
         found_inf: bool, shape (): True if a gradient is not finite.
-        report: FP64, 1-D: overflow, skip (2 or 3 if ranks disagree), norms, multipliers before
-            rounding, the number of zeros if they were counted, the ``judged`` numbers of the
-            observer that judges, the numbers of a verdict's ``scaling``, and the sums of ``params``
-            parameters.
+        report: FP64, 1-D: overflow; skip (2 or 3 if ranks disagree); norms; multipliers before
+            rounding; number of zeros if counted; numbers of the observer that judges; inverse loss
+            scale if any; sum of squares of each parameter if kept.
         counts_zeros: True if zeros were counted.
-        threshold: the norm above which the step is skipped.
-        judge: the observer that judges, or None.
-        judged: number of its values.
-        params: number of parameters whose sums of squares are kept, 0 for none.
+        threshold: largest norm of a step that is taken.
+        judge: observer that judges the step, or None.
+        judged: number of the observer's numbers in ``report``.
+        params: number of parameters whose sums of squares are kept; 0 for none.
     """
 
     cause: ClassVar[str] = ""
@@ -298,7 +325,7 @@ class DeviceVerdict:
 
     @property
     def multipliers(self) -> dict[str, DeviceMultiplier]:
-        """The multiplier of each norm group."""
+        """The multiplier of each norm group, as kernels read it."""
         rows = zip(self.names, self.controls.unbind(), strict=True)
         return {
             name: DeviceMultiplier(row, lambda: bool(self.settle().cause)) for name, row in rows
@@ -306,11 +333,12 @@ class DeviceVerdict:
 
     @property
     def result(self) -> StepResult:
-        """The result for the caller of ``step``; reading its values settles."""
+        """The result for the caller of ``step()``; reading a value waits for the device."""
         return StepResult.later(lambda: self.settle().result._known())
 
     def settle(self) -> Verdict:
-        """Return the verdict in the host's numbers. Wait until the device has formed it, once."""
+        """Return the verdict as numbers on the host. The first call waits until the device has
+        formed it."""
         if self._verdict is None:
             self._verdict = self._formed(self._read())
             told_to, self._told_to = self._told_to, []
@@ -319,12 +347,11 @@ class DeviceVerdict:
         return self._verdict
 
     def when_settled(self, tell: Callable[[Verdict], object]) -> None:
-        """Call ``tell`` once, as soon as the verdict is on the host; now if it is. Callbacks are
-        called in the order of registration.
+        """Register a callback that gets the verdict as soon as it is on the host. If it is there
+        already, call the callback now. Callbacks are called once, in the order of registration.
 
         Args:
-            tell: a callback without a strong reference to the optimizer, whose last verdict this
-                is.
+            tell: the callback. It must not refer to the optimizer, which keeps its last verdict.
         """
         if self._verdict is None:
             self._told_to.append(tell)
@@ -343,7 +370,7 @@ class DeviceVerdict:
         scaling = tuple(numbers)
         if skip > 1.0:
             return Verdict(cause=DISAGREEMENT, param_sums=params)
-        if overflow:  # the norm is finite where the sum of squares is
+        if overflow:  # A norm is finite exactly if its sum of squares is.
             verdict = not_finite((n for n in names if not math.isfinite(norms[n])), scaling)
         else:
             judged: tuple[str, dict[str, float]] = "", {}
@@ -359,13 +386,21 @@ def decide_on_device(
     config: Any,
     judge: Observer | None = None,
 ) -> DeviceVerdict:
-    """Return the verdict on the device of the measurement's sums, of which at least one exists,
-    without a wait. ``judge`` gets the norm. Arguments as for :func:`decide`, on the same device."""
+    """Return the verdict on a step, formed on the device without a wait. The arguments are those of
+    :func:`decide`; their tensors are on one device.
+
+    Args:
+        measurement: agreed sums of squares, at least one.
+        scaled_by: the inverse loss scale; empty without a loss scaler.
+        config: provides ``clip_grad`` and ``grad_norm_skip_threshold``.
+        judge: observer that judges the step on the device, or None.
+    """
     names = list(measurement.sums)
     sums = torch.stack(list(measurement.sums.values()))
     scale = scaled_by[0].reshape(()) if scaled_by else None
     norms = root(sums) if scale is None else root(sums) * scale
-    overflow = ~(sums.amax() < math.inf)  # sums of squares are never negative
+    # Sums of squares are never negative, so this finds inf and nan.
+    overflow = ~(sums.amax() < math.inf)
     skip, judged, clipped = overflow, norms[:0], norms
     if MAIN_NORM in measurement.sums:
         main, threshold = names.index(MAIN_NORM), config.grad_norm_skip_threshold
@@ -400,11 +435,16 @@ def decide_on_device(
 
 
 def clip_coefficients(norms: Tensor, limit: float) -> Tensor:
-    """``limit / (norm + 1e-6)`` where that is below 1, else 1; not a number where the norm is
-    none."""
+    """Return the clip coefficient of each norm: ``min(1, limit / (norm + 1e-6))``; nan for a nan
+    norm.
+
+    Args:
+        norms: FP64.
+        limit: the largest norm after clipping; no clipping if <= 0.
+    """
     if not limit > 0.0:
         return torch.ones_like(norms)
-    # torch computes `limit / ...` as limit times a reciprocal, which rounds twice
+    # Divide tensors, because torch computes `number / tensor` by a reciprocal, which rounds twice.
     dividend = torch.tensor(limit, dtype=norms.dtype, device="cpu")
     return (dividend / (norms + 1e-6)).clamp(max=1.0)
 
@@ -416,37 +456,38 @@ def _transfer(device: torch.device) -> Transfer:
 
 # -- counts ---------------------------------------------------------------------------------------
 #
-# A skipped step leaves no trace but in counts of skips. The counts, and who writes them:
+# A skipped step changes nothing except counts of skips. Where a step is counted:
 #
-# ``steps`` and ``skipped_steps`` of a stack, and the latter by cause: ``StepCounts``, here. The
-# members of a composite share the composite's.
+# - ``StepCounts`` below counts the steps of a stack, and the skipped steps by cause. The members of
+#   a composite share the counts of the composite.
+# - ``GroupState.count`` counts the steps of a slot (its state ``step``). Bias corrections and
+#   random numbers depend on this count.
 #
-# A slot's ``step``, from which bias corrections and random numbers are made: ``GroupState.count``.
+# The count of a slot depends on who decides:
 #
-# - *The host decides*: ``take_step`` (``mixed_precision/step.py``) hands no skipped step down, so
-#   nothing is counted.
-# - *The device decides*: ``RuleExecutor.step_slots`` counts the step as taken, and
-#   ``RuleState.settle`` takes it back before a count is read again, if ``DeviceVerdict.settle``
-#   says that it was skipped.
-# - *Speculation*: what is stepped during backward is not counted. ``SpeculativeStepper.publish``
-#   (``offload/speculation.py``) calls ``GroupState.count`` as it swaps the buffers; a
-#   skipped step is never published. It never meets a verdict on the device: with a slot on the host
-#   ``PlacedExecutor.verdict_device`` is None, and the host decides.
+# - The host: ``take_step`` (``mixed_precision/step.py``) does not step a skipped step, so no slot
+#   counts it.
+# - The device: ``RuleExecutor.step_slots`` counts the step as taken. If ``DeviceVerdict.settle``
+#   finds that the step was skipped, ``RuleState.settle`` subtracts it before a count is read.
+# - Speculation: a step during backward is not counted. ``SpeculativeStepper.publish``
+#   (``offload/speculation.py``) calls ``GroupState.count`` when it swaps the buffers, and a skipped
+#   step is never published. With a slot on the host, ``PlacedExecutor.verdict_device`` is None, so
+#   the host decides.
 #
-# Loss scale, growth and hysteresis are the grad scaler's, for which a step that was skipped for a
-# threshold is clean. ``StepWarnings`` (``monitor/step_warnings.py``) counts skips in a row,
-# ``BackwardScheduler`` the outcomes of predictions.
+# The grad scaler counts a step that was skipped for a threshold as clean. ``StepWarnings``
+# (``monitor/step_warnings.py``) counts skips in a row, and ``BackwardScheduler`` counts the
+# outcomes of predictions.
 
 
 class StepCounts:
-    """Counts of the steps of one optimizer, and of skipped steps.
+    """Counts of the steps of one optimizer, and of its skipped steps.
 
     Args:
         refuse: function that raises the error of a step on which ranks disagree.
 
     Attributes:
         steps: number of all steps.
-        skipped: number of steps that the host knows to be skipped, by cause.
+        skipped: number of skipped steps by cause, as far as the host knows.
     """
 
     def __init__(self, refuse: Callable[[], object]) -> None:
@@ -456,8 +497,8 @@ class StepCounts:
         self.skipped = Counter(not_finite=0, over_threshold=0, spike=0)
 
     def record(self, verdict: Verdict | DeviceVerdict) -> None:
-        """Take a verdict as the last one, after the one before it is settled, and count its step;
-        whether it was skipped, as soon as the host knows."""
+        """Count a step, and keep its verdict as the last one. The verdict before it is settled
+        first. A skip is counted as soon as the host knows it."""
         if isinstance(self._last, DeviceVerdict):
             self.settle()
         self._last = verdict
@@ -472,10 +513,11 @@ class StepCounts:
             self.skipped[verdict.cause] += 1
 
     def settle(self) -> Verdict:
-        """Return the last verdict, and correct its step in the counts. Waits for the device once.
+        """Return the last verdict as numbers on the host. Waits for the device if it formed the
+        verdict.
 
         Raises:
-            ValueError: the ranks disagreed, saying about what; nothing was stepped.
+            ValueError: the ranks disagreed, so nothing was stepped; the message has the difference.
         """
         if isinstance(self._last, DeviceVerdict):
             self._last = self._last.settle()

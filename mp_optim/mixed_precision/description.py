@@ -1,4 +1,4 @@
-"""The description of a stack: its placement and backends with their reasons, as printable data."""
+"""The description of a stack as printable data: places and backends, with their reasons."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mp_optim.offload.hybrid_executor import stepper_of
 
 @dataclass(frozen=True)
 class DescriptionRow:
-    """Slots of one param group that share place and dtype.
+    """One row of the description: the slots of a param group that have the same place and dtype.
 
     Attributes:
         group: index of the param group.
@@ -25,7 +25,7 @@ class DescriptionRow:
         params: number of elements on this rank.
         bytes: bytes of main params and optimizer state, without the model's own parameters.
         backend: name of the backend.
-        why: reason for it.
+        why: reason for the backend.
     """
 
     group: int
@@ -40,8 +40,13 @@ class DescriptionRow:
 
 @dataclass(frozen=True)
 class Description:
-    """All rows, and notes on the whole. ``str()`` is a plain text table, followed by the reason for
-    each place's backend."""
+    """The description of a stack. ``str()`` returns a plain text table, followed by the reason for
+    the backend of each place.
+
+    Attributes:
+        rows: rows of the table.
+        notes: lines after the table.
+    """
 
     rows: tuple[DescriptionRow, ...]
     notes: tuple[str, ...] = ()
@@ -57,17 +62,21 @@ class Description:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of a table as lines of text with aligned columns."""
+    """Return a table as text with aligned columns.
+
+    Args:
+        rows: the cells of each line.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def describe(groups: ParamGroups, executor: Executor, table: SlotTable) -> Description:
-    """Return the rows of a wrapper; allocate its state if it has none.
+    """Return the description of a precision wrapper. State that is not yet allocated is allocated.
 
     Args:
         groups: groups of the model's parameters.
-        executor: steps them.
+        executor: the executor that steps them.
         table: the slot table.
     """
     counts: dict[DescriptionRow, list[int]] = defaultdict(lambda: [0, 0, 0])

@@ -1,8 +1,9 @@
-"""Measure and agree: one read of every gradient, then one reduction of a few scalars.
+"""Measure gradients, and agree on the norm: one read of every gradient, then one reduction of a few
+scalars.
 
-The result is a sum of squares per norm group, in FP64 and in a fixed order of additions, so it does
-not depend on threads, buckets or the place of the step. An inf or nan in any gradient makes its sum
-non-finite, so no second pass is needed.
+The result is a sum of squares for each norm group. The additions are in FP64 and in a fixed order,
+so the result does not depend on threads, buckets or places. An inf or nan in any gradient makes the
+sum non-finite, so no second pass over the gradients is needed.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from mp_optim.process_groups.missing_ranks import all_gather
 
 MAIN_NORM = "main"
 EXCLUDED = "excluded"
-"""Norm group of gradients that another rank counts: checked for inf and nan, left out of the
-norm."""
+"""Norm group of gradients that another rank counts. They are checked for inf and nan, but are not
+in the norm."""
 _AGREEING = "agreeing on the gradient norm"
 
 
 @dataclass(frozen=True)
 class NormKey:
-    """Which norm a gradient counts in, and over which process groups its parameter is split."""
+    """The norm in which a gradient counts, and the process groups over which its parameter is
+    split."""
 
     group: str = MAIN_NORM
     shard_groups: tuple[ProcessGroup, ...] = ()
@@ -38,14 +40,16 @@ class NormKey:
 
 @dataclass(frozen=True)
 class Measurement:
-    """FP64 scalars per norm group, and the number of zero gradient elements if it was counted.
+    """Sums over the gradients of a step.
 
     Attributes:
-        disagreement: 0 if the ranks that share parameters would step them alike, else more; None if
-            there is nothing to compare.
-        params: sum of squares of each parameter's gradient, shape (slots,) FP64, 0 where there is
-            none; None if they are not kept.
-        known: the sums as numbers, instead of ``sums``, where the host alone has to know them.
+        sums: sum of squares for each norm group, FP64, shape ().
+        zeros: number of zero gradient elements, FP64; None if they were not counted.
+        disagreement: 0 if the ranks that share parameters would step them alike, else a positive
+            number; None if there is nothing to compare.
+        params: sum of squares of each parameter's gradient, FP64, shape (slots,), 0 without a
+            gradient; None if these sums are not kept.
+        known: the sums as numbers, in place of ``sums``, if only the host needs them; else None.
     """
 
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -70,8 +74,13 @@ def _total(values: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def measure(grads: Sequence[Tensor], fused_backend: str, device: torch.device) -> Tensor:
-    """Return the sum of squares of each of this step's local gradients, shape (n,) FP64 on
-    ``device``. Each gradient is read in place."""
+    """Return the sum of squares of each gradient: FP64, shape (n,), on ``device``.
+
+    Args:
+        grads: this step's local gradients; each is read where it is.
+        fused_backend: backend whose kernels measure.
+        device: device of the result.
+    """
     if not isinstance(grads, CachedTensorList):
         grads = CachedTensorList(grads)
     if len(grads.devices) == 1:
@@ -92,13 +101,13 @@ def measure_rest(
     fused_backend: str,
     device: torch.device,
 ) -> Tensor:
-    """Return the sums of squares of :func:`measure`, some of which are known.
+    """Return the sum of squares of each gradient, as :func:`measure` does, if some sums are known.
 
     Args:
         grads: local gradients.
-        known: for each gradient its sum of squares, or None.
-        held: for each gradient, True if it is a copy in host memory. One launch reads memory of one
-            place, so these are measured separately.
+        known: the sum of squares of each gradient, or None.
+        held: for each gradient, True if it is a copy in host memory. These are measured separately,
+            because a launch reads only one kind of memory.
         fused_backend: backend whose kernels measure.
         device: device of the result.
     """
@@ -116,12 +125,12 @@ def measure_rest(
 def total_by_key(
     sums: Tensor, keys: Sequence[NormKey], all_keys: Sequence[NormKey], fused_backend: str
 ) -> dict[NormKey, Tensor]:
-    """Return the total for each key, shape () FP64.
+    """Return the sum of squares for each norm key: FP64, shape ().
 
     Args:
-        sums: sums of squares of this step's local gradients, in slot order.
-        keys: the norm key of each.
-        all_keys: every key of the model, also those without a gradient now, so that all ranks
+        sums: sum of squares of each local gradient, in slot order.
+        keys: norm key of each gradient.
+        all_keys: every norm key of the model, also keys without a gradient now, so that all ranks
             reduce alike.
         fused_backend: backend whose kernels add.
     """
@@ -135,12 +144,11 @@ def total_by_key(
 
 
 _FEW = 256
-"""Numbers that the host adds up one by one; of more, torch adds many at once."""
+"""Up to this many numbers Python adds faster than torch."""
 
 
 def pairwise_sum_on_host(values: Tensor) -> float:
-    """Return :func:`sum_in_pairs` of FP64 numbers on the host, as a number, with the same
-    additions."""
+    """Return the sum of FP64 numbers on the host by the additions of :func:`sum_in_pairs`."""
     if values.numel() > _FEW:
         return float(sum_in_pairs(values))
     numbers: list[float] = values.tolist()
@@ -157,7 +165,7 @@ def count_zeros(
     all_keys: Sequence[NormKey],
     device: torch.device,
 ) -> dict[NormKey, Tensor]:
-    """Zero elements of the gradients of each key, shape () FP64 on ``device``."""
+    """Return the number of zero elements by norm key: FP64, shape (), on ``device``."""
     zeros = {key: torch.zeros((), dtype=torch.float64, device=device) for key in all_keys}
     counted: dict[NormKey, list[Tensor]] = {}
     for grad, key in zip(grads, keys, strict=True):
@@ -179,18 +187,22 @@ def agree(
     copies: Mapping[NormKey, Iterable[ProcessGroup]] | None = None,
     params: Tensor | None = None,
 ) -> Measurement:
-    """Reduce the scalars over shard groups, then over ``group`` (None: this process alone).
+    """Reduce sums over the shard groups of each key, then over a group of ranks. Collective.
 
     Args:
-        names: the norm groups of all ranks of ``group``, in one order (see :func:`norm_groups`).
-        numbers: for some keys, a number that the ranks of their shard groups have to have in
-            common.
-        copies: for some keys, groups of ranks that have to have it in common with these.
-        params: as the measurement is to have them.
+        local: sum of squares of this rank's gradients for each norm key.
+        zeros: number of zero gradient elements for each key, or None.
+        group: the ranks that agree on the norm; None for this process alone.
+        names: names of the norm groups of all ranks of ``group``, in one order
+            (:func:`norm_groups`).
+        numbers: for some keys, a number that must be equal on the ranks that share parameters.
+        copies: for some keys, further groups of ranks on which this number must be equal.
+        params: sum of squares of each parameter's gradient, or None; returned unchanged.
 
     Raises:
-        ValueError: a gradient counts in a norm group that is not among ``names``.
-        MissingRanksError: a rank is gone or stuck, naming it.
+        ValueError: a gradient counts in a norm group that is not in ``names``.
+        MissingRanksError: a rank did not take part; the message names the ranks that did not
+            report.
     """
     device = next((value.device for value in local.values()), torch.device("cpu"))
     rows = torch.zeros(len(names) + 2, dtype=torch.float64, device=device)
@@ -200,14 +212,14 @@ def agree(
     for key, value in local.items():
         if key.group not in totals:
             raise ValueError(
-                f"grad_norm_group={key.group!r} was set after the first step, when the ranks knew "
-                f"{list(names)}; set it before the optimizer is built"
+                f"grad_norm_group={key.group!r}: the group was set after the first step, when the "
+                f"ranks had agreed on {list(names)}; set it before the optimizer is built"
             )
         number = None if numbers is None else numbers.get(key)
         if zeros is None and number is None and not key.shard_groups:
-            totals[key.group] += value  # no other rank has a shard
+            totals[key.group] += value  # No other rank has a shard, so nothing is reduced.
             continue
-        # Always two: a rank that counts zeros and one that does not reduce alike.
+        # Always reduce two scalars, because some ranks may count zeros and others may not.
         values = [value, torch.zeros_like(value) if zeros is None else zeros[key]]
         packed, difference = _over_shards(key, values, number, list((copies or {}).get(key, ())))
         if difference is not None:
@@ -225,19 +237,24 @@ def agree(
 def _over_shards(
     key: NormKey, values: Sequence[Tensor], number: int | None, copies: Sequence[ProcessGroup]
 ) -> tuple[Tensor, Tensor | None]:
-    """Reduce scalars over a key's shard groups.
+    """Reduce scalars over a key's shard groups. Collective.
 
     Args:
-        number: that these ranks, and those of ``copies``, have to have in common; None for none.
+        key: the norm key.
+        values: the scalars.
+        number: a number that must be equal on these ranks and on those of ``copies``; None for
+            none.
+        copies: further groups of ranks.
 
     Returns:
-        The sums; and 0 if the number is the same on all, else more, or None if there is none.
+        The sums; and 0 if the number is equal on all ranks, else a positive number, or None without
+        a number.
     """
     ranks = math.prod(group.size() for group in (*key.shard_groups, *copies))
     terms: tuple[int, ...] = ()
     if number is not None:
-        # The low bits that FP64 sums exactly over these ranks, and their square. The sums equal
-        # those of equal numbers only if all numbers are equal (Cauchy and Schwarz).
+        # Take as many low bits as FP64 sums exactly over these ranks, and their square. If the sums
+        # over all ranks are those of equal numbers, all numbers are equal (Cauchy and Schwarz).
         kept = number & ((1 << (53 - ranks.bit_length()) // 2) - 1)
         terms = kept, kept * kept
     packed = torch.stack([*values, *(torch.full_like(values[0], term) for term in terms)])
@@ -251,8 +268,8 @@ def _over_shards(
 
 
 def norm_groups(keys: Iterable[NormKey], group: ProcessGroup | None) -> list[str]:
-    """Return the names of norm groups that any rank of ``group`` has, in one order on all.
-    Collective."""
+    """Return the names of the norm groups that any rank of ``group`` has, in the same order on all
+    ranks. Collective."""
     names = {MAIN_NORM, EXCLUDED, *(key.group for key in keys)}
     if group is not None:
         names = set().union(*all_gather(group, "comparing the names of norm groups", names))
@@ -260,14 +277,13 @@ def norm_groups(keys: Iterable[NormKey], group: ProcessGroup | None) -> list[str
 
 
 def of_parameters(sums: Tensor, indices: Sequence[int], split_over: Sequence[Groups]) -> Tensor:
-    """Return sums of squares of whole parameters from those of local gradients, shape (slots,), 0
-    without a gradient.
-
-    Collective, once for each kind of sharding.
+    """Return the sum of squares of each whole parameter's gradient: FP64, shape (slots,), 0 without
+    a gradient. Collective, once for each kind of sharding.
 
     Args:
-        indices: in slot order, of the slots that have a gradient.
-        split_over: for every slot the groups of ranks over which its gradient is split.
+        sums: sums of squares of the local gradients.
+        indices: indices of the slots that have a gradient, in slot order.
+        split_over: for every slot, the groups of ranks over which its gradient is split.
     """
     if len(indices) == len(split_over):
         of_slots = sums.clone()

@@ -1,5 +1,5 @@
-"""Loss scales for FP16. The state is a few device scalars; ``update`` never waits for the
-device."""
+"""Loss scales for FP16 training. Their state is a few scalars on the device, and ``update()`` never
+waits for the device."""
 
 from __future__ import annotations
 
@@ -23,14 +23,19 @@ _SCALER_STATE = {
     "growth_tracker": WHOLE,
     "hysteresis_tracker": WHOLE,
 }
-"""The keys of a dynamic scale's state, and the values that they may have."""
+"""The keys of a dynamic loss scale's state, with the allowed values."""
 _GROWTH = Number(1.0, open_low=True)
 _BACKOFF = Number(0.0, 1.0, open_low=True, open_high=True)
 _STEPS = whole(1, 2**53)
 
 
 class MegatronGradScaler(ABC):
-    """A positive factor on the loss that keeps FP16 gradients in range."""
+    """Base class of loss scales: a positive factor of the loss that keeps FP16 gradients in range.
+
+    Args:
+        initial_scale: first value of the scale, at most 2**126.
+        device: device of the scale.
+    """
 
     @in_own_modes
     def __init__(self, initial_scale: float, device: torch.device | str = "cpu") -> None:
@@ -39,7 +44,7 @@ class MegatronGradScaler(ABC):
 
     @property
     def scale(self) -> Tensor:
-        """FP32, shape (1,), live: the factor of the loss."""
+        """The factor of the loss: FP32, shape (1,). It is the live tensor."""
         return self._scale
 
     def may_shrink(self, scale: float) -> bool:
@@ -48,29 +53,34 @@ class MegatronGradScaler(ABC):
 
     @property
     def inv_scale(self) -> Tensor:
-        """FP64, shape (1,): the factor that unscales gradients."""
+        """The factor that unscales gradients: FP64, shape (1,)."""
         return self._scale.double().reciprocal()
 
     @abstractmethod
     def update(self, found_inf: bool | Tensor) -> None:
-        """Take note of one step. Call after the step's gradients were divided by :attr:`scale`."""
+        """Adapt the scale after a step.
+
+        Args:
+            found_inf: True if a gradient of the step had an inf or nan: a bool, or a tensor of one
+                element.
+        """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]: ...
 
     @abstractmethod
     def check_state_dict(self, state_dict: Any) -> None:
-        """Raise ValueError unless :meth:`load_state_dict` can take this; write nothing."""
+        """Raise ValueError unless :meth:`load_state_dict` can load the state; write nothing."""
 
     @abstractmethod
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class ConstantGradScaler(MegatronGradScaler):
-    """The scale stays what it is."""
+    """A loss scale that never changes."""
 
     def update(self, found_inf: bool | Tensor) -> None:
-        """Change nothing."""
+        """Do nothing, because the scale is constant."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -82,24 +92,23 @@ class ConstantGradScaler(MegatronGradScaler):
 
 
 class DynamicGradScaler(MegatronGradScaler):
-    """Shrinks after ``hysteresis`` overflows in a row, grows after ``growth_interval`` clean steps
-    in a row.
+    """A loss scale that shrinks after ``hysteresis`` overflows in a row, and grows after
+    ``growth_interval`` clean steps in a row.
 
-    Once the overflows in a row have used up the hysteresis, every further one shrinks the scale
-    until a clean step restores it. The scale never exceeds 2**126 and never falls below
-    ``min_scale``.
+    After the hysteresis is used up, every further overflow shrinks the scale, until a clean step
+    restores the hysteresis. The scale is at most 2**126 and at least ``min_scale``.
 
     Args:
-        initial_scale: where the scale starts.
-        min_scale: floor of the scale.
-        growth_factor: the scale grows by this, > 1.
-        backoff_factor: the scale shrinks by this, in (0, 1).
-        growth_interval: clean steps in a row before it grows, >= 1.
-        hysteresis: overflows in a row before it shrinks, >= 1.
-        device: where the state lives; the model's device keeps ``update`` free of waits.
+        initial_scale: first value of the scale.
+        min_scale: smallest value of the scale.
+        growth_factor: factor by which the scale grows, > 1.
+        backoff_factor: factor by which the scale shrinks, in (0, 1).
+        growth_interval: number of clean steps in a row before the scale grows, >= 1.
+        hysteresis: number of overflows in a row before the scale shrinks, >= 1.
+        device: device of the state. On the model's device, ``update()`` does not wait.
 
     Raises:
-        ValueError: naming the argument that is out of range.
+        ValueError: an argument is out of range; the message has its name.
     """
 
     @in_own_modes
@@ -139,7 +148,7 @@ class DynamicGradScaler(MegatronGradScaler):
         clean = torch.where(inf, 0, self._growth_tracker + 1)
         grows = clean >= self.growth_interval
         scale = self._scale.double()
-        # one FP32 tensor each, because plain numbers would get the default dtype
+        # Compute with tensors, because torch.where() of two plain numbers has the default dtype.
         changed = torch.where(
             inf & (left == 0),
             scale * self.backoff_factor,
@@ -150,7 +159,7 @@ class DynamicGradScaler(MegatronGradScaler):
         self._growth_tracker.copy_(torch.where(grows, 0, clean))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return clones of the three device scalars: ``scale``, ``growth_tracker``,
+        """Return copies of three device scalars by name: ``scale``, ``growth_tracker`` and
         ``hysteresis_tracker``."""
         return {key: live.clone() for key, live in self._live().items()}
 

@@ -1,9 +1,9 @@
-"""MainParams: every trainable parameter of the model with the tensor that is stepped for it, kept
-in agreement.
+"""MainParams: the tensor that is stepped for each trainable parameter of the model, kept equal to
+the parameter.
 
-A wrapper's ``param_groups`` are live and hold the model's own parameters, so torch schedulers, DCP,
-accelerate and the HF Trainer find what they expect. The inner optimizer's hold main params. The two
-are connected by position only.
+A wrapper's ``param_groups`` are live and hold the model's own parameters, where torch schedulers,
+DCP, accelerate and the HF Trainer expect them. The groups of the inner optimizer hold the main
+params. A parameter and its main param have the same position in their groups.
 """
 
 from __future__ import annotations
@@ -81,23 +81,23 @@ class MainParams:
 
     Args:
         param_groups: the wrapper's live groups of the model's parameters.
-        executor: its groups hold main params afterwards.
-        process_groups: the ranks that share the model, by which duplicates are recognised.
-        check_param: raises if the dtype of a trainable parameter does not fit the wrapper; takes
-            its name and the parameter. It must not keep the wrapper alive.
+        executor: steps the main params; its groups hold them after this constructor.
+        process_groups: the ranks that share the model, by which duplicate parameters are found.
+        check_param: takes a name and a trainable parameter; raises if the dtype does not fit the
+            wrapper. It must not keep the wrapper alive.
 
     Attributes:
         table: the slot table.
         written: checksums of weights that steps do not compare with their main params.
-        agreement: loaded slots that are still to be checked against the model.
+        agreement: loaded slots that are not yet compared with the model.
         executor: the executor of the argument.
-        observers: watch the weights.
-        reloaded: number of main params that took the value of a parameter written by other code.
+        observers: observers of the weights.
+        reloaded: number of main params that took the value of a parameter that other code wrote.
         layout_of: returns the layout in which an optimizer above exports the state of a slot; None
             for the layout of the slot's parameter.
 
     Raises:
-        TypeError, ValueError: a parameter cannot be stepped, naming it.
+        TypeError, ValueError: a parameter cannot be stepped; the message has its name.
     """
 
     def __init__(
@@ -111,7 +111,8 @@ class MainParams:
         self.process_groups, self._check_param = process_groups, check_param
         self.agreement = Agreement()
         self._prepared: dict[Slot, Tensor] = {}
-        """Parameters that have a main param in case their saved state is loaded."""
+        """For each slot, the parameter for which a main param was made in case saved state is
+        loaded for it."""
         self._shown = shown_mains_of(self)
         self.table = SlotTable(executor)
         self.written = WrittenWeights()
@@ -125,8 +126,12 @@ class MainParams:
 
     @in_own_modes
     def bind_group(self, index: int) -> None:
-        """Give main params to the trainable parameters of a new group, the last one. Raise first;
-        the table gets the group at the end."""
+        """Make main params for the trainable parameters of a new group. All checks come first; the
+        table gets the group at the end.
+
+        Args:
+            index: index of the group, the last one.
+        """
         table, params = self.table, self._param_groups[index]["params"]
         if index == len(self._param_groups) - 1:
             self._check_memory()
@@ -140,7 +145,7 @@ class MainParams:
                 raise TypeError(
                     f"{self.name(Slot(index, position))} was created inside "
                     "torch.inference_mode(), so it cannot be trained; build the model outside of "
-                    "it"
+                    "torch.inference_mode()"
                 )
         self.executor.reserve_main_params(coming)
         rows: list[tuple[Slot, Tensor, int, NormKey, ParamLayout, Groups]] = []
@@ -158,10 +163,10 @@ class MainParams:
                 self._set_main(len(table.slots) - 1, mains[row[0]], row[1])
 
     def make_trainable(self, indices: Iterable[int]) -> None:
-        """Give main params to parameters that were frozen when their group was added.
+        """Make main params for parameters that were frozen when their group was added.
 
         Args:
-            indices: in the table, of slots that have a gradient now.
+            indices: indices in the table of the slots that have a gradient now.
         """
         coming = [index for index in indices if not self.table.has_main[index]]
         if coming:
@@ -170,8 +175,13 @@ class MainParams:
             self._make_trainable(self.table.slots[index])
 
     def _check_places(self, changed: list[int], params: list[Tensor]) -> None:
-        """Raise if a parameter has taken another one's position, because it would get the other's
-        state."""
+        """Raise ValueError if a parameter has taken the position of another parameter, because it
+        would get the other one's state.
+
+        Args:
+            changed: indices of the slots whose tensor changed.
+            params: the present tensors of all slots.
+        """
         slots = self.table.slots
         places = {id(param): index for index, param in enumerate(self.table.seen.params)}
         for index in changed:
@@ -180,12 +190,12 @@ class MainParams:
                 now, was = self.name(slots[index]), self.name(slots[before])
                 raise ValueError(
                     f"{now} has taken the position of {was} in param_groups, but state stays at "
-                    "its position; change the settings of groups instead, or build another "
-                    "optimizer"
+                    "its position; keep the order of the parameters and change the settings of "
+                    "groups, or build another optimizer"
                 )
 
     def _check_memory(self) -> None:
-        """Raise ValueError if parameters that are trained share memory, naming them."""
+        """Raise ValueError, with the names, if trained parameters share memory."""
         check_memory(
             (self.name(slot), param)
             for slot, param in iter_slots(self._param_groups)
@@ -194,7 +204,11 @@ class MainParams:
 
     @in_own_modes
     def follow_trainable(self, slot: Slot | None) -> None:
-        """Give main params to parameters that became trainable, of one slot or of all."""
+        """Make main params for parameters that became trainable.
+
+        Args:
+            slot: the slot to look at; None for all.
+        """
         table = self.table
         if all(table.has_main):
             return
@@ -202,7 +216,7 @@ class MainParams:
         self.make_trainable(i for i in indices if table.params[i].requires_grad)
 
     def _make_trainable(self, slot: Slot) -> None:
-        """Give a main param with the present value to a slot that has none."""
+        """Make a main param with the parameter's present value for a slot that has none."""
         main, param = self._prepare_main(slot), self.param(slot)
         if self._is_own_main(slot, main):
             is_coded = is_quantized(param)
@@ -212,7 +226,7 @@ class MainParams:
         self._set_main(self.table.index(slot), main, param)
 
     def _prepare_main(self, slot: Slot) -> Tensor:
-        """Return a main param for a slot that may become trainable; the table does not have it
+        """Return a main param for a slot that may become trainable. The table does not record it
         yet."""
         param = self.param(slot)
         if self._prepared.get(slot) is not param:
@@ -221,7 +235,8 @@ class MainParams:
         return self._stepped(slot)
 
     def _new_main(self, slot: Slot, param: Tensor) -> Tensor:
-        """Return the tensor to step for a parameter from now on: itself, or a tensor of its own."""
+        """Return the tensor that is stepped for a parameter from now on: the parameter itself or a
+        new tensor."""
         self._check_param(self.name(slot), param)
         check_attributes(self.name(slot), param)
         check_quantized(self.name(slot), param)
@@ -229,11 +244,11 @@ class MainParams:
         return self.executor.new_main_param(slot, local)
 
     def _is_own_main(self, slot: Slot, main: Tensor) -> bool:
-        """Return whether ``main`` is another tensor than the model's parameter at a slot."""
+        """True if ``main`` is another tensor than the model's parameter at a slot."""
         return is_quantized(self.param(slot)) or not same_memory(main, self._local(slot))
 
     def _set_main(self, index: int, main: Tensor, param: Tensor) -> None:
-        """Enter a main param: its slot has state from now on."""
+        """Record a main param in the table. From now on its slot has state."""
         forget_initial_values(param)
         slot = self.table.slots[index]
         set_main_param(self._shown, slot, param, main)
@@ -270,16 +285,16 @@ class MainParams:
         return param_at(self.executor.param_groups, slot)
 
     def has_own_main(self, slot: Slot) -> bool:
-        """Return whether a slot is stepped on a tensor other than the model's parameter."""
+        """True if a slot is stepped on another tensor than the model's parameter."""
         return self.table.has_own_main[self.table.index(slot)]
 
     def has_main(self, slot: Slot) -> bool:
-        """Return whether a slot was ever trainable."""
+        """True if the parameter at a slot was ever trainable."""
         return self.table.has_main[self.table.index(slot)]
 
     def main_param(self, slot: Slot) -> Tensor:
-        """Return the main param of a slot that was ever trainable, in the layout that callers see:
-        the parameter itself if that is stepped."""
+        """Return the main param of a slot that was ever trainable, in the layout that callers see.
+        If the parameter itself is stepped, return the parameter."""
         param = self.param(slot)
         if param.dtype != torch.float32 or self.has_own_main(slot):
             self._hand_out(slot)
@@ -293,7 +308,7 @@ class MainParams:
 
     def sharers(self, slot: Slot) -> tuple[ProcessGroup, ...]:
         """Return the groups of ranks that have other parts of a slot's parameter, or copies of this
-        part."""
+        rank's part."""
         param, ranks = self.param(slot), self._tensor_parallel(slot)
         if is_dtensor(param):
             copies = ranks_of_copies(param)
@@ -303,7 +318,7 @@ class MainParams:
         return *self.table.keys[self.table.index(slot)].shard_groups, *copies
 
     def is_first_copy(self, slot: Slot) -> bool:
-        """Whether no rank before this one has the elements that are here of a slot's parameter."""
+        """True if no rank before this one has the same elements of a slot's parameter."""
         param, groups = self.param(slot), self.process_groups
         if is_dtensor(param):
             return is_first_on_mesh(param)
@@ -317,8 +332,12 @@ class MainParams:
         return filter(self.has_main, self.table.slots)
 
     def set_stepped_value(self, slot: Slot, value: Tensor) -> None:
-        """Give a slot this FP32 value, of the shape of the main param, and the model's parameter
-        what follows from it."""
+        """Set the main param of a slot to an FP32 value, and round the model's parameter from it.
+
+        Args:
+            slot: the slot.
+            value: FP32, shape of the main param.
+        """
         self.executor.set_main_param(slot, value)
         param = self.param(slot)
         for observer in self.observers:
@@ -339,15 +358,18 @@ class MainParams:
 
     @in_own_modes
     def follow(self, slot: Slot | None = None) -> None:
-        """Rebind model tensors that were replaced, then take the model's value wherever it is not
-        the rounded main param. Compare values: no count of writes sees ``param.data``.
+        """Refresh main params from the model: bind tensors that were replaced, and take the model's
+        value where it is not the rounded main param.
+
+        Values are compared, because writes to ``param.data`` change no version counter.
 
         Args:
-            slot: the slot to compare; by default every slot.
+            slot: the slot to compare; None for every slot.
 
         Raises:
-            TypeError: a tensor's dtype cannot be stepped, naming the parameter.
-            ValueError: its shape changed, or its memory is gone or another parameter's.
+            TypeError: the dtype of a tensor cannot be stepped; the message names the parameter.
+            ValueError: the shape of a tensor changed, or its memory was freed or is another
+                parameter's.
         """
         self.executor.step_mark.open_state()
         table, params = self.table, all_params(self._param_groups)
@@ -357,15 +379,16 @@ class MainParams:
         self._take_values([index for index in indices if table.has_own_main[index]])
 
     def follow_for_step(self) -> None:
-        """Rebind replaced tensors; take the model's value where the step itself does not compare it
-        with the main param."""
+        """Refresh main params before a step. Only those are compared with the model that the step's
+        kernels do not compare themselves."""
         params = all_params(self._param_groups)
         if changed := self.table.seen.changed(params):
             self._follow_changed(changed, params)
         if by_sums := self.table.reuse("by_sums", self.by_sums):
             self._take_values(sorted(by_sums))
         if self.agreement.expected:
-            self.follow()  # the weights were loaded after their remainders
+            # The weights were loaded after their remainders, so the remainders can be checked now.
+            self.follow()
             self.check_remainders(None)
 
     def by_sums(self) -> set[int]:
@@ -391,7 +414,8 @@ class MainParams:
         return bits_of(param) if self.table.quantized[index] else local_tensor(param)
 
     def _follow_changed(self, changed: list[int], params: list[Tensor]) -> None:
-        """Rebind model tensors that were replaced, moved or laid out again since the last look.
+        """Bind model tensors that were replaced, moved or laid out in another way since the last
+        step.
 
         Args:
             changed: indices of these tensors.
@@ -409,8 +433,12 @@ class MainParams:
         table.look(params)
 
     def _take_values(self, indices: Sequence[int]) -> None:
-        """Let main params take the model's value where they do not round to it. Compare the values
-        of slots in :meth:`by_sums` only if the weight's checksum changed."""
+        """Copy the model's values into main params that do not round to them. The slots in
+        :meth:`by_sums` are compared only if the checksum of the weight changed.
+
+        Args:
+            indices: indices of the slots in the table.
+        """
         by_sums = self.table.reuse("by_sums", self.by_sums)
         present = [index for index in indices if not self.table.params[index].is_meta]
         summed = [index for index in present if index in by_sums]
@@ -435,16 +463,18 @@ class MainParams:
         elif self.table.has_own_main[index]:
             set_main_param(self._shown, slot, param, main)
             self._stay_beside(slot, main, param)
-            self.written.forget(index)  # the next check compares its value
+            # The next check compares the value, because the tensor is another one.
+            self.written.forget(index)
         elif param.dtype == main.dtype:
             self.executor.param_groups[slot.group]["params"][slot.position] = local
             set_main_param(self._shown, slot, param, local)
-        else:  # its dtype changed, so it needs a main param now, or none any more
+        else:  # The dtype changed, so the parameter now needs a main param, or no longer needs one.
             self._set_main(index, self._new_main(slot, param), param)
 
     def _stay_beside(self, slot: Slot, main: Tensor, param: Tensor) -> None:
-        """Move a main param to the device of its parameter after ``model.to``, if it is stepped
-        there and not parked on the host; its state follows."""
+        """Move a main param to the device of its parameter after ``model.to(device)``; its state
+        follows. Do nothing if the slot is stepped on another device, or if the main param is
+        offloaded."""
         executor, home = self.executor, self.executor.home(slot, param)
         is_parked = id(main) in executor.step_mark.parked.homes
         if main.device != home and home == local_tensor(param).device and not is_parked:
@@ -452,7 +482,8 @@ class MainParams:
             executor.memory_moved(slot)
 
     def _follow(self, slot: Slot, main: Tensor, local: Tensor, param: Tensor) -> bool:
-        """Make a main param agree with the model's; returns whether it took other values."""
+        """Copy the model's values into a main param that does not round to them. Return True if any
+        element changed."""
         if not is_quantized(param):
             return follow(main, local, self.name(slot))
         check_quantized(self.name(slot), param)
@@ -468,7 +499,8 @@ class MainParams:
         loaded for other weights.
 
         Args:
-            values: by FQN; a main param, and the model's parameter with it, takes its value.
+            values: full-precision values by FQN. The main param and the model's parameter take
+                them.
         """
         self.follow()
         table = self.table
@@ -522,6 +554,10 @@ class MainParams:
         return [known.get(slot) for slot in self.table.slots]
 
     def check_remainders(self, slot: Slot | None) -> None:
-        """Raise ValueError if a loaded remainder, of one slot or of all, belongs to other parameter
-        values than the present ones, naming the parameters."""
+        """Raise ValueError, with the names, if a loaded remainder does not belong to the present
+        value of its parameter.
+
+        Args:
+            slot: the slot to check; None for all.
+        """
         self.agreement.check_expected(slot, self._local, self.name)

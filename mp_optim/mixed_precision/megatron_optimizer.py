@@ -1,6 +1,7 @@
 """MegatronOptimizer: the methods that every stack offers to its caller.
 
-:mod:`mp_optim.mixed_precision.step` is the step; ``docs/design.md`` follows it to the kernel.
+The step is in :mod:`mp_optim.mixed_precision.step`; ``docs/design.md`` follows a step to the
+kernel.
 """
 
 from __future__ import annotations
@@ -40,26 +41,28 @@ from mp_optim.param_groups.tables import Tables, choice_notes
 
 class MegatronOptimizer(SlotKeyedOptimizer):
     """The interface of every stack: a torch optimizer over the model's parameters, with a loss
-    scale, that measures gradients, agrees on the norm, decides, and steps or skips.
+    scale. It measures gradients, agrees on the norm, decides, and steps or skips.
 
-    A :class:`~mp_optim.mixed_precision.wrapped_optimizer.WrappedOptimizer` has one inner optimizer
-    and does the work; a :class:`~mp_optim.zero.composite.CompositeOptimizer` has members and
-    delegates. They implement the abstract methods.
+    A :class:`~mp_optim.mixed_precision.wrapped_optimizer.WrappedOptimizer` has one inner optimizer.
+    A :class:`~mp_optim.zero.composite.CompositeOptimizer` delegates to member optimizers. Both
+    implement the abstract methods.
 
     Args:
         params: groups of the model's parameters.
-        defaults: defaults of settings.
+        defaults: default settings of groups.
         config: see :class:`mp_optim.OptimizerConfig`.
-        grad_scaler: loss scale, or None for 1.
+        grad_scaler: loss scale; None for 1.
 
     Attributes:
-        model_params: parameters of the whole model, if the stack was built for one; names are
-            looked up in them.
-        grads_of: class of the gradients of one step; its constructor collects them from a stack,
-            without a wait for the device.
-        observer_kinds: observers that every stack has, by name (:mod:`mp_optim.monitor`).
+        model_params: parameters of the whole model, in which names are looked up; None if the stack
+            was not built for a model.
+        grads_of: class of the gradients of one step. Its constructor collects the gradients of a
+            stack without a wait for the device.
+        observer_kinds: classes of the observers that every stack has, by name
+            (:mod:`mp_optim.monitor`).
         observers: observers of this stack.
-        backward_schedulers: schedulers of work during backward, one for each wrapper that has one.
+        backward_schedulers: schedulers of work during backward, one for each wrapper with such
+            work.
         counts: counts of steps, and the last verdict.
     """
 
@@ -87,7 +90,11 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.observers = Observers(self.observer_kinds, self)
 
     def join(self, whole: MegatronOptimizer) -> None:
-        """Become a member of a composite, whose steps are counted, scaled and watched as one."""
+        """Become a member of a composite: use its loss scale, counts and observers.
+
+        Args:
+            whole: the composite.
+        """
         self.grad_scaler, self.counts, self.observers = (
             whole.grad_scaler,
             whole.counts,
@@ -96,40 +103,42 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     @property
     def health(self) -> Any:
-        """:class:`~mp_optim.monitor.health.GradientHealth` of the stack: norms of single gradients,
-        and the loss for the rolling rule."""
+        """Norms of single gradients, and reports of the loss for the skip rule
+        (:class:`~mp_optim.monitor.health.GradientHealth`)."""
         return self.observers["health"]
 
     # -- what a step is made of -------------------------------------------------------------------
 
     @abstractmethod
     def all_mains(self) -> list[MainParams]:
-        """Yield the main params of the wrappers, member by member."""
+        """Return the main params of each wrapper, member by member."""
 
     def norm_ranks(self) -> list[ProcessGroup]:
-        """Yield the ranks that agree on one gradient norm, member by member."""
+        """Return the groups of ranks that agree on a gradient norm, member by member."""
         of_members = (mains.process_groups.grad_stats for mains in self.all_mains())
         return [ranks for ranks in of_members if ranks is not None]
 
     # -- the step ---------------------------------------------------------------------------------
 
-    @_disable_dynamo  # objects built in the first step must not be part of a trace
+    @_disable_dynamo  # torch.compile must not trace the objects that the first step builds.
     def step(self, closure: Closure | None = None) -> Any:
         """Take one step. Return a :class:`~mp_optim.mixed_precision.clip_and_skip.StepResult`, or
-        the loss of the closure if one is given.
+        the closure's loss if a closure is given.
 
-        A step changes nothing but the loss scale if its gradients hold an inf or nan, or if its
-        norm exceeds ``config.grad_norm_skip_threshold`` or the limit of the rolling rule. It is
-        logged, and ``StepResult.reason`` has the reason. Warns of a step without any gradient, and
-        of steps skipped in a row.
+        A step changes nothing except the loss scale in three cases: a gradient holds an inf or nan,
+        the gradient norm exceeds ``config.grad_norm_skip_threshold``, or the skip rule finds a
+        spike. A skipped step is logged, and ``StepResult.reason`` has the reason. A step without
+        any gradient and several skipped steps in a row cause a warning.
 
         Args:
-            closure: computes the loss and the gradients, or None.
+            closure: function that computes the loss and the gradients and returns the loss; None if
+                backward was called already.
 
         Raises:
-            ValueError: a hyperparameter is out of range, naming it; nothing was stepped.
-            BrokenOffError: the previous step was interrupted (by a signal, or an error in a
-                kernel).
+            ValueError: a hyperparameter is out of range; the message has its name. Nothing was
+                stepped.
+            BrokenOffError: the previous step was interrupted, by a signal or by an error in a
+                kernel.
         """
         loss = None
         if closure is not None:
@@ -140,38 +149,41 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         return result if closure is None else loss
 
     def refuse_disagreement(self) -> NoReturn:
-        """Raise because ranks that share parameters would step them differently.
-
-        Raises:
-            ValueError: naming what they differ in.
-        """
+        """Raise ValueError with the difference, because ranks that share parameters would step them
+        differently."""
         self.discard_backward_work()
         raise disagreement([mains.table.common for mains in self.all_mains()])
 
     # -- loss scale, gradients --------------------------------------------------------------------
 
     def get_loss_scale(self) -> Tensor:
-        """Return the loss scale, FP32, shape (1,), on the parameters' device. Gradients have to be
-        those of the loss times this scale."""
+        """Return the loss scale: FP32, shape (1,), on the parameters' device. The gradients of a
+        step must be those of the loss times this scale."""
         if self.grad_scaler is None:
             return torch.ones(1, dtype=torch.float32, device=self.device)
         return self.grad_scaler.scale
 
     def remember_scale(self) -> None:
-        """Predict the multiplier of the next backward from the current loss scale."""
+        """Predict the multiplier of the next backward from the present loss scale, for speculative
+        steps."""
         if self.grad_scaler is not None:
             for scheduler in self.backward_schedulers:
                 scheduler.expect_multiplier(self.grad_scaler.inv_scale)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss times the loss scale; call ``backward`` on the result."""
+        """Return the loss times the loss scale. Call ``backward()`` on the result."""
         if self.grad_scaler is None:
             return loss
         return loss * self.grad_scaler.scale.to(loss.device).reshape(())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear ``grad`` and ``decoupled_grad``, and forget released gradients. ``main_grad``
-        belongs to the code that made it and stays."""
+        """Clear ``grad`` and ``decoupled_grad`` of all parameters, and forget released gradients.
+
+        ``main_grad`` stays, because it belongs to the code that made it.
+
+        Args:
+            set_to_none: True to set gradients to None, False to set their elements to zero.
+        """
         for scheduler in self.backward_schedulers:
             scheduler.forget_released()
         super().zero_grad(set_to_none=set_to_none)
@@ -180,23 +192,26 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     @abstractmethod
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the current local gradients, by name."""
+        """Yield the FQN and the current local gradient of each parameter that has one."""
 
     def finish_grad_sync(self) -> None:
-        """Reduce what has not been reduced over the ranks, and wait; :meth:`step` does so
-        itself."""
+        """Reduce all gradients that are not yet reduced over the ranks, and wait. :meth:`step` also
+        does this."""
 
     def finish_param_sync(self) -> None:
-        """Wait until all parameters have their new values, which forward otherwise does module by
-        module."""
+        """Wait until all parameters have the values of the last step. Otherwise the forward pass
+        waits, module by module."""
 
     # -- work during backward ---------------------------------------------------------------------
 
     @property
     def is_last_microbatch(self) -> bool:
-        """Whether gradients that get ready are complete, so that ``offload_mode`` may begin to work
-        on them. Otherwise that work is done again after the micro-batches that follow: right, but
-        not hidden."""
+        """True if gradients that arrive in backward are complete, so that ``offload_mode`` may work
+        on them.
+
+        Without it, work begins on incomplete gradients and is done again after the later
+        micro-batches. The result is the same, but that work is not hidden behind backward.
+        """
         return all(scheduler.is_last_microbatch for scheduler in self.backward_schedulers)
 
     @is_last_microbatch.setter
@@ -206,7 +221,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Open a context for all micro-batches except the last: no work starts during backward."""
+        """Return a context for all micro-batches except the last; no work starts in backward."""
         before, self.is_last_microbatch = self.is_last_microbatch, False
         try:
             yield
@@ -214,11 +229,14 @@ class MegatronOptimizer(SlotKeyedOptimizer):
             self.is_last_microbatch = before
 
     def gradients_ready(self, params: Iterable[Tensor] | None = None) -> None:
-        """Register that the gradients of these parameters (by default all) are final, so that the
-        work of ``offload_mode`` may begin.
+        """Report that the gradients of some parameters are final, so that the work of
+        ``offload_mode`` may begin.
 
-        Call it from the loop that reduces gradients over ranks. In a job of one rank, and with
-        FSDP2, backward calls it.
+        Call this from the loop that reduces gradients over ranks. In a job of one rank, and with
+        FSDP2, backward hooks call it.
+
+        Args:
+            params: the parameters; None for all.
         """
         chosen = None if params is None else list(params)
         for scheduler in self.backward_schedulers:
@@ -227,8 +245,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     def discard_backward_work(self) -> None:
         """Discard the work that ``offload_mode`` did during backward; ``step()`` does it again.
 
-        Writes to gradients are detected, except for rows on an accelerator that are exchanged
-        without a trace: see ``docs/outside_writes.md``.
+        Call this after a write to gradients that leaves no trace: an exchange of rows in
+        accelerator memory (``docs/outside_writes.md``). All other writes are detected.
         """
         for scheduler in self.backward_schedulers:
             scheduler.discard()
@@ -237,17 +255,17 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     @property
     def chained_optimizers(self) -> list[MegatronOptimizer]:
-        """The members of a chain; any other optimizer is its own only member."""
+        """The members of a chain. For any other optimizer, a list of the optimizer itself."""
         return [self]
 
     @property
     @abstractmethod
     def optimizer(self) -> torch.optim.Optimizer:
-        """The inner optimizer, as it was given."""
+        """The inner optimizer that the caller gave."""
 
     @property
     def is_stub_optimizer(self) -> bool:
-        """Whether there is nothing to step on this rank."""
+        """True if this rank has no parameter to step."""
         return not any(group["params"] for group in self.param_groups)
 
     def get_parameters(self) -> list[Tensor]:
@@ -256,7 +274,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     @abstractmethod
     def leaf(self, slot: Slot) -> tuple[MainParams, Slot]:
-        """Return the main params of the wrapper that steps a slot, and the slot's number there."""
+        """Return the main params of the wrapper that steps a slot, and the slot's index in that
+        wrapper."""
 
     def state_of(self, slot: Slot) -> SlotState:
         mains, there = self.leaf(slot)
@@ -267,12 +286,13 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         return mains.executor.home(there, mains.param(there))
 
     def has_state(self, slot: Slot) -> bool:
-        """Return whether a slot has ever been trainable; one that has not costs nothing."""
+        """True if the parameter at a slot has ever been trainable. Any other parameter takes no
+        memory for state."""
         mains, there = self.leaf(slot)
         return mains.has_main(there)
 
     def has_separate_main(self, slot: Slot) -> bool:
-        """Return whether a slot is stepped on a tensor other than the model's parameter."""
+        """True if a slot is stepped on another tensor than the model's parameter."""
         mains, there = self.leaf(slot)
         return mains.has_own_main(there)
 
@@ -282,7 +302,11 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         return mains.table.keys[mains.table.index(there)]
 
     def main_param(self, slot: Slot) -> Tensor:
-        """Return a slot's main param, as :meth:`named_main_params` has it."""
+        """Return the main param of a slot, as :meth:`named_main_params` yields it.
+
+        Raises:
+            BrokenOffError: the last step or load was interrupted.
+        """
         self.step_mark.check("main_param")
         self.make_current(slot)
         mains, there = self.leaf(slot)
@@ -291,12 +315,12 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         )
 
     def named_main_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (FQN, FP32 tensor of the parameter's shape), in slot order.
+        """Yield the FQN and the FP32 main param of each parameter, in slot order.
 
-        The tensor is a DTensor if the parameter is one. For a parameter that a
-        :class:`~mp_optim.DistributedOptimizer` splits, it is this rank's flat shard of the
-        parameter's shape. The tensor is the live one, or a copy if the main param is stored as a
-        remainder.
+        The main param has the parameter's shape, and is a DTensor if the parameter is one. If a
+        :class:`~mp_optim.DistributedOptimizer` splits the parameter, it is this rank's flat shard
+        (:class:`~mp_optim.core.flat_shard.FlatShard`) with the parameter's shape. It is the live
+        tensor, or a copy if it is stored as a remainder.
 
         Raises:
             BrokenOffError: the last step or load was interrupted.
@@ -308,12 +332,13 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Replace the model's parameters by their averages (``ema_decay``), rounded to their
-        dtypes, within a ``with`` block. Afterwards they have their own bits again, also after an
-        exception. Collective if the optimizer is distributed.
+        """Replace the model's parameters by their averages (``ema_decay``) inside a ``with`` block.
+        Collective if the optimizer is distributed.
 
-        The block may evaluate, or save the model alone. A copy of this rank's share of the weights
-        is kept in their dtype meanwhile. A parameter that was never stepped keeps its value.
+        The averages are rounded to the dtypes of the parameters. After the block, also after an
+        exception, the parameters have their own bits again. A parameter that was never stepped
+        keeps its value. The block may evaluate the model, or save the model alone. Meanwhile a copy
+        of this rank's part of the weights is kept in their dtypes.
 
         Raises:
             ValueError: no averages are kept.
@@ -323,21 +348,22 @@ class MegatronOptimizer(SlotKeyedOptimizer):
             yield
 
     def scale_rows_(self, factors: Mapping[str, Tensor]) -> None:
-        """Multiply rows of parameters by factors, between two steps: of main params in FP32, each
-        product rounded once; model parameters, remainders and shards follow from them. Moments and
-        averages stay. Collective if ranks share parameters: one that has nothing to scale gives no
-        factors.
+        """Multiply rows of parameters by factors between two steps. Collective if ranks share
+        parameters; a rank without rows to scale passes {}.
+
+        Main params are multiplied in FP32, and each product is rounded once. Model parameters,
+        remainders and shards follow from the main params. Moments and averages stay.
 
         Args:
-            factors: by FQN, for each row one: shape (rows,) of the whole parameter, of a part that
-                plain tensor parallelism gives a rank of that part. The same on all ranks that hold
-                it.
+            factors: FQN of a parameter -> floating-point tensor of shape (rows,), one factor for
+                each row of the whole parameter. With plain tensor parallelism, for each row of this
+                rank's part. All ranks that have the parameter pass equal factors.
 
         Raises:
             ValueError: a name is not trained here or has another number of rows, or a factor is not
-                finite; or ranks that share parameters give other factors, naming them; nothing is
-                changed.
-            BrokenOffError: the last step, load or scaling was broken off half-way.
+                finite. Or ranks that share parameters pass different factors; the message names the
+                ranks. Nothing is changed.
+            BrokenOffError: the last step, load or scaling was interrupted.
         """
         self.step_mark.check("scale_rows_")
         self.finish_param_sync()
@@ -348,19 +374,19 @@ class MegatronOptimizer(SlotKeyedOptimizer):
             self.show_written_params()
 
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
-        """Continue from the model's present values now, as the next step would by itself.
+        """Continue from the model's present values now; without this call the next step does so.
         Collective if ranks share parameters.
 
-        For programs written for Megatron. Loaded remainders that belong to other weights are
-        dropped.
+        This method exists for programs written for Megatron. Loaded remainders that belong to other
+        weights are dropped.
 
         Args:
-            state_dict: full-precision values by FQN, which main params and the model's parameters
-                take where given.
+            state_dict: full-precision values by FQN; the main params and parameters with these
+                names take them. None for no values.
 
         Raises:
-            ValueError: ranks that share parameters are given other values, naming them; nothing is
-                changed.
+            ValueError: ranks that share parameters pass different values; the message names the
+                ranks. Nothing is changed.
         """
         self.step_mark.check_lent("reload_model_params")
         values = state_dict or {}
@@ -369,35 +395,38 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     @in_own_modes
     def show_written_params(self) -> None:
-        """Have all ranks, and FSDP2, use parameters that were written on this rank. Collective if
-        ranks share parameters."""
+        """Make parameters that were written on this rank visible to all ranks and to FSDP2.
+        Collective if ranks share parameters."""
         params = itertools.chain.from_iterable(mains.table.params for mains in self.all_mains())
         if not any(map(is_dtensor, params)):
             return
         from torch.distributed._composable_state import _module_state_mapping
         from torch.distributed.fsdp import FSDPModule
 
-        # After a forward pass without backward the outermost module keeps its parameters whole, and
-        # would use the old values.
+        # After a forward pass without backward, the outermost FSDP module keeps its parameters
+        # gathered, and would use the old values.
         for module in list(_module_state_mapping):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def take_model_params(self, values: Mapping[str, Any]) -> None:
-        """Do the work of :meth:`reload_model_params` without comparing ranks."""
+        """Do the work of :meth:`reload_model_params` without comparing the ranks' values."""
         for mains in self.all_mains():
             mains.reload(values)
 
     def sharers(self) -> Iterator[tuple[str, tuple[ProcessGroup, ...]]]:
-        """Yield the name of each trained parameter, and the groups of ranks that have copies or
-        other parts of it. All of them have to write it alike."""
+        """Yield the FQN of each trained parameter, and the groups of ranks that have copies or
+        other parts of it. All of these ranks must write the parameter alike."""
         for mains in self.all_mains():
             for slot in mains.slots_with_main():
                 yield mains.name(slot), mains.sharers(slot)
 
     def offload_to_cpu(self) -> None:
-        """Move main params and moments off the accelerator, until :meth:`restore_from_cpu`; a step
-        before that raises RuntimeError. Gradients are the caller's to clear."""
+        """Move main params and moments to host memory, until :meth:`restore_from_cpu`.
+
+        A step before that raises RuntimeError. Gradients stay on the accelerator; call
+        ``zero_grad()`` to free them.
+        """
         # Work that backward began refers to gradients, so their memory could not be freed.
         self.discard_backward_work()
         super().offload_to_cpu()
@@ -405,31 +434,35 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     # -- what changed -----------------------------------------------------------------------------
 
     def track_changes(self, on: bool = True) -> None:
-        """Track the weights that change from now on, for :meth:`changed_weights`; or stop.
-        ``docs/deltas.md`` has the cost; without tracking there is none.
+        """Start or stop tracking the weights that change, for :meth:`changed_weights`. Without
+        tracking there is no cost; ``docs/deltas.md`` has the cost with tracking.
+
+        Args:
+            on: True to start, False to stop.
 
         Raises:
             ValueError: parameters have no names, or are in 8 bits.
-            RuntimeError: inside of ``averaged_weights()``.
+            RuntimeError: the call is inside a ``with optimizer.averaged_weights()`` block.
         """
         self.observers["changed_weights"].track(on)
 
     def changed_weights(self, *, full: bool = False) -> WeightDelta:
-        """Publish this rank's part of the changed elements of weights, with their values: elements
-        of 16-bit and FP32 parameters of this optimizer that differ from the last publication (at
-        first, from :meth:`track_changes`), in coordinates of the whole model. The ranks' parts
-        together are the delta; no element is in two of them.
+        """Return this rank's part of the weights that changed since the last call (at first, since
+        :meth:`track_changes`), with their values.
 
-        An element that returned to its old value may be listed; one that differs is never missed.
-        All elements may be listed of parameters that other code than a step wrote (with a trace,
-        see ``docs/outside_writes.md``).
+        The delta has elements of 16-bit and FP32 parameters of this optimizer, with indices in the
+        whole model. The deltas of all ranks together are complete, and no element is in two of
+        them. An element that returned to its old value may be in the delta; an element that differs
+        always is. If other code than a step wrote a parameter (``docs/outside_writes.md``), all of
+        its elements may be in the delta.
 
         Args:
-            full: True for all elements, for a receiver that has other weights than those of the
-                last publication.
+            full: True for all elements, for a receiver whose weights are not those of the last
+                call.
 
         Raises:
-            RuntimeError: :meth:`track_changes` was not called, or inside of ``averaged_weights()``.
+            RuntimeError: :meth:`track_changes` was not called, or the call is inside a ``with
+                optimizer.averaged_weights()`` block.
             BrokenOffError: the last step or load was interrupted.
         """
         delta: WeightDelta = self.observers["changed_weights"].publish(full)
@@ -440,8 +473,13 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     def state_dict(
         self, is_loading: bool = False, *, full_precision: bool = False
     ) -> dict[str, Any]:
-        """Return a state dict in torch's format, plus ``grad_scaler`` if the optimizer has one.
-        ``is_loading`` is accepted for compatibility, without effect."""
+        """Return a state dict in torch's format, plus ``grad_scaler`` if the optimizer has a loss
+        scaler.
+
+        Args:
+            is_loading: ignored, for compatibility with Megatron.
+            full_precision: True for FP32 copies of all state that is stored in fewer bits.
+        """
         return super().state_dict(full_precision=full_precision)
 
     def param_checksums(self) -> list[int | None]:
@@ -471,8 +509,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     # -- main params and metrics -------------------------------------------------------------------
 
     def choice_notes(self) -> tuple[str, ...]:
-        """Return lines that list the parameters of each rule with Muon, and the reasons; else
-        none."""
+        """Return lines that list which parameters Muon steps and which the scalar optimizer steps,
+        with the reasons; empty without Muon."""
         if self.config.optimizer != "muon":
             return ()
         chunks = [] if self.model_params is None else self.model_params.chunks()
@@ -480,11 +518,11 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     @abstractmethod
     def describe(self) -> Description:
-        """Return a table of count, bytes and backend with its reason, per group, place and dtype.
-        ``print`` it."""
+        """Return a table with the number of parameters, bytes, and backend with its reason, for
+        each group, place and dtype. ``print()`` shows the table."""
 
     def metrics(self) -> dict[str, float]:
-        """Numbers about the last step and the run so far."""
+        """Return numbers about the last step and the run so far, by name."""
         metrics = self.own_metrics()
         for observer in self.observers.values():
             metrics |= observer.metrics()
@@ -492,4 +530,4 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     @abstractmethod
     def own_metrics(self) -> dict[str, float]:
-        """:meth:`metrics` without those of observers."""
+        """Return :meth:`metrics` without the metrics of observers."""

@@ -1,6 +1,8 @@
-"""The hooks through which options watch the steps of a stack, and the weights that it writes.
+"""The hooks through which options observe the steps of a stack and the weights that the steps
+write.
 
-The step calls a list of observers and knows none of them by name. :mod:`mp_optim.monitor` has them.
+The step calls a list of observers and knows none of them by name. The observers are in
+:mod:`mp_optim.monitor`.
 """
 
 from __future__ import annotations
@@ -16,71 +18,83 @@ from mp_optim.core import StepPlan
 
 
 class Observer:
-    """Watches the steps of one stack. The hooks of this class do nothing.
+    """Base class of the observers of a stack's steps. Its hooks do nothing.
 
     Args:
-        stack: :class:`~mp_optim.MegatronOptimizer` whose steps are watched.
+        stack: the :class:`~mp_optim.MegatronOptimizer` to observe.
     """
 
     def __init__(self, stack: Any) -> None:
-        self._stack = weakref.ref(stack)  # the optimizer owns this object
+        # The optimizer owns this object, so a strong reference would be a cycle.
+        self._stack = weakref.ref(stack)
 
     @property
     def stack(self) -> Any:
-        """The stack whose steps are watched.
+        """The observed stack.
 
         Raises:
-            ReferenceError: it was deleted.
+            ReferenceError: the stack was deleted.
         """
         if (stack := self._stack()) is None:
-            raise ReferenceError("the optimizer of this observer was deleted; keep the optimizer")
+            raise ReferenceError(
+                "the optimizer of this observer was deleted; keep a reference to the optimizer"
+            )
         return stack
 
     def before_step(self) -> None:
-        """Watch a step that is decided, before anything is written."""
+        """Hook that is called after a step is decided, and before anything is written."""
 
     def after_step(self, grads: Any, verdict: Any) -> None:
-        """Watch a step that is complete, also one that was skipped.
+        """Hook that is called after each step, also after a skipped one.
 
         Args:
             grads: the step's :class:`~mp_optim.mixed_precision.step.StepGrads`.
-            verdict: :class:`~mp_optim.mixed_precision.clip_and_skip.Verdict` or ``DeviceVerdict``.
+            verdict: the step's :class:`~mp_optim.mixed_precision.clip_and_skip.Verdict` or
+                ``DeviceVerdict``.
         """
 
     @property
     def is_on(self) -> bool:
-        """True if the hooks have work to do under the config with which the stack is built."""
+        """True if the config of the stack needs the hooks of this observer."""
         return True
 
     # -- steps to skip
 
     def begin_judging(self, device: torch.device) -> bool:
-        """Prepare to judge the coming step on ``device``, where it is decided. Return False if this
-        observer skips nothing."""
+        """Prepare to judge the coming step. Return False if this observer skips no steps.
+
+        Args:
+            device: the device on which the step is decided.
+        """
         return False
 
     def judge(self, norm: Tensor) -> tuple[Tensor, Tensor]:
         """Judge a step on the device of its norm.
 
         Args:
-            norm: FP64, shape ().
+            norm: gradient norm of the step, FP64, shape ().
 
         Returns:
-            Bool of shape (), True to skip the step; FP64 numbers, 1-D, for :meth:`explain`.
+            Bool of shape (), True to skip the step; and FP64 numbers, 1-D, for :meth:`explain`.
         """
         raise NotImplementedError
 
     def explain(self, norm: float, numbers: Sequence[float]) -> tuple[str, dict[str, float]]:
-        """Return why a step is skipped, empty if it is taken; and metrics of the judgement.
+        """Return the reason for a skip, and metrics of the judgement by name. The reason is empty
+        if the step is taken.
 
         Args:
-            norm: of the step.
-            numbers: as :meth:`judge` returned them.
+            norm: gradient norm of the step.
+            numbers: the numbers that :meth:`judge` returned.
         """
         raise NotImplementedError
 
     def take(self, norm: Tensor) -> None:
-        """Remember the norm of a judged step, FP64 of shape (); nan if it is not finite."""
+        """Record the norm of a judged step for later steps.
+
+        Args:
+            norm: FP64, shape (); nan if the norm is not finite.
+        """
 
     # -- what is shown and saved
 
@@ -93,22 +107,22 @@ class Observer:
         return {}
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise ValueError unless :meth:`load_state_dict` can load this; write nothing."""
+        """Raise ValueError if :meth:`load_state_dict` cannot load the state; write nothing."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this observer's entries of a stack's state dict."""
 
 
 class Observers(dict[str, Any]):
-    """The observers of a stack by name, and the hooks of a step that they have.
+    """The observers of a stack by name, and the hooks that a step calls.
 
     Args:
-        kinds: class of each observer by name, in the order of their calls.
-        stack: the stack that they watch.
+        kinds: class of each observer by name, in the order of the calls.
+        stack: the observed stack.
 
     Attributes:
         before_step: hooks to call before a step.
-        after_step: hooks to call after it.
+        after_step: hooks to call after a step.
         judges: observers that may skip a step.
     """
 
@@ -132,22 +146,31 @@ class Observers(dict[str, Any]):
 
 
 class WeightObserver:
-    """Watches the weights of one precision wrapper. The hooks of this class do nothing."""
+    """Base class of the observers of one precision wrapper's weights. Its hooks do nothing."""
 
     def before_launch(self, plan: StepPlan, indices: list[int]) -> Sequence[Tensor | None]:
         """Return bitmaps in which kernels mark the elements that they change; empty for none.
 
         Args:
-            plan: of the slots that are going to be stepped.
-            indices: of these slots in the wrapper's slot table.
+            plan: the slots that are stepped next.
+            indices: indices of these slots in the wrapper's slot table.
         """
         return ()
 
     def after_launch(self) -> None:
-        """Watch weights that a step has written."""
+        """Hook that is called after a step has written weights."""
 
     def weight_written(self, index: int) -> None:
-        """Watch a weight that code other than a step wrote."""
+        """Hook that is called after other code than a step wrote a weight.
+
+        Args:
+            index: index of the slot in the wrapper's slot table.
+        """
 
     def state_exposed(self, index: int) -> None:
-        """Watch a slot whose main param or state a caller got, who may write to it."""
+        """Hook that is called before a caller gets the main param or state of a slot, which the
+        caller may write to.
+
+        Args:
+            index: index of the slot in the wrapper's slot table.
+        """

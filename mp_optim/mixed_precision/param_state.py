@@ -1,5 +1,5 @@
-"""How a precision wrapper shows the state of a model's parameter: in the parameter's layout, beside
-its main param, and only beside the weights it was saved with."""
+"""State of a model's parameter, as a precision wrapper exports and loads it: in the parameter's
+layout, with the main param, and valid only with the weights that it was saved with."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ from mp_optim.kernels.state_format import joined
 
 
 def as_sharded(local: Tensor, param: Tensor, key: str = "") -> Tensor:
-    """Return state of a DTensor parameter as a DTensor of the same layout and memory.
+    """Return a state tensor of a DTensor parameter as a DTensor that shares its memory.
 
-    Scalars, state of another shape, state that every rank has whole, and state of plain parameters
-    are returned unchanged.
+    The tensor is returned unchanged if the parameter is no DTensor, if the tensor has another shape
+    than this rank's part, or if every rank has the whole state.
 
     Args:
-        key: of the state; empty for a main param.
+        local: the state tensor on this rank.
+        param: the model's parameter.
+        key: state key of the tensor; empty for a main param.
     """
     if (
         not is_dtensor(param)
@@ -43,7 +45,7 @@ def as_sharded(local: Tensor, param: Tensor, key: str = "") -> Tensor:
 
     if (
         local.device.type != param.device_mesh.device_type
-    ):  # from_local would move it to the mesh's device
+    ):  # DTensor.from_local() would move the tensor to the device of the mesh.
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
         meta = TensorMeta(param.shape, param.stride(), local.dtype)
@@ -60,8 +62,8 @@ def as_sharded(local: Tensor, param: Tensor, key: str = "") -> Tensor:
 
 
 def stands_for(main: Tensor, param: Tensor) -> bool:
-    """Whether a parameter is its FP32 main param, rounded: to nearest even; or with halves away
-    from zero, as it is beside a remainder."""
+    """True if a parameter has the value of its FP32 main param, rounded to nearest even. With a
+    remainder, halves may also be rounded away from zero."""
     if same_values(main.to(device=param.device, dtype=param.dtype), param):
         return True
     if param.dtype != torch.bfloat16 or main.dtype != torch.float32:
@@ -74,11 +76,12 @@ def stands_for(main: Tensor, param: Tensor) -> bool:
 
 
 class Agreement:
-    """What is not yet certain about loaded slots.
+    """Loaded slots whose state is not yet compared with the model's weights.
 
     Attributes:
-        expected: checksums of the parameters that the remainders of these slots belong to.
-        written: slots whose parameter took another value when their main param was loaded.
+        expected: for each slot with a loaded remainder, the checksum of the parameter that it
+            belongs to.
+        written: slots whose parameter took another value when the main param was loaded.
     """
 
     def __init__(self) -> None:
@@ -86,18 +89,23 @@ class Agreement:
         self.written: set[Slot] = set()
 
     def forget(self, slot: Slot) -> None:
-        """Reset the record of a slot after a load."""
+        """Remove the records of a slot before it is loaded again."""
         self.expected.pop(slot, None)
         self.written.discard(slot)
 
     def check_expected(
         self, slot: Slot | None, param_of: Callable[[Slot], Tensor], name_of: Callable[[Slot], str]
     ) -> None:
-        """Raise unless what is expected of a slot, or of all, is so; what was found so once is not
-        asked again.
+        """Raise ValueError unless parameters have the expected checksums. A parameter that passes
+        is not checked again.
+
+        Args:
+            slot: the slot to check; None for all.
+            param_of: returns the local parameter of a slot.
+            name_of: returns its FQN.
 
         Raises:
-            ValueError: naming the parameters that have other values.
+            ValueError: parameters have other values; the message has their names.
         """
         some = {slot: self.expected[slot]} if slot in self.expected else {}
         chosen = self.expected if slot is None else some
@@ -111,10 +119,15 @@ class Agreement:
         param_of: Callable[[Slot], Tensor],
         name_of: Callable[[Slot], str],
     ) -> None:
-        """Raise unless parameters have the checksums they are expected to have.
+        """Raise ValueError unless parameters have the given checksums.
+
+        Args:
+            expected: slots with the checksums of their parameters.
+            param_of: returns the local parameter of a slot.
+            name_of: returns its FQN.
 
         Raises:
-            ValueError: naming those that have not.
+            ValueError: parameters have other values; the message has their names.
         """
         pairs = list(expected)
         sums = checksums_of([param_of(slot) for slot, _ in pairs])
@@ -133,7 +146,8 @@ class Agreement:
 
 
 def state_layout_of(param: Tensor) -> StateLayout:
-    """Return the layout of the state of a model's parameter: that of a DTensor, or as stored."""
+    """Return the layout in which the state of a parameter is exported: DTensors for a DTensor, else
+    as stored."""
     return StateLayout(
         show=lambda state: {key: as_sharded(value, param, key) for key, value in state.items()},
         take=local_state,
@@ -144,13 +158,13 @@ def state_layout_of(param: Tensor) -> StateLayout:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class UntrainedState(SlotState):
-    """State of a parameter that has never been trainable here: it costs nothing. Loading the state
-    of a run that trained the parameter makes it trainable.
+    """State of a parameter that has never been trainable. It takes no memory. Loading the state of
+    a run that trained the parameter makes the parameter trainable.
 
     Attributes:
-        prepared: makes a main param, which nothing shows yet, and returns the state of a trained
-            parameter.
-        take: makes the parameter one that was trainable.
+        prepared: makes a main param that the table does not record yet, and returns the state of a
+            trained parameter.
+        take: makes the parameter trainable.
     """
 
     prepared: Callable[[], ParamState]
@@ -189,18 +203,19 @@ def param_state(
     agreement: Agreement,
     layout: StateLayout,
 ) -> ParamState:
-    """Return the state of a parameter that is trained.
+    """Return the state of a trained parameter.
 
     Args:
-        executor: steps the slot, and keeps its state.
+        executor: the executor that steps the slot and keeps its state.
+        slot: the slot.
         name: FQN of the slot.
-        param: the tensor in the wrapper's groups.
-        has_own_main: True if another tensor is stepped for it.
-        agreement: agreement of the wrapper.
-        layout: layout in which state is shown.
+        param: the model's tensor in the wrapper's groups.
+        has_own_main: True if another tensor is stepped for the parameter.
+        agreement: record of loaded slots of the wrapper.
+        layout: layout in which the state is exported.
     """
     below, stepped = executor.state_of(slot), param_at(executor.param_groups, slot)
-    # otherwise the parameter is FP32, or has a remainder
+    # Otherwise the parameter is FP32, or its main param is stored with a remainder.
     has_fp32_main = has_own_main and param.dtype != torch.float32 and stepped.dtype == torch.float32
     is_shown = has_fp32_main or below.store.has_no_fp32_main(below.slot)
     return ParamState(
@@ -222,7 +237,7 @@ def param_state(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ParamState(SlotState):
-    """State of a parameter that is trained (:func:`param_state`)."""
+    """State of a trained parameter; :func:`param_state` makes it."""
 
     executor: Executor
     param: Tensor
@@ -231,7 +246,7 @@ class ParamState(SlotState):
 
     @property
     def _local(self) -> Tensor:
-        """This rank's part of the parameter."""
+        """This rank's part of the parameter, as a plain tensor."""
         return local_tensor(self.param)
 
     @property
@@ -251,15 +266,16 @@ class ParamState(SlotState):
         state = self.layout.take(saved)
         is_tied = self._belongs_to_weights(state) and not self._keeps_remainder()
         if checksum is not None and is_tied and not convert:
-            # a remainder may be loaded before its weights
+            # A remainder may be loaded before the weights that it belongs to.
             beside = self._local if weights is None else weights
             self.agreement.check([(self.slot, checksum)], lambda _: beside, lambda _: self.name)
-        if REMAINDER in state and self.main is not None:  # `fitted` joins it where bf16 is stepped
+        # With a bfloat16 main param, fitted() joins the remainder instead.
+        if REMAINDER in state and self.main is not None:
             state[MASTER] = joined(self.name, self._local, state.pop(REMAINDER))
         return super().fit(state, convert)
 
     def _check_dtype(self, saved: State) -> None:
-        """Raise ValueError if an FP32 parameter is here that had fewer bits when it was saved."""
+        """Raise ValueError if the parameter is FP32 and had 16 or 8 bits at the save."""
         if self.param.dtype != torch.float32:
             return
         was = {REMAINDER: "bfloat16", MASTER: "of 16 or 8 bits"}
@@ -276,39 +292,42 @@ class ParamState(SlotState):
         self.agreement.forget(self.slot)
         is_narrowed = MASTER in state and self._stepped.dtype == torch.bfloat16
         if is_narrowed and not stands_for(state[MASTER], self._local):
-            self.agreement.written.add(self.slot)  # as soon as parameter and remainder are split
+            # Record this before load() splits the value into parameter and remainder.
+            self.agreement.written.add(self.slot)
         super().load(state)
 
     # -- remainders belong to the parameters they were saved with ---------------------------------
 
     def _belongs_to_weights(self, saved: State) -> bool:
-        """Whether a saved state belongs to the parameter whose checksum was saved with it: a
-        checksum is of the whole parameter."""
+        """True if a saved state has a remainder that can be compared with a checksum. The checksum
+        is of the whole parameter, so this rank must have all of it."""
         return REMAINDER in saved and self.layout.is_whole
 
     def _keeps_remainder(self) -> bool:
         return REMAINDER in self.store.live_state(self.slot)
 
     def has_remainder(self) -> bool:
-        """Whether the main param is the parameter and a remainder."""
+        """True if the main param is stored as the bfloat16 parameter and a remainder."""
         return self._stepped.dtype == torch.bfloat16 and self._keeps_remainder()
 
     @torch.no_grad()
     def finish_load(self, saved: State, checksum: int | None) -> bool:
         is_tied = self._belongs_to_weights(saved) and self._keeps_remainder()
         if checksum is not None and is_tied and checksums_of([self._local]) != [checksum]:
-            self.agreement.expected[self.slot] = checksum  # its weights are loaded later
+            # The weights may be loaded after this, so the next use checks the remainder.
+            self.agreement.expected[self.slot] = checksum
         differs = self._write_model()
         if differs:
             self.layout.written()
         return differs
 
     def _write_model(self) -> bool:
-        """Give the model's parameter the value of the main param; return whether it had another."""
+        """Round the main param into the model's parameter. Return True if the parameter had another
+        value."""
         noted = self.slot in self.agreement.written
         self.agreement.written.discard(self.slot)
         if not self.has_own_main or self.param.dtype == torch.float32:
-            return noted  # the parameter itself is stepped, or has all bits of its main param
+            return noted  # The parameter itself is stepped, or it has all bits of its main param.
         if is_quantized(self.param):
             main = self.executor.main_param(self.slot)
             differs = not holds(self.param, main)
@@ -316,7 +335,7 @@ class ParamState(SlotState):
                 quantize_(self.param, main)
             return differs
         main, local = self._stepped, self._local
-        # the checksum of a bfloat16 main param was recorded when it was split
+        # load() has recorded whether the parameter changed when it split a bfloat16 main param.
         differs = main.dtype == torch.float32 and not stands_for(main, local)
         value = main.to(device=local.device, dtype=local.dtype)
         if not same_values(value, local):

@@ -1,4 +1,4 @@
-"""Rows of parameters that are multiplied by factors between two steps (QK-clip)."""
+"""Multiplies rows of parameters by factors between two steps, as QK-clip needs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from mp_optim.mixed_precision.main_params import MainParams
 def scale_rows_(
     wrappers: Sequence[MainParams], factors: Mapping[str, Tensor], mark: StepMark
 ) -> None:
-    """See :meth:`~mp_optim.MegatronOptimizer.scale_rows_`; writes what this rank keeps.
+    """Multiply the rows of parameters on this rank
+    (:meth:`~mp_optim.MegatronOptimizer.scale_rows_`).
 
     Args:
-        mark: set before the first parameter is written.
+        wrappers: main params of each wrapper.
+        factors: by FQN, one factor for each row.
+        mark: consistency flag, set before the first write.
     """
     if not isinstance(factors, Mapping):
         raise ValueError(
-            f"scale_rows_: factors are a {type(factors).__name__}, not a dict of tensors by name"
+            f"scale_rows_: factors is a {type(factors).__name__}; pass a dict of tensors by name"
         )
     places = {
         wrapper.name(slot): (wrapper, slot)
@@ -63,7 +66,7 @@ def _check(name: str, param: Tensor, factors: Any) -> None:
         row = int((~finite).nonzero()[0])
         raise ValueError(
             f"scale_rows_: the factor of row {row} of {name} is {float(factors[row])!r}, which is "
-            "not finite in FP32"
+            "not finite in FP32; pass finite factors"
         )
 
 
@@ -75,7 +78,12 @@ def _scale(wrapper: MainParams, slot: Slot, factors: Tensor) -> None:
 
 
 def _for_elements(param: Tensor, factors: Tensor) -> Tensor:
-    """Return the factor of each element of a parameter on this rank, in a shape that broadcasts."""
+    """Return the factor of each element of a parameter on this rank, in a shape that broadcasts.
+
+    Args:
+        param: the model's parameter.
+        factors: one factor for each row of the whole parameter.
+    """
     region, local = region_of(param), local_tensor(param)
     if region.offsets is not None:
         first = region.offsets[0]

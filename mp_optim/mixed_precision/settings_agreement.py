@@ -1,7 +1,8 @@
-"""Ranks that hold parts or copies of the same parameters compare what they step them with.
+"""Ranks that have parts or copies of the same parameters compare the settings with which they step
+them.
 
-What is compared is all of the config and of the groups' settings, so that nothing can be forgotten:
-here it is put into lines, whose number travels; the lines are read where the numbers differ.
+All fields of the config and all settings of groups are compared, as lines of text. The ranks
+exchange a hash of the lines, and the lines only if hashes differ.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from mp_optim.process_groups.agreement import check_agreement, difference_told, 
 
 _OF_ONE_RANK = ("timers", "host_threads")
 _OF_ONE_MACHINE = ("optimizer_state_path",)
-"""Paths, of which only the use is compared."""
+"""Fields with a path. Ranks compare only whether a path is set."""
 
 
 def of_config(config: OptimizerConfig) -> list[str]:
-    """Return each field of the config that must be equal on all ranks."""
+    """Return a line for each field of the config that must be equal on all ranks."""
     said = {spec.name: getattr(config, spec.name) for spec in fields(config)}
     for name in _OF_ONE_RANK:
         del said[name]
@@ -42,8 +43,13 @@ def of_config(config: OptimizerConfig) -> list[str]:
 
 
 def of_groups(groups: ParamGroups, indices: Iterable[int] | None = None) -> list[str]:
-    """Return the settings of some groups, or of all, one a line. A group is named by its first
-    parameter, because ranks may number theirs differently."""
+    """Return a line for each setting of some groups. A line names the group by its first parameter,
+    because ranks may number their groups differently.
+
+    Args:
+        groups: the optimizer's param groups.
+        indices: indices of the groups; None for all.
+    """
     return [
         f"{name}={_plain(value)!r} of the group of {slot_name(groups, Slot(index, 0))}"
         for index in (range(len(groups)) if indices is None else indices)
@@ -52,7 +58,8 @@ def of_groups(groups: ParamGroups, indices: Iterable[int] | None = None) -> list
 
 
 def _plain(value: Any) -> Any:
-    """Return a value to compare. Values on a device are not waited for."""
+    """Return the form of a value that is compared. The value of a tensor on an accelerator is not
+    compared, because reading it would wait."""
     if isinstance(value, Tensor):
         return value.tolist() if value.device.type == "cpu" else "on a device"
     kinds = (bool, int, float, str, tuple, list, torch.dtype, Mapping, type(None))
@@ -66,16 +73,17 @@ class SettingsAlike:
     """The settings with which this rank steps parameters that it shares with other ranks.
 
     Args:
-        slots: slots of the parameters that are stepped.
-        params: their tensors: DTensors, or the parts of a distributed optimizer.
-        keys: their norm keys.
+        slots: the slots that are stepped.
+        params: the parameter of each slot: a DTensor, or this rank's part with a distributed
+            optimizer.
+        keys: norm key of each slot.
 
     Attributes:
-        device: the first parameter's device.
-        keys: every norm key once, in order.
-        copies: for each norm key of DTensors, groups of ranks that hold copies of these parts
-            (HSDP), which step them alike.
-        said: lines of which the last numbers were made.
+        device: device of the first parameter.
+        keys: each norm key once, in slot order.
+        copies: for each norm key of DTensors, the groups of ranks that have copies of the same
+            parts (HSDP).
+        said: the lines that :meth:`numbers` hashed last.
     """
 
     def __init__(
@@ -105,12 +113,17 @@ class SettingsAlike:
             self._ranks |= dict.fromkeys(dist.get_process_group_ranks(group))
 
     def check(self, config: OptimizerConfig, groups: ParamGroups) -> None:
-        """Compare all settings, before what they say is done. Collective.
+        """Compare all settings with the other ranks, before any of them is used. Collective.
+
+        Args:
+            config: the config.
+            groups: the optimizer's param groups.
 
         Raises:
-            ValueError: ranks have others, naming them.
+            ValueError: settings differ; the message names the ranks and the setting.
         """
-        for key, copies in self.copies.items():  # a distributed optimizer compares at construction
+        # A DistributedOptimizer has compared its settings in the constructor.
+        for key, copies in self.copies.items():
             over, said = [*key.shard_groups, *copies], of_config(config)
             said += of_groups(groups, self._groups[key])
             doing, what = "comparing the ranks' settings", "parameters"
@@ -125,15 +138,17 @@ class SettingsAlike:
         over: Sequence[ProcessGroup] = (),
         also: Sequence[str] = (),
     ) -> dict[NormKey, int]:
-        """Return a number for each norm key of shared parameters, made of the settings of this
-        step, for :func:`~mp_optim.mixed_precision.grad_norm.agree` to compare in the reduction of
+        """Return a hash of this step's settings for each norm key of shared parameters.
+        :func:`~mp_optim.mixed_precision.grad_norm.agree` compares the hashes in the reduction of
         the norm.
 
         Args:
+            config: the config.
+            groups: the optimizer's param groups.
             keys: norm keys of this step's gradients.
-            all_keys: norm keys of the model.
-            over: ranks that share all parameters, if each of them steps everything.
-            also: more lines that the ranks have to have in common.
+            all_keys: every norm key of the model.
+            over: ranks that all have all parameters, if each of them steps everything.
+            also: further lines that must be equal on these ranks.
         """
         shared: Mapping[NormKey, Iterable[int]] = self._groups
         if over:
@@ -153,13 +168,18 @@ class SettingsAlike:
 
     @property
     def ranks(self) -> list[int]:
-        """Global numbers of the ranks that hold the other parts and copies, and of this one."""
+        """Global numbers of the ranks that have the other parts and copies, with this rank, in
+        ascending order."""
         return sorted(self._ranks)
 
 
 def disagreement(parts: Sequence[SettingsAlike]) -> ValueError:
-    """Return an error with the difference between ranks that hold the same parameters. Each rank
-    that noticed it calls this by itself."""
+    """Return the error about settings that differ between ranks, with the difference. Not a
+    collective: each rank calls this when it finds the difference.
+
+    Args:
+        parts: the settings of each wrapper.
+    """
     said = [line for settings in parts for line in settings.said]
     ranks = sorted({rank for settings in parts for rank in settings.ranks})
     how = difference_told(said, ranks)
@@ -177,14 +197,14 @@ def check_write(
     each kind of sharing.
 
     Args:
-        sharers: the name of each trained parameter here, and the groups that share it.
+        sharers: FQN of each trained parameter on this rank, with the groups of ranks that share it.
         doing: name of the call.
-        values: arguments by parameter name. Other names are compared on all ranks.
-        device: device of the numbers that are reduced.
+        values: arguments by FQN. Arguments with other names are compared on all ranks.
+        device: device of the reduced numbers.
 
     Raises:
-        ValueError: ranks have other values, naming them.
-        MissingRanksError: a rank calls something else, or is gone.
+        ValueError: the arguments differ; the message names the ranks.
+        MissingRanksError: a rank called something else, or has ended.
     """
     given = dict(values) if isinstance(values, Mapping) else {"all": values}
     named: dict[tuple[ProcessGroup, ...], set[str]] = {}
@@ -200,7 +220,8 @@ def check_write(
 
 
 def _described(value: Any) -> str:
-    """Return a line with a value's kind, shape and checksum; without a checksum for a part."""
+    """Return a line about a value, with its class, shape and checksum. The line of a DTensor or
+    FlatShard has no checksum."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     text = f"{type(value).__name__} of {value.dtype}, shape {tuple(value.shape)}, {value.layout}"

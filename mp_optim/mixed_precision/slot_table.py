@@ -1,5 +1,5 @@
-"""The slot table of the precision wrappers: columns with facts about every slot, because one pass
-over a list is cheap."""
+"""The slot table of a precision wrapper: facts about all slots as columns, because a pass over a
+list is cheap."""
 
 from __future__ import annotations
 
@@ -38,13 +38,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SlotColumns:
-    """Columns of the table for some slots, reused in every step.
+    """Columns of the table for the slots of a step. The next step reuses the object if nothing
+    changed.
 
     Attributes:
         indices: indices of the slots in the table.
         keys: norm key of each slot.
-        group: norm group of all slots, if they have one in common.
-        params: their tensors, those of DTensors local.
+        group: norm group that all slots have in common; None if there is none.
+        params: the model's tensor of each slot; a DTensor's local shard.
+        slots: the slots as a step plan.
+        outputs: the tensors that the step writes; None for a slot that is stepped in place.
     """
 
     indices: list[int]
@@ -61,24 +64,23 @@ class SlotTable:
 
     A slot is in one of four states:
 
-    - It has no main param: its parameter was never trainable (``has_main`` is False).
-    - It has no main param yet, but :class:`MainParams` prepared one for state that is being loaded.
-    - Its parameter is its main param (``has_main`` alone).
-    - Its main param is another tensor (``has_main`` and ``has_own_main``). The step writes the
+    - No main param: the parameter was never trainable (``has_main`` is False).
+    - No main param, but :class:`MainParams` prepared one for state that is being loaded.
+    - The parameter is its own main param (only ``has_main`` is True).
+    - The main param is another tensor (``has_main`` and ``has_own_main``). The step writes the
       parameter, or quantizes into it afterwards (``quantized``).
 
     Attributes:
         executor: the executor that steps the slots.
         slots: group and position of each slot.
-        seen: the model tensors, by which changes by other code are detected.
-        has_main: True if the parameter was trainable when its group was added or since. Only such a
-            slot has state.
+        seen: the model's tensors with their fingerprints, which detect changes by other code.
+        has_main: True if the parameter has ever been trainable. Only such a slot has state.
         has_own_main: True if the main param is another tensor than the model's.
         quantized: True if the model's tensor is in 8 bits with scales.
         keys: the norm in which the gradient counts.
-        streams: stream of random numbers.
+        streams: random stream of each parameter.
         layouts: device of the model's tensor, and its split over ranks.
-        split_over: groups of ranks over which the parameter is sharded.
+        split_over: process groups over which the parameter is sharded.
         first: index of each group's first slot.
 
     NOTE: a method that writes a column calls ``StepMark.invalidate_plans()``, which drops all facts
@@ -98,7 +100,7 @@ class SlotTable:
     first: list[int] = field(default_factory=list)
 
     def index(self, slot: Slot) -> int:
-        """Return the index of a slot in the lists."""
+        """Return the index of a slot in the columns."""
         return self.first[slot.group] + slot.position
 
     @property
@@ -107,7 +109,8 @@ class SlotTable:
         return self.seen.params
 
     def reuse(self, name: str, make: Callable[[], T]) -> T:
-        """Return a fact that is derived from the columns. Compute it again only after a change.
+        """Return a fact that is derived from the columns. It is computed at the first call, and
+        again after ``StepMark.invalidate_plans()``.
 
         Args:
             name: name of the fact.
@@ -133,7 +136,7 @@ class SlotTable:
         layout: ParamLayout,
         split_over: Groups,
     ) -> None:
-        """Take one more slot and the tensor there as seen; it has no main param yet."""
+        """Append a slot that has no main param yet. Its present tensor counts as seen."""
         self.slots.append(slot)
         self.seen.extend([param])
         self.has_own_main.append(False)
@@ -146,16 +149,17 @@ class SlotTable:
         self.executor.step_mark.invalidate_plans()
 
     def set_main(self, index: int, is_own: bool) -> None:
-        """Note that a slot has a main param and state now.
+        """Record that a slot now has a main param and state.
 
         Args:
-            is_own: the main param is another tensor than the model's parameter.
+            index: index of the slot.
+            is_own: True if the main param is another tensor than the model's parameter.
         """
         self.has_own_main[index], self.has_main[index] = is_own, True
         self.executor.step_mark.invalidate_plans()
 
     def look(self, params: Sequence[Tensor]) -> None:
-        """Record the present tensors of all slots."""
+        """Record the present tensors of all slots as seen."""
         self.executor.step_mark.invalidate_plans()
         self.seen.look(params)
         self.quantized = list(map(is_quantized, params))
@@ -163,15 +167,16 @@ class SlotTable:
     def grads(
         self, name_of: Callable[[Slot], str], released: Mapping[Slot, Tensor]
     ) -> tuple[SlotColumns, CachedTensorList]:
-        """Return the slots that have a gradient now, and their local gradients.
+        """Return the columns of the slots that have a gradient, and their local gradients.
 
         Args:
-            released: gradients that left their parameters.
+            name_of: returns the FQN of a slot, for messages.
+            released: gradients that were removed from their parameters during backward.
 
         Raises:
-            TypeError: a gradient is sparse or not floating point, naming the parameter.
-            ValueError: a parameter is on the meta device, or has another gradient next to one that
-                was released; or a gradient has no memory, or another shape than its parameter.
+            TypeError: a gradient is sparse or not floating point; the message names the parameter.
+            ValueError: a parameter is on the meta device, or has a second gradient in addition to
+                the released one. Or a gradient has no memory, or another shape than its parameter.
         """
         params = self.seen.params
         simple = self.seen.plain and not released and have_grad_only(params)
@@ -180,9 +185,9 @@ class SlotTable:
             index = self.index(slot)
             if present[index] is not None:
                 raise ValueError(
-                    f"{name_of(slot)}: its gradient was released during backward, and a second "
-                    "gradient cannot be added to it (another dtype, sparse, or assigned by the "
-                    "program); set release_gradients=False"
+                    f"{name_of(slot)}: its gradient was released during backward, so a second "
+                    "gradient (of another dtype, sparse, or assigned by the program) cannot be "
+                    "added; set release_gradients=False"
                 )
             present[index] = grad
         is_whole = all(map(operator.is_not, present, itertools.repeat(None)))
@@ -198,7 +203,8 @@ class SlotTable:
             columns = self.select(indices)
             grads = CachedTensorList(grad for grad in present if grad is not None)
         if simple:
-            # torch allows only the parameter's shape and device for ``grad``.
+            # torch requires that ``grad`` has the parameter's shape and device, so they need no
+            # check.
             sizes, devices = columns.params.sizes, columns.params.devices
             vars(grads).update(sizes=sizes, devices=devices)
         elif not are_plain(grads):
@@ -208,16 +214,17 @@ class SlotTable:
         indices, shapes = columns.indices, self.seen.fingerprints.shapes
         if len(indices) < len(shapes):
             shapes = [shapes[index] for index in indices]
-        try:  # is_contiguous() raises for layouts without strides
+        try:  # is_contiguous() raises for layouts without strides.
             strided = grads.contiguous or all(grad.layout == torch.strided for grad in grads)
         except RuntimeError:
             strided = False
         is_readable = strided and grads.dtypes <= GRADIENT_DTYPES and _META not in grads.devices
-        # torch checks the shape of a gradient when it is assigned, but not when the memory of the
-        # parameter or of the gradient is replaced after that.
+        # torch checks the shape of a gradient when it is assigned. It does not check again if the
+        # memory of the parameter or of the gradient is replaced later.
         if not is_readable or list(map(Tensor.size, grads)) != shapes or not grads.stored:
             self._refuse(indices, shapes, grads, name_of)
-        if "sizes" in vars(grads):  # the sizes of the parameters are checked now
+        # The shapes are checked by now, so these sizes are those of the gradients, too.
+        if "sizes" in vars(grads):
             vars(grads)["own_sizes"] = grads.sizes
         return columns, grads
 
@@ -228,8 +235,15 @@ class SlotTable:
         tensors: Sequence[Tensor],
         name_of: Callable[[Slot], str],
     ) -> None:
-        """Raise if a gradient is of a kind that cannot be read, has another shape than its
-        parameter, or no memory; or if a parameter is on the meta device."""
+        """Raise if a gradient has an unsupported dtype or layout, another shape than its parameter,
+        or no memory; or if a parameter is on the meta device.
+
+        Args:
+            indices: indices of the slots.
+            shapes: shape of each parameter.
+            tensors: the gradient of each slot, or the parameter if it has no gradient.
+            name_of: returns the FQN of a slot.
+        """
         for index, shape, tensor in zip(indices, shapes, tensors, strict=True):
             error: type[Exception] = ValueError
             if tensor.is_meta:
@@ -262,8 +276,8 @@ class SlotTable:
     def updates(
         self, grads: Mapping[Slot, Tensor], multiplier: float, param_groups: ParamGroups
     ) -> SlotUpdates:
-        """Return the updates of some slots with these local gradients, in this order, except slots
-        that have no main param or whose parameters changed since the last step.
+        """Return the updates of some slots, in the order of their gradients. Leave out slots that
+        have no main param, or whose parameter was replaced since the last step.
 
         Args:
             grads: local gradients by slot.
@@ -282,8 +296,12 @@ class SlotTable:
         return SlotUpdates(chosen.slots, present, [multiplier] * len(present), chosen.outputs)
 
     def select(self, indices: list[int]) -> SlotColumns:
-        """Return the columns of some slots. If neither the slots nor their tensors changed, return
-        the object of the last step."""
+        """Return the columns of some slots. If neither the slots nor their tensors changed since
+        the last step, return the same object as then.
+
+        Args:
+            indices: indices of the slots.
+        """
         columns = self.reuse("columns", lambda: self._select(indices))
         if columns.indices != indices:
             columns = self.executor.step_mark.reused[id(self)]["columns"] = self._select(indices)

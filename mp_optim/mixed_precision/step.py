@@ -1,15 +1,17 @@
 """One step of a stack, from top to bottom.
 
-1. Finish the work that backward began (``offload/backward_scheduler.py``).
-2. Refresh what was replaced, written or edited since the last step, and collect the gradients.
-3. Measure the gradients: one read of each (``measure`` in ``grad_norm.py``).
+1. Finish the work that began during backward (``offload/backward_scheduler.py``).
+2. Refresh main params whose parameters were replaced or written since the last step, and collect
+the gradients.
+3. Measure the gradients, which reads each gradient once (``measure`` in ``grad_norm.py``).
 4. Agree with the other ranks: one reduction of a few scalars (``agree`` in ``grad_norm.py``).
-5. Decide: multipliers, or a skip (``clip_and_skip.py``); on the device where no host must know.
+5. Decide: multipliers, or a skip (``clip_and_skip.py``). If no host needs the verdict, the device
+decides.
 6. Run: the executor steps the slots that have a gradient.
 7. Record: counts, loss scale, observers.
 
 A stack is one precision wrapper (:class:`WrappedGrads`), or a composite of stacks
-(:class:`GradsOfMembers`). How a skipped step is counted is written in ``clip_and_skip.py``.
+(:class:`GradsOfMembers`). ``clip_and_skip.py`` describes how a skipped step is counted.
 """
 
 from __future__ import annotations
@@ -71,28 +73,30 @@ def take_step(
 
     Args:
         stack: the outermost optimizer, a :class:`mp_optim.MegatronOptimizer`.
-        prepared: gradients, verdict and judge of a caller that collects, measures and decides
-            itself.
+        prepared: gradients, verdict, and the observer that judged the step, from a caller that
+            collects, measures and decides itself. None to do all three here.
 
     Raises:
-        TypeError, ValueError: a gradient or a hyperparameter is not supported, naming it; nothing
-            was stepped.
+        TypeError, ValueError: a gradient or a hyperparameter is not supported; the message has its
+            name. Nothing was stepped.
         BrokenOffError: the previous step was interrupted.
     """
     config, observers = stack.config, stack.observers
     with stack.step_mark.step(stack):
         if prepared is None:
             with _UNTIMED if config.timers is None else _timed(config, "optimizer-clip-main-grad"):
-                # finish the work of backward, refresh, collect
+                # Phases 1 and 2: finish the work of backward, refresh main params, collect
+                # gradients.
                 try:
                     grads = stack.grads_of(stack)
-                except WorkerError:  # every worker's job runs again in this process
+                # If one worker fails, the jobs of all workers are done again in this process.
+                except WorkerError:
                     stack.discard_backward_work()
                     raise
-                # measure, agree
+                # Phases 3 and 4: measure and agree.
                 device = grads.verdict_device
                 measurement = grads.sums(on_host=device is None)
-                # decide
+                # Phase 5: decide.
                 verdict, judge = _decide(stack, measurement, device)
         else:
             grads, verdict, judge = prepared
@@ -101,7 +105,7 @@ def take_step(
         if judge is not None and MAIN_NORM in verdict.norms:
             judge.take(torch.tensor(verdict.norms[MAIN_NORM], dtype=torch.float64, device=_HOST))
         stack.counts.record(verdict)
-        # run
+        # Phase 6: run.
         with _UNTIMED if config.timers is None else _timed(config, "optimizer-inner-step"):
             if verdict.cause:
                 grads.skip()
@@ -109,7 +113,8 @@ def take_step(
                 norm, limit = verdict.norms.get(MAIN_NORM), config.clip_grad
                 clipped = min(norm, limit) if norm is not None and limit > 0 else norm
                 grads.step(verdict.multipliers, clipped)
-        # record; the loss scale is the last write within the mark
+        # Phase 7: record. The loss scale is the last write inside the mark, so an interrupt before
+        # it is noticed.
         if stack.grad_scaler is not None:
             stack.step_mark.touch()
             stack.grad_scaler.update(verdict.found_inf)
@@ -117,18 +122,21 @@ def take_step(
     for after_step in observers.after_step:
         after_step(grads, verdict)
     if config.release_gradients:
-        stack.zero_grad()  # released gradients are None; set the others to None, too
+        # Released gradients are None already. Set the other gradients to None, too.
+        stack.zero_grad()
     return verdict.result
 
 
 def _decide(
     stack: Any, measurement: Measurement, device: torch.device | None
 ) -> tuple[Verdict | DeviceVerdict, Observer | None]:
-    """Return the verdict, and the observer that judged it on the host.
+    """Return the verdict on a step, and the observer that judged it on the host, if any.
 
     Args:
-        device: the device on which kernels read the verdict, or None. The verdict is formed there
-            if the measurement and the loss scale are there, so that no host waits for it.
+        stack: the outermost optimizer.
+        measurement: agreed sums of squares.
+        device: the device on which kernels read the verdict, or None. If the measurement and the
+            loss scale are on this device, the verdict is formed there, and no host waits for it.
     """
     config = stack.config
     scaling = () if stack.grad_scaler is None else (stack.grad_scaler.inv_scale,)
@@ -146,7 +154,7 @@ def _decide(
 
 @contextmanager
 def _timed(config: OptimizerConfig, name: str) -> Iterator[None]:
-    """Time a phase of a step with Megatron's timers."""
+    """Time a phase of a step with Megatron's timers, if the config has any."""
     assert config.timers is not None
     timer = config.timers(name, log_level=1)
     timer.start(barrier=config.barrier_with_L1_time)
@@ -160,17 +168,18 @@ def _timed(config: OptimizerConfig, name: str) -> Iterator[None]:
 
 
 class StepGrads(ABC):
-    """Gradients that a stack's optimizers collect for one step, freed with this object.
-
-    Raises:
-        WorkerError: work during backward failed; the caller discards the work of all workers.
-        TypeError, ValueError: a gradient or a hyperparameter is not supported, naming it.
+    """The gradients of one step, from all wrappers of a stack. They are freed with this object.
 
     Attributes:
         has_any: True if any parameter has a gradient.
-        has_slots: True if there is any parameter.
-        verdict_device: the one device on which every slot is stepped by kernels that read
-            multipliers there; None if the verdict is needed as numbers.
+        has_slots: True if the stack has any parameter.
+        verdict_device: the device on which kernels step every slot and read multipliers; None if
+            the host needs the multipliers as numbers.
+
+    Raises:
+        WorkerError: work during backward failed; the caller discards the work of all workers.
+        TypeError, ValueError: a gradient or a hyperparameter is not supported; the message has its
+            name.
     """
 
     has_any: bool
@@ -182,26 +191,31 @@ class StepGrads(ABC):
         """Return the sums of squares, agreed with the other ranks.
 
         Args:
-            on_host: the verdict is formed on the host, so sums may be numbers.
+            on_host: True if the host forms the verdict, so that sums may be numbers instead of
+                tensors.
         """
 
     @abstractmethod
     def skip(self) -> None:
-        """Step nothing, as the host decided."""
+        """Step nothing, because the host decided to skip the step."""
 
     @abstractmethod
     def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
         """Step the slots that have a gradient.
 
         Args:
-            multipliers: by norm group.
-            grad_norm: after clipping, for rules that clip by it themselves; None if it is not known
-                on the host.
+            multipliers: factor of the gradients, by norm group.
+            grad_norm: norm after clipping, for rules that clip by themselves; None if the host does
+                not know it.
         """
 
 
 class GradsOfMembers(StepGrads):
-    """Gradients of a composite's members, which have one measurement and one verdict."""
+    """The gradients of a composite's members, which share one measurement and one verdict.
+
+    Args:
+        composite: a :class:`~mp_optim.zero.composite.CompositeOptimizer`.
+    """
 
     def __init__(self, composite: Any) -> None:
         members: list[StepGrads] = [member.grads_of(member) for member in composite.members]
@@ -225,21 +239,23 @@ class GradsOfMembers(StepGrads):
 
 @dataclass(eq=False)
 class Engine:
-    """The parts with which a precision wrapper steps, for the wrapper's life.
+    """The objects with which a precision wrapper steps, for the wrapper's life.
 
     Attributes:
-        optimizer: the inner optimizer, as it was given.
+        optimizer: the inner optimizer that the caller gave.
         executor: the executor of that optimizer.
-        mains: main params.
-        table: columns of all slots, as ``mains`` saw them last.
-        overlap: work during backward; None without it.
+        mains: the main params.
+        table: the slot table of ``mains``.
+        overlap: scheduler of work during backward; None without such work.
         config: see :class:`mp_optim.OptimizerConfig`.
         param_groups: the wrapper's live groups.
-        process_groups: ranks that agree on the norm.
-        norm_names: norm groups that any rank has; None until ranks have exchanged them.
-        has_compared: True if ranks have compared their settings.
-        keeps_param_sums: True if steps keep the sums of single parameters, decided by the first.
-        compared: lines that ranks which share parameters compare in each step, besides settings.
+        process_groups: the ranks that agree on the gradient norm.
+        norm_names: names of the norm groups on all ranks; None until the ranks have exchanged them.
+        has_compared: True if the ranks have compared their settings.
+        keeps_param_sums: True if steps keep the sum of squares of each parameter. The first step
+            decides.
+        compared: lines, in addition to settings, that ranks with the same parameters compare in
+            each step.
     """
 
     optimizer: torch.optim.Optimizer
@@ -276,10 +292,10 @@ class Engine:
             all_keys: every norm key of the model, also keys without a gradient now, so that all
                 ranks reduce alike; by default those of the table.
             over: ranks over which the gradients are split although the parameters are not.
-            known: see :func:`~mp_optim.mixed_precision.grad_norm.measure_rest`; empty if no sum is
-                known.
-            held: the same.
-            on_host: numbers may be returned.
+            known: known sums of squares, as for
+                :func:`~mp_optim.mixed_precision.grad_norm.measure_rest`; empty if none is known.
+            held: whether each gradient is a copy in host memory, as for that function.
+            on_host: True if the result may have numbers instead of tensors.
         """
         config, common = self.config, self.table.common
         device, ranks = common.device, self.process_groups.grad_stats
@@ -287,8 +303,9 @@ class Engine:
         if not self.has_compared:
             common.check(config, self.param_groups)
             self.has_compared = True
-            # Later changes on one rank are named by the reduction of the norm. They must not change
-            # which collectives this rank takes part in.
+            # If one rank changes its settings later, the reduction of the norm names the setting.
+            # The change must not alter the collectives in which this rank takes part, so this is
+            # read once.
             self.keeps_param_sums = bool(config.log_param_grad_norms)
         if known:
             each = measure_rest(grads, known, held, config.fused_backend, device)
@@ -315,14 +332,15 @@ class Engine:
 
 
 class WrappedGrads(StepGrads):
-    """Gradients of one precision wrapper's parameters.
+    """The gradients of one precision wrapper's parameters. The constructor first refreshes the
+    wrapper's settings and main params.
 
     Args:
-        wrapper: the :class:`~mp_optim.mixed_precision.wrapped_optimizer.WrappedOptimizer`. Its
-            settings and main params are refreshed first.
+        wrapper: the :class:`~mp_optim.mixed_precision.wrapped_optimizer.WrappedOptimizer`.
 
     Raises:
-        TypeError, ValueError: a gradient or a hyperparameter is not supported, naming it.
+        TypeError, ValueError: a gradient or a hyperparameter is not supported; the message has its
+            name.
     """
 
     def __init__(self, wrapper: Any) -> None:

@@ -1,4 +1,4 @@
-"""WrappedOptimizer: one inner optimizer with main params, and its part of a step."""
+"""WrappedOptimizer: one inner optimizer with main params."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ from mp_optim.rules.rule_optimizer import SlotOptimizer, executor_of
 
 
 class WrappedOptimizer(MegatronOptimizer):
-    """Common part of the precision wrappers.
+    """Base class of the precision wrappers, with one inner optimizer.
 
     Args:
-        optimizer: any torch optimizer over the model's parameters. One of this package steps
-            gradients of any dtype in one pass; a foreign one gets FP32 ``.grad``.
+        optimizer: any torch optimizer over the model's parameters. An optimizer of this package
+            steps gradients of any dtype in one pass; any other optimizer gets FP32 ``.grad``.
         config: see :class:`mp_optim.OptimizerConfig`.
-        grad_scaler: loss scale, or None for 1.
+        grad_scaler: loss scale; None for 1.
         init_state_fn: ignored, for compatibility with Megatron; :meth:`init_state` allocates state.
-        process_groups: the ranks that agree on the gradient norm.
+        process_groups: the ranks that agree on the gradient norm; by default this process alone.
 
     Raises:
-        TypeError, ValueError: a parameter's dtype does not fit, naming it.
+        TypeError, ValueError: the dtype of a parameter is not supported; the message names the
+            parameter.
     """
 
     grads_of: ClassVar[type[Any]] = WrappedGrads
@@ -62,8 +63,8 @@ class WrappedOptimizer(MegatronOptimizer):
         self._build_engine(optimizer, executor)
 
     def _build_engine(self, optimizer: torch.optim.Optimizer, executor: Executor) -> None:
-        """Build main params and the parts of a step around an optimizer whose groups are those of
-        this wrapper."""
+        """Make the main params and the engine for an optimizer that has the same groups as this
+        wrapper."""
         config = self.config
         check_param = partial(self.check_param, config=config)
         mains = MainParams(self.param_groups, executor, self.process_groups, check_param)
@@ -83,28 +84,29 @@ class WrappedOptimizer(MegatronOptimizer):
             self.remember_scale()
 
     def _updates_in_backward(self, grads: Mapping[Slot, Tensor], multiplier: float) -> SlotUpdates:
-        """Return the updates of gradients that arrived in backward, as the step will have them."""
+        """Return the updates of gradients that arrived during backward, as the next step will make
+        them."""
         if self.has_edited_lists():
             return SlotUpdates.of([])
         return self.engine.table.updates(grads, multiplier, self.param_groups)
 
     @cached_property
     def engine(self) -> Engine:
-        """The parts of this wrapper's step, built at the first access.
+        """The objects with which this wrapper steps, built at the first access.
 
         Raises:
-            TypeError: a parameter's dtype cannot be trained, naming it.
+            TypeError: the dtype of a parameter cannot be trained; the message names the parameter.
         """
         self._build()
         return self.engine
 
     @property
     def _is_built(self) -> bool:
-        """Whether there is something to step with."""
+        """True if :attr:`engine` is built."""
         return "engine" in vars(self)
 
     def _build(self) -> None:
-        """Build the parts of the step, in a class whose constructor does not."""
+        """Build :attr:`engine`, in a subclass whose constructor does not."""
 
     @property
     def executor(self) -> Executor:  # type: ignore[override]  # of one that may be built late
@@ -118,19 +120,29 @@ class WrappedOptimizer(MegatronOptimizer):
     @staticmethod
     @abstractmethod
     def check_param(name: str, param: Tensor, config: OptimizerConfig) -> None:
-        """Raise if a trainable parameter's dtype does not fit this wrapper."""
+        """Raise if the dtype of a trainable parameter does not fit this wrapper.
+
+        Args:
+            name: FQN of the parameter, for messages.
+            param: the parameter.
+            config: config of the wrapper.
+        """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group here and in the wrapped optimizer, with main params where they are needed.
+        """Add a param group here and to the inner optimizer, and make main params where they are
+        needed.
 
-        Names of parameters that are given without are looked up in the model the optimizer was
-        built for.
+        Parameters without names get their names from the model that the optimizer was built for.
+
+        Args:
+            param_group: ``params``, and hyperparameters that differ from the defaults.
 
         Raises:
-            ValueError: some parameter is not there, and the other groups have names.
+            ValueError: the other groups have names, and a parameter is not in the model.
         """
         if not self._is_built:
-            super().add_param_group(param_group)  # torch's constructor is adding the first groups
+            # torch's constructor adds the first groups before the engine exists.
+            super().add_param_group(param_group)
             return
         with self.added_whole():
             self._add(param_group)
@@ -140,11 +152,12 @@ class WrappedOptimizer(MegatronOptimizer):
         added, engine = self.param_groups[-1], self.engine
         engine.optimizer.add_param_group(with_names(added))
         inner_group = engine.executor.param_groups[-1]
-        engine.executor.check_settings(inner_group)  # torch's optimizers do not have it
+        # Check here, because torch's optimizers do not check settings.
+        engine.executor.check_settings(inner_group)
         for key, value in inner_group.items():
             added.setdefault(key, value)
         self.share_settings()
-        # ranks may differ in norm groups and settings
+        # Ranks may differ in the norm groups and settings of the new group, so compare again.
         engine.norm_names, engine.has_compared = None, False
         engine.mains.bind_group(len(self.param_groups) - 1)
 
@@ -190,7 +203,8 @@ class WrappedOptimizer(MegatronOptimizer):
 
     def recover(self) -> None:
         super().recover()
-        self.engine.mains.written.forget()  # main params may differ from their weights
+        # Main params may differ from their weights after an interrupted step.
+        self.engine.mains.written.forget()
 
     # -- main params and metrics -------------------------------------------------------------------
 
@@ -220,7 +234,7 @@ class WrappedOptimizer(MegatronOptimizer):
 
 
 def _with_model_names(wrapper: WrappedOptimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """Return the group, with names for its parameters if the other groups have names."""
+    """Return the group with names for its parameters if the other groups have names."""
     if wrapper.model_params is None or "params" not in group:
         return group
     params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
@@ -229,7 +243,8 @@ def _with_model_names(wrapper: WrappedOptimizer, group: dict[str, Any]) -> dict[
     names = [] if named else wrapper.model_params.names_of(params)
     if is_stub and None not in names:
         for groups in (wrapper.param_groups, wrapper.executor.param_groups):
-            groups[0].setdefault("param_names", [])  # torch requires names in all groups or none
+            # torch requires param_names in all groups or in none.
+            groups[0].setdefault("param_names", [])
     if named or not any("param_names" in live for live in wrapper.param_groups):
         return {**group, "params": params}
     if None in names:
@@ -243,11 +258,11 @@ def _with_model_names(wrapper: WrappedOptimizer, group: dict[str, Any]) -> dict[
 
 
 class Float16OptimizerWithFloat16Params(WrappedOptimizer):
-    """Keeps an FP32 main param for every 16-bit model param; FP32 params among them are stepped as
-    they are.
+    """Precision wrapper of 16-bit models: steps an FP32 main param for each 16-bit parameter. FP32
+    parameters are stepped directly.
 
-    The wrapped optimizer's ``param_groups`` hold the main params afterwards, born where the layer
-    below steps them; this object's hold the model's own parameters.
+    Afterwards the ``param_groups`` of the wrapped optimizer hold the main params, on the device
+    where they are stepped. The ``param_groups`` of this object hold the model's own parameters.
     """
 
     def __init__(
@@ -286,14 +301,14 @@ class Float16OptimizerWithFloat16Params(WrappedOptimizer):
 
 
 class FP32Optimizer(WrappedOptimizer):
-    """Steps FP32 parameters; measuring, clipping and skipping are as in mixed precision."""
+    """Precision wrapper of FP32 models. It measures, clips and skips as in mixed precision."""
 
     @staticmethod
     def check_param(name: str, param: Tensor, config: OptimizerConfig) -> None:
         if param.dtype == torch.float64:
             raise TypeError(
-                f"{name} is float64: parameters are stepped in FP32; convert the "
-                "model with .float(), or freeze it"
+                f"{name} is float64: parameters are stepped in FP32; convert the model with "
+                ".float(), or freeze the parameter"
             )
         if param.dtype != torch.float32:
             raise TypeError(
