@@ -1,1 +1,1 @@
-"""ZeRO: flat buckets, gradient reduction, parameter gathering, composites of optimizers."""
+"""ZeRO: flat buckets, gradient reduction, parameter gathering, and composites of optimizers."""

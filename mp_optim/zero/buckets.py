@@ -1,12 +1,12 @@
-"""Flat buckets: the elements that each rank owns, and the memory of which parameters and gradients
-are views.
+"""Flat buckets: the memory that parameters and gradients are views of, and the elements that each
+rank owns.
 
-Parameters are stored one after another, row-major, in buckets. A bucket is cut into one shard for
-each rank, equal ones or between parameters. Every parameter and every shard starts at a multiple of
-:data:`SHARD_ALIGNMENT` elements.
+Parameters are stored in buckets one after another, in row-major order. A bucket is cut into one
+shard for each rank. The shards are equal, or cut between parameters. Every parameter and every
+shard starts at a multiple of :data:`SHARD_ALIGNMENT` elements.
 
-The buffers are new memory, made without autograd and detached from it: no tensor that autograd
-knows is flattened, and a group of one parameter shares no memory with the model's former tensor.
+Buckets are new memory, created without autograd and detached. So no tensor that autograd knows is
+flattened, and a bucket with one parameter does not share memory with the model's former tensor.
 """
 
 from __future__ import annotations
@@ -26,14 +26,20 @@ from mp_optim.host.calls import in_own_modes
 from mp_optim.host.torch_types import is_dtensor
 
 SHARD_ALIGNMENT = 256
-"""Elements: a block of the compact state formats, and at least a cache line of any dtype. So blocks
-of a fragment are blocks of the whole parameter, and vector loads are aligned."""
+"""Alignment of parameters and shards, in elements: one block of the compact state formats, and at
+least a cache line of any dtype. So the blocks of a shard are blocks of the whole parameter, and
+vector loads are aligned."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParamRange:
-    """One parameter in a bucket: its index in the list that was planned, its first element's place,
-    its size."""
+    """The position of one parameter in a bucket.
+
+    Attributes:
+        param: index of the parameter in the list that was planned.
+        start: index of its first element in the bucket.
+        numel: number of its elements.
+    """
 
     param: int
     start: int
@@ -47,11 +53,11 @@ class ParamRange:
 
 @dataclass(frozen=True, slots=True)
 class FlatBucketPlan:
-    """Places of parameters in one bucket.
+    """Positions of parameters and shards in one bucket.
 
     Attributes:
-        placed: the parameters, in the order of their places; they do not overlap.
-        bounds: first element of each rank's shard, and the end of the last one.
+        placed: positions of the parameters, in ascending order; they do not overlap.
+        bounds: index of the first element of each rank's shard, and the end of the last shard.
     """
 
     placed: tuple[ParamRange, ...]
@@ -59,27 +65,33 @@ class FlatBucketPlan:
 
     @classmethod
     def even(cls, placed: Sequence[ParamRange], shard: int, ranks: int) -> FlatBucketPlan:
-        """Return a plan whose shards all have ``shard`` elements."""
+        """Return a plan with shards of equal size.
+
+        Args:
+            placed: positions of the parameters.
+            shard: number of elements of a shard.
+            ranks: number of shards.
+        """
         return cls(tuple(placed), tuple(range(0, shard * ranks + 1, shard)))
 
     @property
     def numel(self) -> int:
-        """Elements of the bucket, padding included."""
+        """Number of elements of the bucket, with padding."""
         return self.bounds[-1]
 
     def owned(self, rank: int) -> tuple[int, int]:
-        """Return the first element of a rank's shard, and the one after its last."""
+        """Return [start, stop) of a rank's shard, in elements of the bucket."""
         return self.bounds[rank], self.bounds[rank + 1]
 
     def fragment(self, item: ParamRange, rank: int) -> tuple[int, int]:
-        """Return a rank's part of a parameter as [start, stop) within the parameter; (0, 0) if it
-        has none."""
+        """Return [start, stop) of a rank's part of a parameter, in elements of the parameter; (0,
+        0) if the rank has no part."""
         first, last = self.owned(rank)
         start, stop = max(first - item.start, 0), min(last - item.start, item.numel)
         return (start, stop) if start < stop else (0, 0)
 
     def is_whole(self, item: ParamRange) -> bool:
-        """Whether one rank's shard has all of a parameter."""
+        """True if one rank's shard has all of a parameter."""
         ranks = range(len(self.bounds) - 1)
         return any(self.fragment(item, rank) == (0, item.numel) for rank in ranks)
 
@@ -92,13 +104,12 @@ def aligned(numel: int) -> int:
 def plan_flat(
     sizes: Sequence[int], ranks: int, bucket_size: int | None = None
 ) -> list[FlatBucketPlan]:
-    """Return plans of buckets whose shards may begin and end anywhere in a parameter.
+    """Return plans of buckets whose shards may start and end anywhere in a parameter.
 
-    Parameters are taken from the last to the first, because backward produces their gradients in
-    that order.
+    The last parameter comes first, because backward produces gradients in this order.
 
     Args:
-        sizes: elements of each parameter. One without elements is in no bucket.
+        sizes: number of elements of each parameter. A parameter without elements is in no bucket.
         ranks: number of ranks that share the buckets.
         bucket_size: number of elements at which a bucket is closed; None makes one bucket.
     """
@@ -116,15 +127,15 @@ def plan_flat(
 
 
 def plan_whole(sizes: Sequence[int], ranks: int) -> list[FlatBucketPlan]:
-    """Return a plan of one bucket in which every parameter is in a single shard, for rules that
-    need whole matrices.
+    """Return a plan of one bucket in which each parameter is in a single shard, for rules that need
+    whole matrices.
 
-    The largest parameter left is assigned to the rank that holds least (Graham's LPT rule: the
-    fullest shard is at most 4/3 of the best possible). Shards have the size of their parameters, so
-    a shard with an embedding costs the other ranks nothing.
+    The largest remaining parameter goes to the rank with the fewest elements (Graham's LPT rule:
+    the fullest shard is at most 4/3 of the best possible). A shard has the size of its parameters,
+    so a shard with an embedding costs the other ranks nothing.
 
     Args:
-        sizes: elements of each parameter. One without elements is in no shard.
+        sizes: number of elements of each parameter. A parameter without elements is in no shard.
         ranks: number of ranks that share the bucket.
     """
     loads, members = [0] * ranks, [[0] * 0 for _ in range(ranks)]
@@ -144,15 +155,15 @@ def plan_whole(sizes: Sequence[int], ranks: int) -> list[FlatBucketPlan]:
 
 @dataclass(slots=True)
 class Entry:
-    """One parameter in a bucket.
+    """One parameter of a bucket.
 
     Attributes:
-        name: its FQN.
+        name: FQN of the parameter.
         param: the model's tensor, a view of the bucket.
-        placed: its place in the plan.
+        placed: position in the bucket.
         start: first element of the parameter that this rank owns.
         stop: element after the last one that this rank owns.
-        data: the view that is the parameter's data.
+        data: the view of the bucket that is the parameter's ``data``.
     """
 
     name: str
@@ -169,13 +180,13 @@ class FlatBucket:
     optimizer's life.
 
     Attributes:
-        plan: places of the parameters.
-        rank: number of this rank, which owns a shard.
-        params: flat, ``plan.numel`` elements; the model's parameters are views of it.
+        plan: positions of parameters and shards.
+        rank: number of this rank, which owns one shard.
+        params: 1-D, ``plan.numel`` elements; the model's parameters are views of it.
         grad_dtype: dtype in which gradients are kept and communicated.
-        grads: this rank's own gradients, flat; None while ZeRO-2 keeps none.
-        owned_grads: the owned shard of the reduced gradients; part of ``grads``, unless those are
-            allocated for each pass.
+        grads: this rank's own gradients, 1-D; None while ZeRO-2 keeps none.
+        owned_grads: reduced gradients of this rank's shard; a view of ``grads``, unless ``grads``
+            is allocated anew in each backward pass.
         entries: the parameters.
     """
 
@@ -198,33 +209,43 @@ class FlatBucket:
         return torch.zeros(numel, dtype=self.grad_dtype, device=self.params.device)
 
     def add(self, name: str, param: Tensor, placed: ParamRange) -> Entry:
-        """Add a parameter, whose place is part of the plan."""
+        """Add a parameter to the bucket.
+
+        Args:
+            name: FQN of the parameter.
+            param: the model's tensor.
+            placed: its position, which is in the plan.
+        """
         data = self.params[placed.elements].view(param.shape)
         fragment = self.plan.fragment(placed, self.rank)
         self.entries.append(Entry(name, param, placed, *fragment, data))
         return self.entries[-1]
 
     def local_grads(self) -> Tensor:
-        """Return this rank's own gradients; zeros for those that have not arrived."""
+        """Return this rank's own gradients, 1-D. Gradients that have not arrived are zero."""
         if self.grads is None:
             self.grads = self._zero_grads(self.plan.numel)
         return self.grads
 
     def local_grad(self, entry: Entry) -> Tensor:
-        """Return the gradient of one parameter, in its shape."""
+        """Return this rank's own gradient of one parameter, in the parameter's shape."""
         return self.local_grads()[entry.placed.elements].view(entry.data.shape)
 
     def owned_grad(self, entry: Entry) -> Tensor:
-        """Return the owned elements of one parameter's reduced gradient, 1-D."""
+        """Return this rank's elements of one parameter's reduced gradient, 1-D."""
         count = entry.stop - entry.start
         first = entry.placed.start + entry.start - self.plan.owned(self.rank)[0] if count else 0
         return self.owned_grads[first : first + count]
 
     def adopt(self, entry: Entry, param: Tensor) -> None:
-        """Take a tensor's values, and make it look into the bucket.
+        """Copy a tensor's values into the bucket, and make the tensor a view of the bucket.
+
+        Args:
+            entry: the parameter that the tensor belongs to.
+            param: the model's tensor.
 
         Raises:
-            ValueError: it does not fit the place.
+            ValueError: shape, dtype or device of the tensor differ from the parameter's.
         """
         wanted = entry.data.shape, entry.data.dtype, entry.data.device
         if (param.shape, param.dtype, param.device) != wanted:
@@ -237,18 +258,24 @@ class FlatBucket:
         with torch.no_grad():
             values = param.detach()
             if values.untyped_storage()._cdata == entry.data.untyped_storage()._cdata:
-                values = values.clone()  # another view of the bucket, such as a transposed one
+                # The tensor is another view of the bucket, such as a transposed one, so copy before
+                # the write.
+                values = values.clone()
             entry.data.copy_(values)
         param.data = entry.data
         entry.param = param
 
 
 def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse what cannot become a view of a flat buffer, naming the parameter and what to do.
+    """Raise ValueError, with the parameter and the cure, if a parameter cannot be a view of a flat
+    bucket.
+
+    Args:
+        named: names and parameters.
 
     Raises:
-        ValueError: a parameter is a DTensor, in 8 bits, has strides that are not row-major, or
-            shares memory with another one.
+        ValueError: a parameter is a DTensor, is in 8 bits, is not contiguous, or shares memory with
+            another parameter.
     """
     named = list(named)
     for name, param in named:
@@ -265,9 +292,9 @@ def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
             )
         if not param.is_contiguous():
             raise ValueError(
-                f"{name} has shape {tuple(param.shape)} and strides {param.stride()}: buffers hold "
-                "parameters in row-major order and would change its memory format; do it yourself "
-                "with param.data = param.data.contiguous() "
+                f"{name} has shape {tuple(param.shape)} and strides {param.stride()}: flat "
+                "buckets store parameters in row-major order, which would change the memory "
+                "format; convert the parameter with param.data = param.data.contiguous() "
                 "(model.to(memory_format=torch.contiguous_format)), or freeze the parameter"
             )
     check_memory(named)
@@ -276,13 +303,13 @@ def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
 def make_buckets(
     named: Sequence[tuple[str, Tensor]], config: OptimizerConfig, rank: int, ranks: int
 ) -> list[FlatBucket]:
-    """Return buckets for parameters, which become views of them; one set of buckets for each dtype
-    and device.
+    """Return buckets for parameters, which become views of the buckets. A bucket has parameters of
+    one dtype and device.
 
     Args:
-        named: trainable parameters, each once.
+        named: trainable parameters with their names, each parameter once.
         config: storage of gradients, and sizes of buckets.
-        rank: this rank's place in the data-parallel group.
+        rank: number of this rank in the data-parallel group.
         ranks: size of that group.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}

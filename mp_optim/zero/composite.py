@@ -1,9 +1,9 @@
-"""Several optimizers as one. Calls about a slot go to the member that has it; calls about all slots
-go to all members.
+"""Several optimizers as one: a call about a slot goes to the member that has the slot, and a call
+about all slots goes to all members.
 
-:class:`ChainedOptimizer` is the dense and the expert optimizer of a MoE. They share one gradient
-norm, one verdict and one loss scale, so a step happens for all parameters or for none, and no
-member can drift to another scale.
+:class:`ChainedOptimizer` joins the dense and the expert optimizer of a mixture-of-experts model.
+Its members share one gradient norm, one verdict and one loss scale. So either all parameters are
+stepped or none, and the loss scales of members cannot diverge.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _SUMMED = (
     "bytes_|muon_flops$|update_clipped_params$|reloaded_params$|.*_ms$|"
     "speculation_(hits|redone|stale)$"
 )
-"""Metrics that are added up over the members."""
+"""Metrics that are added up over the members; other metrics are those of the first member."""
 
 
 class CompositeOptimizer(MegatronOptimizer):
-    """Members that step together: one measurement, one verdict, one loss scale.
+    """Members that step together, with one measurement, one verdict and one loss scale.
 
-    Subclasses provide :meth:`locate`, and :meth:`take_members` when they have them.
+    A subclass implements :meth:`locate`, and calls :meth:`take_members` in its constructor.
 
     Attributes:
-        members: in slot order.
+        members: the members in slot order.
     """
 
     grads_of: ClassVar[type[Any]] = GradsOfMembers
@@ -59,7 +59,8 @@ class CompositeOptimizer(MegatronOptimizer):
         super().__init__(params, defaults, config, grad_scaler)
 
     def take_members(self, members: Sequence[MegatronOptimizer]) -> None:
-        """Set the members, which share this optimizer's loss scale and step mark."""
+        """Set the members. They get this optimizer's loss scale, counts, observers and consistency
+        flag."""
         self.members.extend(members)
         for member in self.members:
             member.join(self)
@@ -68,7 +69,7 @@ class CompositeOptimizer(MegatronOptimizer):
 
     @abstractmethod
     def locate(self, slot: Slot) -> tuple[MegatronOptimizer, Slot]:
-        """Return the member that has a slot, and the slot's number there."""
+        """Return the member that has a slot, and the slot in that member's groups."""
 
     def leaf(self, slot: Slot) -> tuple[MainParams, Slot]:
         member, member_slot = self.locate(slot)
@@ -76,15 +77,15 @@ class CompositeOptimizer(MegatronOptimizer):
 
     @property
     def grad_reducer(self) -> Reducer | None:
-        """The reducer of gradients, if the optimizer shards them itself."""
+        """The reducer of gradients, if this optimizer shards gradients; else None."""
         return None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The inner optimizer, if there is only one member.
+        """The inner optimizer of the only member.
 
         Raises:
-            AttributeError: with several members; use ``chained_optimizers``.
+            AttributeError: there are several members; use ``chained_optimizers``.
         """
         if len(self.members) == 1:
             return self.members[0].optimizer
@@ -115,11 +116,14 @@ class CompositeOptimizer(MegatronOptimizer):
             yield from member.named_gradients()
 
     def check_settings(self, group: dict[str, Any]) -> None:
-        self.members[0].check_settings(group)  # all members have the same rule
+        # All members have the same rule, so one member's check is enough.
+        self.members[0].check_settings(group)
 
     def share_settings(self) -> None:
         for member in self.members:
-            member.share_settings()  # these are the groups of all members
+            # The groups of this optimizer are those of its members, so only the members exchange
+            # settings.
+            member.share_settings()
 
     def use_mark(self, mark: StepMark) -> None:
         self.step_mark = mark
@@ -155,7 +159,7 @@ class CompositeOptimizer(MegatronOptimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Enter the members' ``no_sync``."""
+        """Return a context that enters the ``no_sync()`` of all members."""
         with ExitStack() as stack:
             for member in self.members:
                 stack.enter_context(member.no_sync())
@@ -172,7 +176,8 @@ class CompositeOptimizer(MegatronOptimizer):
     # -- main params and metrics -------------------------------------------------------------------
 
     def describe(self) -> Description:
-        """Return the members' descriptions as one, with the composite's numbers of groups."""
+        """Return the descriptions of all members as one. Groups have the indices of this
+        optimizer."""
         rows: list[DescriptionRow] = []
         notes: list[str] = []
         first_group = 0
@@ -184,7 +189,8 @@ class CompositeOptimizer(MegatronOptimizer):
         return Description(tuple(rows), tuple(notes))
 
     def own_metrics(self) -> dict[str, float]:
-        """The first member's; bytes, times and counts added up over all."""
+        """Return the first member's metrics. Bytes, times and counts are added up over all
+        members."""
         metrics = [member.own_metrics() for member in self.members]
         names = dict.fromkeys(name for of_member in metrics for name in of_member)
         added = [name for name in names if re.match(_SUMMED, name)]
@@ -194,22 +200,23 @@ class CompositeOptimizer(MegatronOptimizer):
         return {**metrics[0], **totals}
 
     def _located(self, slot: Slot | None) -> Sequence[tuple[MegatronOptimizer, Slot | None]]:
-        """The member that has a slot, and which it is there; all members for None."""
+        """Return the member that has a slot, with the slot in its groups. For None, return all
+        members."""
         return [(member, None) for member in self.members] if slot is None else [self.locate(slot)]
 
 
 class ChainedOptimizer(CompositeOptimizer):
     """Several :class:`MegatronOptimizer` that step together.
 
-    ``param_groups`` are the members' own dicts, one after the other, so a change here is a change
-    of the member's.
+    ``param_groups`` are the members' own dicts, one member after the other. A change of a group
+    here is a change of the member's group.
 
     Args:
-        chained_optimizers: at least one, all built with equal configs. The first one's loss scaler
-            becomes the scaler of all.
+        chained_optimizers: the members, at least one, all built with equal configs. The loss scaler
+            of the first becomes the scaler of all.
 
     Raises:
-        ValueError: no members, or members whose configs differ.
+        ValueError: there are no members, or their configs differ.
     """
 
     def __init__(self, chained_optimizers: Sequence[MegatronOptimizer]) -> None:
@@ -218,7 +225,8 @@ class ChainedOptimizer(CompositeOptimizer):
         first = chained_optimizers[0]
         if any(member.config != first.config for member in chained_optimizers):
             raise ValueError(
-                "the chained optimizers' configs differ; build all parts with one OptimizerConfig"
+                "the chained optimizers' configs differ; build all of the optimizers with one "
+                "OptimizerConfig"
             )
         groups = [group for member in chained_optimizers for group in member.param_groups]
         super().__init__(groups, dict(first.defaults), first.config, first.grad_scaler)
@@ -226,7 +234,7 @@ class ChainedOptimizer(CompositeOptimizer):
         composites = [member for member in self.members if isinstance(member, CompositeOptimizer)]
         reducers = [member.grad_reducer for member in composites]
         ours = [reducer for reducer in reducers if isinstance(reducer, GradReducer)]
-        if len(ours) > 1:  # all ranks use this order
+        if len(ours) > 1:  # All ranks must reduce the buckets of all members in one order.
             again = self.config.data_parallel_sharding_strategy == "optim_grads"
             reduce_in_one_order(ours, again=again)
 
@@ -240,15 +248,19 @@ class ChainedOptimizer(CompositeOptimizer):
             if index < len(member.param_groups):
                 return member, Slot(index, slot.position)
             index -= len(member.param_groups)
-        raise IndexError(f"{slot} is not in the chain")
+        raise IndexError(f"{slot} is not in the chain; use a slot of param_groups")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the last member of its kind (``is_expert_parallel`` or not).
+        """Add a group to the last member of the same kind, expert or dense
+        (``is_expert_parallel``).
+
+        Args:
+            param_group: ``params``, and hyperparameters that differ from the defaults.
 
         Raises:
-            ValueError: a parameter is in some member already, naming it.
+            ValueError: a parameter is already in a member; the message has its name.
         """
-        if not self.members:  # torch's constructor is adding the members' own groups
+        if not self.members:  # torch's constructor adds the members' own groups.
             self.param_groups.append(param_group)
             self.lists_are_known()
             return
@@ -256,7 +268,8 @@ class ChainedOptimizer(CompositeOptimizer):
         given = param_group["params"]
         params = [given] if isinstance(given, Tensor) else list(given)
         added = {id(param[1] if isinstance(param, tuple) else param) for param in params}
-        for slot, param in iter_slots(self.param_groups):  # each member looks at its own groups
+        # Check all groups here, because a member checks only its own groups.
+        for slot, param in iter_slots(self.param_groups):
             if id(param) in added:
                 raise ValueError(
                     f"add_param_group: {self.slot_name(slot)} is in param group {slot.group} "
@@ -273,7 +286,8 @@ class ChainedOptimizer(CompositeOptimizer):
         self.lists_are_known()
 
     def check_lists(self) -> None:
-        """Also give the members groups that were put in the place of theirs here."""
+        """Raise ValueError if lists were edited. Copy groups that a caller put into
+        ``param_groups`` to the members."""
         super().check_lists()
         groups = iter(self.param_groups)
         for member in self.members:

@@ -1,20 +1,20 @@
-"""Gradients on their way: from autograd into buckets, and from there, reduced, to the rank that
-owns them.
+"""Reduction of gradients: from autograd into buckets, and from the buckets to the ranks that own
+them.
 
-A parameter's hook moves its gradient into its bucket. When all of a bucket's have arrived, the
-bucket is reduced: while backward goes on (``overlap``, ZeRO-2), or at the step.
+A hook moves a parameter's gradient into its bucket. When all gradients of a bucket have arrived,
+the bucket is reduced: during backward (with ``overlap_grad_reduce`` or ZeRO-2), or at the step.
 
-All reductions of a process have one order, whichever member of a chain they belong to. Members
-(dense parameters, experts) often share a communicator, where the n-th collective of one rank meets
-the n-th of another; and where they do not, communicators that share a device may wait for each
-other if ranks launch in different orders (NCCL). Which gradients a rank has must therefore not
-decide what is launched first.
+All reductions of a process have one order, also across the members of a chain. Members (dense
+parameters, experts) often share a communicator, in which the n-th collective of one rank meets the
+n-th of another. With separate communicators on one device, NCCL may deadlock if ranks launch in
+different orders. So the order must not depend on the gradients that a rank has.
 
-Gradients are added up in an order that ranks alone decide, in one of two ways. *Exchange*: each
-rank sends every other its shard, and the owner adds in FP32 in the order of ranks, rounding once:
-the same bits on any backend, and the only way on gloo. *Collective*: the backend's reduce-scatter
-(NCCL), which needs no memory to receive and adds in an order of its own, though always the same for
-the same bucket.
+The ranks alone determine the order in which gradients are added, in one of two ways:
+
+- Exchange: each rank sends every other rank its shard. The owner adds in FP32 in the order of
+  ranks, and rounds once. The bits are the same on any backend. gloo supports only this way.
+- Collective: the backend's reduce-scatter (NCCL). It needs no memory to receive. Its order of
+  additions is its own, but always the same for the same bucket.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from mp_optim.process_groups.missing_ranks import start_collective, wait_for, wa
 from mp_optim.zero.buckets import Entry, FlatBucket
 
 _IN_FLIGHT = 2
-"""Buckets whose reduction may be in progress while their gradients are not kept, which bounds
-ZeRO-2's memory, or while their completion is announced during backward."""
+"""Most reductions in progress during backward, if gradients are not kept (ZeRO-2) or if their
+completion is announced. This bounds the memory."""
 _marks = itertools.count(1)
 
 
@@ -59,23 +59,27 @@ class GradReducer:
     """Hooks on parameters, and the state of each bucket's gradients, kept for the optimizer's life.
 
     Args:
-        buckets: the same on all ranks.
-        first_used: for each bucket its first use in forward, which decides the order.
+        buckets: the buckets, alike on all ranks.
+        first_used: for each bucket, the position in the model of the parameter that forward uses
+            first; it determines the order of reductions.
         config: settings of the reduction.
         group: the ranks that reduce.
         divisor: divisor of averages.
-        guard: context of communication, which names failures.
+        guard: takes the name of an action and returns a context for its collectives, in which
+            errors name the missing ranks.
         check_use: called when a parameter's gradient arrives in backward.
 
     Attributes:
         has_gradients: True if a parameter had a gradient since the last :meth:`zero`.
-        on_reduced: called with a bucket's index when its owned shard is complete, perhaps during
-            backward, which has at most two reductions in progress then.
-        order: order of the reductions, perhaps together with those of other reducers.
-        rounds: number of passes that were reduced since :meth:`zero`.
-        arrived: for each bucket, the parameters whose gradient has arrived in this backward.
-        late: the first parameter whose gradient arrived after the gradients of its bucket were
-            reduced, until :meth:`zero`; empty for none.
+        on_reduced: called with a bucket's index when this rank's shard is complete, possibly during
+            backward. None for no call.
+        order: order of the reductions; a chain has one order for all of its reducers.
+        rounds: number of backward passes that were reduced since :meth:`zero`.
+        arrived: for each bucket, the indices of the parameters whose gradient arrived in this
+            backward.
+        late: name of the first parameter whose gradient arrived after its bucket was reduced, until
+            :meth:`zero`; else empty.
+        synchronizes: False inside :meth:`no_sync`.
     """
 
     order: LaunchOrder
@@ -93,22 +97,23 @@ class GradReducer:
         self.buckets, self.group, self._config = buckets, group, config
         self._divisor = divisor if config.grad_reduce_op == "avg" else 1
         strategy = config.data_parallel_sharding_strategy
-        # kept until zero_grad (ZeRO-1), or passed to the optimizer (ZeRO-2)
+        # ZeRO-1 keeps gradients until zero_grad(); ZeRO-2 frees them after the reduction.
         self._keeps_grads = strategy != "optim_grads"
-        self._replicates = strategy == "no_shard"  # every rank receives all sums
+        self._replicates = strategy == "no_shard"  # Every rank receives all sums.
         self._in_backward = config.overlap_grad_reduce or not self._keeps_grads
         self.guard, self._check_use = guard, check_use
         self.on_reduced: Callable[[int], None] | None = None
         self.arrived: list[set[int]] = [set() for _ in buckets]
-        self._waiting = [False] * len(buckets)  # has gradients that were not reduced
+        # True for a bucket with gradients that were not reduced.
+        self._waiting = [False] * len(buckets)
         self._reduced = [False] * len(buckets)
         self._complete = False
         self.first_used, self.synchronizes, self.rounds = first_used, True, 0
         LaunchOrder([self], again=not self._keeps_grads)
         self.has_gradients, self.late = False, ""
         self.bytes_reduced = self.grad_bytes_gathered = 0
-        self._entries: dict[int, Entry] = {}  # keyed by mark
-        self._watched: dict[int, _Watched] = {}  # keyed by the id of the entry
+        self._entries: dict[int, Entry] = {}  # Keyed by the mark of the hook.
+        self._watched: dict[int, _Watched] = {}  # Keyed by the id of the entry.
         weakref.finalize(self, _unwatch, self._watched).atexit = False
         for index, bucket in enumerate(buckets):
             for entry in bucket.entries:
@@ -117,11 +122,17 @@ class GradReducer:
     # -- hooks ----------------------------------------------------------------------------------
 
     def watch(self, index: int, entry: Entry) -> None:
-        """Put the hook on an entry's parameter; one that an earlier optimizer put there has no
-        effect any more."""
+        """Register the hook on a parameter. A hook of an earlier optimizer has no effect after
+        this.
+
+        Args:
+            index: index of the bucket.
+            entry: the parameter.
+        """
         this, param, mark = weakref.ref(self), cast(Any, entry.param), next(_marks)
         self._entries[mark] = (
-            entry  # the hook must not refer to the entry, which refers to the parameter
+            # The hook must not refer to the entry, because the entry refers to the parameter.
+            entry
         )
 
         def arrive(tensor: Tensor) -> None:
@@ -150,10 +161,15 @@ class GradReducer:
             self.order.advance()
 
     def _collect(self, index: int, entry: Entry) -> None:
-        """Move a parameter's ``grad`` into its bucket; drop it if the bucket was reduced already.
+        """Move a parameter's ``grad`` into its bucket. If the bucket was reduced already, drop the
+        gradient.
 
-        A dropped gradient does no harm if ``zero_grad()`` comes before the next step: a GAN's
-        generator gives its discriminator such gradients.
+        A dropped gradient does no harm if ``zero_grad()`` is called before the next step. A GAN's
+        generator gives such gradients to its discriminator.
+
+        Args:
+            index: index of the bucket.
+            entry: the parameter.
 
         Raises:
             TypeError: the gradient is sparse.
@@ -167,8 +183,8 @@ class GradReducer:
         self.has_gradients = True
         if grad.layout != torch.strided:
             raise TypeError(
-                f"{entry.name}: gradient has layout {grad.layout}; dense gradients are reduced "
-                "(build the embedding with sparse=False)"
+                f"{entry.name}: gradient has layout {grad.layout}, but only dense gradients are "
+                "reduced; build the embedding with sparse=False"
             )
         if not adds_to_main_grad(entry.param):
             bucket.local_grad(entry).add_(grad)
@@ -176,11 +192,11 @@ class GradReducer:
         self._waiting[index] = True
 
     def collect_all(self) -> bool:
-        """Take in gradients that no hook saw, because the caller put them into ``grad``.
-        Return whether anything is left to reduce.
+        """Move gradients into their buckets that no hook has seen, because the caller assigned
+        ``grad``. Return True if any bucket is still to be reduced.
 
         Raises:
-            RuntimeError: a gradient was dropped that belongs to this step.
+            RuntimeError: a gradient of this step was dropped.
         """
         for index, bucket in enumerate(self.buckets):
             for entry in bucket.entries:
@@ -199,14 +215,19 @@ class GradReducer:
 
     @in_own_modes
     def launch(self, index: int) -> None:
-        """Start to reduce a bucket with its present gradients; once a step for one that keeps its
-        gradients."""
+        """Start to reduce a bucket with its present gradients. Do nothing if the bucket keeps its
+        gradients and was already reduced in this step.
+
+        Args:
+            index: index of the bucket.
+        """
         if self._keeps_grads and self._reduced[index]:
             return
         bucket, config = self.buckets[index], self._config
         in_fp32 = config.reduce_scatter_with_fp32_accumulation
         exchange = uses_exchange(self.group, bucket.params.device, in_fp32)
-        # if all shards are gathered, a complete shard is not a whole, and nothing is announced
+        # If all shards are gathered later, a complete shard is only a part, so nothing is
+        # announced.
         announces = self.on_reduced is not None and not self._replicates
         if exchange or not self._keeps_grads or announces:
             self.order.wait(leave=_IN_FLIGHT - 1)
@@ -223,7 +244,8 @@ class GradReducer:
                 add=self._reduced[index],
             )
         if not self._keeps_grads:
-            bucket.grads = None  # the reduction refers to them as long as it needs them
+            # The reduction keeps the gradients alive for as long as it needs them.
+            bucket.grads = None
         self._reduced[index], self._waiting[index] = True, False
         self._complete = False
         self.rounds += index == 0
@@ -233,7 +255,13 @@ class GradReducer:
 
     @in_own_modes
     def complete(self, index: int, work: Reduction, *, is_wanted: bool = True) -> None:
-        """Wait for a reduction that was started, and tell of it if its gradients are wanted."""
+        """Wait for a reduction, and call :attr:`on_reduced`.
+
+        Args:
+            index: index of the bucket.
+            work: the reduction.
+            is_wanted: False for no call of :attr:`on_reduced`.
+        """
         with self.guard(f"reducing the gradients of {_named(self.buckets[index])}"):
             work.wait()
         if is_wanted and self.on_reduced is not None and not self._replicates:
@@ -241,9 +269,11 @@ class GradReducer:
 
     @in_own_modes
     def finish(self) -> None:
-        """Every owned shard (``replicate``: every rank's whole gradients) is complete on return.
-        Collective; reduces what was not reduced since the last :meth:`zero`, here and in all that
-        share the order."""
+        """Reduce all gradients that are not yet reduced since :meth:`zero`, and wait. Collective;
+        includes all reducers that share the order.
+
+        Afterwards this rank's shards are complete, or with ``no_shard`` all gradients are.
+        """
         self.order.finish()
         if self._replicates and not self._complete:
             for bucket in self.buckets:
@@ -255,7 +285,8 @@ class GradReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in here only add up this rank's own gradients."""
+        """Return a context for backward passes that reduce nothing, and only add to this rank's own
+        gradients."""
         before, self.synchronizes = self.synchronizes, False
         try:
             yield
@@ -264,11 +295,12 @@ class GradReducer:
 
     @in_own_modes
     def zero(self) -> None:
-        """Forget all gradients. Waits for reductions under way."""
+        """Set all gradients to zero, after waiting for reductions in progress."""
         self.order.restart()
         for index, bucket in enumerate(self.buckets):
             if not self._keeps_grads:
-                bucket.grads = None  # the owned part is written again
+                # The next reduction overwrites this rank's shard, so it needs no zeros.
+                bucket.grads = None
             elif bucket.grads is not None:
                 bucket.grads.zero_()
             self._reduced[index] = self._waiting[index] = False
@@ -279,8 +311,9 @@ class GradReducer:
 
 
 class _Watched(NamedTuple):
-    """A parameter with a reducer's hook, and the attributes that the reducer set there. No weak
-    reference: ``torch.utils.swap_tensors`` refuses parameters that have some."""
+    """A parameter with a reducer's hook, and the attributes that the reducer set on it. The
+    reference is strong, because ``torch.utils.swap_tensors`` refuses parameters with weak
+    references."""
 
     param: Any
     handle: RemovableHandle
@@ -289,7 +322,8 @@ class _Watched(NamedTuple):
 
 
 def _unwatch(watched: dict[int, _Watched]) -> None:
-    """Take hooks and attributes from parameters, unless another reducer has set its own since."""
+    """Remove hooks and attributes from parameters. Attributes that another reducer has set since
+    stay."""
     for param, handle, mark, grad in watched.values():
         handle.remove()
         if reducer_of(param) == mark:
@@ -303,23 +337,23 @@ def _named(bucket: FlatBucket) -> str:
 
 
 class LaunchOrder:
-    """The order in which the buckets of some reducers are reduced: the one that backward completes
-    first is the first.
+    """The order in which the buckets of some reducers are reduced. The bucket that backward
+    completes first is the first.
 
-    NOTE: if buckets are reduced after every pass, a rank does not know how many passes the others
-    have: it may have no work in one. So each round begins with a reduction of one flag, which a
-    rank in backward starts without waiting. At the step each rank joins rounds, with zeros, until
+    NOTE: if buckets are reduced after every backward pass, a rank does not know how many passes the
+    other ranks have. So each pass begins with the reduction of one flag, which a rank in backward
+    starts without waiting. At the step, each rank takes part in further passes, with zeros, until
     no rank begins another.
 
     Args:
-        members: reducers, each with its buckets' places in the model, the same on all ranks.
-        again: True if buckets are reduced after every backward pass, rather than once a step.
+        members: the reducers, in the same order on all ranks.
+        again: True if buckets are reduced after every backward pass; False for once a step.
 
     Attributes:
-        arrivals: lock of the thread in which a gradient arrives. Backward has one thread for each
+        arrivals: lock for the arrival of a gradient, because backward has one thread for each
             device with parameters, and one for the CPU.
-        sequence: pairs of a member and one of its buckets, in order.
-        under_way: reductions in progress, with their reducers.
+        sequence: pairs of a member's index and the index of its bucket, in order.
+        under_way: reductions in progress, with their reducers and buckets.
     """
 
     def __init__(self, members: Sequence[GradReducer], again: bool) -> None:
@@ -328,7 +362,7 @@ class LaunchOrder:
             for number, member in enumerate(members)
             for index, place in enumerate(member.first_used)
         ]
-        # Weak, because each member keeps its order.
+        # The references are weak, because each member keeps its order.
         self._members: tuple[GradReducer, ...] = tuple(map(weakref.proxy, members))
         self._again = again
         self._groups = tuple(dict.fromkeys(member.group for member in members))
@@ -342,7 +376,7 @@ class LaunchOrder:
             member.order = self
 
     def begin_backward(self) -> None:
-        """A gradient arrives in backward: if it is the first one, no other has yet."""
+        """Prepare for the gradients of a backward pass, when the first one arrives."""
         if not self._in_backward:
             self._in_backward = True
             for member in self._members:
@@ -351,7 +385,7 @@ class LaunchOrder:
             Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def advance(self) -> None:
-        """Reduce what is full, up to the first bucket that is not."""
+        """Reduce complete buckets in order, up to the first incomplete one."""
         if not all(member.synchronizes for member in self._members):
             return
         while self._next < len(self.sequence):
@@ -362,7 +396,8 @@ class LaunchOrder:
             self._launch_next()
 
     def _end_of_backward(self) -> None:
-        """Reduce what is left, with zeros for parameters that this rank did not use: others may."""
+        """Reduce the remaining buckets. Parameters without a gradient on this rank count as zero,
+        because other ranks may have one."""
         self._in_backward = False
         if all(member.synchronizes for member in self._members):
             while self._next < len(self.sequence):
@@ -378,11 +413,11 @@ class LaunchOrder:
         self._next += 1
 
     def _end_of_round(self) -> None:
-        if self._again:  # another backward may follow, and add to the owned gradients
+        if self._again:  # Another backward may follow, and its reduction adds to the same shards.
             self._next = 0
 
     def finish(self) -> None:
-        """Reduce the gradients that were not reduced, and wait. Collective."""
+        """Reduce all gradients that are not yet reduced, and wait. Collective."""
         while self._is_anything_left():
             for number, index in self.sequence[self._next :]:
                 self._members[number].launch(index)
@@ -392,7 +427,7 @@ class LaunchOrder:
         self._heard()
 
     def _heard(self) -> None:
-        """Let go of this rank's own announcements, which all others have answered by now."""
+        """Wait for this rank's flags. All other ranks have answered them by now."""
         if self._announced:
             with self._members[0].guard("announcing a pass to reduce"):
                 for flag in self._announced:
@@ -400,12 +435,13 @@ class LaunchOrder:
             self._announced.clear()
 
     def _is_anything_left(self) -> bool:
-        """Whether this rank, or with a reduction after every pass any other, has to reduce."""
+        """True if this rank has gradients to reduce; or if any rank has, when every backward pass
+        is reduced."""
         of_members = [member.collect_all() for member in self._members]
         left = any(of_members)
         if not self._again:
             return left
-        if self._next > 0:  # a failed backward may have started the round
+        if self._next > 0:  # A backward that failed may have started the pass, so finish it.
             return True
         with self._members[0].guard("asking for another pass to reduce"):
             for group in self._groups:
@@ -413,8 +449,8 @@ class LaunchOrder:
         return left
 
     def restart(self) -> None:
-        """Begin another step. Wait for reductions in progress without announcing them: gradients
-        that are about to be cleared must not be used."""
+        """Begin another step. Wait for reductions in progress, but do not report them as complete,
+        because their gradients are cleared next."""
         while self.under_way:
             member, index, work = self.under_way.popleft()
             member.complete(index, work, is_wanted=False)
@@ -422,17 +458,25 @@ class LaunchOrder:
         self._next, self._in_backward = 0, False
 
     def wait(self, leave: int = 0) -> None:
-        """Wait for the oldest reductions until ``leave`` are in progress."""
+        """Wait for the oldest reductions.
+
+        Args:
+            leave: number of reductions that may stay in progress.
+        """
         while len(self.under_way) > leave:
             member, index, work = self.under_way.popleft()
             member.complete(index, work)
 
 
 def reduce_in_one_order(members: Sequence[GradReducer], again: bool) -> None:
-    """Give reducers one order. Collective over all their ranks.
+    """Give several reducers one common order. Collective over all of their ranks.
+
+    Args:
+        members: the reducers.
+        again: True if buckets are reduced after every backward pass.
 
     Raises:
-        ValueError: ranks would take turns differently, naming them.
+        ValueError: the order differs between ranks; the message names them.
     """
     order = LaunchOrder(members, again)
     turns = [f"part {number}" for number, _ in order.sequence]
@@ -455,7 +499,13 @@ _reduce_scatter: Callable[..., Any] = (
 
 
 def uses_exchange(group: ProcessGroup, device: torch.device, fp32_accumulation: bool) -> bool:
-    """Whether gradients on a device are exchanged and added here, rather than by the backend."""
+    """True if ranks exchange gradients and add them here; False if the backend reduces them.
+
+    Args:
+        group: the ranks that reduce.
+        device: device of the gradients.
+        fp32_accumulation: True to add in FP32, which only the exchange does.
+    """
     return fp32_accumulation or group._get_backend(device).name() != "nccl"
 
 
@@ -472,12 +522,13 @@ def start_reduction(
     """Start to reduce a bucket.
 
     Args:
-        grads: this rank's gradients, flat; no other code may use them before the end.
-        owned: memory for this rank's shard of the result; may be its part of ``grads``.
+        grads: this rank's gradients, 1-D. No other code may use them until the reduction ends.
+        owned: memory for this rank's shard of the result; may be a view of ``grads``.
         group: the ranks that reduce.
-        bounds: first element of each rank's shard in ``grads``, and the end of the last one.
+        bounds: index of the first element of each rank's shard in ``grads``, and the end of the
+            last shard.
         divisor: divisor of the sum; 1 for a sum.
-        exchange: the kind of communication.
+        exchange: True for an exchange, False for the backend's reduction.
         add: True to add to ``owned`` instead of replacing it.
     """
     kind = _Exchange if exchange or group.size() == 1 else Reduction
@@ -485,10 +536,11 @@ def start_reduction(
 
 
 class Flag:
-    """A question to a group that is under way: is it so on any rank? Collective.
+    """A reduction in progress of one bool: is it True on any rank? Collective.
 
     Args:
-        raised: whether it is so here.
+        group: the ranks.
+        raised: the value of this rank.
     """
 
     def __init__(self, group: ProcessGroup, raised: bool) -> None:
@@ -499,7 +551,7 @@ class Flag:
         self._work = start_collective(dist.all_reduce, self._flag, op=largest, group=group)
 
     def wait(self) -> bool:
-        """The answer, known to the host."""
+        """Return True if any rank passed True. Waits for all ranks."""
         wait_for(self._work, self._group, self._device)
         return bool(self._flag.item())
 
@@ -509,17 +561,18 @@ def _are_even(bounds: Sequence[int]) -> bool:
 
 
 _PADDING = 1.25
-"""By how much the fullest shard may exceed the mean before an exchange is done in several
-rounds."""
+"""Largest ratio of the fullest shard to the mean at which an exchange is done in one round."""
 
 
 @dataclass
 class Reduction:
-    """A reduction of a bucket under way, by the arguments of :func:`start_reduction`: the backend's
-    reduce-scatter, or for shards of different sizes one reduction for each rank's.
+    """A reduction of a bucket in progress, by the backend; the arguments are those of
+    :func:`start_reduction`. Equal shards take one reduce-scatter. Other shards take one
+    reduction for each rank.
 
     Attributes:
-        works: of the backend. result: where they leave this rank's shard.
+        works: handles of the backend's collectives.
+        result: memory to which the collectives write this rank's shard.
     """
 
     grads: Tensor
@@ -535,7 +588,7 @@ class Reduction:
         op = dist.ReduceOp.SUM
         if self.divisor == self.group.size():
             op = dist.ReduceOp.AVG
-        elif self.divisor != 1:  # divide before the sum, which may overflow in 16 bits
+        elif self.divisor != 1:  # Divide before the sum, which may overflow in 16 bits.
             divide_(self.grads, self.divisor)
         if _are_even(self.bounds):
             self.result = torch.empty_like(self.owned) if self.add else self.owned
@@ -551,8 +604,8 @@ class Reduction:
                 self.works.append(start_collective(dist.reduce, part, to, op, group=self.group))
 
     def wait(self) -> None:
-        """Return when the owned shard is complete (on an accelerator: for work queued from now
-        on)."""
+        """Wait until this rank's shard is complete. On an accelerator, only work that is queued
+        later waits."""
         wait_for_all(self.works, self.group, self.grads.device)
         if self.add:
             self.owned += self.result
@@ -562,13 +615,17 @@ class Reduction:
 
 @dataclass
 class _Exchange(Reduction):
-    """An all-to-all of shards: each rank sends the others theirs.
+    """A reduction of a bucket in progress, by an all-to-all: each rank sends every other rank its
+    shard.
+
+    A large shard is exchanged in several rounds. Its owner receives it from every rank, and in one
+    round this would take the memory of several whole buckets.
 
     Attributes:
-        fullest: elements of the largest shard.
-        piece: elements of a shard that are exchanged in one round. The owner of a large one
-            receives it from every rank, which in one round would take the memory of several whole
-            buckets.
+        received: shards that this rank receives in the present round.
+        sent: shards that this rank sends in the present round.
+        fullest: number of elements of the largest shard.
+        piece: number of elements of a shard that are exchanged in one round.
     """
 
     received: Tensor | None = field(init=False, default=None)
@@ -585,7 +642,11 @@ class _Exchange(Reduction):
             self._start(0)
 
     def _start(self, start: int) -> None:
-        """Start a round for the elements from ``start`` on in every shard."""
+        """Start a round: exchange ``piece`` elements of every shard.
+
+        Args:
+            start: index of the first of these elements in its shard.
+        """
         ranks, width = self.group.size(), self.grads.element_size()
         parts = [
             (min(first + start, last), min(first + start + self.piece, last))
@@ -616,15 +677,16 @@ class _Exchange(Reduction):
             ranks = self.group.size()
             rows = received.view(ranks, received.numel() // ranks)
             total = rows[0].to(torch.float32, copy=True)
-            for row in rows[1:]:  # in the order of ranks
+            # Add in the order of ranks, so that the bits do not depend on the backend.
+            for row in rows[1:]:
                 total += row
             self.received = self.sent = None
             finish_sum(total, self.owned[start : start + len(total)], self.divisor, self.add)
 
 
 def divide_(grads: Tensor, divisor: int) -> None:
-    """Divide gradients in their own dtype, each rounded once: also by a number that a 16-bit float
-    does not hold (257 would be 256 in bfloat16)."""
+    """Divide gradients in place, each rounded once to its own dtype. This includes divisors that a
+    16-bit dtype does not hold (257 would be 256 in bfloat16)."""
     device = grads.device
     if torch.tensor(divisor, dtype=grads.dtype, device="cpu").item() == divisor:
         grads.div_(torch.full((), divisor, dtype=grads.dtype, device=device))
@@ -635,8 +697,15 @@ def divide_(grads: Tensor, divisor: int) -> None:
 
 
 def finish_sum(total: Tensor, owned: Tensor, divisor: int, add: bool) -> None:
-    """Write a sum over ranks, divided, to the owned shard, or add it there."""
-    if divisor != 1:  # divide by a tensor, because CUDA multiplies by the reciprocal of a number
+    """Divide a sum over ranks, and write it to this rank's shard.
+
+    Args:
+        total: the sum, FP32, 1-D; overwritten.
+        owned: this rank's shard.
+        divisor: divisor of the sum.
+        add: True to add to the shard instead of replacing it.
+    """
+    if divisor != 1:  # Divide by a tensor, because CUDA multiplies by the reciprocal of a number.
         total /= torch.full_like(total, divisor)
     if add:
         total += owned
@@ -644,15 +713,15 @@ def finish_sum(total: Tensor, owned: Tensor, divisor: int, add: bool) -> None:
 
 
 def all_gather(flat: Tensor, bounds: Sequence[int], group: ProcessGroup) -> list[Any]:
-    """Start to fill a flat buffer with all ranks' shards, of which this rank has its own.
+    """Start to fill a flat buffer with the shards of all ranks. Collective.
 
     Args:
-        flat: the buffer.
-        bounds: first element of each rank's shard, and the end of the last one.
+        flat: the buffer, 1-D; has this rank's shard.
+        bounds: index of the first element of each rank's shard, and the end of the last shard.
         group: the ranks.
 
     Returns:
-        Work to wait for.
+        Handles for :func:`wait_for_all`.
     """
     if group.size() == 1:
         return []
@@ -668,7 +737,7 @@ def all_gather(flat: Tensor, bounds: Sequence[int], group: ProcessGroup) -> list
 
 
 def broadcast(flat: Tensor, group: ProcessGroup) -> None:
-    """Give every rank the first one's values."""
+    """Overwrite a flat buffer with the values of the group's first rank, and wait. Collective."""
     if group.size() > 1:
         first = dist.get_global_rank(group, 0)
         work = start_collective(dist.broadcast, _bytes(flat), src=first, group=group)
@@ -676,6 +745,5 @@ def broadcast(flat: Tensor, group: ProcessGroup) -> None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the tensor's memory as bytes, because backends differ in the dtypes that they
-    communicate."""
+    """Return the memory of a tensor as uint8, because backends support different dtypes."""
     return tensor.view(torch.uint8)

@@ -1,5 +1,5 @@
-"""The model's parameters in flat buckets, and this rank's shard of each: a plain tensor to step,
-and the layout in which its state is exported and loaded."""
+"""The model's parameters in flat buckets, and this rank's shard of each parameter: a plain tensor
+that is stepped, and the layout in which its state is exported and loaded."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ torch.serialization.add_safe_globals([FlatShard])
 
 @dataclass(frozen=True, slots=True)
 class ParamShard:
-    """The owned elements of one parameter.
+    """This rank's elements of one parameter.
 
     Attributes:
         name: FQN of the parameter.
         shape: shape of the parameter.
-        start: first owned element of the row-major flattened parameter.
-        stop: element after the last owned one.
-        tensor: these elements, a view of the bucket. It is 1-D; for whole parameters it has the
-            parameter's shape if this rank steps it, and no rows otherwise.
-        grad: their reduced gradient; None if the parameter was frozen.
-        shown_whole: True if every rank steps all of the parameter, so state is exported as plain
+        start: first element of this rank in the row-major flattened parameter.
+        stop: element after the last one of this rank.
+        tensor: the elements, a view of the bucket, 1-D. If a rule needs whole parameters, it has
+            the parameter's shape on the rank that steps it, and no rows on other ranks.
+        grad: reduced gradient of the elements; None if the parameter was frozen.
+        shown_whole: True if every rank steps the whole parameter. Its state is exported as plain
             tensors of its shape.
     """
 
@@ -70,8 +70,13 @@ class ParamShard:
     shown_whole: bool
 
     def expose(self, key: str, value: Any) -> Any:
-        """A state tensor as a part of the whole parameter's; scalars and scales of blocks
-        unchanged."""
+        """Return a state tensor as a part of the whole parameter's state. Scalars and scales of
+        blocks are returned unchanged.
+
+        Args:
+            key: state key of the tensor.
+            value: the tensor as it is stored.
+        """
         if self.shown_whole or key == "step" or not isinstance(value, Tensor):
             return value
         own = self.tensor
@@ -80,11 +85,15 @@ class ParamShard:
         return FlatShard(value.detach().reshape(-1), self.shape, self.start)
 
     def localize(self, key: str, value: Any) -> Any:
-        """The owned part of a saved state tensor: of a shard of just these elements, or of the
-        whole parameter.
+        """Return this rank's part of a saved state tensor.
+
+        Args:
+            key: state key of the tensor.
+            value: the saved tensor: a shard of exactly these elements, or the state of the whole
+                parameter.
 
         Raises:
-            ValueError: it is a shard of other elements.
+            ValueError: the value is a shard of other elements.
         """
         if isinstance(value, FlatShard):
             stop = value.start + value.local.numel()
@@ -104,8 +113,8 @@ class ParamShard:
         return value
 
     def _local_scale(self, scale: Tensor) -> Tensor:
-        """Return the owned part of a scale for each element, or for each block of the whole
-        parameter."""
+        """Return this rank's part of saved scales, which are one for each element or one for each
+        block of the whole parameter."""
         if scale.dim() > 1:
             return scale.reshape(*self.tensor.shape, 1)
         if scale.shape != (-(-self.shape.numel() // SHARD_ALIGNMENT),):
@@ -114,15 +123,16 @@ class ParamShard:
 
 
 def _layout_of(groups: ParamGroups, shards: Mapping[Slot, ParamShard], slot: Slot) -> StateLayout:
-    """Return the layout that shows the state of this rank's part of a parameter as a part of the
-    whole.
+    """Return the layout that exports the state of this rank's elements as a part of the whole
+    parameter's state.
 
-    The version of the model's parameter counts writes to this rank's part; other parts are gathered
-    with the next step.
+    After a load, the version counter of the model's parameter is incremented, because the buckets
+    detect writes by it. The next step gathers the parts of other ranks.
 
     Args:
-        groups: of the model's parameters.
-        shards: this rank's parts, by slot.
+        groups: groups of the model's parameters.
+        shards: this rank's shards by slot.
+        slot: the slot.
     """
     param, shard, refusal = param_at(groups, slot), shards[slot], ""
     if shard.grad is None and param.numel():
@@ -146,8 +156,13 @@ def _layout_of(groups: ParamGroups, shards: Mapping[Slot, ParamShard], slot: Slo
 def in_forward_order(
     param_groups: ParamGroups, chunks: Sequence[nn.Module]
 ) -> list[tuple[int, Slot, Tensor]]:
-    """Trained parameters in the order in which forward is expected to use them, with their places
-    in the model."""
+    """Return the trained parameters in the order in which forward is expected to use them: position
+    in the model, slot and parameter.
+
+    Args:
+        param_groups: groups of the model's parameters.
+        chunks: modules that hold the parameters.
+    """
     params = (param for chunk in chunks for param in chunk.parameters())
     places = {id(param): place for place, param in enumerate(params)}
     trained = [
@@ -159,21 +174,24 @@ def in_forward_order(
 
 
 class ShardedParams:
-    """Parameters in buckets, moved there by the constructor and kept consistent afterwards.
+    """Parameters in buckets. The constructor moves them there; later methods follow changes by
+    other code.
 
     Args:
         param_groups: the optimizer's live groups of the model's parameters.
+        config: see :class:`mp_optim.OptimizerConfig`.
         group: the ranks that share the buckets.
-        chunks: see :class:`~mp_optim.DistributedOptimizer`.
-        divisor: see :class:`~mp_optim.DistributedOptimizer`.
-        guard: names the ranks that are missing.
+        chunks: modules that hold the parameters; see :class:`~mp_optim.DistributedOptimizer`.
+        divisor: divisor of averaged gradients; see :class:`~mp_optim.DistributedOptimizer`.
+        guard: takes the name of an action and returns a context for its collectives, in which
+            errors name the missing ranks.
 
     Attributes:
         buckets: buckets of the trained parameters.
         reducer: reduces gradients between the ranks.
         gatherer: gathers parameters from the ranks.
         shards: this rank's shards, in slot order.
-        tensors: tensors of each bucket.
+        tensors: this rank's tensors of each bucket.
         steps_everything: True if every rank steps all parameters.
         frozen: slots that were trained when the buckets were made, and are frozen now.
         bytes: bytes that were reduced and gathered in the last step.
@@ -215,17 +233,19 @@ class ShardedParams:
     def _shard(self, slot: Slot, param: Tensor) -> ParamShard:
         """Return this rank's part of a parameter, as a leaf tensor with its own version counter.
 
-        It has the parameter's shape if the rule gets all of it, the same number of dimensions if it
-        is empty, and is flat otherwise.
+        It is 1-D, except in two cases. If the rule needs whole parameters and this rank has all of
+        it, it has the parameter's shape. If it is empty, it has the same number of dimensions as
+        the parameter.
         """
         name = slot_name(self._param_groups, slot)
         keeps_shape = self.steps_everything or self._config.use_layer_wise_distributed_optimizer
         start, tensor = 0, torch.empty(0, dtype=param.dtype, device=param.device)
         owned, ranges = None, None
-        if slot in self._entries:  # trainable, and with elements on this rank
+        if slot in self._entries:  # The parameter is trainable and has elements on this rank.
             index, entry = self._entries[slot]
             bucket, stop = self.buckets[index], param.numel()
-            # Megatron may have kept it in the part of one rank, which steps it alone
+            # If Megatron's buffer has the whole parameter in one rank's shard, that rank steps it
+            # alone.
             in_one_part = is_laid_out_whole(param) and bucket.plan.is_whole(entry.placed)
             keeps_shape = keeps_shape or in_one_part
             if not self.steps_everything:
@@ -243,7 +263,7 @@ class ShardedParams:
             owned = tensor.detach().clone()
         grad = None if owned is None else owned.view(tensor.shape)
         set_main_grad(tensor, grad)
-        # ranks communicate in such a rule, so all of them must place it alike
+        # With such a rule a step of this parameter is collective, so all ranks must place it alike.
         config, reads = self._config, RULES[self._config.optimizer].reads
         adds_up = reads == "sums" or config.muon_moment2_method is not None
         placed_alike = adds_up or (reads == "matrices" and not keeps_shape)
@@ -258,7 +278,8 @@ class ShardedParams:
         )
         set_shard_info(tensor, info)
         attributes = norm_attributes(param)
-        if tensor.shape != param.shape:  # a flat shard does not have the dimensions
+        # A flat shard does not have the dimensions that these attributes describe.
+        if tensor.shape != param.shape:
             for of_shape in ("partition_dim", "partition_stride", "partition_sizes"):
                 attributes.pop(of_shape, None)
         set_norm_attributes(tensor, attributes)
@@ -277,11 +298,11 @@ class ShardedParams:
     # -- gradients --------------------------------------------------------------------------------
 
     def hand_out_grads(self) -> list[Slot]:
-        """Let the owned tensors have the reduced gradients where the parameter is trained now;
-        returns the slots.
+        """Set ``main_grad`` of this rank's tensors to the reduced gradients, or to None if the
+        parameter is frozen now. Return the slots of the others.
 
         Raises:
-            RuntimeError: a parameter is trained that is in no bucket, naming it.
+            RuntimeError: a parameter is trained now and is in no bucket; the message has its name.
         """
         trained: list[Slot] = []
         self.frozen = []
@@ -300,8 +321,8 @@ class ShardedParams:
         return trained
 
     def owned_grad(self, slot: Slot) -> Tensor | None:
-        """The reduced gradient of the elements that this rank owns, also where it steps all; None
-        of a parameter that is in no bucket."""
+        """Return the reduced gradient of this rank's elements, even if every rank steps all
+        elements. Return None for a parameter that is in no bucket."""
         if slot not in self._entries:
             return None
         index, entry = self._entries[slot]
@@ -310,13 +331,13 @@ class ShardedParams:
     # -- parameters -------------------------------------------------------------------------------
 
     def is_followed(self, slot: Slot) -> bool:
-        """Whether a slot's parameter is as it was last seen."""
+        """True if the parameter at a slot is unchanged since the last :meth:`look`."""
         param = self._param_groups[slot.group]["params"][slot.position]
         return self._seen.is_same(self._index[slot], param)
 
     def follow(self) -> bool:
-        """Take parameters that were replaced, moved or written into their buckets; returns whether
-        there were any. Until :meth:`look` they count as changed."""
+        """Copy parameters that were replaced or moved into their buckets. Return True if there were
+        any. They count as changed until :meth:`look`."""
         params, slots = all_params(self._param_groups), list(self.shards)
         changed = self._seen.changed(params)
         for index in changed:
@@ -334,12 +355,12 @@ class ShardedParams:
             self.gatherer.look()
 
     def look(self) -> None:
-        """Take the parameters as they are now as seen."""
+        """Record the present parameters as seen."""
         self._seen.look(all_params(self._param_groups))
 
     def share(self) -> None:
-        """Gather the other ranks' parts of the parameters, and wait, after other code than a step
-        wrote owned parts."""
+        """Gather the other ranks' parts of the parameters and wait, after other code than a step
+        wrote this rank's parts. Collective."""
         if not self.steps_everything:
             self.gatherer.start()
             self.gatherer.finish()
@@ -350,10 +371,10 @@ class ShardedParams:
         self.look()
 
     def gather(self, is_stepped: bool) -> None:
-        """After a step: bring the other ranks' parts of the parameters here.
+        """Start to gather the other ranks' parts of the parameters after a step. Collective.
 
         Args:
-            is_stepped: whether anything was written.
+            is_stepped: False after a skipped step, which wrote nothing.
         """
         reducer, gatherer = self.reducer, self.gatherer
         gathered = reducer.grad_bytes_gathered
@@ -366,8 +387,8 @@ class ShardedParams:
 
 
 def _shaped(flat: Tensor, param: Tensor) -> Tensor:
-    """A flat tensor in the parameter's shape if it is all of it; of no rows if it is nothing, so
-    that what reads matrices finds one."""
+    """Return a 1-D tensor in the parameter's shape if it has all elements. If it is empty, return
+    it with no rows, so that rules for matrices find a matrix."""
     if flat.numel() == param.numel():
         return flat.view(param.shape)
     return flat if flat.numel() or not param.dim() else flat.view(0, *param.shape[1:])

@@ -1,8 +1,8 @@
-"""Transport of gradients to the ranks that own them, and of parameters back: by buckets of this
-package, or by those of Megatron's DistributedDataParallel.
+"""Transport of gradients to the ranks that own them, and of parameters back: by this package's
+buckets, or by Megatron's DistributedDataParallel.
 
-Megatron's buffers are flat already, and its hooks reduce and gather, so they are used as they are.
-It is recognised by attributes, so that Megatron need not be installed.
+Megatron's buffers are flat already, and its hooks reduce gradients and gather parameters, so both
+are used unchanged. Megatron is recognised by attributes, so it need not be installed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DDP_DECIDES = (
 def _leave(
     handles: Sequence[Any], under_way: dict[int, Any], group: ProcessGroup, device: torch.device
 ) -> None:
-    """Take hooks from modules, and wait for parameters that no hook would wait for any more."""
+    """Remove hooks from modules, and wait for parameters that these hooks would have waited for."""
     for handle in handles:
         handle.remove()
     for works in under_way.values():
@@ -51,13 +51,16 @@ def _leave(
 
 
 class ParamGatherer:
-    """Gathers the buckets' parameters.
+    """Gathers the parameters of buckets from their ranks.
 
     Args:
-        modules: with these, gathering overlaps with the next forward: each module waits for its own
-            parameters, and for those of children that are never called (``nn.ParameterDict``,
-            ``nn.ParameterList``).
-        guard: context in which communication happens; gives failures a name.
+        buckets: the buckets.
+        group: the ranks that share the buckets.
+        modules: modules that hold the parameters, to gather while the next forward runs; empty to
+            wait at once. Each module waits for its own parameters, and for those of children
+            without a ``forward`` (``nn.ParameterDict``, ``nn.ParameterList``).
+        guard: takes the name of an action and returns a context for its collectives, in which
+            errors name the missing ranks.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class ParamGatherer:
         leave.atexit = False
 
     def look(self) -> None:
-        """Take note of the tensors that are parameters now."""
+        """Record the tensors that are the parameters now."""
         self._bucket_of = {
             id(entry.param): index
             for index, bucket in enumerate(self._buckets)
@@ -93,11 +96,11 @@ class ParamGatherer:
         }
 
     def start(self) -> None:
-        """Gather everything; with overlap, :meth:`finish` or the next forward waits for it.
-        Collective."""
+        """Start to gather all parameters. Collective. With overlap, :meth:`finish` or the next
+        forward waits; without overlap, wait now."""
         self.finish()
         self.bytes_gathered = 0
-        for index in reversed(range(len(self._buckets))):  # in the order of forward
+        for index in reversed(range(len(self._buckets))):  # Forward uses the last bucket first.
             bucket = self._buckets[index]
             self.bytes_gathered += bucket.params.nbytes
             with self._guard("gathering parameters"):
@@ -108,7 +111,7 @@ class ParamGatherer:
             self.finish()
 
     def finish(self) -> None:
-        """All parameters are complete on return."""
+        """Wait until all parameters are gathered."""
         for index in list(self._under_way):
             self._wait(index)
         self._waited_for = None
@@ -131,10 +134,10 @@ class ParamGatherer:
         self.finish()
 
     def check_use(self, entry: Entry) -> None:
-        """A parameter got a gradient, so forward has used it: make sure that forward waited for it.
+        """Check that forward waited for a parameter, when its gradient arrives in backward.
 
         Raises:
-            RuntimeError: it did not, and may have used old values.
+            RuntimeError: forward did not wait, so it may have used old values.
         """
         if self._waited_for is not None and id(entry.param) not in self._waited_for:
             raise RuntimeError(
@@ -145,7 +148,7 @@ class ParamGatherer:
 
 
 def _own(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters of a module and of its children that have no forward of their own."""
+    """Yield the parameters of a module, and of its children that have no ``forward``."""
     yield from (param for param in module._parameters.values() if param is not None)
     for child in module.children():
         if type(child).forward is nn.Module.forward:
@@ -156,54 +159,60 @@ def _own(module: nn.Module) -> Iterator[Tensor]:
 
 
 def is_megatron_ddp(chunk: nn.Module) -> bool:
-    """Whether a module has Megatron's parameter and gradient buffers (``buffers`` of other modules
-    is a method)."""
+    """True if a module is Megatron's DistributedDataParallel, with buffers of parameters and
+    gradients. In other modules ``buffers`` is a method."""
     return isinstance(getattr(chunk, "buffers", None), list) and hasattr(chunk, "start_param_sync")
 
 
 class MegatronHooks:
-    """Gradients and parameters as the modules' own hooks reduce and gather them:
-    ``finish_grad_sync`` is the training loop's to call. Parameters are gathered after the step
-    where the modules' forward does not."""
+    """Gradients and parameters as the hooks of Megatron's modules reduce and gather them.
+
+    The training loop calls ``finish_grad_sync``. If the modules' forward does not gather
+    parameters, they are gathered after the step.
+
+    Args:
+        chunks: Megatron's modules.
+        buckets: buckets over the modules' buffers.
+    """
 
     def __init__(self, chunks: Sequence[Any], buckets: Sequence[FlatBucket]) -> None:
         self._chunks, self._buckets = chunks, buckets
         self.bytes_gathered = self.grad_bytes_gathered = self.rounds = 0
-        self.has_gradients = True  # Megatron's hooks tell no one
+        self.has_gradients = True  # Megatron's hooks do not report whether a gradient arrived.
         self.on_reduced: Callable[[int], None] | None = None
 
     @property
     def bytes_reduced(self) -> int:
-        """Bytes of the buckets."""
+        """Number of bytes of the gradients in all buckets."""
         return sum(bucket.local_grads().nbytes for bucket in self._buckets)
 
     def watch(self, index: int, entry: Entry) -> None:
-        """Raises RuntimeError: the modules' hooks are on the parameter that was there before."""
+        """Raise RuntimeError, because the modules' hooks are on the parameter that was replaced."""
         raise RuntimeError(
             f"{entry.name} was replaced after Megatron's DistributedDataParallel registered its "
             "hooks; wrap the model again"
         )
 
     def look(self) -> None:
-        """Nothing to take note of."""
+        """Do nothing, because the modules' hooks find their parameters."""
 
     def start(self) -> None:
-        """Gather now, unless the modules' forward hooks do."""
+        """Gather the parameters now, unless the hooks of the modules' forward do."""
         self.bytes_gathered = sum(bucket.params.nbytes for bucket in self._buckets)
         for chunk in self._chunks:
             if not chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync()
 
     def finish(self) -> None:
-        """Nothing under way that is known here: gradients are reduced by the time of the step."""
+        """Do nothing, because gradients are reduced before the step."""
 
     def zero(self) -> None:
-        """Clear the buffers."""
+        """Set the gradients in the modules' buffers to zero."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """Enter ``no_sync()`` of every model chunk (Megatron's DistributedDataParallel)."""
+        """Return a context that enters the ``no_sync()`` of every module."""
         stack = ExitStack()
         for chunk in self._chunks:
             stack.enter_context(chunk.no_sync())
@@ -213,11 +222,16 @@ class MegatronHooks:
 def _buckets_of(
     chunks: Sequence[nn.Module], named: Sequence[tuple[str, Tensor]], group: ProcessGroup
 ) -> list[FlatBucket]:
-    """The buckets that hold some parameters of Megatron's modules.
+    """Return buckets over the buffers of Megatron's modules that have some parameters.
+
+    Args:
+        chunks: Megatron's modules.
+        named: names and parameters.
+        group: the ranks that share the buffers.
 
     Raises:
-        ValueError: a parameter is in no buffer, a buffer is not cut for these ranks, or its
-            optimizer is not to be distributed; naming it.
+        ValueError: a parameter is in no buffer, a buffer is not cut for these ranks, or the modules
+            were built without a distributed optimizer.
     """
     name_of = {id(param): name for name, param in named}
     buckets: list[FlatBucket] = []
@@ -226,7 +240,7 @@ def _buckets_of(
         if not getattr(chunk.ddp_config, "use_distributed_optimizer", False):
             raise ValueError(
                 "the model's ddp_config has use_distributed_optimizer=False, so its buffers are "
-                "not sharded; set it to the value in OptimizerConfig"
+                "not sharded; set use_distributed_optimizer=True in the ddp_config, too"
             )
         kinds = (getattr(chunk, kind, None) or [] for kind in _BUFFERS)
         for buffer in chain.from_iterable(kinds):
@@ -238,8 +252,8 @@ def _buckets_of(
     missing = [name for key, name in name_of.items() if key not in bucketed]
     if missing:
         raise ValueError(
-            f"{missing[0]} is in no buffer of the model's DistributedDataParallel; wrap the module "
-            "that holds it, or freeze it"
+            f"{missing[0]} is in no buffer of the model's DistributedDataParallel; wrap the "
+            "module that holds the parameter, or freeze the parameter"
         )
     return buckets
 
@@ -296,19 +310,20 @@ def make_transport(
     divisor: int,
     guard: Callable[[str], Any],
 ) -> Transport:
-    """Put trainable parameters into buckets. Collective.
+    """Move trainable parameters into buckets. Collective.
 
     Args:
-        named: parameters in the order of their use in forward.
-        places: their numbers in that order, in the whole model.
+        named: names and parameters, in the order in which forward uses them.
+        places: position of each parameter in the whole model.
         config: settings of buckets and reductions.
         group: the ranks that share the buckets.
         chunks: modules that hold the parameters.
         divisor: divisor of averages.
-        guard: context of communication.
+        guard: takes the name of an action and returns a context for its collectives, in which
+            errors name the missing ranks.
 
     Raises:
-        ValueError: a parameter or the config is not supported.
+        ValueError: a parameter or a setting is not supported.
     """
     if any(map(is_megatron_ddp, chunks)):
         return _megatrons(named, config, group, chunks)
@@ -335,7 +350,7 @@ def _megatrons(
         if getattr(config, name) != defaults.get(name, False):
             raise ValueError(
                 f"{name}={getattr(config, name)!r}: the ddp_config of Megatron's "
-                "DistributedDataParallel decides this; leave it at its default"
+                f"DistributedDataParallel decides this setting; leave {name} at its default"
             )
     if config.data_parallel_sharding_strategy != "optim" or config.grad_reduce_op != "avg":
         raise ValueError(
@@ -347,8 +362,8 @@ def _megatrons(
     for chunk in chunks:
         if not is_megatron_ddp(chunk):
             raise ValueError(
-                f"some model chunks are wrapped in Megatron's DistributedDataParallel, a "
-                f"{type(chunk).__name__} is not; wrap all or none"
+                "some model chunks are wrapped in Megatron's DistributedDataParallel, but a "
+                f"{type(chunk).__name__} is not; wrap all chunks or none"
             )
         if chunk.ddp_config.overlap_param_gather != config.overlap_param_gather:  # type: ignore[union-attr]
             raise ValueError(

@@ -1,9 +1,9 @@
 """DistributedOptimizer: data-parallel ranks shard main params, state and (ZeRO-2) gradients.
 
-The model's parameters are views of flat buckets. This rank's part of each is a plain tensor, and an
-ordinary precision wrapper over these tensors, in the same groups and at the same positions, does
-all the work of a step: it measures (reducing over the ranks), decides, places and steps. This
-module reduces gradients to it and gathers parameters back.
+The model's parameters are views of flat buckets. This rank's part of each parameter is a plain
+tensor. A precision wrapper over these tensors, with the same groups and positions, measures,
+decides and steps. This module reduces gradients for the wrapper and gathers the parameters
+afterwards.
 """
 
 from __future__ import annotations
@@ -50,14 +50,13 @@ from mp_optim.zero.transport import Reducer
 Build = Callable[[list[dict[str, Any]]], WrappedOptimizer]
 
 _OURS = "an optimizer"
-"""Words for the thing that ranks share, in comparisons."""
+"""Name of the objects that ranks share, for errors."""
 
 
 class ReducedGrads(GradsOfMembers):
-    """This rank's part of the reduced gradients.
+    """This rank's part of the reduced gradients. The constructor reduces them.
 
-    The constructor reduces them. Settings are compared with the other ranks in the reduction of the
-    norm.
+    Settings are compared with the other ranks in the reduction of the norm.
 
     Args:
         optimizer: the :class:`DistributedOptimizer`.
@@ -72,15 +71,15 @@ class ReducedGrads(GradsOfMembers):
         optimizer.shards.engine.compared = lines
         optimizer.share_settings()
         super().__init__(optimizer)
-        # Parameters without a backward pass on this rank have gradients of zeros.
+        # A parameter without a backward pass on this rank has a gradient of zeros.
         self.has_any = reducer.has_gradients
 
     def sums(self, on_host: bool = False) -> Measurement:
         return self._owned_sums() if self._model.steps_everything else super().sums()
 
     def _owned_sums(self) -> Measurement:
-        """Return the sums of owned parts, if each rank steps everything, so that the norm has the
-        same summands as with sharding."""
+        """Return the sums of squares of this rank's elements, although each rank steps all
+        elements. So the norm has the same summands as with sharding."""
         optimizer = self._optimizer
         over = (optimizer._group,)
         keys = {slot: NormKey(optimizer.norm_key(slot).group, over) for slot in optimizer.slots()}
@@ -107,30 +106,30 @@ class ReducedGrads(GradsOfMembers):
 
 
 class DistributedOptimizer(CompositeOptimizer):
-    """ZeRO over the ranks of ``process_groups.dp``. Collective: all of them build it, step it and
-    zero it alike. They start from the first one's parameters.
+    """ZeRO over the ranks of ``process_groups.dp``. Collective: all of these ranks build, step and
+    clear the optimizer in the same order. They start from the parameters of the first rank.
 
-    ``state`` and ``state_dict`` have this rank's part, as flat shards of the natural shape
-    (:class:`~mp_optim.core.flat_shard.FlatShard`), or plain tensors if every rank has everything.
-    Gradients of parameters that no rank used are zeros.
+    ``state`` and ``state_dict`` have this rank's part, as flat shards with the parameters' shapes
+    (:class:`~mp_optim.core.flat_shard.FlatShard`). With ``no_shard`` they are plain tensors. A
+    parameter that no rank used has a gradient of zeros.
 
     Args:
         param_groups: groups of the model's parameters, with ``param_names``.
-        config: ``data_parallel_sharding_strategy`` and the settings of reducing and gathering.
-        grad_scaler: loss scale, or None for 1.
-        build: returns the precision wrapper of groups of the owned tensors.
+        config: ``data_parallel_sharding_strategy``, and settings of reducing and gathering.
+        grad_scaler: loss scale; None for 1.
+        build: takes groups of this rank's tensors, and returns a precision wrapper over them.
         process_groups: ``dp`` is required.
-        model_chunks: modules that hold the parameters. Gradients are expected in their order, and
-            their forwards wait for gathered parameters.
+        model_chunks: modules that hold the parameters. Buckets are in the order of these modules,
+            and with ``overlap_param_gather`` their forwards wait for gathered parameters.
         divisor: divisor of gradients with ``grad_reduce_op="avg"``; by default the number of ranks
             of ``dp``.
 
     Attributes:
-        shards: the wrapper of the owned tensors, its only member.
+        shards: the precision wrapper of this rank's tensors, the only member.
 
     Raises:
-        ValueError: a parameter cannot become part of a flat buffer, or the ranks disagree about
-            model, groups or config; naming the parameter, or the rank and the difference.
+        ValueError: a parameter cannot be a view of a flat bucket; the message names it. Or model,
+            groups or config differ between ranks; the message has the rank and the difference.
     """
 
     grads_of = ReducedGrads
@@ -148,7 +147,8 @@ class DistributedOptimizer(CompositeOptimizer):
     ) -> None:
         if process_groups.dp is None:
             raise ValueError(
-                "process_groups.dp is None: a DistributedOptimizer needs the data-parallel ranks"
+                "process_groups.dp=None: a DistributedOptimizer needs the data-parallel ranks; "
+                "pass ProcessGroups(dp=group)"
             )
         self.process_groups = process_groups
         self._group: ProcessGroup = process_groups.dp
@@ -166,16 +166,18 @@ class DistributedOptimizer(CompositeOptimizer):
         self.groups_below = [self.shards.param_groups, *self.shards.groups_below]
         self.take_members([self.shards])
         _show_settings(self, sharded=not self._model.steps_everything)
-        # A listener makes backward wait for earlier reductions, so it is registered only if needed.
+        # Backward waits for earlier reductions if there is a listener, so register one only if
+        # needed.
         if self.backward_schedulers:
-            shards, tensors = self.shards, self._model.tensors  # the reducer must not keep `self`
+            # The reducer must not keep this optimizer alive, so do not refer to `self`.
+            shards, tensors = self.shards, self._model.tensors
             self.grad_reducer.on_reduced = lambda bucket: shards.gradients_ready(tensors[bucket])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only before the buckets are made.
+        """Add a param group. This works only inside the constructor, before the buckets are made.
 
         Raises:
-            ValueError: they are.
+            ValueError: the buckets are made.
         """
         if self.members:
             raise ValueError(
@@ -185,7 +187,8 @@ class DistributedOptimizer(CompositeOptimizer):
         super().add_param_group(param_group)
 
     def share_settings(self) -> None:
-        SlotKeyedOptimizer.share_settings(self)  # the shards have their own groups
+        # Exchange settings here, because the wrapper has its own groups.
+        SlotKeyedOptimizer.share_settings(self)
 
     def locate(self, slot: Slot) -> tuple[MegatronOptimizer, Slot]:
         return self.shards, slot
@@ -199,9 +202,12 @@ class DistributedOptimizer(CompositeOptimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in here add up this rank's own gradients and reduce nothing; for all but
-        the last of a step. With ``optim_grads`` the buckets are kept whole until the next
-        reduction; passes outside of here are reduced each."""
+        """Return a context for all backward passes of a step except the last. They add to this
+        rank's own gradients and reduce nothing.
+
+        With ``optim_grads``, every backward pass outside of the context is reduced, and inside of
+        it the gradients of all elements are kept until the next reduction.
+        """
         with self.grad_reducer.no_sync():
             yield
 
@@ -214,7 +220,11 @@ class DistributedOptimizer(CompositeOptimizer):
         self._model.gatherer.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, ``main_grad`` and reduced gradients."""
+        """Clear ``grad``, ``main_grad`` and reduced gradients.
+
+        Args:
+            set_to_none: ignored; ``grad`` becomes None.
+        """
         super().zero_grad(set_to_none=True)
         self.grad_reducer.zero()
 
@@ -225,14 +235,14 @@ class DistributedOptimizer(CompositeOptimizer):
         self.finish_param_sync()
         if slot is None or not self._model.is_followed(slot):
             self._follow_buckets()
-        # buckets do not detect writes without a new version, so the wrapper compares values
+        # Buckets do not detect writes without a new version, so the wrapper compares values.
         self.shards.make_current(slot, follow_only=follow_only)
 
     def _follow_buckets(self) -> None:
-        """Take parameters that were replaced, moved or written into the buckets."""
+        """Copy parameters that were replaced or moved into the buckets."""
         self.finish_param_sync()
         if self._model.follow():
-            # update copies on the host now, because state may be read before the next step
+            # State may be read before the next step, so refresh copies on the host now.
             self.shards.make_current(follow_only=True)
             self._model.look()
 
@@ -259,18 +269,21 @@ class DistributedOptimizer(CompositeOptimizer):
     # -- main params and metrics -------------------------------------------------------------------
 
     def own_metrics(self) -> dict[str, float]:
-        """Return the metrics of every optimizer, and the bytes of gradients and parameters that
-        were reduced and gathered in the last step, each counted once."""
+        """Return the metrics of the wrapper, and the bytes of gradients that were reduced and of
+        parameters that were gathered in the last step."""
         return {**super().own_metrics(), **self._model.bytes}
 
 
 def _of_construction(
     config: OptimizerConfig, groups: ParamGroups, in_forward: Sequence[Slot]
 ) -> list[str]:
-    """Config, parameters and settings.
+    """Return lines about config, parameters and settings, which ranks compare in the constructor.
 
     Args:
-        in_forward: the trained ones, in the order in which forward is expected to use them.
+        config: the config.
+        groups: groups of the model's parameters.
+        in_forward: slots of the trained parameters, in the order in which forward is expected to
+            use them.
     """
     lines = of_config(config)
     for slot, param in iter_slots(groups):
@@ -287,12 +300,13 @@ def _of_construction(
 
 
 def _of_step(groups: ParamGroups, step: int, rounds: int, frozen: Sequence[Slot]) -> list[str]:
-    """Return the lines that ranks compare in each step, besides settings.
+    """Return lines that ranks compare in each step, in addition to settings.
 
     Args:
-        step: its number.
-        rounds: backward passes that were reduced for it.
-        frozen: parameters that were trained when the optimizer was built, and are not now.
+        groups: groups of the model's parameters.
+        step: number of the step.
+        rounds: number of backward passes that were reduced for the step.
+        frozen: slots that were trained when the optimizer was built, and are frozen now.
     """
     names = (slot_name(groups, slot) for slot in frozen)
     said = (f"{name} was frozen since the optimizer was built" for name in names)
@@ -301,7 +315,8 @@ def _of_step(groups: ParamGroups, step: int, rounds: int, frozen: Sequence[Slot]
 
 
 def _show_settings(optimizer: DistributedOptimizer, sharded: bool) -> None:
-    """Show the hyperparameters that the rule filled in, and the main params where Megatron does."""
+    """Copy hyperparameters of the wrapper that the caller did not give, and set ``main_param`` of
+    the model's parameters as Megatron does."""
     shards = optimizer.shards
     optimizer.defaults.update(shards.defaults)
     shown = shown_mains_of(optimizer)
