@@ -1,11 +1,11 @@
-"""Executors: objects that step the tensors at some slots and keep their state.
+"""Executors: objects that step the tensors at some slots and keep the state of these slots.
 
-An executor is not a torch optimizer, but it has param groups: parameters and settings. A torch
+An executor is not a torch optimizer, but it has param groups with parameters and settings. A torch
 optimizer in front of it adds groups, exports state, and calls :meth:`Executor.step_slots`. A
-wrapper of that optimizer takes over its executor. The optimizer then steps no more, but can still
-be read.
+precision wrapper of that optimizer takes over the executor. After that the wrapper calls the
+executor, and the optimizer only exports state.
 
-Three kinds exist:
+There are three kinds of executors:
 
 - ``rules/rule_executor.py`` steps with a rule of this package.
 - ``rules/rule_optimizer.py`` steps with any torch optimizer.
@@ -33,17 +33,17 @@ each step)."""
 
 
 class Executor:
-    """Steps slots, each from a given gradient, and keeps their state for the optimizer's life.
+    """Steps slots from given gradients, and keeps the state of the slots for the optimizer's life.
 
     NOTE: an executor neither checks settings nor marks steps in ``step_mark``. The outermost
     optimizer does both once per step, before it calls :meth:`step_slots`.
 
     Args:
-        param_groups: the live groups; the optimizer in front of the executor adds to them.
+        param_groups: the live groups; the optimizer in front of the executor adds to this list.
 
     Attributes:
         label: class name that users know, for messages.
-        sizes: number of parameters of each group when it was added.
+        sizes: number of parameters of each group when the group was added.
         step_mark: consistency flag of the outermost optimizer; records interrupted steps.
     """
 
@@ -74,7 +74,8 @@ class Executor:
         self.sizes.append(len(self.param_groups[-1]["params"]))
 
     def forget_groups(self, count: int) -> None:
-        """Remove all groups after the first ``count``, even if adding them failed half-way."""
+        """Remove all groups after the first ``count``, including a group that was added only in
+        part."""
         del self.param_groups[count:], self.sizes[count:]
 
     def has_only(self, group: int, positions: Sequence[int]) -> None:
@@ -92,7 +93,7 @@ class Executor:
         """Cache one launch for each of these sets of slots, and one for the remaining slots of the
         group.
 
-        Steps mostly contain a whole set, so its launch is reused.
+        Most steps contain all slots of a set, so the launch of the set is reused.
 
         Args:
             group: index of the param group.
@@ -100,8 +101,8 @@ class Executor:
         """
 
     def all_groups(self) -> list[ParamGroups]:
-        """Return the param groups of this executor and of executors below it. Their settings stay
-        equal."""
+        """Return the param groups of this executor and of the executors below it. The settings of
+        these groups stay equal."""
         return [self.param_groups]
 
     def use_mark(self, mark: StepMark) -> None:
@@ -137,7 +138,7 @@ class Executor:
         """Step the given slots, each at most once, and write their outputs."""
 
     def finish_step(self) -> None:
-        """Check a step after all of its work is queued.
+        """Check a step after all of its kernels are queued.
 
         Raises:
             AuditError: a repetition of the step gave other bits, and ``audit_action`` is "raise".
@@ -169,7 +170,8 @@ class Executor:
 
     @abstractmethod
     def backend_and_reason(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
-        """Return the backend that steps the slots of a group in a place, and the reason for it.
+        """Return the name of the backend that steps the slots of a group, and the reason for the
+        choice.
 
         Args:
             group: index of the param group.
@@ -178,7 +180,7 @@ class Executor:
         """
 
     def marks_changes(self, slot: Slot) -> bool:
-        """True if every step of a slot marks its changed weights in ``SlotUpdate.changed``."""
+        """True if every step of a slot sets bits for changed weights in ``SlotUpdate.changed``."""
         return False
 
     def metrics(self) -> dict[str, float]:
@@ -205,11 +207,11 @@ class Executor:
         """
 
     def follow_memory(self) -> None:
-        """Use the present memory of main params and state, if callers moved them. Call this before
-        a step.
+        """Use the present memory of main params and state, after callers replaced it. Called before
+        each step.
 
         Raises:
-            ValueError: state has another shape or dtype now, with slot and key.
+            ValueError: state has another shape or dtype now; the message has slot and key.
         """
 
     # -- main params: the stepped tensors, FP32 unless a subclass stores another dtype ------------
@@ -227,12 +229,12 @@ class Executor:
         return torch.float32
 
     def new_main_param(self, slot: Slot, source: Tensor) -> Tensor:
-        """Create a slot's main param from the model's parameter, and return it.
+        """Create the main param of a slot, and return it.
 
         Args:
             slot: the parameter.
-            source: local model parameter of any floating dtype. Its values are copied, unless it
-                already has the dtype of main params: then it is its own main param.
+            source: local model parameter of any floating dtype. If it has the dtype of main params,
+                it becomes the main param itself. Otherwise its values are copied.
         """
         main, dtype = source, self.main_dtype(source.dtype)
         if source.dtype != dtype:
@@ -257,7 +259,8 @@ class Executor:
         self._reserved = iter(allocate_contiguous(forms))
 
     def main_param(self, slot: Slot) -> Tensor:
-        """Return the FP32 main param: the stepped tensor, or a copy if it is stored in parts."""
+        """Return the FP32 main param of a slot: the stepped tensor, or a copy if the main param is
+        stored in parts."""
         return self.stepped(slot)
 
     def set_main_param(self, slot: Slot, value: Tensor) -> None:
@@ -265,5 +268,5 @@ class Executor:
         self.stepped(slot).copy_(value)
 
     def main_written(self, slot: Slot) -> None:
-        """Discard pending work that read the old value of a slot's main param, after it was
-        overwritten with the model's value."""
+        """Discard pending work that read an old main param, after the main param was overwritten
+        with the model's value."""

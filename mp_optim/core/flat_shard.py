@@ -1,6 +1,6 @@
 """A rank's part of a tensor, as a checkpoint stores it: a flat range (:class:`FlatShard`), a
-tensor-parallel part (:class:`PartitionShard`), or a DTensor's local part. Each is saved as
-boxes."""
+tensor-parallel part (:class:`PartitionShard`), or a DTensor's local part. All of them are saved
+as boxes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 class FlatShard(Tensor):
     """Elements ``[start, start + n)`` of a row-major flattened tensor of shape ``global_shape``.
 
-    Its ``shape`` is that of the whole tensor; its memory is ``local``.
-    ``torch.distributed.checkpoint`` writes it as a few boxes and reads any saved layout into it,
-    without extra copies. Ranges of two ranks may be equal or disjoint, but must not overlap in
-    part.
+    The ``shape`` of a FlatShard is that of the whole tensor, and its memory is ``local``.
+    ``torch.distributed.checkpoint`` writes a FlatShard as a few boxes, and reads any saved layout
+    into it without extra copies. The ranges of two ranks may be equal or disjoint, but must not
+    overlap in part.
 
     Args:
         local: the elements, contiguous, shape (n,), on any device. Not copied. ``n`` may be 0.
@@ -59,7 +59,7 @@ class FlatShard(Tensor):
 
     @property
     def places(self) -> tuple[Box, ...]:
-        """The boxes of its elements, in order."""
+        """The boxes of the whole tensor that consist of this shard's elements, in order."""
         return boxes(self.shape, self.start, self.local.numel())
 
     def full_tensor(self, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -127,10 +127,12 @@ class FlatShard(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Copy, or create empty tensors of the same range. Refuse arithmetic, which callers do on
-        ``local``."""
+        """Copy a FlatShard, or create an empty tensor of the same range. Raise NotImplementedError
+        for arithmetic; callers compute with ``local``."""
         if func not in _RANGE_KEEPING:
-            raise NotImplementedError(f"{func} of a FlatShard: compute with its .local")
+            raise NotImplementedError(
+                f"{func} of a FlatShard is not supported; compute with its .local"
+            )
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         first = next(arg for arg in tensors if isinstance(arg, FlatShard))
         own = first.shape, first.start, first.local.numel()
@@ -181,11 +183,12 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 class PartitionShard(Tensor):
-    """A part of a tensor that is split over ranks. Its ``shape`` is that of the whole; it shares
-    the memory of ``held``.
+    """A part of a tensor that is split over ranks. The ``shape`` is that of the whole tensor, and
+    the memory is that of ``held``.
 
     Args:
-        held: this rank's part: a plain tensor, or a DTensor or FlatShard if it is split again.
+        held: this rank's part: a plain tensor, or a DTensor or FlatShard if the part is split
+            again.
         partition: position of the part in the whole.
         is_stacked: True if the whole is a stack of all ranks' tensors along a new first dimension.
             False if the parts are cut along a dimension of the parameter.
@@ -212,10 +215,10 @@ class PartitionShard(Tensor):
         return self.held[0] if self.is_stacked else self.held
 
     def with_held(self, held: Tensor) -> PartitionShard:
-        """Return the same part of another tensor.
+        """Return another tensor's part at the position of this part.
 
         Args:
-            held: this rank's part of it.
+            held: this rank's part of the other tensor.
         """
         return PartitionShard(held, self.partition, self.is_stacked)
 
@@ -227,23 +230,25 @@ class PartitionShard(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        raise NotImplementedError(f"{func} of a PartitionShard: compute with its .local")
+        raise NotImplementedError(
+            f"{func} of a PartitionShard is not supported; compute with its .local"
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PartitionShard({self.partition} of {tuple(self.shape)}, {self.held!r})"
 
 
 def as_partition(value: Any, partition: Partition | None, shape: torch.Size | None = None) -> Any:
-    """Return a state tensor as a part of the whole; scalars and all values without a partition stay
-    as they are.
+    """Return a state tensor as a part of the whole. Scalars are returned unchanged, and so are all
+    values if the parameter is not split.
 
-    State with the split dimension is cut as the parameter (even with size 1 in others, as the
-    factors of Adafactor). Other state is this rank's own: it is saved as one entry of a stack over
-    ranks, and a load needs the same number of ranks.
+    State that has the split dimension of the parameter is cut along it. Its other dimensions may
+    have size 1, as the factors of Adafactor have. Other state belongs to this rank alone. It is
+    saved as one entry of a stack over ranks, and a load needs the same number of ranks.
 
     Args:
         value: the state tensor.
-        partition: the split of the parameter; None if it is not split.
+        partition: the split of the parameter; None if the parameter is not split.
         shape: shape of this rank's part of the parameter; by default the tensor's shape.
     """
     if partition is None or not isinstance(value, Tensor) or not value.dim():
@@ -293,16 +298,17 @@ def _is_1_or_same(length: int, full: int) -> bool:
 
 
 def places_of(tensor: Tensor) -> tuple[Box, ...] | None:
-    """Return the boxes that this rank has of a sharded tensor; None for a tensor that is not
+    """Return the boxes of a sharded tensor that this rank has; None for a tensor that is not
     sharded.
 
-    Every rank has the one empty box of a tensor without elements, so that the tensor is recorded.
+    A tensor without elements has one empty box on every rank, so that a checkpoint records the
+    tensor.
 
     Args:
         tensor: any tensor.
 
     Raises:
-        TypeError: it is a ShardedTensor, which torch has replaced by DTensor.
+        TypeError: the tensor is a ShardedTensor, which torch has replaced by DTensor.
     """
     if isinstance(tensor, FlatShard):
         return tensor.places
@@ -324,13 +330,18 @@ def places_of(tensor: Tensor) -> tuple[Box, ...] | None:
 
 
 def held_places(tensor: Tensor) -> tuple[Box, ...]:
-    """Return the boxes that this rank has of any tensor; one box if it is not sharded."""
+    """Return the boxes of any tensor that this rank has; one box if the tensor is not sharded."""
     places = places_of(tensor)
     return (whole_box(tuple(tensor.shape)),) if places is None else places
 
 
 def piece(tensor: Tensor, place: Box) -> Tensor:
-    """Return the live elements of one box of :func:`held_places`."""
+    """Return this rank's live elements of one box.
+
+    Args:
+        tensor: any tensor.
+        place: a box that :func:`held_places` returned.
+    """
     if isinstance(tensor, PartitionShard):
         dim = tensor.partition.dim
         for inside in held_places(tensor.held):
@@ -355,7 +366,8 @@ def piece(tensor: Tensor, place: Box) -> Tensor:
 
 
 def is_cut(tensor: Tensor) -> bool:
-    """True if a rank has only a part of a tensor, so that saved blocks do not fit."""
+    """True if this rank has only a part of a tensor. Saved scales of blocks do not fit such a
+    part."""
     if isinstance(tensor, PartitionShard):
         return True
     if isinstance(tensor, FlatShard):
@@ -364,9 +376,9 @@ def is_cut(tensor: Tensor) -> bool:
 
 
 def scales_of_elements(tensor: Tensor, scale: Tensor) -> Tensor:
-    """Return one FP32 scale per local element: the part's shape with a last dimension of 1.
+    """Return one FP32 scale per local element, in the part's shape plus a last dimension of 1.
 
-    Scales of blocks are 1-D, so callers can tell them from these.
+    Scales of blocks are 1-D, so the number of dimensions tells which scales a tensor has.
 
     Args:
         tensor: a DTensor, a FlatShard or a PartitionShard.

@@ -1,8 +1,8 @@
-"""Slots: a parameter is identified by its position in the param groups, not by the tensor there.
+"""Slots: the position of a parameter in the param groups is its identity, not the tensor there.
 
-Wrappers replace tensors (mixed precision, FSDP2, tensor parallelism), but the pair ``(group,
-position)`` stays. All state in this package is keyed by slot. This module also checks param groups
-that callers edit or assign, and exchanges changed settings between optimizers.
+Mixed precision, FSDP2 and tensor parallelism replace tensors, but the pair ``(group, position)``
+stays. All state in this package is keyed by slot. This module also checks param groups that callers
+edit or assign, and exchanges changed settings between optimizers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def iter_slots(param_groups: ParamGroups) -> Iterator[tuple[Slot, Tensor]]:
 
 
 _OF_EACH = ("params", "param_names", "fqns")
-"""Keys of a group that have one entry for each of its parameters."""
+"""Keys of a param group whose values have one entry for each parameter."""
 
 
 def all_params(param_groups: ParamGroups) -> list[Tensor]:
@@ -61,8 +61,8 @@ def group_settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_plain(group: Any) -> None:
-    """Replace a group's settings by plain data in place, so that a state dict with them can be
-    saved."""
+    """Replace settings of a group that are not plain data (numpy numbers, for example) in place, so
+    that a state dict with them can be saved."""
     for key, value in group.items() if isinstance(group, dict) else ():
         if key not in _OF_EACH and (plain := plain_setting(value)) is not value:
             group[key] = plain
@@ -79,17 +79,17 @@ def with_names(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def has_names(group: dict[str, Any]) -> bool:
-    """True if a group has names for its parameters. Otherwise :func:`slot_name` returns generated
-    ones."""
+    """True if a group has names for its parameters. Without names, :func:`slot_name` returns
+    generated names."""
     return bool(group.get("param_names") or group.get("fqns"))
 
 
 def slot_name(param_groups: ParamGroups, slot: Slot) -> str:
-    """Return the FQN of a slot without wrappers' parts, or ``group<g>.param<i>`` if its group has
-    no names.
+    """Return the FQN of a slot without the parts that module wrappers add. Without names in the
+    group, return ``group<g>.param<i>``.
 
     Names are in ``param_names`` or ``fqns``. torch refuses ``param_names`` in a group without
-    parameters, which executors may have.
+    parameters, so the groups of executors have ``fqns``.
     """
     group = param_groups[slot.group]
     names: Sequence[str] | None = group.get("param_names") or group.get("fqns")
@@ -114,7 +114,8 @@ def stream_of(name: str, first_element: int = 0) -> int:
 # -- groups that callers edit or assign -----------------------------------------------------------
 
 _OF_THE_MODEL = ("param_names", "fqns", "is_expert_parallel")
-"""Entries of groups that are not settings; an assigned group without them keeps the old ones."""
+"""Entries of groups that are not settings. If an assigned group lacks such an entry, the old entry
+stays."""
 
 
 def sizes_of(groups: ParamGroups) -> list[int]:
@@ -155,7 +156,8 @@ def check_lists(groups: ParamGroups, added: Sequence[int]) -> None:
 
 
 def check_assigned(live: ParamGroups, groups: Any, defaults: Mapping[str, Any]) -> None:
-    """Check that assigned groups can replace the live ones. Copy missing names into them.
+    """Raise ValueError if assigned groups cannot replace the live ones. Copy missing names from the
+    live groups into the assigned ones.
 
     Args:
         live: the live groups.
@@ -192,9 +194,9 @@ _NOTHING = object()
 class SharedSettings:
     """The settings of param groups that several optimizers share, as of the last exchange.
 
-    An exchange copies a setting that one optimizer changed to the others. Callers change settings
-    of the outermost optimizer. Optimizers below change step counts, and learning rates that they
-    find. If both changed one setting, the caller's value wins.
+    An exchange copies a changed setting to all other optimizers. Callers change settings of the
+    outermost optimizer. The optimizers below it change step counts and computed learning rates. If
+    both a caller and an optimizer below changed a setting, the caller's value is used.
     """
 
     def __init__(self) -> None:
@@ -205,7 +207,7 @@ class SharedSettings:
         del self._seen[count:]
 
     def exchange(self, groups: ParamGroups, below: Sequence[ParamGroups]) -> None:
-        """Make the settings of groups with the same index equal.
+        """Make the settings of groups with the same index equal in all optimizers.
 
         Args:
             groups: groups of the outermost optimizer.
@@ -228,7 +230,14 @@ class SharedSettings:
 
 
 def _agree(index: int, alike: Sequence[dict[str, Any]], seen: Sequence[Mapping[str, Any]]) -> None:
-    """Copy changed settings of one group between the optimizers, and remove deleted ones below."""
+    """Copy changed settings of one group between the optimizers. Remove settings below that the
+    caller deleted.
+
+    Args:
+        index: index of the group, for the error.
+        alike: the group of the outermost optimizer, then the group of each optimizer below.
+        seen: copies of these groups from the last exchange.
+    """
     above, *below = alike
     by_caller, deleted = _changed(above, seen[0]), seen[0].keys() - above.keys()
     for group in below:
@@ -237,7 +246,9 @@ def _agree(index: int, alike: Sequence[dict[str, Any]], seen: Sequence[Mapping[s
     news: dict[str, Any] = {}
     for group, before in zip(below, seen[1:], strict=True):
         if not group["params"]:
-            continue  # Without parameters it does not step, so its settings have no meaning.
+            # An optimizer without parameters of the group does not step it, so its settings have no
+            # meaning.
+            continue
         for key, value in _changed(group, before).items():
             if key in by_caller:
                 continue
@@ -245,8 +256,8 @@ def _agree(index: int, alike: Sequence[dict[str, Any]], seen: Sequence[Mapping[s
                 raise RefusedSettings(
                     f"param group {index}: {key} is {news[key]!r} on the device and {value!r} on "
                     "the host. The rule computes this setting from all parameters of a group, so "
-                    "they must be in one place; use offload_fraction 0 or 1, or make a group for "
-                    "each place"
+                    "all of them must be in one place; use offload_fraction 0 or 1, or make a "
+                    "group for each place"
                 )
     for group in alike:
         group.update({**news, **by_caller})
@@ -262,7 +273,8 @@ def _changed(group: Mapping[str, Any], seen: Mapping[str, Any]) -> dict[str, Any
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """True if two settings are equal; tensors and other objects are equal only to themselves."""
+    """True if two settings are equal. Tensors and unknown objects are equal only if they are the
+    same object."""
     if one is other:
         return True
     if type(one) is not type(other):

@@ -26,7 +26,8 @@ from mp_optim.host.leases import before_writing_all, borrows, give_memory, wait_
 
 
 class BrokenOffError(RuntimeError):
-    """A step, load or scaling was interrupted: some parameters are changed, others are not."""
+    """A step, load or scaling was interrupted, so some parameters are changed and others are
+    not."""
 
 
 _PARKED = (
@@ -59,13 +60,13 @@ class StepMark:
         self.is_set = False
         self._why = self._lent_to = self.refusal = ""
         self._writer: tuple[object, int] | None = None
-        """The outermost layer, and the id of its thread, during a step or load."""
+        """The outermost layer and the id of its thread, during a step or load; else None."""
 
     def touch(self) -> None:
         """Mark the stack as inconsistent until the step or load is complete.
 
-        Waits until background saves have copied the accelerator memory that they still have to
-        read. Kernel launches announce their host memory themselves.
+        Waits until background saves have copied the accelerator memory that they still need. Kernel
+        launches announce writes to host memory themselves.
         """
         self.is_set = True
         if borrows:
@@ -80,8 +81,8 @@ class StepMark:
     def open_state(self) -> None:
         """Announce that any state may be written, by this package or by a caller with access to it.
 
-        Background saves read a copy from then on. All writers call this, except the kernel launches
-        of a step.
+        From then on, background saves read a copy. All writers of state call this first, except the
+        kernel launches of a step.
         """
         before_writing_all()
 
@@ -123,7 +124,7 @@ class StepMark:
         if self._lent_to:
             raise RuntimeError(
                 f"{doing}: inside `with optimizer.{self._lent_to}()` the model does not have its "
-                "training weights; call it after the block"
+                f"training weights; call {doing} after the block"
             )
         if self._writer is None:
             if self.copies.shown:
@@ -154,12 +155,13 @@ class StepMark:
 
     @contextmanager
     def step(self, layer: object, *, is_load: bool = False) -> Iterator[None]:
-        """Mark a step, a scaling of rows or a load, from the first write to the end. Nested calls
+        """Mark a step, a scaling of rows or a load, from its first write to its end. Nested calls
         of lower layers do nothing.
 
         Args:
             layer: the optimizer of the stack that steps.
-            is_load: True for a load, after which the stack is consistent, whatever it was before.
+            is_load: True for a load. After a load the stack is consistent, even if an earlier step
+                was interrupted.
 
         Raises:
             BrokenOffError: an earlier step was interrupted.
@@ -190,16 +192,17 @@ class StepMark:
                 if self.copies.shown:
                     self.copies.refresh()
         finally:
-            self._writer = None  # again, because an interrupt may come before the first assignment
+            # Assign again, because an interrupt may come before the assignment above.
+            self._writer = None
         # An interrupt after the block and before this line leaves the flag set, which is safe.
         self.is_set, self._why = False, ""
 
 
 def _under_way(doing: str, who: str) -> RuntimeError:
     return RuntimeError(
-        f"{doing}: {who} is inside a step or load of this optimizer, which is not complete; "
-        "call it after that (use a lock around both, or a flag that the training loop checks "
-        "between steps)"
+        f"{doing}: {who} is inside a step or load of this optimizer, which is not complete; call "
+        f"{doing} after that step or load (use a lock around both calls, or a flag that the "
+        "training loop checks between steps)"
     )
 
 
@@ -207,11 +210,11 @@ HOST = torch.device("cpu")
 
 
 class ParkedTensors:
-    """Tensors that were moved to the host in place, and the devices they were on. They stay the
-    same objects, so other references to them stay valid.
+    """Tensors that were moved to the host in place, and their former devices. Other references to a
+    tensor stay valid, because the tensor stays the same object.
 
     Attributes:
-        homes: by ``id`` of a tensor, a weak reference to it and its former device.
+        homes: by ``id`` of a tensor, a weak reference to the tensor, and its former device.
     """
 
     def __init__(self) -> None:
@@ -231,7 +234,7 @@ class ParkedTensors:
         self.homes.clear()
 
     def give(self, tensor: Tensor, memory: Tensor) -> None:
-        """Replace a tensor's memory, and so its values, by memory that may be on another device.
+        """Replace a tensor's memory, and with it the values and possibly the device.
 
         Args:
             tensor: the tensor; stays the same object.
@@ -245,8 +248,8 @@ class ParkedTensors:
             self.homes[id(tensor)] = self._when_gone(tensor), before
 
     def home_of(self, tensor: Tensor) -> torch.device:
-        """Return the former device of a tensor that was moved here, or a tensor's present
-        device."""
+        """Return the former device of a tensor that was moved to the host, or the present device of
+        another tensor."""
         parked = self.homes.get(id(tensor))
         return tensor.device if parked is None else parked[1]
 

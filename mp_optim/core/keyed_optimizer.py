@@ -1,5 +1,5 @@
-"""The base class of every optimizer in this package: a torch optimizer that keeps its state by
-slot, and the load of a state dict into it."""
+"""The base class of all optimizers in this package: a torch optimizer that keeps its state by slot.
+This module also loads state dicts into it."""
 
 from __future__ import annotations
 
@@ -35,27 +35,26 @@ Closure = Callable[[], Any]
 
 
 class SlotKeyedOptimizer(torch.optim.Optimizer):
-    """A ``torch.optim.Optimizer`` that keys its state by ``(group, position)``.
+    """A ``torch.optim.Optimizer`` that keys its state by slot, ``(group, position)``.
 
-    An executor or member optimizers own the state of a slot; subclasses differ in that alone. This
-    class exports, saves, matches and loads the state.
+    The state of a slot is kept by an executor or by member optimizers, depending on the subclass.
+    This class exports, saves, matches and loads the state.
 
     Attributes:
         executor: the executor that steps the slots, unless the subclass has member optimizers.
-        groups_below: param groups of the optimizers below, one list for each; a list has one group
-            for each group of this optimizer.
+        groups_below: param groups of each optimizer below, with the same number of groups as here.
         grad_scaler: the loss scaler, or None.
-        model_parallel: this rank's share of the model. State dicts and checkpoints have the names
-            of the whole model; param groups and messages have the local names.
+        model_parallel: this rank's part of the model. State dicts and checkpoints have the names of
+            the whole model; param groups and messages have the local names.
     """
 
     executor: Executor
     _live_groups: ParamGroups
-    """The param groups: the same list object for the optimizer's life. torch's constructor assigns
-    and fills ``param_groups``, so a subclass sets this first."""
+    """The param groups, in one list object for the optimizer's life. torch's constructor assigns
+    and fills ``param_groups``, so a subclass sets this attribute first."""
     _sizes: list[int]
-    """The number of parameters of each group, empty until :meth:`lists_are_known`. A subclass sets
-    it before it calls this constructor."""
+    """The number of parameters of each group; empty until :meth:`lists_are_known`. A subclass sets
+    this attribute before it calls this constructor."""
     groups_below: Sequence[ParamGroups] = ()
     grad_scaler: Any = None
     model_parallel: ModelParallel = ModelParallel()
@@ -70,7 +69,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     @property
     def stack(self) -> SlotKeyedOptimizer:
-        """This optimizer with all of its layers; a subclass may build them at the first access."""
+        """This optimizer with all of its layers. A subclass may build the layers at the first
+        access."""
         return self
 
     # -- forwarded to the executor; subclasses may override --------------------------------------
@@ -88,8 +88,11 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         return self.executor.home(slot, param_at(self.param_groups, slot))
 
     def memory_moved(self, slot: Slot | None = None) -> None:
-        """Drop cached addresses after main params and state of a slot (of all slots if None) were
-        moved to other memory."""
+        """Drop cached addresses after main params and state were moved to other memory.
+
+        Args:
+            slot: the slot whose tensors were moved; None for all slots.
+        """
         self.executor.memory_moved(slot)
 
     def check_settings(self, group: dict[str, Any]) -> None:
@@ -101,17 +104,14 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     @property
     def _knows_lists(self) -> bool:
-        """True after :meth:`lists_are_known`.
-
-        It is False within torch's constructor, and before the first step of an optimizer that
-        allows edited lists until then.
-        """
+        """True after :meth:`lists_are_known`. False inside torch's constructor, and before the
+        first step of an optimizer whose lists may be edited until then."""
         return bool(self._sizes)
 
     @property
     def param_groups(self) -> ParamGroups:
-        """The param groups with the current parameters. The list object stays the same: assigning
-        another list copies its groups into this one."""
+        """The param groups with the current parameters. The list object stays the same: if a caller
+        assigns another list, its groups are copied into this list."""
         return self._live_groups
 
     @param_groups.setter
@@ -138,7 +138,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def added_whole(self) -> Iterator[None]:
-        """Remove the group that is added inside the block, here and below, if the block raises."""
+        """Return a context that adds a group. If the block raises, the group is removed here and in
+        the optimizers below."""
         self.check_lists()
         count = len(self.param_groups)
         try:
@@ -161,7 +162,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         check_lists(self._live_groups, self._sizes)
 
     def forget_groups(self, count: int) -> None:
-        """Remove all groups after the first ``count``, even if adding them failed half-way."""
+        """Remove all groups after the first ``count``, including a group that was added only in
+        part."""
         del self.param_groups[count:]
         self.shared_settings.forget_groups(count)
         self.lists_are_known()
@@ -185,25 +187,26 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     # -- optimizers below -------------------------------------------------------------------------
 
     def share_settings(self) -> None:
-        """Copy settings that changed in one list of groups since the last call to the other lists,
-        here and below. An optimizer that writes into its own groups continues from there.
+        """Copy settings that changed since the last call between the groups of this optimizer and
+        the groups of the optimizers below.
 
         Raises:
-            ValueError: two optimizers below wrote different values for one group, with the values.
+            ValueError: two optimizers below wrote different values for one group; the message has
+                the values.
         """
         self.shared_settings.exchange(self._live_groups, self.groups_below)
 
     # -- state ------------------------------------------------------------------------------------
 
     def slot_state(self, slot: Slot) -> State:
-        """Return the state tensors of a slot by key, as state dicts have them; allocate missing
-        ones.
+        """Return the state tensors of a slot by key, as state dicts have them. Missing state is
+        allocated.
 
-        Tensors are the live ones, except 4-bit moments, which are FP32 copies. :meth:`shown_state`
-        returns copies with edits that reach the state.
+        The tensors are the live ones, except 4-bit moments, which are FP32 copies. Edits of these
+        copies are not stored; :meth:`shown_state` returns copies whose edits are stored.
 
         Args:
-            slot: index of the param group, and position in it.
+            slot: index of the param group, and position in the group.
         """
         self.make_current(slot)
         self.step_mark.copies.take_edits()
@@ -211,8 +214,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     @in_own_modes
     def shown_state(self, slot: Slot) -> State:
-        """Return the state of a slot as :attr:`state` has it: live tensors, and FP32 copies of
-        tensors that are stored in blocks. Edits of the copies are stored, too."""
+        """Return the state of a slot as ``optimizer.state[param]`` has it: live tensors, and FP32
+        copies of tensors that are stored in blocks. Edits of the copies are stored, too."""
         self.make_current(slot)
         state = self.state_of(slot)
         shown = self.step_mark.copies.show(
@@ -222,7 +225,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
             lambda key, leaf: state.layout.show({key: leaf})[key],
             scale_key,
         )
-        saved = state.exported()  # torch's functions expect the keys of a state dict.
+        # torch's functions expect the keys of a state dict, so add the other keys.
+        saved = state.exported()
         return {key: shown.get(key, value) for key, value in saved.items()}
 
     def full_slot_state(self, slot: Slot) -> State:
@@ -230,7 +234,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         copied.
 
         Args:
-            slot: index of the param group, and position in it.
+            slot: index of the param group, and position in the group.
         """
         self.make_current(slot)
         self.step_mark.copies.take_edits()
@@ -240,9 +244,9 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         """Copy a saved state into the slot.
 
         Args:
-            slot: index of the param group, and position in it.
-            state: the saved state by key, as :meth:`slot_state` or :meth:`full_slot_state` returns
-                it.
+            slot: index of the param group, and position in the group.
+            state: the saved state by key, a result of :meth:`slot_state` or
+                :meth:`full_slot_state`.
 
         Raises:
             ValueError: a key is missing or unknown, a value does not fit, or bits would be lost.
@@ -260,8 +264,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     @in_own_modes
     def assign_states(self, states: Mapping[Slot, State], *, whole: bool) -> None:
-        """Store the values that a caller assigned to ``optimizer.state``. If one value does not
-        fit, store none.
+        """Store the values that a caller assigned to ``optimizer.state``. If any value does not
+        fit, store no value.
 
         Args:
             states: the assigned values by slot and key.
@@ -312,7 +316,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
         A step before that raises RuntimeError. Gradients are not freed.
         """
-        self.step_mark.open_state()  # Else a background save keeps the accelerator's memory.
+        # Announce the write first, or a background save would keep the accelerator's memory.
+        self.step_mark.open_state()
         for slot in self.slots():
             self.step_mark.parked.park(self.state_of(slot).live().values())
         self.memory_moved()
@@ -333,19 +338,20 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
             TypeError: always.
         """
         raise TypeError(
-            f"{type(self).__name__} cannot be copied or pickled; build another one for the copied "
-            "model and give it load_state_dict(optimizer.state_dict())"
+            f"{type(self).__name__} cannot be copied or pickled; build another optimizer for the "
+            "copied model, and call its load_state_dict(optimizer.state_dict())"
         )
 
     @property  # type: ignore[override]
     def state(self) -> SlotStateView:
-        """A mapping from the current parameters to their state. It is a view: each lookup reads the
-        present state."""
+        """The state of each parameter, as a mapping from parameters to dicts. The mapping is a
+        view, so each lookup reads the present state."""
         return SlotStateView(self, self._state_lookups)
 
     @state.setter
     def state(self, value: Mapping[Tensor, dict[str, Any]]) -> None:
-        if value or self._knows_lists:  # torch's constructor assigns an empty dict.
+        # torch's constructor assigns an empty dict, which must not reset anything.
+        if value or self._knows_lists:
             self.state.assign(value)
 
     def slot_name(self, slot: Slot) -> str:
@@ -370,11 +376,11 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     def state_dict(self, *, full_precision: bool = False) -> dict[str, Any]:
         """Return the state and settings: ``{"state": {index: {...}}, "param_groups": [...]}``.
 
-        State tensors are the live ones, as in torch: clone or save them before the next step.
+        State tensors are the live ones, as in torch, so clone or save them before the next step.
         Settings are copies.
 
-        Two kinds of tensors are copies: 4-bit moments (FP32), and 16-bit remainders if
-        ``torch.distributed`` is initialized (int32, because collectives do not support int16).
+        Two kinds of tensors are copies: 4-bit moments (in FP32), and 16-bit remainders if
+        ``torch.distributed`` is initialized (in int32, because collectives do not support int16).
 
         Args:
             full_precision: True for FP32 copies of all state that is stored in fewer bits.
@@ -387,8 +393,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     @in_own_modes
     def settings_dict(self) -> dict[str, Any]:
-        """Return :meth:`state_dict` with an empty ``"state"``. Registered post-hooks get the
-        complete one."""
+        """Return :meth:`state_dict` with an empty ``"state"``. Post-hooks that callers registered
+        still get a complete state dict."""
         if self._optimizer_state_dict_post_hooks:
             return {**self.state_dict(), "state": {}}
         return self._dict_of(lambda _: {}, has_checksums=True)
@@ -417,62 +423,67 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         return {**result, **self.saved_beside()}
 
     def load_state_dict(self, state_dict: dict[str, Any], *, convert: bool = False) -> None:
-        """Load a result of :meth:`state_dict`. Match parameters by FQN if both sides have names,
-        else by position.
+        """Load a state dict that :meth:`state_dict` returned. Parameters are matched by FQN if both
+        sides have names, else by position.
 
         State is copied into the existing tensors, so placement and dtypes stay as configured.
-        Settings are copied. The argument is not modified. All checks precede the first write, so a
-        refused state dict changes nothing.
+        Settings are copied, and the argument is not modified. All checks precede the first write,
+        so a refused state dict changes nothing.
 
-        If a parameter of the model differs from its loaded main param (rounded), it is overwritten,
-        with a warning: load the model's weights first. A remainder is valid only with the weights
-        it was saved with. If the model has other weights, the first use of the remainder raises (a
-        step, or a read of state).
+        Load the model's weights first. If a parameter differs from its loaded main param (rounded),
+        the parameter is overwritten, with a warning. A remainder is valid only with the weights
+        with which it was saved. If the model has other weights, the first step or read of state
+        raises.
 
         Args:
             state_dict: a state dict of this package.
-            convert: True to round saved state to the configured dtypes even if that loses bits. It
-                also accepts remainders with any weights, and keeps the present loss scale if none
-                was saved.
+            convert: True to round saved state to the configured dtypes even if bits are lost, to
+                accept remainders with any weights, and to keep the present loss scale if no loss
+                scale was saved.
 
         Raises:
             ValueError: a parameter or its state is missing on either side, a shape or dtype does
-                not fit, or bits would be lost. A setting, step or loss scale is out of range.
+                not fit, or bits would be lost. Or a setting, a step count or the loss scale is out
+                of range.
         """
         if written := load_checked(self, state_dict, convert=convert):
             warn(
-                f"{len(written)} parameters did not have the values of the loaded main params, and "
-                f"were overwritten with them: {names_in_words(written)}. Load all of the model's "
-                "weights before the optimizer's state"
+                f"{len(written)} parameters did not have the values of the loaded main params, "
+                f"and were overwritten with these values: {names_in_words(written)}. Load all of "
+                "the model's weights before the optimizer's state"
             )
 
     # -- overridden by subclasses, for loading ----------------------------------------------------
 
     def make_current(self, slot: Slot | None = None, *, follow_only: bool = False) -> None:
-        """Prepare the state of one slot, or of all, for a caller who may write to it.
+        """Prepare the state of a slot for a caller who may write to it.
 
-        First open the state for writing, and refresh main params from a model that other code
-        wrote. Then create main params of newly trained parameters, and check loaded remainders.
+        1. Announce the write, and refresh main params from a model that other code wrote.
+        2. Create main params of newly trained parameters, and check loaded remainders.
 
         Args:
             slot: the parameter; None for all.
-            follow_only: True for the first two only, if the caller reads no state or loads all of
-                it.
+            follow_only: True to do only the first, if the caller reads no state or loads all state.
 
         Raises:
-            ValueError: a loaded remainder does not belong to its parameter's value, with the names.
+            ValueError: a loaded remainder does not belong to its parameter's value; the message has
+                the names.
         """
         self.step_mark.open_state()
 
     def begins_anew(self, state_dict: Mapping[str, Any]) -> bool:
-        """Return True if the state dict has no state, and drop all state in that case.
+        """Drop all state if the state dict has none. Return True if so.
 
-        This class keeps state from the start, so it returns False.
+        Args:
+            state_dict: the state dict to load.
+
+        Returns:
+            False in this class, which has state from the start.
         """
         return False
 
     def saved_beside(self) -> dict[str, Any]:
-        """Return the entries of a state dict other than state and groups."""
+        """Return entries of a state dict in addition to state and param groups."""
         return {}
 
     def check_beside(self, state_dict: Mapping[str, Any], *, convert: bool) -> None:
@@ -487,9 +498,10 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         """Load the entries that :meth:`saved_beside` returned."""
 
     def param_checksums(self) -> list[int | None]:
-        """Return, for every slot, a checksum of the parameter that its remainder belongs to.
+        """Return, for every slot, a checksum of the parameter with which its remainder is valid.
 
-        The checksum is None without a remainder, or if this rank has only a part of the parameter.
+        The checksum is None for a slot without a remainder, or if this rank has only a part of the
+        parameter.
         """
         return [None] * len(self.slots())
 
@@ -525,7 +537,7 @@ def load_checked(
 def _restore_state(
     optimizer: SlotKeyedOptimizer, state_dict: dict[str, Any], convert: bool
 ) -> list[str]:
-    optimizer.share_settings()  # Settings decide which state exists.
+    optimizer.share_settings()  # Exchange settings first, because they decide which state exists.
     optimizer.make_current(follow_only=True)
     match = match_without_state(optimizer, state_dict, convert=convert)
     load = StateLoad(match, state_dict["state"], optimizer.state_of, convert)
@@ -536,7 +548,7 @@ def _restore_state(
         optimizer.share_settings()
         optimizer.load_beside(state_dict)
         written = load.write_model()
-    load.warn_of_averages()  # Last: if warnings are errors, the load is complete by then.
+    load.warn_of_averages()  # Warn last: if warnings are errors, the load is complete by then.
     return written
 
 
@@ -544,6 +556,11 @@ def match_without_state(
     optimizer: SlotKeyedOptimizer, state_dict: Mapping[str, Any], *, convert: bool = False
 ) -> GroupMatch:
     """Match saved parameters and settings to live ones, without reading state.
+
+    Args:
+        optimizer: the optimizer to load.
+        state_dict: the saved state dict.
+        convert: True to accept a state dict without a loss scale.
 
     Raises:
         ValueError: parameters are missing on either side, or a setting or the loss scale is out of

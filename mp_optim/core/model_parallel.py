@@ -1,4 +1,4 @@
-"""The share of a model that one rank has: names of its parameters in the whole model, and their
+"""The part of a model that one rank has: the names of its parameters in the whole model, and their
 tensor-parallel splits."""
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from mp_optim.process_groups.process_groups import ProcessGroups
 
 
 def layer_number(module: nn.Module) -> int | None:
-    """Return the ``layer_number`` of a module, its index among all layers of the model, counted
-    from 1; None if it is not set."""
+    """Return the ``layer_number`` of a module: its index among all layers of the model, counted
+    from 1. Return None if the attribute is not set."""
     number = getattr(module, "layer_number", None)
     return number if type(number) is int and number > 0 else None
 
@@ -49,7 +49,8 @@ _EXPERTS = (
     re.compile(r"^(.*\blocal_experts\.)(\d+)(?=\.)"),
     re.compile(r"^(.*\bexperts\.linear_fc[12]\.(?:weight|bias))(\d+)$"),
 )
-"""Megatron's names of experts: a list of modules, or one module with one weight per expert."""
+"""Patterns of Megatron's names of experts: a list of modules, or one module with one weight for
+each expert."""
 
 
 def layer_of(name: str) -> tuple[str, int] | None:
@@ -60,8 +61,8 @@ def layer_of(name: str) -> tuple[str, int] | None:
 
 
 def expert_counts(names: Iterable[str]) -> dict[str, int]:
-    """Return the number of experts under each path. A path with gaps in its indices 0, 1, 2, ... is
-    left out."""
+    """Return the number of experts under each path. A path whose indices are not 0, 1, 2, ...
+    without gaps is left out."""
     indices: dict[str, set[int]] = {}
     for name in names:
         for pattern in _EXPERTS:
@@ -72,13 +73,13 @@ def expert_counts(names: Iterable[str]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Numbering:
-    """A function from local names to names in the whole model.
+    """Converts local names to names in the whole model.
 
     Attributes:
-        layers: by local path and index of a layer, its path and index in the whole model. With
-            several chunks a local path starts with the chunk's index.
-        prefixes: prefixes of chunks; names in the whole model do not have them.
-        first_experts: by local path, the number of this rank's first expert.
+        layers: local path and index of a layer -> its path and index in the whole model. With
+            several chunks, a local path starts with the chunk's index.
+        prefixes: prefixes of chunks, which names in the whole model do not have.
+        first_experts: local path -> number of this rank's first expert.
     """
 
     layers: Mapping[tuple[str, int], tuple[str, int]] = field(default_factory=dict)
@@ -105,11 +106,11 @@ class GlobalNames:
     """The names of one rank's parameters and buffers in the whole model.
 
     Args:
-        name_of: returns the name in the whole model; by default the local name.
-        known: the local names. Names that would become equal stay as they are.
+        name_of: returns the name in the whole model for a local name; by default the local name.
+        known: the local names. If two of them would get the same name, both stay unchanged.
 
     Attributes:
-        twice: local names that would have become equal.
+        twice: local names that would have got the same name as another.
     """
 
     def __init__(self, name_of: Callable[[str], str] = str, known: Iterable[str] = ()) -> None:
@@ -146,8 +147,8 @@ class GlobalNames:
     ) -> list[dict[str, Any]]:
         """Return saved param groups with local names.
 
-        Groups that already have the local names, or other names than the whole model's, stay as
-        they are.
+        If groups have the local names already, or names that the whole model does not have, they
+        are returned unchanged.
 
         Args:
             groups: the saved groups.
@@ -172,19 +173,19 @@ def _names(groups: Iterable[Mapping[str, Any]]) -> set[str]:
 NameOf = Callable[[str], str]
 _NamedChunks = Sequence[tuple[str, nn.Module]]
 _UNPARTED = (".experts.weight1", ".experts.weight2")
-"""Megatron's weights of all experts in one matrix: their attributes do not describe their parts."""
+"""Ends of the names of Megatron's weights that hold all experts in one matrix. The attributes of
+such a weight do not describe its parts."""
 
 
 @dataclass(frozen=True)
 class ModelParallel:
-    """A rank's share of a model, for tensors that do not describe their split themselves as
-    DTensors do.
+    """A rank's part of a model, for tensors that do not describe their own split as DTensors do.
 
     Attributes:
         names: names of this rank's parameters in the whole model.
         partitions: tensor-parallel splits by local name.
-        copies: global rank of the pipeline stage that has the original, for each local copy of its
-            parameters, by local name.
+        copies: local name of a copied parameter -> global rank of the pipeline stage that has the
+            original.
         cut_over: global ranks that have the other tensor-parallel parts.
         named_over: global ranks that have parameters with other names in the whole model.
     """
@@ -196,10 +197,10 @@ class ModelParallel:
     named_over: frozenset[int] = frozenset()
 
     def among(self, ranks: Collection[int]) -> ModelParallel:
-        """Return this share as a subset of ranks needs it.
+        """Return this part of the model for a save or load by a subset of the ranks.
 
-        A part counts as the whole if the subset lacks any rank with another part. Names are the
-        local ones if it lacks any rank in :attr:`named_over`.
+        If the subset lacks a rank with another tensor-parallel part, a part counts as a whole
+        parameter. If the subset lacks a rank in :attr:`named_over`, names are the local ones.
 
         Args:
             ranks: global ranks of the subset.
@@ -221,17 +222,17 @@ class ModelParallel:
         global_names: NameOf | None = None,
         expert_predicate: Callable[..., bool] | None = None,
     ) -> ModelParallel:
-        """Return the split of a model. Collective over ``process_groups.pp`` if there are several
-        stages.
+        """Return this rank's part of a model. Collective over ``process_groups.pp`` if there are
+        several stages.
 
         Args:
             model: a module or a list of chunks.
             process_groups: ``tp``, ``expert_tp``, ``ep`` and ``pp`` are read.
-            global_names: returns the name in the whole model of a local parameter or buffer name.
-                By default ``layer_number`` gives the index of layers of pipeline stages (without
-                it, the local index). Experts with Megatron's names (``local_experts.N``,
-                ``experts.linear_fc1.weightN``) are numbered over all ranks.
-            expert_predicate: ``(param, name) -> bool``: True for parameters of experts.
+            global_names: returns the name in the whole model for a local parameter or buffer name.
+                By default ``layer_number`` gives the index of a layer of a pipeline stage; without
+                ``layer_number`` the local index stays. Experts with Megatron's names
+                (``local_experts.N``, ``experts.linear_fc1.weightN``) are numbered over all ranks.
+            expert_predicate: ``(param, name) -> bool``, True for a parameter of an expert.
 
         Raises:
             ValueError: ``global_names`` returns one name for two parameters, or a parameter does
@@ -272,15 +273,15 @@ def _members(*groups: ProcessGroup | None) -> frozenset[int]:
 
 
 _Original = tuple[str | None, int]
-"""The name in the whole model of the original of a tied embedding, None if it is on another stage;
-and the stage's global rank."""
+"""The name in the whole model of a tied embedding's original, and the global rank of its stage. The
+name is None if another stage has the original."""
 
 
 def _tied(
     params: Mapping[str, Tensor], originals: Sequence[_Original]
 ) -> dict[str, tuple[str, int]]:
-    """Return, for each local copy of a tied embedding, the name of the original and its stage's
-    rank.
+    """Return the name of the original and the rank of its stage, for each local copy of a tied
+    embedding.
 
     Args:
         params: local parameters by name.
@@ -315,7 +316,8 @@ def _numbering(params: Iterable[str], chunks: _NamedChunks, groups: ProcessGroup
 
 
 def _params(chunks: _NamedChunks) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter with every canonical name it has."""
+    """Yield every canonical name of every parameter, with the parameter. A tied parameter has
+    several names."""
     for prefix, chunk in chunks:
         named = dict(chunk.named_parameters(remove_duplicate=False))
         for name, short in canonical_names(chunk, named).items():
@@ -338,8 +340,8 @@ def _modules(chunks: _NamedChunks) -> Iterator[tuple[str, str, nn.Module]]:
 def _original(
     params: Mapping[str, Tensor], chunks: _NamedChunks, global_names: NameOf | None
 ) -> _Original:
-    """Return the whole model's name of the original of the tied embedding, None if it is on another
-    stage, and this rank's number."""
+    """Return the name in the whole model of the tied embedding's original, and this rank. The name
+    is None if another stage has the original."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     for name, param in params.items():
         if is_tied_embedding(param) and not is_shared(param):
@@ -365,7 +367,8 @@ def _partitions(
     for name, param in params.items():
         ranks = groups.expert_tp if is_expert(param, name) else groups.tp
         if is_expert_param(param, name) and groups.expert_tp is not None:
-            ranks = groups.expert_tp  # Also if the caller's predicate treats experts as dense.
+            # Experts are split over expert_tp even if the caller's predicate treats them as dense.
+            ranks = groups.expert_tp
         dim = partition_dim(param)
         if ranks is None or ranks.size() == 1 or not is_tensor_parallel(param):
             continue
@@ -373,10 +376,11 @@ def _partitions(
             continue
         mesh = param.device_mesh.mesh.flatten().tolist() if is_dtensor(param) else []
         if {*mesh}.issuperset(dist.get_process_group_ranks(ranks)):
-            continue  # The DTensor describes this split itself.
+            continue  # The DTensor describes this split itself, so no partition is needed.
         stride = partition_stride(param)
         if name.rpartition(".")[0] in gated:
-            stride = max(stride, 2)  # Some of Megatron's layers leave it at 1.
+            # Some of Megatron's layers leave partition_stride at 1 although gate and up are fused.
+            stride = max(stride, 2)
         yield (
             name,
             partition(

@@ -1,7 +1,8 @@
 """Canonical names: the FQNs of parameters without the parts that module wrappers add.
 
-The rule is that of torch's ``get_state_dict``: a wrapper's attribute is removed only where a module
-of that wrapper's class is. So a submodule of the model that is named ``module`` keeps its name.
+As in torch's ``get_state_dict``, a wrapper's attribute is removed from a name only if the module at
+that point is an instance of the wrapper's class. So a submodule of the model that is named
+``module`` keeps its name.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _NEVER_REAL = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
 
 @cache
 def _attribute(kind: Any) -> str | None:
-    """Return the attribute in which a wrapper class holds its wrapped module; None for other
-    classes."""
+    """Return the name of the attribute in which a wrapper class stores its wrapped module; None for
+    other classes."""
     classes = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
     return next((_HELD_IN[name] for name in classes if name in _HELD_IN), None)
 
@@ -68,9 +69,8 @@ def canonical_name(module: nn.Module, name: str) -> str:
             and part != inner[0]
             and not _has(current, part)
         ):
-            current = inner[
-                1
-            ]  # State dict keys skip the wrapper's attribute, so continue in the wrapped module.
+            # Keys of a state dict do not have the wrapper's attribute, so continue in its module.
+            current = inner[1]
         if inner is not None and part == inner[0]:
             current = inner[1]
             continue
@@ -87,8 +87,8 @@ def _has(module: nn.Module | None, part: str) -> bool:
 
 
 def canonical_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Return the canonical name of each name in a module. Names that would become equal stay as
-    they are."""
+    """Return the canonical name of each name in a module. If two names would become equal, both
+    stay unchanged."""
     renamed = {name: canonical_name(module, name) for name in names}
     counts = Counter(renamed.values())
     twice = [name for name, short in renamed.items() if counts[short] > 1]
@@ -96,15 +96,15 @@ def canonical_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def prefixed(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Return model chunks with the prefix of their names: their index if there are several, else
-    ""."""
+    """Return each model chunk with the prefix of its names: the chunk's index and a dot, or "" for
+    a single chunk."""
     if len(chunks) == 1:
         return [("", chunks[0])]
     return [(f"{index}.", chunk) for index, chunk in enumerate(chunks)]
 
 
 def named_params(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter of some chunks once, with its canonical name."""
+    """Yield every parameter of some chunks once, with its canonical name and the chunk's prefix."""
     seen: set[int] = set()
     for prefix, chunk in prefixed(chunks):
         named = dict(chunk.named_parameters())
@@ -121,8 +121,8 @@ def bare_name(name: str) -> str:
 
 
 def matched_names(saved: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
-    """Return, for each saved name, the wanted name of the same parameter, even if the model was
-    wrapped differently.
+    """Return the wanted name for each saved name of the same parameter, even if the model was
+    wrapped in another way.
 
     Names match in four rounds, and a name never matches two names:
 
@@ -131,7 +131,7 @@ def matched_names(saved: Iterable[str], wanted: Iterable[str]) -> dict[str, str]
     3. names that are also equal without a ``module.`` that all names of one side start with
     4. names that are also equal without any ``module`` part
 
-    A name without a match is returned without wrappers' parts.
+    A saved name without a match is returned without wrappers' parts.
 
     Args:
         saved: names in the saved state.
@@ -167,7 +167,11 @@ def without_wrappers(names: Iterable[str]) -> list[str]:
 
 
 def _only_once(forms: Mapping[str, str]) -> dict[str, str]:
-    """Return names by their forms, for forms that only one name has."""
+    """Return the names whose form no other name has, by form.
+
+    Args:
+        forms: names with their forms.
+    """
     counts = Counter(forms.values())
     return {form: name for name, form in forms.items() if counts[form] == 1}
 
@@ -203,18 +207,19 @@ class ModelParams:
         return list(named_params(self.chunks()))
 
     def names_of(self, params: Sequence[Tensor]) -> list[str | None]:
-        """Return the canonical name of each parameter, None if it is not in the model."""
+        """Return the canonical name of each parameter; None for a parameter that is not in the
+        model."""
         names = {id(param): name for name, param in self._named()}
         return [names.get(id(param)) for param in params]
 
     def untrained(
         self, param_groups: Sequence[Mapping[str, Any]], *, with_gradient: bool = False
     ) -> list[str]:
-        """Return the names of trainable parameters that are in no group.
+        """Return the names of trainable parameters that are in no param group.
 
         Args:
             param_groups: the optimizer's groups.
-            with_gradient: True for only those that have a gradient now.
+            with_gradient: True for only parameters that have a gradient now.
         """
         claimed = {id(param) for group in param_groups for param in group["params"]}
         return [
@@ -226,10 +231,10 @@ class ModelParams:
         ]
 
     def warn_of_untrained(self, optimizer: Any, *, with_gradient: bool = False) -> None:
-        """Warn, once per optimizer, of trainable parameters that it does not have.
+        """Warn of trainable parameters that an optimizer does not have, once for each optimizer.
 
-        An optimizer that has none of the model's parameters causes no warning: the model may be a
-        copy with averaged weights.
+        If the optimizer has none of the model's parameters, there is no warning, because the model
+        may be a copy with averaged weights.
 
         Args:
             optimizer: the optimizer to check.
@@ -244,7 +249,7 @@ class ModelParams:
         _warned_of_untrained.add(optimizer)
         warn(
             f"the optimizer does not train {len(names)} of the model's {trainable} trainable "
-            f"parameters: {names_in_words(names)}. If they were added or replaced after "
-            "the optimizer was built (a resized embedding, a new head), build it again; to freeze "
-            "them, call requires_grad_(False)"
+            f"parameters: {names_in_words(names)}. If these parameters were added or replaced "
+            "after the optimizer was built (a resized embedding, a new head), build the "
+            "optimizer again; to freeze parameters, call requires_grad_(False)"
         )

@@ -1,5 +1,6 @@
-"""Attributes of parameters: Megatron's names, and attributes that layers of this package set for
-each other. Only this module reads and writes them; ``tensors.py`` reads gradients."""
+"""Attributes of parameters: those of Megatron and Transformer Engine, and attributes that layers of
+this package set for each other. Only this module reads and writes them, except gradients, which
+``tensors.py`` reads."""
 
 from __future__ import annotations
 
@@ -67,10 +68,10 @@ def set_main_param(
     """Set ``param.main_param``, as Megatron does.
 
     Args:
-        shown: the optimizer's record; the slot's entry is set.
+        shown: the optimizer's record; the entry of the slot is set.
         slot: the parameter's slot.
         param: the model's parameter.
-        main: its main param.
+        main: the main param.
         sharded: value of ``main_param_sharded``: True if the main param has only this rank's
             elements. None sets no attribute.
     """
@@ -85,7 +86,7 @@ def set_main_param(
 def _hide_main_params(shown: ShownMains) -> None:
     for param, main in shown.values():
         if main_param_of(param) is not main:
-            continue  # Another optimizer has set its own main param since then.
+            continue  # Another optimizer has set its main param on this parameter since then.
         del param.main_param
         if hasattr(param, "main_param_sharded"):
             del param.main_param_sharded
@@ -166,8 +167,8 @@ def partition_blocks(param: Tensor) -> tuple[int, ...]:
 
 
 def is_expert_param(param: Tensor, name: str) -> bool:
-    """True if the parameter is an expert's: Megatron's ``allreduce=False``, or ``.experts.`` in its
-    name, as in Hugging Face. Shared experts are dense."""
+    """True if the parameter is an expert's: Megatron sets ``allreduce=False``, and Hugging Face has
+    ``.experts.`` in the name. Shared experts count as dense."""
     if not getattr(param, "allreduce", True):
         return True
     return ".experts." in f".{name}" and "shared_experts" not in name
@@ -180,19 +181,19 @@ def is_tied_embedding(param: Tensor) -> bool:
 
 
 def marked_embedding_or_output(param: Tensor) -> bool | None:
-    """Return ``is_embedding_or_output_parameter``, or None if it is not set."""
+    """Return the attribute ``is_embedding_or_output_parameter``, or None if it is not set."""
     marked = getattr(param, "is_embedding_or_output_parameter", None)
     return None if marked is None else bool(marked)
 
 
 def is_qkv(param: Tensor) -> bool:
-    """True if the weight is a fused one of queries, keys and values (``is_qkv``)."""
+    """True if the weight fuses queries, keys and values (``is_qkv``)."""
     return bool(getattr(param, "is_qkv", False))
 
 
 def qkv_split_shapes(param: Tensor) -> tuple[int, ...] | None:
-    """Return the rows of queries, keys and values in a query group (``qkv_split_shapes``), or None
-    if it is not set."""
+    """Return the numbers of rows of queries, keys and values in a query group
+    (``qkv_split_shapes``), or None if the attribute is not set."""
     parts = getattr(param, "qkv_split_shapes", None)
     return None if parts is None else tuple(map(int, parts))
 
@@ -223,8 +224,7 @@ REFUSED = {
 
 
 def check_attributes(name: str, param: Tensor) -> None:
-    """Raise ValueError, with the parameter's name, if one of the :data:`REFUSED` attributes is
-    true."""
+    """Raise ValueError, with the parameter's name, if an attribute in :data:`REFUSED` is true."""
     for attribute, reason in REFUSED.items():
         if value := getattr(param, attribute, False):
             raise ValueError(f"{attribute}={value!r} on {name}: {reason}")
@@ -246,7 +246,7 @@ def set_norm_attributes(tensor: Tensor, attributes: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class FlatRanges:
-    """The ranges of one flattened parameter that the ranks of a flat buffer have.
+    """The range of one flattened parameter that each rank of a flat buffer has.
 
     Attributes:
         bounds: first element of each rank's shard of the buffer, then the end of the last shard.
@@ -266,18 +266,19 @@ class FlatRanges:
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """The position of a tensor in the parameter that it is a part of.
+    """The position of a tensor in the parameter that the tensor is a part of.
 
     Attributes:
         first_element: index of the tensor's first element in the flattened parameter.
         shard_groups: process groups that sum the squares for norms of the whole parameter.
-        whole_shape: shape of the parameter, if the tensor is a range of its flattened elements.
-        offload_share: number of elements that counts for placement on device or host; by default
-            the tensor's own number.
+        whole_shape: shape of the parameter, if the tensor is a range of its flattened elements;
+            else None.
+        offload_share: number of elements that counts for placement on device or host; None for the
+            tensor's own number.
         partition_dim: dimension of the parameter that tensor parallelism splits.
         partition_blocks: this rank's length of each block along that dimension.
-        owned: ranges of flattened elements of the ranks of ``shard_groups``, in order; None if
-            these are not split.
+        owned: range of flattened elements of each rank of ``shard_groups``; None if the elements
+            are not split over these ranks.
     """
 
     first_element: int = 0
@@ -310,12 +311,13 @@ def reducer_of(param: Tensor) -> int | None:
 
 
 def set_reducer(param: Any, number: int) -> None:
-    """Set the active reducer. It is a plain number, so that the parameter can still be pickled."""
+    """Set the number of the active reducer. A plain number keeps the parameter picklable."""
     param.reduced_by = number
 
 
 def unset_reducer(param: Any, grad: Tensor | None) -> None:
-    """Unset the active reducer, and ``main_grad`` if it is this gradient."""
+    """Remove the number of the active reducer, and remove ``main_grad`` if it is the given
+    gradient."""
     del param.reduced_by
     if grad is not None and getattr(param, "main_grad", None) is grad:
         del param.main_grad

@@ -1,9 +1,9 @@
-"""Boxes of tensors, and the boxes that flat ranges and tensor parallelism cut out of a tensor. All
-functions depend on shapes alone.
+"""Boxes of tensors: flat ranges and tensor-parallel parts as rectangular parts of the whole tensor.
+All functions depend on shapes alone.
 
-Tensor parallelism splits a tensor along one dimension, which has one or several blocks: a fused
-weight of gate and up (SwiGLU) has two. Each block is split over the ranks, and a rank stores its
-parts of all blocks in order.
+Tensor parallelism splits a tensor along one dimension, which has one or several blocks. For
+example, a fused weight of gate and up (SwiGLU) has two blocks. Each block is split over the ranks,
+and a rank stores its parts of all blocks in order.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Box(NamedTuple):
     """A rectangular part of a tensor.
 
     Attributes:
-        offsets: index of its first element.
-        sizes: its shape.
+        offsets: index of the first element of the box, one number per dimension.
+        sizes: shape of the box.
     """
 
     offsets: tuple[int, ...]
@@ -78,15 +78,22 @@ def boxes(shape: tuple[int, ...], start: int, count: int) -> tuple[Box, ...]:
 
 
 def _boxes(shape: tuple[int, ...], outer: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
-    """Yield the boxes of a range in the subtensor at index ``outer``; ``begin`` and ``end`` count
-    from its first element."""
+    """Yield the boxes of elements [begin, end) of a subtensor.
+
+    Args:
+        shape: shape of the subtensor.
+        outer: index of the subtensor in the whole tensor.
+        begin: first element, counted from the subtensor's first element.
+        end: end of the range.
+    """
     ones = (1,) * len(outer)
     if begin == 0 and end == math.prod(shape):
         yield Box(outer + (0,) * len(shape), ones + shape)
         return
     inner = math.prod(shape[1:])
-    first, last = -(-begin // inner), end // inner  # Rows [first, last) are whole.
-    if first > last:  # The range is inside one row.
+    # Rows [first, last) are whole, so they are one box.
+    first, last = -(-begin // inner), end // inner
+    if first > last:  # The range is inside one row, so look at that row alone.
         yield from _boxes(shape[1:], (*outer, last), begin - last * inner, end - last * inner)
         return
     if begin < first * inner:
@@ -113,11 +120,12 @@ def box_views(flat: Tensor, places: Sequence[Box]) -> Iterator[tuple[Box, Tensor
 
 @dataclass(frozen=True)
 class Partition:
-    """The part of a tensor that a tensor-parallel rank has. All ranks' parts have one shape.
+    """The part of a tensor that a tensor-parallel rank has. The parts of all ranks have the same
+    shape.
 
     Attributes:
         dim: the dimension that is split.
-        blocks: this rank's length of each block; their sum is its length along ``dim``.
+        blocks: this rank's length of each block; the sum is the length of the part along ``dim``.
         rank: index of this part.
         size: number of parts.
     """
@@ -138,8 +146,8 @@ class Partition:
         return tuple(whole)
 
     def _spans(self) -> Iterator[tuple[int, int, int]]:
-        """Yield, for each block, its first index in the part, its first index in the whole, and its
-        length."""
+        """Yield three numbers for each block: the first index in the part, the first index in the
+        whole tensor, and the length."""
         first = 0
         for length in self.blocks:
             yield first, first * self.size + length * self.rank, length
@@ -148,8 +156,11 @@ class Partition:
     def cuts(self, box: Box) -> list[tuple[int, Box]]:
         """Return the boxes of the whole tensor that make up a box of the part, in order.
 
-        Each result starts with the index, along the split dimension, of its first element in the
-        given box.
+        Each box comes with the index of its first element in the given box, along the split
+        dimension.
+
+        Args:
+            box: a box of the part.
         """
         offsets, sizes = box
         low, high = offsets[self.dim], offsets[self.dim] + sizes[self.dim]
@@ -202,19 +213,20 @@ def partition(
         size: number of parts.
 
     Raises:
-        ValueError: the dimension does not exist, or does not consist of such blocks.
+        ValueError: the dimension does not exist, or cannot be split into the given blocks.
     """
     if dim >= len(shape):
         raise ValueError(
-            f"{name}.partition_dim={dim}: its shape is {tuple(shape)}; set the dimension that "
-            "tensor parallelism splits"
+            f"{name}.partition_dim={dim}: the shape of the parameter is {tuple(shape)}; set the "
+            "dimension that tensor parallelism splits"
         )
     length = shape[dim]
     if sizes is not None:
         if sum(sizes) != length or any(each < 0 for each in sizes):
             raise ValueError(
-                f"{name}.partition_sizes={list(sizes)}: they add up to {sum(sizes)}, but dimension "
-                f"{dim} of {tuple(shape)} has length {length}; set this rank's length of each block"
+                f"{name}.partition_sizes={list(sizes)}: the sizes add up to {sum(sizes)}, but "
+                f"dimension {dim} of {tuple(shape)} has length {length}; set this rank's length "
+                "of each block"
             )
         return Partition(dim, tuple(sizes), rank, size)
     if stride < 1 or length % stride:
@@ -230,7 +242,7 @@ def check_cover(name: str, shape: tuple[int, ...], places: Iterable[Box]) -> Non
 
     Args:
         name: name of the tensor, for messages.
-        shape: its shape.
+        shape: shape of the tensor.
         places: distinct boxes.
     """
     places = list(places)
@@ -238,8 +250,9 @@ def check_cover(name: str, shape: tuple[int, ...], places: Iterable[Box]) -> Non
     if covered < wanted:
         raise ValueError(
             f"{name} of shape {shape}: the ranks that save hold {covered} of its {wanted} "
-            "elements; save with all ranks that the model and the optimizer were built on. If some "
-            "of them have ended, build both again and load the last checkpoint"
+            "elements; save with all ranks on which the model and the optimizer were built. If "
+            "some of these ranks have ended, build model and optimizer again and load the last "
+            "checkpoint"
         )
     if covered > wanted or any_overlap(places):
         raise ValueError(

@@ -1,8 +1,8 @@
-"""8-bit model parameters: reading their values, and quantizing main params into them.
+"""8-bit model parameters: reads their values, and quantizes main params into them.
 
-Two kinds are supported: torch's float8 dtypes with their scale in an attribute ``fp8_scale``, and
-tensor subclasses with methods ``quantize_`` and ``dequantize``, such as Transformer Engine's. For
-both the optimizer steps an FP32 main param.
+Two kinds are supported: torch's float8 dtypes with a scale in the attribute ``fp8_scale``, and
+tensor subclasses with methods ``quantize_`` and ``dequantize``, such as Transformer Engine's. The
+optimizer steps an FP32 main param for each such parameter.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def check_quantized(name: str, param: Tensor) -> None:
 
     Args:
         name: FQN of the parameter, for messages.
-        param: any parameter.
+        param: any parameter; one that is not quantized passes.
 
     Raises:
-        TypeError: it is a DTensor.
-        ValueError: its ``fp8_scale`` is missing or does not fit.
+        TypeError: the parameter is a DTensor.
+        ValueError: ``fp8_scale`` is missing or does not fit the parameter.
     """
     if is_dtensor(param):
         if param.dtype in FLOAT8_DTYPES or _brings_its_own(param.to_local()):
@@ -61,8 +61,8 @@ def check_quantized(name: str, param: Tensor) -> None:
         )
     if scale.dtype != torch.float32 or scale.device != param.device:
         raise ValueError(
-            f"{name}.fp8_scale is {scale.dtype} on {scale.device}: it must be float32 on "
-            f"{param.device}"
+            f"{name}.fp8_scale is {scale.dtype} on {scale.device}, but must be float32 on "
+            f"{param.device}; set param.fp8_scale = scale.to(param.device, torch.float32)"
         )
     fits = scale.ndim in (0, param.ndim) and all(
         0 < part <= size or part == size
@@ -77,11 +77,10 @@ def check_quantized(name: str, param: Tensor) -> None:
 
 
 def dequantized(param: Any) -> Tensor:
-    """Return the values of a quantized parameter in new FP32 memory, in its shape and on its
-    device.
+    """Return the values of a quantized parameter in new FP32 memory of the same shape and device.
 
-    If the parameter keeps the values that it was quantized from, return those (Transformer Engine's
-    ``get_high_precision_init_val``).
+    Transformer Engine may keep the values from which a parameter was quantized
+    (``get_high_precision_init_val``). Then return these values.
     """
     with torch.no_grad():
         if _brings_its_own(param):
@@ -94,7 +93,7 @@ def dequantized(param: Any) -> Tensor:
 
 
 def forget_initial_values(param: Any) -> None:
-    """Free the values that a parameter was quantized from. Its main param has them."""
+    """Free the values from which a parameter was quantized, because the main param has them."""
     if getattr(param, "get_high_precision_init_val", lambda: None)() is not None:
         param.clear_high_precision_init_val()
 
@@ -102,12 +101,12 @@ def forget_initial_values(param: Any) -> None:
 def quantize_(param: Any, main: Tensor) -> None:
     """Quantize an FP32 main param into its parameter, in place.
 
-    A float8 parameter gets new scales from the values (:func:`scaled_codes`). A tensor subclass
-    uses its own recipe.
+    A float8 parameter gets new scales, computed from the values (:func:`scaled_codes`). A tensor
+    subclass uses its own recipe.
 
     Args:
         param: the quantized parameter.
-        main: its FP32 main param, on any device.
+        main: the FP32 main param, on any device.
     """
     with torch.no_grad():
         values = main.to(param.device)
@@ -130,7 +129,12 @@ def bits_of(param: Any) -> Tensor:
 
 
 def holds(param: Any, main: Tensor) -> bool:
-    """True if a quantized parameter has the bits that its main param is quantized to."""
+    """True if a quantized parameter has the bits that its main param is quantized to.
+
+    Args:
+        param: the quantized parameter.
+        main: the FP32 main param, on any device.
+    """
     with torch.no_grad():
         values = main.to(param.device)
         if _brings_its_own(param):
@@ -191,7 +195,12 @@ def _largest(magnitudes: Tensor, blocks: Sequence[int]) -> Tensor:
 
 
 def _spread(scale: Tensor, shape: torch.Size) -> Tensor:
-    """Repeat the scale of each block for all of its elements."""
+    """Return the scale of each element, from the scale of each block.
+
+    Args:
+        scale: FP32 scales of blocks.
+        shape: shape of the values.
+    """
     if scale.ndim == 0:
         return scale
     for dim, size in enumerate(shape):

@@ -1,7 +1,7 @@
-"""FP32 copies of state that is stored in blocks, as ``optimizer.state`` exports it.
+"""FP32 copies of state that is stored in blocks, as ``optimizer.state`` exports them.
 
-A caller's edits of a copy are encoded before the state is stepped, saved or read. After a step the
-copy has the new values. So a copy behaves as live FP32 state, except for the rounding.
+If a caller edits a copy, the edit is encoded before the state is stepped, saved or read. After a
+step the copy has the new values. So a copy behaves as live FP32 state, except for the rounding.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ class Coded:
         self.encode(values, self.stored, self.scale)
 
     def rounded(self, values: Tensor) -> Tensor:
-        """Return FP32 values as they would be stored.
+        """Return FP32 values after a round trip through codes and scales.
+
+        Args:
+            values: FP32, in the shape of the main param.
 
         Raises:
             ValueError: the values cannot be stored.
@@ -71,21 +74,22 @@ class Coded:
 
 
 class _Copy:
-    """A copy that a caller may hold.
+    """An FP32 copy of one state tensor, which a caller may hold.
 
-    NOTE: ``alone`` is the number of references without any caller. A higher number means that a
+    NOTE: ``alone`` is the number of references without any caller. If there are more references, a
     caller holds the copy.
 
     Attributes:
         leaf: the FP32 values.
         shown: the same values in the callers' layout.
         scale: a copy of the scales.
-        versions: versions of codes and scales when the copy was last equal to them.
+        versions: versions of codes and scales when the copy last had their values.
     """
 
     def __init__(self, name: str, coded: Coded, lay_out: Callable[[Tensor], Any]) -> None:
         self.name, self.coded = name, coded
-        self.leaf = coded.values().detach()  # Not a view: its base would count as a reference.
+        # detach() returns no view here; the base of a view would count as a reference.
+        self.leaf = coded.values().detach()
         self.shown, self.scale = lay_out(self.leaf), coded.scale.clone()
         self.versions = coded.versions()
         self.alone = self.references()
@@ -102,10 +106,11 @@ class _Copy:
         return any(map(operator.gt, self.references(), self.alone))
 
     def take_edits(self) -> None:
-        """Encode the values of the copy if a caller edited them; otherwise store edited scales.
+        """Encode the values of the copy if a caller edited them. If a caller edited only the
+        scales, store the scales.
 
         Raises:
-            ValueError: the values cannot be stored, with parameter and key.
+            ValueError: the values cannot be stored; the message has parameter and key.
         """
         local = held_tensor(self.shown) if self.shown is not self.leaf else self.leaf
         local = local if type(local) is Tensor else self.leaf
@@ -116,7 +121,7 @@ class _Copy:
         if (local.shape, local.dtype) != (values.shape, values.dtype):
             raise ValueError(
                 f"optimizer.state: {self.name} was given memory of shape {tuple(local.shape)} and "
-                f"{local.dtype}; give it memory of shape {tuple(values.shape)} and {values.dtype}"
+                f"{local.dtype}; assign memory of shape {tuple(values.shape)} and {values.dtype}"
             )
         given = local.to(values.device)
         scale, shown = self.coded.scale, self.scale.to(self.coded.scale.device)
@@ -164,7 +169,8 @@ class ShownCopies:
         lay_out: Callable[[str, Tensor], Any],
         scale_of: Callable[[str], str],
     ) -> dict[str, Any]:
-        """Return FP32 copies of a slot's coded state, and copies of its scales, by key.
+        """Return FP32 copies of the state of a slot that is stored in blocks, and copies of its
+        scales, by key.
 
         If a caller still holds the copy of a key, return that copy again.
 
@@ -206,7 +212,7 @@ class ShownCopies:
             copy.refresh()
 
     def clear(self) -> None:
-        """Drop all copies."""
+        """Drop all copies. Later edits of them are not stored."""
         self.shown, self._latest = {}, []
 
     def _take(self, some: Iterable[tuple[int, int]]) -> None:

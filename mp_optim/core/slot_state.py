@@ -1,7 +1,7 @@
 """The state of one slot: its tensors, its export, and the check and load of saved state.
 
-Every optimizer of a stack returns a :class:`SlotState` for each slot, by ``state_of``. An executor
-keeps the tensors (:class:`StateStore`). A precision wrapper adds the main param and a
+``state_of(slot)`` of every optimizer of a stack returns a :class:`SlotState`. The executor keeps
+the tensors in a :class:`StateStore`. A precision wrapper adds the main param and a
 :class:`StateLayout`, which converts the state to DTensors or shards.
 """
 
@@ -50,7 +50,7 @@ def is_scale(key: str) -> bool:
 
 
 State = dict[str, Any]
-"""A slot's state by key: tensors, and possibly other values in a saved state."""
+"""A slot's state by key: tensors. A saved state may also have other values."""
 
 
 def without_keys(state: State, keys: Iterable[str]) -> State:
@@ -69,16 +69,16 @@ def local_state(state: State) -> State:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """The conversion between the state that this rank stores for one parameter and the callers'
-    layout.
+    """The conversion between the state that this rank stores for one parameter, and the layout that
+    callers see.
 
     Attributes:
         show: converts stored state to the callers' layout: DTensors, or parts of a whole parameter.
-        take: converts exported or saved state to the stored layout; does not change its argument.
+        take: converts exported or saved state to the stored layout; does not change the argument.
         is_as_stored: True if state is exported as it is stored: in blocks, and of any shape.
-        is_whole: True if this rank has the whole parameter, so that its checksum is the
-            parameter's.
-        refusal: reason why saved state cannot be loaded; empty if it can.
+        is_whole: True if this rank has the whole parameter, so that a checksum of this rank's
+            tensor is the parameter's.
+        refusal: reason why saved state cannot be loaded; empty if it can be loaded.
         written: callback after the model's parameter took another value.
     """
 
@@ -91,9 +91,11 @@ class StateLayout:
 
 
 class StateStore:
-    """The state that an executor keeps, in the form that it steps. Each method is about one slot.
+    """Base class of the stores in which executors keep state, in the form that they step. Each
+    method is about one slot.
 
-    This base class keeps no state: it is the store of a parameter that was never trained.
+    This class keeps no state. An instance serves as the store of a parameter that was never
+    trained.
 
     Attributes:
         allocates_late: True if a slot has no state before its first step.
@@ -145,7 +147,7 @@ class StateStore:
         """Copy a fitted state into the slot."""
 
     def reset_state(self, slot: Slot) -> None:
-        """Reset the state of a slot to that before the first step. The main param keeps its
+        """Set the state of a slot to its values before the first step. The main param keeps its
         value."""
 
 
@@ -196,8 +198,8 @@ class SlotState:
     def coded(self) -> dict[str, Coded]:
         """Return the state that is stored in blocks, by key.
 
-        A layout without scales exports FP32 copies of it, and may refuse a value that is loaded for
-        it.
+        If the layout has no scales, such state is exported as FP32 copies, and a load of it may be
+        refused.
         """
         return self.store.coded_state(self.slot)
 
@@ -240,10 +242,10 @@ class SlotState:
         Args:
             saved: the saved state by key.
             convert: True to allow a loss of bits.
-            checksum: checksum of the parameter that the state was saved with, if the state is valid
-                with that parameter alone.
-            weights: values that the parameter will have after the load; by default its present
-                ones.
+            checksum: checksum of the parameter at the save, if the state is valid only with that
+                parameter; else None.
+            weights: values that the parameter will have after the load; None for its present
+                values.
 
         Raises:
             ValueError: a key is missing or unknown, a value does not fit, or bits would be lost.
@@ -262,7 +264,8 @@ class SlotState:
             raise ValueError(self.missing)
         value = _as_lone(self.name, as_master(self.name, main, convert), self.main, convert)
         check_fits(f"{self.name}.{MASTER}", self.main, value)
-        if AVERAGE in fitted and AVERAGE not in state:  # The average starts from the main param.
+        # No average was saved, so the average starts from the main param.
+        if AVERAGE in fitted and AVERAGE not in state:
             fitted = {**fitted, AVERAGE: value.to(fitted[AVERAGE].dtype)}
         self.store.check_fitted(self.slot, fitted)
         return {**fitted, MASTER: value}
@@ -291,7 +294,7 @@ class SlotState:
         return False
 
     def reset(self) -> None:
-        """Reset the state of the slot to that before the first step. The main param keeps its
+        """Set the state of the slot to its values before the first step. The main param keeps its
         value."""
         self.store.reset_state(self.slot)
 
@@ -303,8 +306,13 @@ _STEPS = whole(0, 2**24)
 
 
 def check_state(name: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise ValueError, with the slot, unless saved and live state have the same keys and fitting
-    tensors."""
+    """Raise ValueError unless saved and live state have the same keys, and each saved tensor fits.
+
+    Args:
+        name: FQN of the slot, for messages.
+        live: the live state by key.
+        saved: the saved state by key.
+    """
     if missing_or_unknown := live.keys() ^ saved.keys():
         missing = sorted(missing_or_unknown & live.keys())
         unknown = sorted(missing_or_unknown & saved.keys())
@@ -349,15 +357,20 @@ def check_fits(label: str, live: Tensor, saved: Any) -> None:
     ):
         raise ValueError(
             f"{label}: saved as {saved.dtype}, which {live.dtype} cannot hold without loss; "
-            f"convert it explicitly, or configure this state as {saved.dtype}"
+            f"convert the saved tensor explicitly, or configure this state as {saved.dtype}"
         )
 
 
 def as_master(label: str, saved: Any, convert: bool) -> Tensor:
     """Return a saved main param in FP32.
 
+    Args:
+        label: FQN of the slot, for messages.
+        saved: the saved value.
+        convert: True to allow a loss of bits.
+
     Raises:
-        ValueError: it is not a floating tensor, or would lose bits and ``convert`` is false.
+        ValueError: the value is not a floating tensor, or bits would be lost.
     """
     has_values = isinstance(saved, Tensor) and not (saved.is_complex() or saved.is_meta)
     narrow = has_values and saved.is_floating_point() and saved.dtype != torch.float64
@@ -370,7 +383,7 @@ def as_master(label: str, saved: Any, convert: bool) -> Tensor:
 
 
 def _as_lone(label: str, value: Tensor, main: Tensor, convert: bool) -> Tensor:
-    """Return an FP32 main param in the dtype of the live one, which may have 16 bits.
+    """Return an FP32 main param in the dtype of the live main param, which may have 16 bits.
 
     Raises:
         ValueError: bits would be lost, and ``convert`` is false.

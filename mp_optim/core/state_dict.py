@@ -21,8 +21,8 @@ from mp_optim.core.slot_state import AVERAGE, SlotState, State
 from mp_optim.host.calls import warn
 
 CHECKSUMS = "param_checksums"
-"""Key in a saved group: one entry per parameter, a checksum of the parameter that its remainder
-belongs to, or None."""
+"""Key in a saved group with one entry for each parameter: the checksum of the parameter with which
+the saved remainder is valid, or None."""
 
 _PARALLEL = ("params", "param_names", CHECKSUMS)
 _OWN = (*_PARALLEL, "fqns", "is_expert_parallel")
@@ -36,7 +36,8 @@ class GroupMatch:
     Attributes:
         index_of: for each slot, the index of its entry in the saved ``"state"``.
         settings: for each live group, a copy of the saved hyperparameters.
-        checksums: known checksums of the parameters that saved remainders belong to.
+        checksums: for slots with a saved remainder, the checksum of the parameter with which the
+            remainder is valid.
     """
 
     index_of: dict[Slot, Any]
@@ -63,8 +64,8 @@ class GroupMatch:
 
 
 def plain_groups(param_groups: ParamGroups) -> list[dict[str, Any]]:
-    """Return param groups as torch saves them: running indices in place of tensors, and copies of
-    settings."""
+    """Return param groups as torch saves them: indices 0, 1, 2, ... in place of tensors, and copies
+    of settings."""
     start, packed = 0, []
     for group in param_groups:
         count = len(group["params"])
@@ -149,8 +150,7 @@ def check_is_state_dict(state_dict: Any) -> None:
 
 
 def match_groups(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> GroupMatch:
-    """Match saved groups to live ones: by FQN if every group with parameters has names on both
-    sides and they are unique, else by position.
+    """Match saved groups to live ones: by FQN, or by position if names are missing or not unique.
 
     Args:
         live: the optimizer's param groups.
@@ -171,8 +171,8 @@ def match_groups(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> GroupMat
 
 
 def _check_same_names(live: Sequence[str], saved: Sequence[str]) -> None:
-    """Raise ValueError unless both sides have the same names in the same order. Parameters with
-    equal names are matched by position."""
+    """Raise ValueError unless both sides have the same names in the same order. Otherwise a match
+    by position would be wrong."""
     pairs = zip(live, without_wrappers(live), without_wrappers(saved), strict=False)
     if differing := [name for name, here, there in pairs if here != there]:
         counts = Counter(saved) | Counter(live)
@@ -208,10 +208,10 @@ def _match_by_position(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> Gr
 
 
 def _checksums(index_of: Mapping[Slot, Any], saved: Sequence[dict[str, Any]]) -> dict[Slot, int]:
-    """Return the checksums of slots with an integer as saved index.
+    """Return the checksum of each slot that has one in the saved groups.
 
-    ``torch.distributed.checkpoint`` replaces indices by names and may reorder them, but leaves the
-    list of checksums as it is. Those checksums are ignored.
+    ``torch.distributed.checkpoint`` replaces indices by names and may reorder them, but does not
+    reorder the list of checksums. So checksums are used only if the saved index is an integer.
     """
     known: dict[int, int] = {}
     for group in saved:
@@ -271,8 +271,13 @@ def match_by_name(
 def _merged(index: int, saved: Sequence[dict[str, Any]], sources: Sequence[int]) -> dict[str, Any]:
     """Return the common settings of saved groups that become one live group.
 
+    Args:
+        index: index of the live group, for the error.
+        saved: all saved groups.
+        sources: indices of the saved groups that become this group.
+
     Raises:
-        ValueError: the settings differ, with their names.
+        ValueError: the settings differ; the message has their names.
     """
     settings = [_settings(saved[source]) for source in sources]
     if len(settings) < 2:
@@ -307,7 +312,7 @@ def checked_match(
     Args:
         live: the optimizer's param groups.
         saved: the saved param groups.
-        check_settings: raises if a group's settings are out of range.
+        check_settings: takes a group's settings, and raises if one is out of range.
 
     Raises:
         ValueError: parameters are missing on either side, or a setting is out of range.
@@ -329,7 +334,7 @@ converted twice, which bounds the memory of a load."""
 
 
 class StateLoad:
-    """One load of saved state: it checks all of it, then writes it.
+    """One load of saved state: :meth:`check` checks all state before :meth:`write` writes any.
 
     Args:
         match: the saved entry and settings of each slot.
@@ -338,7 +343,7 @@ class StateLoad:
         convert: True to allow a loss of bits.
 
     Raises:
-        ValueError: state is missing, with the parameters' names.
+        ValueError: state is missing; the message has the parameters' names.
     """
 
     def __init__(
@@ -371,9 +376,9 @@ class StateLoad:
         if missing:
             raise ValueError(
                 f"the state dict has no state for {len(missing)} of {len(self._match.index_of)} "
-                f"parameters: {names_in_words(missing)}. It may have been saved before the first "
-                "step, or while these parameters were frozen. Load a complete state dict or "
-                "none; if these parameters were never trained, freeze them "
+                f"parameters: {names_in_words(missing)}. The state dict may have been saved "
+                "before the first step, or while these parameters were frozen. Load a complete "
+                "state dict or none; if these parameters were never trained, freeze them "
                 "(requires_grad_(False)) during the load"
             )
         return matched
@@ -405,8 +410,8 @@ class StateLoad:
             )
 
     def write_model(self) -> list[str]:
-        """Copy main params to the model's parameters. Return the names of parameters that had other
-        values."""
+        """Round main params into the model's parameters. Return the names of parameters that had
+        other values."""
         written = []
         for slot, saved in self._saved.items():
             checksum = None if self._convert else self._match.checksums.get(slot)
@@ -416,8 +421,8 @@ class StateLoad:
 
 
 def _converted_bytes(fitted: State, saved: State) -> int:
-    """Return the bytes of tensors that a fit created: they have another dtype or key than the saved
-    ones."""
+    """Return the number of bytes that :meth:`SlotState.fit` allocated: tensors whose dtype or key
+    the saved state does not have."""
     created = [
         value
         for key, value in fitted.items()

@@ -1,22 +1,23 @@
 """``optimizer.state`` as torch expects it, and assignments to it.
 
 ``optimizer.state[param]`` returns the same object while the caller holds it, and every lookup reads
-the present state. An assignment to a key of it is stored or refused:
+the present state. Values that a caller assigns to its keys are stored or refused:
 
-- A tensor of the exported shape is stored. On the same device its values are copied into the slot.
-  A host tensor for state that is stepped on an accelerator *moves* the state: the slot uses the
-  given memory, and its accelerator memory is freed. An assigned accelerator tensor or
-  ``restore_from_cpu()`` moves it back. A step before that raises RuntimeError.
+- A tensor of the exported shape is stored. If it is on the slot's device, its values are copied.
+- A host tensor for state that is stepped on an accelerator *moves* the state: the slot uses the
+  given memory, and the accelerator memory is freed. Assigning an accelerator tensor or calling
+  ``restore_from_cpu()`` moves the state back. A step before that raises RuntimeError.
 - State that is stepped on the host, or stored in a file, stays there, and so do step counts. The
   values of an assigned accelerator tensor are copied, with one warning.
 - Moments that are stored in blocks are exported as FP32 copies
-  (:mod:`~mp_optim.core.shown_copies`). Assigned FP32 values are stored, rounded.
+  (:mod:`~mp_optim.core.shown_copies`). Assigned FP32 values are rounded and stored.
 - A tensor with another shape, with values that would lose bits, or on another accelerator is
-  refused. So are unknown keys, and deletions of keys. A refused assignment changes nothing.
+  refused. Unknown keys and deletions of keys are refused, too. A refused assignment changes
+  nothing.
 
 Removed state is reset, as in torch: ``state.clear()``, ``state = {}``, ``del state[param]``,
 ``state.pop(param)``, ``state[param] = {}``, ``state[param].clear()``. Moments and step counts
-become zero; main params keep their values. A dict that ``state[param]`` returned before keeps a
+become zero; main params keep their values. A dict that ``state[param]`` returned earlier keeps a
 copy of the old state.
 """
 
@@ -152,10 +153,10 @@ class ShownState(dict[str, Any]):
 
 @dataclass(eq=False)
 class Lookups:
-    """The lookups of all views of one optimizer. They keep neither tensors nor the optimizer alive.
+    """Caches of all views of one optimizer. They keep neither tensors nor the optimizer alive.
 
     Attributes:
-        index: the slot of each tensor, by the tensor's id. Every lookup checks it against
+        index: the slot of each tensor, by the tensor's id. Every lookup compares the entry with
             ``param_groups``, so a replaced tensor is found at once.
         shown: the state objects that callers hold, by slot.
     """
@@ -170,12 +171,12 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
     """``optimizer.state`` as torch expects it: a mapping from the current parameters to their
     state.
 
-    A view keeps its optimizer alive. The optimizer keeps the view's lookups but no view, so neither
-    needs the garbage collector to be freed.
+    A view keeps its optimizer alive. The optimizer keeps the view's caches but not the view, so
+    there is no reference cycle.
 
     Args:
         optimizer: a :class:`~mp_optim.core.keyed_optimizer.SlotKeyedOptimizer`.
-        lookups: lookups of earlier views of the same optimizer.
+        lookups: caches of earlier views of the same optimizer.
     """
 
     def __init__(self, optimizer: Any, lookups: Lookups) -> None:
@@ -193,8 +194,8 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
             slot = index.get(id(tensor))
         if slot is None:
             raise KeyError(
-                "this tensor is not a parameter of the optimizer; if it was replaced, use the "
-                "present one of param_groups"
+                "this tensor is not a parameter of the optimizer; if the parameter was replaced, "
+                "use the present tensor of param_groups"
             )
         return slot
 
@@ -231,7 +232,7 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
             states: the state of each parameter.
 
         Raises:
-            ValueError: a state does not fit.
+            ValueError: a state does not fit its slot.
         """
         given = {self._slot(tensor): dict(state) for tensor, state in states.items() if state}
         self._optimizer.assign_states(given, whole=True)
@@ -245,7 +246,8 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
         self._take_away([slot for slot, _ in self._slots()])
 
     def popitem(self) -> Any:
-        """Raise TypeError: a reset slot still has state, so a loop over this would not end."""
+        """Raise TypeError, because a reset slot still has state, so ``while state:
+        state.popitem()`` would not end."""
         raise TypeError("optimizer.state.popitem() is not supported; call clear() or pop(param)")
 
     def _take_away(self, slots: Sequence[Slot]) -> None:
@@ -287,11 +289,11 @@ class Assignment:
         whole: True if ``given`` is the complete state.
 
     Attributes:
-        stays: keys of values that were given on an accelerator, for state that stays on the host.
+        stays: keys whose value was given on an accelerator, while their state stays on the host.
 
     Raises:
-        ValueError: a key is unknown, or a value does not fit or is on another device, with slot and
-            key.
+        ValueError: a key is unknown, or a value does not fit or is on another device; the message
+            has slot and key.
     """
 
     def __init__(
@@ -313,7 +315,7 @@ class Assignment:
         self.stays: list[str] = []
         complete = given
         if whole and self._is_saved_form(given):
-            self._values = given  # fit() below converts this form, or raises.
+            self._values = given  # fit() below converts the saved form, or raises.
         else:
             for key, value in state.layout.take(given).items():
                 self._take(key, value, given[key])
@@ -324,7 +326,8 @@ class Assignment:
             self._fitted = state.fit(complete)
 
     def _take(self, key: str, value: Any, given: Any) -> None:
-        """Sort one value into values to copy, memory to use, and devices to move to.
+        """Decide how to store one value: copy the value, use its memory, or move the state to its
+        device.
 
         Args:
             key: the state key.
@@ -369,7 +372,7 @@ class Assignment:
             self._values[key] = coded.rounded(value)
 
     def _is_saved_form(self, given: State) -> bool:
-        """Return True if a state has other keys than the exported state, or codes in place of
+        """True if a state has other keys than the exported state, or codes in place of FP32
         values."""
         pairs = ((given.get(key), coded.stored.dtype) for key, coded in self._coded.items())
         has_codes = any(getattr(value, "dtype", None) == dtype for value, dtype in pairs)
@@ -405,8 +408,7 @@ class Assignment:
         )
 
     def _has_values(self, key: str, value: Tensor) -> bool:
-        """Return True if state that is exported in another form than it is stored already has these
-        values."""
+        """True if state that is converted for the export already has these values."""
         shown = self._state.layout.take({key: self._state.exported()[key]})[key]
         if value.device == HOST:
             wait_for(shown.device)

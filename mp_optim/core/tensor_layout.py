@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 Boxes = tuple[Box, ...]
-"""A rank's part of a matrix: rectangles, stored one after the other in its memory."""
+"""A rank's part of a matrix: rectangles, stored one after another in the rank's memory."""
 
 
 def numel_of(part: Boxes) -> int:
@@ -50,11 +50,11 @@ def range_of(box: Box, first: int, stop: int) -> Boxes:
 
 
 def parts_of_range(part: Boxes, first: int, stop: int, matrices: int) -> list[Boxes]:
-    """Return the part of each matrix that is in elements [first, stop) of a flattened stack of
-    equal parts.
+    """Return the part of each matrix that is in elements [first, stop) of a flattened stack. The
+    entries of the stack are equal parts of the matrices.
 
     Args:
-        part: the part of one matrix that each entry of the stack has.
+        part: the part of its matrix that each entry of the stack has.
         first: first element of the range.
         stop: end of the range.
         matrices: number of matrices in the stack.
@@ -79,7 +79,7 @@ class Grid(NamedTuple):
         return math.prod(self.shape)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Return the coordinates of a rank, one per axis."""
+        """Return the coordinates of a rank, one for each axis."""
         found = []
         for length in reversed(self.shape):
             rank, place = divmod(rank, length)
@@ -119,8 +119,7 @@ class MatrixParts:
         return tuple(sizes_of[parts] for parts in self.parts)
 
     def bounds(self, rank: int) -> list[int]:
-        """Return the offsets of a rank's parts in its memory, one per matrix, and their total
-        size."""
+        """Return the offset of each matrix in a rank's memory, and the total size, in elements."""
         return list(itertools.accumulate((sizes[rank] for sizes in self.sizes), initial=0))
 
 
@@ -132,8 +131,8 @@ def parts_of_ranges(
 
     Args:
         shape: shape of the flattened tensor.
-        owned: the ranges of the ranks.
-        dim: dimension of a matrix that tensor parallelism has split before.
+        owned: the range of each rank.
+        dim: dimension of a matrix that tensor parallelism split before: rows (0) or columns (1).
         ranks: number of tensor-parallel ranks; 1 without tensor parallelism.
         blocks: a rank's length of each block along ``dim``; empty for one block.
     """
@@ -171,7 +170,8 @@ def _blocks(rows: int, columns: int, dim: int, ranks: int, blocks: tuple[int, ..
     blocks = blocks or ((rows, columns)[dim],)
     cuts = [Partition(dim, blocks, rank, ranks).cuts for rank in range(ranks)]
     whole = [Box((0, 0), (rows, columns))]
-    if dim == 1 and len(blocks) > 1:  # Each row stores its elements of all blocks.
+    # Each row stores its elements of all blocks, so cut row by row.
+    if dim == 1 and len(blocks) > 1:
         whole = [Box((row, 0), (1, columns)) for row in range(rows)]
     return [tuple(cut for box in whole for _, cut in cuts_of_rank(box)) for cuts_of_rank in cuts]
 
@@ -218,8 +218,8 @@ def _indices(
     mesh: Sequence[int],
     coordinate: Sequence[int],
 ) -> range | None:
-    """Return the indices along a tensor dimension that one rank of a mesh has; None if they are not
-    a range."""
+    """Return the indices along a tensor dimension that one rank of a mesh has; None if the indices
+    are not a range."""
     left = torch.arange(length, device="cpu").view([1] * dim + [length])
     for placement, ranks, place in zip(cuts, mesh, coordinate, strict=True):
         if placement is not None and getattr(placement, "dim", None) == dim:
@@ -249,7 +249,7 @@ def _splitting_placements() -> tuple[type, ...]:
     """Return the placement classes that give each rank a part.
 
     FSDP2 creates a ``_StridedShard`` for a dimension that tensor parallelism has split already. In
-    some versions of torch its ``is_shard()`` returns False.
+    some versions of torch ``_StridedShard.is_shard()`` returns False, so the class is compared.
     """
     from torch.distributed.tensor import Shard, placement_types
 
@@ -264,7 +264,7 @@ def splits(placement: Placement, name: str = "a parameter") -> bool:
         name: FQN of the parameter, for messages.
 
     Raises:
-        ValueError: the placement is ``Partial``, so no rank has the value, or of an unknown class.
+        ValueError: the placement is ``Partial``, so no rank has the value, or its class is unknown.
     """
     if isinstance(placement, _splitting_placements()):
         return True
@@ -275,7 +275,7 @@ def splits(placement: Placement, name: str = "a parameter") -> bool:
     if isinstance(placement, Partial) or placement.is_partial():
         raise ValueError(
             f"{name}: placement {placement}: a Partial parameter has no value to step; "
-            "redistribute it to Shard or Replicate first"
+            "redistribute the parameter to Shard or Replicate first"
         )
     raise ValueError(
         f"{name}: placement {placement!r} ({type(placement).__name__}) is not supported; "
@@ -288,7 +288,7 @@ def split_dims(param: Tensor, name: str = "a parameter") -> tuple[int, ...]:
 
     Args:
         param: the parameter.
-        name: its FQN, for messages.
+        name: FQN of the parameter, for messages.
 
     Raises:
         ValueError: a placement is ``Partial`` or unknown.
@@ -307,8 +307,8 @@ def is_split(param: Tensor) -> bool:
 def shard_groups_of(name: str, param: Tensor) -> tuple[ProcessGroup, ...]:
     """Return the process groups over which a parameter is split.
 
-    A DTensor has one for each split mesh dimension. The groups of a part of a flat buffer are in
-    its ``ShardInfo``.
+    A DTensor has one group for each split mesh dimension. For a part of a flat buffer, the groups
+    are in the ``ShardInfo`` of the tensor.
 
     Args:
         name: FQN of the parameter, for messages.
@@ -331,7 +331,7 @@ def ranks_of_copies(param: DTensor) -> tuple[ProcessGroup, ...]:
 
 
 def is_first_on_mesh(param: DTensor) -> bool:
-    """True if this rank is the first of the ranks that have its part of a DTensor."""
+    """True if no rank before this one has the same part of a DTensor."""
     place, cut = param.device_mesh.get_coordinate(), split_dims(param)
     if place is None:
         return False
@@ -379,8 +379,8 @@ def first_element(param: Tensor) -> int:
 
 
 def _is_box(param: DTensor) -> bool:
-    """True if a DTensor is split and all of its placements are supported. Other functions raise for
-    unsupported placements, with the parameter's name."""
+    """True if a DTensor is split, and all of its placements are supported. For unsupported
+    placements, :func:`splits` raises with the parameter's name."""
     splitting = [isinstance(placement, _splitting_placements()) for placement in param.placements]
     others = [placement.is_replicate() for placement in param.placements]
     return any(splitting) and all(map(operator.or_, splitting, others))
@@ -392,10 +392,11 @@ class FlatSplit:
 
     Attributes:
         group: the ranks that share its elements.
-        owned: the range of each of them.
-        partition_dim: dimension that tensor parallelism has split before flattening, if any.
+        owned: the range of elements of each rank.
+        partition_dim: dimension that tensor parallelism split before the parameter was flattened,
+            if any.
         blocks: this rank's length of each block along that dimension.
-        tensor_parallel: the tensor-parallel ranks.
+        tensor_parallel: the tensor-parallel ranks, if any.
     """
 
     group: ProcessGroup
@@ -406,7 +407,7 @@ class FlatSplit:
 
     def cut(self, shape: tuple[int, ...], blockwise: bool) -> tuple[int, int, tuple[int, ...]]:
         """Return the tensor-parallel split of the flattened matrices: dimension (0 or 1), number of
-        ranks, and a rank's length of each block. It is (0, 1, ()) without one.
+        ranks, and a rank's length of each block. Without such a split, return (0, 1, ()).
 
         Args:
             shape: shape of the flattened tensor.
@@ -460,11 +461,12 @@ class ParamLayout:
         ]
 
     def share(self, local: Tensor) -> int:
-        """Return the number of the parameter's elements divided by the ranks it is split over,
-        rounded up. It is equal on all ranks.
+        """Return the number of the parameter's elements divided by the number of ranks that share
+        them, rounded up. The result is equal on all ranks.
 
         Args:
-            local: this rank's tensor; its size is returned if it is the whole parameter.
+            local: this rank's tensor; if it is the whole parameter, its number of elements is
+                returned.
         """
         if self.flat is not None:
             return math.ceil(math.prod(self.shape) / self.flat.group.size())
@@ -491,8 +493,8 @@ class ParamLayout:
         return self.flat is not None or (not blockwise and bool(self._axes()))
 
     def tensor_parallel_rows(self, rows: int) -> list[int]:
-        """Return the row numbers in the whole matrix of a part that tensor parallelism split along
-        its rows.
+        """Return the row numbers in the whole matrix of this rank's rows, if tensor parallelism
+        split the matrix along its rows.
 
         Args:
             rows: number of rows of this rank's part.
@@ -505,8 +507,8 @@ class ParamLayout:
         return list(itertools.chain.from_iterable(spans))
 
     def matrix_parts(self, blockwise: bool) -> MatrixParts | None:
-        """Return the split of this rank's matrices over ranks; None if they are not split, or if
-        any part is not a rectangle.
+        """Return the split of this rank's matrices over ranks. Return None if the matrices are not
+        split, or if any part is not a rectangle.
 
         Args:
             blockwise: True if the parts on a mesh or of tensor-parallel ranks are treated as
@@ -570,11 +572,9 @@ class ParamLayout:
 
 
 def layout_of(param: Tensor, tensor_parallel: ProcessGroup | None = None) -> ParamLayout:
-    """Return the layout of a parameter.
-
-    It may be a DTensor, a tensor-parallel part with Megatron's attributes
-    (``tensor_model_parallel``, ``partition_dim``), a flat range with a ``ShardInfo``, or a whole
-    plain tensor.
+    """Return the layout of a parameter: a DTensor, a tensor-parallel part with Megatron's
+    attributes (``tensor_model_parallel``, ``partition_dim``), a flat range with a ``ShardInfo``,
+    or a whole plain tensor.
 
     Args:
         param: the parameter.
@@ -619,8 +619,8 @@ def layout_of(param: Tensor, tensor_parallel: ProcessGroup | None = None) -> Par
 
 
 def _of_matrix(dim: int | None, shape: Sequence[int], others: ProcessGroup | None) -> int | None:
-    """Return a dimension of a tensor as dimension 0 or 1 of its matrices; None if it is another
-    one, or no other ranks have parts."""
+    """Convert a dimension of a tensor to dimension 0 or 1 of its matrices. Return None if the
+    dimension is not one of the last two, or if no other ranks have parts."""
     first = len(shape) - 2
     return None if others is None or dim is None or dim < first else dim - first
 

@@ -52,9 +52,9 @@ class CachedTensorList(list[Tensor]):
     held: tuple[Tensor, ...] = ()
 
     def hold(self) -> CachedTensorList:
-        """Keep the present memory alive, and return this list.
+        """Keep the present memory of the tensors alive, and return this list.
 
-        A list that is used for many steps needs this: its addresses stay valid even if a tensor
+        A list that is reused in many steps needs this: its addresses stay valid even if a tensor
         gets other memory (``tensor.data = ...``).
         """
         self.held = tuple(map(Tensor.detach, self))
@@ -62,7 +62,7 @@ class CachedTensorList(list[Tensor]):
         return self
 
     def has_moved(self) -> bool:
-        """True if a tensor has other memory than :attr:`addresses`."""
+        """True if any tensor's memory is no longer at the address in :attr:`addresses`."""
         return array("Q", list(map(Tensor.data_ptr, self))) != self.addresses
 
     def memory_of(self, tensor: Tensor) -> Tensor | None:
@@ -94,8 +94,9 @@ class CachedTensorList(list[Tensor]):
 
     @cached_property
     def stored(self) -> bool:
-        # A tensor without memory has its offset in the storage as address. A large address proves
-        # that there is memory; else compare the sizes of the storages.
+        # A tensor without memory has its offset in the storage as address, which is a small number.
+        # So a large address proves that the tensor has memory. Only for small addresses compare the
+        # sizes of the storages.
         if min(self.addresses, default=_LEAST_ADDRESS) >= _LEAST_ADDRESS:
             return True
         held = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, self))
@@ -167,9 +168,10 @@ def whole_tensor(tensor: DTensor) -> Tensor:
 
 
 def held_tensor(tensor: Tensor) -> Tensor:
-    """Return the local shard of a DTensor without autograd, or another tensor as it is.
+    """Return the local shard of a DTensor without autograd, or any other tensor unchanged.
 
-    Use it for versions and addresses only: a collective may still write to the shard.
+    Use the result for versions and addresses only, because a collective may still write to the
+    shard.
     """
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
@@ -205,8 +207,9 @@ def have_grad_only(params: Sequence[Tensor]) -> bool:
 def local_grad(param: Tensor, grad: Tensor) -> Tensor:
     """Return this rank's part of a parameter's gradient.
 
-    A gradient with other placements than its parameter is redistributed first, which is collective.
-    Tensor parallelism leaves ``Partial`` gradients, which are summed then.
+    If a DTensor's gradient has other placements than its parameter, it is redistributed first,
+    which is collective. For example, tensor parallelism leaves ``Partial`` gradients, which are
+    summed.
     """
     if is_dtensor(param) and is_dtensor(grad) and grad.placements != param.placements:
         grad = grad.redistribute(placements=param.placements)
@@ -214,7 +217,7 @@ def local_grad(param: Tensor, grad: Tensor) -> Tensor:
 
 
 def check_shape(before: Tensor, local: Tensor, name: str) -> None:
-    """Check a parameter's local tensor against the tensor that is stepped for it.
+    """Raise ValueError unless a parameter's local tensor fits the tensor that is stepped for it.
 
     Args:
         before: the stepped tensor.
@@ -247,9 +250,8 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def follow(main: Tensor, local: Tensor, name: str) -> bool:
-    """Refresh a main param from its model parameter where it does not round to the model's value.
-
-    Elements that round to the model's value keep their extra bits. Waits for the tensors' devices.
+    """Copy the model's value into elements of a main param that do not round to it. Other elements
+    keep their extra bits. Waits for the tensors' devices.
 
     Args:
         main: the main param; written in place.
@@ -257,7 +259,7 @@ def follow(main: Tensor, local: Tensor, name: str) -> bool:
         name: FQN of the parameter, for messages.
 
     Returns:
-        True if any element took another value.
+        True if any element changed.
 
     Raises:
         ValueError: the shape changed.
@@ -277,18 +279,18 @@ def continue_from(
     *,
     may_read: bool = True,
 ) -> None:
-    """Set elements of main params to the model's value where they do not round to it.
+    """Copy the model's value into elements of main params that do not round to it.
 
-    Does not wait for accelerators. NaN equals NaN; other values are compared bit for bit.
+    Does not wait for accelerators. NaN equals NaN; all other values are compared bit for bit.
 
     Args:
         mains: FP32 or bfloat16 main params; written in place.
-        weights: the model's tensors on the same devices; None where the main param is the model's
-            own tensor.
+        weights: the model's tensor for each main param, on the same device; None if the main param
+            is the model's own tensor.
         changed: one uint8 bitmap for each main param; all of its bits are set if any element
-            differs.
-        may_read: True to compare main params in host memory first, and not to write those that
-            agree.
+            changes.
+        may_read: True to compare main params in host memory first, so that equal ones are not
+            written.
     """
     before_writing(mains)
     for index, (main, weight) in enumerate(zip(mains, weights, strict=True)):
@@ -297,7 +299,8 @@ def continue_from(
         for part, here in _in_pieces(main, weight):
             if may_read and part.is_cpu and part.dtype == here.dtype:
                 bits = _BITS[here.itemsize]
-                if torch.equal(part.view(bits), here.view(bits)):  # Reads both once, writes none.
+                # torch.equal() reads both tensors once and writes nothing.
+                if torch.equal(part.view(bits), here.view(bits)):
                     continue
             same = _rounds_to(part, here)
             if may_read and part.is_cpu and bool(same.all()):
@@ -326,11 +329,11 @@ def _in_pieces(main: Tensor, weights: Tensor) -> Iterable[tuple[Tensor, Tensor]]
 
 
 class ParamFingerprints(NamedTuple):
-    """Fingerprints of parameters, as columns: one C call reads a column.
+    """Fingerprints of parameters as columns, because one C call reads a column.
 
     A column changes if a parameter is replaced, moved, resized or gets another layout. torch never
     resizes memory in place, so the address covers the size. The strides of a contiguous tensor
-    follow from its shape, so they are stored as True.
+    follow from its shape, so its entry is True.
     """
 
     addresses: list[int]
@@ -363,11 +366,11 @@ class ParamFingerprints(NamedTuple):
 
 
 class ParamWatcher:
-    """Fingerprints of parameters, which detect that a parameter was replaced, moved or reshaped
+    """Fingerprints of parameters, by which a replaced, moved or reshaped parameter is found
     (``param.data = ...`` included).
 
-    New memory at the address of freed memory counts as unchanged. This is safe, because an alias of
-    the old memory would have kept it from being freed.
+    New memory at the address of freed memory counts as unchanged. This is safe, because the old
+    memory had no alias, or it would not have been freed.
 
     Attributes:
         params: the tensors.
@@ -415,7 +418,8 @@ class ParamWatcher:
         return len(params) != len(self.params) or bool(self.changed(params))
 
     def is_same(self, index: int, param: Tensor) -> bool:
-        """True if a parameter is the one at an index, and was neither moved nor reshaped."""
+        """True if a parameter is the one that was recorded at an index, and was neither moved nor
+        reshaped."""
         if param is not self.params[index]:
             return False
         now: Iterable[list[Any]] = ParamFingerprints.of([param], self.plain)
@@ -424,7 +428,8 @@ class ParamWatcher:
 
 
 def check_memory(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError if parameters share memory, with each other or among their own elements.
+    """Raise ValueError if two parameters share memory, or if several elements of one parameter
+    share an address.
 
     Two views with overlapping byte ranges are refused, even if they have no common element.
 
@@ -432,7 +437,7 @@ def check_memory(named: Iterable[tuple[str, Tensor]]) -> None:
         named: names and parameters.
 
     Raises:
-        ValueError: two parameters or several elements of one share memory, with the names.
+        ValueError: memory is shared; the message has the names.
     """
     spans: list[tuple[str, int, int, str]] = []
     for name, param in named:
@@ -443,8 +448,9 @@ def check_memory(named: Iterable[tuple[str, Tensor]]) -> None:
         if any(size > 1 and step == 0 for size, step in sides):
             raise ValueError(
                 f"{name} has shape {tuple(local.shape)} and strides {local.stride()}: several of "
-                "its elements share one address (expand), so a step has no single value for them; "
-                "copy it with .contiguous() or .clone(), or train the tensor before expand"
+                "its elements share one address (expand), so a step has no single value for "
+                "them; copy the parameter with .contiguous() or .clone(), or train the tensor "
+                "before expand"
             )
         last = sum((size - 1) * step for size, step in sides)
         first = local.data_ptr()
@@ -454,6 +460,6 @@ def check_memory(named: Iterable[tuple[str, Tensor]]) -> None:
         if device == there and start < end:
             raise ValueError(
                 f"{name} and {other} are two parameters that share memory, and two states would "
-                "overwrite each other's steps; tie them by using one Parameter in both modules, or "
-                "copy one (.clone()) if they are views of one tensor"
+                "overwrite each other's steps; tie the parameters by using one Parameter in both "
+                "modules, or, if they are views of one tensor, copy one view (.clone())"
             )

@@ -1,4 +1,5 @@
-"""Updates: the gradients, multipliers and outputs of a step, one per slot, as parallel lists."""
+"""Updates: the gradients, multipliers and outputs of a step as parallel lists, with one entry for
+each slot."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DeviceMultiplier:
-    """The multiplier of gradients while only the device knows its value. Instances are compared by
-    identity.
+    """The multiplier of gradients while only the device knows its value. Two instances are equal
+    only if they are the same object.
 
     Attributes:
         values: FP32, shape (2,), on the device: the multiplier, and a flag that is not 0 if the
@@ -39,11 +40,11 @@ Multiplier = float | DeviceMultiplier
 
 
 class StepPlan(tuple[Slot, ...]):
-    """The slots of a step in order, columns that stay from step to step, and cached parts of the
-    step that depend on both.
+    """The slots of a step in order, columns that do not change from step to step, and cached parts
+    of a step that depend on slots and columns.
 
-    The caller of a step passes the same object while it has the same slots and none of their
-    properties has changed. A new object invalidates all parts at once.
+    While the slots and their properties do not change, each step passes the same plan. A new plan
+    has no cached parts.
 
     Args:
         slots: the slots.
@@ -79,11 +80,11 @@ class StepPlan(tuple[Slot, ...]):
         )
 
     def part(self, name: str, sources: tuple[object, ...], make: Callable[[], T]) -> T:
-        """Return a cached part of the plan. Create it if it is missing or was made from other
-        objects.
+        """Return a cached part of the plan. Create the part if it is missing, or was made from
+        other sources.
 
-        NOTE: a part and its sources must not reference the caller, which may own this plan: the
-        reference cycle would keep both alive.
+        NOTE: a part and its sources must not refer to the caller. The caller may own this plan, and
+        a reference cycle would keep both alive.
 
         Args:
             name: name of the part, unique in the code.
@@ -132,11 +133,11 @@ class SlotUpdate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SlotUpdates(Sequence[SlotUpdate]):
-    """The updates of a step as parallel lists, one entry per slot.
+    """The updates of a step as parallel lists with one entry for each slot, because with thousands
+    of slots an object per slot is slow.
 
-    With thousands of slots, a pass over a list is cheap and an object per slot is not. The fields
-    are those of :class:`SlotUpdate`, in the plural; the other columns are in the plan. A caller may
-    pass the same list objects in every step while their contents are the same.
+    The fields are those of :class:`SlotUpdate`, in the plural. The plan has the remaining columns.
+    While the contents of a list do not change, each step may pass the same list object.
 
     Attributes:
         changed: bitmaps; may be empty.
@@ -153,15 +154,14 @@ class SlotUpdates(Sequence[SlotUpdate]):
 
     @property
     def bitmaps(self) -> Sequence[Tensor] | None:
-        """The bitmaps of changed weights, one per slot, or None. Either all slots have one or none
-        has."""
+        """The bitmaps of changed weights, one for each slot; None if changes are not tracked."""
         if not self.changed or self.changed[0] is None:
             return None
         return cast("Sequence[Tensor]", self.changed)
 
     @classmethod
     def of(cls, updates: Sequence[SlotUpdate]) -> SlotUpdates:
-        """Return ``updates`` as SlotUpdates."""
+        """Return a list of updates as SlotUpdates; SlotUpdates are returned unchanged."""
         if isinstance(updates, SlotUpdates):
             return updates
         places = range(len(SlotUpdate._fields))
@@ -191,7 +191,7 @@ class SlotUpdates(Sequence[SlotUpdate]):
 
 
 class UpdateSelection:
-    """A selection of a step's updates, reused by every step with the same slots.
+    """A selection of a step's updates. Every step with the same slots reuses the selection.
 
     Args:
         indices: indices of the selected updates.
@@ -225,8 +225,8 @@ class UpdateSelection:
         return picked
 
     def _keep(self, name: str, column: Sequence[Any]) -> Sequence[Any]:
-        """Return the selected part of a column, cached for as long as the step passes the same
-        list."""
+        """Return the selected part of a column. The part is cached while steps pass the same column
+        object."""
         return self.slots.part(f"selected {name}", (column,), partial(self._picked, column))
 
     def _picked(self, column: Sequence[Any]) -> Sequence[Any]:
@@ -237,13 +237,14 @@ class UpdateSelection:
 
 
 def update_of(slot: Slot, name: str, param: Tensor, grad: Tensor) -> SlotUpdate:
-    """Return a parameter's own gradient as an update, with the parameter's split and random stream.
+    """Return the update of a slot from its own parameter and gradient, with the parameter's split
+    and random stream.
 
     Args:
         slot: the parameter's slot.
-        name: its FQN.
+        name: FQN of the parameter.
         param: the parameter.
-        grad: its gradient.
+        grad: the gradient of the parameter.
 
     Raises:
         ValueError: the parameter is a DTensor with an unsupported placement.

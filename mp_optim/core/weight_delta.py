@@ -1,10 +1,11 @@
 """Weight deltas: the elements of a model's weights that changed since the last publication, as
-tensors and as bytes. :mod:`mp_optim.apps.deltas` applies them in another process.
+tensors and as bytes. :mod:`mp_optim.apps.deltas` applies deltas in another process.
 
 The bytes are a safetensors file with the keys and metadata of TRL's sparse patches
 (huggingface/trl#5937). ``<name>.idx`` has the gaps between ascending indices, and ``<name>.val``
-has the values. A parameter with all of its values has the key ``<name>``. This package adds
-metadata, and ``<name>.bits``: a bitmap in place of gaps where that is smaller.
+has the values. If all values of a parameter are given, the key is ``<name>``. This package adds
+metadata. If a bitmap of the changed elements is smaller than the gaps, the file has ``<name>.bits``
+in place of ``<name>.idx``.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 class WeightPatch(NamedTuple):
-    """New values of one parameter, with the fields of vLLM's ``CheckpointWeightPatch`` in the same
-    order.
+    """New values of one parameter. The fields are those of vLLM's ``CheckpointWeightPatch``, in the
+    same order.
 
     Attributes:
         name: FQN of the parameter.
@@ -63,16 +64,16 @@ class WeightPatch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class WeightDelta:
-    """One publication of a rank: the new values of its part of the weights.
+    """One publication of a rank: the new values of this rank's part of the weights.
 
     Attributes:
         run: name of the series of publications that a call of ``track_changes()`` starts.
         number: number of the publication, from 1.
-        is_full: True if it has all values of the part, changed or not.
+        is_full: True if the delta has all values of the part, changed or not.
         part: index of this part of the model.
         parts: number of parts.
         watched: number of tracked elements, changed or not.
-        patches: new values of the parameters that have any. The tensors are copies.
+        patches: new values of each parameter that has any. The tensors are copies.
     """
 
     run: str
@@ -101,8 +102,8 @@ class WeightDelta:
         return _as_file(tensors, self._metadata())
 
     def save(self, path: str | os.PathLike[str], *, bitmaps: bool = True) -> int:
-        """Write the delta to a file. The file is replaced atomically: other processes never read a
-        part.
+        """Write the delta to a file. The file is replaced atomically, so other processes never read
+        an incomplete file.
 
         Args:
             path: the file.
@@ -138,13 +139,13 @@ class WeightDelta:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> WeightDelta:
-        """Return the delta in the bytes of a file.
+        """Return the delta that the bytes of a file contain.
 
         Args:
             content: the bytes of the whole file.
 
         Raises:
-            ValueError: the bytes are not a delta, or not a complete one.
+            ValueError: the bytes are not a delta, or are incomplete.
         """
         metadata, tensors = _from_file(content)
         try:
@@ -167,13 +168,13 @@ class WeightDelta:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> WeightDelta:
-        """Return the delta in a file.
+        """Return the delta that a file contains.
 
         Args:
             path: the file.
 
         Raises:
-            ValueError: the file is not a delta, or not a complete one.
+            ValueError: the file is not a delta, or is incomplete.
         """
         return cls.from_bytes(Path(path).read_bytes())
 
@@ -182,7 +183,7 @@ class WeightDelta:
 
 
 def _encoded(patch: WeightPatch, whole: bool, bitmaps: bool) -> dict[str, Tensor]:
-    """Return one patch as tensors on the host, by key of the file.
+    """Return one patch as host tensors, by key of the file.
 
     Args:
         patch: new values of one parameter.
@@ -207,6 +208,11 @@ def _encoded(patch: WeightPatch, whole: bool, bitmaps: bool) -> dict[str, Tensor
 
 def _decoded(name: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> WeightPatch:
     """Return one patch from the tensors of a file.
+
+    Args:
+        name: FQN of the parameter.
+        shape: shape of the parameter.
+        tensors: the tensors by key of the file.
 
     Raises:
         ValueError: the tensors do not fit each other.
@@ -294,8 +300,8 @@ def _from_file(content: bytes) -> tuple[dict[str, str], dict[str, Tensor]]:
         ) from error
     if metadata.get("format") != _FORMAT:
         raise ValueError(
-            f"the file is not a delta: its format is {metadata.get('format')!r}; pass one with "
-            f"{_FORMAT!r}"
+            f"the file is not a delta: its format is {metadata.get('format')!r}; pass a file with "
+            f"the format {_FORMAT!r}"
         )
     return metadata, tensors
 
@@ -303,7 +309,8 @@ def _from_file(content: bytes) -> tuple[dict[str, str], dict[str, Tensor]]:
 def _tensors_in(
     header: Mapping[str, Any], content: bytes, begin: int
 ) -> Iterator[tuple[str, Tensor]]:
-    memory = bytearray(content[begin:])  # Writable, and aligned as the file's data.
+    # bytearray() makes the memory writable, and aligns it as the file's data.
+    memory = bytearray(content[begin:])
     for name, form in header.items():
         dtype, (start, end) = _BY_NAME[form["dtype"]], form["data_offsets"]
         count = math.prod(form["shape"])

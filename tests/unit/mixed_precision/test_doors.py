@@ -129,7 +129,7 @@ def test_load_state_dict_names_the_cause_and_changes_nothing_when_it_refuses(fra
     for nothing in (None, [], {}):
         with pytest.raises(ValueError, match=r"state.dict"):
             optimizer.load_state_dict(nothing)
-    with pytest.warns(UserWarning, match="overwritten with them"):
+    with pytest.warns(UserWarning, match="overwritten with these values"):
         optimizer.load_state_dict(good)
     assert all(
         same_bits(value, optimizer.state_dict()["state"][index][key])
@@ -187,7 +187,7 @@ def test_set_optimizer_state_dict_takes_loss_scale_from_a_pre_hook():
     with pytest.raises(ValueError, match="grad_scaler"):
         set_optimizer_state_dict(model, optimizer, saved)
     optimizer.register_load_state_dict_pre_hook(lambda _, state: {**state, "grad_scaler": scaler})
-    with pytest.warns(UserWarning, match="overwritten with them"):
+    with pytest.warns(UserWarning, match="overwritten with these values"):
         set_optimizer_state_dict(model, optimizer, saved)
     assert (
         optimizer.grad_scaler.state_dict() == scaler and optimizer.state[model.dense]["step"] == 2

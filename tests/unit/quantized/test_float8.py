@@ -402,7 +402,7 @@ def float8_param(*shape: int) -> nn.Parameter:
         (None, "0 is torch.float8_e4m3fn and has no scale"),
         (
             torch.ones((), dtype=torch.float64),
-            "0.fp8_scale is torch.float64 on cpu: it must be float32 on cpu",
+            "0.fp8_scale is torch.float64 on cpu, but must be float32 on cpu",
         ),
         (torch.ones(3), r"0.fp8_scale has shape \(3,\)"),
         (torch.ones(9, 1), r"at most the parameter's \(8, 4\)"),

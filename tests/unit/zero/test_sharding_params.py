@@ -359,7 +359,7 @@ def test_autograd_refuses_backward_after_a_load_wrote_the_params(strategy):
 
     model, optimizer = trained(0)
     loss = model(torch.ones(1, 4).bfloat16()).sum()
-    with pytest.warns(UserWarning, match="overwritten with them"):
+    with pytest.warns(UserWarning, match="overwritten with these values"):
         optimizer.load_state_dict(trained(1)[1].state_dict())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
