@@ -14,7 +14,7 @@ def _bits(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     held = local(value).contiguous()
-    return held.dtype, tuple(held.shape), held.view(-1).view(torch.uint8).tolist()
+    return held.dtype, tuple(held.shape), held.view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def print_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:

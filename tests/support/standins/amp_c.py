@@ -23,7 +23,6 @@ from support.standins.gpu import (
     values,
 )
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _DEPTH = {1: 110, 2: 64, 3: 48, 4: 36}
 
 

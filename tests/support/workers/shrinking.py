@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
+from support.as_rank import error_of
 
 ZERO = {"use_distributed_optimizer": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -50,14 +50,6 @@ def step(model: nn.Module, optimizer: Any) -> None:
     optimizer.zero_grad()
     model(torch.ones(2, 8).bfloat16()).float().sum().backward()
     optimizer.step()
-
-
-def error_of(act: Callable[[], object]) -> str:
-    try:
-        act()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def main(folder: Path) -> None:

@@ -12,7 +12,6 @@ from torch import nn
 
 from mp_optim import checkpoint
 from mp_optim.checkpoint.reading import open_checkpoint
-from mp_optim.core.partition import Box, check_cover
 from support.forged import replaced
 from support.models import build
 from support.prints import differing, print_of
@@ -99,19 +98,6 @@ def test_load_refuses_unknown_dtypes_by_name(tmp_path: Path, dtype: Any, said: s
     with pytest.raises(ValueError, match=said):
         checkpoint.load(version, target, None)
     assert bool((target.weight == 2.0).all())
-
-
-@pytest.mark.parametrize("boxes", WHOLE.values(), ids=WHOLE.keys())
-def test_check_cover_accepts_boxes_that_cover_a_tensor_once(boxes: Boxes) -> None:
-    check_cover("w", SHAPE, [Box(*box) for box in boxes])
-
-
-@pytest.mark.parametrize("boxes", BROKEN.values(), ids=BROKEN.keys())
-def test_check_cover_refuses_boxes_that_do_not_cover_a_tensor_once(boxes: Boxes) -> None:
-    count = sum(rows * columns for _, (rows, columns) in boxes)
-    message = f"hold {count} of its 24 elements" if count < 24 else "overlap but are not the same"
-    with pytest.raises(ValueError, match=message):
-        check_cover("w", SHAPE, [Box(*box) for box in boxes])
 
 
 @pytest.mark.parametrize("form", ["bf16", "bf16-8bit"])

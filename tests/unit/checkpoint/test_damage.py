@@ -1,7 +1,6 @@
 """A load of a damaged checkpoint raises and changes nothing, or returns the saved values."""
 
 import errno
-import hashlib
 import io
 import json
 import os
@@ -16,26 +15,10 @@ from mp_optim import checkpoint
 from mp_optim.checkpoint import writing
 from mp_optim.checkpoint.file_format import BLOCK_BYTES
 from mp_optim.checkpoint.reading import open_checkpoint
-from support.layouts import Layout, whole
+from support.layouts import Layout
 from support.layouts import train as train_layout
 from support.models import build, train
-
-
-def state_of(model, optimizer):
-    state = dict(model.state_dict())
-    for slot in optimizer.slots():
-        name = optimizer.slot_name(slot)
-        state |= {f"{name}.{key}": value for key, value in optimizer.full_slot_state(slot).items()}
-    return {name: whole(value, None) for name, value in state.items()}
-
-
-def digest(state):
-    found = hashlib.sha256()
-    for name in sorted(state):
-        found.update(
-            name.encode() + bytes(state[name].contiguous().reshape(-1).view(torch.uint8).tolist())
-        )
-    return found.hexdigest()
+from support.prints import print_of
 
 
 class Victim:
@@ -44,33 +27,20 @@ class Victim:
         shutil.copytree(version.parent, self.copy)
         self.whole = build("bf16-8bit", 0.5, seed=5)
         checkpoint.load(version, *self.whole)
-        self.saved = self.print_of(self.whole)
+        self.saved = print_of(*self.whole)
         self.target = build("bf16-8bit", 0.5, seed=7)
-
-    @staticmethod
-    def print_of(held):
-        model, optimizer = held
-        groups = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
-        return (
-            digest(state_of(model, optimizer)),
-            repr(groups),
-            repr(optimizer.state_dict().get("grad_scaler")),
-        )
 
     def file(self, name):
         return self.copy / name if name == "latest" else self.copy / self.version.name / name
 
     def load(self, **settings):
-        before = self.print_of(self.target)
+        before = print_of(*self.target)
         try:
             checkpoint.load(self.copy, *self.target, **settings)
         except (ValueError, FileNotFoundError) as error:
-            assert self.print_of(self.target) == before, f"half replaced: {error}"
+            assert print_of(*self.target) == before, f"half replaced: {error}"
             return error
-        assert self.print_of(self.target) == self.saved
+        assert print_of(*self.target) == self.saved
         train(*self.target, 1)
         return None
 

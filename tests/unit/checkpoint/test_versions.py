@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from mp_optim import checkpoint, get_megatron_optimizer
-from mp_optim.checkpoint.commit import begin, complete_versions, publish, staging_of
+from mp_optim.checkpoint.commit import begin, complete_versions, staging_of
 from mp_optim.checkpoint.file_format import MANIFEST
 from mp_optim.config import OptimizerConfig
 
@@ -37,21 +37,6 @@ def test_versions_are_sorted_by_number(tmp_path):
         and not (tmp_path / ".version-7.incomplete").exists()
     )
     assert (tmp_path / "version-3.old").is_dir()
-
-
-@pytest.mark.parametrize(
-    ("keep", "left"),
-    [(1, [4]), (2, [3, 4]), (4, [1, 2, 3, 4]), (9, [1, 2, 3, 4]), (None, [1, 2, 3, 4])],
-)
-def test_publish_deletes_oldest_versions_beyond_keep(tmp_path, keep, left):
-    for number in (1, 2, 3):
-        version(tmp_path, number)
-    target = begin(tmp_path)
-    (staging_of(target) / MANIFEST).write_text("{}")
-    publish(target, keep)
-    assert complete_versions(tmp_path) == [tmp_path / f"version-{number}" for number in left]
-    assert (tmp_path / "latest").read_text() == "version-4\n"
-    assert not list(tmp_path.glob(".version-*"))
 
 
 @pytest.mark.parametrize(

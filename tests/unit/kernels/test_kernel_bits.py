@@ -28,7 +28,6 @@ from support.kernel_bits import (
     FIRST,
     FLOATS,
     REFERENCE,
-    SIZES,
     assert_same,
     assert_same_lists,
     check,
@@ -111,17 +110,6 @@ def test_kernels_have_bits_of_reference_for_every_dtype(kernels: Kernels, case: 
     rules = list(KEYS)
     for rule in {"adam", rules[every_dtype.index(case) % len(rules)]}:
         kernels.check(rule, [700, 3], case)
-
-
-@pytest.mark.repeats
-@pytest.mark.parametrize("rule", list(KEYS))
-@pytest.mark.parametrize("aligned", [True, False])
-def test_kernels_have_bits_of_reference_at_sizes_around_block_ends(
-    kernels: Kernels, rule: str, aligned: bool
-) -> None:
-    compact = Case(rest=torch.int8, moments=(torch.int8, torch.uint8), output=None)
-    case = compact if (list(KEYS).index(rule) + aligned) % 2 else Case()
-    kernels.check(rule, SIZES, replace(case, aligned=aligned))
 
 
 @pytest.mark.parametrize("rule", ["adam", "lamb"])

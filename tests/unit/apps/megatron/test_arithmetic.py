@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from lab.any_program.arithmetic import stepped, stored
 from mp_optim import FusedAdam
-from support.models import TinyMoE, same_bits, tokens_of
+from support.models import TinyMoE, same_bits, train
 
 core = pytest.importorskip("megatron.core.optimizer")
 from mp_optim.apps import megatron  # noqa: E402
@@ -56,25 +55,14 @@ class MegatronsOrder:
         return True, norm, None
 
 
-def losses_of(model: nn.Module, optimizer: Any) -> list[float]:
-    losses = []
-    for step in range(30):
-        optimizer.zero_grad()
-        loss = model(tokens_of(step))
-        optimizer.scale_loss(loss).backward()
-        assert optimizer.step()[0]
-        losses.append(loss.item())
-    return losses
-
-
 def test_fp16_step_has_bits_of_separate_unscaling_and_clipping() -> None:
     """A loss scale that is a power of two is exact, so one multiplier equals two."""
     model, other = TinyMoE(torch.float16), TinyMoE(torch.float16)
     config = core.OptimizerConfig(
         lr=1e-2, weight_decay=0.0, fp16=True, loss_scale=SCALE, clip_grad=LIMIT
     )
-    ours = losses_of(model, megatron.get_megatron_optimizer(config, [model], {}))
-    assert ours == losses_of(other, MegatronsOrder(other))
+    ours = train(model, megatron.get_megatron_optimizer(config, [model], {}), 30)
+    assert ours == train(other, MegatronsOrder(other), 30)
     for one, another in zip(model.parameters(), other.parameters(), strict=True):
         assert same_bits(one, another)
 

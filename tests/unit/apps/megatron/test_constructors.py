@@ -10,23 +10,12 @@ import torch
 from torch import nn
 
 import mp_optim
-from support.models import TinyMoE, same_bits, tokens_of
+from support.models import TinyMoE, same_bits, tokens_of, train
 
 core = pytest.importorskip("megatron.core.optimizer")
 from megatron.core.optimizer import grad_scaler as scalers  # noqa: E402
 
 from mp_optim.apps import megatron  # noqa: E402
-
-
-def train(model: nn.Module, optimizer: Any, steps: int = 6) -> list[float]:
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = model(tokens_of(step))
-        optimizer.scale_loss(loss).backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize("half", ["fp16", "bf16"])
@@ -44,7 +33,7 @@ def test_float16_optimizer_trains_alike_with_a_config_of_megatron(half: str) -> 
         scaler,
     )
     assert isinstance(wrapped, megatron.Float16OptimizerWithFloat16Params)
-    assert train(model, wrapped) == train(other, ours)
+    assert train(model, wrapped, 6) == train(other, ours, 6)
 
 
 def test_fp32_optimizer_of_megatron_steps_like_plain_sgd() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from mp_optim import checkpoint
 from support.launch import results_of_ranks
-from support.models import TinyMoE, tokens_of
+from support.models import TinyMoE, train
 
 core = pytest.importorskip("megatron.core.optimizer")
 from mp_optim.apps import megatron  # noqa: E402
@@ -59,19 +59,9 @@ def test_installed_optimizer_saves_and_loads_own_checkpoints(tmp_path: Path) -> 
         config = core.OptimizerConfig(lr=1e-2, bf16=True)
         return model, megatron.get_megatron_optimizer(config, [model])
 
-    def train(model: Any, optimizer: Any, steps: range) -> list[float]:
-        losses = []
-        for step in steps:
-            optimizer.zero_grad()
-            loss = model(tokens_of(step))
-            optimizer.scale_loss(loss).backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
-
     model, optimizer = build()
-    train(model, optimizer, range(3))
+    train(model, optimizer, 3)
     checkpoint.save(tmp_path, [model], optimizer)
     again = build()
     checkpoint.load(tmp_path, [again[0]], again[1], convert=False)
-    assert train(*again, range(3, 6)) == train(model, optimizer, range(3, 6))
+    assert train(*again, 3, 3) == train(model, optimizer, 3, 3)
