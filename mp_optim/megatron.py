@@ -1,7 +1,7 @@
-"""Use this optimizer in Megatron: call ``mp_optim.megatron.install()`` before ``pretrain``.
+"""This package's optimizers in Megatron: call ``mp_optim.megatron.install()`` before ``pretrain``.
 
-``python -m mp_optim.megatron pretrain_gpt.py ARGS`` calls it without a change of the program.
-The code is in :mod:`mp_optim.apps.megatron`.
+``python -m mp_optim.megatron pretrain_gpt.py ARGS`` calls ``install()`` without a change of the
+program. The code is in :mod:`mp_optim.apps.megatron`.
 """
 
 from typing import Any

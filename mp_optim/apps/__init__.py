@@ -1,1 +1,2 @@
-"""Programs on top of the library. Nothing below imports them; each can be read alone."""
+"""Programs on top of the library. No module of the library imports a program, and each program
+can be read alone."""

@@ -1,4 +1,4 @@
-"""Replace the matrices of a model by float8 parameters that this package's optimizers step."""
+"""Replacement of a model's matrices by float8 parameters that this package's optimizers step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Dequantize(nn.Module):
     """The parametrization of a float8 parameter: codes times scale in FP32, rounded to ``dtype``.
 
     Args:
-        scale: FP32, in one of the shapes of :func:`mp_optim.core.quantized.scaled_codes`.
+        scale: FP32 tensor, in one of the shapes of :func:`mp_optim.core.quantized.scaled_codes`.
         dtype: dtype of the module's computation.
     """
 
@@ -48,7 +48,8 @@ class Dequantize(nn.Module):
             codes.grad_dtype = self.dtype
 
     def forward(self, codes: Tensor) -> Tensor:
-        self.bind(codes)  # A move or copy of the module replaces the scale.
+        # Bind at every call, because a move or copy of the module replaces the scale.
+        self.bind(codes)
         return cast(Tensor, _Values.apply(codes, self.dtype))  # type: ignore[no-untyped-call]
 
 
@@ -62,25 +63,25 @@ def quantize_weights(
     """Replace parameters of a model, in place, by float8 parameters that this package's optimizers
     can step.
 
-    The module dequantizes them to their former dtype at every read, or once within
-    ``torch.nn.utils.parametrize.cached()``. So any model works, at the same speed or slower. This
-    halves the memory of the weights and trains the values that a float8 kernel would use. torch's
-    optimizers cannot step such parameters.
+    The module dequantizes these parameters to their former dtype at every read, or once within
+    ``torch.nn.utils.parametrize.cached()``. So any model runs, at the same speed or slower. The
+    weights take half the memory, and training uses the values that a float8 kernel would use.
+    torch's optimizers cannot step such parameters.
 
     Args:
         model: the module; changed in place.
         dtype: one of torch's float8 dtypes.
         rowwise: True for one scale per row of a matrix, or of each matrix of a stack. False for one
             scale per tensor.
-        select: ``(module, name, param) -> bool``: True for parameters to replace. By default
-            trainable ones with at least two dimensions, except embeddings.
+        select: ``(module, name, param) -> bool``: True for parameters to replace. None for
+            trainable parameters with at least two dimensions, except embeddings.
 
     Returns:
         Names of the float8 parameters, ``<module>.parametrizations.<name>.original``.
 
     Raises:
         ValueError: ``dtype`` is not a float8 dtype, or no parameter is selected.
-        TypeError: a parameter is tied to another module, with both names.
+        TypeError: a parameter is tied to another module; the message has both names.
         RuntimeError: this torch does not support gradients of another dtype than the parameter's.
     """
     if dtype not in FLOAT8_DTYPES:

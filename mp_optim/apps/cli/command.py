@@ -1,4 +1,4 @@
-"""``mp-optim COMMAND``: finds the module of a command, and imports only that.
+"""``mp-optim COMMAND``: finds the module of a command, and imports only that module.
 
 Errors are printed as one sentence. Tables keep their full width in a pipe.
 """
@@ -39,7 +39,10 @@ _PACKAGES = {"yaml": "pyyaml"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line, by default that of this process, and return the exit status.
+    """Run a command line, and return the exit status.
+
+    Args:
+        arguments: name and arguments of the command; None for those of this process.
 
     Raises:
         SystemExit: help was printed (0), or the arguments are invalid (2).
@@ -69,12 +72,15 @@ def status_of(command: Callable[[], int]) -> int:
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] == "mp_optim":
             raise
-        if error.name is None:  # transformers failed to import a model of its own
+        # An ImportError without a module name comes from transformers, which failed to import a
+        # model of its own.
+        if error.name is None:
             return _fail(f"{_sentence(error)} The cause: {_sentence(_first_cause(error))}")
         package = _PACKAGES.get(str(error.name), error.name)
         return _fail(f"this command needs {error.name}: pip install {package}")
     except BrokenPipeError:
-        # Without this, Python flushes stdout once more when it exits, and prints the error.
+        # Redirect stdout, because Python flushes it once more when it exits and would print the
+        # error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
@@ -107,9 +113,10 @@ def hf_config(path: Path) -> Any:
 
     Raises:
         FileNotFoundError: the file or folder does not exist.
-        ValueError: transformers cannot read it.
+        ValueError: transformers cannot read the config.
     """
-    if not path.exists():  # Otherwise transformers would take the path for a name on the Hub.
+    # Check the path first, because transformers would take a missing path for a name on the Hub.
+    if not path.exists():
         raise FileNotFoundError(f"--model {path}: no such file or folder")
     import transformers
 
@@ -134,8 +141,8 @@ def model_errors(model: str) -> Iterator[None]:
 
 
 def console() -> Console:
-    """Return a console for stdout: as wide as the terminal, or in a pipe or file as the tables
-    need."""
+    """Return a console for stdout. It is as wide as the terminal; in a pipe or file it is as
+    wide as the tables need."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else WIDE)

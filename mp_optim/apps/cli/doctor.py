@@ -1,5 +1,5 @@
 """``mp-optim doctor``: lists the kernels, threads and accelerators of this machine, and a config
-for it. Needs only torch."""
+for the machine. The command needs only torch."""
 
 from __future__ import annotations
 

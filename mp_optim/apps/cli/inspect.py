@@ -63,7 +63,7 @@ def _table(title: str, first: str, *heads: str) -> Table:
 
 
 def verify(path: Checkpoint) -> int:
-    """Compare every file with its checksum. The exit status is 1 if one differs."""
+    """Compare every file with its checksum. The exit status is 1 if a file differs."""
     version = checkpoint.verify(path)
     print(f"{version}: every file is as it was written")
     return 0
@@ -73,6 +73,8 @@ def diff(a: Checkpoint, b: Checkpoint, all: bool = False) -> int:
     """Compare two checkpoints entry by entry. The exit status is 1 if they differ.
 
     Args:
+        a: the first checkpoint.
+        b: the second checkpoint.
         all: show equal entries, too.
     """
     heads = "entry", "what", "differing", "largest difference", "ulps"
@@ -124,7 +126,8 @@ class Difference:
 
 
 def compare(a: Contents, b: Contents) -> Iterator[Difference]:
-    """The entries of two checkpoints, by name; two tensors in memory at a time."""
+    """Yield the difference of each entry of two checkpoints, by name. At most two tensors are in
+    memory at a time."""
     for name in sorted(a.entries.keys() | b.entries.keys()):
         entry, other = a.entries.get(name), b.entries.get(name)
         if entry is None or other is None:
@@ -150,7 +153,8 @@ def _difference(name: str, a: Tensor, b: Tensor) -> Difference:
 
 
 def _ordered(x: Tensor) -> Tensor:
-    """Floating values as integers in the same order: neighbours differ by 1, both zeros are 0."""
+    """Return floating values as integers in the same order. Neighbouring values differ by 1, and
+    both zeros are 0."""
     bits = x.view(torch.int16 if x.element_size() == 2 else torch.int32).long()
     low = -(1 << (8 * x.element_size() - 1))
     return torch.where(bits < 0, low - bits, bits)

@@ -1,7 +1,8 @@
 """Import and export of optimizer state in formats of other libraries.
 
-Each format is a module of pure functions from and to :class:`ForeignState`, which is keyed by
-parameter name. :func:`import_state` and :func:`export_state` connect it to an optimizer.
+Each format is a module of pure functions from and to :class:`ForeignState`, which has state by
+parameter name. :func:`import_state` and :func:`export_state` copy that state into and out of an
+optimizer.
 """
 
 from mp_optim.apps.convert.formats import (

@@ -33,15 +33,17 @@ class Options:
         target: a file; for torch and deepspeed a folder.
         source_format: torch: a state dict. megatron: state of one rank with whole parameters. apex:
             {"optimizer": state dict, "masters": [group["params"] for group in
-            optimizer.param_groups_master]}. mp_optim: a file of this command.
-        target_format: format of the target.
+            optimizer.param_groups_master]}. deepspeed: a universal checkpoint. mp_optim: a file of
+            this command. checkpoint: a checkpoint of this package.
+        target_format: mp_optim: a file for this command and import_state. torch: optimizer.pt and
+            fp32_params.pt. deepspeed: a universal checkpoint.
         names: names of the parameters in the order of the source's param groups: a JSON list, or
-            one name a line. Not needed if the source has them.
+            one name a line. Not needed if the source has names.
         fp32_names: parameters that the model itself keeps in FP32 (megatron).
         masters: file with the FP32 main params, by name (torch).
         key: key of the state in the source file, such as "optimizer"; dots separate nested keys.
         step: number of steps taken, if the source does not have it.
-        strip_prefix: prefix to remove from names that have it, such as "module.".
+        strip_prefix: prefix to remove from parameter names, such as "module.".
     """
 
     source: Path
@@ -64,7 +66,7 @@ def _names(path: Path | None) -> list[str] | None:
 
 
 def _loaded(options: Options) -> Any:
-    """Return the part of the source file that ``--key`` names."""
+    """Return the object under ``--key`` in the source file."""
     content = load_plain_file(options.source)
     for part in filter(None, options.key.split(".")):
         if not isinstance(content, Mapping) or part not in content:
@@ -77,7 +79,7 @@ def _loaded(options: Options) -> Any:
 
 
 def read(options: Options) -> foreign.ForeignState:
-    """Read the source.
+    """Read the source, and check the memory that its tensors take.
 
     Raises:
         ValueError: the source has another format.
@@ -98,7 +100,8 @@ def read(options: Options) -> foreign.ForeignState:
 
 
 def _check_memory(state: foreign.ForeignState) -> None:
-    """Raise ValueError for an expanded tensor, which would take more bytes than the file has."""
+    """Raise ValueError for an expanded tensor, because it would take more bytes than the file
+    has."""
     for name, tensors in state.state.items():
         for key, value in tensors.items():
             stored = value.untyped_storage().nbytes()
@@ -131,7 +134,7 @@ def _read(options: Options) -> foreign.ForeignState:
 
 
 def write(state: foreign.ForeignState, options: Options) -> None:
-    """Write the target."""
+    """Write the state to the target, in the target's format."""
     if options.target_format == "deepspeed":
         foreign.to_deepspeed(state, options.target)
     elif options.target_format == "mp_optim":

@@ -1,4 +1,4 @@
-"""Formats of other libraries: state dicts of torch, apex and Megatron, DeepSpeed's universal
+"""Formats of other libraries: state dicts of torch, apex and Megatron, and DeepSpeed's universal
 checkpoints."""
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def from_torch(
 
 
 def to_torch(foreign: ForeignState, *, param_names: bool = True) -> dict[str, Any]:
-    """Return a state dict for ``torch.optim.AdamW.load_state_dict`` over FP32 parameters.
+    """Return a state dict for ``torch.optim.AdamW.load_state_dict``.
 
-    :func:`fp32_params` returns these parameters.
+    The optimizer has to step FP32 parameters with the values of :func:`fp32_params`.
 
     Args:
         foreign: state to convert.
@@ -83,7 +83,7 @@ def to_torch(foreign: ForeignState, *, param_names: bool = True) -> dict[str, An
 
 
 def fp32_params(foreign: ForeignState) -> dict[str, Tensor]:
-    """Return the FP32 values of all parameters that have one, by name."""
+    """Return the FP32 values by name, of all parameters that have an FP32 value."""
     return {name: state[MASTER] for name, state in foreign.state.items() if MASTER in state}
 
 
@@ -95,7 +95,7 @@ def from_apex(
     masters: Sequence[Sequence[Tensor | None]] | None,
     names: Sequence[str] | None = None,
 ) -> ForeignState:
-    """Return state of ``apex.optimizers.FusedAdam``, whose step counts are in its groups.
+    """Return the state of ``apex.optimizers.FusedAdam``, which keeps step counts in its groups.
 
     Args:
         state_dict: result of ``state_dict()``.
@@ -140,14 +140,14 @@ def from_megatron(
 ) -> ForeignState:
     """Return the state of one Megatron rank with whole parameters.
 
-    The rank has no distributed optimizer and no tensor parallelism.
+    The rank must have neither a distributed optimizer nor tensor parallelism.
 
     Args:
         state_dict: ``state_dict()``; for a chained optimizer its list, or the dict by number that
             Megatron writes to disk.
         names: names of all parameters, in the order of ``optimizer.param_groups`` of each member.
-        fp32_names: parameters that the model itself keeps in FP32 (such as routers); they have no
-            copy.
+        fp32_names: parameters that the model itself keeps in FP32 (such as routers), which have no
+            FP32 copy.
         step: number of steps taken, if the state does not have it.
 
     Raises:
@@ -177,7 +177,8 @@ def from_megatron(
 def states_of_members(
     state_dict: Mapping[Any, Any] | Sequence[Mapping[str, Any]],
 ) -> list[Mapping[str, Any]]:
-    """Return the saved state of each member of a chain, or of the only optimizer."""
+    """Return a list of saved states: one for each member of a chain, or the state of a single
+    optimizer."""
     if not isinstance(state_dict, Mapping):
         return list(state_dict)
     if state_dict and all(isinstance(key, int) or str(key).isdigit() for key in state_dict):
@@ -229,22 +230,24 @@ _VERSION = "0.16.0"
 """Oldest DeepSpeed version with the layout written here. DeepSpeed refuses state without a
 version."""
 _SETTINGS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
-"""Settings of DeepSpeed's Adam. Other settings would replace values of its config."""
+"""Settings of DeepSpeed's Adam that are written. Other settings would replace values of
+DeepSpeed's config."""
 
 
 def from_deepspeed(folder: str | os.PathLike[str], *, step: float | None = None) -> ForeignState:
     """Return the state of all parameters of a universal checkpoint, in one group without settings.
 
-    Tensors have their parameter's shape, except those converted from ZeRO-3, which are flat;
-    ``import_state`` reshapes them.
+    Tensors have their parameter's shape. Tensors converted from ZeRO-3 are flat; ``import_state``
+    reshapes them.
 
     Args:
         folder: folder of the checkpoint.
-        step: number of steps taken, without a ``step.pt`` (ZeRO-3).
+        step: number of steps taken, if the checkpoint has no ``step.pt`` (ZeRO-3).
 
     Raises:
         FileNotFoundError: the folder has no universal checkpoint.
-        ValueError: files are missing or have other content, listing them; or the step is unknown.
+        ValueError: files are missing or have other content (the message lists them), or the step is
+            unknown.
     """
     root = Path(folder) / "zero"
     names = sorted(path.parent.relative_to(root).as_posix() for path in root.glob("**/fp32.pt"))
@@ -299,16 +302,16 @@ def to_deepspeed(
     """Write the optimizer's part of a universal checkpoint. DeepSpeed writes the model states.
 
     Args:
-        folder: folder of the checkpoint.
         foreign: state to write.
-        groups: names of the parameters in DeepSpeed's groups; by default the groups of ``foreign``.
+        folder: folder of the checkpoint.
+        groups: names of the parameters in DeepSpeed's groups; None for the groups of ``foreign``.
 
     Returns:
         The folder ``zero``.
 
     Raises:
-        ValueError: a parameter has no FP32 value, or no moments of Adam, listing them; no file was
-            written.
+        ValueError: parameters have no FP32 value, or no moments of Adam; the message lists them. No
+            file was written.
     """
     missing = [
         f"{name}.{key}"
@@ -340,5 +343,6 @@ def to_deepspeed(
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Return a copy on the CPU with its own memory; a view would save its whole storage."""
+    """Return a copy on the CPU with its own memory, because saving a view would save its whole
+    storage."""
     return tensor.detach().to("cpu", copy=True).contiguous()

@@ -1,6 +1,6 @@
-"""Optimizer state keyed by parameter name, the common form of all formats.
+"""Optimizer state by parameter name, the common form of all formats.
 
-It is imported into and exported from an optimizer, and read from a file or a checkpoint.
+The state is imported into and exported from an optimizer, and read from a file or a checkpoint.
 """
 
 from __future__ import annotations
@@ -35,8 +35,12 @@ _NO_SETTINGS = ("params", "param_names", STEP)
 
 @dataclass(frozen=True)
 class ForeignGroup:
-    """Names of a param group's parameters in order, and its hyperparameters under their library's
-    names."""
+    """A param group of another library.
+
+    Attributes:
+        names: names of the group's parameters, in order.
+        settings: hyperparameters under their library's names.
+    """
 
     names: tuple[str, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -96,11 +100,13 @@ def _repeated(names: Iterable[str]) -> list[str]:
 def names_of_groups(
     groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None
 ) -> list[tuple[str, ...]]:
-    """Return the names of each group's parameters: its own ``param_names``, or part of ``names``.
+    """Return the names of each group's parameters: the group's ``param_names``, or its range of
+    ``names``.
 
     Args:
         groups: param groups.
-        names: names of the parameters of all groups, in order.
+        names: names of the parameters of all groups, in order; None if the groups have
+            ``param_names``.
 
     Raises:
         ValueError: names are missing, fewer or more than parameters, or given twice.
@@ -126,10 +132,15 @@ def names_of_groups(
 def positional_state(
     state_dict: Mapping[str, Any], names: Sequence[str] | None, step: float | None = None
 ) -> ForeignState:
-    """Return a torch-shaped state dict, keyed by name.
+    """Return the state of a torch-shaped state dict by parameter name.
 
-    A parameter without ``step`` gets the step of its group, or ``common_step`` (Megatron), or
-    ``step``.
+    A parameter without ``step`` gets the step of its group, or ``common_step`` (Megatron), or the
+    argument ``step``.
+
+    Args:
+        state_dict: state dict with ``state`` and ``param_groups``.
+        names: names of all parameters, in order; None if the groups have ``param_names``.
+        step: number of steps taken, if the state dict does not have it.
 
     Raises:
         ValueError: names are missing, a value is neither a tensor nor a number, or the step is
@@ -200,14 +211,15 @@ def import_state(
         optimizer: the optimizer, or the object that holds it.
         foreign: the state to load.
         main_from_model: True to use the model's value for a 16-bit parameter without an FP32 value.
-        convert: True to round state to the dtypes configured here, also if bits are lost.
+        convert: True to round state to the dtypes configured here, even if bits are lost.
 
     Raises:
-        ValueError: names or shapes do not match, or bits would be lost, listing them; nothing was
-            written.
+        ValueError: names or shapes do not match, or bits would be lost; the message lists them.
+            Nothing was written.
     """
     stack: Any = optimizer.stack
-    stack.share_settings()  # current settings decide which state a slot has
+    # Share settings first, because current settings decide which state a slot has.
+    stack.share_settings()
     slots = {stack.slot_name(slot): slot for slot in stack.slots() if stack.slot_state(slot)}
     foreign = foreign.renamed(matched_names(foreign.names, slots).__getitem__)
     missing = sorted(slots.keys() - set(foreign.names))
@@ -240,12 +252,13 @@ def import_state(
 
 
 def _write_params(stack: Any, slots: Mapping[str, Slot], whole: dict[str, Tensor]) -> None:
-    # FP32 parameters that are stepped in host memory have a copy outside the state.
+    # The optimizer keeps copies of FP32 parameters that the host steps, so the copies are set, too.
     stack.reload_model_params(whole)
     for name, value in whole.items():
         slot = slots[name]
         param = param_at(stack.param_groups, slot)
-        if REMAINDER in stack.slot_state(slot):  # Loading the remainder rounds the parameter.
+        # Loading a remainder rounds the parameter, so the parameter is the value to copy.
+        if REMAINDER in stack.slot_state(slot):
             main = main_param_of(param)
             value = param if main is None else main
         local_tensor(param).copy_(local_tensor(value))
@@ -280,7 +293,8 @@ def _fitting(
 
 
 def _like(label: str, param: Tensor, value: Tensor) -> Tensor:
-    """Return a whole tensor in the parameter's shape and layout; a flat one is read row by row."""
+    """Return a whole tensor in the parameter's shape and layout. A flat tensor is reshaped row
+    by row."""
     if value.dim() == 1 and value.numel() == param.numel():
         value = value.reshape(param.shape)
     if value.shape != param.shape:
@@ -303,10 +317,10 @@ def export_state(optimizer: SlotKeyedOptimizer) -> ForeignState:
     """Return all state in FP32 with the FP32 value of every parameter.
 
     Tensors are whole; the call is collective for sharded parameters. Averages (``ema_decay``) are
-    not included, because other libraries' optimizers do not keep them.
+    not included, because other libraries' optimizers do not keep averages.
 
-    NOTE: tensors that are stored in this form are not copied. Write or clone them before the next
-    step.
+    NOTE: tensors that the optimizer stores whole in FP32 are not copied. Write or clone them before
+    the next step.
     """
     stack: Any = optimizer.stack
     mains = dict(stack.named_main_params())
@@ -321,7 +335,7 @@ def export_state(optimizer: SlotKeyedOptimizer) -> ForeignState:
         state[name] = {key: _gathered(value) for key, value in found.items()}
         if (
             "exp_avg_sq" in found
-        ):  # Adam of other libraries keeps this moment also with beta1=0, and does not read it.
+        ):  # Adam of other libraries stores exp_avg even with beta1=0, but does not read it then.
             zeros = torch.zeros_like(state[name]["exp_avg_sq"])
             state[name].setdefault("exp_avg", zeros)
         if found:
@@ -352,7 +366,7 @@ def to_file(foreign: ForeignState, path: str | os.PathLike[str]) -> None:
     for (
         name,
         state,
-    ) in foreign.state.items():  # Clone, because saving a view saves its whole storage.
+    ) in foreign.state.items():  # Clone each tensor, because saving a view saves its whole storage.
         states[name] = {key: value.detach().clone() for key, value in state.items()}
     content = {
         "format": _FORMAT,
@@ -383,14 +397,14 @@ def from_file(path: str | os.PathLike[str]) -> ForeignState:
 
 
 def from_checkpoint(path: str | os.PathLike[str]) -> ForeignState:
-    """Return the optimizer's part of the newest version in a folder of
-    ``mp_optim.checkpoint.save``.
+    """Return the optimizer's state in the newest version of a ``mp_optim.checkpoint.save`` folder.
 
     No model is needed.
 
     Raises:
         FileNotFoundError: the folder has no complete checkpoint.
-        ValueError: it has no optimizer, or state in compact forms, which no other library reads.
+        ValueError: the checkpoint has no optimizer, or state in compact forms, which no other
+            library reads.
     """
     saved = open_checkpoint(path)
     for name in saved.entries:
@@ -412,7 +426,8 @@ def from_checkpoint(path: str | os.PathLike[str]) -> ForeignState:
         key, name = key_and_fqn(entry)
         if key and name in state:
             state[name][key] = saved.read(entry)
-    for name, tensors in state.items():  # Without a main param, the FP32 value is the model's.
+    # A parameter without a main param has its FP32 value in the model.
+    for name, tensors in state.items():
         model = saved.entries.get(f"{MODEL}{name}")
         if tensors and MASTER not in tensors and model and model.dtype == torch.float32:
             tensors[MASTER] = saved.read(f"{MODEL}{name}")

@@ -1,8 +1,9 @@
 """Reader of ``torch.save`` files from other programs, which may be malicious.
 
-It calls no function that a pickle names, and uses no more memory than the file has bytes. torch's
-safe unpickler creates objects of any size: ``bytearray(n)`` is eight bytes in a file and n in
-memory, and a compressed record a thousandth. So each pickle is checked before torch reads it.
+The reader calls no function that a pickle names, and uses no more memory than the file has bytes.
+torch's safe unpickler alone would create objects of any size: ``bytearray(n)`` takes eight bytes in
+a file and n bytes in memory, and a compressed record takes a thousandth in the file. So each pickle
+is checked before torch reads it.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from typing import Any, BinaryIO
 import torch
 
 _BY_NUMBER = {"complex", "_MEM_FORMAT_ENCODING"}
-"""Names that may be called with a number; any other would allocate an object of that size."""
+"""Names that a pickle may call with a number. Any other call with a number could allocate an
+object of that size."""
 _LEGACY_PICKLES = 5
-"""Number of pickles at the start of a file in torch's format before archives; elements follow
-them."""
+"""Number of pickles at the start of a file in torch's format before archives. Elements of
+tensors follow the pickles."""
 _ARCHIVE = b"PK\x03\x04"
 
 
 class Record:
-    """Inert stand-in for a pickled object."""
+    """Stand-in for a pickled object that runs no code of the object's class."""
 
     def __new__(cls, *args: Any, **_: Any) -> Record:
         is_sized = bool(args) and isinstance(args[0], (int, float))
@@ -62,7 +64,8 @@ class InertUnpickler(pickle.Unpickler):
     """Unpickler that makes a record of every object that a pickle names, and imports nothing."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        # An unpickler's memory grows to the highest memo index; picklers number objects in order.
+        # Check memo indices, because an unpickler's memory grows to the highest index. Picklers
+        # number objects in order, so a valid index is at most the number of opcodes.
         start = stream.tell()
         for count, (opcode, number, _) in enumerate(pickletools.genops(stream)):
             if opcode.name.endswith("PUT") and not 0 <= int(number or 0) <= count:
@@ -84,14 +87,14 @@ def load_plain_file(path: str | os.PathLike[str]) -> Any:
     Raises:
         OSError: the file cannot be opened.
         ValueError: the file has another format, is damaged, holds objects of classes, or would take
-            more memory than it has bytes.
+            more memory than the file has bytes.
     """
     with open(path, "rb") as file:
         try:
             _check_pickles(file)
             file.seek(0)
             return torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # Errors of zipfile, pickle, RuntimeError and more.
+        except Exception as error:  # A damaged file can raise errors of zipfile, pickle and torch.
             first = (str(error).splitlines() or [""])[0]
             raise ValueError(
                 f"{os.fspath(path)} is damaged, or has objects other than plain data and tensors, "

@@ -26,7 +26,7 @@ LARGE, LARGE_ROUNDING = 10 << 20, 2 << 20
 def allocated_bytes(size: int) -> int:
     """Return the bytes that torch's CUDA allocator takes for a tensor.
 
-    They are a multiple of 512 bytes, from 10 MiB on a multiple of 2 MiB
+    The result is a multiple of 512 bytes, and from 10 MiB on a multiple of 2 MiB
     (``c10/cuda/CUDACachingAllocator.cpp``).
     """
     unit = LARGE_ROUNDING if size >= LARGE else ROUNDING
@@ -40,7 +40,7 @@ class Moment:
     Attributes:
         phase: "forward" or "backward".
         activations: tensors saved for backward, and temporary tensors of an operation.
-        logits: part of the activations with the vocabulary as a dimension.
+        logits: those activations that have the vocabulary as a dimension.
         grads: gradients of parameters that backward has computed.
     """
 
@@ -94,7 +94,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phase = "forward"
         self._rounded, self._vocabulary = rounded, vocabulary
         self._known = (
-            known  # Keep references, so that the address of a freed storage is not used again.
+            # Keep references to the storages, so that no new storage gets the id of a freed one.
+            known
         )
         self._live: dict[int, tuple[str, int]] = {id(storage): ("known", 0) for storage in known}
         self._bytes = {"known": 0, "activations": 0, "logits": 0, "grads": 0}
@@ -157,9 +158,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _fused_dropout() -> Iterator[None]:
     """Remove dropout from fused attention while the context is open.
 
-    Fused GPU kernels generate the mask again in backward and store none. The CPU kernel has no
-    dropout: torch would fall back to attention that stores its weights. The function is replaced
-    because a TorchFunctionMode does not apply to forwards that checkpointing runs again.
+    Fused GPU kernels generate the dropout mask again in backward and store no mask. The CPU kernel
+    has no dropout: torch would fall back to attention that stores its weights. The function is
+    replaced because a TorchFunctionMode does not apply to forwards that checkpointing runs again.
     """
     module: Any = nn.functional
     attention = module.scaled_dot_product_attention
@@ -185,14 +186,14 @@ def track(
     rounded: Callable[[int], int] = allocated_bytes,
     vocabulary: int | None = None,
 ) -> Timeline:
-    """Run forward and backward once and count their memory; with fake tensors, if the model has
-    them.
+    """Run forward and backward once, and count the memory that operations allocate.
 
     Args:
-        model: a model without gradients; it has gradients afterwards.
+        model: a model without gradients, with real or fake tensors. The model has gradients
+            afterwards.
         loss_of: function from the model to the loss; creates the inputs, which are counted.
         rounded: returns the allocated bytes of a tensor.
-        vocabulary: length of the last dimension of logits, which identifies them.
+        vocabulary: length of the last dimension of logits, by which logits are found.
     """
     tensors = [*model.parameters(), *model.buffers()]
     tracker = Tracker(rounded, vocabulary, [each.untyped_storage() for each in tensors])
@@ -221,10 +222,11 @@ def trace(
     *,
     vocabulary: int | None = None,
 ) -> Timeline:
-    """Return the memory of a forward and a backward on an accelerator, without using one.
+    """Return the memory of a forward and a backward on an accelerator, without using an
+    accelerator.
 
-    The operations are the CPU's, on fake tensors. Attention is fused, too. Temporary memory of
-    kernels is not counted.
+    The operations are the CPU's, on fake tensors. Attention is fused, as on a GPU. Temporary memory
+    of kernels is not counted.
 
     Args:
         model: a model with fake tensors of :func:`as_fake`; it has no gradients afterwards.
@@ -246,7 +248,8 @@ def as_fake(model: nn.Module) -> FakeTensorMode:
     """
     fake = FakeTensorMode()
     made: dict[int, nn.Parameter] = {}
-    originals = list(model.parameters())  # Keep references, so that no other tensor gets their ids.
+    # Keep references to the parameters, so that no other tensor gets their ids.
+    originals = list(model.parameters())
     with fake:
         for module in model.modules():
             for name, param in module._parameters.items():
@@ -282,7 +285,7 @@ class Batch:
 
 
 LOSSES = ("model", "chunked")
-"""The model's own loss, or one that computes logits for a part of the tokens at a time
+"""Kinds of loss: the model's own loss, or a loss that computes logits for some tokens at a time
 (:func:`~mp_optim.apps.fit.chunked_loss.chunk_loss`)."""
 
 
@@ -335,7 +338,7 @@ def checkpoint_blocks(model: Any, on: bool = True) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", FutureWarning
-        )  # Every version of transformers has these names.
+        )  # Ignore deprecations, because every version of transformers has these methods.
         if on:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
         else:
@@ -352,7 +355,8 @@ def _with_adapters(model: Any, rank: int) -> Any:
 def _one_sequence_each() -> Iterator[None]:
     """Make transformers treat each row as one sequence, as it does with real data.
 
-    With fake tensors it cannot find this out, and would allocate masks that training does not have.
+    With fake tensors transformers cannot read where sequences begin, and would allocate masks that
+    training does not have.
     """
     from transformers import masking_utils
 

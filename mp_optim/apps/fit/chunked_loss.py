@@ -37,11 +37,11 @@ def can_chunk(model: Any) -> bool:
 
 
 def chunk_loss(model: Any, rows: int = ROWS) -> Callable[[], None]:
-    """Replace a model's loss, in training mode, by one that computes logits of ``rows`` tokens at a
-    time.
+    """Replace a model's loss, in training mode, by a loss that computes logits of ``rows`` tokens
+    at a time.
 
     The loss is ``transformers``' ``ForCausalLMLoss``. Evaluation and generation do not change.
-    Backward multiplies by the head once more; Liger's kernel, which avoids this, is faster on a
+    Backward multiplies by the head once more. Liger's kernel avoids this product and is faster on a
     GPU.
 
     Args:

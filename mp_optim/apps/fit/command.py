@@ -1,4 +1,5 @@
-"""Whether a model can be trained on a machine, activations included, and a program that does it.
+"""Estimate of whether a model can be trained on a machine, activations included, and a program that
+trains it.
 
 Programs are printed for Python, Hugging Face's Trainer, TRL, torchtitan and Megatron.
 
@@ -63,22 +64,23 @@ AUTO = "auto"
 class Options:
     """The training and the machine.
 
-    GB are units that memory is sold in. A card of 24GB has 24 GiB (24 * 2**30 bytes), of which
-    torch reports 98 %; a size in GiB is used unchanged. A host of 64GB has 64 GiB. A disk's GB are
-    10**9 bytes.
+    Sizes in GB are the sizes in which memory is sold. A card of 24GB has 24 GiB (24 * 2**30 bytes),
+    of which torch reports 98 %; a size in GiB is used unchanged. A host of 64GB has 64 GiB. A
+    disk's GB are 10**9 bytes.
     """
 
     model: str
-    """Name of a shipped model (the last part is enough), a Hugging Face config.json or its folder,
-    or file.py:function, which returns a model and a function from the model to the loss."""
+    """Name of a shipped model (the last part of the name is enough), a Hugging Face config.json
+    or its folder, or file.py:function. The function returns a model and a function from the
+    model to the loss."""
     gpu: str
-    """Memory of one accelerator."""
+    """Memory of one accelerator, such as 24GB."""
     ram: str
-    """Memory of the host."""
+    """Memory of the host, such as 64GB."""
     gpus: int = 1
     """Number of accelerators of the host, used data-parallel."""
     disk: str = "0GB"
-    """Space on a local disk for optimizer state."""
+    """Space on a local disk for optimizer state, such as 2TB."""
     seq: int = 4096
     """Tokens of a sequence."""
     batch: int = 1
@@ -88,25 +90,27 @@ class Options:
     lora: int = 0
     """Rank of peft's adapters on all linear layers; 0 trains all parameters."""
     checkpointing: Literal["auto", "on", "off"] = "auto"
-    """Activation checkpointing: blocks run forward again in backward."""
+    """Activation checkpointing, with which blocks run forward again in backward: on, off, or
+    auto for the faster way that fits."""
     loss: Literal["auto", "model", "chunked"] = "auto"
-    """The model's own loss, or logits of some tokens at a time, which costs another product with
-    the head in backward."""
+    """model: the model's own loss. chunked: logits of some tokens at a time, which costs another
+    product with the head in backward. auto: the faster way that fits."""
     attention: Literal["sdpa", "eager"] = "sdpa"
-    """Fused attention, or attention that stores its weights."""
+    """sdpa: fused attention. eager: attention that stores its weights."""
     main_params: Literal["exact", "remainder8", "none"] = "exact"
-    """remainder8: main params of 24 bits, 1 byte a parameter less. none: only bfloat16 parameters,
-    rounded stochastically. Both train to other bits than FP32 main params."""
+    """exact: the bits of FP32 main params. remainder8: main params of 24 bits, 1 byte a
+    parameter less. none: only bfloat16 parameters, rounded stochastically. remainder8 and none
+    train to other bits than FP32 main params."""
     reserve: str = "1GiB"
-    """Memory of each accelerator for CUDA, its libraries and rounding: an assumption."""
+    """Assumed memory of each accelerator for CUDA, its libraries and rounding."""
     host_reserve: str = "4GiB"
-    """Memory of the host for the system and other processes: an assumption."""
+    """Assumed memory of the host for the system and other processes."""
     rates: tuple[float, float, float, float, float] | None = None
-    """GB/s of one accelerator: the bus up and down while both are busy, host memory, device memory
-    (reading and writing together), disk. The default assumes a desktop with PCIe 4, two channels of
-    DDR5-5600, and a disk of 3 GB/s."""
+    """Five rates of one accelerator in GB/s: the bus up and the bus down while both directions
+    are busy, host memory, device memory (reading and writing together), and disk. The default
+    assumes a desktop with PCIe 4, two channels of DDR5-5600, and a disk of 3 GB/s."""
     json: bool = False
-    """Print JSON instead of text."""
+    """True to print JSON instead of text."""
 
 
 _UNITS = {"": 30, "G": 30, "GB": 30, "GIB": 30, "T": 40, "TB": 40, "TIB": 40, "MB": 20, "MIB": 20}
@@ -116,8 +120,8 @@ def bytes_of(name: str, text: str, *, decimal: bool = False) -> int:
     """Return the bytes of a size such as "24GB".
 
     Args:
-        text: the size.
         name: name of the option, for the error.
+        text: the size.
         decimal: True if GB are 10**9 bytes, as on a disk.
 
     Raises:
@@ -140,7 +144,7 @@ def check(options: Options) -> None:
         raise ValueError(f"--lora {options.lora}: must be a rank, or 0 for no adapters")
     if options.rates is not None and not all(0 < rate < math.inf for rate in options.rates):
         raise ValueError(f"--rates {options.rates}: each must be more than 0 GB/s")
-    limits_of(options)  # Each of these is a size in bytes.
+    limits_of(options)  # Parse the limits, which raises for a size that is not valid.
 
 
 # -- the model ------------------------------------------------------------------------------------
@@ -148,7 +152,15 @@ def check(options: Options) -> None:
 
 @dataclass
 class Program:
-    """A model on the meta device, and the function that returns its loss."""
+    """A model on the meta device, and the function that returns its loss.
+
+    Attributes:
+        model: the model, with adapters if ``lora`` is set.
+        loss_of: function from the model to the loss.
+        vocabulary: length of the last dimension of logits; None if it is unknown.
+        recipe: the model and batch for the printed programs.
+        is_hf: True for a model of ``transformers``.
+    """
 
     model: nn.Module
     loss_of: Callable[[nn.Module], Tensor]
@@ -217,10 +229,10 @@ _TUNED = re.compile(r"(-(hf|instruct|chat|base|it|sft|dpo|v\d+(\.\d+)?|\d{4}))+$
 def named(model: str) -> tuple[str, str]:
     """Return the shipped name whose shape a model has, and the model's full name.
 
-    ``Qwen2.5-7B-Instruct`` has the shape of ``Qwen/Qwen2.5-7B``, and its organization.
+    ``Qwen2.5-7B-Instruct`` has the shape and the organization of ``Qwen/Qwen2.5-7B``.
 
     Raises:
-        ValueError: no shipped model has the name; the nearest ones are listed.
+        ValueError: no shipped model has the name; the message lists the nearest names.
     """
     ids = {_last_part(name): name for name in shipped()}
     asked = _last_part(model)
@@ -256,7 +268,7 @@ def _auto_class(architectures: Sequence[str]) -> str:
 
 
 def _program_of(options: Options) -> Program:
-    """Return the program of a function in a file, which returns ``(model, loss_of)``."""
+    """Return the program of a function in a file. The function returns ``(model, loss_of)``."""
     path, _, name = options.model.rpartition(":")
     spec = importlib.util.spec_from_file_location("model_to_fit", path)
     if spec is None or spec.loader is None or not Path(path).exists():
@@ -289,7 +301,7 @@ _FORMS: dict[str, tuple[dict[str, str], ...]] = {
     ),
     "none": ({"state": "8bit", "main_params": "none"},),
 }
-"""Settings for each ``--main-params``, in order of decreasing bytes."""
+"""Settings to try for each ``--main-params``, in order of decreasing bytes."""
 _RELEASED = {"offload": 1.0, "offload_mode": "overlap", "release_gradients": True}
 _STREAMED = {"offload_place": "streamed"}
 _FRACTIONS = (0.25, 0.5, 0.75, 1.0)
@@ -299,9 +311,10 @@ _PATH = "/mnt/nvme"
 def candidates(options: Options) -> Iterator[Candidate]:
     """Yield settings in the order of preference.
 
-    State is on the accelerator, sharded over ranks, in compact forms, partly on the host (stepped
-    there, then streamed, which takes less of the host), and on a disk. Gradients stay on the
-    accelerator until state on the host alone is not enough.
+    The first settings keep state on the accelerator. The next ones shard state over ranks, store it
+    in compact forms, and move a share of it to the host. The host's share is stepped there, then
+    streamed, which takes less of the host. The last settings store state on a disk. Gradients stay
+    on the accelerator until moving state alone is not enough.
     """
     one, many = Layout(), Layout(dp=options.gpus, sharding="fsdp2")
     shards = options.gpus > 1
@@ -361,7 +374,7 @@ def rates_of(options: Options) -> Rates:
 
 
 def fitted(options: Options) -> tuple[Estimate, Program]:
-    """Return the first settings that fit, or those with the least missing memory.
+    """Return the first settings that fit, or the settings with the least missing memory.
 
     Raises:
         ValueError, TypeError: options contradict each other, or a model cannot be built.
@@ -371,7 +384,8 @@ def fitted(options: Options) -> tuple[Estimate, Program]:
 
 
 def choose(options: Options, made: Program, tried: Iterable[Candidate]) -> Estimate:
-    """Return the first candidate that fits a program, or the one with the least missing memory."""
+    """Return the estimate of the first candidate that fits a program, or of the candidate with
+    the least missing memory."""
     specs, blocks = specs_of(made.model), blocks_of(made.model)
     fake = as_fake(made.model)
 
@@ -400,8 +414,9 @@ def choose(options: Options, made: Program, tried: Iterable[Candidate]) -> Estim
 def as_data(found: Estimate, options: Options, made: Program) -> dict[str, Any]:
     """Return the answer as plain data; sizes are in bytes.
 
-    ``fits`` is true if the estimate fits; ``certain`` is true if it fits even when the estimate is
-    too low by ``error``; ``slack`` is the largest error with which it fits.
+    ``fits`` is true if the estimate fits. ``certain`` is true if the settings fit even with an
+    estimate that is too low by ``error``. ``slack`` is the largest such error with which the
+    settings fit.
     """
     limits = limits_of(options)
     missing = found.missing(limits)
@@ -430,7 +445,7 @@ def as_data(found: Estimate, options: Options, made: Program) -> dict[str, Any]:
 
 
 def assumptions(options: Options) -> list[str]:
-    """Return the facts of the machine and the program that the numbers assume."""
+    """Return the facts about the machine and the program that the estimate assumes."""
     rates = rates_of(options)
     machine = rates.machine
     speeds = [machine.up, machine.down, machine.host, machine.device, rates.disk]

@@ -31,9 +31,9 @@ class Limits:
     """Memory that one rank can use.
 
     Attributes:
-        device: bytes of its accelerator, as torch reports them.
-        host: bytes of its share of the host's memory.
-        disk: bytes of its share of the disk.
+        device: bytes of the rank's accelerator, as torch reports them.
+        host: bytes of the rank's share of the host's memory.
+        disk: bytes of the rank's share of the disk.
         reserve: bytes of the accelerator outside torch's allocator, or unusable in it: CUDA context
             (0.45 to 0.5 GiB in torch's out-of-memory messages), workspaces of cuBLAS and cuBLASLt
             for two threads (4 times 32 MiB from Hopper on, less before), rounding of segments. NCCL
@@ -53,7 +53,12 @@ RESERVE = "CUDA and libraries"
 
 @dataclass(frozen=True)
 class Blocks:
-    """Bytes that FSDP2 gathers: parameters of the largest block, and parameters outside blocks."""
+    """Bytes that FSDP2 gathers.
+
+    Attributes:
+        largest: bytes of the parameters of the largest block.
+        root: bytes of the parameters outside blocks.
+    """
 
     largest: int = 0
     root: int = 0
@@ -109,7 +114,8 @@ class Estimate:
 
     @property
     def moment(self) -> str:
-        """The moment at which the accelerator holds most."""
+        """The moment at which the accelerator holds most bytes: "forward or backward", or
+        "step"."""
         return max(self.moments, key=lambda name: sum(self.moments[name].values()))
 
     @property
@@ -118,12 +124,12 @@ class Estimate:
         return sum(self.moments[self.moment].values())
 
     def slack(self, limits: Limits) -> float:
-        """Return the share by which the accelerator's estimate may be too low and still fit;
-        negative if it does not fit."""
+        """Return the share by which the accelerator's estimate may be too low while the settings
+        still fit. The share is negative if the settings do not fit."""
         return (limits.device - self.device) / max(self.device - limits.reserve, 1)
 
     def missing(self, limits: Limits, error: float = 0.0) -> dict[str, int]:
-        """Return the bytes beyond each limit; empty if it fits.
+        """Return the bytes beyond each limit, by memory; empty if the estimate fits.
 
         Args:
             limits: bytes of each memory.
@@ -146,9 +152,8 @@ def gradients_held(
     planned = plan.accelerator.grads
     if config.release_gradients:
         return lambda made: min(made, planned)
-    if (
-        config.is_distributed or accumulates
-    ):  # A bucket's buffer, or the gradients of earlier micro-batches.
+    # Buffers of buckets, or gradients of earlier micro-batches, exist before backward begins.
+    if config.is_distributed or accumulates:
         return lambda made: planned
     if layout.sharding == "fsdp2":
         return lambda made: made // layout.dp
@@ -166,10 +171,10 @@ def estimate(
     blocks: Blocks,
     accumulates: bool = False,
 ) -> Estimate:
-    """Add up a plan and a trace.
+    """Add the memory of a plan and of a trace.
 
-    With FSDP2, the parameters of two blocks are gathered at a time (one computes, the next one is
-    gathered), the gradients of one block, and all tensors outside blocks.
+    With FSDP2, the accelerator also holds the parameters of two blocks (one computes, the next one
+    is gathered), the gradients of one block, and all tensors outside blocks.
     """
     config, layout = candidate.config, candidate.layout
     held = gradients_held(plan, config, layout, accumulates)
@@ -196,7 +201,7 @@ def estimate(
 
 
 Traced = Callable[[bool, str], Timeline]
-"""Function from (checkpointing, loss) to the timeline."""
+"""Function from (checkpointing, loss) to the timeline of a forward and backward."""
 
 
 def search(
@@ -211,12 +216,12 @@ def search(
 ) -> Estimate:
     """Return the first candidate that fits, in the first way (checkpointing, loss) that fits.
 
-    The first pass accepts a candidate only if it fits when the estimate is too low by
-    :data:`ERROR`. The second pass accepts one that fits by the estimate. If none fits, the
+    The first pass accepts a candidate only if it would fit with an estimate that is too low by
+    :data:`ERROR`. The second pass accepts a candidate that fits by the estimate. If none fits, the
     candidate with the least missing memory is returned; bytes of the accelerator count twice.
 
     A trace takes seconds. So a candidate that does not fit without activations is not traced, and
-    the last way, which needs least memory, is traced before the others.
+    the last way, which needs least memory, is traced before the other ways.
     """
     listed = list(candidates)
     bare = Timeline([Moment("forward", 0, 0, 0)])
@@ -238,12 +243,14 @@ def search(
         )
 
     def lacks(found: Estimate) -> int:
-        missing = found.missing(limits)  # Host memory counts once, because it can be extended.
+        # Host memory counts once and the accelerator twice, because host memory can be extended.
+        missing = found.missing(limits)
         return sum(missing.values()) + missing.get("accelerator", 0)
 
     for error in (ERROR, 0.0):
         for at in range(len(listed)):
-            for way in (None, ways[-1]):  # Trace the candidate that needs least memory first.
+            # Trace the way that needs least memory first: if it does not fit, no other way does.
+            for way in (None, ways[-1]):
                 if estimated(at, way).missing(limits, error):
                     break
             else:
@@ -272,8 +279,9 @@ class Rates:
 def step_seconds(found: Estimate, rates: Rates) -> Estimate:
     """Return the estimate with the duration of the optimizer's step, without overlap.
 
-    ``apps/fit/step_time.py`` has the model: the device steps its share at the rate of its memory.
-    Then the host's share is stepped there or streamed. State on a disk is read and written once.
+    ``apps/fit/step_time.py`` has the model. The device steps its own parameters at the rate of its
+    memory. Then the host's parameters are stepped there or streamed. State on a disk is read and
+    written once.
     """
     return replace(found, seconds=_seconds(found, rates, found.candidate.config.offload_place))
 
@@ -297,7 +305,7 @@ def _seconds(found: Estimate, rates: Rates, place: str) -> float:
     if away and place == "streamed":
         comes_too = (
             2 if config.release_gradients else 0
-        )  # The gradient, which is stored on the host.
+        )  # Released gradients are stored on the host, so they are copied with the state.
         carried = replace(form, state=form.state + comes_too)
         seconds += streamed(rates.machine, carried, away)
     elif away:

@@ -1,7 +1,7 @@
 """Memory plans for a whole model that a parallel layout spreads over ranks.
 
-It has one plan, a sweep over offload fractions and forms of state, and a search for the smallest
-fraction that fits.
+The module has one plan, a sweep over offload fractions and storage formats of state, and a search
+for the smallest fraction that fits.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class ParamSpec:
         shape: shape of the whole parameter, before any sharding.
         dtype: dtype of the model's parameter.
         is_expert: True for a parameter of a routed expert.
-        trainable: True if it has gradients and state.
-        vector_like: True if tensor parallelism never shards it.
+        trainable: True if the parameter has gradients and state.
+        vector_like: True if tensor parallelism never shards the parameter.
     """
 
     name: str
@@ -58,12 +58,13 @@ class ParamSpec:
 
 
 def specs_of(source: Any, dtype: torch.dtype | None = None) -> list[ParamSpec]:
-    """Return the parameters of a model; tied ones once, under their first name.
+    """Return the parameters of a model. A tied parameter appears once, under its first name.
 
     Args:
         source: a module (on any device, also meta), a list of modules, a ``transformers`` config
             (its model is built on the meta device), or parameter specs.
-        dtype: dtype that replaces the source's; a config without a dtype is taken as bfloat16.
+        dtype: dtype that replaces the source's dtypes; None keeps them. A config without a dtype is
+            taken as bfloat16.
 
     Raises:
         TypeError: the source has another type.
@@ -105,8 +106,8 @@ def _meta_model(config: Any, dtype: torch.dtype | None) -> Any:
 
 
 Sharding = Literal["no_shard", "fsdp2"]
-"""Tensors that data-parallel ranks shard: those of the config's distributed optimizer, or
-parameters, gradients and state (FSDP2)."""
+"""Tensors that data-parallel ranks shard: ``no_shard`` for those of the config's distributed
+optimizer, or ``fsdp2`` for parameters, gradients and state."""
 
 
 @dataclass(frozen=True)
@@ -114,15 +115,17 @@ class Layout:
     """Sizes of the parallel groups.
 
     Attributes:
-        dp: data-parallel ranks of the dense parameters; the experts' are dp // ep.
-        tp: tensor-parallel ranks. Every matrix is split along its first dimension that tp divides
-            (Megatron splits some along the other one: the bytes are equal); all ranks hold vectors.
+        dp: data-parallel ranks of the dense parameters; expert parameters have dp // ep
+            data-parallel ranks.
+        tp: tensor-parallel ranks. Every matrix is split along its first dimension that tp divides.
+            Megatron splits some matrices along the second dimension, with equal bytes. All ranks
+            hold vectors.
         ep: expert-parallel ranks, taken out of dp, as in Megatron.
         sharding: "no_shard" for the config's distributed optimizer alone, "fsdp2" for parameters,
             gradients and state over dp.
 
     Raises:
-        ValueError: a size is not possible, naming it.
+        ValueError: a size is not possible; the message names it.
     """
 
     dp: int = 1
@@ -148,7 +151,8 @@ _EXPERT = re.compile(r"experts\.(\d+)\.")
 
 def _model_shard(specs: Sequence[ParamSpec], layout: Layout) -> list[ParamSpec]:
     """Return the parameters on the first rank of a model copy, with their local shapes."""
-    numbers: dict[str, int] = {}  # Parameters of single experts, not stacks of all experts.
+    # Numbers of experts whose parameters are separate. Stacks of all experts have no number.
+    numbers: dict[str, int] = {}
     for spec in specs:
         if spec.is_expert and (match := _EXPERT.search(spec.name)):
             numbers[spec.name] = int(match[1])
@@ -160,7 +164,8 @@ def _model_shard(specs: Sequence[ParamSpec], layout: Layout) -> list[ParamSpec]:
             raise ValueError(f"ep={layout.ep}: does not divide the {count} experts of {spec.name}")
         if number is not None and number >= count // layout.ep:
             continue
-        if spec.is_expert and number is None and layout.ep > 1:  # A stack of all experts.
+        # A stack of all experts is split along its first dimension.
+        if spec.is_expert and number is None and layout.ep > 1:
             if not shape or shape[0] % layout.ep:
                 raise ValueError(
                     f"ep={layout.ep}: does not divide the experts of {spec.name}, shape {shape}"
@@ -173,7 +178,8 @@ def _model_shard(specs: Sequence[ParamSpec], layout: Layout) -> list[ParamSpec]:
 def _split(shape: tuple[int, ...], tp: int, whole: bool) -> tuple[int, ...]:
     if tp == 1 or whole or len(shape) < 2:
         return shape
-    for dim in range(len(shape) - 2, len(shape)):  # The matrices of a stack.
+    # Only the last two dimensions are of a matrix; others number the matrices of a stack.
+    for dim in range(len(shape) - 2, len(shape)):
         if shape[dim] % tp == 0:
             return (*shape[:dim], shape[dim] // tp, *shape[dim + 1 :])
     return shape
@@ -200,8 +206,8 @@ def plan(source: Any, config: OptimizerConfig, layout: Layout | None = None) -> 
         source: a module (also on the meta device), a ``transformers`` config, or a list of
             :class:`ParamSpec`.
         config: the config of :func:`mp_optim.get_megatron_optimizer`.
-        layout: sizes of the parallel groups; by default one rank. With
-            ``use_distributed_optimizer`` its ``dp`` ranks shard as the config sets.
+        layout: sizes of the parallel groups; None for one rank. With ``use_distributed_optimizer``
+            the ``dp`` ranks shard as the config sets.
 
     Raises:
         ValueError, TypeError: the config, the source or the layout is not valid.
@@ -238,7 +244,7 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
         for words, dtype in (("bf16", "bfloat16"), ("8-bit", "uint8"))
     },
 }
-"""Forms of optimizer state by name, as fields of the config."""
+"""Storage formats of optimizer state by name, as fields of the config."""
 
 _FORM = (
     "use_precision_aware_optimizer",
@@ -251,7 +257,7 @@ _FORM = (
 
 
 def form_of(config: OptimizerConfig) -> str:
-    """Return the name of a config's form of optimizer state in a sweep."""
+    """Return the name of a config's storage format of optimizer state in a sweep."""
     dtypes = dict.fromkeys((config.exp_avg_dtype, config.exp_avg_sq_dtype))
     moments = " and ".join(MOMENT_WORDS[dtype] for dtype in dtypes)
     if config.keeps_remainders:
@@ -267,10 +273,18 @@ def sweep(
     fractions: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
     forms: Mapping[str, Mapping[str, Any]] = FORMS,
 ) -> list[tuple[str, MemoryPlan]]:
-    """Return the name and the plan of every form of state and every fraction, in this order.
+    """Return (name of the storage format, plan) for every storage format of state and every
+    fraction, in this order.
 
-    The config's own form is first if it is not among these. Forms that the config's rule does not
-    support are left out.
+    The config's own format is first if it is not in ``forms``. Formats that the config's rule does
+    not support are left out.
+
+    Args:
+        source: model, as for :func:`plan`.
+        config: config to vary.
+        layout: sizes of the parallel groups; None for one rank.
+        fractions: offload fractions, 0.0 to 1.0.
+        forms: storage formats by name, as fields of the config.
     """
     specs = specs_of(source)
     own = form_of(config)
@@ -278,7 +292,8 @@ def sweep(
     for name, form in forms.items():
         try:
             configs[name] = config if name == own else with_defaults(config, _FORM, **form)
-        except ValueError:  # The rule has no such moments.
+        # The rule has no moments in this format, so the sweep leaves the format out.
+        except ValueError:
             continue
     return [
         (name, plan(specs, with_fraction(in_form, fraction), layout))
@@ -299,11 +314,15 @@ def smallest_fraction(
     """Return the plan with the smallest offload fraction, in ``steps``-ths, that fits.
 
     Args:
+        source: model, as for :func:`plan`.
+        config: config to change the fraction of.
+        layout: sizes of the parallel groups; None for one rank.
         gpu_memory: bytes on the accelerator for parameters, gradients and optimizer.
         host_memory: bytes on the host; None for no limit.
+        steps: number of equal intervals between the fractions 0 and 1 that are tried.
 
     Raises:
-        ValueError: no fraction fits, with the missing bytes.
+        ValueError: no fraction fits; the message has the missing bytes.
     """
     specs = specs_of(source)
     best = least(lambda chosen: plan(specs, chosen, layout), config, gpu_memory, steps)

@@ -1,4 +1,4 @@
-"""Memory of a model and its optimizer on one rank, planned without allocating any.
+"""Plan of the memory of a model and its optimizer on one rank, without allocating it.
 
 $ mp-optim plan --model path/to/config.json --dp 8 --ep 8 --gpu-memory 80
 $ mp-optim plan --model path/to/config.json --gpu-memory 24 --state 8bit --release-gradients
@@ -32,29 +32,33 @@ class Options:
     """Model, settings and limits of a plan. Memory is in GiB (2**30 bytes) on one rank."""
 
     model: Path
-    """A Hugging Face config.json, or the folder it is in."""
+    """A Hugging Face config.json, or the folder that contains it."""
     optimizer: Path | None = None
-    """A YAML file with fields of OptimizerConfig; by default AdamW for bf16."""
+    """A YAML file with fields of OptimizerConfig. Without a file the optimizer is AdamW for
+    bf16."""
     state: Literal["fp32", "bf16", "fp16", "8bit", "4bit"] | None = None
-    """Form of the moments. This option and the next three are arguments of mp_optim.AdamW."""
+    """Storage format of the moments. This option and the next three are arguments of
+    mp_optim.AdamW."""
     main_params: Literal["fp32", "remainder16", "remainder8", "none"] | None = None
-    """Form of the main params of bf16 parameters."""
+    """Storage format of the main params of bf16 parameters."""
     offload_mode: Literal["sync", "overlap", "speculative"] | None = None
-    """Work on the host during backward."""
+    """Jobs of the host during backward."""
     release_gradients: bool = False
-    """Free gradients on the accelerator during backward; the default of offload-mode becomes
-    overlap."""
+    """True to free gradients on the accelerator during backward. The default of offload-mode is
+    then overlap."""
     layout: tyro.conf.OmitArgPrefixes[Layout] = field(default_factory=Layout)
     gpu_memory: Gibibytes = None
-    """GiB of the accelerator to use; the smallest offload fraction that fits is found."""
+    """GiB of the accelerator to use. The command then finds the smallest offload fraction that
+    fits."""
     host_memory: Gibibytes = None
     """GiB of the host for this rank."""
     fractions: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    """Offload fractions, one line of the table each."""
+    """Offload fractions. The table has one line for each fraction."""
 
 
 def load(options: Options) -> tuple[Any, OptimizerConfig]:
-    """Return the model's config and the optimizer's: AdamW for bf16 unless the options differ.
+    """Return the model's config and the optimizer's config: AdamW for bf16 unless the options
+    differ.
 
     Raises:
         ValueError: a file has other content, or settings contradict each other.
@@ -74,7 +78,8 @@ def _config(options: Options) -> OptimizerConfig:
             "the file"
         )
     settings = _settings(options.optimizer)
-    if not OFFLOADING.isdisjoint(settings):  # Each line of the table has its own fraction.
+    # Each line of the table sets its own fraction, so any fraction turns offloading on here.
+    if not OFFLOADING.isdisjoint(settings):
         settings.setdefault("optimizer_cpu_offload", True)
         settings.setdefault("optimizer_offload_fraction", 1.0)
     return OptimizerConfig.from_dict(settings)

@@ -21,7 +21,7 @@ class Recipe:
         seq: tokens of a sequence.
         gpus: number of ranks.
         accumulation: micro-batches of a step.
-        lora: rank of adapters, or 0.
+        lora: rank of adapters; 0 trains all parameters.
         attention: "sdpa", the default of transformers, or "eager".
         lr: first guess of the learning rate.
     """
@@ -59,8 +59,8 @@ def _arguments(values: Mapping[str, Any]) -> str:
 
 
 def _imports(*lines: str) -> list[str]:
-    """Return the imports. The allocator's setting is above them, because torch reads it when
-    imported."""
+    """Return import lines. They begin with the allocator's setting, because torch reads the
+    setting when it is imported."""
     return ["import os", "", _ALLOCATOR, "", *lines, ""]
 
 
@@ -140,7 +140,8 @@ def _training_arguments(found: Estimate, recipe: Recipe) -> dict[str, Any]:
         "per_device_train_batch_size": recipe.batch,
         "gradient_accumulation_steps": recipe.accumulation,
         "gradient_checkpointing": found.checkpointing,
-        "max_grad_norm": 0.0,  # The optimizer clips.
+        # The optimizer clips gradients itself, so the Trainer must not clip them again.
+        "max_grad_norm": 0.0,
     }
     if found.candidate.layout.sharding == "fsdp2":
         arguments |= {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2}}
@@ -156,7 +157,8 @@ _OURS = "from mp_optim.apps.integrations.trainer_args import class_and_settings,
 
 
 def trainer_lines(found: Estimate, recipe: Recipe) -> str:
-    """Return arguments and Trainer of transformers; the user adds ``data``."""
+    """Return lines that build TrainingArguments and a Trainer of transformers. The user defines
+    ``data``."""
     chunked = found.loss == "chunked"
     arguments = _arguments(_training_arguments(found, recipe))
     return "\n".join(
@@ -177,10 +179,11 @@ def trainer_lines(found: Estimate, recipe: Recipe) -> str:
 
 
 def trl_lines(found: Estimate, recipe: Recipe) -> str:
-    """Return arguments and trainer of TRL's supervised fine-tuning; the user adds ``data``.
+    """Return lines that build the arguments and trainer of TRL's supervised fine-tuning. The user
+    defines ``data``.
 
-    TRL itself computes the loss of some tokens at a time. It would run a bf16 model under autocast,
-    which keeps FP32 copies.
+    TRL itself computes the loss of some tokens at a time. With ``bf16=True`` TRL would run a bf16
+    model under autocast, which keeps FP32 copies.
     """
     arguments = _training_arguments(found, recipe) | {"max_length": recipe.seq, "bf16": False}
     adapters = f"peft_config={_adapters(recipe)}, " if recipe.lora else ""
@@ -218,13 +221,14 @@ _OWN_FIELDS = {
     "offload_place": ("streamed", "offload_place=streamed"),
     "main_params": ("remainder8", "param_remainder_bits=8"),
 }
-"""Settings without a Megatron argument: the value, and the field for ``--set``."""
+"""Settings for which Megatron has no argument. Each has its value, and the field for ``--set``."""
 
 
 def megatron_lines(found: Estimate, recipe: Recipe) -> str:
     """Return a command line of Megatron's program, or the reason why none exists."""
     words = found.candidate.words
-    no_such = words.get("main_params") == "none"  # Megatron's command line has no argument for it.
+    # Megatron's command line has no argument for a stack without main params.
+    no_such = words.get("main_params") == "none"
     if no_such or words.get("release_gradients") or found.candidate.layout.sharding == "fsdp2":
         return (
             "# none: Megatron stores gradients in its own buffers, and does not support these\n"

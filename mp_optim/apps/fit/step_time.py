@@ -1,6 +1,7 @@
 """Estimated duration of an optimizer step with state in host memory.
 
-It is arithmetic on rates of the bus, of host memory and of the device, without any measurement.
+The estimate is computed from the rates of the bus, of host memory and of the device, without any
+measurement.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ GRAD = 2
 WINDOW = 256 << 20
 """Bytes of state in a window."""
 BUCKET = 64 << 20
-"""Bytes of gradients in a bucket on the host; a sixteenth of all gradients if that is less."""
+"""Largest bytes of gradients in a bucket on the host. A bucket has at most a sixteenth of all
+gradients."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Machine:
     """One GPU's share of a machine. Rates are in bytes a second.
 
     Attributes:
+        name: name of the machine.
         up: host to device, while the other direction is busy, too.
         down: device to host, while the other direction is busy, too.
         host: host memory, reading and writing together.
@@ -38,16 +41,19 @@ class Machine:
 
 
 DESKTOP = Machine("PCIe 4, desktop, 2 channels DDR5-5600", 25 * GB, 25 * GB, 71.68 * GB, 907.2 * GB)
-"""Assumes 0.8 (host) and 0.9 (device) of the memory bandwidth in the data sheet."""
+"""A desktop with an RTX 4090. The rates are 0.8 (host) and 0.9 (device) of the memory bandwidth
+in the data sheets."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """The form of AdamW's state.
+    """The storage format of AdamW's state.
 
     Attributes:
-        state: bytes a parameter of main param (or remainder) and both moments.
-        reads_param: True if the model param is the upper half of the main param.
+        name: name of the format.
+        state: bytes per parameter of main param (or remainder) and both moments.
+        reads_param: True if the model param is the upper half of the main param, so that a step
+            reads it.
     """
 
     name: str
@@ -56,8 +62,8 @@ class Form:
 
     @property
     def update(self) -> float:
-        """Bytes a parameter that a step moves in memory: gradient and state read, state and model
-        param written."""
+        """Bytes per parameter that a step reads (gradient and state) and writes (state and model
+        param)."""
         return GRAD + 2 * self.state + GRAD + GRAD * self.reads_param
 
 
@@ -65,11 +71,12 @@ def streamed(machine: Machine, form: Form, params: int) -> float:
     """Return the seconds of a step of ``offload_place="streamed"``.
 
     The device measures all gradients. Then windows of state are copied to the device, stepped and
-    copied back, each stage with its own window. Both directions share the host's memory.
+    copied back. These three stages process different windows at the same time, and the two copies
+    share the host's memory bandwidth.
     """
     state, shared = params * form.state, machine.host / 2
     windows = max(math.ceil(state / WINDOW), 1)
-    # The copies read and write the device's memory, too.
+    # The copies read and write the device's memory, so they take time from the step.
     stepped = params * form.update + 2 * state
     stages = ((state, min(machine.up, shared)), (stepped, machine.device))
     down = (state, min(machine.down, shared))
@@ -90,10 +97,12 @@ def on_host(machine: Machine, form: Form, params: int) -> float:
 
 
 def _pipelined(machine: Machine, pieces: int, *stages: tuple[float, float]) -> float:
-    """Return the seconds of equal pieces that pass through a pipeline of stages.
+    """Return the seconds in which equal pieces pass through a pipeline of stages.
 
     Args:
-        stages: bytes of all pieces, and bytes a second, of each stage.
+        machine: machine with the latency of a piece.
+        pieces: number of pieces.
+        stages: for each stage, bytes of all pieces, and bytes a second.
     """
     seconds = [machine.latency + size / pieces / rate for size, rate in stages]
     return sum(seconds) + (pieces - 1) * max(seconds)

@@ -1,1 +1,2 @@
-"""Classes that other programs import by their dotted path. Each module imports its program."""
+"""Classes that other programs import by their dotted path. Each module imports the program that
+it is for."""

@@ -25,7 +25,7 @@ class MpOptimArgs(BaseModel):
 class MpOptimPlugin(BasePlugin):  # type: ignore[misc]
     """Plugin that trains with a class of :mod:`mp_optim.optimizers`.
 
-    Learning rate, betas, eps and weight decay are those of axolotl.
+    Learning rate, betas, eps and weight decay come from axolotl.
     """
 
     def get_input_args(self) -> str:

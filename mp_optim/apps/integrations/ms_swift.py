@@ -16,8 +16,8 @@ from mp_optim.apps.integrations.trainer_args import class_and_settings, log_own_
 class MpOptimCallback(OptimizerCallback):  # type: ignore[misc]
     """Callback that trains with a class of :mod:`mp_optim.optimizers`.
 
-    ``optimizer=`` of ``--optim_args`` is its name (``AdamW`` by default). Learning rate, betas, eps
-    and weight decay are those of ms-swift.
+    ``optimizer=`` in ``--optim_args`` names the class (``AdamW`` by default). Learning rate, betas,
+    eps and weight decay come from ms-swift.
     """
 
     def create_optimizer(self, model: Any = None) -> Any:
@@ -33,7 +33,7 @@ def settings_of(text: str) -> dict[str, Any]:
     A value that is not a Python literal is a string.
 
     Raises:
-        ValueError: a part is not name=value.
+        ValueError: an item between commas is not name=value.
     """
     settings: dict[str, Any] = {}
     for part in filter(None, text.replace(" ", "").split(",")):

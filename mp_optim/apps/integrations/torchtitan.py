@@ -1,4 +1,4 @@
-"""Optimizer container for torchtitan, which knows the optimizers of this package by name."""
+"""Optimizer container for torchtitan that finds the optimizers of this package by name."""
 
 from __future__ import annotations
 

@@ -16,9 +16,10 @@ def class_and_settings(arguments: Any, chosen: Mapping[str, Any]) -> OptimizerCl
     """Return the value for ``Trainer.optimizer_cls_and_kwargs``.
 
     Args:
-        arguments: ``TrainingArguments``, with learning rate, betas and eps (for Muon those of its
-            AdamW). The Trainer's param groups have the weight decay.
-        chosen: ``optimizer``, the name of a class (``AdamW`` by default), and its settings.
+        arguments: ``TrainingArguments``, with learning rate, betas and eps. Muon uses betas and eps
+            for its AdamW. The Trainer's param groups have the weight decay.
+        chosen: ``optimizer``, the name of a class (``AdamW`` by default), and settings of the
+            class.
 
     Raises:
         ValueError: the class does not exist.
@@ -38,16 +39,18 @@ def log_own_norm(trainer: Any) -> None:
     """Make a Trainer log the optimizer's norm as ``grad_norm`` if ``release_gradients`` is set.
 
     The Trainer measures gradients before ``step()``, when released gradients are freed already.
-    Without ``release_gradients`` it logs its own norm.
+    Without ``release_gradients`` the Trainer logs its own norm.
 
     Args:
-        trainer: the Trainer, whose method ``log`` is replaced; call this before ``train()``.
+        trainer: the Trainer, whose method ``log`` is replaced; call this function before
+            ``train()``.
     """
     log = trainer.log
 
     def with_norm(logs: dict[str, float], *args: Any, **named: Any) -> None:
         prepared = trainer.optimizer
-        inner = getattr(prepared, "optimizer", prepared)  # accelerate wraps the optimizer
+        # accelerate wraps the optimizer, so the stack may be inside.
+        inner = getattr(prepared, "optimizer", prepared)
         stack = getattr(inner, "stack", inner)
         is_ours = isinstance(stack, MegatronOptimizer)
         if "grad_norm" in logs and is_ours and stack.config.release_gradients:

@@ -1,8 +1,9 @@
-"""Megatron's own program with this optimizer: call :func:`install` before ``pretrain``.
+"""This package's optimizers in Megatron's own program: call :func:`install` before ``pretrain``.
 
-Or run ``python -m mp_optim.megatron pretrain_gpt.py ARGS``, or import names from here in a program
-that builds its optimizer itself. The optimizers are this package's. Configs, keys, overrides and
-the scheduler are Megatron's own, accepted unchanged. No module here is imported without Megatron.
+Or run ``python -m mp_optim.megatron pretrain_gpt.py ARGS``. A program that builds its optimizer
+itself can import the names of this module. Configs, keys, overrides and the scheduler are
+Megatron's own, accepted unchanged. Modules of this folder can be imported only if Megatron is
+installed.
 """
 
 import importlib
@@ -40,7 +41,7 @@ _MEGATRONS = {
     "get_standard_config_overrides": _FACTORY,
     "param_group_override_to_tuple": _SCHEDULER,
 }
-"""Names that are imported from Megatron, and their modules."""
+"""Module of each name that is imported from Megatron."""
 
 __all__ = [
     "ChainedOptimizer",

@@ -29,12 +29,13 @@ from mp_optim.zero.zero import DistributedOptimizer
 
 _CHUNK = re.compile(r"model(\d+)$")
 _OWN = ("_chunks", "_elsewhere", "_prepared", "init_state_fn")
-"""Attributes of an adapter itself; all others are the stack's."""
+"""Attributes that belong to an adapter itself. All other attributes are the stack's."""
 
 
 @dataclass
 class _Prepared:
-    """Measured gradients, and the decisions about their step so far."""
+    """The measured gradients of a step that is taken in several calls, and the decisions made so
+    far."""
 
     grads: StepGrads
     measurement: Measurement
@@ -46,8 +47,7 @@ class _Prepared:
 class MegatronAdapter(torch.optim.Optimizer):
     """Adapter that forwards to a stack and adds the methods that only Megatron calls.
 
-    The stacks themselves do not have these methods. Alone, it is one part of a chain, like
-    Megatron's single optimizers.
+    An adapter of a single stack is one part of a chain, like Megatron's single optimizers.
 
     Args:
         stack: the optimizer of :func:`mp_optim.get_megatron_optimizer`.
@@ -64,17 +64,18 @@ class MegatronAdapter(torch.optim.Optimizer):
         chunks: Sequence[nn.Module] = (),
         elsewhere: Sequence[Sequence[SavedSettings]] | None = None,
     ) -> None:
-        # NOTE: torch's constructor is not called, because it would make param groups; the stack has
-        # all.
+        # NOTE: do not call torch's constructor, because it would make param groups. The stack has
+        # all groups.
         self.__dict__["stack"] = stack
         self._chunks, self._elsewhere = list(chunks), elsewhere
 
     def __getattr__(self, name: str) -> Any:
-        if name == "stack":  # The object is being unpickled.
+        # While the object is unpickled it has no stack yet, and a lookup would not end.
+        if name == "stack":
             raise AttributeError(name)
         if (
             name == "chained_optimizers"
-        ):  # Megatron's callers use this attribute to recognize a chain.
+        ):  # Raise, because Megatron's callers use this attribute to recognize a chain.
             raise AttributeError("a part of a chain has no chained_optimizers")
         return getattr(self.stack, name)
 
@@ -101,7 +102,7 @@ class MegatronAdapter(torch.optim.Optimizer):
     # -- methods that torch's class has and the stack overrides
 
     def step(self, closure: Any = None) -> Any:
-        """Step, and return ``(success, grad_norm, num_zeros_in_grad)``."""
+        """Take a step, and return ``(success, grad_norm, num_zeros_in_grad)``."""
         return self.stack.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -120,8 +121,9 @@ class MegatronAdapter(torch.optim.Optimizer):
         """Copy the model's current values into the main params.
 
         Args:
-            state_dict: a Megatron checkpoint with the model's values in full precision (``model``,
-                or ``model0`` and so on), or such values by name; they replace the model's values.
+            state_dict: values in full precision that replace the model's values: a Megatron
+                checkpoint (``model``, or ``model0`` and so on), or values by name; None for the
+                model's values.
         """
         named: dict[str, Any] = dict(state_dict or {})
         if isinstance(named.get("model"), Mapping):
@@ -141,13 +143,13 @@ class MegatronAdapter(torch.optim.Optimizer):
         self.stack.finish_param_sync()
 
     def has_grad_norm_group(self, grad_norm_group: str) -> bool:
-        """True if a parameter of this rank is clipped by a separate norm of this name."""
+        """True if a parameter of this rank is clipped by the separate norm ``grad_norm_group``."""
         keys = (self.stack.norm_key(slot) for slot in self.stack.slots())
         return any(key.group == grad_norm_group for key in keys)
 
     @property
     def grad_norms_by_group(self) -> dict[str, float]:
-        """The last step's norms of gradients that are clipped by a separate norm."""
+        """The last step's norms of gradients that are clipped separately, by name."""
         norms = self.stack.counts.settle().norms
         return {key: norms[key] for key in norms if key not in (MAIN_NORM, EXCLUDED)}
 
@@ -155,7 +157,7 @@ class MegatronAdapter(torch.optim.Optimizer):
         """Return the ranks that compute the gradient norm together; None for this rank alone.
 
         Raises:
-            ValueError: the dense and the expert part have different groups.
+            ValueError: the dense and the expert part have different process groups.
         """
         if not self.grads_states_parallel_group_is_shared():
             raise ValueError(
@@ -180,17 +182,19 @@ class MegatronAdapter(torch.optim.Optimizer):
         """Measure the gradients of this step.
 
         Returns:
-            True if some are not finite. The step is skipped then, and the loss scale is updated.
+            True if a gradient is not finite. The step is then skipped, and the loss scale is
+                updated.
 
         Raises:
-            ValueError: an error of :meth:`step` before any parameter is stepped.
+            ValueError: an error that :meth:`step` would raise before any parameter is stepped.
         """
         stack = self.stack
         stack.check_lists()
         with stack.step_mark.step(stack):
             try:
                 grads = stack.grads_of(stack)
-            except WorkerError:  # every worker's job runs again in this process
+            # Discard the jobs, so that the next step runs all of them again in this process.
+            except WorkerError:
                 stack.discard_backward_work()
                 raise
             measurement = grads.sums()
@@ -209,10 +213,11 @@ class MegatronAdapter(torch.optim.Optimizer):
         return norms.get(MAIN_NORM, 0.0)
 
     def clip_grad_norm(self, clip_grad: float) -> float:
-        """Take the step with gradients clipped to a norm, and return the norm before clipping.
+        """Clip the gradients of the prepared step to a norm, and return the norm before clipping.
+        :meth:`step_with_ready_grads` takes the step.
 
         Args:
-            clip_grad: the norm; 0 does not clip.
+            clip_grad: largest norm; 0 does not clip.
 
         Raises:
             RuntimeError: no gradients are prepared, or they are not finite.
@@ -226,7 +231,7 @@ class MegatronAdapter(torch.optim.Optimizer):
         """Return the number of zero elements of the prepared gradients, over all ranks.
 
         Raises:
-            ValueError: the config does not count them.
+            ValueError: ``log_num_zeros_in_grad`` is False, so zeros were not counted.
         """
         zeros = self._require("count_zeros").verdict.num_zeros
         if zeros is None:
@@ -244,7 +249,7 @@ class MegatronAdapter(torch.optim.Optimizer):
             True, unless ``grad_norm_skip_threshold`` skips the step.
 
         Raises:
-            RuntimeError: clipping was neither requested nor disabled.
+            RuntimeError: the norm exceeds ``clip_grad``, and :meth:`clip_grad_norm` was not called.
         """
         prepared = self._require("step_with_ready_grads")
         norm, limit = prepared.verdict.grad_norm or 0.0, self.stack.config.clip_grad
@@ -261,8 +266,11 @@ class MegatronAdapter(torch.optim.Optimizer):
 
     @in_own_modes
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[Any]:
-        """Return this rank's unscaled FP32 gradients that count in a norm, by default the global
-        norm."""
+        """Return this rank's unscaled FP32 gradients that count in a norm.
+
+        Args:
+            grad_norm_group: name of a separate norm; None for the global norm.
+        """
         if self._prepared is None:
             with self.stack.step_mark.step(self.stack):
                 self.stack.grads_of(self.stack)
@@ -301,9 +309,9 @@ class MegatronAdapter(torch.optim.Optimizer):
     def state_dict(self, is_loading: bool = False) -> Any:
         """Return the stack's state dict.
 
-        For a stack that data-parallel ranks shard, it is the part that is equal on all of them;
-        :meth:`save_parameter_state` writes the other part. ``is_loading`` is ignored; Megatron
-        passes it.
+        If data-parallel ranks shard the stack, the dict has only entries that are equal on all
+        ranks; :meth:`save_parameter_state` writes the sharded state. ``is_loading`` is ignored;
+        Megatron passes it.
         """
         return torch_format.common_state_dict(self.stack)
 
@@ -311,12 +319,13 @@ class MegatronAdapter(torch.optim.Optimizer):
         """Load a result of :meth:`state_dict`, or of ``dist_checkpointing.load``.
 
         Raises:
-            ValueError: it does not match; no state was loaded.
+            ValueError: the state dict does not match; no state was loaded.
         """
         is_mapping, parts = isinstance(state_dict, Mapping), states_of_members(state_dict)
         if is_mapping and state_dict.get(torch_format.APART):
             torch_format.load_common(self.stack, state_dict)
-        elif any(COPIES in part for part in parts):  # State of Megatron's Float16 optimizer.
+        # This key belongs to state of Megatron's Float16 optimizer.
+        elif any(COPIES in part for part in parts):
             torch_format.load_positional(self.stack, parts, convert=convert)
         elif is_mapping and REQUEST in state_dict:
             from mp_optim.apps.megatron.dist_checkpointing import plain_state_dict
@@ -326,15 +335,16 @@ class MegatronAdapter(torch.optim.Optimizer):
             self.stack.load_state_dict(state_dict, convert=convert)
 
     def save_parameter_state(self, filename: str) -> None:
-        """Write state that data-parallel ranks shard into one file, on the first of them.
-        Collective."""
+        """Write the state that data-parallel ranks shard into one file, on the first of these
+        ranks. The call is collective."""
         torch_format.save_parameter_state(self.stack, filename)
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
         """Load a file of :meth:`save_parameter_state`, on any number of data-parallel ranks.
 
         Raises:
-            ValueError: another optimizer wrote it, or it does not match; no state was loaded.
+            ValueError: another optimizer wrote the file, or the file does not match; no state was
+                loaded.
         """
         torch_format.load_parameter_state(self.stack, filename)
 
@@ -347,7 +357,7 @@ class MegatronAdapter(torch.optim.Optimizer):
         must be the same.
 
         Raises:
-            ValueError: it does not match; no state was loaded.
+            ValueError: the file does not match; no state was loaded.
         """
         self.stack.load_state_dict(load_plain_file(filename))
 
@@ -366,17 +376,17 @@ class MegatronAdapter(torch.optim.Optimizer):
         Args:
             model_sharded_state_dict: sharded state dict of the model's parameters.
             is_loading: True for a load, False for a save.
-            sharding_type: replaces the type in the metadata.
+            sharding_type: replaces the type in the metadata; None for the metadata's type.
             metadata: Megatron's metadata. A save sets ``distrib_optim_sharding_type`` to the
-                written form, so that the checkpoint names its form.
+                written format, so that the checkpoint names its format.
 
         Raises:
-            ValueError: Megatron's form cannot hold this state, or is not supported; names a form to
-                use.
+            ValueError: Megatron's format cannot hold this state, or is not supported; the message
+                names a format to use.
         """
         from mp_optim.apps.megatron import (
             dist_checkpointing,
-        )  # Imported here, because it needs Megatron.
+        )  # Import here, because the module needs Megatron.
 
         elsewhere = self._elsewhere or [[] for _ in self.stack.chained_optimizers]
         settings: dict[str, Any] = {} if metadata is None else metadata

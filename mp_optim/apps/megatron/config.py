@@ -1,9 +1,9 @@
 """Conversion of Megatron's ``OptimizerConfig`` to this package's config.
 
-Megatron sets every field for every optimizer, and reads those of the chosen one. This package's
-config refuses fields without effect, so they are left out. Unsupported fields are accepted at
-Megatron's default and refused by name otherwise. ``tools/write_docs.py`` writes the table
-of docs/clients/megatron.md from this module.
+Megatron sets every field for every optimizer, and reads only the fields of the chosen optimizer.
+This package's config refuses fields without effect, so they are left out. An unsupported field is
+accepted with Megatron's default, and refused by name with any other value. ``tools/write_docs.py``
+writes the table of docs/clients/megatron.md from this module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mp_optim.host.calls import warn
 
 
 class Kind(Enum):
-    """The treatment of a field."""
+    """The treatment of a Megatron field."""
 
     SAME = "same"
     RENAMED = "other name"
@@ -42,8 +42,9 @@ class Meaning:
     """Meaning of a Megatron field in this package.
 
     Attributes:
-        name: name of the field in this package, if it differs.
+        kind: treatment of the field.
         note: a note for users, or the replacement.
+        name: name of the field in this package, if it differs.
         values: Megatron values of the field that have other names here.
     """
 
@@ -135,8 +136,8 @@ OPTIMIZER_FIELDS: dict[str, Meaning] = _OURS | by_name(
         "optimizer_cuda_graph": _refused(NO_GRAPHS),
     }
 )
-"""Meanings of ``OptimizerConfig``'s fields. Fields of this package that are missing here are
-equal."""
+"""Meanings of ``OptimizerConfig``'s fields. A field that is missing here has the same name and
+meaning in this package."""
 
 DDP_FIELDS: dict[str, Meaning] = by_name(
     {
@@ -194,11 +195,13 @@ def config_from_megatron(
 
     Args:
         config: ``megatron.core.optimizer.OptimizerConfig``, or any dataclass with such fields.
-        model_chunks: the model; Megatron's DDP adds its own settings.
+        model_chunks: modules of the model. If Megatron's DDP wraps them, its config decides some
+            settings.
         own_settings: fields of this package's config to set in addition.
 
     Raises:
-        ValueError: a field's value is not supported; names the field and the replacement.
+        ValueError: a field's value is not supported; the message names the field and the
+            replacement.
     """
     if isinstance(config, OptimizerConfig):
         return config
@@ -216,18 +219,19 @@ def config_from_megatron(
     if config.optimizer == "lion":
         warn(_LION)
     settings |= own_settings
-    is_known = settings["optimizer"] in RULES  # Any other value is refused below, by name.
+    # The constructor below refuses an unknown optimizer by name.
+    is_known = settings["optimizer"] in RULES
     while is_known and (inert := inert_fields(ConfigFields(**settings))):
         settings = {key: settings[key] for key in settings if key not in inert}
     return OptimizerConfig(**{**settings, **own_settings})
 
 
 def _settings_of_streaming(config: Any) -> dict[str, Any]:
-    """Return settings for Megatron's fields for state that is stored in host memory and stepped on
-    the device.
+    """Return settings for Megatron's fields that keep state in host memory and step it on the
+    device.
 
     Raises:
-        ValueError: ``optimizer_cpu_offload`` is set, too; Megatron also refuses this.
+        ValueError: ``optimizer_cpu_offload`` is set, too. Megatron also refuses this combination.
     """
     is_chunked = getattr(config, "chunked_optimizer_state_offload", False)
     share = float(getattr(config, "optimizer_state_offload_fraction", 1.0)) if is_chunked else 1.0
@@ -249,10 +253,11 @@ def _settings_of_streaming(config: Any) -> dict[str, Any]:
 
 
 def _accepted_fields(config: Any, meanings: Mapping[str, Meaning]) -> Iterator[tuple[str, Any]]:
-    """Return the fields of a Megatron dataclass, with their values.
+    """Yield the fields of a Megatron dataclass, with their values.
 
     Raises:
-        ValueError: an unsupported or unknown field is set; names the field and the replacement.
+        ValueError: an unsupported or unknown field is set; the message names the field and the
+            replacement.
     """
     for spec in dataclasses.fields(config):
         name, value = spec.name, getattr(config, spec.name)
@@ -271,10 +276,11 @@ def _settings_of_ddp(chunk: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that Megatron's DDP config decides.
 
     Args:
-        settings: settings so far.
+        chunk: module wrapped in Megatron's DDP.
+        settings: settings from Megatron's ``OptimizerConfig``.
 
     Raises:
-        ValueError: a field contradicts the settings; names it.
+        ValueError: a field contradicts the settings; the message names it.
     """
     kinds = ("buffers", "expert_parallel_buffers")
     buffers = [buffer for kind in kinds for buffer in getattr(chunk, kind, ())]
@@ -284,9 +290,8 @@ def _settings_of_ddp(chunk: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     decided = {} if gathers is None else {"overlap_param_gather": gathers}
     splits = chunk.ddp_config.use_distributed_optimizer
     if settings.get(_LAYER_WISE, False):
-        # Megatron's DDP stores every matrix whole in the shard of one rank, so the distributed
-        # optimizer
-        # has whole matrices.
+        # Megatron's DDP stores every matrix whole in the shard of one rank. So the distributed
+        # optimizer steps whole matrices.
         if not splits and ranks > 1:
             raise ValueError(
                 f"{_LAYER_WISE}=True, but the model's ddp_config has "

@@ -1,13 +1,14 @@
-"""Optimizer state for ``megatron.core.dist_checkpointing``, in the form of Megatron's own
+"""Optimizer state for ``megatron.core.dist_checkpointing``, in the formats of Megatron's own
 optimizers.
 
-Two forms are written. Without a sharding type in the metadata it is the form of Megatron's Float16
-and FP32 optimizers: ``optimizer.state.fp32_param.<name>`` and the moments. With a sharding type it
-is its distributed optimizer's ``fully_reshardable``: ``optimizer.state.param.<name>``. Both have
-whole parameters, so they load in any layout, with or without the distributed optimizer.
+Two formats are written. Without a sharding type in the metadata, the format is that of Megatron's
+Float16 and FP32 optimizers: ``optimizer.state.fp32_param.<name>`` and the moments. With a sharding
+type, it is ``fully_reshardable`` of Megatron's distributed optimizer:
+``optimizer.state.param.<name>``. Both formats have whole parameters, so they load in any layout,
+with or without the distributed optimizer.
 
-A third form, ``dp_reshardable``, is read if the model is divided into the same buckets. Its tensors
-have the size of the buckets of Megatron's DistributedDataParallel.
+A third format, ``dp_reshardable``, can be read if the model is divided into the same buckets. Its
+tensors have the size of the buckets of Megatron's DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -48,26 +49,27 @@ from mp_optim.mixed_precision import MegatronOptimizer
 from mp_optim.zero.zero import DistributedOptimizer
 
 SHARDING_TYPE = "distrib_optim_sharding_type"
-"""Key in Megatron's metadata: the form that its distributed optimizer writes or wrote."""
+"""Key in Megatron's metadata for the format that its distributed optimizer writes or wrote."""
 _NO_PREFIX = "chained_optim_avoid_prefix"
-"""Key in Megatron's metadata: only names of parameters distinguish the parts of a chain."""
+"""Key in Megatron's metadata. If it is set, only names of parameters distinguish the parts of a
+chain."""
 _RESHARDABLE, _BUCKETS = "fully_reshardable", "dp_reshardable"
 _WRITTEN_AS_RESHARDABLE = (_RESHARDABLE, _BUCKETS, "fully_sharded_model_space")
 _FLOAT16_MAIN, _DISTRIBUTED_MAIN = "fp32_param", "param"
 """Keys of a main param in Megatron's Float16 optimizer and in its distributed optimizer."""
 _STATE = "param_state"
-"""Key of the state tensors, by running index."""
+"""Key of the state tensors; each tensor then has a running index."""
 
 ModelTensor = Any
 """One parameter of the model's sharded state dict: Megatron's ``ShardedTensor``, or a
-``ShardedTensorFactory`` that makes several."""
+``ShardedTensorFactory`` that makes several sharded tensors."""
 
 
 def _is_of_distributed(sharding_type: str | None) -> bool:
-    """True if Megatron's distributed optimizer reads the form of a sharding type.
+    """True if Megatron's distributed optimizer reads the format of a sharding type.
 
     Raises:
-        ValueError: the type is not supported; names it.
+        ValueError: the sharding type is not supported; the message names it.
     """
     if sharding_type is not None and sharding_type not in _WRITTEN_AS_RESHARDABLE:
         raise ValueError(
@@ -78,10 +80,10 @@ def _is_of_distributed(sharding_type: str | None) -> bool:
 
 
 def _key_of(part: MegatronOptimizer, slot: Slot, key: str, is_distributed: bool) -> str:
-    """Return the key of a state tensor.
+    """Return Megatron's key of a state tensor.
 
-    In Megatron's layer-wise optimizer, main params of Muon's matrices have the keys of its Float16
-    optimizer, and all others the keys of its distributed optimizer.
+    Megatron's layer-wise optimizer has the keys of its Float16 optimizer for main params of Muon's
+    matrices, and the keys of its distributed optimizer for all other main params.
     """
     if key != MASTER:
         return key
@@ -92,12 +94,13 @@ def _key_of(part: MegatronOptimizer, slot: Slot, key: str, is_distributed: bool)
 
 @dataclass(frozen=True)
 class _Part:
-    """The parameters of one part of the stack that one optimizer of Megatron's chain steps.
+    """The parameters that one optimizer of Megatron's chain steps. They belong to one part of the
+    stack.
 
     Attributes:
         index: index of the part in the stack.
-        part: the part.
-        rule: its rule, if Megatron has one optimizer for each rule; else None.
+        part: the part of the stack.
+        rule: rule of the parameters, if Megatron has one optimizer for each rule; else None.
         elsewhere: settings of groups that only other ranks have.
     """
 
@@ -117,7 +120,7 @@ class _Part:
         return {index: value for index, value in of_part.items() if index in held}
 
     def groups(self) -> list[SavedSettings]:
-        """Return the settings of this part's groups in Megatron's form.
+        """Return the settings of this part's groups in Megatron's format.
 
         Megatron's Muon has one group for all matrices, and does not name its rule.
         """
@@ -142,14 +145,14 @@ def megatrons_parts(
 ) -> list[_Part]:
     """Return the parts of Megatron's chain in its order.
 
-    They are the first part, and parts with parameters on some rank. Without a distributed
-    optimizer, Megatron's Muon and its scalar optimizer are separate parts: Muon's first, each dense
-    before expert.
+    The chain has the first part, and other parts with parameters on some rank. Without a
+    distributed optimizer, Megatron's Muon and its scalar optimizer are separate parts. Muon's parts
+    come first; of each rule, the dense part comes before the expert part.
 
     Args:
         stack: the stack.
         elsewhere: for each part of the stack, the groups that only other ranks have.
-        is_distributed: True for the form of the distributed optimizer.
+        is_distributed: True for the format of the distributed optimizer.
     """
     ours = list(zip(stack.chained_optimizers, elsewhere, strict=True))
     whole = [
@@ -174,15 +177,20 @@ def sharded_state_dict(
     metadata: dict[str, Any],
     sharding_type: str | None,
 ) -> dict[Any, Any]:
-    """Return the argument of ``dist_checkpointing.save``. Collective if a part is distributed.
+    """Return the argument of ``dist_checkpointing.save``. The call is collective if a part is
+    distributed.
 
     Args:
+        stack: the stack to save.
+        model_sharded_state_dict: sharded state dict of the model's parameters.
         elsewhere: for each part, the groups that only other ranks have.
-        metadata: its sharding type is set to the written one.
+        metadata: Megatron's metadata. If it has a sharding type, the type is set to the written
+            format.
+        sharding_type: replaces the type in the metadata; None for the metadata's type.
 
     Raises:
         ValueError: a parameter is not in the model's state dict, its state has another shape, or
-            parameters have different numbers of steps; names it.
+            parameters have different numbers of steps; the message names the parameter.
         BrokenOffError: the last step or load was interrupted.
     """
     stack.step_mark.check("sharded_state_dict")
@@ -210,7 +218,7 @@ def _common_step(stack: MegatronOptimizer) -> float | None:
     """Return the number of steps of every slot; None if no slot is stepped.
 
     Raises:
-        ValueError: two slots have different numbers, naming them.
+        ValueError: two slots have different numbers; the message names them.
     """
     first: tuple[str, float] | None = None
     for slot in stack.slots():
@@ -234,10 +242,12 @@ def _saved_part(
     is_distributed: bool,
     step: float | None,
 ) -> dict[str, Any]:
-    """Return one part of a chain in the form of Megatron's optimizer for that part.
+    """Return one part of a chain in the format of Megatron's optimizer for that part.
 
     Args:
+        of_megatron: the part.
         tensors: state tensors, by the running index of their slots.
+        is_distributed: True for the format of the distributed optimizer.
         step: number of steps of every slot; None for a rule without a count.
     """
     part = of_megatron.part
@@ -261,9 +271,9 @@ def _saved_part(
 def _saved_states(
     part: MegatronOptimizer, is_distributed: bool
 ) -> Iterator[tuple[Slot, State, bool]]:
-    """Return the states of :func:`whole_states`, without steps.
+    """Yield the states of :func:`whole_states` without steps.
 
-    Megatron's distributed optimizer also has a main param for FP32 parameters.
+    In the format of Megatron's distributed optimizer, FP32 parameters also have a main param.
     """
     for slot, whole, only_here in whole_states(part):
         state = {key: value for key, value in whole.items() if key != "step"}
@@ -279,10 +289,10 @@ def _saved_states(
 def _model_tensors(model_sharded_state_dict: Any, part: MegatronOptimizer) -> list[ModelTensor]:
     """Return the model's sharded tensor of each parameter of a part.
 
-    It has this rank's position in the whole model, for any parallelism.
+    A sharded tensor has this rank's position in the whole model, for any parallelism.
 
     Raises:
-        ValueError: a parameter has none; names it.
+        ValueError: a parameter has no sharded tensor; the message names the parameter.
     """
     if not part.slots():
         return []
@@ -310,8 +320,11 @@ def _placed(
     """Yield the index of each slot, and its sharded state tensors with the model's offsets.
 
     Args:
+        part: the part.
+        model_sharded_state_dict: sharded state dict of the model's parameters.
         states: for every slot, tensors of the local parameter's shape, and True if this rank must
             save them because no other data-parallel rank does.
+        is_distributed: True for the format of the distributed optimizer.
     """
     of_model = _model_tensors(model_sharded_state_dict, part)
     pairs = zip(states, of_model, strict=True)
@@ -328,7 +341,9 @@ def _placed(
             prefix = f"optimizer.state.{called}"
             sharded = make_sharded_optimizer_tensor(of_param, value, prefix=prefix)
             if only_here:
-                place = sharded.replica_id  # The last coordinate is the data-parallel rank.
+                # The last coordinate is the data-parallel rank; 0 makes this rank's tensor the
+                # saved one.
+                place = sharded.replica_id
                 first = (*place[:-1], 0) if isinstance(place, tuple) else 0
                 sharded = replace(sharded, replica_id=first)
             tensors[called] = sharded
@@ -349,11 +364,11 @@ def requested_state_dict(
 ) -> dict[Any, Any]:
     """Return the tensors for ``dist_checkpointing.load`` to fill.
 
-    They are new tensors on the host. The stack copies them after all have been checked.
+    The tensors are new and on the host. The stack copies them after all tensors have been checked.
 
     Raises:
-        ValueError: a parameter is not in the model's state dict, or the form of the checkpoint is
-            not supported; names it.
+        ValueError: a parameter is not in the model's state dict, or the format of the checkpoint is
+            not supported; the message names it.
     """
     stack.init_state()
     kind = sharding_type or metadata.get(SHARDING_TYPE)
@@ -382,10 +397,10 @@ def requested_state_dict(
 
 
 def _empty(part: MegatronOptimizer, slot: Slot) -> State:
-    """Return memory for loaded elements.
+    """Return memory for loaded elements, with the initial values of a new optimizer.
 
-    Elements that the checkpoint does not have (a vocabulary with other padding) keep the model's
-    values, and moments of zero.
+    The checkpoint may lack elements, such as a vocabulary's padding. They keep the model's values
+    and zero moments.
     """
     param = param_at(part.param_groups, slot)
     state: State = {}
@@ -403,11 +418,11 @@ def _empty(part: MegatronOptimizer, slot: Slot) -> State:
 def _requested_buckets(
     part: MegatronOptimizer, chunks: Sequence[nn.Module], prefix: str
 ) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """Return the request for a part: its settings, and the tensors by running index.
+    """Return the request for a part in buckets: its settings, and the tensors by running index.
 
     Raises:
-        ValueError: the model has no buckets, Megatron stores Muon's matrices in another form, or a
-            parameter is in no bucket.
+        ValueError: the model has no buckets, Megatron stores Muon's matrices in another format, or
+            a parameter is in no bucket.
     """
     if part.config.optimizer == "muon":
         raise ValueError(
@@ -422,7 +437,7 @@ def _requested_buckets(
             "--dist-ckpt-optim-fully-reshardable"
         )
     ranks, dp = part.process_groups.grad_stats, part.process_groups.dp
-    assert dp is not None  # The constructor requires it.
+    assert dp is not None  # The constructor of a distributed optimizer requires the group.
     domain = f"optimizer.distributed.dp_group_idx_{0 if ranks is None else ranks.rank()}"
     is_expert = any(group.get("is_expert_parallel") for group in part.param_groups)
     places = dict(_places(chunks, domain, expert=is_expert))
@@ -449,10 +464,10 @@ def _requested_buckets(
 def _places(
     chunks: Sequence[Any], domain: str, *, expert: bool
 ) -> Iterator[tuple[int, tuple[str, int, int]]]:
-    """Return, by parameter id, the parameter's place in Megatron's buffers.
+    """Return the place of each parameter in Megatron's buffers, by parameter id.
 
-    A place is the key of the bucket's tensors, their length without padding at the end, and the
-    start of the parameter in them.
+    A place has three values: the key of the bucket's tensors, their length without padding at the
+    end, and the first element of the parameter in them.
     """
     attribute = "expert_parallel_buffers" if expert else "buffers"
     buffers = chain.from_iterable(getattr(chunk, attribute) for chunk in chunks)
@@ -467,7 +482,8 @@ def _places(
 def _bucket_tensors(
     part: MegatronOptimizer, slot: Slot, place: tuple[str, int, int]
 ) -> Iterator[tuple[str, Any]]:
-    """Return one tensor for each key, with the elements of this rank; none if it has no elements.
+    """Return one tensor for each key, with the elements of this rank. A rank without elements
+    returns no tensor.
 
     Args:
         place: place from :func:`_places`.
@@ -503,21 +519,21 @@ def _bucket_tensors(
 def plain_state_dict(stack: MegatronOptimizer, loaded: Mapping[Any, Any]) -> dict[str, Any]:
     """Return the result of ``dist_checkpointing.load`` as a plain state dict for the stack.
 
-    The stack's ``load_state_dict`` checks all of it before it writes any state.
+    The stack's ``load_state_dict`` checks the whole dict before it writes any state.
 
     Raises:
         ValueError: param groups do not match, or the number of steps is missing.
     """
     numbered = sorted(key for key in loaded if isinstance(key, int))
     parts: list[Mapping[str, Any]] = [loaded[key] for key in numbered] or [loaded]
-    # An FP32 optimizer has its param groups at the top.
+    # The state dict of an FP32 optimizer has its param groups at the top level.
     inner: list[Mapping[str, Any]] = [part.get("optimizer", part) for part in parts]
     groups = [group for part in inner for group in part.get("param_groups", ())]
     step = _loaded_step(inner, groups)
     state: dict[int, State] = {}
     for index, slot in enumerate(stack.slots()):
         if "step" not in stack.slot_state(slot):
-            continue  # The parameter was never trained.
+            continue  # The checkpoint has no state of a parameter that was never trained.
         tensors = dict(loaded.get(_STATE, {}).get(index, {}))
         for main in {_FLOAT16_MAIN, _DISTRIBUTED_MAIN} & tensors.keys():
             tensors[MASTER] = tensors.pop(main)
@@ -532,10 +548,10 @@ def plain_state_dict(stack: MegatronOptimizer, loaded: Mapping[Any, Any]) -> dic
 
 
 def _loaded_step(parts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> float:
-    """Return the number of steps.
+    """Return the number of steps of a loaded state dict.
 
-    Megatron stores it in one of two places, or nowhere for optimizers without a count; then it is
-    1.
+    Megatron stores the number under one of two keys. Optimizers without a count store no number,
+    and 1 is returned.
     """
     for part in parts:
         common = part.get("state", {}).get("common_step")
@@ -546,7 +562,7 @@ def _loaded_step(parts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[st
 
 
 def _as_shard(live: Any, elements: Tensor | None) -> Any:
-    """Return loaded elements in the form in which a stack exports its part of a parameter.
+    """Return loaded elements in the form in which a stack exports its shard of a parameter.
 
     Args:
         live: the stack's own tensor.

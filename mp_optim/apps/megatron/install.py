@@ -35,7 +35,7 @@ from mp_optim.zero import composite
 
 _HOME = "megatron.core.optimizer"
 _REQUIRED_GROUPS = ("dp", "expt_dp", "mp", "tp_ep_pp")
-"""Groups that Megatron, too, requires in a collection."""
+"""Process groups that Megatron, too, requires in a collection."""
 _theirs: dict[str, Any] = {}
 """Megatron's own factories by name, while they are replaced."""
 _settings: dict[str, Any] = {}
@@ -55,15 +55,15 @@ def get_megatron_optimizer(
     Args:
         config: Megatron's ``OptimizerConfig``.
         model_chunks: modules, wrapped in Megatron's DDP or not.
-        config_overrides: settings by parameter key; Megatron's standard overrides by default.
+        config_overrides: settings by parameter key; None for Megatron's standard overrides.
         use_gloo_process_groups: ignored, because this package needs no such groups.
-        pg_collection: Megatron's process groups; by default those of ``parallel_state``.
+        pg_collection: Megatron's process groups; None for the groups of ``parallel_state``.
         dump_param_to_param_group_map: not supported.
 
     Raises:
-        ValueError: a Megatron setting is not supported; names it.
-        RuntimeError: the program has replaced a Megatron function that is not called here; names
-            it.
+        ValueError: a Megatron setting is not supported; the message names it.
+        RuntimeError: the program has replaced a Megatron function that is not called here; the
+            message names it.
     """
     if dump_param_to_param_group_map is not None:
         raise ValueError(
@@ -80,7 +80,7 @@ def get_megatron_optimizer(
         config_overrides = optimizer.get_standard_config_overrides(config)
     ours = config_from_megatron(config, model_chunks, _settings)
     has_rate = ours.lr is not None
-    if not has_rate:  # a scheduler sets it, as in Megatron, before the first step
+    if not has_rate:  # As in Megatron, a scheduler sets the rate before the first step.
         ours = dataclasses.replace(ours, lr=ours.min_lr or 0.0)
     check_replacements()
     groups = replaced_groups(config, ours, model_chunks, config_overrides)
@@ -95,10 +95,11 @@ def get_megatron_optimizer(
     )
     for group in stack.param_groups:
         rates = group.get("max_lr", ours.lr), group.get("min_lr", ours.min_lr)
-        group["default_config"] = rates == (ours.lr, ours.min_lr)  # the rate that Megatron logs
+        # Megatron logs the rate of groups with the default config.
+        group["default_config"] = rates == (ours.lr, ours.min_lr)
         if not has_rate and group["default_config"]:
             group["lr"] = None
-            group.pop("max_lr", None)  # the scheduler counts these itself
+            group.pop("max_lr", None)  # The scheduler computes the rate from its own max_lr.
     return ChainedOptimizer.over(stack, model_chunks, groups_elsewhere(stack))
 
 
@@ -113,7 +114,8 @@ def get_megatron_muon_optimizer(
     """Build a Muon stack from the arguments of ``get_megatron_muon_optimizer`` of Megatron core
     0.16.
 
-    It is :func:`get_megatron_optimizer` with ``muon`` or ``dist_muon`` in the config.
+    The result is that of :func:`get_megatron_optimizer` with ``muon`` or ``dist_muon`` in the
+    config.
     """
     of_muon = copy.copy(config)
     of_muon.optimizer = "dist_muon" if layer_wise_distributed_optimizer else "muon"
@@ -126,18 +128,19 @@ _FACTORIES: dict[str, tuple[str, Callable[..., ChainedOptimizer]]] = {
     "get_megatron_optimizer": (_HOME, get_megatron_optimizer),
     "get_megatron_muon_optimizer": (f"{_HOME}.muon", get_megatron_muon_optimizer),
 }
-"""Factories of this package, with the names and modules of Megatron's.
+"""Factories of this package, with the name and the module of each Megatron factory.
 
-They accept the arguments of Megatron's factories, from core 0.16 on.
+The factories accept the arguments of Megatron's factories, from core 0.16 on.
 """
 
 
 def _without_idle(
     overrides: Mapping[Any, Any], config: Any, chunks: Sequence[nn.Module]
 ) -> dict[Any, Any]:
-    """Return the overrides without Megatron's standard ones that match no parameter of the model.
+    """Return the overrides, except Megatron's standard overrides that match no parameter of the
+    model.
 
-    An override that the caller added must match.
+    An override that the caller added must match a parameter.
     """
     optimizer = importlib.import_module(_HOME)
     standard = {*optimizer.get_standard_config_overrides(config)}
@@ -153,10 +156,11 @@ def _without_idle(
 
 
 def _groups(pg_collection: Any) -> ProcessGroups | None:
-    """Return Megatron's process groups as this package's; None for a single process.
+    """Return Megatron's process groups as this package's :class:`ProcessGroups`; None for a single
+    process.
 
     Raises:
-        ValueError: a given collection lacks one; names it.
+        ValueError: a given collection lacks a group; the message names it.
     """
     if pg_collection is not None:
         for name in _REQUIRED_GROUPS:
@@ -174,26 +178,27 @@ def _groups(pg_collection: Any) -> ProcessGroups | None:
 
 
 def _is_expert(param: Tensor, name: str) -> bool:
-    """True if a parameter belongs to an expert. As in Megatron, experts count as dense with one
-    expert-parallel rank."""
+    """True if a parameter belongs to an expert. With one expert-parallel rank, experts count as
+    dense, as in Megatron."""
     is_reduced: bool | None = getattr(param, "allreduce", None)
     return is_expert_param(param, name) if is_reduced is None else not is_reduced
 
 
 def install(**settings: Any) -> None:
-    """Replace Megatron's factories in all modules that import them. Call it before ``pretrain``.
+    """Replace Megatron's factories in all modules that import them. Call this function before
+    ``pretrain``.
 
     A second call only changes the settings.
 
     Args:
         settings: fields of :class:`mp_optim.OptimizerConfig` that Megatron's config does not have,
-            such as ``offload_mode="speculative"``; they are added to Megatron's.
+            such as ``offload_mode="speculative"``. They are added to Megatron's settings.
 
     Raises:
         ImportError: Megatron is not installed.
         RuntimeError: Megatron's factory has unknown arguments, or the program has replaced a
-            Megatron function that is not called here; names it.
-        TypeError: a setting is not a field of the config; names it.
+            Megatron function that is not called here; the message names it.
+        TypeError: a setting is not a field of the config; the message names it.
     """
     names = {spec.name for spec in dataclasses.fields(OptimizerConfig)}
     if unknown := sorted(settings.keys() - names):
@@ -207,17 +212,19 @@ def install(**settings: Any) -> None:
     _theirs.update({name: theirs for name, theirs in present.items() if theirs})
     for name, theirs in _theirs.items():
         _put(theirs, _FACTORIES[name][1])
-    # Megatron's callers test the class of their optimizer
+    # Register the classes, because Megatron's callers test the class of their optimizer.
     theirs = importlib.import_module(_HOME)
     theirs.MegatronOptimizer.register(MegatronAdapter)
     theirs.ChainedOptimizer.register(ChainedOptimizer)
 
 
 def _present(name: str) -> Any:
-    """Return Megatron's factory; None if this version has none, or one that only calls another.
+    """Return Megatron's factory; None if this version has no such factory, or its factory only
+    calls another.
 
     Raises:
-        RuntimeError: it has arguments that are not supported, or belongs to a program; names it.
+        RuntimeError: the factory has arguments that are not supported, or a program has replaced
+            it; the message names it.
     """
     home, ours = _FACTORIES[name]
     try:
@@ -251,7 +258,7 @@ def uninstall() -> None:
 
 
 def _put(present: Any, wanted: Any) -> None:
-    """Replace a function in every module that has imported it, under any name."""
+    """Replace a function in every module that has imported the function, under any name."""
     for of_module, module in list(sys.modules.items()):
         if of_module.startswith("mp_optim."):
             continue
@@ -266,7 +273,7 @@ def grad_scaler_from_megatron(scaler: Any) -> MegatronGradScaler | None:
     A grad scaler of this package is returned unchanged.
 
     Raises:
-        TypeError: it is neither constant nor dynamic.
+        TypeError: the scaler is neither constant nor dynamic.
     """
     if scaler is None or isinstance(scaler, MegatronGradScaler):
         return scaler
@@ -297,16 +304,18 @@ def _stack_over(
     config: Any,
     grad_scaler: Any = None,
 ) -> MegatronOptimizer:
-    """Return one optimizer over the model's parameters, wrapped.
+    """Return the stack that a wrapper builds over an optimizer.
 
     Args:
+        wrapper: class of the stack.
         optimizer: any torch optimizer; None on a rank without parameters to step.
         config: Megatron's ``OptimizerConfig``, or this package's.
+        grad_scaler: Megatron's grad scaler, or this package's.
     """
     if optimizer is None:
         optimizer = FusedAdam([{"params": []}], lr=0.0)
     if getattr(config, "lr", None) is None and not isinstance(config, OptimizerConfig):
-        # the optimizer's rate applies if the config has none
+        # Use the optimizer's own rate, because the config has none.
         config = dataclasses.replace(config, lr=float(optimizer.param_groups[0]["lr"] or 0.0))
     scaler = grad_scaler_from_megatron(grad_scaler)
     return wrapper(optimizer, config_from_megatron(config), scaler)
@@ -318,7 +327,7 @@ class Float16OptimizerWithFloat16Params(MegatronAdapter):
     Args:
         optimizer: any torch optimizer; None on a rank without parameters to step.
         config: Megatron's ``OptimizerConfig``, or this package's.
-        grad_scaler: Megatron's, or this package's.
+        grad_scaler: Megatron's grad scaler, or this package's.
         init_state_fn: stored for callers that read it; this package allocates state itself.
     """
 
@@ -350,14 +359,14 @@ class FP32Optimizer(MegatronAdapter):
 class ChainedOptimizer(MegatronAdapter):
     """:class:`mp_optim.ChainedOptimizer` with Megatron's arguments.
 
-    As in Megatron, the factory returns one for any number of parts; without parts it does nothing.
-    After :func:`install`, ``isinstance`` accepts it as Megatron's class.
+    As in Megatron, the factory returns a chain for any number of parts, and a chain without parts
+    does nothing. After :func:`install`, ``isinstance`` accepts a chain as Megatron's class.
 
     Args:
         chained_optimizers: objects of the wrappers here, or of :func:`get_megatron_optimizer`.
 
     Raises:
-        TypeError: one is of another class.
+        TypeError: an object has another class.
     """
 
     def __init__(self, chained_optimizers: Sequence[Any]) -> None:
@@ -388,7 +397,8 @@ class ChainedOptimizer(MegatronAdapter):
 
     @property
     def chained_optimizers(self) -> list[MegatronAdapter]:
-        """The parts, the same objects at each read; one part for a stack that has no members."""
+        """The parts of the chain, the same objects at each read. A stack without members has one
+        part."""
         stacks = self.stack.chained_optimizers
         members: list[MegatronAdapter] = self.__dict__.setdefault("_members", [])
         if [member.stack for member in members] != stacks:
@@ -402,11 +412,11 @@ class ChainedOptimizer(MegatronAdapter):
 
 
 class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
-    """See :class:`mp_optim.HybridDeviceOptimizer`; with what Megatron's callers ask of theirs."""
+    """:class:`mp_optim.HybridDeviceOptimizer` with the attributes that Megatron's callers read."""
 
     @property
     def param_to_fp32_param(self) -> dict[Tensor, Tensor]:
-        """The FP32 copy of each parameter that has one."""
+        """The FP32 copy of each parameter that has a copy."""
         copies: dict[Tensor, Tensor] = {}
         for slot, param in iter_slots(self.param_groups):
             main = self.main_param(slot)
@@ -419,4 +429,4 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
         self.init_state()
 
     def update_fp32_param_by_new_param(self) -> None:
-        """Do nothing: copies follow values that are written into the parameters."""
+        """Do nothing, because the copies follow values that are written into the parameters."""

@@ -1,4 +1,4 @@
-"""Parts of Megatron's optimizer that a program has replaced.
+"""Functions and classes of Megatron's optimizer that a program has replaced.
 
 Param groups come from the program's own function. Any other replacement is refused by name.
 """
@@ -18,7 +18,7 @@ from mp_optim.config import OptimizerConfig
 _HOME = "megatron.core.optimizer"
 _GROUPS = "_get_param_groups"
 _OWNERS = ("megatron.core", "torch", "apex", "transformer_engine", "emerging_optimizers")
-"""Packages whose objects Megatron's own modules import under these names."""
+"""Packages whose objects Megatron imports into the modules of its optimizer."""
 _NORMS = ("clip_grad_by_total_norm_fp32", "count_zeros_fp32", "get_grad_norm_fp32")
 _CLASSES = ("Float16OptimizerWithFloat16Params", "FP32Optimizer", "ChainedOptimizer")
 REPLACED_HERE: dict[str, tuple[str, ...]] = {
@@ -36,10 +36,11 @@ REPLACED_HERE: dict[str, tuple[str, ...]] = {
 
 
 def check_replacements() -> None:
-    """Raise if a program has replaced a Megatron function or class that is not called here.
+    """Check that the program has replaced no Megatron function or class that this package does not
+    call.
 
     Raises:
-        RuntimeError: names each replacement and its module.
+        RuntimeError: the program has replaced some; the message names each of them and its module.
     """
     if found := sorted(set(_replacements())):
         raise RuntimeError(
@@ -66,7 +67,7 @@ def _replacements() -> Iterator[str]:
 def _own(kind: type) -> list[tuple[str, Any]]:
     """Return the functions that a class defines.
 
-    Megatron's HybridDeviceOptimizer is left out, because it has no part in a step of this package.
+    Megatron's HybridDeviceOptimizer has none here, because steps of this package do not call it.
     """
     return [] if kind.__name__ == "HybridDeviceOptimizer" else list(vars(kind).items())
 
@@ -79,8 +80,8 @@ def _function(item: Any) -> Any:
 
 
 def is_replaced(value: Any) -> bool:
-    """True if an object with a Megatron name belongs neither to Megatron nor to a library that
-    Megatron imports it from."""
+    """True if an object under a Megatron name belongs neither to Megatron nor to a library that
+    Megatron imports."""
     if not (inspect.isclass(value) or inspect.isroutine(value)):
         return False
     owner = f"{getattr(value, '__module__', None) or 'torch'}."
@@ -95,14 +96,17 @@ def full_name(value: Any) -> str:
 def replaced_groups(
     config: Any, ours: OptimizerConfig, chunks: Sequence[nn.Module], overrides: Mapping[Any, Any]
 ) -> list[dict[str, Any]] | None:
-    """Return the param groups of a program's own ``_get_param_groups``; None if it is Megatron's.
+    """Return the param groups of a program's own ``_get_param_groups``; None if the function is
+    Megatron's.
 
     Args:
         config: Megatron's config.
-        ours: this package's config, made from it.
+        ours: this package's config, made from Megatron's.
+        chunks: modules of the model.
+        overrides: settings by parameter key.
 
     Raises:
-        RuntimeError: the optimizer is Muon, whose matrices such groups do not name.
+        RuntimeError: the optimizer is Muon, because such groups do not name Muon's matrices.
     """
     function = getattr(importlib.import_module(_HOME), _GROUPS)
     if not is_replaced(function):

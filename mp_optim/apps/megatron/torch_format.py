@@ -1,6 +1,6 @@
 """State of ``--ckpt-format torch``.
 
-State that is equal on every data-parallel rank is in the state dict. The first of these ranks
+State that is equal on every data-parallel rank is in the state dict. The first data-parallel rank
 writes the sharded state into a separate file.
 
 State of Megatron's Float16 optimizer is read, too: FP32 copies and moments by position in its param
@@ -38,7 +38,8 @@ _FORMAT = "mp_optim parameter state 1"
 
 
 def common_state_dict(stack: MegatronOptimizer) -> dict[str, Any]:
-    """Return a stack's state dict; with sharded state, only its settings and loss scale."""
+    """Return a stack's state dict. If state is sharded, the dict has only settings and loss
+    scale."""
     parts = stack.chained_optimizers
     if not any(isinstance(part, DistributedOptimizer) for part in parts):
         return stack.state_dict()
@@ -53,7 +54,7 @@ def load_common(stack: MegatronOptimizer, common: Mapping[str, Any]) -> None:
     """Load a result of :func:`common_state_dict` into a distributed stack; state does not change.
 
     Raises:
-        ValueError: it does not match this optimizer; no setting was loaded.
+        ValueError: the result does not match this optimizer; no setting was loaded.
     """
     plain = stack.state_dict()
     plain["param_groups"] = groups_with_settings(stack, common["param_groups"])
@@ -65,7 +66,8 @@ def load_common(stack: MegatronOptimizer, common: Mapping[str, Any]) -> None:
 def save_parameter_state(stack: MegatronOptimizer, filename: str) -> None:
     """Write the state of all slots, whole and in FP32.
 
-    Collective over each part's data-parallel ranks. The first rank of each part writes a file.
+    The call is collective over each part's data-parallel ranks. The first rank of each part writes
+    a file.
     """
     stack.step_mark.check("save_parameter_state")
     stack.init_state()
@@ -87,7 +89,8 @@ def load_parameter_state(stack: MegatronOptimizer, filename: str) -> None:
     Each part's first rank reads its file, and sends the other ranks their elements.
 
     Raises:
-        ValueError: the file is another one, or does not match this optimizer; no state was loaded.
+        ValueError: the file is not from :func:`save_parameter_state`, or does not match this
+            optimizer; no state was loaded.
     """
     parts: list[dict[str, State] | None] = [None] * len(stack.chained_optimizers)
     if any(map(_is_first, stack.chained_optimizers)):
@@ -142,11 +145,13 @@ def _own_elements(part: MegatronOptimizer, slot: Slot, whole: State) -> State:
 def load_positional(
     stack: MegatronOptimizer, saved: Sequence[Mapping[str, Any]], *, convert: bool = False
 ) -> None:
-    """Load state by position into a stack over the same parameters, with its group settings.
+    """Load state by position into a stack over the same parameters, together with its group
+    settings.
 
     Args:
+        stack: the stack to load into.
         saved: the state dict of each part of a chain, or of the only optimizer.
-        convert: True to round state to the dtypes configured here, also if bits are lost.
+        convert: True to round state to the dtypes configured here, even if bits are lost.
 
     Raises:
         ValueError: parts, param groups or shapes do not match; no state was loaded.
@@ -175,7 +180,7 @@ def load_positional(
 
 
 def _names(part: MegatronOptimizer, saved: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Return the names of a part's parameters in the order of the saved groups."""
+    """Yield the names of a part's parameters in the order of the saved groups."""
     left = {index: group for index, group in enumerate(part.param_groups) if group["params"]}
     for group in saved:
         count = len(group["params"])
@@ -207,7 +212,7 @@ _KIND = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 """Settings that distinguish groups in every version of Megatron."""
 _OF_THIS_RANK = ("params", "param_names", "param_checksums", "fqns")
 _NOT_IDENTITY = ("lr", "weight_decay", "step", *_OF_THIS_RANK)
-"""Settings that change during training or differ between ranks, so that they identify no group."""
+"""Settings that change during training or differ between ranks. They do not identify a group."""
 
 
 # -- settings of param groups
@@ -222,9 +227,9 @@ def group_settings_of(part: MegatronOptimizer) -> list[SavedSettings]:
 
 
 def groups_elsewhere(stack: MegatronOptimizer) -> list[list[SavedSettings]]:
-    """Return, for each part, groups that only other ranks have, such as experts of another stage.
+    """Return the groups of each part that only other ranks have, such as experts of another stage.
 
-    Collective over all processes, as Megatron's factory is.
+    The call is collective over all processes, as Megatron's factory is.
     """
     here = [group_settings_of(part) for part in stack.chained_optimizers]
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -237,7 +242,7 @@ def groups_elsewhere(stack: MegatronOptimizer) -> list[list[SavedSettings]]:
         of_ranks = (of_rank[index] for of_rank in everywhere if index < len(of_rank))
         for group in chain.from_iterable(of_ranks):
             identity = _identity(group)
-            # A rank without parameters has a group without settings.
+            # A group without settings belongs to a rank without parameters.
             if identity not in known and all(key in group for key in _KIND):
                 known.append(identity)
                 others.append(group)
@@ -257,13 +262,14 @@ def groups_with_settings(
 
 
 def matched_settings(live: SavedSettings, saved: Sequence[Mapping[str, Any]]) -> SavedSettings:
-    """Return the saved settings for a group: the most similar ones of its kind.
+    """Return the saved settings for a group: those of the most similar saved group of its kind.
 
-    Experts are a separate kind only in some layouts. So without a group of their kind a dense group
-    matches, and vice versa.
+    Experts are a separate kind only in some layouts. So a dense group matches if no group of
+    experts was saved, and a group of experts matches a dense group in the same way.
 
     Raises:
-        ValueError: no group of its kind was saved, or two are equally similar; names the settings.
+        ValueError: no group of its kind was saved, or two saved groups are equally similar; the
+            message names the settings.
     """
     wanted = _identity(live).items()
     kind: list[Mapping[str, Any]] = []
@@ -276,7 +282,8 @@ def matched_settings(live: SavedSettings, saved: Sequence[Mapping[str, Any]]) ->
             f"{'; '.join(map(_kind_in_words, saved)) or 'none'}; use the overrides of the saved "
             "run"
         )
-    if "optimizer" in live:  # With Muon, Megatron names only the scalar optimizer.
+    # With Muon, Megatron names only the scalar optimizer, so a group without a name is Muon's.
+    if "optimizer" in live:
         rule = live["optimizer"]
         kind = [group for group in kind if group.get("optimizer", "muon") == rule] or kind
     likeness = []
@@ -302,7 +309,8 @@ def _identity(group: Mapping[str, Any]) -> SavedSettings:
 
 
 def kind_of(group: Mapping[str, Any], keys: Sequence[str] = _KIND) -> tuple[Any, ...]:
-    """Return the settings that distinguish groups. NeMo keeps some of them under ``pre_<name>``."""
+    """Return the settings that distinguish groups. NeMo keeps some settings under
+    ``pre_<name>``."""
     return tuple(group.get(key, group.get(f"pre_{key}")) for key in keys)
 
 
@@ -318,24 +326,24 @@ def whole_states(
 ) -> Iterator[tuple[Slot, State, bool]]:
     """Yield the state of every slot of a part that has state, as copies.
 
-    The next step does not write to copies that are still being saved. Collective over the part's
-    data-parallel ranks if it is distributed.
+    A save may still read the copies during the next step, because the step does not write to them.
+    The call is collective over the data-parallel ranks of a distributed part.
 
     Args:
         part: the part.
-        rank: data-parallel rank that gets sharded state; by default, for each parameter, the rank
+        rank: data-parallel rank that gets sharded state. None chooses, for each parameter, the rank
             with most of its elements, because most parameters are whole on one rank.
 
     Yields:
-        A slot; its FP32 tensors for the whole parameter on this model-parallel rank, in their own
-        memory, and ``step`` (only ``step`` if another data-parallel rank got the tensors); and True
-        if no other data-parallel rank has them.
+        Three values for each slot. The slot. Its FP32 tensors for the whole parameter on this
+            model-parallel rank, in their own memory, with ``step``; only ``step`` if another
+            data-parallel rank got the tensors. True if no other data-parallel rank has the tensors.
     """
     if not isinstance(part, DistributedOptimizer):
         yield from ((slot, _copied_state(part, slot), False) for slot in part.slots())
         return
     group = part.process_groups.dp
-    assert group is not None  # The constructor requires it.
+    assert group is not None  # The constructor of a distributed optimizer requires the group.
     own: list[Range | None] = []
     for slot in part.slots():
         shard = flat_shard_of(part.slot_state(slot))
@@ -345,7 +353,8 @@ def whole_states(
     for slot, *of_ranks in zip(part.slots(), *ranges, strict=True):
         state = _copied_state(part, slot)
         if any(of_rank is None for of_rank in of_ranks):
-            yield slot, state, False  # Every rank steps all of it.
+            # Every rank steps the whole parameter, so any rank can save it.
+            yield slot, state, False
             continue
         counts = [count for _, count in of_ranks]
         receiver = counts.index(max(counts)) if rank is None else rank
@@ -353,14 +362,16 @@ def whole_states(
 
 
 def flat_shard_of(state: State) -> FlatShard | None:
-    """Return a tensor of a slot of which this rank has only some elements; None if it has all."""
+    """Return a state tensor with some elements of its parameter on this rank; None if this rank
+    has all elements."""
     return next((value for value in state.values() if isinstance(value, FlatShard)), None)
 
 
 def _copied_state(part: MegatronOptimizer, slot: Slot) -> State:
     """Return a slot's state in FP32, with host tensors copied.
 
-    Background saves of Megatron copy tensors only from accelerators.
+    Host tensors must be copied, because background saves of Megatron copy only tensors on
+    accelerators.
     """
     state = dict(part.full_slot_state(slot))
     for key, value in state.items():
@@ -385,7 +396,8 @@ def _put_together(state: State, ranges: Sequence[Range], rank: int, group: Proce
 def _gather(
     shards: Sequence[FlatShard], ranges: Sequence[Range], rank: int, group: ProcessGroup
 ) -> list[Tensor]:
-    """Return the whole tensors of some shards of one range, on one rank; None on the others."""
+    """Return whole tensors from the shards of one parameter on ``rank``; None on the other
+    ranks."""
     is_nccl = "nccl" in str(dist.get_backend(group))
     device = CUDA.current() if is_nccl else torch.device("cpu")
     largest = max(count for _, count in ranges)
