@@ -110,7 +110,9 @@ def quantize_weights(
             if other != f"{path}.{name}" and any(
                 param is other_param for *_, other_param in chosen
             ):
-                raise TypeError(f"{path}.{name} is tied to {other}; leave it out with select=")
+                raise TypeError(
+                    f"{path}.{name} is tied to {other}; leave the parameter out with select="
+                )
     return [
         _quantize(path, module, name, param, dtype, rowwise) for path, module, name, param in chosen
     ]

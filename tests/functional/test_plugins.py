@@ -114,7 +114,7 @@ def test_ms_swift_callback_trains_with_our_optimizer_and_refuses_bad_args(tmp_pa
     trained.create_optimizer = callback.create_optimizer
     check_trained(trained)
     arguments.optim_args = "offload"
-    with pytest.raises(ValueError, match="'offload' is not of the form name=value"):
+    with pytest.raises(ValueError, match="optim_args='offload': the equals sign is missing"):
         callback.create_optimizer()
     arguments.optim_args = "optimizer=AdamX"
     with pytest.raises(ValueError, match="optimizer='AdamX': must be one of"):

@@ -17,7 +17,7 @@ from mp_optim.apps.conform.kit import (
 from mp_optim.apps.conform.runner import Outcome, command_of, run
 
 SUBJECTS = (steps, resume, groups, tensors, precision, distributed)
-"""Modules that define checks. Importing them fills :data:`CHECKS`."""
+"""Modules that define checks. Importing these modules fills :data:`CHECKS`."""
 
 __all__ = [
     "CHECKS",

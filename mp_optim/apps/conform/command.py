@@ -28,14 +28,14 @@ class Options:
     args: tuple[str, ...] = ()
     """Keyword arguments of the optimizer, as name=value."""
     rule: Annotated[str, tyro.conf.arg(metavar="{adam,adamw,sgd,lion,none}")] = ""
-    """Rule whose formula the optimizer follows. The default is its own name in lower case, if that
-    is a rule."""
+    """Rule whose formula the optimizer follows. The default is the optimizer's name in lower
+    case, if that is a rule."""
     only: tuple[str, ...] = ()
-    """Names of the checks to run. The default is all."""
+    """Names of the checks to run. The default runs all checks."""
     level: Literal["must", "should", "nice"] = "must"
     """Lowest level of a check whose failure sets exit status 1."""
     list: bool = False
-    """List all checks, and run none."""
+    """True to list all checks, and run none."""
 
 
 def show_checks() -> None:

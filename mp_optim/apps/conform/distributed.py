@@ -56,7 +56,7 @@ def shared_folder() -> Path:
 
 @should(ranks=2)
 def fsdp2_trains_as_one_process(make: Make) -> None:
-    """A model sharded by fully_shard over two ranks trains as it does in one process."""
+    """A model that fully_shard shards over two ranks trains as the model does in one process."""
     plain, sharded = layers(), sharded_layers()
     train(plain, make(plain.parameters()), 4)
     train(sharded, make_or_refuse(make, sharded.parameters()), 4)
@@ -147,7 +147,8 @@ def a_rank_may_have_nothing_of_a_parameter(make: Make) -> None:
 
 @nice(ranks=2)
 def zero_redundancy_wraps_it(make: Make) -> None:
-    """torch's ZeroRedundancyOptimizer shards it over two ranks, and trains as one process does."""
+    """torch's ZeroRedundancyOptimizer shards the optimizer over two ranks, and trains as one
+    process does."""
     plain, spread = layers(), layers()
     train(plain, make(plain.parameters()), 3)
     maker: Any = make

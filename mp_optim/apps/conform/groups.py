@@ -31,8 +31,11 @@ def two_groups(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
 
 
 def as_without(make: Make, change: Callable[[Any], None]) -> None:
-    """Change an optimizer's groups between two steps, and require equal numbers, or an error at the
-    next step. All parameters have one shape, so only their identity distinguishes them."""
+    """Change an optimizer's groups between two steps. Require equal numbers, or an error at the
+    next step.
+
+    All parameters have one shape, so only their identity distinguishes them.
+    """
     results = []
     for is_changed in (False, True):
         params = [nn.Parameter(noise(12, 8, seed=seed)) for seed in range(2)]
@@ -67,7 +70,8 @@ def each_group_has_its_settings(make: Make) -> None:
 
 @must()
 def a_group_may_be_added_later(make: Make) -> None:
-    """A group added with add_param_group after some steps is trained, with defaults filled in."""
+    """A group added with add_param_group after some steps is trained, with the optimizer's
+    defaults for missing settings."""
     model = layers()
     first, second = model.parameters()
     optimizer = make([first])
@@ -129,13 +133,13 @@ def a_group_may_be_removed(make: Make) -> None:
     backward(model, 2)
     step_or_refuse(optimizer, list(model.parameters()))
     first, second = weights(model)
-    require((first != before[0]).any(), "the group that stayed is not trained")
+    require((first != before[0]).any(), "the remaining group is not trained")
     require_same([second], before[1:], "the group that was removed")
 
 
 @should()
 def keys_of_others_are_kept(make: Make) -> None:
-    """A key that a program writes into a group (a name, a schedule's mark) is saved and loaded."""
+    """A key that a program writes into a param group, such as a name, is saved and loaded."""
     model = layers()
     optimizer = make_or_refuse(make, two_groups(model.parameters()))
     for index, group in enumerate(optimizer.param_groups):
@@ -153,7 +157,7 @@ def a_generator_of_parameters_is_taken(make: Make) -> None:
     model = layers()
     optimizer = make_or_refuse(make, [{"params": model.parameters()}])
     count = len(optimizer.param_groups[0]["params"])
-    require(count == 2, f"{count} of 2 parameters came in")
+    require(count == 2, f"{count} of 2 parameters are in the group")
     before = weights(model)
     train(model, optimizer, 2)
     require((weights(model)[1] != before[1]).any(), "nothing was trained")
@@ -187,4 +191,4 @@ def no_parameters_are_refused(make: Make) -> None:
         make([])
     except Exception:
         return
-    require(False, "an empty list was taken")
+    require(False, "an empty list of parameters was accepted")

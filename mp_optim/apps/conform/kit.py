@@ -1,4 +1,4 @@
-"""Parts of checks: the checked optimizer, findings, and helpers for all checks.
+"""Helpers of checks: the checked optimizer, findings, comparisons and small models.
 
 A check is a plain function of a :data:`Make`. This module needs only torch.
 """
@@ -16,20 +16,24 @@ import torch
 from torch import Tensor, nn
 
 Make = Callable[..., torch.optim.Optimizer]
-"""``make(params, **settings)``: returns an optimizer of the checked class. Settings given here
-replace the user's."""
+"""``make(params, **settings)``: returns an optimizer of the checked class. These settings
+replace the user's settings of the same name."""
 
 MUST, SHOULD, NICE = LEVELS = ("must", "should", "nice")
-"""must: torch promises it, and a run without it is silently wrong or breaks. should: widely used
-programs rely on it. nice: good to have, and promised by few."""
+"""Levels of checks.
+
+- must: torch promises the property, and a run without it is silently wrong or breaks.
+- should: widely used programs rely on the property.
+- nice: few optimizers promise the property.
+"""
 
 
 class Nonconformance(Exception):
-    """Failure of a check: a sentence with the numbers."""
+    """Failure of a check. The message is one sentence with the numbers."""
 
 
 class Refused(Exception):
-    """The optimizer refuses a request with its own error. This is not a failure."""
+    """The optimizer refuses a request with its own error, which is not a failure."""
 
 
 class NotApplicable(Exception):
@@ -43,8 +47,8 @@ class Check:
     Attributes:
         function: the check; raises :class:`Nonconformance`.
         level: one of :data:`LEVELS`.
-        rules: rules whose formula the check knows; empty if it applies to all.
-        ranks: number of processes that run it together.
+        rules: rules whose formula the check knows; empty if the check applies to all rules.
+        ranks: number of processes that run the check together.
     """
 
     function: Callable[[Make], None]
@@ -99,7 +103,8 @@ def nice(*rules: str, ranks: int = 1) -> Callable[[Function], Function]:
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return numbers of a normal distribution, the same at each call."""
+    """Return numbers of a normal distribution. Calls with one shape and seed return equal
+    numbers."""
     generator = torch.Generator("cpu").manual_seed(seed)
     drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
     return drawn.to(dtype)
@@ -146,7 +151,8 @@ def trained(
 
 
 def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Multiply the learning rate of every group. The optimizer decides the number of groups."""
+    """Multiply the learning rate of every group by ``factor``. An optimizer may have split its
+    groups, so no number is assumed."""
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * factor
 
@@ -181,7 +187,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor, also of a quantized one."""
+    """Return the values of a tensor in FP64. The tensor may be quantized."""
     plain = torch.empty(tensor.shape, dtype=torch.float64, device="cpu")
     return plain.copy_(tensor.detach())
 
@@ -192,7 +198,8 @@ def require(condition: object, finding: str) -> None:
 
 
 def require_same(found: Iterable[Tensor], expected: Iterable[Tensor], what: str) -> None:
-    """Raise unless two tensors are equal bit for bit, except for signs of zeros; NaNs are equal."""
+    """Raise Nonconformance unless the tensors of two lists are equal bit for bit. Signs of zeros
+    may differ; NaNs are equal."""
     for index, pair in enumerate(zip(found, expected, strict=True)):
         dtype, other = (tensor.dtype for tensor in pair)
         require(dtype == other, f"{what}: {dtype} instead of {other}")
@@ -207,7 +214,7 @@ def require_same(found: Iterable[Tensor], expected: Iterable[Tensor], what: str)
 
 
 def require_close(found: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
-    """Raise if an element differs by more than the tolerance, or is NaN."""
+    """Raise Nonconformance if an element differs by more than the tolerance, or is NaN."""
     found, expected = found.detach().double(), expected.detach().double()
     off = (found - expected).abs()
     if not bool((off <= tolerance).all()):
@@ -217,7 +224,7 @@ def require_close(found: Tensor, expected: Tensor, tolerance: float, what: str) 
 
 
 def percent(share: float) -> str:
-    """Return a share in whole percent; 0 has no sign."""
+    """Return a share in whole percent. A share that rounds to 0 has no minus sign."""
     text = f"{100 * share:.0f}"
     return "0 %" if text == "-0" else f"{text} %"
 
@@ -230,10 +237,10 @@ def plain(make: Make) -> Make:
 
 
 def make_or_refuse(make: Make, params: Any, **settings: Any) -> torch.optim.Optimizer:
-    """Return an optimizer; an error of its constructor is a refusal.
+    """Return an optimizer. An error of its constructor is a refusal.
 
     Raises:
-        Refused: with the text of that error.
+        Refused: the constructor raised; the message has the text of its error.
     """
     try:
         return make(params, **settings)
@@ -242,10 +249,10 @@ def make_or_refuse(make: Make, params: Any, **settings: Any) -> torch.optim.Opti
 
 
 def step_or_refuse(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
-    """Take a step; an error is a refusal if nothing was changed.
+    """Take a step. An error is a refusal if no parameter was changed.
 
     Raises:
-        Refused: with the text of that error.
+        Refused: the step raised; the message has the text of its error.
     """
     before = [param.detach().clone() for param in params]
     try:
@@ -265,10 +272,10 @@ class Subject:
 
     Attributes:
         path: ``package.module.name`` of a class, or of any function ``name(params, **settings)``.
-        settings: its keyword arguments. Checks set lr, betas, eps, weight_decay and momentum if a
-            formula needs them.
-        rule: one of :data:`RULES`, whose formulas the optimizer follows; None for another rule. The
-            default is the name in lower case, if that is a rule.
+        settings: keyword arguments of the class. Checks set lr, betas, eps, weight_decay and
+            momentum if a formula needs them.
+        rule: one of :data:`RULES`, whose formula the optimizer follows; None for another rule. An
+            empty rule stands for the class's name in lower case, if that is a rule.
     """
 
     path: str
@@ -284,10 +291,10 @@ class Subject:
         """Return the checks that apply to the optimizer's rule.
 
         Args:
-            names: names of checks; all if empty.
+            names: names of checks; all checks if empty.
 
         Raises:
-            ValueError: no check has a name.
+            ValueError: a name is not the name of a check.
         """
         wanted = list(names) or list(CHECKS)
         unknown = [name for name in wanted if name not in CHECKS]
@@ -324,14 +331,14 @@ def located(path: str) -> Callable[..., Any]:
     """Return the object with a dotted name.
 
     Raises:
-        ValueError: it does not exist, or is not callable.
+        ValueError: the object does not exist, or is not callable.
     """
     module_name, _, name = path.rpartition(".")
     if not module_name:
-        raise ValueError(f"{path!r} is no dotted name, as torch.optim.AdamW is one")
+        raise ValueError(f"{path!r} is no dotted name; write one such as torch.optim.AdamW")
     found = getattr(importlib.import_module(module_name), name, None)
     if not callable(found):
-        raise ValueError(f"{module_name} has no class or function {name!r}")
+        raise ValueError(f"{module_name} has no class or function {name!r}; correct the name")
     return found  # type: ignore[no-any-return]
 
 
@@ -345,7 +352,7 @@ def parsed(argument: str) -> tuple[str, Any]:
     """
     name, sign, text = argument.partition("=")
     if not sign:
-        raise ValueError(f"--args {argument!r}: arguments are written name=value")
+        raise ValueError(f"--args {argument!r}: the equals sign is missing; write name=value")
     if text.startswith("torch."):
         return name, getattr(torch, text.removeprefix("torch."))
     try:

@@ -30,7 +30,7 @@ from mp_optim.apps.conform.kit import (
 def way(
     make: Make, dtype: torch.dtype, start: float, sizes: list[float], **settings: float
 ) -> Tensor:
-    """Return the change of a weight in float64 after steps with the given gradients."""
+    """Return the change of a weight in float64, after one step for each gradient in ``sizes``."""
     param = nn.Parameter(filled(start, 16, 16, dtype=dtype))
     optimizer = make_or_refuse(make, [param], **settings)
     for size in sizes:
@@ -41,16 +41,16 @@ def way(
 
 @should()
 def bfloat16_weights_move_at_1e_6(make: Make) -> None:
-    """64 steps of 1e-6 move a bfloat16 weight of 0.001, although each is smaller than its last
-    place."""
+    """64 steps of 1e-6 move a bfloat16 weight of 0.001, although each step is smaller than half
+    a unit in the last place."""
     start = float(filled(0.001, dtype=torch.bfloat16))
     sizes = [1.0] * 64
     expected = way(make, torch.float32, start, sizes, lr=1e-6)
     if abs(float(expected.mean())) < 3e-5:
-        raise NotApplicable("its steps are not of the size of lr: it goes by sizes of weights")
+        raise NotApplicable("the optimizer scales steps by the size of weights, not by lr")
     found = way(make, torch.bfloat16, start, sizes, lr=1e-6)
     share = float(found.mean() / expected.mean())
-    require(0.5 < share < 1.5, f"it went {percent(share)} of float32's way")
+    require(0.5 < share < 1.5, f"the weight moved by {percent(share)} of its float32 step")
 
 
 @should()
@@ -61,17 +61,21 @@ def bfloat16_keeps_its_second_moment(make: Make) -> None:
     expected = way(make, torch.float32, 1.0, sizes, lr=0.01)
     found = way(make, torch.bfloat16, 1.0, sizes, lr=0.01)
     share = float(found.mean() / expected.mean())
-    require(0.75 < share < 1.25, f"it went {percent(share)} of float32's way")
+    require(0.75 < share < 1.25, f"the weight moved by {percent(share)} of its float32 step")
 
 
 @should()
 def float16_steps_are_finite(make: Make) -> None:
-    """Small float16 gradients (1e-5, squares underflow) cause steps no larger than float32's."""
+    """Small float16 gradients (1e-5, whose squares underflow) cause finite steps, no larger than
+    float32's."""
     expected = way(make, torch.float32, 1.0, [1e-5] * 2, lr=0.01).abs().max()
     found = way(make, torch.float16, 1.0, [1e-5] * 2, lr=0.01)
     require(found.isfinite().all(), "float16 weights are not finite after two steps")
     off = float(found.abs().max())
-    require(off <= 2 * float(expected) + 0.002, f"{off:.3g} of way, float32 {float(expected):.3g}")
+    require(
+        off <= 2 * float(expected) + 0.002,
+        f"weights moved by {off:.3g}, with float32 by {float(expected):.3g}",
+    )
 
 
 @must()
@@ -89,7 +93,7 @@ def a_step_without_numbers_is_skipped(make: Make) -> None:
     scaler.update()
     require_same(weights(model), before, "weights after a step that overflowed")
     require_same(tensors_in(optimizer.state_dict()["state"]), state, "state after it")
-    require(scaler.get_scale() == 128.0, "the scale did not come down")
+    require(scaler.get_scale() == 128.0, "the loss scale did not decrease")
 
 
 def scaled(make: Make, dtype: torch.dtype, scale: float) -> list[Tensor]:
@@ -116,7 +120,8 @@ def a_loss_scale_leaves_no_trace(make: Make) -> None:
 
 @nice()
 def float16_parameters_work_under_a_grad_scaler(make: Make) -> None:
-    """float16 parameters are stepped with a GradScaler, and the scale does not change them."""
+    """float16 parameters are stepped with a GradScaler, and the scale does not change the
+    parameters."""
     expected = scaled(make, torch.float16, 64.0)
     for found, right in zip(scaled(make, torch.float16, 1024.0), expected, strict=True):
         require_close(found, right, 0.005, "with a scale of 1024 instead of 64")
@@ -156,7 +161,7 @@ def a_default_dtype_does_not_reach_a_step(make: Make) -> None:
 
 @nice()
 def a_compiled_step_is_the_same(make: Make) -> None:
-    """torch.compile traces a step, and the result is the same."""
+    """A step that torch.compile traces gives the result of an ordinary step."""
     results = []
     for is_compiled in (False, True):
         torch._dynamo.reset()

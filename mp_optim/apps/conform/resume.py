@@ -37,8 +37,8 @@ from mp_optim.apps.conform.kit import (
 
 
 def resumed_after(make: Make, steps: int, dtype: torch.dtype = torch.float32) -> None:
-    """Take six steps in one run, and in a run that is resumed after some of them; require equal
-    bits."""
+    """Take six steps in one run, and six steps in a run that is resumed after ``steps``. Require
+    equal bits."""
     whole = layers(dtype)
     train(whole, make(whole.parameters()), 6)
     first, optimizer = trained(make, steps, dtype)
@@ -76,7 +76,8 @@ def resumes_with_bfloat16_parameters(make: Make) -> None:
 
 @must()
 def resumes_in_the_middle_of_accumulation(make: Make) -> None:
-    """A run saved between two micro-batches, with gradients of the first, resumes bit for bit."""
+    """A run that is saved between two micro-batches, together with the first gradients, resumes
+    bit for bit."""
     results = []
     for is_saved in (False, True):
         model, optimizer = trained(make, 2)
@@ -99,7 +100,8 @@ def resumes_in_the_middle_of_accumulation(make: Make) -> None:
 
 @must()
 def a_state_loads_over_another(make: Make) -> None:
-    """A state loaded into an optimizer that has stepped since restores the same bits."""
+    """A state that is loaded into an optimizer after further steps restores the bits of the
+    saved run."""
     model, optimizer = trained(make, 3)
     state, then = saved(optimizer), copy.deepcopy(model.state_dict())
     train(model, optimizer, 3, 3)
@@ -182,7 +184,7 @@ def a_state_of_other_shapes_is_refused(make: Make) -> None:
         param.grad = noise(*param.shape, seed=1)
         optimizer.step()
     if not any(tensor.dim() for tensor in tensors_in(optimizers[0].state_dict()["state"])):
-        return  # no tensor of this state has a shape to compare
+        return  # No tensor of this state has a shape to compare, so the check passes.
     try:
         optimizers[1].load_state_dict(saved(optimizers[0]))
     except Exception:
@@ -199,7 +201,7 @@ def weights_loaded_alone_are_stepped_from(make: Make) -> None:
         model.load_state_dict(other)
         set_rates(
             optimizer, 1e-3
-        )  # Use a small rate, because a large one may rightly move weights of 3.0 far.
+        )  # Use a small rate, because a step with a large rate may rightly move weights of 3.0 far.
         train(model, optimizer, 1, 3)
         for now in weights(model):
             off = float((now.float() - 3.0).abs().max())
@@ -221,8 +223,8 @@ def weights_written_by_hand_are_kept(make: Make) -> None:
 
 
 def goes_on_as(make: Make, copied: Callable[[Any], Any]) -> None:
-    """Require that a copy of model and optimizer trains its own model as the original would, copied
-    before the first step and later."""
+    """Require that a copy of model and optimizer trains its own model as the original would. The
+    copy is made before the first step and again later."""
     model, optimizer = trained(make)
     for first in (0, 2):
         other, its_own = copied((model, optimizer))
@@ -257,8 +259,8 @@ def state_dicts_by_name_resume(make: Make) -> None:
 
 @should()
 def asking_for_state_is_no_step(make: Make) -> None:
-    """get_optimizer_state_dict before the first step does not change later steps. The step that it
-    takes to create state is not counted."""
+    """get_optimizer_state_dict before the first step does not change later steps. It takes a
+    step to create state, which must not count."""
     plain, asked = layers(), layers()
     train(plain, make(plain.parameters()), 2)
     optimizer = make(asked.parameters())

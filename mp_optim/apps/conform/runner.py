@@ -46,8 +46,8 @@ class Outcome:
         name: name of the check.
         status: ``passes``, ``FAILS``, ``refuses`` (raises an error for the caller) or ``does not
             apply``.
-        message: the finding.
-        seconds: its duration.
+        message: the finding; empty if the check passes.
+        seconds: duration of the check.
     """
 
     name: str
@@ -86,7 +86,7 @@ def run(
 
 
 def _job(subject: Subject, names: list[str], ranks: int, limit: float) -> Iterator[Outcome]:
-    """Yield outcomes of one set of processes, until a check ends them."""
+    """Start processes for some checks, and yield outcomes until a check ends the processes."""
     with tempfile.TemporaryDirectory() as folder:
         report, log = Path(folder, "report"), Path(folder, "log")
         report.touch()
@@ -184,12 +184,12 @@ def outcome_of(name: str, make: Make) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one process, equal on all ranks except for the rank's number.
+    """The checks that one process runs. All ranks of a job get equal values.
 
     Attributes:
         subject: the checked optimizer.
         names: names of the checks.
-        ranks: number of processes that run them together.
+        ranks: number of processes that run the checks together.
         report: the file for findings of all ranks.
         log: the file for all other output.
     """
@@ -202,7 +202,7 @@ class Work:
 
 
 def carry_out(work: Work, rank: int) -> None:
-    """Run the checks, and exit the process."""
+    """Run the checks of one process, and exit the process."""
     output = os.open(work.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for number in (1, 2):
         os.dup2(output, number)
@@ -222,9 +222,11 @@ def carry_out(work: Work, rank: int) -> None:
             report.write(json.dumps(found) + "\n")
             if work.ranks > 1:
                 if status != PASSES:
-                    break  # the exit ends the other ranks, which may wait for this one
+                    # End this process, which ends the other ranks, because they may wait for this
+                    # rank.
+                    break
                 dist.barrier()
-    os._exit(0)  # does not wait for threads that the optimizer left running
+    os._exit(0)  # Exit without waiting for threads that the optimizer left running.
 
 
 def command_of(check: Check, subject: Subject) -> str:

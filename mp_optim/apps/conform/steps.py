@@ -41,9 +41,16 @@ def adam_steps(
     eps: float,
     eps_before_correction: bool = False,
 ) -> Tensor:
-    """Return the weights of Adam (Kingma & Ba) without decay, in float64.
+    """Return the weights of Adam (Kingma & Ba 2015) without decay, in float64.
 
-    Optionally with the epsilon hat of their section 2.
+    Args:
+        start: weights before the first step.
+        gradients: one gradient for each step.
+        lr: learning rate.
+        betas: decay per step of the first and second moment.
+        eps: number added to the root of the second moment.
+        eps_before_correction: True to add ``eps`` before the bias correction (section 2 of the
+            paper).
     """
     param = start.detach().double().clone()
     mean, square = param * 0, param * 0
@@ -60,7 +67,8 @@ def adam_steps(
 def take_steps(
     make: Make, start: Tensor, gradients: Sequence[Tensor | None], **settings: Any
 ) -> Tensor:
-    """Step one parameter with the given gradients; None stands for no gradient."""
+    """Step one parameter with the given gradients, and return its weights. None stands for no
+    gradient."""
     param = nn.Parameter(start.clone())
     optimizer = make([param], **settings)
     for gradient in gradients:
@@ -93,7 +101,9 @@ def ten_steps_follow_adam(make: Make) -> None:
     gradients = [noise(8, 12, seed=step) * (1.0 + step % 3) for step in range(10)]
     found, expected = steps_of_adam(make, start, gradients, 1e-8)
     error = float((found.double() - expected).norm() / (expected - start.double()).norm())
-    require(error < 0.02, f"after ten steps the way is {100 * error:.3g} % off")
+    require(
+        error < 0.02, f"after ten steps the weights are off by {100 * error:.3g} % of their change"
+    )
 
 
 @must("adam", "adamw")
@@ -127,7 +137,7 @@ def decay_is_decoupled(make: Make) -> None:
 
 @must("adam")
 def decay_is_part_of_the_gradient(make: Make) -> None:
-    """Adam's weight decay is added to the gradient: with a zero gradient, it moves each weight by
+    """Adam adds weight decay to the gradient: with a zero gradient, a step moves each weight by
     lr."""
     start = noise(8, 12)
     found = take_steps(plain(make), start, [start * 0], lr=0.01, weight_decay=0.5)
@@ -149,7 +159,8 @@ def steps_follow_sgd(make: Make) -> None:
 
 @must("lion")
 def steps_follow_lion(make: Make) -> None:
-    """Lion follows its paper: it steps by the sign of one average, and stores another one."""
+    """Lion follows its paper: a step moves weights by the sign of one average, and stores
+    another average."""
     start = noise(8, 12)
     gradients = [noise(8, 12, seed=step) for step in range(4)]
     found = take_steps(make, start, gradients, lr=0.01, betas=(0.8, 0.9), weight_decay=0.1)
@@ -163,7 +174,8 @@ def steps_follow_lion(make: Make) -> None:
 
 @must("adam", "adamw", "sgd", "lion")
 def a_late_parameter_is_stepped_as_a_new_one(make: Make) -> None:
-    """A parameter whose first gradient comes at step 5 is stepped as at a first step."""
+    """A parameter whose first gradient comes at step 5 is stepped as a new parameter is at its
+    first step."""
     early, late = nn.Parameter(noise(4, 6)), nn.Parameter(noise(4, 6, seed=1))
     optimizer = make([early, late], lr=0.01, weight_decay=0.0)
     for step in range(5):
@@ -176,7 +188,8 @@ def a_late_parameter_is_stepped_as_a_new_one(make: Make) -> None:
 
 @must("adam", "adamw", "sgd", "lion")
 def steps_without_a_gradient_do_not_count(make: Make) -> None:
-    """A parameter without a gradient for three steps continues as if these had not been taken."""
+    """A parameter that has no gradient in three steps continues as if these steps had not been
+    taken."""
     given = [noise(4, 6, seed=step) for step in range(2)]
     with_gap = [given[0], None, None, None, given[1]]
     settings = {"lr": 0.01, "weight_decay": 0.1}
@@ -232,7 +245,10 @@ def a_warm_up_from_zero_is_harmless(make: Make) -> None:
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     train(model, optimizer, 2, 1)
-    require(all(w.isfinite().all() for w in weights(model)), "the weights are not finite later")
+    require(
+        all(w.isfinite().all() for w in weights(model)),
+        "the weights are not finite after the warm-up",
+    )
 
 
 @must()
@@ -266,9 +282,12 @@ def a_step_writes_in_place(make: Make) -> None:
     params = list(model.parameters())
     memory = [param.data_ptr() for param in params]
     train(model, make(params), 2)
-    require(memory == [param.data_ptr() for param in params], "a parameter lies elsewhere now")
+    require(
+        memory == [param.data_ptr() for param in params],
+        "a parameter has other memory after the step",
+    )
     for param in params:
-        require(param.is_leaf and param.requires_grad, "a parameter is no trainable leaf any more")
+        require(param.is_leaf and param.requires_grad, "a parameter is no longer a trainable leaf")
 
 
 @should()
@@ -287,11 +306,15 @@ def a_step_is_seen_by_autograd(make: Make) -> None:
 def zero_grad_clears(make: Make) -> None:
     """zero_grad removes gradients, or with set_to_none=False fills them with zeros."""
     model, optimizer = trained(make)
-    for _ in range(2):  # Test before the first step, and after it.
+    # Test before the first step and after it, because some optimizers build state in between.
+    for _ in range(2):
         backward(model, 0)
         optimizer.zero_grad(set_to_none=False)
         kept = [param.grad for param in model.parameters()]
-        require(all(g is None or not g.any() for g in kept), "set_to_none=False leaves numbers")
+        require(
+            all(g is None or not g.any() for g in kept),
+            "zero_grad(set_to_none=False) leaves numbers",
+        )
         backward(model, 0)
         optimizer.zero_grad()
         require(all(p.grad is None for p in model.parameters()), "zero_grad() leaves gradients")
@@ -316,7 +339,8 @@ def gradients_are_left_alone(make: Make) -> None:
 
 
 def steps_with_closure(make: Make) -> None:
-    """Step with a closure; require gradients enabled in it, and its loss returned."""
+    """Step with a closure. Require that gradients are enabled in the closure, and that the step
+    returns its loss."""
     model = layers()
     optimizer, enabled = make(model.parameters()), []
 
@@ -327,7 +351,8 @@ def steps_with_closure(make: Make) -> None:
         return filled(7.0)
 
     before = weights(model)
-    for _ in range(2):  # The first step of some methods only initializes statistics.
+    # Take two steps, because the first step of some methods only initializes statistics.
+    for _ in range(2):
         enabled.clear()
         returned = optimizer.step(closure)  # type: ignore[arg-type]
         require(enabled, "the closure was not called")
@@ -399,13 +424,14 @@ def lr_may_be_a_tensor(make: Make) -> None:
 def maximize_climbs(make: Make) -> None:
     """maximize=True gives the same steps as negated gradients."""
     if "maximize" not in inspect.signature(type(make([nn.Parameter(noise(4, 6))]))).parameters:
-        raise NotApplicable("it has no maximize")
+        raise NotApplicable("the optimizer has no argument maximize")
     try:
         make_or_refuse(make, [nn.Parameter(noise(4, 6))], maximize=True)
     except (
         Refused
-    ) as error:  # The argument exists only for compatibility with torch, and accepts only False.
-        raise NotApplicable("it has no maximize") from error
+        # The optimizer has the argument only for compatibility with torch, and accepts only False.
+    ) as error:
+        raise NotApplicable("the optimizer has no argument maximize") from error
     gradients = [noise(4, 6, seed=step) for step in range(3)]
     found = take_steps(make, noise(4, 6), gradients, maximize=True)
     expected = take_steps(make, noise(4, 6), [-gradient for gradient in gradients])
@@ -419,4 +445,4 @@ def settings_that_cannot_be_are_refused(make: Make) -> None:
         make([nn.Parameter(noise(4, 6))], lr=-1.0)
     except Exception:
         return
-    require(False, "lr=-1.0 was taken")
+    require(False, "lr=-1.0 was accepted")

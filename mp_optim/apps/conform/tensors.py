@@ -32,7 +32,8 @@ from mp_optim.apps.conform.kit import (
 
 
 def steps_of_shape(make: Make, *shape: int) -> None:
-    """Step a parameter of a shape together with a matrix; require that both move, or an error."""
+    """Step a parameter of a shape together with a matrix. Require that both parameters move, or
+    that an error is raised."""
     params = [nn.Parameter(noise(6, 8)), nn.Parameter(noise(*shape, seed=1))]
     optimizer = make_or_refuse(make, params)
     before = [param.detach().clone() for param in params]
@@ -60,8 +61,8 @@ def scalars_are_stepped(make: Make) -> None:
 
 @must()
 def empty_parameters_are_no_harm(make: Make) -> None:
-    """A parameter without elements, as shards may be, is accepted or refused; other steps do not
-    change."""
+    """A parameter without elements, such as an empty shard, is accepted or refused; steps of
+    other parameters do not change."""
     steps_of_shape(make, 0, 4)
 
 
@@ -87,14 +88,14 @@ def as_contiguous(make: Make, laid: Callable[[Tensor], Tensor], grad: bool, *sha
 
 @must()
 def transposed_parameters_are_stepped_right(make: Make) -> None:
-    """A parameter with transposed memory gives the same result as a contiguous one."""
+    """A parameter with transposed memory gives the result of a contiguous parameter."""
     as_contiguous(make, lambda tensor: tensor.t().contiguous().t(), False, 12, 8)
 
 
 @must()
 def sliced_parameters_are_stepped_right(make: Make) -> None:
-    """A parameter that is a column slice of a larger tensor gives the same result as a separate
-    one."""
+    """A parameter that is a column slice of a larger tensor gives the result of a separate
+    parameter."""
     as_contiguous(make, lambda t: torch.cat([t, t], 1)[:, : t.shape[1]], False, 12, 8)
 
 
@@ -121,7 +122,7 @@ def expanded_gradients_are_read_right(make: Make) -> None:
 
 @must()
 def channels_last_is_stepped_right(make: Make) -> None:
-    """A channels_last kernel gives the same result as a contiguous one, or is refused."""
+    """A channels_last kernel gives the result of a contiguous kernel, or is refused."""
     as_contiguous(make, lambda t: t.to(memory_format=torch.channels_last), False, 4, 3, 5, 5)
 
 
@@ -136,7 +137,7 @@ def frozen_parameters_stay(make: Make) -> None:
     require_same([first], [before], "the frozen parameter")
     first.requires_grad_(True)
     train(model, optimizer, 1, 4)
-    require((first != before).any(), "it is not trained any more")
+    require((first != before).any(), "the parameter is not trained after it is unfrozen")
 
 
 @must()
@@ -160,7 +161,8 @@ def tied_parameters_step_once(make: Make) -> None:
 
 @must()
 def a_replaced_parameter_is_followed(make: Make) -> None:
-    """A parameter that a wrapper replaces in param_groups is trained, and the old one is not."""
+    """A parameter that a wrapper puts into param_groups is trained, and the replaced parameter
+    is not."""
     model, optimizer = trained(make, 1)
     other = layers()
     optimizer.param_groups[0]["params"][:] = list(other.parameters())
@@ -173,8 +175,8 @@ def a_replaced_parameter_is_followed(make: Make) -> None:
 
 @must()
 def parameters_replaced_before_the_first_step_are_followed(make: Make) -> None:
-    """Parameters replaced before the first step, as wrappers do, train as if they were the first
-    ones."""
+    """Parameters replaced before the first step, as wrappers do, train as the first parameters
+    would."""
     expected = layers()
     train(expected, make(expected.parameters()), 3)
     model, other = layers(), layers()
@@ -201,7 +203,8 @@ def data_may_be_swapped(make: Make) -> None:
 
 @must()
 def mixed_dtypes_are_stepped(make: Make) -> None:
-    """float32 and bfloat16 parameters in one group are each stepped as if alone, or refused."""
+    """float32 and bfloat16 parameters in one group are each stepped as in a group of their own,
+    or refused."""
     for second in (torch.float32, torch.bfloat16):
         both = [nn.Parameter(noise(12, 8, dtype=dtype)) for dtype in (torch.float32, second)]
         alone = [nn.Parameter(param.detach().clone()) for param in both]
@@ -216,8 +219,11 @@ def mixed_dtypes_are_stepped(make: Make) -> None:
         for here, there in zip(both, alone, strict=True):
             apart = float((here.detach() - there.detach()).abs().max())
             if second == torch.float32 and apart > 1e-6:
-                raise NotApplicable("parameters of one group are stepped by what all of them have")
-            places = 2.0 * torch.finfo(here.dtype).eps  # Rounding may be stochastic.
+                raise NotApplicable(
+                    "the step of a parameter depends on the other parameters of its group"
+                )
+            # Rounding may be stochastic, so two units in the last place are allowed.
+            places = 2.0 * torch.finfo(here.dtype).eps
             require_close(here, there, max(1e-5, places), f"{here.dtype} in one group with others")
 
 
@@ -248,7 +254,7 @@ def complex_parameters_step_as_pairs(make: Make) -> None:
 
 @nice()
 def it_can_be_made_on_meta(make: Make) -> None:
-    """An optimizer for parameters on the meta device is built without memory for them."""
+    """An optimizer for parameters on the meta device is built without allocating memory."""
     with torch.device("meta"):
         model = nn.Linear(1 << 16, 1 << 16, bias=False)
     optimizer = make(model.parameters())
@@ -259,8 +265,8 @@ def it_can_be_made_on_meta(make: Make) -> None:
 
 
 def with_state(make: Make, change: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Return the weights after five steps, with every tensor of state replaced after the third
-    step."""
+    """Return the weights after five steps. After the third step, ``change`` replaces every
+    tensor of state."""
     model, optimizer = trained(make, 3)
     for param in model.parameters():
         state: dict[str, Any] = optimizer.state[param]
@@ -280,7 +286,7 @@ def state_may_be_moved_by_hand(make: Make) -> None:
 
 @should()
 def state_that_is_assigned_counts(make: Make) -> None:
-    """The next step uses tensors assigned to optimizer.state: zeros change the step."""
+    """The next step uses tensors that are assigned to optimizer.state: zeros change the step."""
     emptied = with_state(make, lambda value: value * 0 if value.dim() else value)
     untouched = with_state(make, lambda value: value)
     if not any((a != b).any() for a, b in zip(emptied, untouched, strict=True)):
@@ -298,7 +304,10 @@ def state_is_keyed_by_parameters(make: Make) -> None:
     known = set(model.parameters())
     require(all(key in known for key in strangers), "state has keys that are no parameters")
     for param in model.parameters():
-        require(optimizer.state[param] is optimizer.state[param], "another object at each look")
+        require(
+            optimizer.state[param] is optimizer.state[param],
+            "optimizer.state returns another object at each read",
+        )
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -342,4 +351,4 @@ def it_goes_when_it_is_deleted(make: Make) -> None:
     reference = weakref.ref(optimizer)
     del optimizer
     gc.collect()
-    require(reference() is None, "something holds the optimizer")
+    require(reference() is None, "a reference keeps the optimizer alive")

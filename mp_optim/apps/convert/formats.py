@@ -113,7 +113,7 @@ def from_apex(
     if [len(group) for group in masters] != counts:
         raise ValueError(
             f"masters of {[len(group) for group in masters]} parameters for groups of {counts} "
-            "(apex's add_param_group adds no masters)"
+            "(apex's add_param_group adds no masters); pass the masters of every group"
         )
     copies = {
         name: tensor
@@ -263,7 +263,7 @@ def from_deepspeed(folder: str | os.PathLike[str], *, step: float | None = None)
         if not (root / name / f"{file}.pt").is_file()
     ]
     if missing:
-        raise ValueError(f"{root} lacks {missing}")
+        raise ValueError(f"{root} lacks {missing}; convert the checkpoint again")
     state = {}
     for name in names:
         state[name] = {STEP: _step(root / name, step)}
@@ -277,7 +277,7 @@ def _value(path: Path) -> Tensor:
     if isinstance(content, dict):
         content = content.get(_VALUE)
     if not isinstance(content, Tensor):
-        raise ValueError(f"{path} holds no tensor under {_VALUE!r}")
+        raise ValueError(f"{path} holds no tensor under {_VALUE!r}; convert the checkpoint again")
     return content
 
 
@@ -322,7 +322,7 @@ def to_deepspeed(
     if missing:
         raise ValueError(
             "a universal checkpoint has step, fp32, exp_avg and exp_avg_sq of every parameter; "
-            f"missing {missing}"
+            f"missing {missing}; export an optimizer of Adam after its first step"
         )
     root = Path(folder) / "zero"
     for name in foreign.names:

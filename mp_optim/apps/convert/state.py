@@ -83,8 +83,8 @@ class ForeignState:
         new = {name: rename(name) for name in self.names}
         if len(set(new.values())) < len(new):
             raise ValueError(
-                f"two parameters would have the name {_repeated(new.values())}; give each a "
-                "unique name"
+                f"two parameters would have the name {_repeated(new.values())}; give each "
+                "parameter a unique name"
             )
         groups = [
             replace(group, names=tuple(map(new.__getitem__, group.names))) for group in self.groups
@@ -116,15 +116,18 @@ def names_of_groups(
         if not all("param_names" in group for group in groups if group["params"]):
             raise ValueError(
                 f"the state has no param_names; pass names= for its groups of {counts} parameters, "
-                "in the order in which its optimizer was given them"
+                "in the order of its optimizer's parameters"
             )
         names = [name for group in groups for name in group.get("param_names", ())]
     if len(names) != sum(counts):
         raise ValueError(
-            f"{len(names)} names for groups of {counts} parameters, {sum(counts)} together"
+            f"{len(names)} names for groups of {counts} parameters, {sum(counts)} together; pass "
+            "one name per parameter"
         )
     if len(set(names)) < len(names):
-        raise ValueError(f"names occur twice: {_repeated(names)}")
+        raise ValueError(
+            f"names occur twice: {_repeated(names)}; give each parameter a unique name"
+        )
     ends = [sum(counts[: index + 1]) for index in range(len(counts))]
     return [tuple(names[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
@@ -177,7 +180,7 @@ def _tensors(name: str, state: Mapping[str, Any], step: Any) -> dict[str, Tensor
     if given[STEP] is None:
         raise ValueError(
             f"the state of {name} has no step, and neither has its group; pass step=, the number "
-            "of steps taken (Adam's bias correction depends on it)"
+            "of steps taken (Adam's bias correction reads the number)"
         )
     odd = sorted(key for key, value in given.items() if not isinstance(value, (Tensor, int, float)))
     if odd:
@@ -299,7 +302,8 @@ def _like(label: str, param: Tensor, value: Tensor) -> Tensor:
         value = value.reshape(param.shape)
     if value.shape != param.shape:
         raise ValueError(
-            f"{label}: saved shape {tuple(value.shape)}, expected {tuple(param.shape)}"
+            f"{label}: saved shape {tuple(value.shape)}, expected {tuple(param.shape)}; "
+            "import the state into the saved model"
         )
     if not is_dtensor(param):
         return value

@@ -56,7 +56,7 @@ def chunk_loss(model: Any, rows: int = ROWS) -> Callable[[], None]:
     """
     if not can_chunk(model):
         raise ValueError(
-            f"model={type(model).__name__}: it changes its logits before the loss; use the "
+            f"model={type(model).__name__}: the model changes its logits before the loss; use the "
             "model's own loss"
         )
     head = model.get_output_embeddings()

@@ -141,7 +141,7 @@ def check(options: Options) -> None:
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} {getattr(options, name)}: must be at least 1")
     if options.lora < 0:
-        raise ValueError(f"--lora {options.lora}: must be a rank, or 0 for no adapters")
+        raise ValueError(f"--lora {options.lora}: must be a rank > 0, or 0 for no adapters")
     if options.rates is not None and not all(0 < rate < math.inf for rate in options.rates):
         raise ValueError(f"--rates {options.rates}: each must be more than 0 GB/s")
     limits_of(options)  # Parse the limits, which raises for a size that is not valid.
@@ -244,7 +244,7 @@ def named(model: str) -> tuple[str, str]:
         raise ValueError(
             f"--model {model}: no such file, and no shipped model has this name; "
             + (f"the nearest are {nearest}; " if near else "")
-            + f"give its config.json, or one of {', '.join(shipped())}"
+            + f"pass its config.json, or one of {', '.join(shipped())}"
         )
     if "/" in model:
         return found, model
@@ -272,12 +272,16 @@ def _program_of(options: Options) -> Program:
     path, _, name = options.model.rpartition(":")
     spec = importlib.util.spec_from_file_location("model_to_fit", path)
     if spec is None or spec.loader is None or not Path(path).exists():
-        raise FileNotFoundError(f"--model {options.model}: no such Python file")
+        raise FileNotFoundError(
+            f"--model {options.model}: there is no such Python file; write file.py:function"
+        )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     made = getattr(module, name, None)
     if made is None:
-        raise ValueError(f"--model {options.model}: {path} has no {name}")
+        raise ValueError(
+            f"--model {options.model}: {path} has no function {name}; correct the name"
+        )
     model, loss_of = made()
     recipe = Recipe(
         options.model,

@@ -161,14 +161,14 @@ def _model_shard(specs: Sequence[ParamSpec], layout: Layout) -> list[ParamSpec]:
     for spec in specs:
         shape, number = spec.shape, numbers.get(spec.name)
         if number is not None and count % layout.ep:
-            raise ValueError(f"ep={layout.ep}: does not divide the {count} experts of {spec.name}")
+            raise ValueError(f"ep={layout.ep}: must divide the {count} experts of {spec.name}")
         if number is not None and number >= count // layout.ep:
             continue
         # A stack of all experts is split along its first dimension.
         if spec.is_expert and number is None and layout.ep > 1:
             if not shape or shape[0] % layout.ep:
                 raise ValueError(
-                    f"ep={layout.ep}: does not divide the experts of {spec.name}, shape {shape}"
+                    f"ep={layout.ep}: must divide the experts of {spec.name}, shape {shape}"
                 )
             shape = (shape[0] // layout.ep, *shape[1:])
         held.append(replace(spec, shape=_split(shape, layout.tp, spec.vector_like)))
@@ -218,8 +218,8 @@ def plan(source: Any, config: OptimizerConfig, layout: Layout | None = None) -> 
     mine = _model_shard(specs, layout)
     if config.is_distributed and layout.sharding != "no_shard":
         raise ValueError(
-            f"sharding={layout.sharding!r} with use_distributed_optimizer=True: only one of them "
-            "shards"
+            f"sharding={layout.sharding!r} with use_distributed_optimizer=True: both shard; set "
+            "one of them to its default"
         )
     of_rank = plan_rank(
         [(spec.name, _meta_param(spec, layout)) for spec in mine],

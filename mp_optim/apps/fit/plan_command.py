@@ -106,7 +106,9 @@ def _settings(optimizer: Path) -> dict[str, Any]:
         settings = yaml.safe_load(optimizer.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         where = " ".join(str(error).split())
-        raise ValueError(f"--optimizer {optimizer} is not YAML: {where}") from error
+        raise ValueError(
+            f"--optimizer {optimizer} is not YAML: {where}; correct the file"
+        ) from error
     if not isinstance(settings, Mapping):
         raise ValueError(
             f"--optimizer {optimizer}: must hold fields of OptimizerConfig, such as lr: 1.0e-4"

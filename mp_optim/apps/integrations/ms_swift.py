@@ -39,7 +39,7 @@ def settings_of(text: str) -> dict[str, Any]:
     for part in filter(None, text.replace(" ", "").split(",")):
         name, equals, value = part.partition("=")
         if not equals:
-            raise ValueError(f"optim_args: {part!r} is not of the form name=value")
+            raise ValueError(f"optim_args={part!r}: the equals sign is missing; write name=value")
         try:
             settings[name] = ast.literal_eval(value)
         except (SyntaxError, ValueError):

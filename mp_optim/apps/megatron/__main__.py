@@ -37,7 +37,7 @@ def _setting(text: str) -> tuple[str, Any]:
     """Return a field and its value: a Python literal, or a string."""
     name, equals, value = text.partition("=")
     if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not FIELD=VALUE")
+        raise argparse.ArgumentTypeError(f"{text!r} has no equals sign; write FIELD=VALUE")
     try:
         return name, ast.literal_eval(value)
     except (SyntaxError, ValueError):

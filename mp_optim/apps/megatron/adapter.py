@@ -162,7 +162,7 @@ class MegatronAdapter(torch.optim.Optimizer):
         if not self.grads_states_parallel_group_is_shared():
             raise ValueError(
                 "the dense and the expert part have different groups for the gradient norm; call "
-                "it on each of chained_optimizers"
+                "this method on each of chained_optimizers"
             )
         ranks = self.stack.chained_optimizers[0].norm_ranks()
         return ranks[0] if ranks else None
@@ -237,7 +237,7 @@ class MegatronAdapter(torch.optim.Optimizer):
         if zeros is None:
             raise ValueError(
                 "count_zeros: log_num_zeros_in_grad=False, so zeros were not counted when the "
-                "gradients were read; set it to True"
+                "gradients were read; set log_num_zeros_in_grad=True"
             )
         return zeros
 

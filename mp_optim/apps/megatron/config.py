@@ -97,7 +97,7 @@ OPTIMIZER_FIELDS: dict[str, Meaning] = _OURS | by_name(
         "loss_scale": _noted("with muon and lion too, where Megatron drops it"),
         "muon_nesterov": Meaning(Kind.RENAMED, name="muon_use_nesterov"),
         "muon_fp32_matmul_prec": _noted("medium, highest; high is refused"),
-        "muon_coefficient_type": _noted("simple, quintic, polar_express; others refused"),
+        "muon_coefficient_type": _noted("simple, quintic, polar_express; others are refused"),
         "muon_tp_mode": Meaning(
             Kind.SAME,
             "distributed is taken as duplicated: either is of the whole matrix",
@@ -112,10 +112,12 @@ OPTIMIZER_FIELDS: dict[str, Meaning] = _OURS | by_name(
         "use_layer_wise_distributed_optimizer": _noted(
             "Megatron's DDP lays whole matrices out by rank; with the bare module, buckets here do"
         ),
-        "use_layer_wise_param_layout": _ignored("how the buffers of its DDP are laid out decides"),
-        "overlap_param_gather": _noted("the DDP config decides it"),
+        "use_layer_wise_param_layout": _ignored(
+            "the layout of the buffers of Megatron's DDP decides"
+        ),
+        "overlap_param_gather": _noted("the DDP config decides the field"),
         "overlap_param_gather_with_optimizer_step": _refused(
-            "overlap_param_gather=True gathers during the next forward"
+            "set overlap_param_gather=True, which gathers during the next forward"
         ),
         "chunked_optimizer_state_offload": _streamed(
             "streamed: state and main params are stored on the host and stepped on the device, "
@@ -126,13 +128,13 @@ OPTIMIZER_FIELDS: dict[str, Meaning] = _OURS | by_name(
             "stream_window_bytes, in bytes; 0 leaves its default"
         ),
         "optimizer_state_offload_fraction": _streamed(
-            "optimizer_offload_fraction; 0 is off, as there"
+            "optimizer_offload_fraction; 0 turns offloading off"
         ),
         "use_torch_optimizer_for_cpu_offload": _ignored(
-            "Megatron, too, sets it aside in the lines that follow"
+            "Megatron's factory does not use the field either"
         ),
         "timers": _noted("around measuring and stepping"),
-        "config_logger_dir": _ignored("nothing is written there"),
+        "config_logger_dir": _ignored("no log is written"),
         "optimizer_cuda_graph": _refused(NO_GRAPHS),
     }
 )
@@ -150,15 +152,15 @@ DDP_FIELDS: dict[str, Meaning] = by_name(
         "grad_reduce_in_fp32": Meaning(
             Kind.DDP, "gradients are read in the dtype that main_grad has"
         ),
-        "overlap_param_gather": _noted("gathered by its forward hooks"),
+        "overlap_param_gather": _noted("the forward hooks of Megatron's DDP gather"),
         "use_distributed_optimizer": _noted("must equal the field of OptimizerConfig"),
         "num_distributed_optimizer_instances": _refused(
             "state is shared out over all data-parallel ranks; leave it 1"
         ),
-        "fp4_param_gather": _refused("parameters in 4 bits are not known here"),
+        "fp4_param_gather": _refused("parameters in 4 bits are not supported; leave it False"),
         "fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag": _WHOLE_8_BIT,
         "disable_param_buffers_cpu_backup": _refused(
-            "parameters that come back without their values are not written again from the main "
+            "parameters that DDP restores without values are not written again from the main "
             "params; leave it False"
         ),
         "use_megatron_fsdp use_custom_fsdp": _NO_FSDP,

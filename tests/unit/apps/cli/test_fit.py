@@ -113,7 +113,7 @@ def test_fit_accepts_a_model_built_by_a_python_function(
     status, said = answer(capsys, "--model", f"{path}:build", "--gpu", "2GB", "--ram", "8GB")
     assert status == 0 and said["recipes"] == {}
     assert main(["fit", "--model", f"{path}:other", "--gpu", "2GB", "--ram", "8GB"]) == 1
-    assert "has no other" in capsys.readouterr().err
+    assert "has no function other" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
