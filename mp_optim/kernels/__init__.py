@@ -1,4 +1,4 @@
-"""Backends: kernels that compute the rules on a device, behind one interface."""
+"""Backends: implementations of the rules' arithmetic for a device, behind one interface."""
 
 from mp_optim.kernels.reference import Backend
 from mp_optim.kernels.selection import check_serves, choose_backend, forget, proof_of, rule_note

@@ -1,5 +1,5 @@
-"""Measurements over many tensors: checksums of bits, equal on every device, checksums of the
-weights that a step wrote, and the norm of all gradients of a step."""
+"""Checksums of tensors' bits, equal on every device; checksums of the weights that a step wrote;
+and the norm of all gradients of a step."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from mp_optim.kernels.native_library import native_library, thread_count
 from mp_optim.kernels.sums import Groups, reduce_over
 
 _WIDTH = 1024
-"""Number of elements of a row."""
+"""Number of elements in a row of a checksum's table."""
 _PIECE = 1 << 22
-"""Number of elements that are widened to 64 bits at a time."""
+"""Largest number of elements that are converted to int64 together."""
 _PRIME = 0x01000193
 
 
 def checksums_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return a 32-bit checksum for each tensor of 2-byte elements, in row-major order.
 
-    Synchronizes once with their device.
+    Synchronizes once with the device of the tensors.
     """
     sums = [sum_of_bits(tensor) for tensor in tensors]
     if not sums:
@@ -40,12 +40,12 @@ def checksums_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor:
-    """Return a checksum of a plain tensor's bits that depends on their positions: int64, shape ().
+    """Return a checksum of a plain tensor's bits: int64, shape (), on the tensor's device.
 
-    Each 16-bit value is multiplied by a number for its row of 1,024 and one for its column.
-    Elements of one byte count as 16-bit values.
+    The checksum depends on positions: each 16-bit value is multiplied by a weight of its row of
+    1,024 values and by a weight of its column. One-byte elements count as 16-bit values.
     """
-    if not tensor.numel():  # view() fails for an empty tensor, which may have strides of 0
+    if not tensor.numel():  # view() raises for an empty tensor with strides of 0.
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
     bits = tensor.detach().contiguous().view(-1)
     bits = bits.view(torch.int16) if bits.itemsize > 1 else bits.view(torch.int8).short()
@@ -68,19 +68,19 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
 
 
 def _weights(start: int, count: int, device: torch.device) -> Tensor:
-    """Return odd numbers below 2^31, int64, shape (count,). A product with one of them is
+    """Return odd weights below 2^31: int64, shape (count,). Multiplying by an odd number is
     invertible."""
     index = torch.arange(start, start + count, dtype=torch.int64, device=device)
     return (index * _PRIME + 0x9E3779B9) % 0x7FFFFFFF | 1
 
 
 class WrittenWeights:
-    """Checksums of weights after the last step, computed on the devices of the weights.
+    """Checksums of model weights after the last step, computed on the devices of the weights.
 
     A kernel compares a weight with its main param if both are on one device. A main param on the
-    host, or a quantized weight, would have to be copied first. So the weight's device sums its bits
-    after a step and before the next one. The weight and its main param are compared only if the
-    sums differ.
+    host would have to be copied first, and so would a quantized weight. So the weight's device
+    computes a checksum after a step and before the next step. Only if the checksums differ, the
+    weight is compared with its main param.
     """
 
     def __init__(self) -> None:
@@ -96,19 +96,23 @@ class WrittenWeights:
         self._sums.update(zip(keys, map(sum_of_bits, weights), strict=True))
 
     def knows(self, key: Hashable) -> bool:
-        """True if a weight's checksum was recorded."""
+        """True if :meth:`note` recorded a checksum for this key."""
         return key in self._sums
 
     def forget(self, key: Hashable | None = None) -> None:
-        """Delete the checksum of a weight, or all, so that it is compared with its main param next
-        time."""
+        """Delete a checksum, so that the weight is compared with its main param before the next
+        step.
+
+        Args:
+            key: key of the weight; None for all weights.
+        """
         if key is None:
             self._sums.clear()
         else:
             self._sums.pop(key, None)
 
     def changed(self, keys: Sequence[Hashable], weights: Sequence[Tensor]) -> list[int]:
-        """Return the indices of weights whose bits changed since :meth:`note`, or that have no
+        """Return the indices of weights without a checksum, and of weights that differ from their
         checksum.
 
         Synchronizes once with each device.
@@ -129,9 +133,9 @@ class WrittenWeights:
 
 
 def global_grad_norm(updates: Sequence[SlotUpdate]) -> float:
-    """Return the L2 norm of gradients in FP64.
+    """Return the L2 norm of all gradients, computed in FP64.
 
-    They may be on several devices. Collective if some are sharded over ranks.
+    The gradients may be on several devices. Collective if a gradient is sharded over ranks.
     """
     alike: dict[tuple[torch.device, Groups], list[Tensor]] = defaultdict(list)
     for update in updates:

@@ -20,20 +20,24 @@ Lists = list[Tensor]
 
 
 def piece_elements(device: torch.device) -> int:
-    """Return the number of elements of a batch, a power of two.
+    """Return the largest number of elements of a batch, a power of two.
 
-    It is small enough for a CPU core's cache, and large enough to occupy an accelerator.
+    A batch fits a CPU core's cache, or is large enough to occupy an accelerator.
     """
     return 1 << 17 if device.type == "cpu" else 1 << 24
 
 
 def batches(lists: TensorLists, most: float = math.inf) -> Iterator[tuple[list[int], TensorLists]]:
-    """Yield batches of flat views, each with the indices of their tensors in ``lists``.
+    """Yield batches of flat views, each with the index in ``lists`` of each view's tensor.
 
-    A batch has at most ``most`` small tensors, or pieces of large ones, of at most
-    :func:`piece_elements` elements together. A tensor that fits into one batch is never split. A
-    larger one is split at multiples of :func:`piece_elements`, so that each piece can be summed
-    separately (see ``sums``). Empty tensors are skipped.
+    A batch has several small tensors, or pieces of large tensors. A tensor of more than
+    :func:`piece_elements` elements is split at multiples of that number, so that each piece can be
+    summed separately (see ``sums``). Other tensors are not split. Empty tensors are skipped.
+
+    Args:
+        lists: tensor lists.
+        most: largest number of views in a batch. They have at most :func:`piece_elements` elements
+            together.
     """
     limit = piece_elements(lists.main[0].device) if lists.main else 1
     cuts: list[_Cut] = []
@@ -51,7 +55,7 @@ def batches(lists: TensorLists, most: float = math.inf) -> Iterator[tuple[list[i
 
 
 _Cut = tuple[int, int, int]
-"""Index of a tensor, its first element in the batch, and the number of elements."""
+"""Index of a tensor, first element and number of elements of a view."""
 
 
 def _batch(lists: TensorLists, cuts: Sequence[_Cut]) -> tuple[list[int], TensorLists]:
@@ -72,12 +76,12 @@ def _batch(lists: TensorLists, cuts: Sequence[_Cut]) -> tuple[list[int], TensorL
 
 
 def runs_of(sizes: Iterable[tuple[int, int]], most: int) -> Iterator[list[int]]:
-    """Yield runs of consecutive indices with at most ``most`` elements together.
+    """Yield runs of consecutive indices whose tensors have at most ``most`` elements together.
 
-    A larger tensor is a run of its own.
+    A larger tensor has a run of its own.
 
     Args:
-        sizes: indices, each with its number of elements.
+        sizes: index and number of elements of each tensor.
         most: largest number of elements of a run.
     """
     members: list[int] = []
@@ -93,15 +97,16 @@ def runs_of(sizes: Iterable[tuple[int, int]], most: int) -> Iterator[list[int]]:
 
 
 def part_of_state(key: str, tensor: Tensor, start: int, count: int) -> Tensor:
-    """Return the part of a state tensor for ``count`` elements from ``start`` on, 1-D.
+    """Return a 1-D view of the part of a state tensor that encodes some elements.
 
     Args:
-        key: name of the state tensor.
+        key: key of the state tensor.
         tensor: the state tensor.
         start: first element, a multiple of 256.
-        count: a multiple of 256, or all remaining elements.
+        count: number of elements: a multiple of 256, or all elements up to the end.
     """
-    tensor = tensor.detach()  # torch cannot swap a tensor while a view of it exists.
+    # Detach, because torch's swap_tensors raises while a view of the tensor exists.
+    tensor = tensor.detach()
     if is_scale(key):
         return tensor.narrow(0, start // BLOCK, blocks_of(count))
     if is_packed(key, tensor.dtype):
@@ -122,17 +127,19 @@ def write_outputs(lists: TensorLists) -> None:
 
 
 def mark_written(lists: TensorLists) -> None:
-    """Increase the versions of tensors that a kernel wrote, because autograd cannot detect it."""
+    """Increase the versions of tensors that a kernel wrote, because autograd cannot detect such
+    writes."""
     tell_autograd(model_tensors(lists))
 
 
 def model_tensors(lists: TensorLists) -> list[Tensor]:
-    """Return the written tensors that autograd may track.
+    """Return the written tensors that autograd may track: outputs, and main params without an
+    output.
 
-    They are outputs, and main params without an output, which may be the model's parameters.
+    A main param without an output may be the model's parameter.
     """
     outputs = lists.output
-    if not lists.main:  # The pass writes no parameters.
+    if not lists.main:  # A pass without main params writes no parameters.
         return []
     return [m if o is None else o for m, o in zip(lists.main, outputs, strict=True)]
 
@@ -141,7 +148,7 @@ def model_tensors(lists: TensorLists) -> list[Tensor]:
 
 
 def read_moment(batch: TensorLists, name: str) -> Lists:
-    """Return FP32 values of a moment: the tensors themselves if they are FP32, else copies."""
+    """Return a moment in FP32: the stored tensors if they are FP32, else decoded copies."""
     scales = batch.state.get(scale_key(name), [None] * len(batch.main))
     return [
         decode(stored, scale, name == SECOND, main.numel())
@@ -150,7 +157,7 @@ def read_moment(batch: TensorLists, name: str) -> Lists:
 
 
 def write_moment(batch: TensorLists, name: str, values: Lists) -> None:
-    """Store FP32 values of a moment."""
+    """Store a moment, given in FP32, in its storage format."""
     scales = batch.state.get(scale_key(name), [None] * len(batch.main))
     for value, stored, scale, noise in zip(
         values, batch.state[name], scales, _noise(batch), strict=True
@@ -163,14 +170,19 @@ def _noise(batch: TensorLists) -> Sequence[Noise | None]:
 
 
 def read_mains(batch: TensorLists) -> Lists:
-    """Return FP32 main params: the tensors themselves, or copies joined with their remainders."""
+    """Return main params in FP32: the stored tensors if they are FP32, else copies joined with
+    remainders."""
     rests = batch.state.get(REMAINDER, [None] * len(batch.main))
     return [join(main, remainder) for main, remainder in zip(batch.main, rests, strict=True)]
 
 
 def write_mains(batch: TensorLists, values: Lists) -> None:
-    """Store FP32 main params that were stepped in the result of :func:`read_mains`, and write the
-    outputs."""
+    """Store main params, given in FP32, and write outputs and averages.
+
+    Args:
+        batch: the batch.
+        values: the result of :func:`read_mains`, stepped in place.
+    """
     rests = batch.state.get(REMAINDER, [None] * len(batch.main))
     for value, main, rest, noise in zip(values, batch.main, rests, _noise(batch), strict=True):
         if main.dtype != torch.float32:
@@ -180,7 +192,7 @@ def write_mains(batch: TensorLists, values: Lists) -> None:
 
 
 def take_averages(batch: TensorLists) -> None:
-    """Update the averages with the new main params, as stored. Does nothing without averages."""
+    """Update the averages with the stored main params. Does nothing without averages."""
     if AVERAGE not in batch.state:
         return
     weight = batch.average_weight

@@ -1,10 +1,10 @@
-"""Compact storage formats of optimizer state, as pure functions.
+"""Compact storage formats of optimizer state, as functions without side effects on other state.
 
-docs/numerics.md, "Compact states", specifies them. A moment is stored as float32, as bfloat16, or
-in blocks of 256 row-major elements with one FP32 scale each: as float16, as 8-bit codes, or, for a
-first moment, as 4-bit codes, two in a byte. Block formats store the square root of a second moment.
-A main param is stored as float32; as the bfloat16 model parameter with an integer remainder of 16
-bits (all of FP32) or 8 bits (24 bits of it); or as the parameter alone.
+docs/numerics.md, "Compact states", specifies the formats. A moment is stored as float32, as
+bfloat16, or in blocks of 256 row-major elements with one FP32 scale each. Elements of blocks are
+float16, 8-bit codes, or, for a first moment, 4-bit codes, two in a byte. Blocks of a second moment
+store its square root. A main param is stored as float32; as the bfloat16 model parameter and an
+integer remainder of 16 bits (all of FP32) or 8 bits (24 bits of FP32); or as the parameter alone.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from mp_optim.config.state_forms import BLOCK, FIRST_FORMS, PACKED, SECOND_FORMS
 from mp_optim.core.slot_state import SECOND
 
 MOST_BFLOAT16 = 2.0**128 * (1.0 - 2.0**-8)
-"""The largest finite bfloat16 number."""
+"""Largest finite bfloat16 number."""
 MOST_IN_BLOCKS = 2.0**128 * (1.0 - 2.0**-11)
-"""Largest magnitude for which the decoded values of all formats are finite."""
+"""Largest magnitude whose decoded value is finite in all block formats."""
 INFINITE_ROOT = 2.0**65
-"""Smallest root whose decoded square is infinite, for any rounding."""
+"""Smallest root of a second moment whose decoded square is infinite with any rounding."""
 
 _TINY = 2.0**-100
-_FOUR_BITS = 7  # The largest code.
+_FOUR_BITS = 7  # Largest magnitude of a 4-bit code.
 _QUIET_NAN = 0x7FC0
 _INFINITY = 0x7F800000
 _GOLDEN = 0x9E3779B9
@@ -35,27 +35,31 @@ _Bits = TypeVar("_Bits", int, Tensor)
 
 
 def state_form(name: str, dtype: torch.dtype) -> StateForm:
-    """Return the format of a moment whose stored tensor has this dtype."""
+    """Return the storage format of a moment.
+
+    Args:
+        name: name of the moment.
+        dtype: dtype of the stored tensor.
+    """
     return _FORMS.get((name == SECOND, dtype)) or StateForm(str(dtype), dtype, 0)
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the stored tensor of a moment with the config value ``dtype``.
+    """Return the dtype of the stored tensor of a moment, for a dtype of the config.
 
-    A first moment's uint8 tensor holds pairs of 4-bit codes.
+    4-bit codes of a first moment are stored in pairs as uint8.
     """
     forms = SECOND_FORMS if name == SECOND else FIRST_FORMS
     return next((form.dtype for form in forms if form.name == dtype), dtype)
 
 
 def is_packed(name: str, dtype: torch.dtype) -> bool:
-    """True if the stored tensor of this name has 4-bit codes, two in a byte. Such a tensor is
-    1-D."""
+    """True if a moment with this stored dtype has 4-bit codes, two in a byte of a 1-D tensor."""
     return state_form(name, dtype).packed
 
 
 def is_blocked(dtype: torch.dtype) -> bool:
-    """True if a moment of this dtype has one scale for each block."""
+    """True if a moment with this stored dtype has a scale for each block."""
     return dtype in _IN_BLOCKS
 
 
@@ -73,7 +77,7 @@ _IN_BLOCKS = {form.dtype for form in (*FIRST_FORMS, *SECOND_FORMS) if form.in_bl
 def mix(x: _Bits) -> _Bits:
     """Return the 32-bit finalizer of MurmurHash3 (Appleby 2011), a bijection.
 
-    For an int64 tensor, it applies to each 32-bit value in it.
+    An int64 tensor is mixed element by element; its elements are 32-bit values.
     """
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
@@ -82,13 +86,12 @@ def mix(x: _Bits) -> _Bits:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Random bits for a run of elements of one tensor, a function of seed, stream and index.
+    """Random bits for neighboring elements of a tensor, computed from seed, stream and index.
 
     Attributes:
-        seed: 32 bits that differ from step to step.
-        stream: 32 bits of the hash of the parameter's name.
-        start: index of the run's first element, modulo 2^32. The other bits of the hash are the
-            index of the parameter's first element.
+        seed: 32-bit number that differs from step to step.
+        stream: 32-bit hash of the parameter's name.
+        start: index of the first element in the whole parameter, modulo 2^32.
     """
 
     seed: int
@@ -96,7 +99,7 @@ class Noise:
     start: int = 0
 
     def words(self, count: int, device: torch.device) -> Tensor:
-        """Return 32 random bits for each element, int64, shape (count,)."""
+        """Return 32 random bits for each of ``count`` elements: int64, shape (count,)."""
         key = mix(self.seed ^ self.stream)
         index = (
             torch.arange(self.start, self.start + count, dtype=torch.int64, device=device) & _MASK
@@ -105,23 +108,21 @@ class Noise:
 
     @property
     def own_stream(self) -> int:
-        """Return the stream whose random bits from element 0 on equal those of this run.
-
-        For kernels that count from 0.
-        """
+        """Stream with which a kernel that counts from element 0 computes this object's random
+        bits."""
         if not self.start:
             return self.stream
         x = (mix(self.seed ^ self.stream) + self.start * _GOLDEN) & _MASK
-        # The inverse of mix, by the inverses of its factors modulo 2^32.
+        # Invert mix() with the inverses of its two factors modulo 2^32.
         x = ((x ^ (x >> 16)) * 0x7ED1B41D) & _MASK
         x = ((x ^ (x >> 13) ^ (x >> 26)) * 0xA5CB9243) & _MASK
         return self.seed ^ x ^ (x >> 16)
 
 
 def _sixteen(noise: Noise, like: Tensor, second: bool) -> Tensor:
-    """Return the 16 bits for rounding a moment with the shape of ``like``, int32.
+    """Return 16 random bits for rounding each element of a moment: int32, shape of ``like``.
 
-    They are the upper 16 bits for the first moment, and the lower 16 bits for the second.
+    A first moment uses the upper 16 of 32 bits, a second moment the lower 16 bits.
     """
     words = noise.words(like.numel(), like.device)
     return (words & 0xFFFF if second else words >> 16).int()
@@ -131,20 +132,20 @@ def _sixteen(noise: Noise, like: Tensor, second: bool) -> Tensor:
 
 
 def decode(stored: Tensor, scale: Tensor | None, second: bool, numel: int | None = None) -> Tensor:
-    """Return the FP32 values of a stored moment, shape (numel,); the tensor itself if it is FP32.
+    """Return a stored moment in FP32, shape (numel,). An FP32 tensor is returned unchanged.
 
     Args:
         stored: stored tensor, 1-D.
-        scale: FP32, shape (ceil(numel / 256),), for block formats.
+        scale: FP32, shape (ceil(numel / 256),), for block formats; else None.
         second: True for a second moment, whose blocks store the square root.
-        numel: number of elements of the moment; by default that of ``stored``. Tensors of 4-bit
-            codes have fewer bytes.
+        numel: number of elements of the moment; by default the number of elements of ``stored``. A
+            tensor of 4-bit codes has half as many bytes as codes.
     """
     if scale is None:
         return stored.float()
     four = stored.dtype == torch.uint8 and not second
     codes = stored
-    if four:  # The codes that pad the last run are removed.
+    if four:  # The last run of codes may be padded, so cut the padding off.
         pairs = stored.int().view(-1, 1, PACKED // 2)
         halves = torch.cat([pairs & 15, pairs >> 4], 1)
         codes = ((halves ^ 8) - 8).view(-1)[:numel]
@@ -155,11 +156,19 @@ def decode(stored: Tensor, scale: Tensor | None, second: bool, numel: int | None
 def encode_(
     value: Tensor, stored: Tensor, scale: Tensor | None, second: bool, noise: Noise | None = None
 ) -> None:
-    """Store FP32 values, rounded to nearest even, or stochastically with ``noise``.
+    """Store FP32 values in a moment's format, rounded to nearest even, or stochastically with
+    ``noise``.
 
-    Float16 is always rounded to nearest. Decoding and storing a block format again gives the same
-    bits. Finite values stay finite. A second moment of a large gradient may be infinite; the other
-    values of its block do not become NaN.
+    Float16 is always rounded to nearest. Decoding a block format and storing the result again gives
+    the same bits. Finite values stay finite, except that the square of a large gradient in a second
+    moment may become infinite. Other values of its block do not become NaN.
+
+    Args:
+        value: FP32 values, 1-D.
+        stored: tensor to write.
+        scale: scales to write, for block formats; else None.
+        second: True for a second moment, whose blocks store the square root.
+        noise: random bits for stochastic rounding; None rounds to nearest even.
     """
     if value is stored or not value.numel():
         return
@@ -179,10 +188,12 @@ def encode_(
 
 
 def encode_again_(value: Tensor, stored: Tensor, scale: Tensor | None, second: bool) -> None:
-    """Store FP32 values as :func:`encode_` does, and decoded 8-bit codes as the same values.
+    """Store FP32 values like :func:`encode_`, but store values decoded from 8-bit codes without
+    loss.
 
     Stochastic rounding can store the largest value of a block as the second-largest code. The scale
-    of such a block is its largest value divided by that code.
+    of such a block is its largest value divided by that code, which :func:`encode_` would not
+    choose.
     """
     encode_(value, stored, scale, second)
     codes = 255 if second else 127
@@ -198,13 +209,13 @@ def encode_again_(value: Tensor, stored: Tensor, scale: Tensor | None, second: b
 
 
 def _blocks_of_equal(a: Tensor, b: Tensor) -> Tensor:
-    """Return, for each block, True if two FP32 tensors have the same values there."""
+    """Return a bool for each block: True if two FP32 tensors have equal values in the block."""
     differ = (a != b) & ~(a.isnan() & b.isnan())
     return ~torch.nn.functional.pad(differ, (0, -differ.numel() % BLOCK)).view(-1, BLOCK).any(1)
 
 
 def _finite_within(value: Tensor, most: float) -> Tensor:
-    """Return FP32 values with finite ones clamped to a bound."""
+    """Clamp finite values to a magnitude, and keep infinite values."""
     return torch.where(value.isinf(), value, value.clamp(-most, most))
 
 
@@ -222,10 +233,8 @@ def _encode_blocks(
     half, four = (stored.dtype == torch.float16, stored.dtype == torch.uint8 and not roots)
     if half:
         # The scale is the power of two that maps a block's largest value, rounded to 11 bits, into
-        # [2^14,
-        # 2^15). It and its inverse are exact. Without this rounding a code could be 2^15, and its
-        # decoded
-        # value would have another scale when it is stored again.
+        # [2^14, 2^15), so that scale and inverse are exact. Without the rounding to 11 bits, a code
+        # could be 2^15, and storing the decoded value again would choose another scale.
         exponent = ((top.view(torch.int32) + 0x1000) & 0x7F800000) - (14 << 23)
         new_scale = exponent.view(torch.float32)
         inverse = ((254 << 23) - exponent).view(torch.float32)
@@ -242,7 +251,7 @@ def _encode_blocks(
     else:
         bounds = (0, 255) if roots else (-127, 127)
         stored.copy_(scaled if half else _codes(scaled, *bounds, noise))
-    if roots:  # A root is never stored as 0, because dividing by 0 would make a step of any length.
+    if roots:  # Store no root as 0, because an update divided by 0 could have any length.
         codes = stored.view(torch.int16) if half else stored
         codes.copy_(
             torch.where(good.repeat_interleave(BLOCK)[: x.numel()], codes.clamp(min=1), codes)
@@ -250,20 +259,20 @@ def _encode_blocks(
 
 
 def _dithered(value: Tensor, sixteen: Tensor) -> Tensor:
-    """Return FP32 values with random bits added and the lower 16 bits cleared; inf and nan are
-    unchanged."""
+    """Add random bits to the lower 16 bits of FP32 values, then clear the lower 16 bits. Inf and
+    NaN are unchanged."""
     bits = (value.view(torch.int32) + sixteen) & -0x10000
     return torch.where(value.isfinite(), bits.view(torch.float32), value)
 
 
 def _code_scale(top: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Return top / levels, rounded up to 16 significant bits, and its reciprocal.
+    """Return the scale ``top / levels`` in 16 significant bits, and its reciprocal.
 
-    So every code times the scale is exact. For 4-bit codes it is rounded down. Then the largest
-    value has code 7 with any rounding, and decoded values have the same scale when they are stored
-    again.
+    With 16 bits, every code times the scale is exact. The scale of 8-bit codes is rounded up. The
+    scale of 4-bit codes is rounded down: the largest value then has code 7 with any rounding, so
+    storing decoded values again gives the same scale.
     """
-    # Divide by a tensor: for a plain number a GPU multiplies by its reciprocal.
+    # Divide by a tensor, because a GPU multiplies by the reciprocal of a plain number.
     quotient = top / torch.full_like(top, levels)
     up = 0 if levels == _FOUR_BITS else 0xFF
     scale = ((quotient.view(torch.int32) + up) & -0x100).view(torch.float32)
@@ -271,17 +280,20 @@ def _code_scale(top: Tensor, levels: int) -> tuple[Tensor, Tensor]:
 
 
 def _codes(scaled: Tensor, low: int, high: int, noise: Noise | None) -> Tensor:
-    """Return whole numbers from ``low`` to ``high``; those of a second moment are not negative."""
+    """Round scaled values to whole numbers from ``low`` to ``high``; ``low`` is 0 for a second
+    moment."""
     if noise is not None:
         bits = _sixteen(noise, scaled, second=low == 0).float()
-        if high == _FOUR_BITS:  # The scale is never 0, so a decoded value keeps its code.
+        # The scale of 4-bit codes is never 0, so with half a unit added a decoded value keeps its
+        # code.
+        if high == _FOUR_BITS:
             bits += 0.5
         scaled = (scaled + bits * 2.0**-16).floor_()
     return scaled.round().clamp_(low, high)
 
 
 def _packed(codes: Tensor) -> Tensor:
-    """Pack whole numbers from -7 to 7, two in a byte; the last run is padded with zeros."""
+    """Pack whole numbers from -7 to 7, two in a byte. The last run is padded with zeros."""
     runs = torch.nn.functional.pad(codes.int() & 15, (0, -codes.numel() % PACKED))
     low, high = runs.view(-1, 2, PACKED // 2).unbind(1)
     return (low | high << 4).reshape(-1)
@@ -291,7 +303,7 @@ def _packed(codes: Tensor) -> Tensor:
 
 
 def store_average(value: Tensor, stored: Tensor, noise: Noise | None) -> None:
-    """Store FP32 averages in FP32, or in bfloat16 with stochastic rounding."""
+    """Store averages, given in FP32, in FP32, or in bfloat16 with stochastic rounding."""
     if noise is None or stored.dtype == torch.float32:
         stored.copy_(value)
         return
@@ -308,8 +320,8 @@ def join(param: Tensor, remainder: Tensor | None) -> Tensor:
 
     Args:
         param: bfloat16 parameter.
-        remainder: tensor of the same shape, or None for a parameter alone. The remainder of a zero
-            is ignored, and an infinity does not become NaN.
+        remainder: int16 or int8 tensor of the same shape; None for a parameter alone. The remainder
+            of a zero is ignored, and so is a positive remainder of an infinity.
     """
     if remainder is None:
         return param.float()
@@ -323,11 +335,17 @@ def join(param: Tensor, remainder: Tensor | None) -> Tensor:
 def split_(
     value: Tensor, param: Tensor, remainder: Tensor | None, noise: Noise | None = None
 ) -> None:
-    """Split an FP32 main param into parameter and remainder.
+    """Split FP32 main params into bfloat16 parameters and remainders.
 
-    The parameter is the value rounded to nearest, ties away from zero. 16 bits store the value
-    itself; 8 bits its upper 24 bits, rounded to nearest even or stochastically. A parameter alone
-    is rounded to nearest, ties to even, or stochastically.
+    The parameter is the value rounded to nearest, ties away from zero. A 16-bit remainder keeps the
+    whole value. An 8-bit remainder keeps the upper 24 bits, rounded to nearest even or
+    stochastically. Without remainder, the parameter is rounded to nearest even or stochastically.
+
+    Args:
+        value: FP32 main params.
+        param: bfloat16 tensor to write.
+        remainder: int16 or int8 tensor to write; None for a parameter alone.
+        noise: random bits for stochastic rounding; None rounds to nearest.
     """
     if remainder is None:
         if noise is not None:

@@ -1,6 +1,6 @@
-"""Rules that step each element separately: the arithmetic of a step in torch operations.
+"""Rules that step each element independently, in torch operations: the definition of their bits.
 
-The scalars of a step are formed in :mod:`mp_optim.kernels.kernel_args`.
+:mod:`mp_optim.kernels.kernel_args` computes the scalars of a step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AnyAdam = AdamScalars | LambScalars
 
 
 def gradients(batch: TensorLists, mains: Lists, multiplier: float, l2: float) -> Lists:
-    """Return FP32(g) * multiplier + l2 * p as new tensors, for one batch."""
+    """Return FP32(g) * multiplier + l2 * p for each gradient of a batch, as new tensors."""
     grads = [grad.to(torch.float32, copy=True) for grad in batch.grad]
     if multiplier != 1.0:
         torch._foreach_mul_(grads, multiplier)
@@ -44,7 +44,12 @@ def average(m: Lists, grads: Lists, keep: float, weight: float) -> None:
 
 
 def bound(value: Tensor, *made_of: Tensor) -> None:
-    """Clamp infinite results of finite inputs to FP32's largest magnitude, in place."""
+    """Clamp infinite results of finite inputs to FP32's largest magnitude, in place.
+
+    Args:
+        value: results.
+        *made_of: the inputs, in the shape of ``value``.
+    """
     overflown = value.isinf()
     for part in made_of:
         overflown.logical_and_(part.isfinite())
@@ -52,7 +57,7 @@ def bound(value: Tensor, *made_of: Tensor) -> None:
 
 
 def bound_all(values: Sequence[Tensor], made_of: Lists) -> None:
-    """Clamp many tensors, each by its own inputs, as :func:`bound` does."""
+    """Call :func:`bound` for each tensor with its input."""
     for value, part in zip(values, made_of, strict=True):
         bound(value, part)
 
@@ -74,12 +79,15 @@ def denominators(v: Lists, s: AnyAdam) -> Lists:
 
 
 def descend(p: Lists, steps: Sequence[Tensor], decay: float, cautious: bool) -> None:
-    """Compute p = (p - decay*p) - step in place; without decay if that is 0, because 0 * inf is not
-    0.
+    """Compute p = (p - decay*p) - step in place. With decay 0 the term is left out, because 0 * inf
+    is NaN.
 
     Args:
-        cautious: decay an element only where the step does not take it away from 0 (Cautious Weight
-            Decay, Chen et al. 2025, arXiv:2510.12402: x - lr (u + wd * 1[u x >= 0] x)).
+        p: main params.
+        steps: value to subtract from each main param.
+        decay: learning rate times weight decay.
+        cautious: True to decay an element only if the step does not move it away from 0 (Cautious
+            Weight Decay, Chen et al. 2025, arXiv:2510.12402: x - lr (u + wd * 1[u x >= 0] x)).
     """
     if decay != 0.0:
         parts = torch._foreach_mul(p, decay)
@@ -137,4 +145,4 @@ def _lion(batch: TensorLists, s: LionScalars, multiplier: float) -> None:
 
 
 TEXTS: dict[str, Callable[..., None]] = {"adam": _adam, "sgd": _sgd, "lion": _lion}
-"""Function that steps a batch, for each rule."""
+"""Function that steps a batch, by name of the rule."""

@@ -1,11 +1,11 @@
 """Arguments of backends: parallel tensor lists, scalars, and groups of tensors for one launch.
 
-Scalars are formed in double and rounded once. The tensors of a launch have equal dtypes.
+The tensors of a launch have equal dtypes. Scalars are computed in double and rounded once.
 
-A rule's row in :mod:`mp_optim.config.rules` names its moments in the order of kernel arguments. Its
-scalars are the fields of a class in this module, also in that order. Native kernels take them after
-the multiplier of the gradients, with switches as 0 and 1. Triton kernels take at most ten; switches
-are compiled in.
+A rule's row in :mod:`mp_optim.config.rules` names the moments in the order of kernel arguments. The
+fields of the rule's class in this module are its scalars, also in that order. Native kernels take
+the multiplier of the gradients first, then the scalars, with switches as 0 and 1. Triton kernels
+take at most ten scalars; switches are compile-time constants.
 """
 
 from __future__ import annotations
@@ -39,36 +39,35 @@ MAIN = ""
 
 
 def fp32(value: float) -> float:
-    """Return the double that equals ``value`` rounded to FP32."""
+    """Return ``value`` rounded to FP32, as a float."""
     return ctypes.c_float(value).value
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLists:
-    """Parallel lists of contiguous tensors on one device.
+    """Parallel lists of contiguous tensors on one device. A list may be the same object in every
+    step.
 
     Attributes:
-        main: FP32 main params; or bfloat16 ones, with the lower half in ``state[REMAINDER]`` unless
-            none is stored. Empty for a pass that steps no parameters.
+        main: main params: FP32, or bfloat16 with the lower half in ``state[REMAINDER]`` if a
+            remainder is stored. Empty for a pass that steps no parameters.
         grad: gradients of any floating dtype.
-        state: moments by name, in their storage formats, with ``state[scale_key(name)]`` for block
-            formats; ``state[AVERAGE]`` for averages.
-        output: tensor that receives the updated parameter in its dtype, or None; bfloat16 if main
-            is.
-        source: current values of main (``MAIN``) and state, if they are not in ``main`` and
-            ``state``, whose values are undefined then. Only for backends with ``reads_source``.
+        state: lists of moments by name, in their storage formats; scales of block formats by
+            ``scale_key(name)``; averages by ``AVERAGE``.
+        output: for each main param, the tensor that gets the new value in its dtype, or None.
+            bfloat16 if main params are bfloat16.
+        source: current values of main params (``MAIN``) and state, if ``main`` and ``state`` are
+            only written. Only for backends with ``reads_source``.
         noise: for each tensor, random bits for stochastic rounding of state; None rounds to
             nearest.
-        average_weight: weight of new main params in their averages, an FP32 number; with 1 the
-            averages equal the main params.
+        average_weight: FP32 weight of new main params in their averages; 1 makes the averages equal
+            to the main params.
         prepared: cached launch of each rule for these lists (:class:`PreparedLaunch`), reused with
             other gradients. None for temporary lists.
-        changed: bitmaps in which kernels mark the elements of weights whose values change
-            (``SlotUpdate.changed``), or None. Only for backends with ``marks_changes``.
-        follows: True if ``output`` has the model's weights, and the step continues from them where
-            main does not round to them. Only for backends with ``follows_weights``.
-
-    A ``CachedTensorList`` may be the same object in every step.
+        changed: for each tensor, a bitmap in which kernels mark weights whose values change
+            (``SlotUpdate.changed``); or None. Only for backends with ``marks_changes``.
+        follows: True if ``output`` has the model's weights. The step then continues from a weight
+            where the main param does not round to it. Only for backends with ``follows_weights``.
     """
 
     main: list[Tensor]
@@ -83,7 +82,7 @@ class TensorLists:
     follows: bool = False
 
     def take(self, indices: Sequence[int]) -> TensorLists:
-        """Return the lists of some of the tensors."""
+        """Return the lists of the tensors at some indices."""
 
         def some(values: Sequence[Any]) -> list[Any]:
             return [values[index] for index in indices]
@@ -102,14 +101,14 @@ class TensorLists:
         )
 
     def for_averages(self) -> TensorLists:
-        """Return the lists that an update of averages reads; empty lists without averages."""
+        """Return the lists for a pass that updates averages; empty lists without averages."""
         if AVERAGE not in self.state or not self.main:
             return TensorLists([], [], {}, [])
         averages, outputs = self.only(REMAINDER, AVERAGE), [None] * len(self.main)
         return replace(averages, output=outputs, source=None, changed=None, follows=False)
 
     def only(self, *keys: str) -> TensorLists:
-        """Return the lists with the state of these keys only."""
+        """Return the lists without the state of other keys."""
         state = {key: self.state[key] for key in keys if key in self.state}
         source = self.source
         if source is not None:
@@ -117,7 +116,8 @@ class TensorLists:
         return replace(self, state=state, source=source, prepared=None)
 
     def in_place(self) -> TensorLists:
-        """Return the lists with current values copied into ``main`` and ``state``."""
+        """Copy the current values from ``source`` into ``main`` and ``state``, and return lists
+        without ``source``."""
         if self.source is None:
             return self
         for key, tensors in self.source.items():
@@ -129,19 +129,17 @@ class TensorLists:
 
 
 def contiguous(tensors: CachedTensorList) -> CachedTensorList:
-    """Return the list itself if every tensor in it is contiguous, else a list with contiguous
-    copies."""
+    """Return the list if all tensors are contiguous, else a new list with contiguous copies."""
     if tensors.contiguous:
         return tensors
     return CachedTensorList(tensor.contiguous() for tensor in tensors)
 
 
 def contiguous_outputs(outputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """Return the list itself if every tensor in it is contiguous, else a list with contiguous
-    copies.
+    """Return the list if all tensors are contiguous, else a new list with contiguous copies.
 
-    The copies have the values of the outputs, because a step that the device skips does not write
-    them.
+    A copy has the values of its tensor, because a step that the device skips does not write the
+    copy.
     """
     if isinstance(outputs, CachedTensorList) and outputs.contiguous:
         return outputs
@@ -152,9 +150,9 @@ def contiguous_outputs(outputs: Sequence[Tensor | None]) -> Sequence[Tensor | No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """Inputs of a step's scalars, for kernels that compute their own scalars.
+    """Inputs of a step's scalars, for libraries whose kernels compute scalars.
 
-    It is a base class, so that ``__slots__`` of a subclass lists only the scalars.
+    A base class keeps these fields out of ``__slots__`` of the subclass, which lists the scalars.
     """
 
     given_lr: float
@@ -165,7 +163,7 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class AdamScalars(StepInputs):
-    """Scalars of one Adam step: FP32 values formed in double."""
+    """Scalars of a step of Adam, rounded to FP32."""
 
     beta1: float
     one_minus_beta1: float
@@ -181,9 +179,9 @@ class AdamScalars(StepInputs):
 
     @classmethod
     def at(cls, group: Mapping[str, Any], step: int) -> AdamScalars:
-        """Return the scalars for a param group at step ``step`` >= 1.
+        """Return the scalars for a param group at a step, counted from 1.
 
-        Reads ``lr``, ``betas``, ``eps``, ``weight_decay`` and flags.
+        Reads ``lr``, ``betas``, ``eps``, ``weight_decay`` and flags of the group.
         """
         beta1, beta2 = map(float, group["betas"])
         lr = float(group["lr"])
@@ -204,7 +202,8 @@ class AdamScalars(StepInputs):
 
 @dataclass(frozen=True, slots=True)
 class SgdScalars:
-    """Scalars of one SGD step. ``first`` is 1 if the momentum buffer starts with this gradient."""
+    """Scalars of a step of SGD, rounded to FP32. ``first`` is True if the gradient becomes the
+    momentum buffer."""
 
     lr: float
     momentum: float
@@ -215,7 +214,7 @@ class SgdScalars:
 
     @classmethod
     def at(cls, group: Mapping[str, Any], step: int) -> SgdScalars:
-        """Return the scalars for a param group at step ``step`` >= 1."""
+        """Return the scalars for a param group at a step, counted from 1."""
         return cls(
             fp32(float(group["lr"])),
             fp32(group["momentum"]),
@@ -228,7 +227,7 @@ class SgdScalars:
 
 @dataclass(frozen=True, slots=True)
 class LionScalars:
-    """Scalars of one Lion step."""
+    """Scalars of a step of Lion, rounded to FP32."""
 
     beta1: float
     one_minus_beta1: float
@@ -241,7 +240,7 @@ class LionScalars:
 
     @classmethod
     def at(cls, group: Mapping[str, Any], step: int) -> LionScalars:
-        """Return the scalars for a param group. They are equal at every step."""
+        """Return the scalars for a param group, which do not depend on the step."""
         beta1, beta2 = map(float, group["betas"])
         lr = float(group["lr"])
         averages = beta1, 1 - beta1, beta2, 1 - beta2
@@ -251,7 +250,7 @@ class LionScalars:
 
 @dataclass(frozen=True, slots=True)
 class LambScalars(StepInputs):
-    """Scalars of one LAMB step."""
+    """Scalars of a step of LAMB, rounded to FP32 except ``lr``."""
 
     beta1: float
     grad_weight: float
@@ -267,7 +266,7 @@ class LambScalars(StepInputs):
 
     @classmethod
     def at(cls, group: Mapping[str, Any], step: int) -> LambScalars:
-        """Return the scalars for a param group at step ``step`` >= 1."""
+        """Return the scalars for a param group at a step, counted from 1."""
         beta1, beta2 = (float(b) for b in group["betas"])
         bias1, bias2 = bias_corrections(group, beta1, beta2, step)
         lr, decay, decoupled = (
@@ -294,7 +293,14 @@ class LambScalars(StepInputs):
         )
 
     def ratio(self, param_square: float, update_square: float) -> float:
-        """Return lr * ||p|| / ||u|| if the rule adapts and both norms are positive, else lr."""
+        """Return the trust ratio times the learning rate, rounded to FP32.
+
+        It is lr * ||p|| / ||u|| if the rule adapts and both norms are positive, else lr.
+
+        Args:
+            param_square: sum of squares of the parameter.
+            update_square: sum of squares of the update.
+        """
         if not self.adapts or param_square == 0.0 or update_square == 0.0:
             return fp32(self.lr)
         return fp32(self.lr * math.sqrt(param_square) / math.sqrt(update_square))
@@ -306,20 +312,23 @@ RULE_SCALARS: dict[str, Any] = {
     "lion": LionScalars,
     "lamb": LambScalars,
 }
-"""The class of scalars of each rule."""
+"""Class of scalars, by name of the rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class MuonScalars:
-    """Scalars of Muon's passes over elements.
+    """Scalars of Muon's passes over elements, rounded to FP32.
 
     Attributes:
-        average: factor of the difference of gradient and momentum, for the new momentum.
-        ahead: the factor for the momentum one step ahead.
+        average: factor of (gradient - momentum) in the new momentum.
+        ahead: factor of (momentum - gradient) in Nesterov's direction.
         decay: learning rate times weight decay.
-        average_from_end: 1 if the product is added to the second term of the difference, as
-            ``torch.lerp`` does with weights from 0.5 on.
-        ahead_from_end: the switch for the momentum one step ahead.
+        average_from_end: True if the product is added to the gradient, as ``torch.lerp`` does for
+            weights from 0.5 on; False if it is added to the momentum.
+        ahead_from_end: True if the product is added to the momentum; False if it is added to the
+            gradient.
+        nesterov: True for Nesterov's momentum.
+        cautious_wd: True for cautious weight decay.
     """
 
     average: float
@@ -332,7 +341,7 @@ class MuonScalars:
 
     @classmethod
     def at(cls, group: Mapping[str, Any]) -> MuonScalars:
-        """Return the scalars for a param group. They are equal at every step."""
+        """Return the scalars for a param group, which do not depend on the step."""
         momentum = float(group["momentum"])
         average, average_from_end = _lerp(1 - momentum)
         ahead, ahead_from_end = _lerp(momentum)
@@ -357,7 +366,7 @@ def bias_corrections(
 # -- kinds of launches ---------------------------------------------------------------------------
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of gradients that kernels read."""
+"""Dtypes of gradients that kernels support."""
 _OUTPUTS: dict[tuple[torch.dtype | None, torch.dtype | None], tuple[torch.dtype | None, ...]] = {
     (None, None): FLOATS,
     (torch.float32, None): (None, *FLOATS),
@@ -365,7 +374,7 @@ _OUTPUTS: dict[tuple[torch.dtype | None, torch.dtype | None], tuple[torch.dtype 
     (torch.bfloat16, torch.int8): (None, torch.bfloat16),
     (torch.bfloat16, None): (None, torch.bfloat16),
 }
-"""Dtypes of outputs, by the dtypes of main params and remainders."""
+"""Supported dtypes of outputs, by the dtypes of main params and remainders."""
 
 
 _FIRST, _SECOND, _AVERAGES = (
@@ -374,7 +383,8 @@ _FIRST, _SECOND, _AVERAGES = (
 
 
 class LaunchDtypes(NamedTuple):
-    """Dtypes that the tensors of a launch have in common; None for a missing tensor."""
+    """Dtypes of all tensors of a launch, by kind of tensor; None if the launch has no such
+    tensor."""
 
     grad: torch.dtype
     main: torch.dtype | None = None
@@ -386,14 +396,17 @@ class LaunchDtypes(NamedTuple):
 
     @property
     def compares_weights(self) -> bool:
-        """True if kernels compare main params with weights of these dtypes."""
+        """True if kernels compare FP32 main params with the model's 16-bit weights."""
         return self.main == torch.float32 and self.output in (torch.bfloat16, torch.float16)
 
 
 class AlikeLists(NamedTuple):
-    """Tensors with equal dtypes: their indices in the lists, and lists of them alone.
+    """Tensors with equal dtypes.
 
-    A kind of None has no kernel.
+    Attributes:
+        indices: index of each tensor in the lists of the call.
+        kind: dtypes of the tensors; None if no kernel supports them.
+        lists: lists of these tensors alone.
     """
 
     indices: Sequence[int]
@@ -402,13 +415,13 @@ class AlikeLists(NamedTuple):
 
 
 class PreparedLaunch(NamedTuple):
-    """A launch of a rule over whole lists, stored in :attr:`TensorLists.prepared`.
+    """A launch of a rule over whole lists, cached in :attr:`TensorLists.prepared`.
 
     Attributes:
         kind: dtypes of the tensors.
         sizes: number of elements of each gradient.
-        written: tensors that kernels write and autograd tracks.
-        launch: the backend's own object.
+        written: tensors that kernels write and autograd may track.
+        launch: object of the backend.
     """
 
     kind: LaunchDtypes
@@ -418,7 +431,7 @@ class PreparedLaunch(NamedTuple):
 
 
 def prepared_launch(lists: TensorLists, rule: str) -> PreparedLaunch | None:
-    """Return the stored launch of a rule, if the gradients have the same dtypes and sizes."""
+    """Return the cached launch of a rule if the gradients have its dtype and sizes; else None."""
     known, grads = lists.prepared.get(rule) if lists.prepared else None, lists.grad
     if known is None or lists.noise is not None or lists.source is not None:
         return None
@@ -432,7 +445,7 @@ def prepared_launch(lists: TensorLists, rule: str) -> PreparedLaunch | None:
 
 
 def prepare_launch(rule: str, part: AlikeLists, written: list[Tensor], launch: Any) -> None:
-    """Store a launch for :func:`prepared_launch`, if it covers all of its lists."""
+    """Cache a launch for :func:`prepared_launch` if it covers its lists completely."""
     lists, kind = part.lists, part.kind
     if lists.prepared is None or not isinstance(part.indices, range):
         return
@@ -443,8 +456,11 @@ def prepare_launch(rule: str, part: AlikeLists, written: list[Tensor], launch: A
 
 
 def continued(lists: TensorLists, kind: LaunchDtypes | None) -> TensorLists:
-    """Return the lists, with main params set to the weights in ``output`` if no kernel compares
-    them."""
+    """Continue from the weights in ``output``, unless a kernel will compare the weights.
+
+    Returns:
+        The lists; without ``follows`` if the main params were set here.
+    """
     if not lists.follows or (kind is not None and kind.compares_weights):
         return lists
     continue_from(lists.main, lists.output, lists.changed)
@@ -452,15 +468,16 @@ def continued(lists: TensorLists, kind: LaunchDtypes | None) -> TensorLists:
 
 
 def kept_moments(lists: TensorLists, moments: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of a rule's moments, with "" for moments that are not stored."""
+    """Return a rule's moments with "" in place of moments that are not stored."""
     return tuple([name if name in lists.state else "" for name in moments])
 
 
 def alike_lists(lists: TensorLists, moments: tuple[str, ...]) -> list[AlikeLists]:
-    """Return the lists by kind; the lists themselves if all tensors have one kind.
+    """Divide the lists into lists of tensors with equal dtypes. Equal lists are returned undivided.
 
     Args:
-        moments: names of the first and the second moment, "" for one that is not stored.
+        lists: tensor lists.
+        moments: names of the first and the second moment, "" for a moment that is not stored.
     """
     if not lists.grad:
         return []
@@ -500,7 +517,7 @@ def _dtypes(column: Sequence[Tensor | None] | None) -> set[torch.dtype | None]:
 def _supported(
     kind: LaunchDtypes, lists: TensorLists, moments: tuple[str, ...]
 ) -> LaunchDtypes | None:
-    """Return the kind if kernels support it, including its scales and seeds; else None."""
+    """Return the dtypes if kernels support them with these scales and seeds; else None."""
     scaled = True
     for name, dtype in zip(moments, (kind.moment1, kind.moment2), strict=False):
         scaled &= (scale_key(name) in lists.state) == (dtype is not None and is_blocked(dtype))
@@ -517,7 +534,7 @@ def _supported(
 
 
 def column_names(moments: tuple[str, ...]) -> dict[str, str]:
-    """Return the kernels' names for the tensors of a slot, by their keys in ``TensorLists``.
+    """Return the kernels' names of a slot's tensors, by key in ``TensorLists``.
 
     Args:
         moments: moments of the rule, see :func:`alike_lists`.
@@ -532,7 +549,7 @@ def column_names(moments: tuple[str, ...]) -> dict[str, str]:
 def columns_of(
     lists: TensorLists, kind: LaunchDtypes, moments: tuple[str, ...]
 ) -> dict[str, Sequence[Any]]:
-    """Return the lists of one kind that kernels read or write in place, by kernel argument."""
+    """Return lists of equal dtypes by the kernels' names of their tensors."""
     names = column_names(moments)
     columns: dict[str, Sequence[Any]] = {"grad": lists.grad}
     if lists.main:
@@ -549,16 +566,16 @@ def columns_of(
 
 
 def check_fit(kind: LaunchDtypes, columns: Mapping[str, CachedTensorList]) -> None:
-    """Check each list when its addresses are first used, because kernels access any address.
+    """Check lists before a kernel uses their addresses, because kernels access any address.
 
     Args:
         kind: expected dtypes.
-        columns: lists by the names of :class:`LaunchDtypes`, ``scale1``, ``scale2``, ``changed``,
-            each with the prefix ``from_`` for current values that are stored elsewhere.
+        columns: lists by the names of :class:`LaunchDtypes`, ``scale1``, ``scale2`` and
+            ``changed``. Lists with current values have the prefix ``from_``.
 
     Raises:
-        ValueError: the elements or the dtype of a tensor differ from those of its slot, or its
-            storage is too small. Nothing was written.
+        ValueError: a tensor has an unexpected dtype or number of elements, or its storage is too
+            small. Nothing was written.
     """
     sized = columns.get("main") or columns["grad"]
     numbers = sized.sizes.tobytes()
@@ -570,7 +587,8 @@ def check_fit(kind: LaunchDtypes, columns: Mapping[str, CachedTensorList]) -> No
             dtype, expected = torch.uint8, _sizes(numbers, "bits")
         else:
             dtype, expected = getattr(kind, column), sized.sizes
-            if dtype == torch.uint8 and column == "moment1":  # A byte holds two codes.
+            # A uint8 tensor of a first moment has two codes in a byte.
+            if dtype == torch.uint8 and column == "moment1":
                 expected = _sizes(numbers, "packed")
         fits = tensors.own_sizes == expected and tensors.dtypes <= {dtype}
         if not fits or not tensors.stored:
@@ -584,23 +602,26 @@ def _sizes(numbers: bytes, form: str) -> array[int]:
 
 
 def bitmap_bytes(numel: int) -> int:
-    """Return the number of bytes of a bitmap of ``numel`` elements, a multiple of 8."""
+    """Return the number of bytes of a bitmap for ``numel`` elements, a multiple of 8."""
     return -(-numel // 64) * 8
 
 
 def _misfit(
     name: str, tensors: Sequence[Tensor], expected: Sequence[int], dtype: torch.dtype
 ) -> str:
-    """Describe the first tensor that differs from the kernels' expectation."""
+    """Return an error text about the first tensor that does not fit."""
     for place, (tensor, size) in enumerate(zip(tensors, expected, strict=False)):
         held = tensor.untyped_storage().nbytes()
         is_misfit = (tensor.numel(), tensor.dtype) != (size, dtype)
         if is_misfit or held < tensor.nbytes:
             return (
                 f"tensor {place} of {len(tensors)} in column {name!r} of a kernel's call has "
-                f"{tensor.numel()} elements of {tensor.dtype} in a storage of {held} bytes, where "
-                f"its slot has {size} of {dtype}: its memory or its parameter's was replaced or "
-                "resized (`tensor.data = ...`, `resize_`); nothing was written. Put a new "
-                "parameter into the param group, or build the optimizer again"
+                f"{tensor.numel()} elements of {tensor.dtype} in a storage of {held} bytes, but "
+                f"its slot has {size} of {dtype}, because memory was replaced or resized "
+                "(`tensor.data = ...`, `resize_`), so nothing was written; put a new parameter "
+                "into the param group, or build the optimizer again"
             )
-    return f"column {name!r} of a kernel's call has {len(tensors)} tensors for {len(expected)}"
+    return (
+        f"column {name!r} of a kernel's call has {len(tensors)} tensors for {len(expected)} slots; "
+        "build the optimizer again"
+    )

@@ -1,12 +1,12 @@
-"""Kernels of torch, NVIDIA apex and Transformer Engine.
+"""Backends with kernels of torch, NVIDIA apex and Transformer Engine.
 
-Their optimizer classes are not used, because these key state by tensor and keep master weights
-outside the state dict. All kernels are within the tolerance of docs/numerics.md to ``reference``,
-not bitwise equal to it.
+The optimizer classes of these libraries are not used, because they key state by tensor and keep
+master weights outside the state dict. The kernels' results are within a tolerance of ``reference``
+(docs/numerics.md), but the bits differ.
 
-The multi-tensor kernels check few of their arguments (docs/upstream-defects.md), so this module
-checks them before a launch. Tensors are split into pieces far below 2^31 elements; empty ones are
-left out.
+The multi-tensor kernels check few arguments (docs/upstream-defects.md), so this module checks the
+arguments before a launch. Large tensors are split into pieces far below 2^31 elements. Empty
+tensors are left out.
 """
 
 from __future__ import annotations
@@ -47,28 +47,29 @@ CHUNK_ELEMENTS = 2048 * 32
 """Number of elements of one thread block."""
 
 MOST_ELEMENTS = 2**31 - 1 - CHUNK_ELEMENTS
-"""Largest number of elements of a tensor for the kernels' 32-bit indices."""
+"""Largest number of elements of a tensor, because the kernels have 32-bit indices."""
 
 MOST_TENSORS = 1024
-"""Largest number of tensors per call: Transformer Engine keeps a handle for each, some 20,000 in
-all."""
+"""Largest number of tensors per call. Transformer Engine has about 20,000 handles, and uses one for
+each tensor of a call."""
 
 KERNEL_DEVICE = CUDA.type
-"""The device type of the kernels."""
+"""Device type on which the kernels run."""
 
 
 def check_launch(
     name: str, lists: Sequence[Sequence[Tensor]], dtypes: Sequence[torch.dtype]
 ) -> None:
-    """Refuse a launch that a kernel would compute wrongly without an error.
+    """Check the lists of a launch, because a kernel would compute wrong results without an error.
 
     Args:
         name: name of the kernel.
-        dtypes: dtype of each list.
+        lists: tensor lists of the launch.
+        dtypes: expected dtype of each list.
 
     Raises:
-        ValueError: a list is empty, tensors are empty, too large, of different sizes, not
-            contiguous, of another dtype, or not on one device of the kernels' kind.
+        ValueError: a list is empty; or a tensor is empty, too large, not contiguous, of another
+            dtype or size than expected, or not on a device of the kernels.
     """
     columns = [CachedTensorList(tensors) for tensors in lists]
     sizes = columns[0].own_sizes if columns else ()
@@ -84,42 +85,43 @@ def check_launch(
     if not fits:
         given = [(column.own_sizes, column.dtypes, column.devices) for column in columns]
         raise ValueError(
-            f"{name}: needs lists of contiguous tensors of {list(dtypes)} on {KERNEL_DEVICE}, "
-            f"each of 1 to {MOST_ELEMENTS} elements and equal in every list; given {given}"
+            f"{name}: needs lists of contiguous tensors of {list(dtypes)} on {KERNEL_DEVICE}, with "
+            f"1 to {MOST_ELEMENTS} elements and equal sizes in every list, but was given {given}; "
+            "choose fused_backend='auto'"
         )
 
 
 def sums_by_torch(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the FP64 sum of squares of each tensor, shape (n,), in torch's own order."""
+    """Return the sum of squares of each tensor, FP64, shape (n,), added in torch's order."""
     if not tensors:
         return torch.zeros(0, dtype=torch.float64, device="cpu")
-    # Row-major, like staged copies of gradients, because torch sums in the order of memory.
+    # torch adds in the order of memory, so copy strided tensors to row-major order.
     row_major = [tensor.contiguous() for tensor in tensors]
     return torch.stack(list(torch._foreach_norm(row_major, 2, dtype=torch.float64))).square()
 
 
 class MultiTensorBackend(ReferenceBackend):
-    """Common part of the apex and Transformer Engine backends.
+    """Base class of the apex and Transformer Engine backends.
 
-    ``reference`` computes steps that their kernels do not support.
+    ``reference`` computes the steps that the libraries' kernels do not support.
 
     Args:
-        library: the module with the ``multi_tensor_*`` functions.
+        library: module with the ``multi_tensor_*`` functions.
     """
 
     def __init__(self, library: Any) -> None:
         self.library = library
 
     def takes(self, kind: LaunchDtypes) -> bool:
-        """True if kernels support a kind; here FP32 main params and state."""
+        """True if the library's kernels support these dtypes: FP32 main params and moments."""
         state = {kind.main, kind.remainder, kind.moment1, kind.moment2} - {None}
         return state == {torch.float32}
 
     def split(
         self, rule: str, lists: TensorLists
     ) -> Iterator[tuple[LaunchDtypes | None, TensorLists]]:
-        """Yield parts of the lists with equal dtypes; None instead of dtypes for parts of
-        ``reference``."""
+        """Yield lists of tensors with equal dtypes, and the dtypes; None instead of dtypes for
+        lists that ``reference`` steps."""
         for _, kind, alike in alike_lists(lists, kept_moments(lists, RULES[rule].moment_names)):
             is_taken = kind is not None and alike.noise is None and self.takes(kind)
             yield (kind if is_taken else None), alike
@@ -131,7 +133,8 @@ class MultiTensorBackend(ReferenceBackend):
         dtypes: Sequence[torch.dtype],
         *arguments: Any,
     ) -> Any:
-        """Call a kernel with a new overflow flag, which no earlier launch has set."""
+        """Call a kernel of the library with a new overflow flag, which no earlier launch can have
+        set."""
         check_launch(f"{self.name}: {name}", lists, dtypes)
         device = lists[0][0].device
         with current_device(device):
@@ -160,13 +163,14 @@ class MultiTensorBackend(ReferenceBackend):
     def adam(
         self, kind: LaunchDtypes, batch: TensorLists, s: AdamScalars, multiplier: float
     ) -> None:
-        """Step one batch of one kind."""
+        """Step a batch of tensors with equal dtypes by Adam."""
         raise NotImplementedError
 
     def sgd(self, kind: LaunchDtypes, batch: TensorLists, s: SgdScalars, multiplier: float) -> None:
-        """Step one batch of one kind.
+        """Step a batch of tensors with equal dtypes by SGD.
 
-        Without momentum the kernel reads a buffer but does not write it, so any list can be passed.
+        Without momentum the kernel reads the momentum buffers but does not write them, so the
+        gradients are passed instead.
         """
         grads = batch.grad if kind.grad == torch.float32 else self.scaled(batch.grad, multiplier)
         buffers = batch.state.get("momentum_buffer", grads)
@@ -182,7 +186,7 @@ class MultiTensorBackend(ReferenceBackend):
 
 
 def _adam_arguments(s: AdamScalars) -> tuple[Any, ...]:
-    """Return the inputs from which both libraries' kernels compute their scalars."""
+    """Return arguments from which the Adam kernels of both libraries compute their scalars."""
     switches = 0 if s.l2 else 1, int(s.bias_correction)
     return s.given_lr, s.beta1, s.beta2, s.eps, s.given_step, *switches, s.given_decay
 
@@ -191,10 +195,10 @@ def _adam_arguments(s: AdamScalars) -> tuple[Any, ...]:
 
 
 class ApexBackend(MultiTensorBackend):
-    """Backend for apex: FP32 main params and moments.
+    """Backend for apex's kernels, which support FP32 main params and moments.
 
-    The kernels need gradients and parameters of one dtype. So gradients in 16 bits, or with a
-    multiplier, are converted to FP32 batch by batch.
+    The kernels need gradients and parameters of one dtype, and take no multiplier. So 16-bit
+    gradients, and gradients with a multiplier, are first converted to FP32, batch by batch.
     """
 
     name = "apex"
@@ -226,8 +230,9 @@ class ApexBackend(MultiTensorBackend):
     def _lamb_launch(self, batch: TensorLists, s: LambScalars, multiplier: float) -> None:
         """Launch apex's LAMB kernels for one batch.
 
-        The kernel overwrites the gradient with the direction, so it gets a copy. A clip limit of 0
-        would set all gradients to 0; a norm of 0 disables clipping.
+        The kernel overwrites the gradient with the direction, so it gets a copy. The global
+        gradient norm is passed as 0, which turns clipping off, because the multiplier already
+        clips. A clip limit of 0 would set all gradients to 0.
         """
         grads, state = self.scaled(batch.grad, multiplier), batch.state
         lists = [grads, batch.main, state["exp_avg"], state["exp_avg_sq"]]
@@ -246,23 +251,23 @@ _QUIET_NAN = 0x7FC0
 
 
 def load_transformer_engine() -> TransformerEngineBackend:
-    """Import the extension. Importing the package first loads its core library.
+    """Import Transformer Engine's extension, after its package, which loads the core library.
 
     Raises:
-        Exception: any error of a missing or broken installation (not only ImportError).
+        Exception: the installation is missing or broken. The error may be of any class.
     """
     importlib.import_module("transformer_engine.pytorch")
     library = importlib.import_module("transformer_engine_torch")
     if not hasattr(library, "multi_tensor_adam_param_remainder"):
-        raise ImportError("it has no Adam for 16-bit remainders; install a newer version")
+        raise ImportError("this version has no Adam for 16-bit remainders; install a newer version")
     return TransformerEngineBackend(library)
 
 
 class TransformerEngineBackend(MultiTensorBackend):
-    """Backend for Transformer Engine: FP32 or bfloat16 moments, and FP32 main params or remainders.
+    """Backend for Transformer Engine's kernels, with FP32 main params or remainders of 16 bits.
 
-    Both moments have one dtype, and remainders have 16 bits. Its Adam reads 16-bit gradients and
-    writes the 16-bit parameter in the same pass. It checks dtypes but neither devices nor strides.
+    Both moments are FP32, or both are bfloat16. Adam's kernel reads 16-bit gradients and writes
+    16-bit parameters in the same pass. The kernels check dtypes, but neither devices nor strides.
     """
 
     name = "transformer_engine"
@@ -295,9 +300,8 @@ class TransformerEngineBackend(MultiTensorBackend):
             lists = [grads, outputs, first, second, batch.main]
         self.launch(name, lists, [tensors[0].dtype for tensors in lists], *_adam_arguments(s))
         if REMAINDER in batch.state:
-            # CUDA's NaN, 0x7fffffff, rounds to a bfloat16 zero. No other value has a negative
-            # remainder with a
-            # zero.
+            # CUDA's NaN, 0x7fffffff, rounds to a bfloat16 zero with a negative remainder, which no
+            # other value has. So store a NaN there.
             high, low = _bits_of(batch.main, rests)
             hidden = ((high & 0x7FFF) == 0) & (low < 0)
             _give_back(high.masked_fill_(hidden, _QUIET_NAN).view(torch.bfloat16), batch.main)
@@ -306,10 +310,9 @@ class TransformerEngineBackend(MultiTensorBackend):
 
 
 def _bits_of(params: list[Tensor], rests: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return copies of all parameters, as integers of their bits, and of all remainders.
+    """Return all parameters as integers of their bits, and all remainders, as two flat copies.
 
-    Each is one flat tensor of a batch's size, so the number of launches does not depend on the
-    number of tensors.
+    Two flat tensors need a fixed number of launches, for any number of parameters.
     """
     return torch.cat([param.view(torch.int16) for param in params]), torch.cat(rests)
 
@@ -323,9 +326,10 @@ def _give_back(values: Tensor, tensors: list[Tensor]) -> None:
 
 
 class TorchBackend(ReferenceBackend):
-    """Backend with ``torch._fused_adam(w)_`` for Adam and ``torch._fused_sgd_`` for SGD.
+    """Backend with torch's kernels: ``torch._fused_adam_``, ``torch._fused_adamw_`` and
+    ``torch._fused_sgd_``.
 
-    ``reference`` computes LAMB.
+    ``reference`` computes other rules.
     """
 
     name = "torch"
@@ -342,11 +346,11 @@ class TorchBackend(ReferenceBackend):
         mark_written(lists)
 
     def _adam(self, batch: TensorLists, grads: list[Tensor], scalars: AdamScalars) -> None:
-        """Step Adam with torch's kernels.
+        """Step a batch by torch's Adam kernels.
 
-        torch derives the bias corrections from a step count, but here they are part of the scalars.
-        At step infinity torch's are exactly 1, and ours are applied to lr and eps: ``(lr/bias1) * m
-        / (sqrt(v)*c + eps) = (lr/bias1/c) * m / (sqrt(v) + eps/c)``.
+        torch computes bias corrections from a step count, but the scalars already include them. At
+        step infinity torch's corrections are exactly 1. The corrections are moved to lr and eps
+        instead: ``(lr/bias1) * m / (sqrt(v)*c + eps) = (lr/bias1/c) * m / (sqrt(v) + eps/c)``.
         """
         kernel: Callable[..., Any] = (
             torch._fused_adamw_ if scalars.l2 == 0.0 else torch._fused_adam_

@@ -1,7 +1,7 @@
-"""Backend with the compiled kernels of ``kernels/csrc``: one pass over every tensor of a call.
+"""Backend with the compiled kernels of ``kernels/csrc``: one pass over all tensors of a call.
 
-They run on all host threads and have the bits of ``reference``. Tensors that they do not support,
-such as FP64 gradients, are stepped by ``reference``.
+The kernels run on several host threads and have the bits of ``reference``. ``reference`` steps
+tensors that the kernels do not support, such as FP64 gradients.
 """
 
 from __future__ import annotations
@@ -60,13 +60,15 @@ _CODES = {
     name: _FLOATS | {form.dtype: form.native for form in _FORMS.get(name, ())} | {None: 0}
     for name in LaunchDtypes._fields
 }
-"""Numbers of dtypes in ``csrc/api.h``, for each kind of tensor."""
+"""Number of each dtype in ``csrc/api.h``, by kind of tensor."""
 
 
 class NativeTable:
-    """C view of tensor lists, with references that keep the memory alive.
+    """C structure with addresses and sizes of tensor lists, and references that keep the memory
+    allocated.
 
-    NOTE: the caller of a kernel must keep the table, not only ``tensors``, until the call returns.
+    NOTE: the caller of a kernel must keep this object, not only ``tensors``, until the call
+    returns.
     """
 
     def __init__(
@@ -97,7 +99,8 @@ class NativeTable:
 
     @classmethod
     def of_one(cls, tensors: CachedTensorList) -> NativeTable:
-        """Return the view of one read-only list of whole tensors of one dtype."""
+        """Return the structure for a list of whole tensors of one dtype, which kernels only
+        read."""
         table = cls.__new__(cls)
         table._arrays = {"grad": tensors.addresses, "numel": tensors.sizes}
         grad, numel = (values.buffer_info()[0] for values in table._arrays.values())
@@ -111,8 +114,8 @@ class NativeTable:
         return table
 
     def take(self, lists: TensorLists) -> None:
-        """Set the gradients of the next launch. They must have the dtypes and sizes of the last
-        ones."""
+        """Set the gradients of the next launch, which have the dtypes and sizes of the last
+        gradients."""
         assert isinstance(lists.grad, CachedTensorList)
         self._arrays["grad"] = lists.grad.addresses
         self.tensors.grad = lists.grad.addresses.buffer_info()[0]
@@ -120,11 +123,12 @@ class NativeTable:
 
 
 class NativeBackend(ReferenceBackend):
-    """Backend that calls the library. ``reference`` computes steps that it does not support."""
+    """Backend that calls the compiled kernels. ``reference`` computes steps that they do not
+    support."""
 
     name = "native"
     reads_source = True
-    """True if current values may be stored elsewhere than the written ones."""
+    """True: kernels can read current values from other tensors than they write."""
     marks_changes = True
     follows_weights = True
 
@@ -147,7 +151,8 @@ class NativeBackend(ReferenceBackend):
             if kind is None:
                 super().step(rule, alike.in_place(), scalars, multiplier)
                 for bits in alike.changed or ():
-                    bits.fill_(0xFF)  # marks all elements, changed or not
+                    # reference does not compare values, so mark all elements as changed.
+                    bits.fill_(0xFF)
                 continue
             table = _table(alike, kind, moments)
             self.library.call("mp_step", byref(table.tensors), *given, thread_count())
@@ -178,7 +183,7 @@ class NativeBackend(ReferenceBackend):
                 mark_written(alike)
 
     def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> Tensor:
-        """See :meth:`ReferenceBackend.lamb_moments`; one row of sums for each tensor."""
+        """Update the moments, and return FP64 sums of p^2 and u^2 for each tensor, shape (n, 2)."""
         sums = torch.zeros(len(lists.main), 2, dtype=torch.float64, device="cpu")
         values = values_of(lib.Lamb, scalars, multiplier)
         for indices, kind, alike in alike_lists(lists, _MOMENTS):
@@ -199,7 +204,8 @@ class NativeBackend(ReferenceBackend):
             if kind is None:
                 super().lamb_apply(alike, scalars, part_ratios)
             else:
-                here = replace(alike, source=None)  # The first pass has copied it.
+                # lamb_moments() has copied the source values already.
+                here = replace(alike, source=None)
                 table = _table(here, kind, _MOMENTS)
                 to = part_ratios.buffer_info()[0]
                 self.library.call("mp_lamb_apply", byref(table.tensors), values, to, thread_count())
@@ -223,7 +229,7 @@ class NativeBackend(ReferenceBackend):
         if not steady.contiguous:
             steady = CachedTensorList(tensor.contiguous() for tensor in steady)
         if steady.own_sizes != steady.sizes or not steady.stored:
-            # Raises an error that names the tensor.
+            # Call check_fit() for its error, which names the tensor that does not fit.
             check_fit(LaunchDtypes(steady[0].dtype), {"grad": steady})
         sums = torch.empty(len(steady), dtype=torch.float64, device="cpu")
         table = NativeTable.of_one(steady)
@@ -232,13 +238,13 @@ class NativeBackend(ReferenceBackend):
 
 
 def _given(rule: str, scalars: Any, multiplier: float) -> tuple[bytes, Any, int]:
-    """Return a rule's name, and its scalars as arguments of the kernels."""
+    """Return a rule's name, and its scalars as arguments of the kernels: array and length."""
     numbers = [multiplier, *map(getattr, repeat(scalars), scalars.__slots__)]
     return rule.encode(), (ctypes.c_float * len(numbers))(*numbers), len(numbers)
 
 
 def values_of(structure: type[ctypes.Structure], scalars: Any, multiplier: float) -> Any:
-    """Return the scalars of a rule that are fields of a C structure."""
+    """Return a C structure with those scalars of a rule that are fields of the structure."""
     known = {"multiplier": multiplier, "l2": 0.0}
     known |= {name: getattr(scalars, name) for name in scalars.__slots__}
     return structure(**{name: known[name] for name, *_ in structure._fields_})
@@ -248,5 +254,6 @@ def _table(lists: TensorLists, kind: LaunchDtypes, moments: tuple[str, ...]) -> 
     columns, names = columns_of(lists, kind, moments), column_names(moments)
     for key, tensors in (lists.source or {}).items():
         columns[f"from_{names[key]}"] = tensors
-    follows = lists.follows and kind.compares_weights  # Not in a pass that writes no weights.
+    # A pass without weights to write must not compare main params with weights.
+    follows = lists.follows and kind.compares_weights
     return NativeTable(kind, columns, lists.noise, lists.average_weight, follows)

@@ -1,6 +1,6 @@
-"""Loader of the compiled kernels of ``kernels/csrc``, and number of their threads and cores.
+"""Loader of the compiled kernels of ``kernels/csrc``, and the number of their threads.
 
-Without kernels it returns the reason. This module does not know any rule.
+If the kernels are missing, the loader returns the reason.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from mp_optim.host.host_share import host_share
 
 ENVIRONMENT = "MP_OPTIM_NATIVE"
-"""``off``, or the instruction-set level to use: ``avx512``, ``avx2`` or ``neon``. The default is
-the best level."""
+"""Environment variable: ``off``, or the instruction-set level to use (``avx512``, ``avx2``,
+``neon``). By default the best level of the CPU is used."""
 
 _ABI = 22
 _STATUS = {
@@ -40,12 +40,12 @@ _floats, _ints = partial(_fields, ctypes.c_float), partial(_fields, ctypes.c_int
 
 
 def structure(*fields: list[tuple[str, Any]]) -> Any:
-    """Return a structure of ``csrc/api.h`` with fields in their order."""
+    """Return a ctypes structure of ``csrc/api.h`` with these fields, in order."""
     return type("Structure", (ctypes.Structure,), {"_fields_": [*chain(*fields)]})
 
 
 def scalars(floats: str, integers: str = "") -> type[ctypes.Structure]:
-    """Return a structure of FP32 fields followed by int32 fields."""
+    """Return a ctypes structure of FP32 fields followed by int32 fields."""
     made: type[ctypes.Structure] = structure(_floats(floats), _ints(integers))
     return made
 
@@ -62,7 +62,7 @@ MpTensors = structure(
     _pointers("changed"),
     _ints("follows"),
 )
-"""Tables of pointers."""
+"""Addresses, sizes and dtypes of the tensors of a call."""
 Lamb = scalars(
     "multiplier beta1 grad_weight beta2 one_minus_beta2 eps inv_bias1 inv_sqrt_bias2 decay l2"
 )
@@ -85,16 +85,22 @@ _SIGNATURES = {
 
 @dataclass
 class NativeLibrary:
-    """The compiled kernels, or the reason why they are missing."""
+    """The compiled kernels, or the reason why they are missing.
+
+    Attributes:
+        handle: the loaded library; None if it is missing.
+        why: file name of the library, or the reason why it is missing.
+    """
 
     handle: ctypes.CDLL | None
     why: str
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call a function that returns a status.
+        """Call a kernel that returns a status.
 
         Raises:
-            RuntimeError, MemoryError: the status is not success.
+            MemoryError: the kernel could not allocate memory.
+            RuntimeError: the kernel returned another error.
         """
         status = getattr(self.handle, name)(*arguments)
         if status:
@@ -104,25 +110,30 @@ class NativeLibrary:
 
     @property
     def level(self) -> str:
-        """Name of the instruction-set level in use."""
+        """Name of the instruction-set level in use; empty without kernels."""
         return "" if self.handle is None else self.handle.mp_level().decode()
 
     @property
     def levels(self) -> list[str]:
-        """Levels of this CPU, best first."""
+        """Names of this CPU's instruction-set levels, best first."""
         return [] if self.handle is None else self.handle.mp_levels().decode().split(",")
 
     def set_level(self, name: str) -> None:
-        """Use another level for later calls. Raises ValueError if this CPU does not have it."""
+        """Use another instruction-set level for later calls.
+
+        Raises:
+            ValueError: this CPU does not have the level.
+        """
         if self.handle is None or self.handle.mp_set_level(name.encode()):
             raise ValueError(
-                f"{ENVIRONMENT}={name!r}: this machine has {self.levels or 'no native kernels'}"
+                f"{ENVIRONMENT}={name!r}: this machine has {self.levels or 'no native kernels'}; "
+                "set one of its levels, or unset the variable"
             )
 
 
 @cache
 def native_library() -> NativeLibrary:
-    """Return the library of this installation, loaded once.
+    """Return the library of this installation, loaded once per process.
 
     Raises:
         ValueError: the environment variable names a level that this CPU does not have.
@@ -156,7 +167,7 @@ def _load(path: Path) -> NativeLibrary:
         getattr(handle, name).argtypes = arguments
         getattr(handle, name).restype = ctypes.c_int32
     handle.mp_set_parallel.argtypes, handle.mp_set_parallel.restype = ([ctypes.c_void_p], None)
-    # With GNU's OpenMP, as on Linux, the kernels share torch's threads.
+    # On Linux, torch and the kernels use GNU's OpenMP, so share torch's threads.
     parallel = getattr(_gomp(), "GOMP_parallel", None)
     address = ctypes.cast(parallel, ctypes.c_void_p).value if parallel else None
     handle.mp_set_parallel(address)
@@ -164,7 +175,7 @@ def _load(path: Path) -> NativeLibrary:
 
 
 def _gomp() -> ctypes.CDLL | None:
-    """Return GNU's OpenMP library, if torch has loaded it."""
+    """Return GNU's OpenMP library if this process has loaded it; else None."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return None
@@ -176,8 +187,11 @@ def _gomp() -> ctypes.CDLL | None:
 
 
 def limit_openmp(threads: int) -> None:
-    """Limit the threads of torch's operations in the calling thread, if torch uses GNU's OpenMP."""
-    # torch sets a new thread's number at its first query, and does not change it later.
+    """Limit the number of threads of torch's operations in the calling thread.
+
+    Does nothing if torch does not use GNU's OpenMP.
+    """
+    # torch sets a new thread's number at its first query and would overwrite a number set before.
     torch.get_num_threads()
     set_threads = getattr(_gomp(), "omp_set_num_threads", None)
     if set_threads is not None:
@@ -188,12 +202,13 @@ def limit_openmp(threads: int) -> None:
 
 
 MOST_HOST_THREADS = 4096
-"""More than the cores of any machine; the operating system refuses to start more threads."""
+"""Largest allowed number of kernel threads, above the cores of any machine. Operating systems
+refuse to start more threads."""
 _host_threads: int | None = None
 
 
 class _Here(threading.local):
-    """A thread's number of kernel threads, set by :func:`set_thread_share`."""
+    """Number of kernel threads for calls from the present thread (:func:`set_thread_share`)."""
 
     threads: int | None = None
 
@@ -206,19 +221,21 @@ def set_host_threads(threads: int | None) -> None:
 
     Args:
         threads: number of threads; None for this rank's share of the host's cores. torch's number
-            is ignored (``torchrun`` sets it to 1).
+            of threads is ignored, because ``torchrun`` sets it to 1.
 
     Raises:
-        ValueError: not a whole number from 1 to :data:`MOST_HOST_THREADS`; the number does not
-            change.
+        ValueError: not a whole number from 1 to :data:`MOST_HOST_THREADS`. The number of threads
+            stays unchanged.
     """
     global _host_threads
     _host_threads = None if threads is None else _checked(threads)
 
 
 def set_thread_share(threads: int | None) -> None:
-    """Set the number of kernel threads for calls from the calling thread; None for the process's
-    number.
+    """Set the number of kernel threads for calls from the calling thread.
+
+    Args:
+        threads: number of threads; None for the process's number.
 
     Raises:
         ValueError: not a whole number from 1 to :data:`MOST_HOST_THREADS`.
@@ -227,26 +244,26 @@ def set_thread_share(threads: int | None) -> None:
 
 
 def _checked(threads: Any) -> int:
-    """Return a number of threads as a plain int, after a check."""
+    """Check a number of threads, and return it as an int."""
     try:
         number = 0 if isinstance(threads, bool) else operator.index(threads)
     except TypeError:
         number = 0
     if not 1 <= number <= MOST_HOST_THREADS:
         raise ValueError(
-            f"host_threads={threads!r}: must be a whole number from 1 to {MOST_HOST_THREADS}, or "
-            "None for this rank's share of the host's cores"
+            f"host_threads={threads!r}: is not a whole number from 1 to {MOST_HOST_THREADS}; set "
+            "one, or None for this rank's share of the host's cores"
         )
     return number
 
 
 def thread_count() -> int:
-    """Return the number of threads of kernels that the calling thread runs."""
+    """Return the number of kernel threads for calls from the calling thread."""
     return _here.threads or _host_threads or host_share().threads
 
 
 def describe_threads() -> str:
-    """Return the number of kernel threads and its reason, as text."""
+    """Return the number of kernel threads and the reason for this number, as text."""
     threads, share = thread_count(), host_share()
     words = [f"host kernels: {threads} threads" if threads > 1 else "host kernels: 1 thread"]
     if _host_threads is not None:

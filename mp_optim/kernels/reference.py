@@ -1,8 +1,8 @@
-"""The numerics in torch operations, as docs/numerics.md specifies them.
+"""The arithmetic of docs/numerics.md in torch operations.
 
-Every operation below is one IEEE operation in FP32, rounded once. No operation may be replaced by
-one that contracts (addcmul, addcdiv, lerp, ``alpha=``). Square roots go through FP64 because
-torch's FP32 square root on the CPU is not correctly rounded.
+Every operation is one IEEE operation in FP32, rounded once. Operations that contract (addcmul,
+addcdiv, lerp, ``alpha=``) must not be used. Square roots are computed in FP64, because torch's FP32
+square root on the CPU is not correctly rounded.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from mp_optim.kernels.kernel_args import RULE_SCALARS, LambScalars, MuonScalars,
 from mp_optim.kernels.sums import combine_pieces, sum_in_pairs, sum_of_squares
 
 Multiplier = Any
-"""Float; or a tensor, for backends with ``takes_device_multipliers``."""
+"""A float; or a tensor, for backends with ``takes_device_multipliers``."""
 
 
 def _directions(batch: TensorLists, mains: Lists, s: LambScalars) -> Lists:
-    """Return u = (m * (1/bias1)) / denominator + decay * p, from the moments as stored."""
+    """Return u = (m * (1/bias1)) / denominator + decay * p, from the stored moments."""
     m = read_moment(batch, "exp_avg")
     u = torch._foreach_mul(m, s.inv_bias1)
     bound_all(u, m)
@@ -58,69 +58,82 @@ def _directions(batch: TensorLists, mains: Lists, s: LambScalars) -> Lists:
 class ReferenceBackend:
     """Backend that defines the bits, and base class of all other backends.
 
-    It computes all steps that the kernels of a subclass do not support. Each method updates every
-    tensor of the lists in place and writes the outputs; a step also updates the averages
-    (``TensorLists.average_weight``).
+    Each method updates all tensors of the lists in place and writes the outputs. Steps also update
+    the averages. A subclass overrides the methods for which it has kernels, and calls this class
+    for tensors that its kernels do not support.
 
-    A new backend is a subclass. :mod:`mp_optim.config.rules` has its name, rules and states (a
-    backend that lists none supports all). :mod:`mp_optim.kernels.selection` has its loader and
-    devices, and whether ``auto`` may choose it. ``auto`` uses only backends whose self-test had the
-    bits of ``reference``. CONTRIBUTING.md lists the tests.
+    :mod:`mp_optim.config.rules` has each backend's name, rules and storage formats (a backend
+    without a row supports all). :mod:`mp_optim.kernels.selection` has its loader, its devices, and
+    whether ``auto`` may choose it. ``auto`` uses only backends whose self-test had the bits of
+    ``reference``. CONTRIBUTING.md lists the tests of a backend.
     """
 
     name = "reference"
 
     takes_device_multipliers = False
-    """True if a multiplier may also be an FP32 tensor on the tensors' device, shape (1,) or (2,).
+    """True if a multiplier may be an FP32 tensor on the tensors' device, shape (1,) or (2,).
 
-    The step is skipped if the second element is not 0. Such a step never synchronizes.
+    If the second element is not 0, the step writes nothing. Such a step never synchronizes.
     """
 
     interpreted = False
-    """True if its kernels are interpreted, which takes a thousand times as long."""
+    """True if the kernels are interpreted, which takes a thousand times as long."""
 
     reads_source = False
-    """True if it reads current values from ``TensorLists.source`` and writes new ones elsewhere, so
-    that a step into a back buffer needs no copy first."""
+    """True if kernels read current values from ``TensorLists.source`` and write new values to other
+    memory.
+
+    A step into a back buffer then needs no copy first.
+    """
 
     marks_changes = False
     """True if :meth:`step` sets the bits of ``TensorLists.changed``."""
 
     follows_weights = False
-    """True if :meth:`step` itself continues from the weights in ``TensorLists.output`` where
-    ``follows`` is set."""
+    """True if :meth:`step` continues from the weights in ``TensorLists.output`` if ``follows`` is
+    set."""
 
     limits = ""
-    """Steps that it leaves to ``reference``, for reports; empty if none."""
+    """Steps that the backend leaves to ``reference``, as text for reports; empty if there are
+    none."""
 
     # -- rules that step each element by itself ---------------------------------------------------
 
     def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: Multiplier) -> None:
-        """Step the lists by a rule of :mod:`~mp_optim.kernels.element_rules` with its scalars."""
+        """Step the lists by a rule of :mod:`~mp_optim.kernels.element_rules`.
+
+        Args:
+            rule: name of the rule.
+            lists: tensor lists.
+            scalars: scalars of the step.
+            multiplier: factor of the gradients.
+        """
         for _, batch in batches(lists):
             if batch.follows:
                 continue_from(batch.main, batch.output)
             TEXTS[rule](batch, scalars, multiplier)
 
     def prove_at_first_use(self) -> None:
-        """Compare each form of a kernel with ``reference`` before the first step that uses it.
+        """Compare each form of a kernel with ``reference`` before the first step that uses the
+        form.
 
         Only for backends with ``by_form`` in ``selection``.
         """
 
     def announce(self, lists: TensorLists, scalars: Any, device: torch.device) -> None:
-        """Prepare for steps of parts of these lists on a device, with these scalars."""
+        """Copy the scalars to a device, before parts of these lists are stepped there."""
 
     # -- LAMB -------------------------------------------------------------------------------------
 
     def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier) -> None:
-        """Take the whole step, for tensors that are whole parameters."""
+        """Step tensors that are whole parameters by LAMB."""
         self.lamb_finish(lists, scalars, self.lamb_moments(lists, scalars, multiplier), multiplier)
 
     def lamb_moments(
         self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier
     ) -> Tensor:
-        """Update the moments; return FP64 (sum p^2, sum u^2) per tensor, shape (n, 2)."""
+        """Update LAMB's moments, and return FP64 sums of p^2 and u^2 for each tensor, shape (n,
+        2)."""
         owners: list[int] = []
         squares: list[Tensor] = []
         for own, batch in batches(lists):
@@ -143,15 +156,18 @@ class ReferenceBackend:
     def lamb_finish(
         self, lists: TensorLists, scalars: LambScalars, sums: Tensor, multiplier: Multiplier
     ) -> None:
-        """Take the step after :meth:`lamb_moments`.
+        """Step the main params by LAMB, after :meth:`lamb_moments`.
 
         Args:
-            sums: sums of whole parameters, shape (n, 2), FP64.
+            lists: tensor lists.
+            scalars: scalars of the step.
+            sums: sums of p^2 and u^2 of whole parameters, FP64, shape (n, 2).
+            multiplier: factor of the gradients, which may also skip the step.
         """
         self.lamb_apply(lists, scalars, [scalars.ratio(*row) for row in sums.tolist()])
 
     def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]) -> None:
-        """Take the step, each tensor with its own ratio (FP32 value)."""
+        """Step the main params by LAMB, each with its FP32 ratio."""
         for owners, batch in batches(lists):
             p = read_mains(batch)
             u = _directions(batch, p, scalars)
@@ -162,7 +178,7 @@ class ReferenceBackend:
     # -- Muon's passes over elements, before and after the products -------------------------------
 
     def muon_momentum(self, lists: TensorLists, scalars: MuonScalars, multiplier: float) -> None:
-        """Update the momenta, and write the tensors to orthogonalize into the outputs.
+        """Update Muon's momenta, and write the tensors to orthogonalize into the outputs.
 
         The lists have no main params.
         """
@@ -184,25 +200,26 @@ class ReferenceBackend:
     # -- the rest ---------------------------------------------------------------------------------
 
     def average(self, lists: TensorLists) -> None:
-        """Update the averages with the current main params, for rules in torch operations.
+        """Update the averages with the current main params. Does nothing without averages.
 
-        The methods of other rules do so themselves. Does nothing without averages.
+        Only for rules in torch operations, because the steps of other rules update the averages.
         """
         for _, batch in batches(lists.for_averages()):
             take_averages(batch)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return FP64 sums of squares, shape (n,)."""
+        """Return the sum of squares of each tensor, FP64, shape (n,), in the order of
+        ``kernels/sums.py``."""
         return sum_of_squares(tensors)
 
     def sum_in_pairs(self, values: Tensor) -> Tensor:
-        """Return the sum, shape (), of FP64 values, shape (n,), in the order of
+        """Return the sum of FP64 values, shape (n,), as shape (), added in the order of
         ``kernels/sums.py``."""
         return sum_in_pairs(values)
 
 
 Backend = ReferenceBackend
-"""Any backend."""
+"""Type of any backend."""
 
 
 def step_with(
@@ -213,9 +230,17 @@ def step_with(
     step: int,
     multiplier: Multiplier,
 ) -> None:
-    """Step whole parameters by a rule with a backend, for a param group at step ``step`` >= 1.
+    """Step whole parameters by a rule, for tests of a backend.
 
-    A rule that reads sums uses the method of its name.
+    A rule that reads sums has a method of its name.
+
+    Args:
+        backend: the backend.
+        rule: name of the rule.
+        lists: tensor lists.
+        group: settings of the rule.
+        step: number of the step, from 1 on.
+        multiplier: factor of the gradients.
     """
     scalars = RULE_SCALARS[rule].at(group, step)
     if rule in TEXTS:
@@ -229,7 +254,7 @@ MOMENTUM = RULES["muon"].moment_names[0]
 
 
 def _averaged(lists: TensorLists, index: int, scalars: MuonScalars, multiplier: float) -> Tensor:
-    """Update one momentum, and return the tensor to orthogonalize, FP32, shape (n,)."""
+    """Update a momentum, and return the tensor to orthogonalize: FP32, shape (n,)."""
     grad = lists.grad[index].reshape(-1).float()
     if multiplier != 1.0:
         grad = grad * multiplier
@@ -250,11 +275,15 @@ def _averaged(lists: TensorLists, index: int, scalars: MuonScalars, multiplier: 
 
 
 def _blend(start: Tensor, end: Tensor, factor: float, from_end: bool, out: Tensor) -> None:
-    """Return one of two values plus a multiple of their difference, as ``torch.lerp`` computes it.
+    """Write ``start`` plus a multiple of ``end - start``, computed like ``torch.lerp``, to ``out``.
 
-    The result is clamped for finite values. The computation is in FP64, in which the product is
-    exact, so it equals a fused multiply-add on any device. Orthogonalized values are rounded to
-    bfloat16, which amplifies differences in the last bit.
+    Overflows of finite values are clamped. The product is exact in FP64, so the result equals a
+    fused multiply-add on any device. Orthogonalized values are rounded to bfloat16, which would
+    amplify differences in the last bit.
+
+    Args:
+        factor: factor of the difference.
+        from_end: True to add the product to ``end`` instead.
     """
     piece = piece_elements(out.device)
     for at in range(0, out.numel(), piece):

@@ -1,4 +1,4 @@
-"""Choice of the backend for a ``fused_backend`` on a device, with the reason.
+"""Choice of the backend for a ``fused_backend`` and a device, with the reason.
 
 Each backend is loaded and tested once per process and device.
 """
@@ -32,15 +32,15 @@ _ON_ACCELERATOR = ("triton", "apex", "transformer_engine", "torch", "reference")
 
 @dataclass(frozen=True)
 class _Source:
-    """The loader of a backend, and its devices.
+    """Loader and devices of a backend.
 
     Attributes:
-        load: returns the backend, or a reason why it is not available. Any exception is a reason,
+        load: returns the backend, or the reason why it is not available. An exception is a reason,
             too.
-        devices: device types that it supports; None for all.
-        missing: the reason if its module is not installed.
-        by_form: True if it compares each form of its kernels with ``reference`` at the form's first
-            use, and falls back to ``reference`` if one differs.
+        devices: returns the device types on which the kernels run; None for all types.
+        missing: reason for each Python module that may not be installed.
+        by_form: True if the backend compares each form of its kernels with ``reference`` at the
+            form's first use, and uses ``reference`` for a form with other bits.
     """
 
     load: Callable[[], Backend | str]
@@ -94,29 +94,33 @@ assert set(BACKENDS) == {"auto", *_SOURCES}
 
 
 def candidates(device: torch.device) -> tuple[str, ...]:
-    """Return the backends that ``auto`` tries on a device, in order."""
+    """Return the names of the backends that ``auto`` tries for a device, in order."""
     return _ON_HOST if device.type == "cpu" else _ON_ACCELERATOR
 
 
 def forget() -> None:
-    """Delete all self-test results, for a process in which a library was installed meanwhile."""
+    """Delete all results of self-tests, because a library was installed after the process
+    started."""
     _proven.cache_clear()
     choose_backend.cache_clear()
 
 
 def proof_of(name: str, device: torch.device, by_form: bool = True) -> SelfTest:
-    """Return the self-test of a backend on a device. The first call loads and steps it.
+    """Return the self-test of a backend on a device. The first call loads and tests the backend.
 
     Args:
-        by_form: True to test kernels that are compared form by form only at their first use; False
-            to step each rule with them now, too.
+        name: name of the backend.
+        device: device of the step.
+        by_form: True to trust kernels that are compared at the first use of each form; False to
+            test such kernels now.
     """
     return _proven(name, device, by_form)[1]
 
 
 @cache
 def _proven(name: str, device: torch.device, by_form: bool) -> tuple[Backend, SelfTest]:
-    """Return a backend and its self-test; ``reference`` replaces one that is not available."""
+    """Return a backend and its self-test; ``reference`` in place of a backend that is not
+    available."""
     source, backend = _SOURCES[name], _loaded(name, device)
     if isinstance(backend, str):
         return ReferenceBackend(), SelfTest(name, str(device), False, False, backend)
@@ -148,11 +152,11 @@ def _loaded(name: str, device: torch.device) -> Backend | str:
 def choose_backend(name: str, device: torch.device) -> tuple[Backend, str]:
     """Return the backend for ``fused_backend=name`` on a device, and the reason.
 
-    ``auto`` chooses the first of :func:`candidates` with the bits of ``reference``. A named backend
-    is chosen where its kernels run; in the other place (host or accelerator) ``auto`` decides.
+    ``auto`` chooses the first of :func:`candidates` with the bits of ``reference``. Another name is
+    used where its kernels run. In the other place (host or accelerator), ``auto`` chooses.
 
     Raises:
-        ValueError: the name is unknown or not usable.
+        ValueError: the name is unknown, or the backend is not usable.
     """
     if name == "auto":
         return _auto(device)
@@ -177,7 +181,7 @@ def choose_backend(name: str, device: torch.device) -> tuple[Backend, str]:
 
 
 def _serving_device(name: str, device: torch.device) -> torch.device:
-    """Return the device itself, or a device that the backend supports."""
+    """Return the device if the backend's kernels run there, else a device on which they run."""
     devices = _SOURCES[name].devices
     if devices is None or device.type in devices():
         return device
@@ -199,23 +203,24 @@ def _auto(device: torch.device) -> tuple[Backend, str]:
         passed_over.append(f"{missing}{proof.reason}{use}")
     if device.type == CUDA.type and CUDA.is_available():
         warn(
-            f"fused_backend='auto': no kernels of {device} have the bits of every other place "
-            f"({'; '.join(passed_over)}). Steps there are taken in torch's operations, one pass "
-            "over memory for each; fused_backend='reference' accepts it without this warning"
+            f"fused_backend='auto': no kernels for {device} have the bits of the host's kernels "
+            f"({'; '.join(passed_over)}), so steps on {device} run torch's operations, one pass "
+            "over memory for each; set fused_backend='reference' to accept such steps without this "
+            "warning"
         )
     return ReferenceBackend(), "; ".join([_SAME_BITS, *passed_over])
 
 
 def check_serves(name: str, device: torch.device) -> None:
-    """Check that a named backend has kernels for the device of the parameters.
+    """Raise if a named backend has no kernels for the device of the parameters.
 
     Raises:
-        ValueError: it has none; names the backend and the device.
+        ValueError: the backend has none. The message names the backend and the device.
     """
     if name in _SOURCES:
         devices = _SOURCES[name].devices
         if name != "native" and devices is not None and device.type not in (*devices(), "meta"):
-            # If the backend is not usable at all, that error is clearer.
+            # If the backend is not usable at all, choose_backend() raises a clearer error.
             choose_backend(name, device)
             raise ValueError(
                 f"fused_backend={name!r}: the model's parameters are on {device.type}, but its "
@@ -224,7 +229,7 @@ def check_serves(name: str, device: torch.device) -> None:
 
 
 def rule_note(name: str, rule: str) -> str:
-    """Return a note for a rule without kernels in a backend; empty if it has kernels."""
+    """Return a note that a backend has no kernels for a rule; empty if it has kernels."""
     return (
         ""
         if rule in CAPABILITIES.get(name, Capability()).rules
@@ -236,10 +241,14 @@ _HOST = torch.device("cpu")
 
 
 def warn_of_missing_kernels(fused_backend: str, rule: str, groups: ParamGroups) -> None:
-    """Warn, once in a process, if native kernels are missing for a rule that steps groups on the
-    host.
+    """Warn once per process if native kernels are missing for groups that are stepped on the host.
 
-    There is no warning if ``fused_backend`` or the environment selects another backend.
+    Does not warn if ``fused_backend`` or the environment selects another backend.
+
+    Args:
+        fused_backend: ``fused_backend`` of the config.
+        rule: name of the rule that steps the groups.
+        groups: param groups.
     """
     if not any(param.is_cpu for _, param in iter_slots(groups)):
         return

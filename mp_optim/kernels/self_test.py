@@ -1,8 +1,8 @@
-"""Self-test of a backend, before it writes a parameter.
+"""Self-test of a backend before it writes a parameter.
 
-A small step of each rule is compared with ``reference``. The tests of the package have more sizes,
-alignments and dtypes. Kernels that are compiled on this machine are compared form by form
-(:mod:`~mp_optim.kernels.triton.proofs`).
+The self-test compares a small step of each rule with ``reference``. The tests of the package cover
+more sizes, alignments and dtypes. Kernels that are compiled on this machine are compared form by
+form instead (:mod:`~mp_optim.kernels.triton.proofs`).
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from mp_optim.kernels.kernel_args import LaunchDtypes, MuonScalars, TensorLists,
 from mp_optim.kernels.reference import MOMENTUM, Backend, ReferenceBackend, step_with
 
 MOST_RELATIVE, MOST_BFLOAT16 = 1e-4, 2.0**-7
-"""Largest difference of a usable backend from ``reference``, relative to the largest element of a
-tensor: for FP32 and FP64 tensors, and for tensors in fewer bits."""
+"""Tolerances of a usable backend, relative to the largest element of a tensor: for FP32 and FP64
+tensors, and for tensors with 16 bits or fewer."""
 _REFUSED_CODE = ("kernel image", "unsupported toolchain", "unsupported PTX version")
-"""Parts of driver messages about code that they do not support."""
+"""Parts of driver messages about machine code that the driver does not support."""
 _SETTINGS = {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True}
 _MULTIPLIER, _FACTOR = fp32(0.37), fp32(0.011)
-_SIZES = (BLOCK + 35,)  # A whole block, and a part of a block.
+_SIZES = (BLOCK + 35,)  # One size tests a whole block and a partial block.
 
 Trial = Callable[[Backend, TensorLists], Tensor | None]
-"""Function that calls a method of a backend over some lists, and returns its result, if any."""
+"""Function that calls a method of a backend with tensor lists, and returns the method's result."""
 
 
 @dataclass(frozen=True)
 class SelfTest:
-    """Result of the self-test of a backend on a device of this process.
+    """Result of the self-test of a backend on a device.
 
     Attributes:
         backend: name of the backend.
         device: device of the step.
-        usable: True if the backend can be loaded, and its results are within the tolerances above.
-        exact: True if it has the bits of ``reference``.
+        usable: True if the backend can be loaded and its results are within the tolerances.
+        exact: True if its results have the bits of ``reference``.
         reason: the result in words.
     """
 
@@ -59,7 +59,7 @@ class SelfTest:
 
 @in_own_modes
 def prove(backend: Backend, device: torch.device) -> SelfTest:
-    """Return the self-test of a backend. An exception of the backend is a result, too."""
+    """Test a backend on a device. An exception of the backend makes the backend unusable."""
     found: list[float] = []
     try:
         for form, trial in _trials(CAPABILITIES.get(backend.name, Capability())):
@@ -83,13 +83,13 @@ def prove(backend: Backend, device: torch.device) -> SelfTest:
 def differences(
     backend: Backend, make_lists: Callable[[], TensorLists], trial: Trial
 ) -> list[float]:
-    """Return the difference from ``reference`` of each tensor whose bits differ after a trial.
+    """Return the differences from ``reference`` after a trial, in units of the tolerance.
 
-    Differences are in units of the tolerance.
+    The result has an entry for each tensor whose bits differ.
 
     Args:
-        backend: the backend to compare.
-        make_lists: returns equal lists at every call.
+        backend: the backend to test.
+        make_lists: returns tensor lists with equal values at every call.
         trial: writes to the lists, or returns a tensor.
     """
     ours, theirs = make_lists(), make_lists()
@@ -104,7 +104,8 @@ def _tensors(lists: TensorLists) -> Iterator[Tensor | None]:
 
 
 def _apart(ours: Tensor, theirs: Tensor) -> float | None:
-    """Return the difference of two tensors in units of the tolerance; None for equal bits."""
+    """Return the largest difference of two tensors in units of the tolerance; None if the bits are
+    equal."""
     ours, theirs = ours.detach().cpu(), theirs.detach().cpu()
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.itemsize]
     if torch.equal(ours.view(bits), theirs.view(bits)):
@@ -117,7 +118,7 @@ def _apart(ours: Tensor, theirs: Tensor) -> float | None:
 
 
 def failure(error: Exception) -> str:
-    """Return the reason why a first step by kernels fails."""
+    """Return the reason why a first step failed, with a remedy for outdated drivers."""
     why = f"fails a first step: {type(error).__name__}: {error}"
     if any(said in str(error) for said in _REFUSED_CODE):
         why += (
@@ -132,11 +133,11 @@ def failure(error: Exception) -> str:
 
 
 class TrialForm(NamedTuple):
-    """The dtypes and options of a trial's lists.
+    """Dtypes and options of a trial's tensor lists.
 
     Attributes:
-        kind: dtypes of the tensors, except moments and scales.
-        state: dtypes of moments and scales by key.
+        kind: dtypes of the tensors, without moments and scales.
+        state: dtype of each moment and scale, by key.
         has_noise: True if state is rounded stochastically.
         average_weight: see ``TensorLists``.
         follows: see ``TensorLists``.
@@ -150,7 +151,8 @@ class TrialForm(NamedTuple):
 
 
 def _trials(can: Capability) -> Iterator[tuple[TrialForm, Trial]]:
-    """Yield a step of each rule, a step with compact state, sums of squares, and Muon's passes."""
+    """Yield trials: a step of each rule, a step with compact state, sums of squares, and Muon's
+    passes."""
     grad, fp32_ = torch.bfloat16, torch.float32
     plain = LaunchDtypes(grad, fp32_)
     for rule in (rule for rule in can.rules if RULES[rule].has_kernels):
@@ -158,7 +160,8 @@ def _trials(can: Capability) -> Iterator[tuple[TrialForm, Trial]]:
         yield TrialForm(plain, state), partial(_step, rule)
     if can.compact:
         kind = LaunchDtypes(grad, torch.bfloat16, torch.int8, average=torch.bfloat16)
-        codes = dict.fromkeys(("exp_avg", SECOND), torch.uint8)  # In 4 and in 8 bits.
+        # The first moment has 4-bit codes, and the second moment 8-bit codes.
+        codes = dict.fromkeys(("exp_avg", SECOND), torch.uint8)
         state = codes | dict.fromkeys(map(scale_key, codes), fp32_)
         yield TrialForm(kind, state, True, fp32(0.01)), partial(_step, "adam")
     yield TrialForm(LaunchDtypes(grad), {}), lambda backend, some: backend.sum_of_squares(some.grad)
@@ -180,11 +183,11 @@ def _step(rule: str, backend: Backend, lists: TensorLists) -> None:
 
 @lru_cache(maxsize=32)
 def values_of(count: int, stream: int, device: torch.device) -> Tensor:
-    """Return numbers of several magnitudes, equal on every machine and device.
+    """Return FP32 numbers of several magnitudes, with the same bits on every machine and device.
 
-    They do not repeat with the period of a block, tile or chunk.
+    The numbers do not repeat with the period of a block, tile or chunk.
 
-    NOTE: callers must not write to them.
+    NOTE: callers must not write to the cached tensor.
     """
     words = Noise(0x5EED, stream).words(count, device)
     whole = (words >> 8) - (1 << 23)
@@ -198,13 +201,13 @@ def trial_lists(
     shift: int = 0,
     last_grad: float = 1.0,
 ) -> TensorLists:
-    """Return lists of a form, with equal values at every call.
+    """Return tensor lists for a trial, with equal values at every call.
 
     Args:
         form: dtypes and options.
         device: device of all tensors.
-        sizes: elements of each tensor.
-        shift: elements by which tensors begin after a multiple of 16 bytes.
+        sizes: number of elements of each tensor.
+        shift: number of elements between a multiple of 16 bytes and the start of each tensor.
         last_grad: factor of the last gradient.
     """
     kind, state = form.kind, dict[str, list[Tensor]]()
@@ -236,7 +239,8 @@ def trial_lists(
     if kind.average is not None:
         state[AVERAGE] = [_shifted(value.flip(0), kind.average, shift) for value in whole]
     outputs: list[Tensor | None] = [None] * len(whole)
-    if kind.output is not None:  # Some weights differ from their main params.
+    # Some weights differ from their main params, so that kernels have to follow the weights.
+    if kind.output is not None:
         same = torch.arange(BLOCK, device=device) % 5 != 0
         weights = [each * same.repeat(blocks_of(len(each)))[: len(each)] for each in whole]
         outputs = [_shifted(value, kind.output, shift) for value in weights]
@@ -253,6 +257,6 @@ def trial_lists(
 
 
 def _shifted(values: Tensor, dtype: torch.dtype, shift: int) -> Tensor:
-    """Return a copy that begins ``shift`` elements into its storage."""
+    """Return a copy that starts ``shift`` elements after the start of its storage."""
     memory = torch.zeros(len(values) + shift, dtype=dtype, device=values.device)
     return memory[shift:].copy_(values)

@@ -1,4 +1,4 @@
-"""Storage of a slot's state: its tensors by key, their FP32 values, and conversion from FP32."""
+"""Storage formats of a slot's state: conversion to FP32, from FP32, and between formats."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ from mp_optim.kernels.kernel_args import fp32
 
 @dataclass(frozen=True)
 class StatePrecision:
-    """The forms of a rule's state.
+    """Storage formats of a rule's state.
 
     Attributes:
         exp_avg_dtype: dtype of the first moment or momentum: float32, bfloat16, float16, uint8 or
             uint4 (see ``codecs``).
-        exp_avg_sq_dtype: dtype of the second moment; all of these except uint4.
-        fp32_state_below: number of elements from which on moments are in 8 or 4 bits; smaller
-            parameters have FP32 moments.
+        exp_avg_sq_dtype: dtype of the second moment: float32, bfloat16, float16 or uint8.
+        fp32_state_below: number of elements; smaller parameters have FP32 moments instead of 8-bit
+            or 4-bit moments.
         store_param_remainders: True to step bfloat16 parameters in place, with a remainder that
             completes them to FP32.
-        param_remainder_bits: 16 for all of FP32, 8 for its upper 24 bits, 0 for the parameter
-            alone, rounded stochastically.
+        param_remainder_bits: 16 for all of FP32, 8 for the upper 24 bits of FP32, or 0 for the
+            parameter alone with stochastic rounding.
         stochastic_rounding: True for stochastic rounding of bfloat16, 8-bit and 4-bit state.
-        seed: seed of the random bits, 32 bits.
-        ema_decay: decay of the averages of main params; None keeps none.
-        ema_dtype: dtype of these averages, float32 or bfloat16.
+        seed: 32-bit seed of the random bits.
+        ema_decay: decay of the averages of main params; None for no averages.
+        ema_dtype: dtype of the averages, float32 or bfloat16.
 
     Raises:
-        ValueError: a value is not supported, naming it.
+        ValueError: a value is not supported. The message names the field.
     """
 
     exp_avg_dtype: torch.dtype = torch.float32
@@ -77,15 +77,20 @@ class StatePrecision:
             check_field(name, getattr(self, name))
         check_state_forms(self)
         if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed={self.seed!r}: must be in [0, 2**32)")
+            raise ValueError(f"seed={self.seed!r}: is not in [0, 2**32); set a 32-bit number")
 
     def is_small(self, elements: int) -> bool:
-        """True if a parameter of ``elements`` elements (of the whole parameter) keeps FP32
-        moments."""
+        """True if a whole parameter of ``elements`` elements has FP32 moments because it is
+        small."""
         return elements < self.fp32_state_below
 
     def stored_dtype(self, moment: str, is_small: bool) -> torch.dtype:
-        """Return the dtype of the stored tensor of a moment."""
+        """Return the dtype of the stored tensor of a moment.
+
+        Args:
+            moment: name of the moment.
+            is_small: True if the parameter is small (:meth:`is_small`).
+        """
         source = moment_of(moment).dtype_field
         asked = torch.float32 if source is None else getattr(self, source)
         if is_small and asked in CODED:
@@ -93,12 +98,11 @@ class StatePrecision:
         return stored_dtype(moment, asked)
 
     def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the main param of a parameter."""
+        """Return the dtype of the main param for a parameter of this dtype."""
         return dtype if dtype == torch.bfloat16 and self.store_param_remainders else torch.float32
 
     def average_weight(self, step: int) -> float:
-        """Return the weight of a new main param in its average at step ``step`` >= 1, an FP32
-        number."""
+        """Return the FP32 weight of a new main param in its average at a step, counted from 1."""
         if step == 1 or self.ema_decay is None:
             return 1.0
         return fp32(1.0 - self.ema_decay)
@@ -110,16 +114,20 @@ class StatePrecision:
 
     @property
     def remainder_dtype(self) -> torch.dtype | None:
-        """Dtype of the remainders; None without remainders."""
+        """Dtype of the remainders; None if none are stored."""
         dtype: torch.dtype | None = REMAINDERS[self.param_remainder_bits].dtype
         return dtype
 
 
 def moment_specs(name: str, shape: torch.Size, dtype: torch.dtype) -> dict[str, TensorSpec]:
-    """Return shape and dtype of the tensors that store a moment.
+    """Return shape and dtype of the tensors that store a moment, by key.
 
-    They are a tensor of the moment's shape, or bytes with 4-bit codes; and its scales, if it has
-    some.
+    These are the moment's tensor (1-D bytes for 4-bit codes), and scales in a block format.
+
+    Args:
+        name: name of the moment.
+        shape: shape of the moment in FP32.
+        dtype: dtype of the stored tensor.
     """
     form, numel = state_form(name, dtype), shape.numel()
     specs = {name: (torch.Size([packed_bytes(numel)]) if form.packed else shape, dtype)}
@@ -129,15 +137,17 @@ def moment_specs(name: str, shape: torch.Size, dtype: torch.dtype) -> dict[str, 
 
 
 def full_precision(state: Mapping[str, Any], main: Tensor) -> State:
-    """Return a slot's state in FP32, under the keys and in the shapes of FP32 state.
+    """Return a slot's state in FP32, with the keys and shapes of FP32 state.
 
     Args:
-        main: the main param as it is stepped.
+        state: the stored state.
+        main: the stepped main param.
     """
     full: State = {}
     for key, value in state.items():
         if key == REMAINDER:
-            full[MASTER] = join(main, value.to(main.device))  # The main param may be offloaded.
+            # The main param may be offloaded, and its remainder on the device.
+            full[MASTER] = join(main, value.to(main.device))
         elif scale_key(key) in state or value.dtype == torch.bfloat16:
             full[key] = _decoded(state, key, main)
         elif not is_scale(key):
@@ -146,9 +156,9 @@ def full_precision(state: Mapping[str, Any], main: Tensor) -> State:
 
 
 def unpacked(state: Mapping[str, Any], main: Tensor) -> State:
-    """Return a slot's state with 4-bit moments as FP32 tensors of the main param's shape.
+    """Return a slot's state with 4-bit moments as FP32 tensors in the main param's shape.
 
-    They have no scales, so any layout can read exported state.
+    These moments then have no scales, so every layout can read the state.
     """
     packed = {
         key
@@ -166,7 +176,15 @@ def unpacked(state: Mapping[str, Any], main: Tensor) -> State:
 def coded(
     key: str, stored: Tensor, scale: Tensor, shape: torch.Size, check: Callable[[Tensor], None]
 ) -> Coded:
-    """Return a moment in a block format, as an object to read and write its FP32 values."""
+    """Return an object that reads and writes the FP32 values of a moment in a block format.
+
+    Args:
+        key: name of the moment.
+        stored: the stored tensor.
+        scale: the scales.
+        shape: shape of the moment in FP32.
+        check: called with new values before they are written.
+    """
     second = key == SECOND
 
     def read(stored: Tensor, scale: Tensor) -> Tensor:
@@ -179,28 +197,30 @@ def coded(
 
 
 def check_moment(label: str, key: str, values: Tensor) -> None:
-    """Raise ValueError if a mean of squares has negative elements."""
+    """Raise ValueError if a second moment has negative elements."""
     if key in (SECOND, MOMENT2) and values.is_floating_point() and bool((values < 0).any()):
-        raise ValueError(f"{label}: has negative elements; it is a mean of squares")
+        raise ValueError(
+            f"{label}: has negative elements, but is a mean of squares; pass values from 0 on"
+        )
 
 
 def fitted(
     label: str, mine: Mapping[str, Any], main: Tensor, saved: Mapping[str, Any], convert: bool
 ) -> State:
-    """Return saved state in the storage format of ``mine``.
+    """Convert a slot's saved state to the storage formats of its live state.
 
-    A remainder becomes a main param if the formats differ, and a saved main param replaces a
-    remainder.
+    If the formats of main params differ, a saved remainder becomes a main param, or a saved main
+    param replaces the remainder.
 
     Args:
         label: name of the slot in messages.
         mine: the live state.
         main: the live main param.
-        saved: state in any format of the same rule.
-        convert: True to convert also if bits are lost.
+        saved: state of the same rule in any format.
+        convert: True to convert even if bits are lost.
 
     Raises:
-        ValueError: a value would lose bits.
+        ValueError: a value would lose bits, and ``convert`` is False.
     """
     if REMAINDER in saved:
         saved = {**saved, REMAINDER: narrowed(label, saved[REMAINDER])}
@@ -227,7 +247,8 @@ def fitted(
         widths = (mine[REMAINDER].dtype if REMAINDER in mine else None, remainder.dtype)
         narrows = widths == (torch.int8, torch.int16)
         if narrows and not convert and bool((remainder & 0xFF).any()):
-            raise ValueError(_more_bits(label))  # refused for any current weights
+            # Refuse here, so that the result does not depend on the present weights.
+            raise ValueError(_more_bits(label))
     if MASTER in result and REMAINDER in mine:
         result.pop(REMAINDER, None)
         result[MASTER] = as_master(label, result[MASTER], convert)
@@ -236,8 +257,8 @@ def fitted(
 
 
 def _without_scales_of_values(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state without the scales of tensors that are FP32. ``optimizer.state`` shows
-    both."""
+    """Remove the scales of moments that are FP32, because ``optimizer.state`` shows FP32 values and
+    scales."""
     gone = {
         scale_key(key)
         for key, value in state.items()
@@ -249,15 +270,16 @@ def _without_scales_of_values(state: Mapping[str, Any]) -> Mapping[str, Any]:
 def _with_average(
     label: str, mine: Mapping[str, Any], main: Tensor, state: State, convert: bool
 ) -> State:
-    """Return fitted state with an average if the optimizer keeps one, else without.
+    """Add an average to fitted state if the optimizer keeps averages, or remove a saved average if
+    not.
 
-    The average starts from the main param if none was saved.
+    An added average starts from the main param.
     """
     if AVERAGE in state and AVERAGE not in mine:
         if not convert:
             raise ValueError(
-                f"{label}: the state has an average of the main param, but this optimizer keeps "
-                "none; set ema_decay, or load with convert=True, which drops it"
+                f"{label}: the state has an average of the main param, but this optimizer keeps no "
+                "averages; set ema_decay, or load with convert=True, which drops the average"
             )
         return {key: value for key, value in state.items() if key != AVERAGE}
     if AVERAGE not in mine or AVERAGE in state:
@@ -269,7 +291,7 @@ def _with_average(
 
 
 def _can_be_read(saved: Tensor, scale: Any, convert: bool) -> bool:
-    """True if a saved moment can be converted to FP32. Another one is refused in its saved form."""
+    """True if a saved moment can be converted to FP32. If not, later checks refuse its dtype."""
     if saved.is_complex() or saved.is_meta:
         return False
     return (
@@ -280,17 +302,17 @@ def _can_be_read(saved: Tensor, scale: Any, convert: bool) -> bool:
 def shape_of(key: str, stored: Tensor, main: Tensor) -> torch.Size:
     """Return the shape of a stored moment in FP32.
 
-    It is the main param's shape if the number of bytes is that of its 4-bit codes.
+    4-bit codes with the right number of bytes have the main param's shape.
     """
     fits = is_packed(key, stored.dtype) and stored.shape == (packed_bytes(main.numel()),)
     return main.shape if fits else stored.shape
 
 
 def _decoded(state: Mapping[str, Any], key: str, main: Tensor) -> Tensor:
-    """Return FP32 values of a saved moment of a main param.
+    """Return a saved moment in FP32.
 
-    The moment has a scale for each block. A part of a larger tensor, whose blocks are those of that
-    tensor, has a scale for each element, in a last dimension of 1.
+    Scales are stored one per block. A part of a larger tensor can start inside a block, so its
+    scales are stored one per element, with a last dimension of 1.
     """
     stored, scale = state[key], state.get(scale_key(key))
     shape = shape_of(key, stored, main)
@@ -301,7 +323,7 @@ def _decoded(state: Mapping[str, Any], key: str, main: Tensor) -> Tensor:
     if scale is not None and scale.numel() != blocks_of(numel):
         raise ValueError(
             f"{key} of shape {tuple(stored.shape)} has {scale.numel()} scales for its blocks, "
-            f"expected {blocks_of(numel)}; was it saved in another layout? Save with "
+            f"expected {blocks_of(numel)}, so it was saved in another layout; save with "
             "full_precision=True"
         )
     return decode(stored.reshape(-1), scale, key == SECOND, numel).view(shape)
@@ -320,16 +342,16 @@ def _converted(
         words = "4-bit codes" if is_packed(key, dtype) else str(dtype)
         raise ValueError(
             f"{label}: has values that {words} cannot hold without loss; load with convert=True, "
-            "or configure this state as it was saved. (torch's set_state_dict has no such "
-            "argument: call optimizer.load_state_dict(..., convert=True), after the model's)"
+            "or configure the dtype in which the state was saved. (torch's set_state_dict does not "
+            "pass convert: load the model, then call optimizer.load_state_dict(..., convert=True))"
             + (_OTHER_BLOCKS if is_blocked(dtype) else "")
         )
     return fresh
 
 
 _OTHER_BLOCKS = (
-    ". (Each 256 elements of a rank's shard share a scale. State that was saved in this form, too, "
-    "comes from another sharding)"
+    ". (Each 256 elements of a rank's shard share a scale, so state from another sharding has "
+    "other blocks, even with the same dtype)"
 )
 
 
@@ -337,27 +359,30 @@ def joined(label: str, main: Tensor, remainder: Tensor) -> Tensor:
     """Return the FP32 main param of a parameter and a saved remainder.
 
     Raises:
-        ValueError: their shapes or dtypes do not match.
+        ValueError: shape or dtype of parameter and remainder do not match.
     """
     if main.dtype != torch.bfloat16 or main.shape != remainder.shape:
         raise ValueError(
-            f"{label}.{REMAINDER}: saved {tuple(remainder.shape)} for a bfloat16 parameter; this "
-            f"one is {main.dtype} {tuple(main.shape)}. Save with full_precision=True instead"
+            f"{label}.{REMAINDER}: was saved for a bfloat16 parameter of shape "
+            f"{tuple(remainder.shape)}, but the parameter is {main.dtype} of shape "
+            f"{tuple(main.shape)}; save with full_precision=True"
         )
     return join(main, narrowed(label, remainder).to(main.device))
 
 
 def narrowed(label: str, remainder: Any) -> Any:
-    """Return a saved 32-bit remainder, as state dicts with process groups have it, in 16 bits.
+    """Return a saved 32-bit remainder in 16 bits.
+
+    torch's state dicts with process groups store remainders as int32.
 
     Raises:
-        ValueError: it has more than 16 significant bits.
+        ValueError: a value needs more than 16 bits.
     """
     if not isinstance(remainder, Tensor) or remainder.dtype != torch.int32:
         return remainder
     narrow = remainder.short()
     if not torch.equal(narrow.int(), remainder):
-        raise ValueError(f"{label}.{REMAINDER}: has values beyond 16 bits")
+        raise ValueError(f"{label}.{REMAINDER}: has values beyond 16 bits; load another checkpoint")
     return narrow
 
 
@@ -381,8 +406,14 @@ def _more_bits(label: str) -> str:
 
 
 def stepped_without(label: str, moment: str, decided: str) -> ValueError:
-    """Return the error for a stepped slot without a moment, which depends on earlier gradients."""
+    """Return the error for a stepped slot that lacks a moment, which depends on earlier gradients.
+
+    Args:
+        label: param group and slot.
+        moment: name of the missing moment.
+        decided: the setting that requires the moment, with its value.
+    """
     return ValueError(
-        f"{label} was stepped without {moment}, which {decided} needs; set back what made it "
-        "needless, or give the group the new value from its first step on; nothing was stepped"
+        f"{label} was stepped without {moment}, which {decided} requires, so nothing was stepped "
+        "now; restore the former setting, or set the new value before the group's first step"
     )

@@ -1,10 +1,10 @@
 """Sums of squares in FP64 in a fixed order, with the same bits on any device and number of threads.
 
-A tensor's elements, row-major, are divided into blocks of 1024, padded with zeros. A block is 8
-rows of 128 squares. Rows are added one after another, then the 128 sums by halving (``x[:64] +
-x[64:]`` and so on). Block sums are added in adjacent pairs, padded with zeros. So a block, or any
-aligned power-of-two run of blocks, can be summed separately. Sums of a parameter's shards are
-reduced over the ranks that hold them.
+A tensor's row-major elements are divided into blocks of 1024, padded with zeros. A block has 8 rows
+of 128 squares. The rows are added one after another, then the 128 sums by halving (``x[:64] +
+x[64:]`` and so on). Sums of blocks are added in adjacent pairs, padded with zeros. So each aligned
+run of a power of two of blocks can be summed separately. The sums of a parameter's shards are
+all-reduced over the ranks with these shards.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _ROW = 128
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the FP64 sum of squares of each tensor, shape (n,), on the tensors' device.
+    """Return the sum of squares of each tensor: FP64, shape (n,), on the tensors' device.
 
     Args:
-        tensors: tensors of any floating dtype and strides on one device. Inf and nan propagate; an
-            empty tensor gives 0.
+        tensors: tensors on one device, of any floating dtype and strides. Inf and NaN propagate;
+            the sum of an empty tensor is 0.
     """
     device = tensors[0].device if tensors else torch.device("cpu")
     piece = piece_elements(device)
@@ -54,13 +54,13 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def combine_pieces(owners: Sequence[int], pieces: Tensor, count: int) -> Tensor:
-    """Return sums of ``count`` tensors from the sums of their aligned pieces, in the module's
-    order.
+    """Return sums of ``count`` tensors from sums of their aligned pieces.
 
     Args:
-        owners: for each piece, the tensor that it belongs to; a tensor's pieces are in order. A
-            tensor without pieces gives 0.
-        pieces: FP64, shape (len(owners), k): k sums for each piece, reduced independently.
+        owners: index of each piece's tensor. The pieces of a tensor are in order; a tensor without
+            pieces has sum 0.
+        pieces: FP64, shape (len(owners), k): k independent sums for each piece.
+        count: number of tensors.
 
     Returns:
         FP64, shape (count, k).
@@ -82,10 +82,10 @@ def _index(values: Iterable[int], like: Tensor) -> Tensor:
 
 
 def root(values: Tensor) -> Tensor:
-    """Return correctly rounded square roots of FP64 values, on their device.
+    """Return correctly rounded square roots of FP64 values, on the values' device.
 
-    torch's roots on the CPU are not correctly rounded: one in 150 is off by a unit. On a GPU they
-    are.
+    torch's square roots are correctly rounded on a GPU. On a CPU one in 150 is off by a unit in the
+    last place.
     """
     if values.device.type != "cpu":
         return values.sqrt()
@@ -96,7 +96,7 @@ def root(values: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def index_on(device: torch.device, indices: tuple[int, ...]) -> Tensor:
-    """Return int64 indices on a device, copied once, because such a copy synchronizes."""
+    """Return int64 indices on a device. The copy is cached, because copying synchronizes."""
     return torch.tensor(indices, dtype=torch.long, device=device)
 
 
@@ -105,7 +105,7 @@ def _next_power(value: int) -> int:
 
 
 def _sum_batch(tensors: Sequence[Tensor], blocks: int) -> Tensor:
-    """Return sums of tensors of at most ``blocks`` (a power of two) blocks each."""
+    """Return sums of tensors of at most ``blocks`` blocks each. ``blocks`` is a power of two."""
     padded = torch.zeros(
         len(tensors), blocks * SUM_BLOCK, dtype=torch.float64, device=tensors[0].device
     )
@@ -122,7 +122,7 @@ def _sum_batch(tensors: Sequence[Tensor], blocks: int) -> Tensor:
 
 
 def sum_in_pairs(values: Tensor) -> Tensor:
-    """Return sums along the last dimension, added in adjacent pairs, zero filled."""
+    """Add the values of the last dimension in adjacent pairs, padded with zeros."""
     count = values.shape[-1]
     sums = torch.nn.functional.pad(values, (0, _next_power(count) - count))
     while sums.shape[-1] > 1:
@@ -131,8 +131,12 @@ def sum_in_pairs(values: Tensor) -> Tensor:
 
 
 def by_dtype(tensors: CachedTensorList, sum_alike: Callable[[CachedTensorList], Tensor]) -> Tensor:
-    """Return sums, shape (n,) FP64, of tensors on one device, with a function for tensors of one
-    dtype."""
+    """Return the sum of each tensor: FP64, shape (n,), by a function for tensors of one dtype.
+
+    Args:
+        tensors: tensors on one device.
+        sum_alike: returns the sums of tensors of one dtype, FP64, shape (k,).
+    """
     device = tensors[0].device if tensors else torch.device("cpu")
     sums = torch.empty(len(tensors), dtype=torch.float64, device=device)
     for dtype in tensors.dtypes:
@@ -153,9 +157,9 @@ def _sum_large(tensor: Tensor, piece: int) -> Tensor:
 
 
 def _row_major(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """Return elements [start, stop) in row-major order.
+    """Return the elements from ``start`` to ``stop``, in row-major order, 1-D.
 
-    At most two extra rows of a strided tensor are copied.
+    Of a strided tensor, at most two rows more than needed are copied.
     """
     while tensor.shape[0] == 1 and tensor.dim() > 1:
         tensor = tensor[0]
@@ -175,10 +179,13 @@ def reduce_over(
     doing: str,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> None:
-    """Reduce a value in place over one group of ranks after the other.
+    """All-reduce a value in place over one process group after the other.
 
     Args:
-        doing: description of the work, for the error if a rank is missing.
+        groups: process groups.
+        value: tensor to reduce.
+        doing: description of the reduction, for the error if a rank is missing.
+        op: reduction, by default the sum.
     """
     for group in groups:
         with naming_missing_ranks(group)(doing):
@@ -187,14 +194,14 @@ def reduce_over(
 
 
 def reduce_rows(rows: Tensor, shard_groups: Sequence[Groups], doing: str) -> None:
-    """Sum rows in place over the ranks with shards of the same parameters.
+    """Sum rows in place over the ranks with other shards of the same parameter.
 
-    There is one reduction for all rows with the same groups.
+    All rows with the same process groups are reduced together.
 
     Args:
         rows: one row for each parameter, of any shape.
-        shard_groups: for each row, the groups of ranks over which its parameter is sharded.
-        doing: description of the work, for the error if a rank is missing.
+        shard_groups: for each row, the process groups over which the parameter is sharded.
+        doing: description of the reduction, for the error if a rank is missing.
     """
     alike: dict[Groups, list[int]] = defaultdict(list)
     for index, groups in enumerate(shard_groups):

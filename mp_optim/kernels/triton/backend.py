@@ -1,7 +1,7 @@
-"""Backend with Triton kernels: one launch for all tensors with equal dtypes.
+"""Backend with Triton kernels: one launch steps all tensors with equal dtypes.
 
-They have the bits of ``reference``. Tensors that they do not support, such as FP64 gradients, are
-stepped by ``reference``.
+The kernels have the bits of ``reference``, which steps tensors that the kernels do not support,
+such as FP64 gradients.
 """
 
 from __future__ import annotations
@@ -52,28 +52,29 @@ from mp_optim.kernels.triton.proofs import FormProofs
 from mp_optim.kernels.triton.tables import Plan, Tables
 
 OLDEST = (3, 6)
-"""The first Triton whose ``div_rn`` and ``sqrt_rn`` keep denormals: 3.5.1 emits
-``div.rn.ftz.f32``."""
+"""The first Triton version with denormals in ``div_rn`` and ``sqrt_rn``. Version 3.5.1 emits
+``div.rn.ftz.f32``, which flushes denormals."""
 
 _ADAM = ("exp_avg", "exp_avg_sq")
 _TRIED, _TRIED_EACH = 0.375, 0.01171875
-"""The multiplier of trials, and the number for each tensor."""
+"""Multiplier of a trial, and the number for each tensor of a trial."""
 _REFERENCE = ReferenceBackend()
 Launches = tuple[Sequence[Tensor | None], list[tuple[Plan, bool]]]
-"""Columns and plans of a part (:meth:`Tables.launch_of`)."""
+"""Columns of addresses and plans of a part (:meth:`Tables.launch_of`)."""
 
 
 class TritonBackend(ReferenceBackend):
-    """Backend that launches the kernels. ``reference`` computes steps that they do not support.
+    """Backend that launches Triton's kernels. ``reference`` computes steps that they do not
+    support.
 
     Attributes:
-        device_type: type of the device whose tensors it steps.
-        runs_on: description of the device.
-        tables: device memory that launches read.
-        proofs: comparisons of the used forms of kernels with ``reference``.
+        device_type: device type on which the kernels run.
+        runs_on: Triton's version, for reports.
+        tables: tables on the device that launches read.
+        proofs: results of comparing kernels with ``reference``.
 
     Raises:
-        RuntimeError: neither a device nor the interpreter is available, or this version of Triton
+        RuntimeError: neither a GPU nor the interpreter is available, or this version of Triton
             computes other bits.
     """
 
@@ -105,7 +106,8 @@ class TritonBackend(ReferenceBackend):
     # -- launches ---------------------------------------------------------------------------------
 
     def _holds(self, one: Pass, part: AlikeLists) -> bool:
-        """True if the kernels of a pass for a part have the bits of ``reference``."""
+        """True if the kernels of a pass have the bits of ``reference`` for a part's dtypes and
+        alignment."""
         if not self.proofs.is_on:
             return True
         lists, device = part.lists, part.lists.grad[0].device
@@ -126,9 +128,10 @@ class TritonBackend(ReferenceBackend):
         )
 
     def parts(self, one: Pass) -> Iterator[tuple[AlikeLists, Tensor | None]]:
-        """Yield the non-empty parts, each with its scalars on the device.
+        """Divide the lists of a pass into parts with equal dtypes, each with the scalars on the
+        device.
 
-        A part without a kernel has no scalars.
+        The scalars are None for a part that no kernel supports.
         """
         for part in alike_lists(one.lists, one.moments):
             part = part._replace(lists=continued(part.lists, part.kind))
@@ -144,17 +147,17 @@ class TritonBackend(ReferenceBackend):
     def launch_part(
         self, one: Pass, part: AlikeLists, numbers: Tensor, made: Tensor | None, launches: Launches
     ) -> None:
-        """Launch a pass over a part."""
+        """Launch a pass over a part: one launch for each plan."""
         columns, plans = launches
         for plan, aligned in plans:
             self.launch(one, part, plan, aligned, columns, numbers, made)
 
     def run_pass(self, one: Pass, keeps: bool = False) -> None:
-        """Run a pass that writes tensors, with its kernel if that supports a part, else with
-        ``reference``.
+        """Run a pass that writes tensors. ``reference`` runs the parts that no kernel supports.
 
         Args:
-            keeps: True to store the launch for :meth:`launch_again`.
+            one: the pass.
+            keeps: True to cache the launch for :meth:`launch_again`.
         """
         for part, numbers in self.parts(one):
             if numbers is not None:
@@ -169,10 +172,11 @@ class TritonBackend(ReferenceBackend):
                 one.call(_REFERENCE, part.lists, value, own)
 
     def sums_of(self, one: Pass, sums: Tensor) -> Tensor:
-        """Return the sums of a pass, with a row for each tensor.
+        """Run a pass that returns sums, and return the sums with a row for each tensor.
 
         Args:
-            sums: zeros, FP64, with a row for each tensor.
+            one: the pass.
+            sums: FP64 zeros with a row for each tensor; may be overwritten.
         """
         for part, numbers in self.parts(one):
             found: Tensor | None = None
@@ -183,7 +187,8 @@ class TritonBackend(ReferenceBackend):
                     made = sums.new_empty(plan.programs, sums.shape[1])
                     self.launch(one, part, plan, aligned, columns, numbers, made)
                     some = added(plan, made)
-                    # The sums stay 0 if a plan has no programs.
+                    # A plan without programs leaves its sums at 0, so the sums of two plans can be
+                    # added.
                     found = some if found is None else found + some
             elif (value := on_host(one.multiplier)) is not None:
                 found = one.call(_REFERENCE, part.lists, value, None)
@@ -194,10 +199,10 @@ class TritonBackend(ReferenceBackend):
         return sums
 
     def launch_again(self, one: Pass) -> bool:
-        """Repeat the launch of a pass over unchanged lists, with new gradients at known addresses.
+        """Repeat the cached launch of a pass, with gradients at addresses of an earlier launch.
 
         Returns:
-            True if it was launched.
+            True if the launch was cached; False if nothing was launched.
         """
         known, lists = prepared_launch(one.lists, one.kernel.__name__), one.lists
         if known is None:
@@ -225,12 +230,13 @@ class TritonBackend(ReferenceBackend):
 
         Args:
             one: the pass.
-            part: the launch's tensor lists.
-            plan: programs and tensors.
+            part: lists of the launch.
+            plan: tensor and chunk of each program.
             aligned: True if all addresses are multiples of 16.
-            columns: addresses of the part's tensors.
-            numbers: the row of scalars.
-            made: tensors that the step creates on the device.
+            columns: tables of the tensors' addresses.
+            numbers: row of scalars on the device.
+            made: tensor on the device that the pass reads or writes in addition to the lists, or
+                None.
         """
         (_, kind, lists), flags, skip, multiplier = part, one.flags, one.skip, one.multiplier
         assert kind is not None
@@ -264,7 +270,7 @@ class TritonBackend(ReferenceBackend):
             self.run_pass(one, keeps=True)
 
     def _table(self, part: AlikeLists, values: Sequence[float] | Tensor) -> Tensor:
-        """Return an FP32 table on the device with a number for each tensor of a part."""
+        """Return an FP32 table on the device with the number of each tensor of a part."""
         if not isinstance(values, Tensor):
             some = [float(values[index]) for index in part.indices]
             table = torch.tensor(some, dtype=torch.float32, device="cpu")
@@ -304,11 +310,13 @@ class TritonBackend(ReferenceBackend):
         ratios: Sequence[float] | Tensor,
         skip: Tensor | None = None,
     ) -> None:
-        """Take the step, each tensor with its own ratio.
+        """Step the main params by LAMB, each with its ratio.
 
         Args:
-            ratios: FP32 values; or a tensor of them on the tensors' device.
-            skip: FP32, shape (1,), on the device: not 0 to write nothing.
+            lists: tensor lists.
+            scalars: scalars of the step.
+            ratios: FP32 values; or a tensor with these values on the tensors' device.
+            skip: FP32, shape (1,), on the device; if not 0, nothing is written.
         """
 
         def call(backend: ReferenceBackend, some: TensorLists, _: Any, own: Any) -> None:
@@ -345,7 +353,8 @@ class TritonBackend(ReferenceBackend):
         return sum_alike(self.tables, steady)
 
     def _sums_hold(self, tensors: CachedTensorList) -> bool:
-        """True if sums of squares of tensors of this kind have the bits of ``reference``."""
+        """True if the kernel for sums of squares has the bits of ``reference`` for these tensors'
+        dtype and alignment."""
         dtype, device = tensors[0].dtype, tensors[0].device
         is_odd = bool(self.tables.column(tensors, device).odd) if tensors.contiguous else False
         lists = TensorLists([], tensors, {}, [None] * len(tensors))
@@ -365,7 +374,7 @@ class TritonBackend(ReferenceBackend):
 
 
 def _keep(rule: str, part: AlikeLists, launches: Launches) -> None:
-    """Store the launch of a rule over a part for :meth:`TritonBackend.launch_again`."""
+    """Cache the launch of a rule over a part for :meth:`TritonBackend.launch_again`."""
     known = prepared_launch(part.lists, rule)
     by_grads = {} if known is None or len(known.launch) >= MOST_LAUNCHES else known.launch
     by_grads[CachedTensorList.of(part.lists.grad).addresses.tobytes()] = launches
@@ -377,17 +386,20 @@ def _device_of(lists: TensorLists) -> torch.device:
 
 
 def _tried(backend: ReferenceBackend, multiplier: Multiplier, device: torch.device) -> Any:
-    """Return the multiplier of a trial: a device tensor if the step's is one, a number for
-    ``reference``."""
+    """Return the multiplier of a trial: a tensor on the device if the step has one, else a number.
+
+    ``reference`` always gets a number.
+    """
     if not isinstance(multiplier, Tensor) or not isinstance(backend, TritonBackend):
         return _TRIED
     return torch.tensor([_TRIED, 0.0], device="cpu").to(device)[: multiplier.numel()]
 
 
 def _ratios(scalars: LambScalars, sums: Tensor, numbers: Tensor) -> Tensor:
-    """Return lr * ||p|| / ||u|| if the rule adapts and both norms are positive, else lr.
+    """Return the learning rate times the trust ratio of each tensor, computed in double: FP32,
+    shape (n,).
 
-    It is computed in double and rounded to FP32.
+    It is lr * ||p|| / ||u|| if the rule adapts and both norms are positive, else lr.
     """
     lr = numbers[RATE : RATE + 2].view(torch.float64)
     if not scalars.adapts:

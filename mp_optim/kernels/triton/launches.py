@@ -1,5 +1,4 @@
-"""Launches of a rule's kernel: the tensors of one launch, its arguments, and its fallback to
-``reference``.
+"""Launches of a rule's kernel: compiled forms, arguments, and passes.
 
 Numbers that change from step to step (rates, bias corrections, seeds) are stored on the device, in
 one row for each call of a rule.
@@ -32,11 +31,13 @@ from mp_optim.kernels.triton.tables import RUN, Plan, Tables
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 4}
 """Compiler options of every launch."""
 WIDE = {**OPTIONS, "num_warps": 8}
-"""Compiler options of launches with large tiles."""
+"""Compiler options of launches with large tiles: 8 warps."""
 ROWS = 4
-"""Number of blocks of 256 elements in a tile: 8 elements for each of 128 threads. A multiprocessor
-then has 70 to 100 kB in flight; 50 kB would hide the latency of memory (its share of the bandwidth
-times 800 ns)."""
+"""Number of blocks of 256 elements in a tile, so that each of 128 threads has 8 elements.
+
+A multiprocessor then has 70 to 100 kB of reads in progress. 50 kB are enough to hide the latency of
+memory (800 ns times a multiprocessor's share of the bandwidth).
+"""
 TYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -47,9 +48,11 @@ TYPES = {
     None: None,
 }
 SCALARS = 4
-"""Index of a rule's first FP32 scalar in a row of int32 values, which store the scalars' bits. The
-values before it are the seed, the weight of new main params in their averages, and, from
-:data:`RATE` on, LAMB's lr in FP64."""
+"""Index of a rule's first FP32 scalar in a row of int32 values, which store the bits of scalars.
+
+Before the scalars, a row has the seed, the weight of new main params in their averages, and, from
+:data:`RATE` on, LAMB's lr in FP64.
+"""
 RATE = 2
 _MOST_SCALARS = 10
 WIDTH = SCALARS + _MOST_SCALARS
@@ -57,29 +60,30 @@ WIDTH = SCALARS + _MOST_SCALARS
 
 
 def shape_of(rule: str, kind: LaunchDtypes) -> dict[str, Any]:
-    """Return tile and number of threads of a rule's launch, chosen by ptxas reports.
+    """Return the tile and the number of warps of a rule's launch, chosen by reports of ptxas.
 
-    At most 128 registers are used, so that a multiprocessor has 16 warps, and none is spilled. The
-    first kernel of LAMB, which has the tile of its sums, uses 180 in 4 warps. Four neighbouring
-    elements of an FP32 tensor are 16 bytes, otherwise eight.
+    A kernel uses at most 128 registers and spills none, so that a multiprocessor has 16 warps.
+    LAMB's first kernel, whose tile is given by its sums, uses 180 registers in 4 warps. A thread
+    reads 4 neighboring elements of an FP32 tensor (16 bytes), or 8 elements without FP32 tensors.
     """
     run = 4 if torch.float32 in kind else 8
     return {"ROWS": ROWS, "RUN": run, **(WIDE if rule == "lamb_moments" else OPTIONS)}
 
 
 def row_of(scalars: Any, seed: int, average_weight: float = 1.0) -> array[int]:
-    """Return the row of a call. The scalars are the FP32 fields, in their order.
+    """Return the row of a call: seed, average weight, LAMB's lr, and the FP32 fields of the
+    scalars.
 
     Raises:
-        ValueError: the scalars do not fit into a row.
+        ValueError: the scalars have too many numbers for a row.
     """
     values = [getattr(scalars, name) for name in scalars.__slots__]
     rate = scalars.lr if isinstance(scalars, LambScalars) else 0.0
     numbers = [value for value in values if not isinstance(value, bool)]
     if len(numbers) > _MOST_SCALARS:
         raise ValueError(
-            f"{type(scalars).__name__} has {len(numbers)} numbers, a row of kernels' numbers room "
-            f"for {_MOST_SCALARS}"
+            f"scalars={type(scalars).__name__}: {len(numbers)} numbers do not fit into a row of "
+            f"{_MOST_SCALARS}; raise _MOST_SCALARS and the number of scalars in the kernels"
         )
     numbers += [0.0] * (_MOST_SCALARS - len(numbers))
     layout = f"=ifd{_MOST_SCALARS}f"
@@ -87,31 +91,32 @@ def row_of(scalars: Any, seed: int, average_weight: float = 1.0) -> array[int]:
 
 
 def row_for(lists: TensorLists, scalars: Any) -> array[int]:
-    """Return the row of a call with these lists."""
+    """Return the row of a call for lists with noise and averages."""
     seed = lists.noise[0].seed if lists.noise else 0
-    # An int32 with the same bits.
+    # struct packs int32, so convert the 32-bit seed to the int32 with the same bits.
     return row_of(scalars, seed - (seed >> 31 << 32), lists.average_weight)
 
 
 # -- kernels that Triton has compiled --------------------------------------------------------------
 
 MULTIPLE = 16
-"""Triton compiles one kernel for pointers that are multiples of this number, and one for others."""
+"""Triton compiles a faster kernel for pointers that are multiples of this number of bytes."""
 
 
 @dataclass(frozen=True, eq=False)
 class KernelForm:
-    """A kernel with its compiled-in constants.
+    """A kernel with its compile-time constants, and the kernels that Triton compiled for it.
 
-    Before each launch Triton looks up the compiled kernel by every argument and constant, in some
-    50 microseconds of Python. So each compiled kernel is cached here by its key, and launched
-    directly afterwards.
+    Before each launch Triton looks up the compiled kernel by all arguments and constants, in about
+    50 microseconds of Python. This class caches compiled kernels by a short key and launches them
+    directly.
 
     Attributes:
-        constants: the last arguments of the kernel, in their order.
+        kernel: the Triton function.
+        constants: the last arguments of the kernel, in order.
         options: options of the compiler.
-        compiled: compiled kernels by device and by Triton's key. For a pointer the key has whether
-            it is given and a multiple of 16, for other arguments the type.
+        compiled: compiled kernels by device and types of the arguments. For a pointer, the key has
+            its dtype, and True if its address is a multiple of 16.
     """
 
     kernel: Any
@@ -120,8 +125,8 @@ class KernelForm:
     compiled: dict[tuple[Any, ...], CompiledKernel] = field(default_factory=dict)
 
     def launch(self, programs: int, *arguments: Any) -> None:
-        """Launch ``programs`` programs on the current device, on its current stream."""
-        if not isinstance(self.kernel, JITFunction):  # The kernel is interpreted.
+        """Launch the kernel with ``programs`` programs, on the current device's current stream."""
+        if not isinstance(self.kernel, JITFunction):  # An interpreted kernel is never compiled.
             self.kernel[(programs,)](*arguments, **self.constants, **self.options)
             return
         key = (driver.active.get_current_device(), *map(_compiled_for, arguments))
@@ -130,7 +135,8 @@ class KernelForm:
             known[(programs, 1, 1)](*arguments, *self.constants.values())
             return
         made = self.kernel[(programs,)](*arguments, **self.constants, **self.options)
-        if isinstance(made, CompiledKernel) and made.module is not None:  # It was launched already.
+        # The call above has launched the kernel, so only cache the compiled kernel.
+        if isinstance(made, CompiledKernel) and made.module is not None:
             self.compiled[key] = made
 
 
@@ -144,31 +150,39 @@ def _compiled_for(argument: Any) -> Any:
 
 
 CHUNK = 8192
-"""Number of elements that a program steps: eight blocks of 1024, so that LAMB's sums of a chunk
-equal those of ``sums``."""
+"""Number of elements that a program steps: eight blocks of 1024, so that LAMB's sums of a chunk are
+partial sums of ``kernels/sums.py``."""
 
 MOST_LAUNCHES = 8
-"""Number of sets of gradient addresses that are cached for each rule and list of main params."""
+"""Largest number of cached launches per rule and list of main params, one for each set of gradient
+addresses."""
 
 Multiplier = float | Tensor
-"""The factor of gradients: a number; or FP32 on the tensors' device, shape (1,) or (2,): the
-factor, and a flag that is not 0 to write nothing. A tensor can be computed on the device without
-synchronization."""
+"""Factor of the gradients: a number, or an FP32 tensor on the tensors' device, shape (1,) or (2,).
+
+The second element of a tensor is a flag; if it is not 0, nothing is written. The device can compute
+a tensor without synchronization.
+"""
 
 
 Call = Callable[[ReferenceBackend, TensorLists, Any, Any], Any]
-"""A pass of a backend over lists, with a multiplier and a number for each tensor."""
+"""Function that runs a pass with any backend: backend, lists, multiplier, and a number for each
+tensor."""
 
 
 class Pass(NamedTuple):
-    """A pass of a rule over lists.
+    """A pass of a rule over tensor lists.
 
     Attributes:
-        kernel: kernel of the pass.
-        call: the same pass with any backend.
-        moments: names of the moments that it reads, as in ``alike_lists``.
-        each: a number for each tensor, if the pass needs some.
-        skip: a flag on the device, FP32, shape (1,): not 0 to write nothing.
+        kernel: Triton kernel of the pass.
+        call: function that runs the same pass with any backend.
+        lists: tensor lists.
+        moments: names of the moments that the pass reads, as in ``alike_lists``.
+        scalars: scalars of the step.
+        flags: switches that are compiled into the kernel.
+        multiplier: factor of the gradients.
+        each: a number for each tensor, if the pass reads one.
+        skip: FP32, shape (1,), on the device; if not 0, nothing is written.
     """
 
     kernel: Any
@@ -192,7 +206,7 @@ def step_form(
     aligned: bool,
     chunk: int,
 ) -> KernelForm:
-    """Return the compiled form for such launches."""
+    """Return the kernel with these compile-time constants, created once."""
     constants = {
         "RULE": rule,
         "FLAGS": flags,
@@ -221,12 +235,14 @@ def on_host(multiplier: Multiplier, flag: Tensor | None = None) -> float | None:
 
 
 SUM_CHUNK, SUM_WARPS = 4096, 2
-"""Number of elements that a program sums, and its warps: small programs, so that some read while
-others add."""
+"""Number of elements that a program sums, and its number of warps.
+
+Programs are small, so that some programs read memory while others add.
+"""
 
 
 def sum_alike(tables: Tables, tensors: CachedTensorList) -> Tensor:
-    """Return sums of squares of tensors of one dtype."""
+    """Return the sum of squares of each tensor: FP64, shape (n,). All tensors have one dtype."""
     if tensors[0].dtype not in FLOATS:
         return sum_of_squares(tensors)
     if not tensors.contiguous:
@@ -244,7 +260,7 @@ def sum_alike(tables: Tables, tensors: CachedTensorList) -> Tensor:
             with current_device(device):
                 form.launch(plan.programs, *given)
         found = added(plan, squares)
-        # The sum is 0.0 if a plan has no programs.
+        # A plan without programs leaves its sums at 0, so the sums of two plans can be added.
         total = found if total is None else total + found
     assert total is not None
     return total[:, 0]
@@ -256,7 +272,15 @@ def _sums_form(kernel: Any, warps: int, **constants: Any) -> KernelForm:
 
 
 def added(plan: Plan, values: Tensor) -> Tensor:
-    """Return sums of tensors from sums of chunks, shape (programs, columns)."""
+    """Add the sums of each tensor's chunks.
+
+    Args:
+        plan: tensor and chunk of each program.
+        values: sums of chunks, shape (programs, columns).
+
+    Returns:
+        Shape (tensors, columns).
+    """
     for each in plan.rounds:
         results = values.new_empty(each.programs, values.shape[1])
         with current_device(values.device):

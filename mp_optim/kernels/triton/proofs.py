@@ -1,4 +1,4 @@
-"""Comparison of each form of the kernels with ``reference`` when a step first needs it."""
+"""Comparison of each form of the kernels with ``reference``, when a step first uses the form."""
 
 from __future__ import annotations
 
@@ -15,40 +15,44 @@ from mp_optim.kernels.self_test import Trial, TrialForm, differences, failure, t
 SIZES = (0, 1, 257, 1024 + 256 + 16, 16384, 2 * 8192 + 2048 + 3)
 """Numbers of elements of a trial's tensors.
 
-NOTE: adapt them to the kernels. A whole tile is 1024 elements, and the remainder of a tensor that
-ends at a multiple of 16 has its own branch. Chunks of a step are 8192 elements, those of a sum
-16384.
+NOTE: change these sizes together with the kernels. A whole tile has 1024 elements. The rest of a
+tensor that ends at a multiple of 16 has its own branch. Steps have chunks of 8192 elements, sums
+have chunks of 16384.
 """
 INTERPRETED_SIZES = (0, 257)
-"""Numbers of elements if kernels are interpreted. A compiler's errors with whole tiles cannot
-occur."""
+"""Numbers of elements for interpreted kernels, which need no whole tiles: no compiler can
+miscompile the loop over tiles."""
 _TINY = 300
 """Number of elements of a trial's last tensor, whose gradients have denormal squares."""
 
 
 class FormProofs:
-    """Results of comparing kernel forms with ``reference``, for the life of the process.
+    """Results of comparing forms of kernels with ``reference``, kept for the life of the process.
 
     Attributes:
-        is_on: True if forms are compared; otherwise all count as right.
-        is_right: result for each compared form, in their order.
+        is_on: True to compare forms; False to trust all forms.
+        is_right: result by form, in the order of comparison.
     """
 
     def __init__(self) -> None:
         self.is_on = False
         self.is_right: dict[Any, bool] = {}
-        self._lock = threading.RLock()  # a trial may need another form
+        # A trial may use another form, so the lock must be reentrant.
+        self._lock = threading.RLock()
 
     def holds(
         self, form: Any, backend: ReferenceBackend, part: AlikeLists, shift: int, trial: Trial
     ) -> bool:
-        """Return True if a form of a kernel has the bits of ``reference``; warn if not.
+        """True if a form of a kernel has the bits of ``reference``. Warn at the first use if it has
+        not.
 
         Args:
-            form: equal for launches of one form; its first entry names the kernel.
+            form: key that is equal for all launches of the form. Its first entry is the kernel's
+                name.
             backend: the backend with the kernels.
-            part: the launch's lists, whose dtypes the trial has.
-            shift: elements by which trial tensors begin after a multiple of 16 bytes.
+            part: lists of the launch. The trial has lists of the same dtypes.
+            shift: number of elements between a multiple of 16 bytes and the start of each trial
+                tensor.
             trial: calls the backend's method on trial lists.
         """
         known = self.is_right.get(form)
@@ -60,7 +64,8 @@ class FormProofs:
     ) -> bool:
         with self._lock:
             if form not in self.is_right:
-                self.is_right[form] = True  # the trial itself needs the form
+                # Trust the form during the trial, because the trial launches the form.
+                self.is_right[form] = True
                 if wrong := _compare(backend, part, shift, trial):
                     self.is_right[form] = False
                     warn(
@@ -72,7 +77,7 @@ class FormProofs:
 
 
 def _compare(backend: ReferenceBackend, part: AlikeLists, shift: int, trial: Trial) -> str:
-    """Return why the bits of a trial are not those of ``reference``; empty if they are."""
+    """Return the reason why a form's bits differ from ``reference``; empty if they are equal."""
     (_, kind, lists), device = part, part.lists.grad[0].device
     assert kind is not None
     state = {key: some[0].dtype for key, some in lists.state.items() if some}

@@ -1,5 +1,7 @@
-"""Tables of addresses and sizes on a device, copied there once for as long as they stay the
-same."""
+"""Tables of addresses and sizes on a device, cached by their content.
+
+A table is copied to the device only if no table with the same content is there.
+"""
 
 from __future__ import annotations
 
@@ -25,42 +27,49 @@ from mp_optim.kernels.kernel_args import (
 )
 
 RUN = 1024
-"""Sums that one program adds up."""
+"""Number of sums that one program adds."""
 MOST_ROWS = 64
-"""Rows of numbers that are remembered: those of a step's calls, not of steps before."""
+"""Largest number of cached rows of scalars: enough for all calls of one step."""
 
 _WIDE = LaunchDtypes._fields
-"""Columns that are read 16 bytes at a time where all addresses allow it: not the scales."""
+"""Columns that kernels read 16 bytes at a time if all addresses are aligned. Scales are not in
+it."""
 _COLUMNS = (
     *("grad", "main", "remainder", "moment1", "moment2"),
     *("scale1", "scale2", "output", "average"),
 )
-"""In the order in which kernels take them."""
+"""Names of the columns of addresses, in the order of kernel arguments."""
 _DTYPES = {"Q": torch.int64, "q": torch.int64, "i": torch.int32, "I": torch.int32}
 _Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Addresses on a device, and the places of those that are no multiples of 16."""
+    """Table of tensors' addresses on a device.
+
+    Attributes:
+        values: the addresses, int64, shape (tensors,).
+        odd: indices of the tensors at addresses that are not multiples of 16.
+    """
 
     values: Tensor
     odd: frozenset[int]
 
     @property
     def nbytes(self) -> int:
-        """Device memory."""
+        """Device memory of the table in bytes."""
         return self.values.nbytes
 
 
 class Plan:
-    """The tensor and chunk of each program.
+    """Tensor and chunk of each program of a launch.
 
     Attributes:
-        owners: int32, shape (programs,): the tensor of each program.
-        firsts: int32, shape (tensors,): each tensor's first program.
-        sizes: int64, shape (tensors,): elements of each tensor.
-        nbytes: device memory of the largest of these.
+        programs: number of programs.
+        owners: index of each program's tensor, int32, shape (programs,).
+        firsts: index of each tensor's first program, int32, shape (tensors,).
+        sizes: number of elements of each tensor, int64, shape (tensors,).
+        nbytes: device memory of ``owners`` in bytes.
     """
 
     def __init__(self, tables: Tables, sizes: array[int], chunk: int, device: torch.device) -> None:
@@ -73,8 +82,7 @@ class Plan:
 
     @cached_property
     def rounds(self) -> list[Round]:
-        """The passes that reduce each tensor's chunk sums to one sum: runs of RUN of them, until
-        one is left."""
+        """Passes that add the sums of each tensor's chunks, until each tensor has one sum."""
         rounds: list[Round] = []
         counts, starts = self._chunks, self.firsts
         while not rounds or max(counts) > 1:
@@ -84,8 +92,16 @@ class Plan:
 
 
 class Round:
-    """One pass over sums that are stored tensor by tensor, from ``starts`` on: ``counts`` before
-    it, ``results`` after it."""
+    """One pass that adds runs of up to RUN sums of each tensor.
+
+    Attributes:
+        results: number of sums of each tensor after the pass.
+        programs: number of programs.
+        owners: index of each program's tensor, int32, shape (programs,).
+        firsts: index of each tensor's first program, int32, shape (tensors,).
+        starts: index of each tensor's first sum before the pass, int32, shape (tensors,).
+        counts: number of sums of each tensor before the pass, int32, shape (tensors,).
+    """
 
     def __init__(
         self, tables: Tables, counts: Sequence[int], starts: Tensor, device: torch.device
@@ -107,13 +123,13 @@ def _shares(tables: Tables, counts: Sequence[int], device: torch.device) -> tupl
 
 
 class Tables:
-    """Tables on devices, remembered by their content.
+    """Tables on devices, cached by their content.
 
-    A table is ordered with the stream it was first used on: launches on other streams have to be
-    ordered after that one, as for any tensor.
+    NOTE: a table is copied on the stream of its first use. As for any tensor, launches on other
+    streams must be ordered after that stream.
 
     Args:
-        remembered_bytes: device memory of tables that are kept for later launches.
+        remembered_bytes: largest number of bytes of device memory of cached tables.
     """
 
     def __init__(self, remembered_bytes: int = 64 << 20) -> None:
@@ -123,7 +139,7 @@ class Tables:
         self._rows: dict[tuple[bytes, torch.device], Tensor] = {}
 
     def column(self, tensors: Sequence[Tensor], device: torch.device) -> Column:
-        """Return the addresses of tensors."""
+        """Return the table of some tensors' addresses."""
         addresses = CachedTensorList.of(tensors).addresses
 
         def build() -> Column:
@@ -135,9 +151,10 @@ class Tables:
     def launch_of(
         self, part: AlikeLists, moments: tuple[str, ...], chunk: int
     ) -> tuple[list[Tensor | None], list[tuple[Plan, bool]]]:
-        """Return addresses of the parts of all tensors, in the order of kernel arguments; and
-        plans, each with True if all addresses of its tensors, except scales, are multiples of
-        16."""
+        """Return tables of addresses in the order of kernel arguments, and plans of the launch.
+
+        A plan comes with True if all addresses of its tensors, except scales, are multiples of 16.
+        """
         lists, device = part.lists, part.lists.grad[0].device
         assert part.kind is not None
         found = columns_of(lists, part.kind, moments)
@@ -151,8 +168,7 @@ class Tables:
         return [columns[name].values if name in columns else None for name in _COLUMNS], plans
 
     def streams(self, lists: TensorLists, device: torch.device) -> Tensor | None:
-        """Return streams of random numbers on the device, each with the tensor's position in its
-        stream."""
+        """Return the random stream and start of each tensor on the device; None without noise."""
         if not lists.noise:
             return None
         pairs = array("I")
@@ -163,11 +179,11 @@ class Tables:
     def plans(
         self, tensors: Sequence[Tensor], chunk: int, device: torch.device, odd: frozenset[int]
     ) -> list[tuple[Plan, bool]]:
-        """Return a plan with True for the tensors at multiples of 16 bytes, and one with False for
-        the tensors at the indices ``odd``.
+        """Return a plan with True for the tensors at multiples of 16 bytes, and a plan with False
+        for the tensors at the indices ``odd``.
 
-        A plan for all tensors is the only one. A tensor of the other plan has size 0 in a plan, so
-        no program steps it.
+        If one of them would be empty, only the other plan is returned. A tensor of the other plan
+        has size 0, so no program steps it.
         """
         sizes = CachedTensorList.of(tensors).sizes
         if len(odd) in (0, len(tensors)):
@@ -179,12 +195,12 @@ class Tables:
         return found
 
     def plan_of(self, sizes: array[int], chunk: int, device: torch.device) -> Plan:
-        """Return the cached plan of Triton programs for tensors of these sizes."""
+        """Return the cached plan for tensors of these sizes, in chunks of ``chunk`` elements."""
         key = sizes.tobytes(), chunk, device
         return self._remembered(key, lambda: Plan(self, sizes, chunk, device))
 
     def values(self, values: array[int], device: torch.device) -> Tensor:
-        """Return a table of integers on the device."""
+        """Return the cached table of some integers on a device."""
         key = values.typecode, values.tobytes(), device
         return self._remembered(key, lambda: self._uploaded(values, device))
 
@@ -195,7 +211,8 @@ class Tables:
         return self.upload(torch.frombuffer(values, dtype=dtype), device)
 
     def row(self, row: array[int], device: torch.device) -> Tensor:
-        """Return the numbers of a call on the device, one row for all parts of the step.
+        """Return the cached row of a call's scalars on a device. All parts of the call read one
+        row.
 
         Raises:
             RuntimeError: a CUDA graph is being captured.
@@ -222,8 +239,8 @@ class Tables:
         return table.pin_memory().to(device, non_blocking=True)
 
     def _remembered(self, key: Hashable, build: Callable[[], _Value]) -> _Value:
-        """Return the cached value of a content, or build it; the least recently used value is
-        dropped first."""
+        """Return the cached value of a content, or build the value. The least recently used value
+        is dropped if all values together are too large."""
         value: Any = self._of_content.pop(key, None)
         if value is None:
             value = build()

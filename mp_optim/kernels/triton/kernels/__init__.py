@@ -1,13 +1,13 @@
-"""The kernels. Importing this package imports Triton; ``kernels/triton/backend.py`` does so at
-its first use.
+"""The Triton kernels. Importing this package imports Triton, so ``kernels/triton/backend.py``
+imports the package at its first use.
 
-A launch covers all tensors that share dtypes. Its tables lie on the device: for each program the
-tensor it works on (``owners``), for each tensor its first program (``firsts``), its size and the
-addresses of its parts. A program works on ``CHUNK`` elements of one tensor. Columns of addresses
-that a launch does not need are None. Every launch of a rule is one of ``tiles.step``, which
-gathers what a program works on and hands it to the rule (``RULE``).
+A launch steps all tensors with equal dtypes. Its tables are on the device: the tensor of each
+program (``owners``), and for each tensor its first program (``firsts``), its size and the addresses
+of its parts. A program steps ``CHUNK`` elements of one tensor. A column of addresses that a launch
+does not need is None. Every launch of a rule runs ``tiles.step``, which loads the arguments of the
+program's chunk and calls the rule (``RULE``).
 
-Every arithmetic operation is one IEEE operation, as docs/numerics.md wants: ``div_rn`` and
-``sqrt_rn``, no contraction (``enable_fp_fusion=False`` at launch), and no arithmetic between scalar
-arguments, which the interpreter would do in double.
+Every arithmetic operation is one IEEE operation (docs/numerics.md): ``div_rn`` and ``sqrt_rn``, and
+no contraction (``enable_fp_fusion=False`` at launch). No operation has two scalar arguments,
+because the interpreter would compute it in double.
 """

@@ -1,8 +1,7 @@
-"""Values as they are stored: reading, rounding and writing. ``kernels/codecs.py`` is the same in
-torch operations.
+"""Reading, rounding and writing of stored values: ``kernels/codecs.py`` as Triton functions.
 
-bfloat16 is handled as its 16 bits, int16, as which no other value is stored: the interpreter would
-truncate where a GPU rounds.
+bfloat16 is read and written as its 16 bits, int16, because the interpreter would truncate where a
+GPU rounds. No other value is stored as int16.
 """
 
 from typing import Any, NamedTuple
@@ -14,15 +13,15 @@ BLOCK = tl.constexpr(256)
 GOLDEN = tl.constexpr(0x9E3779B9)
 INFINITY = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-MOST_BFLOAT16 = tl.constexpr(0x7F7F0000)  # the largest finite float16 number
-MOST_IN_BLOCKS = tl.constexpr(0x7F7FE000)  # the bits of LARGEST: what its codes stand for is finite
+MOST_BFLOAT16 = tl.constexpr(0x7F7F0000)  # The bits of bfloat16's largest number.
+# The bits of LARGEST, the largest magnitude whose decoded codes are finite.
+MOST_IN_BLOCKS = tl.constexpr(0x7F7FE000)
 LARGEST = tl.constexpr(2.0**128 * (1.0 - 2.0**-11))
-INFINITE_ROOT = tl.constexpr(0x60000000)  # the bits of 2^65: infinite are squares of its codes
-TINY = tl.constexpr((127 - 100) << 23)  # the bits of 2^-100
-# adding and subtracting it rounds |x| < 2^22 to the nearest even integer
-ROUNDER = tl.constexpr(
-    1.5 * 2.0**23
-)
+# The bits of 2^65, the smallest root whose decoded square is infinite.
+INFINITE_ROOT = tl.constexpr(0x60000000)
+TINY = tl.constexpr((127 - 100) << 23)  # The bits of 2^-100.
+# Adding and subtracting this number rounds |x| < 2^22 to the nearest even integer.
+ROUNDER = tl.constexpr(1.5 * 2.0**23)
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -30,10 +29,13 @@ ROUNDER = tl.constexpr(
 
 @triton.jit
 def place(column, tensor, start, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointer to element ``start`` of a tensor, from a column of addresses; None where there is no
-    column.
+    """Return the pointer to element ``start`` of a tensor; None without a column.
 
-    ALIGNED: every address of the launch is a multiple of 16 bytes.
+    Args:
+        column: table of the tensors' addresses, or None.
+        tensor: index of the tensor.
+        start: index of the element.
+        ALIGNED: True if every address of the launch is a multiple of 16 bytes.
     """
     pointer = column
     if column is not None:
@@ -49,7 +51,7 @@ def place(column, tensor, start, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def fetch(pointer, offsets, count, MASKED: tl.constexpr):
-    """Return stored elements; 0 from ``count`` on."""
+    """Load stored elements; 0 from element ``count`` on."""
     if MASKED:
         raw = tl.load(pointer + offsets, mask=offsets < count, other=0)
     else:
@@ -59,7 +61,7 @@ def fetch(pointer, offsets, count, MASKED: tl.constexpr):
 
 @triton.jit
 def put(pointer, raw, offsets, count, MASKED: tl.constexpr):
-    """Store elements below ``count``."""
+    """Store the elements before element ``count``."""
     if MASKED:
         tl.store(pointer + offsets, raw, mask=offsets < count)
     else:
@@ -67,12 +69,15 @@ def put(pointer, raw, offsets, count, MASKED: tl.constexpr):
 
 
 class Tile(NamedTuple):
-    """Elements that are read and written at once.
+    """Elements of a chunk that are read and written together.
 
     Attributes:
-        blocks: shape (rows,). offsets: shape (rows, 256). count: elements of the chunk.
-        inside: which offsets are below ``count``. masked: whether some may not be.
-        words: random bits, or None.
+        blocks: indices of the blocks, shape (rows,).
+        offsets: indices of the elements, shape (rows, 256).
+        count: number of elements of the chunk.
+        inside: mask of the offsets below ``count``.
+        masked: True if an offset may not be below ``count``.
+        words: random bits of each element, or None.
     """
 
     blocks: Any
@@ -85,7 +90,7 @@ class Tile(NamedTuple):
 
 @triton.jit
 def fetch_tile(pointer, tile):
-    """Return the stored elements of a tile; 0 from its count on."""
+    """Load the stored elements of a tile; 0 from the chunk's end on."""
     if tile.masked:
         raw = tl.load(pointer + tile.offsets, mask=tile.inside, other=0)
     else:
@@ -95,7 +100,7 @@ def fetch_tile(pointer, tile):
 
 @triton.jit
 def put_tile(pointer, raw, tile):
-    """Store a tile's elements below its count."""
+    """Store the elements of a tile, up to the chunk's end."""
     if tile.masked:
         tl.store(pointer + tile.offsets, raw, mask=tile.inside)
     else:
@@ -104,7 +109,7 @@ def put_tile(pointer, raw, tile):
 
 @triton.jit
 def widened(raw):
-    """Return FP32 values of stored elements."""
+    """Return stored elements as FP32 values."""
     if raw.dtype == tl.int16:
         value = (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -131,8 +136,7 @@ def is_finite(x):
 
 @triton.jit
 def bounded(x, made_of_finite):
-    """Return a value with overflows of finite inputs replaced by FP32's largest number with its
-    sign."""
+    """Replace an overflow of finite inputs by FP32's largest number with the same sign."""
     bits = x.to(tl.int32, bitcast=True)
     overflown = ((bits & MAGNITUDE) == INFINITY) & made_of_finite
     return tl.where(overflown, bits - 1, bits).to(tl.float32, bitcast=True)
@@ -140,7 +144,7 @@ def bounded(x, made_of_finite):
 
 @triton.jit
 def finite_within(value, MOST: tl.constexpr):
-    """Clamp finite values to a magnitude, given by its bits."""
+    """Clamp finite values to a magnitude. The magnitude is passed as its bits."""
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & MAGNITUDE
     above = (magnitude > MOST) & (magnitude < INFINITY)
@@ -152,7 +156,7 @@ def finite_within(value, MOST: tl.constexpr):
 
 @triton.jit
 def mix(x):
-    """Return the 32-bit finalizer of MurmurHash3 of uint32 values."""
+    """Return the 32-bit finalizer of MurmurHash3 for uint32 values."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)
@@ -160,14 +164,14 @@ def mix(x):
 
 @triton.jit
 def random_words(stream, seed, start, offsets):
-    """Return 32 random bits for each element; ``start`` is uint32."""
+    """Return 32 random bits for each element. ``start`` is a uint32 index."""
     key = mix(seed.to(tl.uint32) ^ stream.to(tl.uint32, bitcast=True))
     return mix(key + (start + offsets.to(tl.uint32)) * GOLDEN)
 
 
 @triton.jit
 def sixteen_bits(words, ROOT: tl.constexpr):
-    """Return the bits for rounding a moment."""
+    """Return 16 random bits for rounding each element of a moment."""
     if ROOT:
         bits = words & 0xFFFF
     else:
@@ -179,7 +183,8 @@ def sixteen_bits(words, ROOT: tl.constexpr):
 
 
 class Moment(NamedTuple):
-    """Pointers to a moment as it is stored and to their scales; None where there are none."""
+    """Pointers to a stored moment and its scales; None for a pointer that the launch does not
+    have."""
 
     stored: Any
     scales: Any
@@ -187,8 +192,11 @@ class Moment(NamedTuple):
 
 @triton.jit
 def decoded(raw, scale, ROOT: tl.constexpr):
-    """Return FP32 values of a stored moment of shape (blocks, 256); ``scale`` has shape (blocks,),
-    or is None."""
+    """Return a stored moment in FP32, shape (blocks, 256).
+
+    Args:
+        scale: shape (blocks,), or None.
+    """
     value = widened(raw)
     if scale is not None:
         value = value * scale[:, None]
@@ -199,7 +207,7 @@ def decoded(raw, scale, ROOT: tl.constexpr):
 
 @triton.jit
 def read_moment(moment, tile, ROOT: tl.constexpr):
-    """Return FP32 values of a moment; ROOT is True for the second one."""
+    """Load a moment and return it in FP32. ROOT is True for a second moment, which stores roots."""
     scale = None
     if moment.scales is not None:
         scale = fetch(moment.scales, tile.blocks, tl.cdiv(tile.count, BLOCK), tile.masked)
@@ -212,7 +220,7 @@ def read_moment(moment, tile, ROOT: tl.constexpr):
 
 @triton.jit
 def write_moment(value, moment, tile, ROOT: tl.constexpr):
-    """Store FP32 values of a moment; returns the values as they are stored."""
+    """Store a moment, given in FP32, and return the values that are stored."""
     TYPE: tl.constexpr = moment.stored.dtype.element_ty
     scale = None
     if moment.scales is not None:
@@ -237,8 +245,8 @@ def write_moment(value, moment, tile, ROOT: tl.constexpr):
 
 @triton.jit
 def fetch_pairs(pointer, tile):
-    """Return 4-bit codes as int32. Of each 64 codes the first 32 are lower halves of bytes, the
-    others upper halves."""
+    """Load 4-bit codes as int32. Of each run of 64 codes, the first 32 are in the lower halves of
+    bytes, the other 32 in the upper halves."""
     places = (tile.offsets >> 6 << 5) + (tile.offsets & 31)
     places = tl.max_contiguous(tl.multiple_of(places, (1, 32)), (1, 32))
     both = fetch(pointer, places, bytes_of_pairs(tile.count), tile.masked).to(tl.int32)
@@ -247,7 +255,7 @@ def fetch_pairs(pointer, tile):
 
 @triton.jit
 def put_pairs(pointer, codes, tile):
-    """Store 4-bit codes, shape (blocks, 256)."""
+    """Store 4-bit codes, shape (blocks, 256), two in a byte."""
     ROWS: tl.constexpr = codes.shape[0]
     halves = tl.permute(tl.reshape(codes & 15, (ROWS, 4, 2, 32)), (0, 1, 3, 2))
     low, high = tl.split(halves)
@@ -258,13 +266,14 @@ def put_pairs(pointer, codes, tile):
 
 @triton.jit
 def bytes_of_pairs(count):
-    """Return the number of bytes of 4-bit codes, in whole runs of 64 codes."""
+    """Return the number of bytes of ``count`` 4-bit codes, padded to whole runs of 64 codes."""
     return tl.cdiv(count, 64) * 32
 
 
 @triton.jit
 def dithered(value, sixteen):
-    """Return bfloat16 bits of FP32 values: random bits are added, and the lower 16 bits cleared."""
+    """Add random bits to FP32 values and clear their lower 16 bits; return the upper bits as
+    bfloat16."""
     bits = value.to(tl.int32, bitcast=True)
     finite = (bits & INFINITY) != INFINITY
     return tl.where(finite, (bits + sixteen) >> 16, narrowed(value, tl.int16).to(tl.int32)).to(
@@ -274,10 +283,11 @@ def dithered(value, sixteen):
 
 @triton.jit
 def encoded(value, words, TYPE: tl.constexpr, ROOT: tl.constexpr):
-    """Return codes of shape (blocks, 256) and scales of shape (blocks,)."""
+    """Return codes, shape (blocks, 256), and scales, shape (blocks,), of FP32 values."""
     if ROOT:
         value = tl.sqrt_rn(value)
-    # As integers magnitudes have the order of the values, with inf above them and NaN above inf.
+    # Compare magnitudes as integers: their order is the same, with inf above all numbers and NaN
+    # above inf.
     top = tl.max(value.to(tl.int32, bitcast=True) & MAGNITUDE, axis=1)
     if ROOT:
         top = tl.where(top == INFINITY, INFINITE_ROOT, top)
@@ -312,7 +322,8 @@ def encoded(value, words, TYPE: tl.constexpr, ROOT: tl.constexpr):
 
 @triton.jit
 def half_codes(scaled, good, ROOT: tl.constexpr):
-    """Return codes of roots, never 0, because dividing by 0 would make a step of any length."""
+    """Return float16 codes of roots. No code is 0, because an update divided by 0 could have any
+    length."""
     raw = scaled.to(tl.float16)
     if ROOT:
         bits = raw.to(tl.int16, bitcast=True).to(tl.int32)
@@ -323,20 +334,21 @@ def half_codes(scaled, good, ROOT: tl.constexpr):
 
 @triton.jit
 def byte_codes(scaled, good, words, TYPE: tl.constexpr, ROOT: tl.constexpr):
-    """Return integers nearest to the scaled values, or random neighbours; those of roots are at
-    least 1."""
+    """Round scaled values to integers, to nearest or stochastically. Codes of roots are at least
+    1."""
     if words is not None:
         bits = sixteen_bits(words, ROOT).to(tl.float32)
         if TYPE == tl.uint8 and not ROOT:
             bits = bits + 0.5
         scaled = scaled + bits * 2.0**-16
-        codes = scaled.to(tl.int32)  # tl.floor flushes denormals on a GPU, so truncate and correct
+        # tl.floor flushes denormals on a GPU, so truncate and correct negative values.
+        codes = scaled.to(tl.int32)
         codes = tl.where(codes.to(tl.float32) > scaled, codes - 1, codes)
     else:
         codes = ((scaled + ROUNDER) - ROUNDER).to(tl.int32)
     if ROOT:
         codes = tl.minimum(tl.maximum(codes, tl.where(good, 1, 0)[:, None]), 255).to(TYPE)
-    elif TYPE == tl.uint8:  # 4-bit codes, which the store packs two in a byte
+    elif TYPE == tl.uint8:  # The store packs 4-bit codes, so they stay int32 here.
         codes = tl.minimum(tl.maximum(codes, -7), 7)
     else:
         codes = tl.minimum(tl.maximum(codes, -127), 127).to(TYPE)
@@ -348,9 +360,10 @@ def byte_codes(scaled, good, words, TYPE: tl.constexpr, ROOT: tl.constexpr):
 
 @triton.jit
 def read_main(chunk, tile, FOLLOWS: tl.constexpr):
-    """Return FP32 main params, joined with their remainders if there are any.
+    """Load main params and return them in FP32, joined with remainders if the launch has some.
 
-    FOLLOWS: they continue from the model's weights, in the output, where they do not round to them.
+    With FOLLOWS, a main param that does not round to the model's weight in the output takes the
+    weight.
     """
     raw = fetch_tile(chunk.main, tile)
     if chunk.rest is None:
@@ -369,8 +382,8 @@ def read_main(chunk, tile, FOLLOWS: tl.constexpr):
 
 @triton.jit
 def write_main(value, chunk, tile):
-    """Store FP32 main params, split if there are remainders, and the outputs; and let the averages
-    take them, as they are stored."""
+    """Store main params, given in FP32, with their remainders and outputs, and update the averages
+    with the stored main params."""
     if chunk.rest is None:
         raw = lone(value, tile.words, chunk.main.dtype.element_ty)
         put_tile(chunk.main, raw, tile)
@@ -392,7 +405,7 @@ def write_main(value, chunk, tile):
 
 @triton.jit
 def write_average(value, chunk, tile):
-    """Move the averages towards FP32 values; bfloat16 ones are rounded stochastically."""
+    """Move averages towards FP32 main params. bfloat16 averages are rounded stochastically."""
     TYPE: tl.constexpr = chunk.average.dtype.element_ty
     mean = widened(fetch_tile(chunk.average, tile))
     mean = tl.where(chunk.weight == 1.0, value, mean + (value - mean) * chunk.weight)
@@ -405,7 +418,7 @@ def write_average(value, chunk, tile):
 
 @triton.jit
 def lone(value, words, TYPE: tl.constexpr):
-    """Return FP32 main params without remainders in their stored form: in bfloat16 rounded
+    """Return main params without remainders in their stored dtype. bfloat16 is rounded
     stochastically."""
     if TYPE != tl.int16:
         raw = value
@@ -418,8 +431,11 @@ def lone(value, words, TYPE: tl.constexpr):
 
 @triton.jit
 def joined(high, low, REMAINDER: tl.constexpr):
-    """Return FP32 values of upper halves, as the bits of FP32 values, and remainders. A zero has
-    none, and an infinity none that would make it NaN."""
+    """Join upper halves, given as FP32 bits, with remainders, and return FP32 values.
+
+    The remainder of a zero is ignored, and so is a positive remainder of an infinity, which would
+    make a NaN.
+    """
     if REMAINDER == tl.int8:
         low = low << 8
     has_none = ((high & MAGNITUDE) == 0) | (((high & MAGNITUDE) == INFINITY) & (low > 0))
@@ -428,8 +444,8 @@ def joined(high, low, REMAINDER: tl.constexpr):
 
 @triton.jit
 def split(value, words, REMAINDER: tl.constexpr):
-    """Return the upper 16 bits, rounded to nearest with ties away from zero, and the remainder;
-    both int32."""
+    """Split FP32 bits into the upper 16 bits, rounded to nearest with ties away from zero, and the
+    remainder. Both results are int32."""
     bits = value.to(tl.int32, bitcast=True)
     is_nan = (bits & MAGNITUDE) > INFINITY
     if REMAINDER == tl.int8:

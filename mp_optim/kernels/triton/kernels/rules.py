@@ -1,5 +1,8 @@
-"""Rules that step each element by itself, each with what it does to a tile: a kernel is called like
-its rule, and its scalars come in the order of its class in ``kernels/kernel_args.py``."""
+"""Rules that step each element independently, as functions that step a tile.
+
+A function has the name of its rule. Scalars have the order of the rule's class in
+``kernels/kernel_args.py``.
+"""
 
 from typing import Any, NamedTuple
 
@@ -18,7 +21,7 @@ from mp_optim.kernels.triton.kernels.tiles import decayed, each_tile, gradient
 
 
 class AdamNumbers(NamedTuple):
-    """The numbers of ``AdamScalars``."""
+    """The FP32 fields of ``AdamScalars``."""
 
     beta1: Any
     one_minus_beta1: Any

@@ -1,7 +1,7 @@
 """Sums of squares in FP64 in the order of ``kernels/sums.py``.
 
-Reductions in an order of our own are built from halvings of two elements each: the sum of two does
-not depend on their order, and Triton leaves that of more open.
+A reduction in a fixed order is built from halvings of two elements, because the sum of two elements
+does not depend on their order. Triton does not define the order of longer reductions.
 """
 
 import triton
@@ -13,7 +13,8 @@ from mp_optim.kernels.triton.kernels.tiles import even_count, located
 
 @triton.jit
 def lanes_added(x, ROWS: tl.constexpr):
-    """Add up shape (ROWS, 128) to (ROWS,), by halving: ``x[:64] + x[64:]`` and so on."""
+    """Add columns of shape (ROWS, 128) by halving (``x[:64] + x[64:]`` and so on); return shape
+    (ROWS,)."""
     x = tl.sum(tl.reshape(x, (ROWS, 2, 64)), axis=1)
     x = tl.sum(tl.reshape(x, (ROWS, 2, 32)), axis=1)
     x = tl.sum(tl.reshape(x, (ROWS, 2, 16)), axis=1)
@@ -25,7 +26,7 @@ def lanes_added(x, ROWS: tl.constexpr):
 
 @triton.jit
 def pairs_added(x, COUNT: tl.constexpr):
-    """Add up shape (COUNT,) to a scalar, adjacent pairs first; COUNT is a power of two up to
+    """Add values of shape (COUNT,) to a scalar, adjacent pairs first. COUNT is a power of two up to
     1024."""
     if COUNT >= 1024:
         x = tl.sum(tl.reshape(x, (512, 2)), axis=1)
@@ -59,7 +60,8 @@ def chunk_sums(
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Sum one chunk, a power of two of blocks of 1024, in each program."""
+    """Store the sum of squares of this program's chunk, which has a power of two of blocks of
+    1024."""
     tensor, start, count = located(owners, firsts, sizes, None, CHUNK)
     pointer = place(tensors, tensor, start, TYPE, ALIGNED)
     even = even_count(count, ALIGNED)
@@ -88,8 +90,7 @@ def _chunk_sum(pointer, count, BLOCKS: tl.constexpr, MASKED: tl.constexpr):
 def run_sums(
     owners, firsts, starts, counts, sums, results, COLUMNS: tl.constexpr, RUN: tl.constexpr
 ):
-    """Sum, column by column, a run of RUN of a tensor's ``counts`` rows in ``sums``, in each
-    program."""
+    """Store the sums, column by column, of this program's run of up to RUN rows of ``sums``."""
     program = tl.program_id(0)
     tensor = tl.load(owners + program)
     at = (program - tl.load(firsts + tensor)) * RUN

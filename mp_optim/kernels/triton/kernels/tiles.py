@@ -1,4 +1,4 @@
-"""What the kernels of all rules share: where a program works, and the elements of a tile."""
+"""Code of all rules' kernels: the chunk of a program, and the elements of a tile."""
 
 from typing import Any, NamedTuple
 
@@ -16,11 +16,11 @@ from mp_optim.kernels.triton.kernels.formats import (
 )
 
 WEIGHT = tl.constexpr(1)
-"""Where the weight of new main params in their averages lies among a launch's numbers."""
+"""Index of the weight of new main params in their averages, in a launch's row of numbers."""
 
 
 class Flags(NamedTuple):
-    """What is compiled into a rule."""
+    """Switches that are compiled into a rule's kernel."""
 
     has_decay: bool = False
     has_l2: bool = False
@@ -33,35 +33,42 @@ class Flags(NamedTuple):
 
     @classmethod
     def of(cls, scalars: Any) -> "Flags":
-        """Return the flags of a rule's scalars: its switches, and whether a parameter decays.
+        """Return the flags of a rule's scalars: its switches, and True if main params decay.
 
         Raises:
-            ValueError: a switch is no field here, so that no kernel would know of it.
+            ValueError: a switch of the scalars is not a field of this class, so no kernel could
+                read it.
         """
         names = scalars.__slots__
         switches = {name: getattr(scalars, name) for name in cls._fields if name in names}
         values = {name: getattr(scalars, name) for name in names}
         named = {name for name, value in values.items() if isinstance(value, bool)}
         if unknown := named - switches.keys():
-            raise ValueError(f"no kernel is compiled for {sorted(unknown)}: add it to Flags")
+            raise ValueError(f"scalars={sorted(unknown)}: no kernel reads them; add them to Flags")
         has_decay = "decay" in names and bool(scalars.decay)
         return cls(has_decay, "l2" in names and bool(scalars.l2), **switches)
 
 
 class Chunk(NamedTuple):
-    """What a program works on.
+    """The chunk of a program and the arguments of its rule.
 
     Attributes:
-        tensor: its place in the tables. start: the chunk's first element. count: its elements.
-        streams, seed: of random numbers: for each tensor a stream, and where in it the tensor
-            begins. grad_multiplier: FP32, of gradients.
-        scalars: ten FP32 numbers of the step; what each is, the rule knows.
-        made: what the step itself made, or is to make, on the device.
-        weight: of new main params in their averages.
-        run: how many elements a thread takes side by side: 4, or 8. aligned: whether all tensors
-            begin at multiples of 16 bytes.
-        grad, main, rest, output, average: pointers to the first element; None where there is no
-            column.
+        tensor: index of the tensor in the tables.
+        start: index of the chunk's first element.
+        count: number of the chunk's elements.
+        streams: random stream and start of each tensor.
+        seed: seed of the random bits.
+        grad_multiplier: FP32 factor of the gradients.
+        scalars: ten FP32 numbers of the step, in the order of the rule's class.
+        made: tensor that the pass reads or writes in addition to the lists.
+        weight: weight of new main params in their averages.
+        run: number of neighboring elements of a thread: 4 or 8.
+        aligned: True if all tensors begin at multiples of 16 bytes.
+        grad: pointer to the chunk's first gradient.
+        main: pointer to the chunk's first main param; None without a column.
+        rest: pointer to the chunk's first remainder; None without a column.
+        output: pointer to the chunk's first output; None without a column.
+        average: pointer to the chunk's first average; None without a column.
     """
 
     tensor: Any
@@ -86,8 +93,8 @@ class Chunk(NamedTuple):
 
 @triton.jit
 def located(owners, firsts, sizes, skip, CHUNK: tl.constexpr):
-    """Return this program's tensor, its first element and its number of elements, 0 in a skipped
-    step."""
+    """Return this program's tensor, first element and number of elements. The number is 0 if the
+    step is skipped."""
     program = tl.program_id(0)
     tensor = tl.load(owners + program)
     start = (program - tl.load(firsts + tensor)).to(tl.int64) * CHUNK
@@ -99,13 +106,14 @@ def located(owners, firsts, sizes, skip, CHUNK: tl.constexpr):
 
 @triton.jit
 def number(numbers, index):
-    """Return an FP32 scalar of the launch, which is stored as its bits."""
+    """Load an FP32 number of the launch, which is stored as its bits."""
     return tl.load(numbers + index).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def numbers_of(numbers):
-    """Return the scalars of a rule. Those that it does not read are not loaded."""
+    """Load the scalars of a rule. The compiler removes the loads of scalars that the rule does not
+    use."""
     return (number(numbers, 4), number(numbers, 5), number(numbers, 6), number(numbers, 7),
             number(numbers, 8), number(numbers, 9), number(numbers, 10), number(numbers, 11),
             number(numbers, 12), number(numbers, 13))
@@ -113,28 +121,28 @@ def numbers_of(numbers):
 
 @triton.jit
 def multiplier_of_grads(multiplier, ON_DEVICE: tl.constexpr):
-    """Return the FP32 multiplier of gradients: the argument, or the number that it points to."""
+    """Return the FP32 multiplier of gradients: the argument, or the number at the argument's
+    address."""
     if ON_DEVICE:
         value = tl.load(multiplier)
     else:
-        # the interpreter takes a denormal argument for a double
-        value = tl.cast(
-            multiplier, tl.float32
-        )
+        # The interpreter treats a denormal argument as a double, so cast to FP32.
+        value = tl.cast(multiplier, tl.float32)
     return value
 
 
 @triton.jit
 def located_in_tile(at, count, ROWS: tl.constexpr, STRIDE: tl.constexpr, RUN: tl.constexpr):
-    """Return the blocks, shape (ROWS,), and elements, shape (ROWS, 256), of a tile whose first
-    element is ``at``, and a mask of elements below ``count``.
+    """Return the indices of a tile's blocks and elements, and a mask of the elements below
+    ``count``.
 
-    Rows are STRIDE elements apart.
+    Blocks have shape (ROWS,), elements and mask (ROWS, 256). Rows are STRIDE elements apart.
 
-    NOTE: a thread takes as many elements side by side as are in 16 bytes of the narrowest tensor,
-    if it is not told of fewer, RUN. Beside FP32 tensors that would be two accesses for each of
-    theirs, 32 bytes from thread to thread, and values that go through shared memory. The mask is
-    made of numbers of which nothing was told: then its runs are found, and it is as wide.
+    NOTE: the hint RUN makes a thread process 4 neighboring elements if there are FP32 tensors.
+    Without a hint, a thread would process as many as 16 bytes of the narrowest tensor hold. FP32
+    tensors would then need two accesses that are 32 bytes apart from thread to thread, with an
+    exchange through shared memory. Compute the mask from numbers without a hint, so that the
+    compiler finds the mask's runs and keeps masked accesses wide.
     """
     rows = tl.arange(0, ROWS) * STRIDE
     offsets = at + rows[:, None] + tl.arange(0, BLOCK)[None, :]
@@ -149,10 +157,10 @@ def located_in_tile(at, count, ROWS: tl.constexpr, STRIDE: tl.constexpr, RUN: tl
 def even_count(count, ALIGNED: tl.constexpr):
     """Return the count of an aligned chunk that ends at a multiple of 16, else 0.
 
-    Masks are then equal in runs of 16, so masked accesses are wide, too.
+    The masks of such a chunk are equal in runs of 16 elements, so masked accesses are wide, too.
 
-    NOTE: what is done with it and with other counts are not two ways of one condition. The compiler
-    would make one of them, with a count of which it knows nothing.
+    NOTE: use this count in code of its own. If both counts were branches of one condition, the
+    compiler would merge the code, for a count of unknown divisibility.
     """
     even = 0
     if ALIGNED:
@@ -162,10 +170,13 @@ def even_count(count, ALIGNED: tl.constexpr):
 
 @triton.jit
 def each_tile(RULE: tl.constexpr, chunk, per_tensor, FLAGS: tl.constexpr, ROWS: tl.constexpr):
-    """Let a rule step the whole tiles without masks, and the rest of the chunk as one masked tile.
+    """Call a rule for each whole tile of a chunk without masks, and for the rest as one masked
+    tile.
 
-    ``per_tensor`` is the number of this chunk's tensor that the rule's tile function takes: LAMB's
-    trust ratio, or Muon's factor; None if it takes none."""
+    Args:
+        per_tensor: number of the chunk's tensor that the rule's tile function gets: LAMB's trust
+            ratio or Muon's factor; None for rules without one.
+    """
     whole = chunk.count // (ROWS * BLOCK) * (ROWS * BLOCK)
     for at in range(0, whole, ROWS * BLOCK):
         _one_tile(RULE, at, chunk.count, chunk, per_tensor, FLAGS, ROWS, False)
@@ -187,7 +198,7 @@ def _one_tile(RULE: tl.constexpr, at, count, chunk, per_tensor, FLAGS: tl.conste
 
 @triton.jit
 def words_of(chunk, offsets):
-    """Return 32 random bits for each of these elements; None without noise."""
+    """Return 32 random bits for each element of a tile; None without noise."""
     words = None
     if chunk.streams is not None:
         pair = chunk.streams + 2 * chunk.tensor
@@ -198,7 +209,7 @@ def words_of(chunk, offsets):
 
 @triton.jit
 def gradient(chunk, main, tile, l2, HAS_L2: tl.constexpr):
-    """Return the FP32 gradient times the multiplier, plus ``l2 * main``."""
+    """Load the gradients of a tile, and return FP32(g) * multiplier + l2 * main."""
     value = widened(fetch_tile(chunk.grad, tile)) * chunk.grad_multiplier
     if HAS_L2:
         value = value + main * l2
@@ -207,8 +218,8 @@ def gradient(chunk, main, tile, l2, HAS_L2: tl.constexpr):
 
 @triton.jit
 def decayed(p, u, decay, FLAGS: tl.constexpr):
-    """Return a decayed main param. With cautious decay, elements that the step moves away from 0 do
-    not decay."""
+    """Return decayed main params. With cautious decay, an element does not decay if the step moves
+    it away from 0."""
     if FLAGS.has_decay:
         if FLAGS.cautious_wd:
             is_opposed = ((p > 0.0) & (u < 0.0)) | ((p < 0.0) & (u > 0.0))
@@ -220,26 +231,29 @@ def decayed(p, u, decay, FLAGS: tl.constexpr):
 
 @triton.jit
 def place_average(column, tensor, start, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointer to an average of gradients, of which a byte may hold two codes."""
+    """Return the pointer to the chunk's average of gradients. A byte of this moment may have two
+    codes."""
     at = start
-    if TYPE is not None:  # on its own: up to Triton 3.7 None is not compared with a dtype
+    # A separate condition, because Triton up to 3.7 cannot compare None with a dtype.
+    if TYPE is not None:
         if TYPE == tl.uint8:
             at = start // 2
     return place(column, tensor, at, TYPE, ALIGNED)
 
 
 def _name(launch):
-    """Name a launch after its rule."""
+    """Return the name of a launch in profiles: that of its rule."""
     return launch.constants["RULE"].__name__
 
 
-# A multiplier and a flag may lie anywhere in what holds several: no reason to compile once more.
+# Multiplier and flag may be elements of one tensor at any address, so do not specialize the kernel
+# on their alignment.
 @triton.jit(repr=_name, do_not_specialize_on_alignment=["multiplier", "skip"])
 def step(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains, rests, moments1,
          moments2, scales1, scales2, outputs, averages, made, RULE: tl.constexpr,
          FLAGS: tl.constexpr, KIND: tl.constexpr, ON_DEVICE: tl.constexpr, ALIGNED: tl.constexpr,
          CHUNK: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr):
-    """Let a rule step the chunk of this program."""
+    """Load the arguments of this program's chunk, and call the rule."""
     tensor, start, count = located(owners, firsts, sizes, skip, CHUNK)
     seed = tl.load(numbers)
     scalars = numbers_of(numbers)
@@ -255,7 +269,7 @@ def step(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains
     output = place(outputs, tensor, start, KIND.output, ALIGNED)
     average = place(averages, tensor, start, KIND.average, ALIGNED)
     weight = number(numbers, WEIGHT)
-    # NOTE: not given a name, which would make tensors of what is known when it is compiled.
+    # NOTE: do not assign this to a variable, which would make tensors of compile-time constants.
     RULE(Chunk(tensor, start, count, streams, seed, grad_multiplier, scalars, weight, made, RUN,
                ALIGNED, grad, main, rest, first, second, output, average),
          FLAGS, CHUNK, ROWS)

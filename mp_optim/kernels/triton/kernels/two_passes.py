@@ -1,5 +1,5 @@
-"""Rules that take two kernels. LAMB: moments and sums, then the step with a ratio for each tensor.
-Muon: before and after the products of matrices."""
+"""Rules with two kernels: LAMB (moments and sums, then the step with each tensor's ratio), and Muon
+(before and after the matrix products)."""
 
 import triton
 import triton.language as tl
@@ -53,7 +53,8 @@ def rows_added(total, value, tile, ROWS: tl.constexpr):
 
 @triton.jit
 def lamb_moments(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """Update the moments; each program stores the sums of p^2 and u^2 of its chunk in ``made``."""
+    """Update LAMB's moments, and store the sums of p^2 and u^2 of this program's chunk in
+    ``made``."""
     if chunk.count == CHUNK:
         p_sum, u_sum = _moments_chunk(chunk, FLAGS, CHUNK // 1024, False)
     else:
@@ -64,8 +65,8 @@ def lamb_moments(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.const
 
 @triton.jit
 def _moments_chunk(chunk, FLAGS: tl.constexpr, BLOCKS: tl.constexpr, MASKED: tl.constexpr):
-    """Step two rows of 128 of each block of 1024 at a time, so that its eight rows are added in
-    order."""
+    """Step two rows of 128 of each block of 1024 together, so that the block's eight rows are added
+    in order."""
     beta1, grad_weight, beta2, one_minus_beta2, _, _, _, _, l2 = chunk.scalars[:9]
     p_sums = tl.zeros((BLOCKS, 128), tl.float64)
     u_sums = tl.zeros((BLOCKS, 128), tl.float64)
@@ -90,7 +91,7 @@ def _moments_chunk(chunk, FLAGS: tl.constexpr, BLOCKS: tl.constexpr, MASKED: tl.
 
 @triton.jit
 def lamb_apply(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """Take the step, with the ratios that are ``made``."""
+    """Step the main params by LAMB, with each tensor's ratio in ``made``."""
     each_tile(_lamb_tile, chunk, tl.load(chunk.made + chunk.tensor), FLAGS, ROWS)
 
 
@@ -109,8 +110,10 @@ def _lamb_tile(tile, chunk, ratio, FLAGS: tl.constexpr):
 
 @triton.jit
 def blended(start, end, weight, FROM_END: tl.constexpr):
-    """Return one of two values plus a multiple of their difference, without overflow for finite
-    values. Product and sum are in FP64, rounded once."""
+    """Return ``start`` plus a multiple of ``end - start``, computed in FP64 and rounded once.
+
+    Overflows of finite values are clamped.
+    """
     change = bounded(end - start, is_finite(start) & is_finite(end))
     change = change.to(tl.float64) * weight.to(tl.float64)
     if FROM_END:
@@ -141,7 +144,7 @@ def _momentum_tile(tile, chunk, per_tensor, FLAGS: tl.constexpr):
 
 @triton.jit
 def muon_apply(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """Take the step, with the factors that are ``made``."""
+    """Step the main params by Muon, with each tensor's factor in ``made``."""
     each_tile(_muon_tile, chunk, tl.load(chunk.made + chunk.tensor), FLAGS, ROWS)
 
 
