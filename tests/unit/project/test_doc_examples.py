@@ -199,6 +199,20 @@ def test_delta_examples_of_the_docs_copy_the_weights(tmp_path):
     assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
+def test_tenant_example_of_the_docs_steps_and_saves_two_tenants(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ann, bob = small_model(), small_model()
+    loss_of(ann).backward()
+    (block,) = blocks_of("tenants.md", "python")
+    known = {"ann": ann, "bob": bob, "loss": loss_of(bob)}
+    exec(block, known)
+    assert {name: result.success for name, result in known["results"].items()} == {
+        "ann": True,
+        "bob": True,
+    }
+    assert list(known["optimizer"]) == ["bob"] and (tmp_path / "ann.pt").exists()
+
+
 class FromElsewhere:
     def __init__(self, model):
         params = list(model.parameters())
