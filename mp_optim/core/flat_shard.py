@@ -242,9 +242,10 @@ def as_partition(value: Any, partition: Partition | None, shape: torch.Size | No
     """Return a state tensor as a part of the whole. Scalars are returned unchanged, and so are all
     values if the parameter is not split.
 
-    State that has the split dimension of the parameter is cut along it. Its other dimensions may
-    have size 1, as the factors of Adafactor have. Other state belongs to this rank alone. It is
-    saved as one entry of a stack over ranks, and a load needs the same number of ranks.
+    State that has the split dimension of the parameter is cut along this dimension. Other
+    dimensions of the state may have size 1, as in the factors of Adafactor. State without the split
+    dimension belongs to this rank alone. It is saved as one entry of a stack over ranks, so a load
+    needs the same number of ranks.
 
     Args:
         value: the state tensor.

@@ -230,8 +230,8 @@ class SharedSettings:
 
 
 def _agree(index: int, alike: Sequence[dict[str, Any]], seen: Sequence[Mapping[str, Any]]) -> None:
-    """Copy changed settings of one group between the optimizers. Remove settings below that the
-    caller deleted.
+    """Copy changed settings of one group between the optimizers. If the caller deleted a setting,
+    remove it from the groups of the optimizers below.
 
     Args:
         index: index of the group, for the error.
@@ -246,8 +246,8 @@ def _agree(index: int, alike: Sequence[dict[str, Any]], seen: Sequence[Mapping[s
     news: dict[str, Any] = {}
     for group, before in zip(below, seen[1:], strict=True):
         if not group["params"]:
-            # An optimizer without parameters of the group does not step it, so its settings have no
-            # meaning.
+            # An optimizer whose group is empty does not step it, so its settings for the group are
+            # ignored.
             continue
         for key, value in _changed(group, before).items():
             if key in by_caller:

@@ -192,9 +192,9 @@ class StepMark:
                 if self.copies.shown:
                     self.copies.refresh()
         finally:
-            # Assign again, because an interrupt may come before the assignment above.
+            # Assign None again, because an interrupt may come before the first assignment.
             self._writer = None
-        # An interrupt after the block and before this line leaves the flag set, which is safe.
+        # If an interrupt comes between the block and this line, the flag stays set, which is safe.
         self.is_set, self._why = False, ""
 
 

@@ -350,7 +350,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, value: Mapping[Tensor, dict[str, Any]]) -> None:
-        # torch's constructor assigns an empty dict, which must not reset anything.
+        # torch's constructor assigns an empty dict, which must not reset any state.
         if value or self._knows_lists:
             self.state.assign(value)
 

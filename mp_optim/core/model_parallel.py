@@ -367,7 +367,8 @@ def _partitions(
     for name, param in params.items():
         ranks = groups.expert_tp if is_expert(param, name) else groups.tp
         if is_expert_param(param, name) and groups.expert_tp is not None:
-            # Experts are split over expert_tp even if the caller's predicate treats them as dense.
+            # Experts are split over expert_tp, even if the caller's predicate treats experts as
+            # dense.
             ranks = groups.expert_tp
         dim = partition_dim(param)
         if ranks is None or ranks.size() == 1 or not is_tensor_parallel(param):
@@ -376,7 +377,8 @@ def _partitions(
             continue
         mesh = param.device_mesh.mesh.flatten().tolist() if is_dtensor(param) else []
         if {*mesh}.issuperset(dist.get_process_group_ranks(ranks)):
-            continue  # The DTensor describes this split itself, so no partition is needed.
+            # The DTensor describes this split itself, so the parameter needs no partition.
+            continue
         stride = partition_stride(param)
         if name.rpartition(".")[0] in gated:
             # Some of Megatron's layers leave partition_stride at 1 although gate and up are fused.

@@ -184,7 +184,7 @@ _SHOWN = 5
 
 
 def names_in_words(names: Sequence[str]) -> str:
-    """Return the first few names and the number of the others, for messages."""
+    """Return the first five names and the number of remaining names, for messages."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 

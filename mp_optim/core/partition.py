@@ -93,7 +93,7 @@ def _boxes(shape: tuple[int, ...], outer: tuple[int, ...], begin: int, end: int)
     inner = math.prod(shape[1:])
     # Rows [first, last) are whole, so they are one box.
     first, last = -(-begin // inner), end // inner
-    if first > last:  # The range is inside one row, so look at that row alone.
+    if first > last:  # The range is inside one row, so only that row has boxes.
         yield from _boxes(shape[1:], (*outer, last), begin - last * inner, end - last * inner)
         return
     if begin < first * inner:

@@ -170,8 +170,8 @@ def scaled_codes(
     """
     top = torch.finfo(dtype).max
     largest = _largest(values.abs(), scale_shape)
-    # The divisor is a tensor, because CUDA replaces a division by a number with a multiplication
-    # by its reciprocal, which has another result for half of all values.
+    # Divide by a tensor. For a division by a number, CUDA multiplies by the reciprocal, which gives
+    # another result for half of all values.
     quotient = largest / torch.full_like(largest, top)
     scale = torch.where(largest == 0.0, 1.0, quotient.clamp_(min=_SMALLEST_SCALE))
     return scale, (values / _spread(scale, values.shape)).clamp_(-top, top).to(dtype)

@@ -77,7 +77,7 @@ class ShownState(dict[str, Any]):
         self._read, self._write, self._reset = lambda: kept, kept.update, kept.clear
 
     def look(self) -> ShownState:
-        """Read the present state, and return this object."""
+        """Read the present state of the slot into this dict, and return this dict."""
         state = self._read()
         for key in list(super().keys()):
             if key not in state:
@@ -153,7 +153,7 @@ class ShownState(dict[str, Any]):
 
 @dataclass(eq=False)
 class Lookups:
-    """Caches of all views of one optimizer. They keep neither tensors nor the optimizer alive.
+    """Caches of all views of one optimizer, which keep neither tensors nor the optimizer alive.
 
     Attributes:
         index: the slot of each tensor, by the tensor's id. Every lookup compares the entry with

@@ -146,7 +146,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
     from autograd."""
     if is_dtensor(tensor):
         tensor = tensor.to_local()
-        # FSDP2 may return an AsyncCollectiveTensor; placement and kernels need a plain tensor.
+        # FSDP2 may return an AsyncCollectiveTensor, but placement and kernels need a plain tensor.
         tensor = getattr(tensor, "wait", lambda: tensor)()
     return tensor.detach()
 

@@ -270,7 +270,7 @@ def bits_differ(one: Tensor, other: Tensor) -> Tensor:
 
 def _as_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    # Widest dtype first, so that each tensor starts at a multiple of its element size.
+    # Store the widest dtype first, so that each tensor starts at a multiple of its element size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     place, pieces = 0, []
     for name, tensor in ordered:
@@ -309,7 +309,7 @@ def _from_file(content: bytes) -> tuple[dict[str, str], dict[str, Tensor]]:
 def _tensors_in(
     header: Mapping[str, Any], content: bytes, begin: int
 ) -> Iterator[tuple[str, Tensor]]:
-    # bytearray() makes the memory writable, and aligns it as the file's data.
+    # A bytearray is writable, and tensors start in it where they start in the file's data.
     memory = bytearray(content[begin:])
     for name, form in header.items():
         dtype, (start, end) = _BY_NAME[form["dtype"]], form["data_offsets"]

@@ -240,7 +240,7 @@ def decide(
     norms = {name: math.sqrt(value) * inverse for name, value in sums.items()}
     limit, multipliers = config.clip_grad, {}
     for name, norm in norms.items():
-        # Megatron and torch define the clip coefficient so.
+        # This is how Megatron and torch define the clip coefficient.
         coefficient = min(1.0, limit / (norm + 1e-6)) if limit > 0.0 else 1.0
         multipliers[name] = fp32(inverse * coefficient)
     multipliers[EXCLUDED] = multipliers.get(MAIN_NORM, fp32(inverse))
@@ -370,7 +370,9 @@ class DeviceVerdict:
         scaling = tuple(numbers)
         if skip > 1.0:
             return Verdict(cause=DISAGREEMENT, param_sums=params)
-        if overflow:  # A norm is finite exactly if its sum of squares is.
+        # A norm is finite exactly if its sum of squares is finite, so the norms tell the groups
+        # with inf or nan.
+        if overflow:
             verdict = not_finite((n for n in names if not math.isfinite(norms[n])), scaling)
         else:
             judged: tuple[str, dict[str, float]] = "", {}

@@ -253,8 +253,8 @@ def _over_shards(
     ranks = math.prod(group.size() for group in (*key.shard_groups, *copies))
     terms: tuple[int, ...] = ()
     if number is not None:
-        # Take as many low bits as FP64 sums exactly over these ranks, and their square. If the sums
-        # over all ranks are those of equal numbers, all numbers are equal (Cauchy and Schwarz).
+        # FP64 sums this many low bits of the number, and their square, exactly over these ranks. If
+        # both sums are those of equal numbers, all numbers are equal (Cauchy and Schwarz).
         kept = number & ((1 << (53 - ranks.bit_length()) // 2) - 1)
         terms = kept, kept * kept
     packed = torch.stack([*values, *(torch.full_like(values[0], term) for term in terms)])

@@ -463,7 +463,7 @@ class MainParams:
         elif self.table.has_own_main[index]:
             set_main_param(self._shown, slot, param, main)
             self._stay_beside(slot, main, param)
-            # The next check compares the value, because the tensor is another one.
+            # Drop the checksum, so that the next check compares the values of the new tensor.
             self.written.forget(index)
         elif param.dtype == main.dtype:
             self.executor.param_groups[slot.group]["params"][slot.position] = local

@@ -297,7 +297,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         return mains.has_own_main(there)
 
     def norm_key(self, slot: Slot) -> NormKey:
-        """Return the norm in which a slot's gradient counts."""
+        """Return the norm in which a slot's gradient counts, with the groups of ranks that share
+        the parameter."""
         mains, there = self.leaf(slot)
         return mains.table.keys[mains.table.index(there)]
 
@@ -427,7 +428,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         A step before that raises RuntimeError. Gradients stay on the accelerator; call
         ``zero_grad()`` to free them.
         """
-        # Work that backward began refers to gradients, so their memory could not be freed.
+        # Work that began in backward refers to gradients, so the memory of gradients could not be
+        # freed.
         self.discard_backward_work()
         super().offload_to_cpu()
 

@@ -215,7 +215,8 @@ def param_state(
         layout: layout in which the state is exported.
     """
     below, stepped = executor.state_of(slot), param_at(executor.param_groups, slot)
-    # Otherwise the parameter is FP32, or its main param is stored with a remainder.
+    # A parameter without an FP32 main param is FP32 itself, or its main param is stored with a
+    # remainder.
     has_fp32_main = has_own_main and param.dtype != torch.float32 and stepped.dtype == torch.float32
     is_shown = has_fp32_main or below.store.has_no_fp32_main(below.slot)
     return ParamState(
@@ -266,10 +267,11 @@ class ParamState(SlotState):
         state = self.layout.take(saved)
         is_tied = self._belongs_to_weights(state) and not self._keeps_remainder()
         if checksum is not None and is_tied and not convert:
-            # A remainder may be loaded before the weights that it belongs to.
+            # Compare the checksum, because a remainder may be loaded before the weights that it
+            # belongs to.
             beside = self._local if weights is None else weights
             self.agreement.check([(self.slot, checksum)], lambda _: beside, lambda _: self.name)
-        # With a bfloat16 main param, fitted() joins the remainder instead.
+        # If the stepped tensor is bfloat16, fitted() joins the remainder instead.
         if REMAINDER in state and self.main is not None:
             state[MASTER] = joined(self.name, self._local, state.pop(REMAINDER))
         return super().fit(state, convert)
@@ -283,16 +285,17 @@ class ParamState(SlotState):
             if key in saved:
                 raise ValueError(
                     f"state of {self.name}: the parameter was {dtype} when it was saved (the "
-                    f"state has {key!r}), and is float32 now. Convert it before the optimizer is "
-                    "built or loaded; a function that loads weights may have changed it (peft's "
-                    "load_adapter makes adapters float32 unless autocast_adapter_dtype=False)"
+                    f"state has {key!r}), and is float32 now. Convert the parameter before the "
+                    "optimizer is built or loaded. A function that loads weights may have "
+                    "changed the dtype (peft's load_adapter makes adapters float32 unless "
+                    "autocast_adapter_dtype=False)"
                 )
 
     def load(self, state: State) -> None:
         self.agreement.forget(self.slot)
         is_narrowed = MASTER in state and self._stepped.dtype == torch.bfloat16
         if is_narrowed and not stands_for(state[MASTER], self._local):
-            # Record this before load() splits the value into parameter and remainder.
+            # Record the slot now, because load() splits the value into parameter and remainder.
             self.agreement.written.add(self.slot)
         super().load(state)
 
@@ -314,7 +317,8 @@ class ParamState(SlotState):
     def finish_load(self, saved: State, checksum: int | None) -> bool:
         is_tied = self._belongs_to_weights(saved) and self._keeps_remainder()
         if checksum is not None and is_tied and checksums_of([self._local]) != [checksum]:
-            # The weights may be loaded after this, so the next use checks the remainder.
+            # The weights may be loaded after the optimizer's state, so the next use checks the
+            # remainder.
             self.agreement.expected[self.slot] = checksum
         differs = self._write_model()
         if differs:
@@ -335,7 +339,7 @@ class ParamState(SlotState):
                 quantize_(self.param, main)
             return differs
         main, local = self._stepped, self._local
-        # load() has recorded whether the parameter changed when it split a bfloat16 main param.
+        # If the main param is bfloat16, load() has recorded whether the parameter changed.
         differs = main.dtype == torch.float32 and not stands_for(main, local)
         value = main.to(device=local.device, dtype=local.dtype)
         if not same_values(value, local):

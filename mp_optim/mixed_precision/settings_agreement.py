@@ -174,8 +174,9 @@ class SettingsAlike:
 
 
 def disagreement(parts: Sequence[SettingsAlike]) -> ValueError:
-    """Return the error about settings that differ between ranks, with the difference. Not a
-    collective: each rank calls this when it finds the difference.
+    """Return the error about settings that differ between ranks, with the difference.
+
+    This is not a collective. Each rank calls it when the rank finds the difference.
 
     Args:
         parts: the settings of each wrapper.

@@ -203,8 +203,8 @@ class SlotTable:
             columns = self.select(indices)
             grads = CachedTensorList(grad for grad in present if grad is not None)
         if simple:
-            # torch requires that ``grad`` has the parameter's shape and device, so they need no
-            # check.
+            # torch requires that ``grad`` has the parameter's shape and device, so neither is
+            # checked here.
             sizes, devices = columns.params.sizes, columns.params.devices
             vars(grads).update(sizes=sizes, devices=devices)
         elif not are_plain(grads):
@@ -219,11 +219,11 @@ class SlotTable:
         except RuntimeError:
             strided = False
         is_readable = strided and grads.dtypes <= GRADIENT_DTYPES and _META not in grads.devices
-        # torch checks the shape of a gradient when it is assigned. It does not check again if the
-        # memory of the parameter or of the gradient is replaced later.
+        # torch checks the shape of a gradient at the assignment, but not when the memory of the
+        # parameter or of the gradient is replaced later.
         if not is_readable or list(map(Tensor.size, grads)) != shapes or not grads.stored:
             self._refuse(indices, shapes, grads, name_of)
-        # The shapes are checked by now, so these sizes are those of the gradients, too.
+        # The shapes are checked by now, so the sizes of the parameters are those of the gradients.
         if "sizes" in vars(grads):
             vars(grads)["own_sizes"] = grads.sizes
         return columns, grads

@@ -113,8 +113,8 @@ def take_step(
                 norm, limit = verdict.norms.get(MAIN_NORM), config.clip_grad
                 clipped = min(norm, limit) if norm is not None and limit > 0 else norm
                 grads.step(verdict.multipliers, clipped)
-        # Phase 7: record. The loss scale is the last write inside the mark, so an interrupt before
-        # it is noticed.
+        # Phase 7: record. The loss scale is the last write of a step, so an earlier interrupt
+        # leaves the stack marked as inconsistent.
         if stack.grad_scaler is not None:
             stack.step_mark.touch()
             stack.grad_scaler.update(verdict.found_inf)
@@ -303,9 +303,8 @@ class Engine:
         if not self.has_compared:
             common.check(config, self.param_groups)
             self.has_compared = True
-            # If one rank changes its settings later, the reduction of the norm names the setting.
-            # The change must not alter the collectives in which this rank takes part, so this is
-            # read once.
+            # Read the setting once. If one rank changed it later, the ranks would call different
+            # collectives. The reduction of the norm reports such a change.
             self.keeps_param_sums = bool(config.log_param_grad_norms)
         if known:
             each = measure_rest(grads, known, held, config.fused_backend, device)

@@ -296,7 +296,7 @@ class Float16OptimizerWithFloat16Params(WrappedOptimizer):
         ):
             raise ValueError(
                 f"{name} is {param.dtype} but the config has bf16={config.bf16}, "
-                f"fp16={config.fp16}; set the flag that matches the model"
+                f"fp16={config.fp16}; set bf16 or fp16 in OptimizerConfig as the model needs"
             )
 
 

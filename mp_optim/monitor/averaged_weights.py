@@ -49,7 +49,7 @@ class AveragedWeights(Observer):
                 raise
             finally:
                 # An interrupt after this line leaves the averages in the model, so mark the stack
-                # first.
+                # as inconsistent first.
                 mark.touch()
                 swap_back(own)
                 if are_there:

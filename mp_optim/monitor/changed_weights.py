@@ -104,7 +104,8 @@ class WeightChanges(WeightObserver):
             for index, is_trained in enumerate(has_main):
                 if is_trained and not self._is_marked[index] and index not in self._written:
                     self._remember(index)
-            # Assign this last: if a signal interrupts this method, the next call repeats all of it.
+            # Assign the list last: if a signal interrupts this method, the next call repeats all of
+            # it.
             self._had_main = has_main
 
     def _remember(self, index: int) -> None:

@@ -83,7 +83,7 @@ class SkipRule(Observer):
         self.reported = total[:1] / total[1:]
 
     def begin_judging(self, device: torch.device) -> bool:
-        reported, self.reported = self.reported, None  # A reported loss belongs to one step only.
+        reported, self.reported = self.reported, None  # A reported loss counts for one step only.
         if not math.isfinite(self._config.skip_step_sigma_factor):
             return False
         if self._window.device != device:

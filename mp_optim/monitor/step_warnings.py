@@ -105,7 +105,8 @@ class StepWarnings(Observer):
             return ""
         times = "a step was" if self.skips == 1 else f"{self.skips} steps in a row were"
         if not verdict.found_inf:
-            if self.skips == 1:  # A single skip is expected with a threshold.
+            # A single skip is expected with a threshold, so it causes no warning.
+            if self.skips == 1:
                 return ""
             warn(f"{times} skipped: {verdict.reason}")
             return verdict.reason

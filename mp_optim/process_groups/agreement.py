@@ -437,8 +437,8 @@ def difference_told(lines: Sequence[str], ranks: Sequence[int]) -> str:
         if own == first:
             how = _compared(store, ranks)
             store.set("how", how)
-            # This process may host the store, which ends with the process before the others have
-            # read it.
+            # If this process hosts the store, it must not end before the other ranks have read the
+            # answer.
             others = len(ranks) - 1
             _wait_until(lambda: store.add("read", 0) == others, _GRACE)
         elif _wait_until(lambda: store.check(["how"]), _PATIENCE + _GRACE):

@@ -85,8 +85,8 @@ def shared_store(topic: str) -> PrefixStore:
     """Return the keys of the store under which the ranks share a topic in this life of the job."""
     announce()
     store = _get_default_store()
-    # Read the number at each use: a rank without a collective in the last life learns it from the
-    # others.
+    # Read the number at each use. A rank that missed the last life learns from other ranks that it
+    # is over.
     return PrefixStore(f"mp_optim/{store.add('mp_optim/life', 0)}/{topic}", store)
 
 

@@ -1,8 +1,8 @@
-"""Several optimizers as one: a call about a slot goes to the member that has the slot, and a call
-about all slots goes to all members.
+"""Several optimizers as one: the member that has a slot serves calls about the slot, and all
+members serve calls about all slots.
 
 :class:`ChainedOptimizer` joins the dense and the expert optimizer of a mixture-of-experts model.
-Its members share one gradient norm, one verdict and one loss scale. So either all parameters are
+The members share one gradient norm, one verdict and one loss scale. So either all parameters are
 stepped or none, and the loss scales of members cannot diverge.
 """
 
@@ -59,8 +59,12 @@ class CompositeOptimizer(MegatronOptimizer):
         super().__init__(params, defaults, config, grad_scaler)
 
     def take_members(self, members: Sequence[MegatronOptimizer]) -> None:
-        """Set the members. They get this optimizer's loss scale, counts, observers and consistency
-        flag."""
+        """Set the members. Each member gets this optimizer's loss scale, counts, observers and
+        consistency flag.
+
+        Args:
+            members: the members in slot order.
+        """
         self.members.extend(members)
         for member in self.members:
             member.join(self)
@@ -273,7 +277,7 @@ class ChainedOptimizer(CompositeOptimizer):
             if id(param) in added:
                 raise ValueError(
                     f"add_param_group: {self.slot_name(slot)} is in param group {slot.group} "
-                    "already; remove it from the new group"
+                    "already; remove this parameter from the new group"
                 )
         kind = bool(param_group.get("is_expert_parallel", False))
         alike = []

@@ -99,7 +99,7 @@ class GradReducer:
         strategy = config.data_parallel_sharding_strategy
         # ZeRO-1 keeps gradients until zero_grad(); ZeRO-2 frees them after the reduction.
         self._keeps_grads = strategy != "optim_grads"
-        self._replicates = strategy == "no_shard"  # Every rank receives all sums.
+        self._replicates = strategy == "no_shard"  # With no_shard every rank receives all sums.
         self._in_backward = config.overlap_grad_reduce or not self._keeps_grads
         self.guard, self._check_use = guard, check_use
         self.on_reduced: Callable[[int], None] | None = None
@@ -226,8 +226,7 @@ class GradReducer:
         bucket, config = self.buckets[index], self._config
         in_fp32 = config.reduce_scatter_with_fp32_accumulation
         exchange = uses_exchange(self.group, bucket.params.device, in_fp32)
-        # If all shards are gathered later, a complete shard is only a part, so nothing is
-        # announced.
+        # If all shards are gathered later, a complete shard is only a part, so it is not announced.
         announces = self.on_reduced is not None and not self._replicates
         if exchange or not self._keeps_grads or announces:
             self.order.wait(leave=_IN_FLIGHT - 1)
@@ -376,7 +375,7 @@ class LaunchOrder:
             member.order = self
 
     def begin_backward(self) -> None:
-        """Prepare for the gradients of a backward pass, when the first one arrives."""
+        """Prepare for the gradients of a backward pass, when its first gradient arrives."""
         if not self._in_backward:
             self._in_backward = True
             for member in self._members:
@@ -385,7 +384,7 @@ class LaunchOrder:
             Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def advance(self) -> None:
-        """Reduce complete buckets in order, up to the first incomplete one."""
+        """Reduce buckets in order, as long as all gradients of the next bucket have arrived."""
         if not all(member.synchronizes for member in self._members):
             return
         while self._next < len(self.sequence):
@@ -396,8 +395,8 @@ class LaunchOrder:
             self._launch_next()
 
     def _end_of_backward(self) -> None:
-        """Reduce the remaining buckets. Parameters without a gradient on this rank count as zero,
-        because other ranks may have one."""
+        """Reduce the remaining buckets. A parameter without a gradient on this rank counts as zero,
+        because another rank may have a gradient of it."""
         self._in_backward = False
         if all(member.synchronizes for member in self._members):
             while self._next < len(self.sequence):
@@ -413,7 +412,8 @@ class LaunchOrder:
         self._next += 1
 
     def _end_of_round(self) -> None:
-        if self._again:  # Another backward may follow, and its reduction adds to the same shards.
+        # Start from the first bucket again, because another backward may add to the same shards.
+        if self._again:
             self._next = 0
 
     def finish(self) -> None:
@@ -483,7 +483,8 @@ def reduce_in_one_order(members: Sequence[GradReducer], again: bool) -> None:
     groups = list(dict.fromkeys(member.group for member in members))
     ranks = [set(dist.get_process_group_ranks(group)) for group in groups]
     for group, members_of in zip(groups, ranks, strict=True):
-        # Only ranks in every group have the same list of members, so only they compare it.
+        # Only ranks that are in every group have the same list of members, so only those ranks
+        # compare the order.
         inside = all(members_of <= other for other in ranks)
         if group.size() > 1 and (inside or not any(all(a <= b for b in ranks) for a in ranks)):
             host, what = torch.device("cpu"), "the order in which gradients are reduced"

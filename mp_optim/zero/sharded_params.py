@@ -99,9 +99,10 @@ class ParamShard:
             stop = value.start + value.local.numel()
             if (value.start, stop, value.shape) != (self.start, self.stop, self.shape):
                 raise ValueError(
-                    f"{self.name}.{key}: saved elements [{value.start}, {stop}) of "
-                    f"{tuple(value.shape)}, this rank owns [{self.start}, {self.stop}) of "
-                    f"{tuple(self.shape)}; load other layouts with mp_optim.checkpoint"
+                    f"{self.name}.{key}: the saved shard has elements [{value.start}, {stop}) of "
+                    f"{tuple(value.shape)}, but this rank owns [{self.start}, {self.stop}) of "
+                    f"{tuple(self.shape)}; load state of another layout with "
+                    "mp_optim.checkpoint.load()"
                 )
             return value.local.view(self.tensor.shape)
         if key == "step" or not isinstance(value, Tensor) or not is_elementwise(key):
@@ -233,9 +234,9 @@ class ShardedParams:
     def _shard(self, slot: Slot, param: Tensor) -> ParamShard:
         """Return this rank's part of a parameter, as a leaf tensor with its own version counter.
 
-        It is 1-D, except in two cases. If the rule needs whole parameters and this rank has all of
-        it, it has the parameter's shape. If it is empty, it has the same number of dimensions as
-        the parameter.
+        The tensor is 1-D, except in two cases. If the rule needs whole parameters and this rank has
+        the whole parameter, the tensor has the parameter's shape. If it is empty, it has as many
+        dimensions as the parameter.
         """
         name = slot_name(self._param_groups, slot)
         keeps_shape = self.steps_everything or self._config.use_layer_wise_distributed_optimizer
@@ -263,7 +264,8 @@ class ShardedParams:
             owned = tensor.detach().clone()
         grad = None if owned is None else owned.view(tensor.shape)
         set_main_grad(tensor, grad)
-        # With such a rule a step of this parameter is collective, so all ranks must place it alike.
+        # If a rule communicates while it steps a parameter, all ranks must place the parameter
+        # alike.
         config, reads = self._config, RULES[self._config.optimizer].reads
         adds_up = reads == "sums" or config.muon_moment2_method is not None
         placed_alike = adds_up or (reads == "matrices" and not keeps_shape)
@@ -298,8 +300,11 @@ class ShardedParams:
     # -- gradients --------------------------------------------------------------------------------
 
     def hand_out_grads(self) -> list[Slot]:
-        """Set ``main_grad`` of this rank's tensors to the reduced gradients, or to None if the
-        parameter is frozen now. Return the slots of the others.
+        """Set ``main_grad`` of this rank's tensors to the reduced gradients. If a parameter is
+        frozen now, set it to None.
+
+        Returns:
+            The slots of parameters that are trained now.
 
         Raises:
             RuntimeError: a parameter is trained now and is in no bucket; the message has its name.
@@ -336,8 +341,12 @@ class ShardedParams:
         return self._seen.is_same(self._index[slot], param)
 
     def follow(self) -> bool:
-        """Copy parameters that were replaced or moved into their buckets. Return True if there were
-        any. They count as changed until :meth:`look`."""
+        """Copy parameters that were replaced or moved into their buckets. Such a parameter counts
+        as changed until :meth:`look`.
+
+        Returns:
+            True if any parameter was replaced or moved.
+        """
         params, slots = all_params(self._param_groups), list(self.shards)
         changed = self._seen.changed(params)
         for index in changed:

@@ -100,7 +100,8 @@ class ParamGatherer:
         forward waits; without overlap, wait now."""
         self.finish()
         self.bytes_gathered = 0
-        for index in reversed(range(len(self._buckets))):  # Forward uses the last bucket first.
+        # Start with the last bucket, because forward uses its parameters first.
+        for index in reversed(range(len(self._buckets))):
             bucket = self._buckets[index]
             self.bytes_gathered += bucket.params.nbytes
             with self._guard("gathering parameters"):

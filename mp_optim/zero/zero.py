@@ -202,11 +202,11 @@ class DistributedOptimizer(CompositeOptimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context for all backward passes of a step except the last. They add to this
-        rank's own gradients and reduce nothing.
+        """Return a context for backward passes that reduce nothing, and only add to this rank's own
+        gradients. All passes of a step except the last belong inside.
 
-        With ``optim_grads``, every backward pass outside of the context is reduced, and inside of
-        it the gradients of all elements are kept until the next reduction.
+        With ``optim_grads``, every backward pass outside of the context is reduced. Inside of it,
+        the gradients of all elements are kept until the next reduction.
         """
         with self.grad_reducer.no_sync():
             yield
@@ -242,7 +242,7 @@ class DistributedOptimizer(CompositeOptimizer):
         """Copy parameters that were replaced or moved into the buckets."""
         self.finish_param_sync()
         if self._model.follow():
-            # State may be read before the next step, so refresh copies on the host now.
+            # State may be read before the next step, so refresh the main params on the host now.
             self.shards.make_current(follow_only=True)
             self._model.look()
 
