@@ -31,10 +31,11 @@ _DTYPES = {
     torch.uint32: "U32",
     torch.uint16: "U16",
     torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
 }
 _BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 _SHORT_GAP = 1 << 16
-_INTEGERS = {2: torch.int16, 4: torch.int32}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class WeightPatch(NamedTuple):
@@ -99,7 +100,7 @@ class WeightDelta:
         tensors: dict[str, Tensor] = {}
         for patch in self.patches:
             tensors |= _encoded(patch, bitmaps or self.is_full, bitmaps)
-        return _as_file(tensors, self._metadata())
+        return safetensors_file(tensors, self._metadata())
 
     def save(self, path: str | os.PathLike[str], *, bitmaps: bool = True) -> int:
         """Write the delta to a file. The file is replaced atomically, so other processes never read
@@ -258,17 +259,33 @@ def bits_set(bits: Tensor) -> Tensor:
     return bytes_set[rows] * 8 + columns
 
 
+def as_integers(tensor: Tensor) -> Tensor:
+    """Return the bits of a tensor of 1, 2 or 4 bytes per element as integers of the same size."""
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
 def bits_differ(one: Tensor, other: Tensor) -> Tensor:
     """Return the flat indices at which two tensors of one shape and dtype differ in any bit."""
-    integers = _INTEGERS[one.element_size()]
-    same = one.reshape(-1).view(integers) != other.reshape(-1).view(integers)
-    return same.nonzero().view(-1)
+    differ = as_integers(one.reshape(-1)) != as_integers(other.reshape(-1))
+    return differ.nonzero().view(-1)
 
 
 # -- safetensors: header length, JSON header, tensor bytes ----------------------------------------
 
 
-def _as_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """Return a copy of the bytes of a tensor, in row-major order."""
+    flat = tensor.detach().cpu().contiguous()
+    return ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.nbytes else b""
+
+
+def safetensors_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """Return the bytes of a safetensors file.
+
+    Args:
+        tensors: tensors by key.
+        metadata: strings by key, for the header.
+    """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     # Store the widest dtype first, so that each tensor starts at a multiple of its element size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
@@ -280,8 +297,7 @@ def _as_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> byte
             "shape": list(tensor.shape),
             "data_offsets": [place, end],
         }
-        flat = tensor.contiguous()
-        pieces.append(ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.nbytes else b"")
+        pieces.append(tensor_bytes(tensor))
         place = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)

@@ -38,17 +38,18 @@ def result(process: subprocess.Popen[str]) -> dict[str, float]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("codes", [[], ["--codes"]], ids=["weights", "codes"])
 @pytest.mark.parametrize(
     "steps", [pytest.param(120), pytest.param(500, marks=pytest.mark.slow)], ids=str
 )
-def test_deltas_keep_both_processes_bit_equal_when_each_is_killed(tmp_path, steps):
-    trainer = start("train", tmp_path, "--steps", str(steps))
-    generator = start("generate", tmp_path)
+def test_deltas_keep_both_processes_bit_equal_when_each_is_killed(tmp_path, steps, codes):
+    trainer = start("train", tmp_path, "--steps", str(steps), *codes)
+    generator = start("generate", tmp_path, *codes)
     try:
         kill_after(30, generator, tmp_path / "run-000")
-        generator = start("generate", tmp_path)
+        generator = start("generate", tmp_path, *codes)
         kill_after(70, trainer, tmp_path / "run-000")
-        trainer = start("train", tmp_path, "--steps", str(steps))
+        trainer = start("train", tmp_path, "--steps", str(steps), *codes)
         counts = result(trainer)
         taken = result(generator)["taken"]
     finally:

@@ -7,7 +7,9 @@ python tools/examples/rl_deltas.py generate runs/deltas
 Each step the trainer publishes which weights changed, as a file; the generator takes it, samples a
 group of answers to each prompt and writes them down, with a digest of its weights. The trainer
 compares the digest with its own, and learns from the answers (group-relative policy gradients, fp16
-with a dynamic loss scale). Either process may be killed and started again.
+with a dynamic loss scale). Either process may be killed and started again. With --codes the
+trainer publishes float8 codes of the matrices, and the generator computes with their values. Both
+processes need the option.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from mp_optim import OptimizerConfig, WeightDelta, apply_delta, checkpoint, get_megatron_optimizer
+from mp_optim.apps.deltas import DeltaQuantizer, quantized_weights
 
 PROMPTS, ANSWERS, LENGTH, WORDS = 8, 8, 6, 24
 FULL_EVERY, SAVE_EVERY = 100, 50
+FORM, MATRICES = "fp8_row", "hidden.weight|head.weight"
 
 
 class Policy(nn.Module):
@@ -42,11 +46,16 @@ class Policy(nn.Module):
         return self.head(torch.tanh(self.hidden(self.prompt(prompts) + self.word(last)))).float()
 
 
-def digest(model: nn.Module) -> str:
+def published(model: nn.Module, codes: bool) -> dict[str, Tensor]:
+    """The tensors that a generator has: the weights, or codes and scales in place of matrices."""
+    return quantized_weights(model, FORM, MATRICES) if codes else dict(model.named_parameters())
+
+
+def digest(weights: dict[str, Tensor]) -> str:
     """Of every bit of the weights."""
     found = hashlib.sha256()
-    for param in model.parameters():
-        found.update(bytes(param.detach().view(torch.uint8).flatten().tolist()))
+    for name in sorted(weights):
+        found.update(bytes(weights[name].detach().view(torch.uint8).flatten().tolist()))
     return found.hexdigest()
 
 
@@ -79,7 +88,7 @@ def loss_of(model: Policy, answers: Tensor) -> Tensor:
     return -(advantages[..., None] * chances).mean()
 
 
-def train(folder: Path, steps: int) -> dict[str, float]:
+def train(folder: Path, steps: int, codes: bool) -> dict[str, float]:
     """Goes on from the last checkpoint in the folder. Returns what was counted."""
     folder.mkdir(parents=True, exist_ok=True)
     model = Policy().half()
@@ -89,16 +98,18 @@ def train(folder: Path, steps: int) -> dict[str, float]:
     if saved.exists():
         begin = checkpoint.load(saved, model, optimizer)["step"]
     optimizer.track_changes()
+    quantizer = DeltaQuantizer(FORM, MATRICES)
     run = folder / f"run-{len(list(folder.glob('run-*'))):03d}"
     run.mkdir()
     counts = {"skipped": 0.0, "compared": 0.0, "bytes": 0.0, "reward": 0.0}
     for step in range(begin, steps):
         delta = optimizer.changed_weights(full=(step - begin) % FULL_EVERY == 0)
+        delta = quantizer.quantize(delta, model) if codes else delta
         counts["bytes"] += delta.save(run / f"{delta.number:06d}.safetensors")
         answer = run / f"{delta.number:06d}.json"
         wait_for(answer, folder / "never")
         told = json.loads(answer.read_text())
-        if told["digest"] != digest(model):
+        if told["digest"] != digest(published(model, codes)):
             raise RuntimeError(f"step {step}: the generator has other weights")
         counts["compared"] += 1
         answers = torch.tensor(told["answers"])
@@ -148,13 +159,18 @@ def sample(model: Policy, seed: int) -> Tensor:
     return torch.stack(words[1:], dim=1).view(PROMPTS, ANSWERS, LENGTH)
 
 
-def generate(folder: Path) -> int:
+@torch.no_grad()
+def generate(folder: Path, codes: bool) -> int:
     """Answers to each publication, until the trainer is done; returns how many there were."""
     model, after, count = Policy().half(), None, 0
+    weights = published(model, codes)
     for path, anew in publications(folder):
         delta = WeightDelta.load(path)
-        after = apply_delta(model, delta, None if anew else after)
-        told = {"answers": sample(model, delta.number).tolist(), "digest": digest(model)}
+        after = apply_delta(weights, delta, None if anew else after)
+        for name in MATRICES.split("|") if codes else []:
+            values = weights[name].float() * weights[f"{name}_scale"]
+            model.get_parameter(name).copy_(values)
+        told = {"answers": sample(model, delta.number).tolist(), "digest": digest(weights)}
         write(path.with_suffix(".json"), json.dumps(told))
         count += 1
     return count
@@ -162,11 +178,12 @@ def generate(folder: Path) -> int:
 
 def main() -> None:
     role, folder, *rest = sys.argv[1:]
+    codes = "--codes" in rest
     if role == "train":
-        counts = train(Path(folder), int(rest[1]) if rest else 500)
-        print(json.dumps(counts))
+        steps = int(rest[rest.index("--steps") + 1]) if "--steps" in rest else 500
+        print(json.dumps(train(Path(folder), steps, codes)))
     else:
-        print(json.dumps({"taken": generate(Path(folder))}))
+        print(json.dumps({"taken": generate(Path(folder), codes)}))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
-"""Receiver of weight deltas: writes published values to a copy of a model."""
+"""Weight deltas on their way: a receiver that writes published values to a copy of a model, and
+publications in other layouts."""
 
-from mp_optim.apps.deltas.receiver import Position, apply_delta
+from mp_optim.apps.deltas.publications import Position
+from mp_optim.apps.deltas.quantized import DeltaQuantizer, quantized_weights
+from mp_optim.apps.deltas.receiver import apply_delta
 
-__all__ = ["Position", "apply_delta"]
+__all__ = ["DeltaQuantizer", "Position", "apply_delta", "quantized_weights"]

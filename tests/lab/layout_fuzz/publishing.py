@@ -1,4 +1,4 @@
-"""Published weight changes of ranks, applied to a copy of the whole model."""
+"""Published weight changes of ranks, applied to a copy of the whole model and of its codes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from lab.layout_fuzz.case import Case, Param
 from lab.layout_fuzz.model import dtype_of
 from mp_optim import WeightDelta, apply_delta
+from mp_optim.apps.deltas import DeltaQuantizer, quantized_weights
 from support.deltas import differing
 
 __all__ = ["Published"]
@@ -32,9 +33,19 @@ class Published:
             for layer in case.layers
             for param in layer.params
         }
+        self._matrices = [name for name, whole in self.whole.items() if whole.ndim == 2]
+        self._quantizer = DeltaQuantizer("fp8_block", "|".join(self._matrices))
+        self._codes = self._quantized()
+        self._codes_after: tuple[str, ...] | None = None
         optimizer.track_changes()
         self._after: tuple[str, ...] | None = None
         self._known = self.take(full=True)
+
+    def _quantized(self) -> dict[str, Tensor]:
+        if not self._matrices:
+            return {}
+        found = quantized_weights(self.whole, "fp8_block", "|".join(self._matrices))
+        return {name: tensor.clone() for name, tensor in found.items()}
 
     def take(self, full: bool = False) -> set[str]:
         own = self._optimizer.changed_weights(full=full).to_bytes()
@@ -52,6 +63,12 @@ class Published:
             if full and listed:
                 assert every.numel() == whole.numel(), f"{name} is not published whole"
         self._after = apply_delta(self.whole, deltas, self._after)
+        if self._matrices:
+            codes = self._quantizer.quantize(deltas, self.whole)
+            self._codes_after = apply_delta(self._codes, codes, self._codes_after)
+        for name, expected in self._quantized().items():
+            missed = int(differing(expected, self._codes[name]).sum())
+            assert not missed, f"{name}: {missed} codes changed and were not published"
         return {patch.name for patch in patches}
 
     def check(self, params: Mapping[str, tuple[Param, Tensor]]) -> None:
