@@ -1,8 +1,9 @@
 """Weight deltas on their way: a receiver that writes published values to a copy of a model, and
 publications in other layouts."""
 
+from mp_optim.apps.deltas.disk_version import save_disk_version
 from mp_optim.apps.deltas.publications import Position
 from mp_optim.apps.deltas.quantized import DeltaQuantizer, quantized_weights
 from mp_optim.apps.deltas.receiver import apply_delta
 
-__all__ = ["DeltaQuantizer", "Position", "apply_delta", "quantized_weights"]
+__all__ = ["DeltaQuantizer", "Position", "apply_delta", "quantized_weights", "save_disk_version"]

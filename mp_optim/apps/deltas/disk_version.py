@@ -1,0 +1,102 @@
+"""Write publications as folders that SGLang's endpoint ``/pull_weights`` reads: the disk deltas of
+slime and miles."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mp_optim.apps.deltas.publications import (
+    Weights,
+    complete_parts,
+    named_tensors,
+    published_elements,
+)
+from mp_optim.core.weight_delta import WeightDelta, safetensors_file, tensor_bytes
+
+_FILE = "model-00000-of-00001.safetensors"
+_MOST_BYTES = 1 << 32
+
+
+def save_disk_version(
+    folder: str | os.PathLike[str],
+    delta: WeightDelta | Sequence[WeightDelta],
+    weights: Weights,
+    *,
+    version: int,
+    compress: Callable[[bytes], bytes],
+) -> Path:
+    """Write a publication for engines that patch a checkpoint on their disk, as the folder
+    ``weight_v<version>``. The folder has positions and values of changed bytes (the encoding
+    "overwrite" of slime and miles), and appears under this name when all files are written.
+
+    Args:
+        folder: the folder with all versions.
+        delta: a publication with changes, or the parts of all ranks.
+        weights: the published weights: a module of plain parameters, or tensors by name. The names,
+            shapes and dtypes are those of the engines' checkpoint.
+        version: number of the version, from 1. Engines apply a version to a checkpoint of
+            ``version - 1``; their first checkpoint is version 0.
+        compress: a function that returns a zstd frame with the size of its content, such as
+            ``zstandard.ZstdCompressor(level=1).compress``.
+
+    Returns:
+        The folder of the version.
+
+    Raises:
+        ValueError: the publication is full, parts are missing, the weights differ from the
+            published values, or a weight has 4 GiB or more.
+    """
+    parts, tensors = complete_parts(delta), named_tensors(weights)
+    target = Path(folder) / f"weight_v{version:06d}"
+    if parts[0].is_full:
+        raise ValueError(
+            f"delta: publication {parts[0].number} has all weights, and a version with all weights "
+            f"is a checkpoint; write one with save_pretrained() to {target}"
+        )
+    changes = published_elements(parts, tensors)
+    payloads = {name: compress(_overwrites(name, tensors[name], changes[name])) for name in changes}
+    index = {
+        "metadata": {
+            "version": f"{version:06d}",
+            "base_version": f"{version - 1:06d}",
+            "delta_encoding": "overwrite",
+            "compression_format": "zstd",
+            "checksum_format": "adler32",
+        },
+        "weight_map": dict.fromkeys(payloads, _FILE),
+    }
+    checksums = {name: f"{zlib.adler32(tensor_bytes(tensors[name])):08x}" for name in payloads}
+    stored = {
+        name: torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        for name, payload in payloads.items()
+    }
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary.mkdir(parents=True, exist_ok=True)
+    (temporary / _FILE).write_bytes(safetensors_file(stored, checksums))
+    (temporary / "model.safetensors.index.json").write_text(json.dumps(index))
+    os.replace(temporary, target)
+    return target
+
+
+def _overwrites(name: str, tensor: Tensor, elements: Tensor | None) -> bytes:
+    """Return the payload of a tensor: the number of changed bytes, the position of each byte, and
+    the bytes. Number and positions are little-endian uint32."""
+    if tensor.nbytes >= _MOST_BYTES:
+        raise ValueError(
+            f"weights: {name} has {tensor.nbytes} bytes, and positions end at {_MOST_BYTES}; split "
+            f"{name} in the checkpoint"
+        )
+    flat, size = tensor.detach().reshape(-1), tensor.element_size()
+    if elements is None:
+        elements = torch.arange(flat.numel(), device=flat.device)
+    positions = elements[:, None] * size + torch.arange(size, device=flat.device)
+    count = torch.tensor([positions.numel()])
+    numbers = torch.cat([count, positions.cpu().view(-1)]).to(torch.uint32)
+    return tensor_bytes(numbers) + tensor_bytes(flat[elements])
