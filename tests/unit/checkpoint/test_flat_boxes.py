@@ -37,21 +37,6 @@ def test_boxes_cover_a_flat_range_once_in_order(case):
     assert bool(found) == bool(count or math.prod(shape) == 0)
 
 
-@given(ranges())
-@settings(deadline=None, max_examples=100)
-def test_flat_shard_views_write_its_local_memory(case):
-    shape, start, count = case
-    shard = FlatShard(torch.zeros(count), shape, start)
-    whole = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
-    for item in shard.__create_write_items__("w", shard):
-        view = shard.__get_tensor_shard__(item.index)
-        chunk = item.tensor_data.chunk
-        view.copy_(
-            whole[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))]
-        )
-    assert shard.local.tolist() == list(range(start, start + count))
-
-
 @pytest.mark.parametrize(
     ("shape", "start", "count"), [((2, 3), -1, 2), ((2, 3), 5, 2), ((), 1, 1), ((2, 0), 0, 1)]
 )

@@ -100,24 +100,6 @@ def test_8_bit_remainder_keeps_the_upper_24_bits() -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", BITS)
-def test_join_stays_within_half_a_bf16_unit_of_a_written_parameter(dtype: torch.dtype) -> None:
-    """The parameter was written after its remainder was stored."""
-    _, remainder = split(values(1, 4096), dtype)
-    written = torch.cat([torch.zeros(2048), values(2, 2048)]).bfloat16()
-    found = join(written, remainder)
-    assert torch.equal(found[:2048], torch.zeros(2048))
-    assert bool(((found - written.float()).abs() <= written.float().abs() * 2.0**-8).all())
-
-
-@pytest.mark.parametrize("dtype", BITS)
-def test_join_keeps_written_zero_and_infinity_for_any_remainder(dtype: torch.dtype) -> None:
-    for written in (0.0, -0.0, math.inf, -math.inf):
-        param = torch.full((256,), written).bfloat16()
-        found = join(param, torch.arange(-128, 128).to(dtype))
-        assert torch.equal(found.bfloat16().view(torch.int16), param.view(torch.int16))
-
-
 @pytest.mark.parametrize(("dtype", "second"), BLOCKED)
 @given(seed=seeds, n=st.integers(1, 1500), decades=st.floats(0.0, 12.0))
 @settings(max_examples=30, deadline=None)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
-from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +16,9 @@ import torch
 from mp_optim.kernels import native_library as native_library_file
 from mp_optim.kernels.codecs import Noise
 from mp_optim.kernels.native import NativeBackend
-from mp_optim.kernels.native_library import (
-    MpTensors,
-    NativeLibrary,
-    native_library,
-    set_host_threads,
-)
+from mp_optim.kernels.native_library import NativeLibrary, native_library, set_host_threads
 from mp_optim.kernels.reference import ReferenceBackend
-from support.kernel_bits import FIRST, FLOATS, MAINS, REFERENCE, assert_same_lists, check
+from support.kernel_bits import FIRST, MAINS, REFERENCE, assert_same_lists, check
 from support.kernel_cases import GROUP, KEYS, Case, lists_of, step_with
 
 LIBRARY = native_library()
@@ -91,23 +84,6 @@ def test_native_steps_by_reference_when_output_or_seeds_are_not_supported(
         assert by_reference == expected
         step_with(REFERENCE, "adam", theirs, GROUP, 3, 0.5)
         assert_same_lists(ours, theirs)
-
-
-def test_mp_measure_counts_zeros_of_each_dtype() -> None:
-    for dtype in FLOATS:
-        grad = torch.zeros(70_001, dtype=dtype)
-        grad[::7] = 1.0
-        numel, address = array("q", [grad.numel()]), array("Q", [grad.data_ptr()])
-        tensors = MpTensors(
-            count=1,
-            numel=numel.buffer_info()[0],
-            grad=address.buffer_info()[0],
-            # codes of csrc/api.h
-            grad_dtype={torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}[dtype],
-        )
-        sums, zeros = (torch.empty(1, dtype=torch.float64), torch.empty(1, dtype=torch.int64))
-        LIBRARY.call("mp_measure", ctypes.byref(tensors), sums.data_ptr(), zeros.data_ptr(), 3)
-        assert zeros.item() == int((grad == 0).sum()) and sums.item() == int((grad != 0).sum())
 
 
 def test_native_sums_are_right_when_several_threads_call() -> None:

@@ -90,6 +90,7 @@ REFUSED = {
     "step nan": (set_state(step=NAN), "step=nan"),
     "step 2.5": (set_state(step=2.5), r"step=2\.5"),
     "step 1e30": (set_state(step=1e30), "step"),
+    "moment of another shape": (set_state(exp_avg=torch.zeros(8, 9)), r"saved shape \(8, 9\)"),
     "moment FP64": (like(torch.float64), "float64"),
     "moment complex": (like(torch.complex64), "complex64"),
     "moment int64": (like(torch.int64), "int64"),

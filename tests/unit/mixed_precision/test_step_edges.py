@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mp_optim import get_megatron_optimizer
-from support.models import config_for, same_bits
+from support.models import config_for
 
 each_backend = pytest.mark.parametrize(
     "backend",
@@ -120,30 +120,3 @@ def test_main_param_rounds_to_any_bf16_value_written_to_the_parameter(form, frac
         patterns[finite].float().abs() * 2.0**-8 + 2.0**-134,
     )
     assert bool((distance <= unit).all())
-
-
-@pytest.mark.parametrize("mode", ["overlap", "speculative"])
-def test_step_uses_learning_rate_tensor_written_after_backward(mode):
-    def run(mode):
-        model = nn.ParameterDict(
-            {name: nn.Parameter(torch.ones(600, dtype=torch.bfloat16)) for name in "ab"}
-        )
-        optimizer = get_megatron_optimizer(
-            config_for("bf16", 1.0, clip_grad=0.0, offload_mode=mode), model
-        )
-        rate = torch.tensor(0.25)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        params = []
-        for step in range(5):
-            optimizer.zero_grad()
-            generator = torch.Generator().manual_seed(step)
-            sum(
-                (param * torch.randn(600, generator=generator)).sum() for param in model.values()
-            ).backward()
-            rate.fill_(0.25 / (1 + step))
-            optimizer.step()
-            params += [param.detach().clone() for param in model.values()]
-        return params
-
-    assert all(map(same_bits, run(mode), run("sync")))
