@@ -16,11 +16,13 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from plan_memory import GIB, load
 
 from mp_optim import plan
 from mp_optim.apps.fit.model_plan import FORMS, specs_of
+from mp_optim.apps.fit.plan_command import GIB
 from mp_optim.factory.memory_plan import MemoryPlan
+from training.loading import load_yaml
+from training.models import hf_config
 
 MODELS = Path(__file__).parents[1] / "tests" / "functional" / "full_size"
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
@@ -51,12 +53,12 @@ SHADES = {
 
 
 def main(folder: Path = IMAGES) -> None:
-    source, config = load(MODELS / f"{MODEL}.yaml")
-    specs = specs_of(source)
+    source = load_yaml(MODELS / f"{MODEL}.yaml")
+    specs = specs_of(hf_config(source.model))
     plans = {}
     for name, form in SETTINGS.items():
         offloads = form.get("optimizer_offload_fraction", 0.0) > 0.0
-        plans[name] = plan(specs, replace(config, **form, optimizer_cpu_offload=offloads))
+        plans[name] = plan(specs, replace(source.optimizer, **form, optimizer_cpu_offload=offloads))
     draw(plans, folder / "memory.png")
 
 

@@ -1,8 +1,7 @@
-#!/usr/bin/env python
-"""Attributes of parameters and models and keys of param groups that Megatron's optimizer reads in
+"""Attributes of parameters and models, and keys of param groups, that Megatron's optimizer reads in
 addition to its config. ``megatron_attributes.json`` lists the treatment of each here.
 
-python tools/megatron_attributes.py --source CHECKOUT    # names that the list does not have
+``MEGATRON_SRC=CHECKOUT pytest tests/unit/apps/megatron/test_attributes.py`` names unlisted ones.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import tyro
 from torch import nn
 
 LIST = Path(__file__).with_suffix(".json")
@@ -168,20 +166,3 @@ def unlisted(names: Names) -> list[str]:
         for owner in sorted(names)
         for name in sorted(names[owner] - listed[owner].keys())
     ]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What Megatron's optimizer reads of parameters, param groups and models."""
-
-    source: tuple[Path, ...]
-    """Checkouts of Megatron-LM, or directories that hold an installed megatron package."""
-
-
-def main(options: Options) -> None:
-    for source in options.source:
-        print(*unlisted(read_in(source)), sep="\n")
-
-
-if __name__ == "__main__":
-    main(tyro.cli(Options))

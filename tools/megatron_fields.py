@@ -1,9 +1,7 @@
-#!/usr/bin/env python
-"""Fields of Megatron's ``OptimizerConfig`` and of the config of its DDP: the table of those that
-differ here, and the fields of a checkout that are not known. Reads its sources without importing
-them.
+"""Fields of Megatron's ``OptimizerConfig`` and of the config of its DDP.
 
-python tools/megatron_fields.py --source CHECKOUT
+``write_docs.py`` writes the table of the fields that differ here; a test finds fields without a
+meaning. Sources of Megatron are parsed, not imported.
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import tyro
 
 from mp_optim.apps.megatron.config import DDP_FIELDS, OPTIMIZER_FIELDS, Kind, Meaning
 
@@ -45,7 +41,7 @@ def fields_in(source: Path, owner: ConfigClass) -> set[str]:
         source: a checkout of Megatron-LM, or a directory that holds an installed ``megatron``.
 
     Raises:
-        FileNotFoundError: it is neither.
+        FileNotFoundError: ``source`` is neither.
     """
     path = source / "megatron" / "core" / owner.path
     names: set[str] = set()
@@ -81,22 +77,3 @@ def differs(meaning: Meaning) -> bool:
     """Whether a user has to know the field's meaning here."""
     kinds = (Kind.RENAMED, Kind.STREAMED, Kind.REFUSED)
     return meaning.kind in kinds or (meaning.kind is Kind.SAME and bool(meaning.note))
-
-
-@dataclass(frozen=True)
-class Options:
-    """Print the fields of Megatron's configs that are not known here."""
-
-    source: tuple[Path, ...]
-    """Checkouts of Megatron-LM, or directories that hold an installed megatron package."""
-
-
-def main(options: Options) -> None:
-    for source in options.source:
-        for owner in CLASSES:
-            for name in sorted(fields_in(source, owner) - owner.meanings.keys()):
-                print(f"{owner.name}.{name}")
-
-
-if __name__ == "__main__":
-    main(tyro.cli(Options))

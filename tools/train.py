@@ -23,7 +23,7 @@ from training.display import Progress, params_in_words, print_summary
 from training.interruption import STATUS, Interruption
 from training.loading import parse_command_line
 from training.loop import Trainer, train
-from training.metrics import JsonLines, Observer, TensorBoard, TrainResult, read_records
+from training.metrics import JsonLines, Observer, TrainResult, read_records
 from training.plot import plot_health, plot_losses
 
 
@@ -37,7 +37,6 @@ def main(config: TrainConfig, console: Console) -> TrainResult:
         _introduce(trainer, console)
         observers = [
             lambda t: JsonLines(metrics, t.step),
-            lambda t: TensorBoard(output / "tensorboard", t.step),
             lambda t: Progress(console, config.run.steps),
         ]
     with Interruption() as interruption:
@@ -58,7 +57,7 @@ def main(config: TrainConfig, console: Console) -> TrainResult:
         plot_losses(history, figure, f"{config.model.family}, {params_in_words(result.num_params)}")
         if any(record.health for record in history):
             plot_health(history, output / "health.png")
-    result.paths = {"metrics": metrics, "figure": figure, "tensorboard": output / "tensorboard"}
+    result.paths = {"metrics": metrics, "figure": figure}
     if result.checkpoint is not None:
         result.paths["checkpoint"] = result.checkpoint
     print_summary(console, result, history)

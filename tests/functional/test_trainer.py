@@ -148,7 +148,7 @@ def test_trainer_writes_metrics_figures_and_a_checkpoint(
     last = lines[-1]["health"]
     assert last["skip_limit/grad_norm"] > lines[-1]["grad_norm"]
     assert sum(name.startswith("param_grad_norm/") for name in last) == 2
-    assert list((tmp_path / "tensorboard").iterdir()) and result.checkpoint is not None
+    assert result.checkpoint is not None
 
 
 HEALTH = {

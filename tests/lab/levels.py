@@ -35,10 +35,7 @@ BRANCHES = (
 )
 """Tests of code that branches where there is no native library. In all others ``reference``, which
 the suite compares with the native kernels bit for bit, takes the same steps."""
-CHOOSE_THEMSELVES = (
-    *("native", "sanitizers", "triton", "conformance", "guards"),
-    *("muon_passes", "muon_batches"),
-)
+CHOOSE_THEMSELVES = (*("native", "sanitizers", "triton", "conformance", "guards"), "muon_passes")
 """Tests of kernels and rules that a level of the process changes nothing for."""
 NAME_BACKENDS = (
     *("averages", "cautious", "exact_sums", "kernel_fit", "large_gradients"),

@@ -78,8 +78,6 @@ class SchedulerConfig:
 @dataclass
 class RunConfig:
     steps: int = 100
-    max_seconds: float | None = None
-    """Stop after the first step that ends later than this."""
     global_batch_size: int = 8
     micro_batch_size: int = 8
     """Sequences per forward pass; gradients accumulate over global_batch_size / micro_batch_size of

@@ -162,8 +162,7 @@ def train(
             record = trainer.train_step()
             training_seconds += time.perf_counter() - begun
             result.interrupted = ranks.any_of(stop(), trainer.device)
-            is_over = trainer.step == run.steps or result.interrupted
-            last = is_over or _over_time(started, run.max_seconds)
+            last = trainer.step == run.steps or result.interrupted
             if not result.interrupted and _due(run.eval_interval, trainer.step, last):
                 record = dataclasses.replace(record, eval_loss=trainer.evaluate())
             result.records.append(record)
@@ -186,10 +185,6 @@ def train(
 
 def _due(interval: int | None, step: int, last: bool) -> bool:
     return interval is not None and (last or step % interval == 0)
-
-
-def _over_time(started: float, max_seconds: float | None) -> bool:
-    return max_seconds is not None and time.perf_counter() - started > max_seconds
 
 
 def _device(name: str) -> torch.device:

@@ -1,4 +1,4 @@
-"""What a run yields, and where each step's numbers are written: JSON lines and TensorBoard."""
+"""Results of a run, and the JSON lines with the numbers of each step."""
 
 from __future__ import annotations
 
@@ -92,27 +92,6 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
-
-
-class TensorBoard:
-    """Scalars under `train/` and `eval/`."""
-
-    def __init__(self, folder: Path, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder), purge_step=first_step or None)
-
-    def on_step(self, record: StepRecord) -> None:
-        values = dataclasses.asdict(record)
-        health = values.pop("health")
-        for name, value in {**values, **health}.items():
-            if value is None or name == "step":
-                continue
-            tag = "eval/loss" if name == "eval_loss" else f"train/{name}"
-            self._writer.add_scalar(tag, float(value), record.step)
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 def read_records(path: Path) -> list[StepRecord]:

@@ -27,10 +27,6 @@ class Options:
     """Stop after so long."""
     case: int | None = None
     """Try this one alone, and print it."""
-    stop: bool = False
-    """Stop at the first failure."""
-    verbose: bool = False
-    """A line for each case."""
 
 
 @dataclass
@@ -45,8 +41,7 @@ def explore(pool: Pool, cases: Iterable[Case], options: Options) -> Tally:
     """Try one case after the other, and print what is wrong."""
     tally, began = Tally(), time.monotonic()
     for case in cases:
-        started = time.monotonic()
-        if options.minutes is not None and started - began > options.minutes * 60:
+        if options.minutes is not None and time.monotonic() - began > options.minutes * 60:
             break
         verdict = attempt(pool, case)
         tally.tried += 1
@@ -61,11 +56,6 @@ def explore(pool: Pool, cases: Iterable[Case], options: Options) -> Tally:
                 flush=True,
             )
             print("\n".join(f"  {fault}" for fault in verdict.faults[:12]), flush=True)
-        elif options.verbose:
-            note = "  (torch refuses the model)" if verdict.refused else ""
-            print(f"{time.monotonic() - started:6.2f} s  {grouped(case)}{note}", flush=True)
-        if tally.failed and options.stop:
-            break
     return tally
 
 
