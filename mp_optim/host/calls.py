@@ -38,7 +38,7 @@ def torch_threads_flush() -> bool:
 
     A pool thread keeps the mode (``torch.set_flush_denormal``) of the thread that started the pool.
     """
-    # Each thread of the pool multiplies at least one element.
+    # The tensor is large enough that each thread of the pool multiplies a part.
     elements = torch.get_num_threads() << 16
     product = torch.full((elements,), 1e-40, dtype=torch.float32, device="cpu") * 1.0
     return bool((product.view(torch.int32) == 0).any())
@@ -92,7 +92,8 @@ tell_autograd: Callable[[list[Tensor]], None] = increment_version
 """
 try:
     increment_version([])
-except TypeError:  # Before torch 2.7, increment_version takes one tensor and no list.
+# Before torch 2.7, increment_version takes one tensor and no list, so call it for each tensor.
+except TypeError:
     tell_autograd = _tell_one_by_one
 
 
@@ -185,7 +186,8 @@ def _serve(calls: _Calls) -> None:
     NOTE: the thread drops its references to a call before it sets the call's result. Otherwise the
     waiting thread could delete an optimizer to which the call still refers.
     """
-    # A new thread has the denormal mode of the thread that started it.
+    # A new thread inherits its creator's denormal mode, which would change the bits, so set the
+    # mode.
     torch.set_flush_denormal(False)
     while (call := calls.get()) is not None:
         future, work = call
@@ -196,7 +198,8 @@ def _serve(calls: _Calls) -> None:
         result, error = None, None
         try:
             result = work()
-        except BaseException as raised:  # Future.result() raises the error in the waiting thread.
+        # Catch all errors, because Future.result() raises them in the waiting thread.
+        except BaseException as raised:
             error = raised
         del work
         if error is None:
@@ -219,7 +222,8 @@ def in_background(work: Callable[[], T]) -> Future[T]:
     """
     while _idle:
         pid, pool = _idle.pop()
-        if pid == os.getpid():  # A forked child has none of its parent's threads.
+        # A forked child has none of its parent's threads, so skip their executors.
+        if pid == os.getpid():
             break
     else:
         pool = DaemonExecutor("mp_optim-background")

@@ -221,7 +221,7 @@ class DirectFile:
     def _allocate(self, num_bytes: int) -> None:
         system = os.fstatvfs(self._buffered)
         free = system.f_bavail * system.f_frsize
-        # A file system that does not know its size reports 0 blocks.
+        # A file system that does not know its size reports 0 blocks, so skip the check there.
         if system.f_blocks and num_bytes > free:
             # Check before allocating, because some file systems fill the disk before they report an
             # error.
@@ -321,5 +321,5 @@ def _keep_from_parent() -> None:
                 _libc.mprotect(address, size, mmap.PROT_READ)
 
 
-if sys.platform == "linux":  # Only fork shares mappings with a child; other start methods do not.
+if sys.platform == "linux":  # The handler uses constants and flags of Linux's mmap.
     os.register_at_fork(after_in_child=_keep_from_parent)

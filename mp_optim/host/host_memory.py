@@ -59,10 +59,12 @@ def mapped(num_bytes: int, alignment: int = 1) -> tuple[mmap.mmap, int]:
     offset = next(_allocations) * _STAGGER % _HUGE_PAGE
     offset -= offset % alignment
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    # NOTE: mmap chooses the address. The address space before the first huge page costs no memory.
+    # NOTE: mmap chooses the address, so map one huge page more. Address space that is not used
+    # costs no memory.
     memory = mmap.mmap(-1, _HUGE_PAGE + offset + num_bytes, flags=flags)
     first = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE
-    with contextlib.suppress(OSError):  # Some Linux kernels are built without huge pages.
+    # Some Linux kernels are built without huge pages. Small pages are slower, but correct.
+    with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE, first, offset + num_bytes)
     return memory, first + offset
 
@@ -285,7 +287,8 @@ def page_locked(num_bytes: int, device: torch.device) -> Tensor:
     while _dropped:
         _release(*_dropped.pop())
     memory, start = mapped(num_bytes, mmap.PAGESIZE)
-    with contextlib.suppress(OSError):  # Some Linux kernels do not support MADV_DONTFORK.
+    # Some Linux kernels do not support MADV_DONTFORK. A fork then copies the pages.
+    with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_DONTFORK)
     values = (ctypes.c_char * num_bytes).from_buffer(memory, start)
     address = ctypes.addressof(values)
@@ -320,15 +323,17 @@ def _release(
 ) -> None:
     if os.getpid() != owner:
         return
-    if accelerator.is_capturing():  # Synchronizing would end the capture of the CUDA graph.
+    # Release the memory later, because synchronizing would end the capture of the CUDA graph.
+    if accelerator.is_capturing():
         _dropped.append((memory, address, accelerator, device, owner))
         return
     with contextlib.suppress(AssertionError, RuntimeError), accelerator.on(device):
-        accelerator.synchronize()  # The caller's own copies of this memory must be complete.
+        # Wait, because the caller may have started a copy of this memory.
+        accelerator.synchronize()
         if accelerator.unregister(address):
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(memory))
         else:
-            # The memory is not unmapped, because the runtime still has it registered.
+            # Keep the memory mapped, because the runtime still has it registered.
             _forget_error(device)
 
 

@@ -135,7 +135,8 @@ class Lease:
 
     def _notice_writes(self) -> None:
         """Detect writes without :func:`before_writing`, by comparing the tensor's version."""
-        # If the tensor has other memory now, only the save still uses the leased memory.
+        # If the tensor has other memory now, only the save uses the leased memory, so no write can
+        # reach it.
         live = self._watched
         if live is not None and live.data_ptr() == self.address:
             self._is_lost = writes_counted(live) != self._version
@@ -249,7 +250,8 @@ class _DeviceLease:
     def are_down(self, num_bytes: int) -> None:
         """Count ``num_bytes`` more bytes as copied. After the last byte, release the accelerator's
         memory."""
-        # If the tensor has other memory now, only the save still uses the leased memory.
+        # If the tensor has other memory now, only the save uses the leased memory, so no write can
+        # reach it.
         tensor = self._tensor
         if tensor is not None and tensor.data_ptr() == self._address:
             self.is_written |= writes_counted(tensor) != self._version

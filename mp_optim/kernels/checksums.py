@@ -45,7 +45,8 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
     The checksum depends on positions: each 16-bit value is multiplied by a weight of its row of
     1,024 values and by a weight of its column. One-byte elements count as 16-bit values.
     """
-    if not tensor.numel():  # view() raises for an empty tensor with strides of 0.
+    # Return early, because view() raises for an empty tensor with strides of 0.
+    if not tensor.numel():
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
     bits = tensor.detach().contiguous().view(-1)
     bits = bits.view(torch.int16) if bits.itemsize > 1 else bits.view(torch.int8).short()

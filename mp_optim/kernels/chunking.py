@@ -139,7 +139,8 @@ def model_tensors(lists: TensorLists) -> list[Tensor]:
     A main param without an output may be the model's parameter.
     """
     outputs = lists.output
-    if not lists.main:  # A pass without main params writes no parameters.
+    # A pass without main params writes no parameters, so autograd has nothing to track.
+    if not lists.main:
         return []
     return [m if o is None else o for m, o in zip(lists.main, outputs, strict=True)]
 

@@ -26,7 +26,7 @@ INFINITE_ROOT = 2.0**65
 """Smallest root of a second moment whose decoded square is infinite with any rounding."""
 
 _TINY = 2.0**-100
-_FOUR_BITS = 7  # Largest magnitude of a 4-bit code.
+_FOUR_BITS = 7  # A signed 4-bit code from -7 to 7 is symmetric, so -8 is not used.
 _QUIET_NAN = 0x7FC0
 _INFINITY = 0x7F800000
 _GOLDEN = 0x9E3779B9
@@ -113,7 +113,8 @@ class Noise:
         if not self.start:
             return self.stream
         x = (mix(self.seed ^ self.stream) + self.start * _GOLDEN) & _MASK
-        # Invert mix() with the inverses of its two factors modulo 2^32.
+        # Compute the argument of mix() that gives x: multiply by the inverses of mix()'s factors
+        # modulo 2^32.
         x = ((x ^ (x >> 16)) * 0x7ED1B41D) & _MASK
         x = ((x ^ (x >> 13) ^ (x >> 26)) * 0xA5CB9243) & _MASK
         return self.seed ^ x ^ (x >> 16)
@@ -303,7 +304,7 @@ def _packed(codes: Tensor) -> Tensor:
 
 
 def store_average(value: Tensor, stored: Tensor, noise: Noise | None) -> None:
-    """Store averages, given in FP32, in FP32, or in bfloat16 with stochastic rounding."""
+    """Store FP32 averages as FP32, or as bfloat16 with stochastic rounding if there is noise."""
     if noise is None or stored.dtype == torch.float32:
         stored.copy_(value)
         return

@@ -145,4 +145,4 @@ def _lion(batch: TensorLists, s: LionScalars, multiplier: float) -> None:
 
 
 TEXTS: dict[str, Callable[..., None]] = {"adam": _adam, "sgd": _sgd, "lion": _lion}
-"""Function that steps a batch, by name of the rule."""
+"""Function that steps a batch of tensors, by name of the rule."""

@@ -456,10 +456,12 @@ def prepare_launch(rule: str, part: AlikeLists, written: list[Tensor], launch: A
 
 
 def continued(lists: TensorLists, kind: LaunchDtypes | None) -> TensorLists:
-    """Continue from the weights in ``output``, unless a kernel will compare the weights.
+    """Set main params to the weights in ``output`` to which they do not round.
+
+    Does nothing if a kernel compares the weights.
 
     Returns:
-        The lists; without ``follows`` if the main params were set here.
+        The lists; without ``follows`` if the main params were set.
     """
     if not lists.follows or (kind is not None and kind.compares_weights):
         return lists
@@ -587,7 +589,7 @@ def check_fit(kind: LaunchDtypes, columns: Mapping[str, CachedTensorList]) -> No
             dtype, expected = torch.uint8, _sizes(numbers, "bits")
         else:
             dtype, expected = getattr(kind, column), sized.sizes
-            # A uint8 tensor of a first moment has two codes in a byte.
+            # A byte of a first moment has two codes, so expect half as many bytes as elements.
             if dtype == torch.uint8 and column == "moment1":
                 expected = _sizes(numbers, "packed")
         fits = tensors.own_sizes == expected and tensors.dtypes <= {dtype}

@@ -300,8 +300,8 @@ class TransformerEngineBackend(MultiTensorBackend):
             lists = [grads, outputs, first, second, batch.main]
         self.launch(name, lists, [tensors[0].dtype for tensors in lists], *_adam_arguments(s))
         if REMAINDER in batch.state:
-            # CUDA's NaN, 0x7fffffff, rounds to a bfloat16 zero with a negative remainder, which no
-            # other value has. So store a NaN there.
+            # CUDA's NaN, 0x7fffffff, is split into a bfloat16 zero and a negative remainder, which
+            # no other value has. Replace this zero by a NaN, or the NaN would be lost.
             high, low = _bits_of(batch.main, rests)
             hidden = ((high & 0x7FFF) == 0) & (low < 0)
             _give_back(high.masked_fill_(hidden, _QUIET_NAN).view(torch.bfloat16), batch.main)

@@ -204,7 +204,8 @@ class NativeBackend(ReferenceBackend):
             if kind is None:
                 super().lamb_apply(alike, scalars, part_ratios)
             else:
-                # lamb_moments() has copied the source values already.
+                # lamb_moments() has already copied the source values, so do not copy old values
+                # over the new moments.
                 here = replace(alike, source=None)
                 table = _table(here, kind, _MOMENTS)
                 to = part_ratios.buffer_info()[0]
@@ -254,6 +255,6 @@ def _table(lists: TensorLists, kind: LaunchDtypes, moments: tuple[str, ...]) -> 
     columns, names = columns_of(lists, kind, moments), column_names(moments)
     for key, tensors in (lists.source or {}).items():
         columns[f"from_{names[key]}"] = tensors
-    # A pass without weights to write must not compare main params with weights.
+    # A pass that writes no weights has no weights to compare, so clear ``follows``.
     follows = lists.follows and kind.compares_weights
     return NativeTable(kind, columns, lists.noise, lists.average_weight, follows)

@@ -167,7 +167,8 @@ def _load(path: Path) -> NativeLibrary:
         getattr(handle, name).argtypes = arguments
         getattr(handle, name).restype = ctypes.c_int32
     handle.mp_set_parallel.argtypes, handle.mp_set_parallel.restype = ([ctypes.c_void_p], None)
-    # On Linux, torch and the kernels use GNU's OpenMP, so share torch's threads.
+    # On Linux, torch uses GNU's OpenMP. Use torch's threads, because a second pool would compete
+    # for cores.
     parallel = getattr(_gomp(), "GOMP_parallel", None)
     address = ctypes.cast(parallel, ctypes.c_void_p).value if parallel else None
     handle.mp_set_parallel(address)

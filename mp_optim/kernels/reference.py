@@ -41,7 +41,8 @@ from mp_optim.kernels.kernel_args import RULE_SCALARS, LambScalars, MuonScalars,
 from mp_optim.kernels.sums import combine_pieces, sum_in_pairs, sum_of_squares
 
 Multiplier = Any
-"""A float; or a tensor, for backends with ``takes_device_multipliers``."""
+"""Factor of the gradients: a float, or an FP32 tensor for backends with
+``takes_device_multipliers``."""
 
 
 def _directions(batch: TensorLists, mains: Lists, s: LambScalars) -> Lists:

@@ -32,7 +32,8 @@ _REFUSED_CODE = ("kernel image", "unsupported toolchain", "unsupported PTX versi
 """Parts of driver messages about machine code that the driver does not support."""
 _SETTINGS = {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True}
 _MULTIPLIER, _FACTOR = fp32(0.37), fp32(0.011)
-_SIZES = (BLOCK + 35,)  # One size tests a whole block and a partial block.
+# The tensor has a whole block and a partial block, because kernels treat them differently.
+_SIZES = (BLOCK + 35,)
 
 Trial = Callable[[Backend, TensorLists], Tensor | None]
 """Function that calls a method of a backend with tensor lists, and returns the method's result."""
@@ -160,7 +161,8 @@ def _trials(can: Capability) -> Iterator[tuple[TrialForm, Trial]]:
         yield TrialForm(plain, state), partial(_step, rule)
     if can.compact:
         kind = LaunchDtypes(grad, torch.bfloat16, torch.int8, average=torch.bfloat16)
-        # The first moment has 4-bit codes, and the second moment 8-bit codes.
+        # Use 4-bit codes for the first moment and 8-bit codes for the second moment, to test both
+        # formats.
         codes = dict.fromkeys(("exp_avg", SECOND), torch.uint8)
         state = codes | dict.fromkeys(map(scale_key, codes), fp32_)
         yield TrialForm(kind, state, True, fp32(0.01)), partial(_step, "adam")
@@ -239,7 +241,8 @@ def trial_lists(
     if kind.average is not None:
         state[AVERAGE] = [_shifted(value.flip(0), kind.average, shift) for value in whole]
     outputs: list[Tensor | None] = [None] * len(whole)
-    # Some weights differ from their main params, so that kernels have to follow the weights.
+    # Let some weights differ from their main params, because kernels have to continue from such
+    # weights.
     if kind.output is not None:
         same = torch.arange(BLOCK, device=device) % 5 != 0
         weights = [each * same.repeat(blocks_of(len(each)))[: len(each)] for each in whole]

@@ -146,7 +146,8 @@ def full_precision(state: Mapping[str, Any], main: Tensor) -> State:
     full: State = {}
     for key, value in state.items():
         if key == REMAINDER:
-            # The main param may be offloaded, and its remainder on the device.
+            # The remainder may be on the device and the main param on the host, so copy the
+            # remainder there.
             full[MASTER] = join(main, value.to(main.device))
         elif scale_key(key) in state or value.dtype == torch.bfloat16:
             full[key] = _decoded(state, key, main)
@@ -247,7 +248,7 @@ def fitted(
         widths = (mine[REMAINDER].dtype if REMAINDER in mine else None, remainder.dtype)
         narrows = widths == (torch.int8, torch.int16)
         if narrows and not convert and bool((remainder & 0xFF).any()):
-            # Refuse here, so that the result does not depend on the present weights.
+            # Raise here, because the later check depends on the present weights.
             raise ValueError(_more_bits(label))
     if MASTER in result and REMAINDER in mine:
         result.pop(REMAINDER, None)

@@ -61,7 +61,7 @@ class Exchange:
 
     def __post_init__(self) -> None:
         self._grid = self.params[0].grid
-        # The coordinates of this rank along each axis of the grid say which parts it sends.
+        # This rank's coordinates along the grid's axes decide which parts the rank sends.
         self._here = tuple(group.rank() for group in self.groups)
         (self._rank,) = self._grid.block(*self._here)
         # Compute the owners' coordinates once, because every stage of a batch reads them.

@@ -210,7 +210,8 @@ class Audit:
         # Worker threads append while the training thread removes, so the container is a thread-safe
         # deque.
         self._pending: deque[Check] = deque()
-        # Samples of the previous step whose copies from an accelerator may not be complete.
+        # These samples wait until their copies from an accelerator are complete, at the latest one
+        # step.
         self._on_the_way: list[Check] = []
         self._transfers: dict[torch.device, Transfer] = {}
 

@@ -194,7 +194,8 @@ class RuleExecutor(Executor):
         State is allocated, but nothing is stepped or counted.
         """
         self.follow_memory()
-        # NOTE: backward calls this, and settings may have changed since backward's first check.
+        # NOTE: check again, because backward calls plan() and settings may have changed since
+        # backward began.
         self.check_groups()
         self.rows.settle()
         planned = self._launches(updates, has_copies=True)

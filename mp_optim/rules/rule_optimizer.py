@@ -404,7 +404,7 @@ class ForeignExecutor(Executor, StateStore):
         if not updates.is_staged:
             continue_from(mains, updates.outputs)
         for update, main in zip(updates, mains, strict=True):
-            # verdict_device() is None, so a step always has multipliers as numbers.
+            # verdict_device() returns None, so a step always has multipliers as numbers.
             assert not isinstance(update.multiplier, DeviceMultiplier)
             wide = torch.promote_types(main.dtype, torch.float32)
             main.grad = update.grad.to(wide, copy=True).mul_(update.multiplier).to(main.dtype)

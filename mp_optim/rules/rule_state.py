@@ -129,7 +129,8 @@ class GroupState:
         self.is_shown = False
         self.rule, self.values, self.moments = rule, list[Any](), tuple[str, ...]()
         self._version = self.steps._version
-        self._set_of: list[SlotSet] = []  # One set per position of the group.
+        # Each position has an entry, so that the set of a slot is found without a search.
+        self._set_of: list[SlotSet] = []
         self.step_together([])
 
     def step_together(self, sets: Iterable[Sequence[int]]) -> None:
@@ -206,7 +207,7 @@ class GroupState:
 
     def was_stepped(self, position: int) -> bool:
         """True if the step count of a slot is above 0."""
-        # Unlike item(), tolist() of a CPU tensor does not synchronize a device.
+        # Use tolist(), because item() synchronizes a device even for a CPU tensor.
         return bool(self.steps[position : position + 1].tolist()[0] > 0)
 
     def count(self, positions: Sequence[int], by: int = 1) -> None:
@@ -316,7 +317,7 @@ class RuleState(StateStore):
         """
         if slot is not None:
             group_state = self.groups[slot.group]
-            # None, so that the next step checks the state against the new tensor.
+            # Reset to None, so that the next step checks the state against the new tensor.
             group_state.mains[slot.position] = None
             group_state.replaced([slot.position])
             return
@@ -529,7 +530,7 @@ class RuleState(StateStore):
         """
         main, state = self.stepped(slot), self.groups[slot.group].slots[slot.position]
         if not state:
-            return  # A slot that was never stepped has no state to check.
+            return  # A slot that was never stepped has no state, so return.
         specs = self._state_specs(slot, (main.shape, main.dtype), check=False)
         for key, value in state.items():
             form = value.shape, value.dtype
@@ -593,7 +594,7 @@ class RuleState(StateStore):
         group_state = self.groups[index]
         try:
             return group_state.tensors(key, positions)
-        except KeyError:  # New settings may require a moment that no slot has yet.
+        except KeyError:  # New settings may require a moment that no slot has yet, so allocate it.
             self.allocate_state([Slot(index, position) for position in positions])
         for position in positions:
             if key not in group_state.slots[position]:
@@ -651,15 +652,15 @@ class RuleState(StateStore):
         stepped, live, name = self.stepped(slot), self.live_state(slot), self.name(slot)
         group = self.param_groups[slot.group]
         if saved and STEP not in saved and not self.rule.of(group).reads_steps(group):
-            # torch stores no step count for such rules. A slot with state was stepped, so count one
-            # step.
+            # torch stores no step count for a rule that needs none. A slot with state was stepped,
+            # so set 1.
             saved = {key: value for key, value in saved.items() if value is not None}
             saved[STEP] = 1.0
         return fitted(name, live, stepped, saved, convert)
 
     def check_fitted(self, slot: Slot, state: State) -> None:
         live, rest = self.live_state(slot), dict(state)
-        # A saved main param replaces the remainder, so check its shape instead.
+        # A saved main param replaces the remainder, so check the main param's shape instead.
         if REMAINDER in live and MASTER in state:
             form = torch.empty(self.stepped(slot).shape, dtype=torch.float32, device="meta")
             check_fits(f"{self.name(slot)}.{MASTER}", form, rest.pop(MASTER))

@@ -86,7 +86,8 @@ class TritonBackend(ReferenceBackend):
         self.interpreted = not isinstance(rules.adam, triton.runtime.JITFunction)
         if not self.interpreted and not CUDA.is_available():
             raise RuntimeError(
-                "torch sees no GPU, and TRITON_INTERPRET=1 was not set before Triton was imported"
+                "torch sees no GPU, and TRITON_INTERPRET=1 was not set before Triton was imported; "
+                "use a GPU, or set the variable before the start of Python"
             )
         if not self.interpreted and tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST:
             raise RuntimeError(

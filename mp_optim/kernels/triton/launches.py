@@ -126,7 +126,8 @@ class KernelForm:
 
     def launch(self, programs: int, *arguments: Any) -> None:
         """Launch the kernel with ``programs`` programs, on the current device's current stream."""
-        if not isinstance(self.kernel, JITFunction):  # An interpreted kernel is never compiled.
+        # An interpreted kernel is never compiled, so there is nothing to cache.
+        if not isinstance(self.kernel, JITFunction):
             self.kernel[(programs,)](*arguments, **self.constants, **self.options)
             return
         key = (driver.active.get_current_device(), *map(_compiled_for, arguments))

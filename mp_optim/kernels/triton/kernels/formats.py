@@ -13,13 +13,14 @@ BLOCK = tl.constexpr(256)
 GOLDEN = tl.constexpr(0x9E3779B9)
 INFINITY = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-MOST_BFLOAT16 = tl.constexpr(0x7F7F0000)  # The bits of bfloat16's largest number.
-# The bits of LARGEST, the largest magnitude whose decoded codes are finite.
+# Bounds are given as bits, because magnitudes are compared as integers.
+MOST_BFLOAT16 = tl.constexpr(0x7F7F0000)
+# Decoded codes are finite up to LARGEST, whose bits these are.
 MOST_IN_BLOCKS = tl.constexpr(0x7F7FE000)
 LARGEST = tl.constexpr(2.0**128 * (1.0 - 2.0**-11))
-# The bits of 2^65, the smallest root whose decoded square is infinite.
+# From 2^65 on, the decoded square of a root is infinite.
 INFINITE_ROOT = tl.constexpr(0x60000000)
-TINY = tl.constexpr((127 - 100) << 23)  # The bits of 2^-100.
+TINY = tl.constexpr((127 - 100) << 23)  # A block whose values are all below 2^-100 has scale 0.
 # Adding and subtracting this number rounds |x| < 2^22 to the nearest even integer.
 ROUNDER = tl.constexpr(1.5 * 2.0**23)
 

@@ -234,7 +234,7 @@ def place_average(column, tensor, start, TYPE: tl.constexpr, ALIGNED: tl.constex
     """Return the pointer to the chunk's average of gradients. A byte of this moment may have two
     codes."""
     at = start
-    # A separate condition, because Triton up to 3.7 cannot compare None with a dtype.
+    # Keep this condition separate, because Triton up to 3.7 cannot compare None with a dtype.
     if TYPE is not None:
         if TYPE == tl.uint8:
             at = start // 2
@@ -246,8 +246,8 @@ def _name(launch):
     return launch.constants["RULE"].__name__
 
 
-# Multiplier and flag may be elements of one tensor at any address, so do not specialize the kernel
-# on their alignment.
+# Multiplier and flag may be elements of one tensor at any address. Do not specialize on their
+# alignment, or Triton would compile the kernel several times.
 @triton.jit(repr=_name, do_not_specialize_on_alignment=["multiplier", "skip"])
 def step(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains, rests, moments1,
          moments2, scales1, scales2, outputs, averages, made, RULE: tl.constexpr,
@@ -269,7 +269,8 @@ def step(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains
     output = place(outputs, tensor, start, KIND.output, ALIGNED)
     average = place(averages, tensor, start, KIND.average, ALIGNED)
     weight = number(numbers, WEIGHT)
-    # NOTE: do not assign this to a variable, which would make tensors of compile-time constants.
+    # NOTE: do not assign the Chunk to a variable: Triton would make tensors of its compile-time
+    # constants.
     RULE(Chunk(tensor, start, count, streams, seed, grad_multiplier, scalars, weight, made, RUN,
                ALIGNED, grad, main, rest, first, second, output, average),
          FLAGS, CHUNK, ROWS)
