@@ -1,5 +1,5 @@
-"""Slots: the identity of parameters, the update that a step applies to each, and how state is
-exported, saved and loaded."""
+"""Slots identify parameters. This package has the update that a step applies to a slot, and the
+export, save and load of a slot's state."""
 
 from mp_optim.core.identity import (
     ParamGroups,

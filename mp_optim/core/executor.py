@@ -48,7 +48,7 @@ class Executor:
     """
 
     writes_settings = False
-    """True if a step may write into the groups: learning rates, step counts."""
+    """True if a step may write settings into the param groups: learning rates and step counts."""
     clips = False
     """True if a rule clips gradients by itself (:meth:`clipped`)."""
 
@@ -79,14 +79,12 @@ class Executor:
         del self.param_groups[count:], self.sizes[count:]
 
     def has_only(self, group: int, positions: Sequence[int]) -> None:
-        """Restrict a group to the slots at these positions.
-
-        Callers still use positions in the full group. A torch optimizer below has only these
-        parameters.
+        """Restrict a group to some of its slots. Callers still use positions in the full group.
 
         Args:
             group: index of the param group.
-            positions: the positions that this executor steps.
+            positions: the positions that this executor steps; a torch optimizer below has only the
+                parameters at these positions.
         """
 
     def step_together(self, group: int, sets: Sequence[Sequence[int]]) -> None:
@@ -110,16 +108,17 @@ class Executor:
         self.step_mark = mark
 
     def recover(self) -> None:
-        """Discard pending work of an interrupted step. The caller loads all values after this."""
+        """Discard pending work of an interrupted step. The caller loads all values afterwards."""
 
     # -- settings ---------------------------------------------------------------------------------
 
     def check_settings(self, group: dict[str, Any]) -> None:
-        """Raise ValueError, with name and value, if a setting of a param group cannot be stepped
-        with."""
+        """Raise ValueError if a setting of a param group cannot be used in a step; the message has
+        name and value."""
 
     def check_groups(self) -> None:
-        """Raise RefusedSettings, with group and name, if a hyperparameter is out of range."""
+        """Raise RefusedSettings if a hyperparameter is out of range; the message has group and
+        name."""
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -145,11 +144,8 @@ class Executor:
         """
 
     def verdict_device(self) -> torch.device | None:
-        """Return the device on which kernels step all slots and read multipliers from device
-        memory.
-
-        None means that :meth:`step_slots` needs multipliers as numbers.
-        """
+        """Return the device on which all slots are stepped by kernels that read multipliers from
+        device memory. Return None if :meth:`step_slots` needs multipliers as numbers."""
         return None
 
     # -- places -----------------------------------------------------------------------------------
@@ -249,7 +245,7 @@ class Executor:
         """Reserve contiguous memory for main params on the host.
 
         Args:
-            coming: arguments of the calls of :meth:`new_main_param` that follow, in order.
+            coming: slot and source of each later call of :meth:`new_main_param`, in order.
         """
         forms = []
         for _, source in coming:

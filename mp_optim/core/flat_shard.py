@@ -263,7 +263,8 @@ def as_partition(value: Any, partition: Partition | None, shape: torch.Size | No
 
 
 def part_like(saved: Sequence[int], dtype: torch.dtype, partition: Partition, param: Tensor) -> Any:
-    """Allocate memory for this rank's part of saved state: the inverse of :func:`as_partition`.
+    """Allocate memory for this rank's part of saved state. This is the inverse of
+    :func:`as_partition`.
 
     Args:
         saved: shape in the checkpoint.

@@ -69,8 +69,8 @@ def make_plain(group: Any) -> None:
 
 
 def with_names(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a group with ``params`` as (name, tensor) pairs, which is how torch takes
-    names."""
+    """Return a copy of a group with ``params`` as (name, tensor) pairs, the form in which torch
+    accepts names."""
     plain = {key: value for key, value in group.items() if key != "param_names"}
     names = group.get("param_names")
     if names is not None:
@@ -124,7 +124,7 @@ def sizes_of(groups: ParamGroups) -> list[int]:
 
 
 def edited_lists(sizes: Sequence[int], added: Sequence[int]) -> ValueError:
-    """Return the error for groups that were edited by hand.
+    """Return the error about groups whose lists the caller edited.
 
     Args:
         sizes: present number of parameters in each group.
@@ -143,8 +143,8 @@ def edited_lists(sizes: Sequence[int], added: Sequence[int]) -> ValueError:
 
 
 def check_lists(groups: ParamGroups, added: Sequence[int]) -> None:
-    """Raise ValueError, with the first group, if the caller added or removed groups or parameters
-    by editing the lists.
+    """Raise ValueError if the caller added or removed groups or parameters by editing the lists;
+    the message has the first group.
 
     Args:
         groups: the live groups.

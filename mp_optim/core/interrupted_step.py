@@ -4,8 +4,8 @@ A signal or an error in a kernel may end a step between two parameters. Paramete
 in place cannot be restored, so the next step, ``state_dict`` or save raises. ``load_state_dict``
 makes the optimizer consistent again.
 
-Main params and state are moved to the host while other code needs the accelerator's memory: all of
-them (``offload_to_cpu``), or single tensors (``optimizer.state``).
+While other code needs the accelerator's memory, main params and state are moved to the host: all of
+them by ``offload_to_cpu()``, or single tensors by assignments to ``optimizer.state``.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class StepMark:
             wait_for_devices()
 
     def invalidate_plans(self) -> None:
-        """Drop all values that steps reuse, because slots, their tensors, places or buckets
+        """Drop all values that steps reuse. Called after slots, their tensors, places or buckets
         changed."""
         self.plan_key = object()
         self.reused: defaultdict[int, dict[str, Any]] = defaultdict(dict)
@@ -100,10 +100,11 @@ class StepMark:
 
     @contextmanager
     def lent(self, borrower: str) -> Iterator[None]:
-        """Refuse steps, saves and loads inside the block, while the model has other weights.
+        """Return a context in which steps, saves and loads raise, because the model has other
+        weights.
 
         Args:
-            borrower: name of the optimizer's method that swapped the weights.
+            borrower: name of the optimizer's method that replaced the weights.
         """
         self.check(borrower)
         self._lent_to = borrower
@@ -262,8 +263,8 @@ def wait_for(device: torch.device) -> None:
     """Wait for all work that the calling thread queued on the current stream of a device. For the
     host, return at once.
 
-    Asynchronous copies to host memory need this: a read of host memory does not wait for the
-    device.
+    Call this before reading host memory that an asynchronous copy writes, because such a read does
+    not wait for the device.
     """
     if (accelerator := accelerator_of(device)) is not None:
         with accelerator.on(device):

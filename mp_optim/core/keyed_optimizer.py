@@ -76,7 +76,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     # -- forwarded to the executor; subclasses may override --------------------------------------
 
     def state_of(self, slot: Slot) -> SlotState:
-        """Return a slot's state, as this layer exports and loads it."""
+        """Return a slot's state in the form that this layer exports and loads."""
         return self.executor.state_of(slot)
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
@@ -96,8 +96,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         self.executor.memory_moved(slot)
 
     def check_settings(self, group: dict[str, Any]) -> None:
-        """Raise ValueError, with name and value, if a setting of a param group cannot be stepped
-        with."""
+        """Raise ValueError if a setting of a param group cannot be used in a step; the message has
+        name and value."""
         self.executor.check_settings(group)
 
     # -- param groups -----------------------------------------------------------------------------
@@ -149,7 +149,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
             raise
 
     def lists_are_known(self) -> None:
-        """Record the number of groups and of parameters in each, to detect edited lists later."""
+        """Record the number of groups, and of parameters in each group, to detect edited lists
+        later."""
         self._sizes[:] = sizes_of(self.param_groups)
 
     def has_edited_lists(self) -> bool:
@@ -157,8 +158,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         return sizes_of(self.param_groups) != self._sizes
 
     def check_lists(self) -> None:
-        """Raise ValueError, with the first group, if the caller added or removed groups or
-        parameters by editing the lists."""
+        """Raise ValueError if the caller added or removed groups or parameters by editing the
+        lists; the message has the first group."""
         check_lists(self._live_groups, self._sizes)
 
     def forget_groups(self, count: int) -> None:
@@ -181,7 +182,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         self.executor.use_mark(mark)
 
     def recover(self) -> None:
-        """Discard pending work of an interrupted step. The caller loads all values after this."""
+        """Discard pending work of an interrupted step. The caller loads all values afterwards."""
         self.executor.recover()
 
     # -- optimizers below -------------------------------------------------------------------------
@@ -293,10 +294,10 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     @in_own_modes
     def reset_states(self, slots: Sequence[Slot]) -> None:
-        """Reset the state of some slots to that before the first step. Main params keep their
+        """Set the state of some slots to its values before the first step. Main params keep their
         values.
 
-        Moments become zero, step counts become zero, and averages start again with the next step.
+        Moments and step counts become zero, and averages start again with the next step.
 
         Args:
             slots: the parameters.
@@ -324,8 +325,9 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     @in_own_modes
     def restore_from_cpu(self) -> None:
-        """Move main params and moments back to their accelerators, after :meth:`offload_to_cpu` or
-        an assignment to ``optimizer.state``. State that is stepped on the host stays there."""
+        """Move main params and moments from host memory back to their accelerators, after
+        :meth:`offload_to_cpu` or an assignment to ``optimizer.state``. State that is stepped on
+        the host stays there."""
         self.step_mark.parked.restore()
         self.memory_moved()
 
@@ -491,7 +493,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
         Args:
             state_dict: the saved state dict.
-            convert: True to keep the present loss scale if none was saved.
+            convert: True to keep the present loss scale if no loss scale was saved.
         """
 
     def load_beside(self, state_dict: Mapping[str, Any]) -> None:
@@ -513,8 +515,11 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 def load_checked(
     optimizer: SlotKeyedOptimizer, state_dict: dict[str, Any], *, convert: bool = False
 ) -> list[str]:
-    """Load a state dict as ``load_state_dict`` does. Instead of a warning, return the names of the
-    overwritten parameters."""
+    """Load a state dict, as ``load_state_dict`` does, but without a warning.
+
+    Returns:
+        The names of the parameters that were overwritten with the loaded main params.
+    """
     optimizer.step_mark.check_lent("load_state_dict")
     optimizer.check_lists()
     check_is_state_dict(state_dict)

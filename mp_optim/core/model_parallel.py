@@ -54,8 +54,8 @@ each expert."""
 
 
 def layer_of(name: str) -> tuple[str, int] | None:
-    """Return the path of the first list of layers in a name, and the index in that list; None if
-    there is none."""
+    """Return the path of the first list of layers in a name, and the index in that list. Return
+    None if the name has no list of layers."""
     found = _LAYER.match(name)
     return None if found is None else (found[1], int(found[2]))
 

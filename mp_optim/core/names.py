@@ -31,8 +31,8 @@ _HELD_IN = {
     "megatron.core.transformer.module.Float16Module": "module",
     "deepspeed.runtime.engine.DeepSpeedEngine": "module",
 }
-"""Attribute that holds the wrapped module, by class name of the wrapper: the wrappers need not be
-installed."""
+"""The attribute that holds the wrapped module, by class name of the wrapper. Class names need no
+import, so no wrapper has to be installed."""
 _NEVER_REAL = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """Parts of a name that only wrappers add."""
 
@@ -161,8 +161,8 @@ def _unprefixed(names: Sequence[str]) -> list[str]:
 
 
 def without_wrappers(names: Iterable[str]) -> list[str]:
-    """Return names without all parts that wrappers may add, submodules named ``module``
-    included."""
+    """Return names without all parts that wrappers may add. Parts named ``module`` are removed,
+    too, even if the model has a submodule of that name."""
     return [_without(name, {*_NEVER_REAL, "module"}) for name in names]
 
 
@@ -193,7 +193,7 @@ _warned_of_untrained: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class ModelParams:
-    """The current parameters of a model, which is not kept alive."""
+    """The current parameters of a model. The model may be freed while this object exists."""
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._chunks = [weakref.ref(chunk) for chunk in chunks]

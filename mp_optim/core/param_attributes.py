@@ -55,8 +55,12 @@ Weak references are not possible: ``torch.utils.swap_tensors`` refuses parameter
 
 
 def shown_mains_of(owner: object) -> ShownMains:
-    """Return an empty record for :func:`set_main_param`. The attributes are deleted from the
-    model's parameters when the owner is freed."""
+    """Return an empty record for :func:`set_main_param`. When the owner is freed, the recorded
+    attributes are deleted from the model's parameters.
+
+    Args:
+        owner: the optimizer.
+    """
     shown: ShownMains = {}
     weakref.finalize(owner, _hide_main_params, shown).atexit = False
     return shown
@@ -121,8 +125,8 @@ def is_tensor_parallel(param: Tensor) -> bool:
 
 
 def is_copied_in_tensor_parallel(param: Tensor) -> bool:
-    """True if ``tensor_model_parallel`` is set to False: the ranks of a tensor-parallel group have
-    copies."""
+    """True if ``tensor_model_parallel`` is set to False, so the ranks of a tensor-parallel group
+    have copies of the parameter."""
     return getattr(param, "tensor_model_parallel", True) is False
 
 
@@ -151,10 +155,10 @@ def partition_sizes(param: Tensor) -> tuple[int, ...] | None:
 
 
 def partition_blocks(param: Tensor) -> tuple[int, ...]:
-    """Return this rank's length of each block along ``partition_dim``, in order.
+    """Return this rank's length of each block along ``partition_dim``, in order; empty without a
+    valid ``partition_dim``.
 
-    The dimension counts as one block if the attributes do not fit its length. Without a valid
-    ``partition_dim`` the result is empty.
+    If the attributes do not fit the length of the dimension, the dimension counts as one block.
     """
     dim = partition_dim(param)
     if dim is None or dim >= param.dim():
@@ -220,7 +224,7 @@ REFUSED = {
         "DTensors are stepped shard by shard"
     ),
 }
-"""Attributes of parameters that belong to unsupported features, with the instruction for each."""
+"""Attributes of parameters that belong to unsupported features, with the reason and the cure."""
 
 
 def check_attributes(name: str, param: Tensor) -> None:
@@ -259,7 +263,7 @@ class FlatRanges:
     numel: int
 
     def ranges(self) -> list[tuple[int, int]]:
-        """Return [start, stop) of each rank, in elements of the parameter."""
+        """Return [start, stop) of each rank's range, in elements of the parameter."""
         places = [min(max(b - self.first, 0), self.numel) for b in self.bounds]
         return list(itertools.pairwise(places))
 
@@ -294,7 +298,7 @@ _WHOLE = ShardInfo()
 
 
 def shard_info(param: Tensor) -> ShardInfo:
-    """Return the ``ShardInfo`` of a tensor; by default that of a whole parameter."""
+    """Return the ``ShardInfo`` of a tensor. A tensor without one counts as a whole parameter."""
     info: ShardInfo = getattr(param, "mp_optim_shard", _WHOLE)
     return info
 

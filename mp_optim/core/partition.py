@@ -34,7 +34,7 @@ class Box(NamedTuple):
         return math.prod(self.sizes)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the box of a tensor, as a view."""
+        """Return the elements of this box in a tensor, as a view."""
         for dim, (first, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             tensor = tensor.narrow(dim, first, size)
         return tensor

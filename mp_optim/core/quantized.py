@@ -25,7 +25,7 @@ _SMALLEST_SCALE = 2.0**-126
 
 
 def is_quantized(param: Tensor) -> bool:
-    """True if a parameter stores codes that need a scale to be read."""
+    """True if a parameter stores codes, which have values only together with a scale."""
     return param.dtype in FLOAT8_DTYPES or _brings_its_own(param)
 
 
@@ -119,7 +119,7 @@ def quantize_(param: Any, main: Tensor) -> None:
 
 
 def bits_of(param: Any) -> Tensor:
-    """Return all bits that determine a quantized parameter's values: uint8, 1-D."""
+    """Return all bits that determine the values of a quantized parameter: uint8, 1-D."""
     with torch.no_grad():
         if _brings_its_own(param):
             values: Tensor = param.dequantize(dtype=torch.float32)
@@ -178,7 +178,12 @@ def scaled_codes(
 
 
 def _largest(magnitudes: Tensor, blocks: Sequence[int]) -> Tensor:
-    """Return the maximum of each block."""
+    """Return the maximum of each block.
+
+    Args:
+        magnitudes: absolute values.
+        blocks: number of blocks along each dimension; empty for one block.
+    """
     if not magnitudes.numel():
         return magnitudes.new_zeros(tuple(blocks))
     if not len(blocks):

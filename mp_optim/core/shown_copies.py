@@ -45,7 +45,10 @@ class Coded:
         return self.decode(self.stored, self.scale)
 
     def take(self, values: Tensor) -> None:
-        """Store FP32 values, rounded.
+        """Round FP32 values and store them as codes and scales.
+
+        Args:
+            values: FP32, in the shape of the main param.
 
         Raises:
             ValueError: the values cannot be stored.
@@ -133,7 +136,7 @@ class _Copy:
             self.refresh()
 
     def refresh(self) -> None:
-        """Copy the stored values to the copy."""
+        """Overwrite the copy with the stored values."""
         values = self.coded.values()
         for local in (self.leaf, held_tensor(self.shown)):
             if type(local) is not Tensor:
@@ -151,7 +154,7 @@ class _Copy:
 
 
 class ShownCopies:
-    """The copies that callers hold, and the copies of the last call of :meth:`show`.
+    """FP32 copies that callers hold, and the copies that the last call of :meth:`show` returned.
 
     Attributes:
         shown: copies that callers may have edited, by ids of owner and stored tensor.
@@ -202,12 +205,13 @@ class ShownCopies:
         """Encode edits of callers, and drop copies that no caller holds.
 
         Raises:
-            ValueError: values cannot be stored, with parameter and key. That copy is dropped.
+            ValueError: values cannot be stored; the message has parameter and key. The copy with
+                these values is dropped.
         """
         self._take(list(self.shown))
 
     def refresh(self) -> None:
-        """Copy the stored values to all copies."""
+        """Overwrite all copies with the stored values."""
         for copy in self.shown.values():
             copy.refresh()
 

@@ -30,8 +30,8 @@ REMAINDER = "remainder"
 """State key of the lower 16 bits of a main param whose upper 16 bits are the bfloat16 parameter."""
 
 SECOND, MOMENT2 = "exp_avg_sq", "moment2_buffer"
-"""State keys of second moments: of each element, and of the rows of Muon's orthogonalized
-updates."""
+"""State keys of second moments: one value for each element, or one value for each row of Muon's
+orthogonalized updates."""
 
 AVERAGE = "averaged_param"
 """State key of the moving average of the main param."""
@@ -179,8 +179,9 @@ class SlotState:
         """Return the state in the callers' layout: live tensors, and FP32 copies of 4-bit codes.
 
         Args:
-            in_blocks: False for FP32 copies of all state that is stored in blocks. A layout that
-                cuts the parameter always copies, because blocks start at this rank's part.
+            in_blocks: False for FP32 copies of all state that is stored in blocks. If the layout
+                cuts the parameter, such state is always copied, because blocks start at this rank's
+                part.
         """
         if in_blocks and self.layout.is_as_stored:
             state = self.store.unpacked_state(self.slot)
@@ -189,7 +190,8 @@ class SlotState:
         return self.layout.show(self._with_main(state))
 
     def full_precision(self) -> State:
-        """Return the state in FP32 and in the callers' layout; tensors of fewer bits are copied."""
+        """Return the state in FP32 and in the callers' layout. Tensors with fewer bits are
+        copied."""
         state = self.store.full_state(self.slot)
         if self.main is not None:
             state = {**state, MASTER: self.main.float()}
@@ -282,11 +284,11 @@ class SlotState:
             self.main.copy_(state[MASTER])
 
     def finish_load(self, saved: State, checksum: int | None) -> bool:
-        """Copy the loaded main param to the model's parameter, after all slots were loaded.
+        """Round the loaded main param into the model's parameter, after all slots were loaded.
 
         Args:
-            saved: the saved state, as for :meth:`fit`.
-            checksum: the checksum, as for :meth:`fit`.
+            saved: the saved state, the argument of :meth:`fit`.
+            checksum: checksum of the parameter at the save, or None.
 
         Returns:
             True if the parameter had another value.
@@ -328,7 +330,12 @@ def check_state(name: str, live: Mapping[str, Any], saved: Mapping[str, Any]) ->
 
 
 def check_step(name: str, value: Any) -> None:
-    """Raise ValueError unless the value is a number of steps."""
+    """Raise ValueError unless a value is a number of steps: a whole number from 0 to 2**24.
+
+    Args:
+        name: FQN of the slot, for messages.
+        value: a number, or a tensor of one element.
+    """
     if isinstance(value, Tensor) and value.dim():
         raise ValueError(
             f"{name}.step: saved shape {tuple(value.shape)}, expected (); load one number of steps"
@@ -337,7 +344,13 @@ def check_step(name: str, value: Any) -> None:
 
 
 def check_fits(label: str, live: Tensor, saved: Any) -> None:
-    """Raise ValueError unless ``saved`` can be copied into ``live`` without a loss of bits."""
+    """Raise ValueError unless a saved tensor can be copied into a live one without a loss of bits.
+
+    Args:
+        label: name of the state, for messages.
+        live: the live tensor.
+        saved: the saved value.
+    """
     if not isinstance(saved, Tensor) or saved.is_meta:
         kind = "meta tensor" if isinstance(saved, Tensor) else type(saved).__name__
         raise ValueError(

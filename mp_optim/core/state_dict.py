@@ -1,5 +1,5 @@
-"""State dicts: export of live param groups as plain data, matching of saved groups to live ones,
-and loading of saved state."""
+"""State dicts: export of param groups as plain data, match of saved groups to live groups, and load
+of saved state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ the saved remainder is valid, or None."""
 
 _PARALLEL = ("params", "param_names", CHECKSUMS)
 _OWN = (*_PARALLEL, "fqns", "is_expert_parallel")
-"""Entries that a live group has from the model and does not take from a saved group."""
+"""Entries that a live group gets from the model. A load does not copy them from a saved group."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,11 @@ class GroupMatch:
     checksums: dict[Slot, int] = field(default_factory=dict)
 
     def as_groups(self, live: ParamGroups) -> list[dict[str, Any]]:
-        """Return the saved groups in the order of the live ones, with the live parameter names."""
+        """Return the saved groups in the order of the live groups, with the live parameter names.
+
+        Args:
+            live: the live param groups.
+        """
         groups = []
         for index, (group, settings) in enumerate(zip(live, self.settings, strict=True)):
             slots = [Slot(index, position) for position in range(len(group["params"]))]
@@ -80,12 +84,12 @@ def plain_groups(param_groups: ParamGroups) -> list[dict[str, Any]]:
 
 
 def carried(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a slot's state for a state dict, with int16 tensors as int32 copies if
-    ``torch.distributed`` is initialized.
+    """Return a slot's state for a state dict. If ``torch.distributed`` is initialized, int16
+    tensors are returned as int32 copies.
 
     torch's functions for state dicts may gather or broadcast the state, and neither NCCL nor gloo
-    supports int16. Loading converts the copies back without loss. A view as a 16-bit floating dtype
-    would not work: torch's functions convert the values of floating tensors.
+    supports int16. A load converts the copies back without loss. A view as a 16-bit floating dtype
+    would not work, because torch's functions convert the values of floating tensors.
     """
     if not dist.is_available() or not dist.is_initialized():
         return dict(state)
@@ -105,8 +109,8 @@ def with_params(group: Mapping[str, Any], positions: Sequence[int]) -> dict[str,
 
 
 def check_is_state_dict(state_dict: Any) -> None:
-    """Raise ValueError unless the argument has the form of an optimizer's state dict, with an index
-    for each parameter.
+    """Raise ValueError unless the argument has the form of an optimizer's state dict, and its
+    groups have an index for each parameter.
 
     Raises:
         ValueError: an entry is missing, has a wrong type, or occurs twice.
@@ -185,8 +189,8 @@ def _check_same_names(live: Sequence[str], saved: Sequence[str]) -> None:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Return copies of a saved group's hyperparameters. A shared tensor would change with the saved
-    group."""
+    """Return copies of a saved group's hyperparameters, because a shared tensor would change with
+    the saved group."""
     return {key: deepcopy(value) for key, value in group.items() if key not in _OWN}
 
 
@@ -329,7 +333,7 @@ def checked_match(
 # -- loading: check all state before the first write ---------------------------------------------
 
 _KEPT_BYTES = 64 << 20
-"""Converted state, in bytes, that a load keeps between check and write. State beyond this is
+"""Bytes of converted state that a load keeps between check and write. State beyond this limit is
 converted twice, which bounds the memory of a load."""
 
 
@@ -359,7 +363,8 @@ class StateLoad:
         self._without_average: list[str] = []
 
     def _matched(self, saved: Mapping[Any, Any]) -> dict[Slot, State]:
-        """Return the saved state of each slot. A slot without allocated state had none to save."""
+        """Return the saved state of each slot. Slots that have no state, neither live nor saved,
+        are left out."""
         matched: dict[Slot, State] = {}
         missing: list[str] = []
         for slot, index in self._match.index_of.items():
@@ -384,7 +389,8 @@ class StateLoad:
         return matched
 
     def check(self) -> None:
-        """Raise ValueError, with slot and key, if a state does not fit or would lose bits."""
+        """Raise ValueError if the state of any slot does not fit or would lose bits; the message
+        has slot and key."""
         left = _KEPT_BYTES
         for slot, saved in self._saved.items():
             state = self._state_of(slot)

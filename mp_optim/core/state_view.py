@@ -72,7 +72,7 @@ class ShownState(dict[str, Any]):
         self._read, self._write, self._reset = read, write, reset
 
     def part(self) -> None:
-        """Keep a copy of the present state, and stop following the slot."""
+        """Keep a copy of the present state from now on, and no longer read or write the slot."""
         kept = deepcopy(dict(self.items()))
         self._read, self._write, self._reset = lambda: kept, kept.update, kept.clear
 
@@ -125,7 +125,8 @@ class ShownState(dict[str, Any]):
         return self
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key of the slot's state.
+        """Return the value of a key of the slot's state. The state has all of its keys, so the
+        default is never used.
 
         Raises:
             ValueError: the key is unknown.
@@ -359,7 +360,7 @@ class Assignment:
             self._values[key] = given
 
     def _take_values(self, key: str, value: Any) -> None:
-        """Sort FP32 values of a key that is stored in blocks."""
+        """Decide how to store FP32 values for a key that is stored in blocks."""
         coded = self._coded[key]
         present = coded.values()
         check_fits(f"{self._name}.{key}", present, value)
@@ -387,11 +388,11 @@ class Assignment:
             )
 
     def _target(self, key: str, value: Tensor, mine: Tensor) -> bool:
-        """Return True if the state moves to the value's device, False if the value is copied to the
+        """Return True to move the state to the value's device, and False to copy the value to the
         state's device.
 
         Raises:
-            ValueError: neither is possible, with the key and the devices.
+            ValueError: neither is possible; the message has the key and the devices.
         """
         if value.device == mine.device:
             return False
@@ -417,7 +418,7 @@ class Assignment:
         return same_values(value.to(shown.device), shown)
 
     def write(self) -> None:
-        """Write the checked values, and move state to the memory or devices that were given."""
+        """Write the checked values, and move state to the memory or device of the given tensors."""
         if self._fitted:
             self._state.load(self._fitted)
             self._kept = self._state.live()

@@ -1,5 +1,5 @@
-"""Layouts: the device of a model's parameter, and its split over ranks, for rules that need whole
-matrices."""
+"""Layouts of parameters, for rules that need whole matrices: the device of the model's tensor, and
+its split over ranks."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def numel_of(part: Boxes) -> int:
 
 
 def range_of(box: Box, first: int, stop: int) -> Boxes:
-    """Return elements [first, stop) of a rectangle, flattened by rows: the end of a row, whole
-    rows, and the start of a row."""
+    """Return elements [first, stop) of a row-major rectangle as at most three boxes: the end of a
+    row, whole rows, and the start of a row."""
     if first >= stop:
         return ()
     row, column = box.offsets
@@ -87,7 +87,7 @@ class Grid(NamedTuple):
         return tuple(reversed(found))
 
     def block(self, *first: int) -> range:
-        """Return the ranks with these first coordinates."""
+        """Return the ranks whose first coordinates are the given ones."""
         size = math.prod(self.shape[len(first) :])
         begin = 0
         for place, length in zip(first, self.shape, strict=False):
@@ -165,8 +165,15 @@ def parts_of_blocks(
 
 
 def _blocks(rows: int, columns: int, dim: int, ranks: int, blocks: tuple[int, ...]) -> list[Boxes]:
-    """Return the part of each tensor-parallel rank in the whole matrix. ``rows`` and ``columns``
-    are this rank's."""
+    """Return the part of each tensor-parallel rank in the whole matrix.
+
+    Args:
+        rows: number of rows of this rank's part.
+        columns: number of columns of this rank's part.
+        dim: dimension that is split: rows (0) or columns (1).
+        ranks: number of tensor-parallel ranks.
+        blocks: a rank's length of each block along ``dim``; empty for one block.
+    """
     blocks = blocks or ((rows, columns)[dim],)
     cuts = [Partition(dim, blocks, rank, ranks).cuts for rank in range(ranks)]
     whole = [Box((0, 0), (rows, columns))]
@@ -354,10 +361,8 @@ class ShardRegion:
 
 
 def region_of(param: Tensor) -> ShardRegion:
-    """Return the elements of the whole parameter that a tensor has.
-
-    A DTensor has a box. A flat range is described by its ``ShardInfo``. Any other tensor is whole.
-    """
+    """Return the elements of the whole parameter that a tensor has: a box for a DTensor, a flat
+    range for a tensor with such a ``ShardInfo``, and all elements for any other tensor."""
     if is_dtensor(param) and _is_box(param):
         (chunk,) = param.__create_chunk_list__()  # type: ignore[no-untyped-call]
         return ShardRegion(param.shape, tuple(chunk.offsets))
@@ -424,16 +429,17 @@ class ParamLayout:
     """The device of a model's own tensor, and its split over ranks.
 
     Attributes:
-        device: device of the tensor, independent of the place where the parameter is stepped.
-        mesh: the ranks over which it is split; None if it is not on a mesh.
-        placements: its placement along each mesh dimension.
+        device: device of the model's tensor, independent of the place where the parameter is
+            stepped.
+        mesh: the device mesh over which the tensor is split; None if it is not on a mesh.
+        placements: placement along each mesh dimension.
         shape: shape of the whole parameter on the mesh. For a flat range, the shape of the
-            flattened tensor, which tensor parallelism may have split before.
-        stride: strides of that shape.
-        flat: for a flat range, the ranges of the other ranks.
+            flattened tensor, which may be a tensor-parallel part.
+        stride: strides for ``shape``.
+        flat: for a flat range, the ranges of all ranks; else None.
         blocks: for a tensor-parallel part, a rank's length of each block along the split dimension;
             empty for one block.
-        tensor_parallel: the ranks that have the other tensor-parallel parts.
+        tensor_parallel: the ranks that have the other tensor-parallel parts, or None.
         cut_dim: dimension of the matrices that tensor parallelism splits: rows (0) or columns (1).
     """
 
@@ -448,7 +454,7 @@ class ParamLayout:
     cut_dim: int | None = None
 
     def _whole_matrices(self) -> list[Placement]:
-        """Return the placements with the last two dimensions not split. Other dimensions stay
+        """Return placements in which the last two dimensions are not split. Other dimensions stay
         split."""
         if not self.placements:
             return []
@@ -476,11 +482,20 @@ class ParamLayout:
         return math.ceil(math.prod(self.shape) / math.prod(map(self.mesh.size, axes)))
 
     def gather(self, local: Tensor) -> Tensor:
-        """Return the whole matrices of this rank's part, on the mesh's device. Collective."""
+        """Return this rank's matrices as whole matrices, on the mesh's device. Collective.
+
+        Args:
+            local: this rank's part of the parameter.
+        """
         return self._move(local, self.placements, self._whole_matrices())
 
     def own(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of the result of :meth:`gather`, without communication."""
+        """Return this rank's part of whole matrices that :meth:`gather` returned, without
+        communication.
+
+        Args:
+            whole: the whole matrices.
+        """
         return self._move(whole, self._whole_matrices(), self.placements)
 
     def is_shared(self, blockwise: bool) -> bool:
@@ -536,7 +551,8 @@ class ParamLayout:
         return parts_of_blocks(tuple(shape), dim, ranks, self.blocks)
 
     def matrix_groups(self, blockwise: bool) -> tuple[ProcessGroup, ...]:
-        """Return the process groups that span the grid of :meth:`matrix_parts`, one per axis."""
+        """Return the process groups that span the grid of :meth:`matrix_parts`, one group for each
+        axis."""
         if self.flat is not None:
             _, ranks, _ = self.flat.cut(self.shape, blockwise)
             tensor_parallel = self.flat.tensor_parallel if ranks > 1 else None

@@ -1,5 +1,5 @@
-"""Tensors of slots: gradients, local shards, lists with cached properties, and fingerprints of
-parameters that detect outside changes."""
+"""Tensors of slots: gradients, local shards, lists with cached properties, and fingerprints that
+detect changes of parameters by other code."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _NBYTES = operator.attrgetter("nbytes")
 _DTYPE = operator.attrgetter("dtype")
 _DICT, _GRAD = operator.attrgetter("__dict__"), operator.attrgetter("grad")
 _LEAST_ADDRESS = 1 << 38
-"""Larger than any offset in a storage (256 GiB), and smaller than the addresses that most processes
-get."""
+"""An address that is larger than any offset in a storage (256 GiB), and smaller than the addresses
+that most processes get."""
 _PIECE = 1 << 16
-"""Elements of a main param that are compared with the model's parameter at a time."""
+"""Number of elements of a main param that are compared with the model's parameter at a time."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by element size, in bytes."""
 
 
 class CachedTensorList(list[Tensor]):
-    """Plain tensors with memory that does not move while the list is used; each property is read
-    once.
+    """A list of plain tensors that reads each property of its tensors once. The memory of the
+    tensors must not move while the list is used.
 
     Attributes:
         addresses: ``data_ptr`` of each tensor.
-        sizes: ``numel`` of each tensor.
-        own_sizes: ``numel`` of each tensor, never copied from another list, as ``sizes`` may be.
+        sizes: ``numel`` of each tensor; may be copied from another list.
+        own_sizes: ``numel`` of each tensor; never copied.
         stored: True if no tensor's memory was freed (``untyped_storage().resize_(0)``).
         dtypes: set of the dtypes.
         devices: set of the devices.
@@ -72,7 +72,7 @@ class CachedTensorList(list[Tensor]):
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> CachedTensorList:
-        """Return ``tensors`` as a CachedTensorList."""
+        """Return tensors as a CachedTensorList; a CachedTensorList is returned unchanged."""
         return tensors if isinstance(tensors, CachedTensorList) else cls(tensors)
 
     @cached_property
@@ -142,8 +142,8 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return a rank's plain tensor: the local shard of a DTensor, or the tensor itself, detached
-    from autograd."""
+    """Return this rank's plain tensor, detached from autograd: the local shard of a DTensor, or the
+    tensor itself."""
     if is_dtensor(tensor):
         tensor = tensor.to_local()
         # FSDP2 may return an AsyncCollectiveTensor, but placement and kernels need a plain tensor.
@@ -160,7 +160,7 @@ def device_of(param_groups: ParamGroups) -> torch.device:
 def whole_tensor(tensor: DTensor) -> Tensor:
     """Return the full tensor of a DTensor. Collective.
 
-    A shard on the host is copied to the mesh's device first, which the collective needs.
+    A shard on the host is copied to the mesh's device first, because the collective needs it there.
     """
     there: Any = tensor.to(tensor.device_mesh.device_type)
     whole: Tensor = there.full_tensor()
@@ -181,8 +181,8 @@ GRADIENT_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 
 
 def current_grad(param: Tensor) -> Tensor | None:
-    """Return a parameter's gradient of this step: ``main_grad``, else ``decoupled_grad``, else
-    ``grad``."""
+    """Return the gradient that the next step uses: ``main_grad``, else ``decoupled_grad``, else
+    ``grad``; None if there is none."""
     for attribute in ("main_grad", "decoupled_grad", "grad"):
         grad: Tensor | None = getattr(param, attribute, None)
         if grad is not None:
@@ -385,7 +385,7 @@ class ParamWatcher:
         self.extend(list(params))
 
     def extend(self, params: Sequence[Tensor]) -> None:
-        """Add parameters with their present fingerprints."""
+        """Append parameters, and record their present fingerprints."""
         plain = are_plain(params)
         self.params += params
         columns: Iterable[tuple[list[Any], list[Any]]]
@@ -395,7 +395,7 @@ class ParamWatcher:
         self.plain = self.plain and plain
 
     def look(self, params: Sequence[Tensor]) -> None:
-        """Replace all parameters and fingerprints by the present ones."""
+        """Replace all recorded parameters, and record their present fingerprints."""
         self.plain = are_plain(params)
         self.fingerprints, self.params = ParamFingerprints.of(params, self.plain), list(params)
 

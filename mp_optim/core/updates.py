@@ -71,7 +71,7 @@ class StepPlan(tuple[Slot, ...]):
         return plan
 
     def at(self, indices: Sequence[int]) -> StepPlan:
-        """Return another plan, of the slots at some indices."""
+        """Return a new plan of the slots at some indices."""
         return StepPlan(
             [self[index] for index in indices],
             [self.shard_groups[index] for index in indices],
@@ -104,21 +104,23 @@ class SlotUpdate(NamedTuple):
     Attributes:
         slot: the parameter's slot.
         grad: local gradient in any floating dtype, on the device where the slot is stepped. An
-            executor that places slots also accepts it on the gradient's own device.
+            executor that places slots also accepts the gradient on its own device.
         multiplier: factor of the gradient, rounded to FP32: inverse loss scale times clip
-            coefficient. A :class:`DeviceMultiplier` for backends that read it from device memory.
+            coefficient. A :class:`DeviceMultiplier` for backends that read the factor from device
+            memory.
         output: the model's local parameter, which gets the new value in its own dtype; None if the
-            stepped tensor is the parameter itself. If its value is not the rounded main param, the
-            step starts from it.
+            stepped tensor is the parameter itself. If the parameter is not the rounded main param,
+            the step starts from the parameter's value.
         shard_groups: process groups over which the parameter is split, for rules that need norms of
             whole parameters. Empty if the local tensor is the whole parameter.
         stream: random stream of the parameter in the lower 32 bits, and the index of the first
-            local element above them (:func:`stream_of`). None derives it from the slot's name.
+            local element above them (:func:`stream_of`). None derives the stream from the slot's
+            name.
         layout: device and split of the model's own tensor, for rules that need whole matrices. None
             if the stepped tensor is the whole parameter, on its device.
         changed: bitmap of the row-major local elements (``mp_optim/core/weight_delta.py``), padded
             to whole 64-bit words, on the device where the slot is stepped. The step sets the bits
-            of changed weights and clears none. None if changes are not tracked.
+            of changed weights and clears no bit. None if changes are not tracked.
     """
 
     slot: Slot
@@ -177,7 +179,7 @@ class SlotUpdates(Sequence[SlotUpdate]):
         return len(self.slots)
 
     def __getitem__(self, index: int) -> SlotUpdate:  # type: ignore[override]
-        """Return the update at an index. Use :meth:`take` for several."""
+        """Return the update at an index. For several updates use :meth:`take`."""
         return SlotUpdate(
             self.slots[index],
             self.grads[index],

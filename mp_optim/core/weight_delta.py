@@ -94,8 +94,8 @@ class WeightDelta:
         """Return the delta as the bytes of a safetensors file.
 
         Args:
-            bitmaps: True to store a bitmap of the changed elements where that is smaller than gaps,
-                and no indices where all have values. TRL's reader supports only gaps.
+            bitmaps: True to store a bitmap of the changed elements if it is smaller than the gaps,
+                and no indices if all elements have values. TRL's reader supports only gaps.
         """
         tensors: dict[str, Tensor] = {}
         for patch in self.patches:
@@ -241,8 +241,8 @@ _PLACES = [1 << bit for bit in range(8)]
 
 
 def packed_bits(indices: Tensor, numel: int) -> Tensor:
-    """Return a bitmap of ``numel`` bits, uint8, with the bits at ``indices`` set. Element i is bit
-    i % 8 of byte i // 8."""
+    """Return a bitmap of ``numel`` bits with the bits at ``indices`` set: uint8, where element i is
+    bit i % 8 of byte i // 8."""
     flags = torch.zeros(-(-numel // 8) * 8, dtype=torch.uint8, device=indices.device)
     flags[indices] = 1
     places = torch.tensor(_PLACES, dtype=torch.uint8, device=indices.device)
