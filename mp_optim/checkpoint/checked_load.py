@@ -286,7 +286,7 @@ def _targets_of(
             where = staged if is_staged else live
             where[name] = _new_like(value, saved.get(name)) if is_staged else value
         elif is_scale(key) and base in tensors and _differs(base, tensors[base], saved):
-            continue  # A scale is read together with its tensor.
+            continue  # A scale is read together with its tensor, so it has no target of its own.
         elif differs or key == STEP:
             staged.update(_as_saved(name, value, saved))
         else:

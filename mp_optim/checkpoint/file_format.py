@@ -235,8 +235,8 @@ class Index:
 def as_json(index: Index) -> bytes:
     """Return the content of ``index.json``.
 
-    Most entries are one box with the whole tensor. They have dtype, shape, number of the file and
-    first byte.
+    Most entries are one box with the whole tensor. Such an entry has dtype, shape, number of the
+    file and first byte.
     """
     files = sorted(index.sums)
     number = {name: at for at, name in enumerate(files)}

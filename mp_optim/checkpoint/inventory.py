@@ -85,7 +85,7 @@ class Inventory:
 
     @cached_property
     def chunks(self) -> list[tuple[str, nn.Module]]:
-        """Each chunk with the prefix of its names."""
+        """Each chunk of the model, after the prefix of its parameter names."""
         return prefixed(chunks_of(self.models))
 
     def _canonical(

@@ -162,8 +162,8 @@ def save(
     }
     content = packed(common, ranks)
     target = Path(ranks.broadcast_result("preparing a checkpoint", lambda: str(begin(Path(path)))))
-    # Leave out copies of tensors that another of these ranks saves. They are tied embeddings, which
-    # ZeRO may cut differently on another pipeline stage.
+    # Leave out copies of tensors that another of these ranks saves. Such copies are tied
+    # embeddings, which ZeRO may cut differently on another pipeline stage.
     members = ranks.members()
     copies = {name for name, owner in own.parallel.copies.items() if owner in members}
     writing: Writing | None = None
@@ -454,8 +454,8 @@ def _concerned(
 ) -> set[Hashable]:
     """Return keys of all objects that two background saves must not share.
 
-    They are the path (for a version, the path of its directory), the objects with leased memory,
-    and a process group of the caller.
+    The keys identify the path (for a version, the path of its directory), the objects with leased
+    memory, and a process group of the caller.
     """
     objects: list[object] = [*chunks_of(model), stack, group]
     keys: set[Hashable] = {id(value) for value in objects if value is not None}

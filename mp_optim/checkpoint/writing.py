@@ -58,7 +58,7 @@ from mp_optim.process_groups.agreement import Ranks
 LENT_FROM = 16 << 10
 """Bytes of a tensor above which a lease costs less than a copy."""
 FILE_FROM = 16 << 20
-"""Bytes of tensors for which one more file and thread pay."""
+"""Bytes of tensors per data file. A smaller file would not pay for its thread."""
 _MOST_FILES = 8
 _TINY = 64
 """Largest bytes of equal tensors that a file has only once, such as step counts."""
@@ -476,8 +476,8 @@ def _written(
 
 
 class _SummedFile:
-    """A new file with checksums of its blocks. They are computed before the bytes are written, so
-    that they are of the intended bytes.
+    """A new file with checksums of its blocks. The checksums are computed before the bytes are
+    written, so that a faulty write does not change the checksums.
 
     One buffer is filled while another buffer is written in the background.
     """

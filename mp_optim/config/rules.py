@@ -150,8 +150,8 @@ class Moment:
             shape.
         elementwise: True if the moment has one element per parameter element and is sharded like
             the parameter. Otherwise every rank with a shard of the parameter keeps the whole
-            moment, with the same bits. This is so, too, if plain tensor parallelism shards the
-            parameter along a dimension that the moment lacks.
+            moment, with the same bits. Plain tensor parallelism along a dimension that the moment
+            lacks also leaves the moment whole.
     """
 
     name: str

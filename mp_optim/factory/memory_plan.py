@@ -149,7 +149,8 @@ def plan_rank(
     else:
         stepped, model_params = named, sum(param.nbytes for _, param in named)
         trained = [param for _, param in named if param.requires_grad]
-        # Gradients have the parameter's dtype; those of 8-bit parameters have 16 bits.
+        # Gradients have the parameter's dtype, except that gradients of 8-bit parameters have 16
+        # bits.
         grads = sum(param.numel() * max(param.itemsize, 2) for param in trained)
     model = nn.Module()
     # Write to ``_parameters``, because register_parameter() refuses names with dots.

@@ -87,10 +87,10 @@ class BackwardScheduler:
     Attributes:
         worker: the worker thread.
         buckets: buckets that backward may begin, in the order in which gradients are expected.
-        counts: number of buckets that were published as speculated (``speculation_hits``), of
-            buckets that were stepped again (``speculation_redone``), of steps in which speculation
-            paused (``speculation_paused``), and of buckets whose gradients changed after backward
-            (``speculation_stale``).
+        counts: counts by name. ``speculation_hits``: buckets that were published as speculated.
+            ``speculation_redone``: buckets that were stepped again. ``speculation_paused``: steps
+            in which speculation paused. ``speculation_stale``: buckets whose gradients changed
+            after backward.
         released: gradients that only the host has.
         grads: reports gradients as they arrive, and compares them with the gradients of jobs.
         is_last_microbatch: True if arriving gradients are complete.
@@ -253,8 +253,8 @@ class BackwardScheduler:
         self.speculates = self._speculation is not None and self._speculation.is_on
 
     def _begin(self, bucket: BackwardBucket) -> None:
-        """Submit gradients of a bucket to the worker: all that arrived, or with
-        ``release_gradients`` those that can be released."""
+        """Submit gradients of a bucket to the worker. With ``release_gradients`` these are the
+        gradients that can be released, otherwise all gradients that arrived."""
         releases, released = self._host_part.releases, self.released
         if releases:
             grads = released.take_from(bucket)
@@ -264,7 +264,8 @@ class BackwardScheduler:
         if not updates:
             return
         # NOTE: a cancelled job of this bucket may still run, and write to the bucket's staging
-        # memory. This thread must not write there. Jobs of one bucket run one after the other.
+        # memory. This thread must not write to that memory. Jobs of one bucket run one after the
+        # other.
         destination = (
             released.destination_for(updates, bucket)
             if releases
@@ -388,7 +389,7 @@ class BackwardScheduler:
         self.grads.stop()
 
     def discard(self) -> None:
-        """Discard the jobs begun during backward; the step repeats them."""
+        """Discard the jobs begun during backward. The step repeats the discarded jobs."""
         if self.released.held:
             try:
                 self._finish_jobs()
@@ -509,7 +510,8 @@ class BackwardScheduler:
 
 
 class Worker:
-    """One thread for jobs. It starts with the first job, and again after a failure or a fork.
+    """One thread that runs jobs. The thread starts with the first job, and again after a failure or
+    a fork.
 
     Args:
         name: name of the thread.

@@ -18,9 +18,9 @@ parameters in place. A plan on the meta device is for an accelerator and counts 
 
 Slots in windows have no staging with ``sync``. In the other modes they have staging for the
 gradients of all buckets: on the host with ``optimizer_state_path``, and streamed with
-``release_gradients``. Slots in windows have no back buffer. Windows of a file take host memory,
-:func:`~mp_optim.offload.state_storage.windows_held` of them. A model in host memory has no staging
-for gradients that are not released.
+``release_gradients``. Slots in windows have no back buffer. Host memory holds
+:func:`~mp_optim.offload.state_storage.windows_held` windows of a file. A model in host memory has
+no staging for gradients that are not released.
 
 :func:`plan_staging` cuts buckets and sizes staging, and
 :class:`~mp_optim.offload.speculation.DoubleBuffer` sizes the back buffer. The planner

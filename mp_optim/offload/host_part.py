@@ -180,8 +180,8 @@ class HostPart:
         )
 
     def _step_together(self) -> None:
-        """Tell the executor which slots share a launch: those of a bucket, or all slots in
-        windows."""
+        """Register with the executor the slots that share a launch: the slots of a bucket, or
+        all slots in windows."""
         sets: dict[int, list[list[int]]] = {}
         together: Sequence[Sequence[Slot]] = [[slot.slot for slot in self.slots]]
         if self.pipeline is None and self.buckets is not None:
@@ -256,7 +256,8 @@ class HostPart:
 
 
 class MemoryUse:
-    """Planned and allocated bytes of a host part, and the purposes whose growth was reported.
+    """Planned and allocated bytes of host memory, by purpose. Growth beyond the plan is reported
+    once.
 
     Args:
         part: the offloaded slots.

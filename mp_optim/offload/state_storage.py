@@ -203,7 +203,7 @@ be written."""
 
 
 class MemoryStorage:
-    """Main params and state in host memory. Windows are views of them."""
+    """Main params and state in host memory. A window consists of views of these tensors."""
 
     form = WindowForm()
     read = written = allocated = 0
@@ -404,8 +404,8 @@ class FileStorage:
         self._memory: Tensor | None = None
 
     def window_sizes(self, sizes: Sequence[int], smallest: int, most: int, lag: int) -> list[int]:
-        """Return equal window sizes of at most ``most`` bytes. If all state is smaller than
-        these windows, they have about all of it."""
+        """Return equal window sizes of at most ``most`` bytes. If all state is smaller, the
+        windows together have about its size."""
         count = windows_held(lag)
         share = -(-sum(sizes) // count)
         wanted = blocks_bytes(max(share, smallest, DISK_BLOCK))

@@ -67,7 +67,7 @@ class StackOptimizer(WrappedOptimizer):
 
     The first step or the first read of state builds the executor and the main params. Until then
     parameters may be replaced by ``fully_shard``, by accelerate or by ``model.to(...)``. With
-    ``release_gradients`` the constructor builds them.
+    ``release_gradients`` the constructor builds the executor and the main params.
 
     Args:
         params: parameters, named parameters or param groups, of any mix of bfloat16, float16 and

@@ -188,7 +188,8 @@ def with_settings(cls: type[T]) -> type[T]:
     ]
     init.__signature__ = inspect.Signature([*own, *shared], return_annotation=None)
     del init.__annotations__["settings"]
-    if cls.__doc__ and StackSettings.__doc__:  # Docstrings are missing under ``python -OO``.
+    # ``python -OO`` drops docstrings, so there is nothing to extend.
+    if cls.__doc__ and StackSettings.__doc__:
         meanings = inspect.cleandoc(StackSettings.__doc__).partition("Attributes:\n")[2]
         cls.__doc__ = f"{inspect.cleandoc(cls.__doc__)}\n{meanings}\n\n{_RAISES}"
     return cls

@@ -521,7 +521,7 @@ def check_group_settings(where: str, group: Mapping[str, Any], rule: str) -> Non
         rule: ``optimizer`` of the config.
 
     Raises:
-        ValueError: a key is not a setting, and resembles one.
+        ValueError: a key is not a setting, and resembles the name of a setting.
     """
     known = [*_SETTINGS_OF_ANY, *RULES[rule].overrides]
     for name, value in group.items():

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, and return the exit status.
 
     Args:
-        arguments: name and arguments of the command; None for those of this process.
+        arguments: name and arguments of the command; None for the arguments of this process.
 
     Raises:
         SystemExit: help was printed (0), or the arguments are invalid (2).
@@ -141,8 +141,8 @@ def model_errors(model: str) -> Iterator[None]:
 
 
 def console() -> Console:
-    """Return a console for stdout. It is as wide as the terminal; in a pipe or file it is as
-    wide as the tables need."""
+    """Return a console for stdout that is as wide as the terminal. In a pipe or file the console
+    is as wide as the tables need."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else WIDE)

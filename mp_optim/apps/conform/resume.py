@@ -259,8 +259,8 @@ def state_dicts_by_name_resume(make: Make) -> None:
 
 @should()
 def asking_for_state_is_no_step(make: Make) -> None:
-    """get_optimizer_state_dict before the first step does not change later steps. It takes a
-    step to create state, which must not count."""
+    """get_optimizer_state_dict before the first step does not change later steps. That call
+    takes a step to create state, and the step must not count."""
     plain, asked = layers(), layers()
     train(plain, make(plain.parameters()), 2)
     optimizer = make(asked.parameters())

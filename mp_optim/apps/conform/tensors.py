@@ -42,7 +42,10 @@ def steps_of_shape(make: Make, *shape: int) -> None:
             param.grad = noise(*param.shape, seed=step)
         step_or_refuse(optimizer, params)
     for old, new in zip(before, params, strict=True):
-        require(new.shape == old.shape, f"{tuple(old.shape)} became {tuple(new.shape)}")
+        require(
+            new.shape == old.shape,
+            f"a parameter of {tuple(old.shape)} has shape {tuple(new.shape)} after a step",
+        )
         moved = bool((old != new.detach()).any()) or not old.numel()
         require(moved and new.isfinite().all(), f"a parameter of {tuple(old.shape)} is not stepped")
 

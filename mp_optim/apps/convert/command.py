@@ -147,7 +147,7 @@ def write(state: foreign.ForeignState, options: Options) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Convert, print a summary, and return the exit status."""
+    """Convert the source into the target, print a summary, and return the exit status."""
     prog = "mp-optim convert"
     options = tyro.cli(Options, args=arguments, prog=prog, description=__doc__)
     state = read(options)

@@ -55,7 +55,7 @@ class ForeignState:
         state: state tensors of each parameter: ``step`` (FP32, 0-d), moments under torch's keys
             (``exp_avg``, ``exp_avg_sq``, ``momentum_buffer``, ...) in the parameter's shape, and an
             optional ``master_param`` (FP32). Empty for a parameter without a step.
-        grad_scaler: Megatron's dynamic loss scale; None without one.
+        grad_scaler: Megatron's dynamic loss scale; None without a loss scale.
     """
 
     groups: tuple[ForeignGroup, ...]

@@ -123,7 +123,7 @@ def _check_pickles(file: BinaryIO) -> None:
                 f"its record {record.filename!r} is compressed; save the file with torch.save"
             )
         if record.filename.endswith(".pkl"):
-            # Do not use ZipFile.read: it needs checksums, and torch can omit them.
+            # Do not use ZipFile.read, because it needs checksums, which torch can omit.
             file.seek(record.header_offset + 26)
             lengths = struct.unpack("<HH", file.read(4))
             file.seek(sum(lengths), os.SEEK_CUR)

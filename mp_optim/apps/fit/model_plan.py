@@ -63,8 +63,8 @@ def specs_of(source: Any, dtype: torch.dtype | None = None) -> list[ParamSpec]:
     Args:
         source: a module (on any device, also meta), a list of modules, a ``transformers`` config
             (its model is built on the meta device), or parameter specs.
-        dtype: dtype that replaces the source's dtypes; None keeps them. A config without a dtype is
-            taken as bfloat16.
+        dtype: dtype that replaces the source's dtypes; None keeps the source's dtypes. A config
+            without a dtype is taken as bfloat16.
 
     Raises:
         TypeError: the source has another type.
@@ -106,8 +106,8 @@ def _meta_model(config: Any, dtype: torch.dtype | None) -> Any:
 
 
 Sharding = Literal["no_shard", "fsdp2"]
-"""Tensors that data-parallel ranks shard: ``no_shard`` for those of the config's distributed
-optimizer, or ``fsdp2`` for parameters, gradients and state."""
+"""Tensors that data-parallel ranks shard. ``no_shard``: only the tensors that the config's
+distributed optimizer shards. ``fsdp2``: parameters, gradients and state."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,8 @@ def _model_shard(specs: Sequence[ParamSpec], layout: Layout) -> list[ParamSpec]:
 def _split(shape: tuple[int, ...], tp: int, whole: bool) -> tuple[int, ...]:
     if tp == 1 or whole or len(shape) < 2:
         return shape
-    # Only the last two dimensions are of a matrix; others number the matrices of a stack.
+    # Only the last two dimensions belong to a matrix; other dimensions number the matrices of a
+    # stack.
     for dim in range(len(shape) - 2, len(shape)):
         if shape[dim] % tp == 0:
             return (*shape[:dim], shape[dim] // tp, *shape[dim + 1 :])

@@ -42,7 +42,8 @@ class Options:
     main_params: Literal["fp32", "remainder16", "remainder8", "none"] | None = None
     """Storage format of the main params of bf16 parameters."""
     offload_mode: Literal["sync", "overlap", "speculative"] | None = None
-    """Jobs of the host during backward."""
+    """sync: the host begins in step(). overlap: gradients are copied to the host during
+    backward. speculative: the host also steps parameters during backward."""
     release_gradients: bool = False
     """True to free gradients on the accelerator during backward. The default of offload-mode is
     then overlap."""

@@ -59,7 +59,7 @@ def _arguments(values: Mapping[str, Any]) -> str:
 
 
 def _imports(*lines: str) -> list[str]:
-    """Return import lines. They begin with the allocator's setting, because torch reads the
+    """Return import lines. The first line is the allocator's setting, because torch reads the
     setting when it is imported."""
     return ["import os", "", _ALLOCATOR, "", *lines, ""]
 

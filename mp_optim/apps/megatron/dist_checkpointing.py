@@ -94,8 +94,8 @@ def _key_of(part: MegatronOptimizer, slot: Slot, key: str, is_distributed: bool)
 
 @dataclass(frozen=True)
 class _Part:
-    """The parameters that one optimizer of Megatron's chain steps. They belong to one part of the
-    stack.
+    """The parameters that one optimizer of Megatron's chain steps. All these parameters belong to
+    one part of the stack.
 
     Attributes:
         index: index of the part in the stack.
@@ -113,7 +113,7 @@ class _Part:
         return self.rule is None or group.get("optimizer") == self.rule
 
     def tensors(self, of_part: Mapping[int, Any]) -> dict[int, Any]:
-        """Return the tensors of these parameters, by the running index of their slots."""
+        """Return the tensors of this part's parameters, by the running index of their slots."""
         groups = self.part.param_groups
         slots = enumerate(self.part.slots())
         held = {index for index, slot in slots if self.holds(groups[slot.group])}

@@ -68,7 +68,7 @@ def get_megatron_optimizer(
     if dump_param_to_param_group_map is not None:
         raise ValueError(
             f"dump_param_to_param_group_map={dump_param_to_param_group_map!r}: print "
-            "optimizer.describe() instead, and leave it unset"
+            "optimizer.describe() instead, and leave the argument unset"
         )
     if type(model_chunks[0]).__name__ == "MimoModel":
         raise ValueError(
@@ -192,7 +192,7 @@ def install(**settings: Any) -> None:
 
     Args:
         settings: fields of :class:`mp_optim.OptimizerConfig` that Megatron's config does not have,
-            such as ``offload_mode="speculative"``. They are added to Megatron's settings.
+            such as ``offload_mode="speculative"``. The fields are added to Megatron's settings.
 
     Raises:
         ImportError: Megatron is not installed.
