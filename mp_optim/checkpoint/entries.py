@@ -106,7 +106,9 @@ def _misfits(
                 is_each_ranks = here.is_stacked
             else:
                 is_each_ranks = name.startswith(STATE) and there.shape[1:] == tuple(here.shape)
-            if is_each_ranks:  # Tensor parallelism gives each shard scales of its own blocks.
+            # Each tensor-parallel shard has scales of its own blocks, so the number of ranks must
+            # not change.
+            if is_each_ranks:
                 text += " (one for each tensor-parallel rank: load it with as many)"
             misshaped.append(text)
         if there.dtype != here.dtype:

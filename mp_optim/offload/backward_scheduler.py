@@ -345,7 +345,8 @@ class BackwardScheduler:
             for (slot, version), value, staged in rows:
                 grad = grad_of(slot)
                 if grad is None or not grad.is_cpu:
-                    continue  # An accelerator measures its own gradients.
+                    # An accelerator measures its own gradients, so the job's sum is not used.
+                    continue
                 if self.grads.is_same(slot, version, grad, staged if compares else None):
                     yield slot, value
 

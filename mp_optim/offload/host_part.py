@@ -238,7 +238,7 @@ class HostPart:
         sizes = []
         for bucket in self.buckets.members:
             slots = map(elements.__getitem__, bucket)
-            # The gradient of a float8 parameter has 16 bits.
+            # The gradient of a float8 parameter has 16 bits, more than the parameter.
             sizes.append(sum(slot.numel * max(2, slot.dtype.itemsize) for slot in slots))
         return sum(sorted(sizes)[:-2])
 

@@ -184,8 +184,8 @@ class StackOptimizer(WrappedOptimizer):
     def check_param(name: str, param: Tensor, config: OptimizerConfig) -> None:
         if param.dtype not in _TRAINED:
             raise TypeError(
-                f"{name} is {param.dtype}: parameters are bfloat16, float16, "
-                "float32 or float8; convert the model, or freeze the parameter"
+                f"{name} is {param.dtype}: parameters must be bfloat16, float16, float32 or "
+                "float8; convert the model, or freeze the parameter"
             )
         has_no_main = config.param_remainder_bits == NO_REMAINDER.name
         if param.dtype == torch.float16 and has_no_main and config.keeps_remainders:

@@ -101,7 +101,7 @@ def a_checkpoint_is_resharded(make: Make) -> None:
         train(first, optimizer, 2, 3)
         train(second, fresh, 2, 3)
         for found, expected in zip(whole_weights(second), whole_weights(first), strict=True):
-            require_close(found, expected, 2e-5, "two steps after another layout took over")
+            require_close(found, expected, 2e-5, "two steps after loading in another layout")
 
 
 @should(ranks=2)

@@ -48,7 +48,7 @@ def as_without(make: Make, change: Callable[[Any], None]) -> None:
                 change(optimizer)
             step_or_refuse(optimizer, params)
         results.append(params)
-    require_same(results[1], results[0], "three steps later")
+    require_same(results[1], results[0], "three steps after the change")
 
 
 @must("adam", "adamw", "sgd", "lion")
@@ -101,7 +101,9 @@ def a_group_added_later_steps_as_new(make: Make) -> None:
                 alone[index].grad = noise(6, 8, seed=step)
                 singles[index].step()
             optimizer.step()
-        require_same(params, alone, f"a group added after {first} steps, against its own")
+        require_same(
+            params, alone, f"a group added after {first} steps, against an optimizer of its own"
+        )
 
 
 @should()
@@ -148,7 +150,7 @@ def keys_of_others_are_kept(make: Make) -> None:
     fresh = make(two_groups(layers().parameters()))
     fresh.load_state_dict(saved(optimizer))
     found = [group.get("its_name") for group in fresh.param_groups]
-    require(found == ["group 0", "group 1"], f"loaded: {found}")
+    require(found == ["group 0", "group 1"], f"after loading, its_name of the groups is {found}")
 
 
 @must()
@@ -160,7 +162,7 @@ def a_generator_of_parameters_is_taken(make: Make) -> None:
     require(count == 2, f"{count} of 2 parameters are in the group")
     before = weights(model)
     train(model, optimizer, 2)
-    require((weights(model)[1] != before[1]).any(), "nothing was trained")
+    require((weights(model)[1] != before[1]).any(), "the second parameter is not trained")
 
 
 @nice()
@@ -170,7 +172,7 @@ def named_parameters_are_taken(make: Make) -> None:
     optimizer = make_or_refuse(make, model.named_parameters())
     before = weights(model)
     train(model, optimizer, 2)
-    require((weights(model)[1] != before[1]).any(), "nothing was trained")
+    require((weights(model)[1] != before[1]).any(), "the second parameter is not trained")
 
 
 @should()
@@ -181,7 +183,7 @@ def a_parameter_in_two_groups_is_refused(make: Make) -> None:
         make([*two_groups(model.parameters()), {"params": list(model.parameters())[:1]}])
     except Exception:
         return
-    require(False, "one parameter is in two groups")
+    require(False, "a parameter in two groups was accepted")
 
 
 @nice()

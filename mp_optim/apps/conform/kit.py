@@ -258,7 +258,7 @@ def step_or_refuse(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -
     try:
         optimizer.step()
     except (TypeError, ValueError, NotImplementedError, AssertionError) as error:
-        require_same(params, before, "a step that was refused left its mark")
+        require_same(params, before, "parameters after a refused step")
         raise Refused(f"{type(error).__name__}: {error}") from error
 
 

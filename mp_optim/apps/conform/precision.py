@@ -92,7 +92,9 @@ def a_step_without_numbers_is_skipped(make: Make) -> None:
     scaler.step(optimizer)
     scaler.update()
     require_same(weights(model), before, "weights after a step that overflowed")
-    require_same(tensors_in(optimizer.state_dict()["state"]), state, "state after it")
+    require_same(
+        tensors_in(optimizer.state_dict()["state"]), state, "state after a step that overflowed"
+    )
     require(scaler.get_scale() == 128.0, "the loss scale did not decrease")
 
 
@@ -178,7 +180,7 @@ def a_compiled_step_is_the_same(make: Make) -> None:
             taken()
         results.append(weights(model))
     for compiled, plain in zip(results[1], results[0], strict=True):
-        require_close(compiled, plain, 1e-5, "compiled")
+        require_close(compiled, plain, 1e-5, "after two compiled steps")
 
 
 @nice()

@@ -109,7 +109,7 @@ def a_state_loads_over_another(make: Make) -> None:
     model.load_state_dict(then)
     optimizer.load_state_dict(state)
     train(model, optimizer, 3, 3)
-    require_same(weights(model), expected, "the same three steps, after going back")
+    require_same(weights(model), expected, "three steps repeated after loading")
 
 
 @must()
@@ -136,7 +136,7 @@ def settings_are_saved(make: Make) -> None:
     fresh = make([{"params": [param]} for param in copy.deepcopy(model).parameters()])
     fresh.load_state_dict(saved(optimizer))
     found = [float(group["lr"]) for group in fresh.param_groups]
-    require(found == rates, f"lr {found} instead of {rates}")
+    require(found == rates, f"lr is {found} after loading, not {rates}")
 
 
 @must()
@@ -157,7 +157,7 @@ def a_loaded_state_is_a_copy(make: Make) -> None:
         each.load_state_dict(state)
     train(others[0], copies[0], 3, 2)
     train(others[1], copies[1], 3, 2)
-    require_same(weights(others[1]), weights(others[0]), "the second that was loaded from it")
+    require_same(weights(others[1]), weights(others[0]), "the second optimizer with the state")
 
 
 @must()
@@ -170,9 +170,9 @@ def another_models_state_is_refused(make: Make) -> None:
         optimizer.load_state_dict(saved(smaller))
     except Exception:
         after = tensors_in(optimizer.state_dict()["state"])
-        require_same(after, before, "the state after the load that was refused")
+        require_same(after, before, "the state after a refused load")
         return
-    require(False, "a state of one parameter was loaded into an optimizer of two")
+    require(False, "a state of one parameter was loaded into an optimizer of two parameters")
 
 
 @should()
@@ -205,7 +205,7 @@ def weights_loaded_alone_are_stepped_from(make: Make) -> None:
         train(model, optimizer, 1, 3)
         for now in weights(model):
             off = float((now.float() - 3.0).abs().max())
-            require(off < 1.5, f"{dtype}: a step after loading weights of 3.0 leaves {off:.3g} off")
+            require(off < 1.5, f"{dtype}: a step changes loaded weights of 3.0 by {off:.3g}")
 
 
 @must()
@@ -230,7 +230,9 @@ def goes_on_as(make: Make, copied: Callable[[Any], Any]) -> None:
         other, its_own = copied((model, optimizer))
         train(model, optimizer, 2, first)
         train(other, its_own, 2, first)
-        require_same(weights(other), weights(model), f"a copy after {first} steps, two later")
+        require_same(
+            weights(other), weights(model), f"a copy made after {first} steps, two steps later"
+        )
 
 
 @should()
@@ -266,4 +268,6 @@ def asking_for_state_is_no_step(make: Make) -> None:
     optimizer = make(asked.parameters())
     get_optimizer_state_dict(asked, optimizer)
     train(asked, optimizer, 2)
-    require_same(weights(asked), weights(plain), "after its state dict was asked for early")
+    require_same(
+        weights(asked), weights(plain), "after get_optimizer_state_dict before the first step"
+    )

@@ -183,7 +183,7 @@ def a_late_parameter_is_stepped_as_a_new_one(make: Make) -> None:
         late.grad = noise(4, 6, seed=9) if step == 4 else None
         optimizer.step()
     alone = take_steps(make, noise(4, 6, seed=1), [noise(4, 6, seed=9)], lr=0.01, weight_decay=0.0)
-    require_close(late, alone, 1e-6, "its first step is not that of a parameter of its own")
+    require_close(late, alone, 1e-6, "the first step of a late parameter, against a new optimizer")
 
 
 @must("adam", "adamw", "sgd", "lion")
@@ -195,7 +195,9 @@ def steps_without_a_gradient_do_not_count(make: Make) -> None:
     settings = {"lr": 0.01, "weight_decay": 0.1}
     start = noise(4, 6, seed=5)
     found = take_steps(make, start, with_gap, **settings)
-    require_close(found, take_steps(make, start, given, **settings), 1e-6, "after the gap")
+    require_close(
+        found, take_steps(make, start, given, **settings), 1e-6, "after steps without a gradient"
+    )
 
 
 @must()
@@ -207,7 +209,9 @@ def no_gradient_is_no_step(make: Make) -> None:
         used.grad = noise(4, 6, seed=step)
         optimizer.step()
     require_same([unused], [noise(4, 6, seed=1)], "the parameter without gradient")
-    require(not torch.equal(used.detach(), noise(4, 6)), "the one with a gradient did not move")
+    require(
+        not torch.equal(used.detach(), noise(4, 6)), "the parameter with a gradient did not move"
+    )
 
 
 @must()
@@ -259,7 +263,10 @@ def torchs_schedulers_drive_it(make: Make) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (step + 1))
     for step in range(4):
         found = float(optimizer.param_groups[0]["lr"])
-        require(math.isclose(found, rate / (step + 1), rel_tol=1e-5), f"lr {found} at step {step}")
+        require(
+            math.isclose(found, rate / (step + 1), rel_tol=1e-5),
+            f"lr is {found} at step {step}, not {rate / (step + 1)}",
+        )
         train(model, optimizer, 1, step)
         scheduler.step()
 
@@ -334,7 +341,7 @@ def gradients_are_left_alone(make: Make) -> None:
             before = [param.grad.clone() for param in model.parameters() if param.grad is not None]
             optimizer.step()
             after = [param.grad for param in model.parameters() if param.grad is not None]
-            require(len(after) == len(before), "the gradients are gone")
+            require(len(after) == len(before), "the step removed gradients")
             require_same(after, before, f"the gradients after step {step + 1}, {settings}")
 
 
@@ -357,8 +364,11 @@ def steps_with_closure(make: Make) -> None:
         returned = optimizer.step(closure)  # type: ignore[arg-type]
         require(enabled, "the closure was not called")
         require(all(enabled), "the closure was called with gradients disabled")
-        require(returned is not None and float(returned) == 7.0, f"step returned {returned}")
-    require(not torch.equal(weights(model)[0], before[0]), "two steps moved nothing")
+        require(
+            returned is not None and float(returned) == 7.0,
+            f"step returned {returned}, not the loss 7.0",
+        )
+    require(not torch.equal(weights(model)[0], before[0]), "two steps did not change the weights")
 
 
 @must()
@@ -388,7 +398,7 @@ def hooks_run(make: Make) -> None:
     train(model, optimizer, 1)
     optimizer.load_state_dict(optimizer.state_dict())
     expected = ["before", "after", "saves", "saved", "loads", "loaded"]
-    require(seen == expected, f"of six hooks ran: {seen}")
+    require(seen == expected, f"the hooks that ran are {seen}, not {expected}")
 
 
 @should("adam", "adamw", "sgd", "lion")
@@ -404,7 +414,7 @@ def a_nan_stays_where_it_is(make: Make) -> None:
         if torch.equal(found, start):
             continue
         found[3, 5] = clean[3, 5]
-        require_same([found], [clean], f"elements beside a gradient of {bad}")
+        require_same([found], [clean], f"elements next to a gradient of {bad}")
 
 
 @should()
@@ -435,7 +445,7 @@ def maximize_climbs(make: Make) -> None:
     gradients = [noise(4, 6, seed=step) for step in range(3)]
     found = take_steps(make, noise(4, 6), gradients, maximize=True)
     expected = take_steps(make, noise(4, 6), [-gradient for gradient in gradients])
-    require_close(found, expected, 1e-6, "after three steps up")
+    require_close(found, expected, 1e-6, "after three steps with maximize=True")
 
 
 @nice()

@@ -295,7 +295,7 @@ def state_that_is_assigned_counts(make: Make) -> None:
     if not any((a != b).any() for a, b in zip(emptied, untouched, strict=True)):
         _, optimizer = trained(make, 1)
         held = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
-        require(not any(v.dim() for v in held), "zeros for all state made no difference")
+        require(not any(v.dim() for v in held), "zeros in all state did not change the next step")
 
 
 @should()

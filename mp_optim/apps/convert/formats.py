@@ -211,7 +211,8 @@ def _state_of_member(
         if len(halves) != len(tensors):
             raise ValueError(
                 f"param group {index} has {len(tensors)} FP32 copies for {len(halves)} 16-bit "
-                "parameters; name those that the model keeps in FP32 in fp32_names="
+                "parameters; pass the names of parameters that the model keeps in FP32 as "
+                "fp32_names="
             )
         copies.update(zip(halves, tensors, strict=True))
     return foreign.with_masters(copies)

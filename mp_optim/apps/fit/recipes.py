@@ -221,7 +221,8 @@ _OWN_FIELDS = {
     "offload_place": ("streamed", "offload_place=streamed"),
     "main_params": ("remainder8", "param_remainder_bits=8"),
 }
-"""Settings for which Megatron has no argument. Each has its value, and the field for ``--set``."""
+"""Settings for which Megatron has no argument: the value of the setting, and the text for
+``--set``."""
 
 
 def megatron_lines(found: Estimate, recipe: Recipe) -> str:

@@ -335,8 +335,8 @@ class MegatronAdapter(torch.optim.Optimizer):
             self.stack.load_state_dict(state_dict, convert=convert)
 
     def save_parameter_state(self, filename: str) -> None:
-        """Write the state that data-parallel ranks shard into one file, on the first of these
-        ranks. The call is collective."""
+        """Write the sharded state into one file, on the first data-parallel rank. The call is
+        collective."""
         torch_format.save_parameter_state(self.stack, filename)
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:

@@ -67,7 +67,7 @@ def test_conform_reports_a_refusal_unless_it_changed_a_parameter() -> None:
     assert outcome_of(name, Refusing) == (REFUSES, "TypeError: no float64")
     Refusing.bad = 1.0
     status, message = outcome_of(name, Refusing)
-    assert status == FAILS and "left its mark" in message
+    assert status == FAILS and "after a refused step" in message
 
 
 def test_conform_exits_with_1_when_a_check_of_the_level_fails(
