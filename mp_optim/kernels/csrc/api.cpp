@@ -1,4 +1,4 @@
-// Cuts a call's elements into one contiguous share per thread, and runs the level's kernels.
+// Functions of the C interface: they cut the elements of a call into parts, and run the level's kernels on threads.
 #include "api.h"
 
 #include <algorithm>
@@ -40,10 +40,12 @@ const Level* best_level() {
 
 std::atomic<const Level*> chosen{nullptr};
 
-// Distances that kernels prefetch: elements of an update, bytes of a measurement. Results do not depend on them.
+// Distances at which kernels prefetch memory: elements in an update, bytes in a measurement. Results do not depend on
+// them.
 constexpr int32_t kPrefetch = 512, kMeasurePrefetch = 8192;
 
-// A part of a tensor. Present values are where new ones go, or if `apart` where the call says.
+// Returns the run of `count` elements of a tensor from `start` on. If `apart`, current values are read from the `from_`
+// tables; otherwise kernels read them from the memory that they write.
 Run run_at(const MpTensors& t, int64_t index, int64_t start, int64_t count, bool stream, bool apart) {
     auto at = [&](auto table, int32_t dtype) {
         return Stream{table ? (char*)table[index] + bytes_of(dtype, start) : nullptr, dtype};
@@ -79,9 +81,10 @@ Run run_at(const MpTensors& t, int64_t index, int64_t start, int64_t count, bool
     return run;
 }
 
-constexpr int64_t kLargeLaunch = 4 << 20;  // elements: well beyond the caches with main params and two moments
+// Smallest number of elements of a large launch, whose main params and moments do not fit into the caches.
+constexpr int64_t kLargeLaunch = 4 << 20;
 
-// Adds the sums of a tensor's pieces in adjacent pairs, zero filled.
+// Adds the sums of a tensor's pieces in adjacent pairs, padded with zeros.
 double add_pairs(std::vector<double>& values) {
     while (values.size() > 1) {
         if (values.size() % 2) values.push_back(0.0);
@@ -91,7 +94,7 @@ double add_pairs(std::vector<double>& values) {
     return values.empty() ? 0.0 : values[0];
 }
 
-// Copies the present values of a part of a tensor from the sources of a call to the tensors that it writes.
+// Copies the current values of a part of a tensor from the `from_` tables to the memory that kernels write.
 void copy_sources_in_place(const MpTensors& t, int64_t index, int64_t start, int64_t count) {
     auto copy = [&](const auto* from, const auto* to, int64_t first, int64_t bytes) {
         if (from) std::memcpy((char*)to[index] + first, (const char*)from[index] + first, size_t(bytes));
@@ -110,7 +113,8 @@ void copy_sources_in_place(const MpTensors& t, int64_t index, int64_t start, int
     copy(t.from_scale2, t.scale2, scale, scales);
 }
 
-// Where a tensor begins is nothing that the processor's own prefetching can know: of small ones it would be the most.
+// Prefetches the start of a tensor. The processor's prefetcher cannot predict addresses of the next tensor, which would
+// cost most for small tensors.
 void fetch_beginning(const MpTensors& t, int64_t index) {
     if (index >= t.count) return;
     auto fetch = [&](auto table) {
@@ -125,7 +129,7 @@ void fetch_beginning(const MpTensors& t, int64_t index) {
     fetch(t.average);
 }
 
-// Where the elements of a call are, counted in units: pieces or blocks of a tensor, the last one maybe short.
+// The elements of a call, counted in units: pieces or blocks of a tensor. A tensor's last unit may be shorter.
 class Units {
 public:
     Units(const MpTensors& t, int64_t unit) : tensors_(t), unit_(unit), first_(t.count + 1, 0) {
@@ -139,7 +143,7 @@ public:
     int64_t first_of(int64_t tensor) const { return first_[tensor]; }
     int64_t elements() const { return elements_; }
 
-    // Calls body(tensor, first unit, start, count) for the runs of units [from, to).
+    // Calls body(tensor, first unit, start, count) for each tensor with units in [from, to).
     template <class Body>
     void for_runs(int64_t from, int64_t to, Body body) const {
         int64_t i = std::upper_bound(first_.begin(), first_.end(), from) - first_.begin() - 1;
@@ -159,8 +163,8 @@ private:
     int64_t elements_ = 0;
 };
 
-// Parts of a call: a few for each thread, so that one that starts late or is interrupted holds nobody up, and
-// each large enough to be worth handing out.
+// Returns the number of parts of a call. Each thread gets several, so that a thread that starts late delays the call
+// little. Each part is large enough to be worth the cost of scheduling.
 int parts_for(const Units& units, int32_t threads) {
     constexpr int64_t kPartsPerThread = 4, kWorthAPart = 1 << 15;
     return int(std::max<int64_t>(
@@ -176,9 +180,11 @@ void split(const Units& units, int32_t threads, Body body) {
     });
 }
 
-constexpr int64_t kTile = 8 * kBlock;  // elements whose new main params stay in cache until their averages are taken
+// Number of elements whose new main params stay in the cache until their averages are computed.
+constexpr int64_t kTile = 8 * kBlock;
 
-// Runs kernel(run, tensor) over all elements. Averages take new main params tile by tile.
+// Calls kernel(run, tensor) for all elements. With averages, a run is a tile, whose averages are computed while it is
+// in the cache.
 template <class Kernel>
 void elementwise(const MpTensors& t, int32_t threads, Kernel kernel) {
     Units units(t, kBlock);
@@ -194,7 +200,8 @@ void elementwise(const MpTensors& t, int32_t threads, Kernel kernel) {
     });
 }
 
-// Runs kernel(run, sums of the piece) over pieces, then adds the sums of each tensor's pieces: `width` sums for each.
+// Calls kernel(run, sums of the piece) for all pieces, then adds the sums of each tensor's pieces: `width` sums per
+// tensor.
 template <class Kernel>
 void reduce_pieces(const MpTensors& t, int width, double* sums, int32_t threads, Kernel kernel) {
     Units units(t, kPiece);
@@ -218,7 +225,7 @@ void reduce_pieces(const MpTensors& t, int width, double* sums, int32_t threads,
 
 constexpr int kMostScalars = 16;
 
-// The rule that a call is of; null if its arguments are not.
+// Returns the rule of a call; null if name, number of scalars or tensors do not fit a rule.
 const ElementRule* rule_for(const MpTensors* t, const char* name, const float* scalars, int32_t count, int32_t threads) {
     if (!t || !name || !scalars || count > kMostScalars) return nullptr;
     const ElementRule* rule = level().rules;

@@ -13,13 +13,13 @@ bool is_one_of(int32_t dtype, std::initializer_list<int32_t> dtypes) {
     return std::find(dtypes.begin(), dtypes.end(), dtype) != dtypes.end();
 }
 
-// Whether a table is there exactly if it has a dtype.
+// Returns true if a table is null exactly when its dtype is MP_NONE.
 template <class Table>
 bool fits(Table table, int32_t dtype) {
     return (table != nullptr) == (dtype != MP_NONE && dtype != MP_I0);
 }
 
-// Whether a table, where there is one, has a pointer for every tensor that is not empty.
+// Returns true if a table is null, or has a pointer for every tensor that is not empty.
 template <class Table>
 bool is_full(const MpTensors& t, Table table) {
     for (int64_t i = 0; table && i < t.count; ++i)
@@ -38,7 +38,7 @@ bool valid_dtypes(const MpTensors& t) {
            is_one_of(t.output_dtype, {MP_NONE, MP_BF16, compact ? MP_BF16 : MP_F32, compact ? MP_BF16 : MP_F16});
 }
 
-// Whether they do so completely, or not at all.
+// Returns true if the call has all of the `from_` tables that it needs, or none.
 bool valid_sources(const MpTensors& t) {
     bool any = is_apart(t);
     auto goes_with = [&](auto from, auto to) { return (from != nullptr) == (any && to != nullptr) && is_full(t, from); };

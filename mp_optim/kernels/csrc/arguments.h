@@ -1,4 +1,4 @@
-// What a call is given, and how it ends: whether its tensors are what kernels may read and write, and its status.
+// Checks of a call's tensors before kernels access them, and the status of a call.
 #pragma once
 
 #include <new>
@@ -8,13 +8,13 @@
 
 namespace mp {
 
-// Whether present values come from elsewhere.
+// Returns true if current values are read from the `from_` tables.
 inline bool is_apart(const MpTensors& t) { return t.from_main || t.from_moment1; }
 
-// Whether a call's tables, dtypes and number of threads are good; a rule says which tables it cannot do without.
+// Returns true if a call's tables, dtypes and number of threads are valid. `rule` says which tables are required.
 bool valid(const MpTensors& t, bool needs_main, bool needs_first, bool needs_second, int32_t threads);
 
-// Runs the body in the mode of kernels and returns its status.
+// Runs the body in the kernels' floating-point mode, and returns the status of the call.
 template <class Body>
 int32_t guarded(Body body) noexcept {
     const FloatMode mode;

@@ -1,4 +1,4 @@
-// A checksum of 16-bit elements, read once: mp_optim/kernels/checksums.py is its text.
+// Checksum of 16-bit elements in one pass. mp_optim/kernels/checksums.py defines it.
 #include <algorithm>
 
 #include "arguments.h"
@@ -8,10 +8,10 @@
 namespace mp {
 namespace {
 
-constexpr int64_t kRow = 1024;       // elements whose weights are the columns'
-constexpr int64_t kPart = 64 * kRow;  // at least, for a thread
+constexpr int64_t kRow = 1024;       // Number of elements of a row; each element of a row has the weight of its column.
+constexpr int64_t kPart = 64 * kRow;  // Smallest number of elements of a thread's part.
 
-// An odd number below 2^31.
+// Returns an odd weight below 2^31, because multiplying by an odd number is invertible.
 int32_t weight(int64_t index) {
     constexpr int64_t kPrime = 0x01000193, kStart = 0x9E3779B9, kMost = 0x7FFFFFFF;
     return int32_t((index * kPrime + kStart) % kMost) | 1;
@@ -35,7 +35,7 @@ int32_t mp_weighted_sum(const int16_t* x, int64_t n, int64_t* sum, int32_t threa
     static const Columns columns;
     const int64_t rows = (n + kRow - 1) / kRow;
     const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, n / kPart));
-    uint64_t total = 0;  // modulo 2^64, as torch adds
+    uint64_t total = 0;  // The sum wraps modulo 2^64, as torch's int64 sum does.
     const int32_t status = guarded([&] {
         run_parts(int(parts), threads, [&](int part) {
             uint64_t found = 0;

@@ -1,5 +1,5 @@
-// Takes a rule over a run of elements: chunk by chunk decodes, updates and encodes them.
-// Included inside a level's namespace, after formats.inl.
+// Loop of a rule over a run of elements: decode, update and encode chunk by chunk. Included inside a level's namespace,
+// after formats.inl.
 
 // -- chunks -------------------------------------------------------------------------------------------
 
@@ -8,7 +8,7 @@ constexpr Stream Run::* kStreams[] = {&Run::grad,        &Run::old_main, &Run::o
                                       &Run::output,      &Run::average};
 constexpr int kStreamCount = 12, kFirstWritten = 6;
 
-// The part of a run from `start` on, a multiple of kScaled.
+// Returns the part of a run from element `start` on, a multiple of kScaled.
 MP_INLINE Run part_of(const Run& run, int64_t start, int64_t numel) {
     Run part = run;
     for (Stream Run::* stream : kStreams)
@@ -23,9 +23,9 @@ MP_INLINE Run part_of(const Run& run, int64_t start, int64_t numel) {
     return part;
 }
 
-// The elements of a run after its last whole block, filled up with zeros in memory of their own. Whatever the scalars
-// are, what becomes of a zero is not larger than what becomes of any other element: the largest of a block is among the
-// others.
+// The elements of a run after its last whole block, copied to separate memory and padded with zeros. With any scalars,
+// the result of a zero is not larger than the result of any other element. So the padding does not change the largest
+// value of a block.
 struct Tail {
     alignas(64) char memory[kStreamCount][4 * kScaled];
     Run run;
@@ -52,8 +52,8 @@ struct Tail {
     }
 };
 
-// Calls body(run of whole chunks, index of its first element): for the whole chunks of a run (with scales, the whole
-// blocks), then for what is left.
+// Calls body(run, index of its first element) for the whole chunks of a run, then for the rest. With scales, blocks
+// instead of chunks must be whole.
 template <class Body>
 MP_INLINE void for_whole_chunks(const Run& run, Body body) {
     const int64_t unit = run.scale1 || run.scale2 ? kScaled : kChunk, whole = run.numel / unit * unit;
@@ -68,7 +68,7 @@ MP_INLINE void for_whole_chunks(const Run& run, Body body) {
     tail.write_back(run, whole);
 }
 
-// With four or five streams the processor's own prefetching falls behind, on some makes.
+// Prefetch explicitly, because the prefetchers of some processors are slow with four or five streams.
 template <bool to_write>
 MP_INLINE void fetch_ahead(const Stream& stream, int32_t dtype, int64_t i) {
     const char* from = stream.data + bytes_of(dtype, i);
@@ -114,7 +114,7 @@ MP_INLINE void write_codes_here(const Run& run, Scale scale, const float* from, 
         write_bytes<second>(from, scale.inverse, to);
 }
 
-// A chunk of a moment in blocks.
+// Writes the codes of a chunk of a moment in blocks.
 template <int which, class F>
 MP_INLINE void write_codes(const Run& run, Scale scale, const float* from, int64_t i) {
     if constexpr (F::kKnown)
@@ -128,18 +128,19 @@ __attribute__((noinline)) static void write_block(const Run& run, Scale scale, c
     for (int64_t i = start; i < run.numel; i += kChunk) write_codes<which, F>(run, scale, from + i - start, i);
 }
 
-// FP32 values of moments on their way to codes.
+// FP32 values of moments that are not encoded yet.
 struct Tile {
     alignas(64) float first[kScaled], second[kScaled];
 };
 
-// FP32 values of a chunk: present ones, and where new ones go.
+// Addresses of a chunk's FP32 values: current values, and memory for new values.
 struct Chunk {
     const float *grad, *main, *first, *second;
     float *new_main, *new_first, *new_second;
 };
 
-// Updates a chunk. Of a second moment in blocks the new value is the root; of all the largest magnitude is kept.
+// Updates a chunk. For a second moment in blocks, the root is stored instead of the new value. The largest magnitudes
+// are returned in `top1` and `top2`.
 template <bool blocked1, bool blocked2, class Rule>
 MP_INLINE void update(const Rule& rule, int64_t start, const Chunk& at, u32x16& top1, u32x16& top2) {
     for (int i = 0; i < kChunk; i += kLanes) {
@@ -154,18 +155,20 @@ MP_INLINE void update(const Rule& rule, int64_t start, const Chunk& at, u32x16& 
         if (Rule::kMoments && Rule::kFirst) store(at.new_first + i, m);
         if (Rule::kMoments && Rule::kSecond) store(at.new_second + i, blocked2 ? root : v);
         if (blocked1 && Rule::kFirst) top1 = larger(top1, as<u32x16>(m) & 0x7fffffff);
-        if (blocked2) top2 = larger(top2, as<u32x16>(root));  // not negative, unless it is NaN
+        // A root has no sign bit, unless it is NaN, so its bits can be compared.
+        if (blocked2) top2 = larger(top2, as<u32x16>(root));
     }
 }
 
-// A run of whole blocks, or of some chunks of one. Moments in blocks are written as codes one block behind the update: a block's scale is known after its last element. Main params are encoded one chunk
-// behind it: what waits for divisions keeps the next chunk's work out of the processor's queues.
+// Steps a run of whole blocks, or of some chunks of one block. The codes of a block are written while the next block is
+// updated, because the scale is known only after the last element. Main params are encoded one chunk later: otherwise
+// instructions that wait for divisions would fill the processor's queues.
 template <bool blocked1, bool blocked2, class F, class Rule>
 __attribute__((noinline)) static void run_chunks(const Run& given_run, const Rule& given, int64_t first_index) {
     const Rule rule = given;
     const Run run = given_run;
     const bool marks = Rule::kMain && Rule::kHasMain && run.changed, follows = Rule::kHasMain && run.follows;
-    // of this chunk and of the one before
+    // Two buffers: the main params of this chunk and of the previous chunk.
     alignas(64) float mains[2][kChunk];
     alignas(64) char weights[2][4 * kChunk];
     const float* to_write = nullptr;
@@ -220,18 +223,18 @@ MP_INLINE void run_blocks(const Run& run, const Rule& rule) {
     });
 }
 
-// How a run's results get to memory.
+// Decides how a run's results are written: to the caches, or past them.
 MP_INLINE Run with_ways(const Run& given) {
     auto can_stream = [](const Stream& to) { return uintptr_t(to.data) % 32 == 0; };
     Run run = given;
     run.stream = given.stream && given.output.data && can_stream(given.output);
-    // averages read new main params again, so these stay in the caches
+    // Averages read the new main params again, so write main params to the caches if there are averages.
     run.past = !given.average.data && given.main.data != given.old_main.data && can_stream(given.main) && can_stream(given.moment1) &&
                can_stream(given.moment2);
     return run;
 }
 
-// The rule over a run, for the kinds of moments that it changes.
+// Steps a run by a rule, with the code for the kinds of moments that the rule changes.
 template <class Rule>
 MP_INLINE void run_rule(const Run& given, const Rule& rule) {
     const Run run = with_ways(given);
@@ -243,7 +246,8 @@ MP_INLINE void run_rule(const Run& given, const Rule& rule) {
     run_blocks<false, false, AnyFormats>(run, rule);
 }
 
-// The same where the dtypes are these, which are worth code of their own.
+// Steps a run by a rule if it has exactly these dtypes, which are common enough for specialized code. Returns false for
+// other dtypes.
 template <int32_t rest, int32_t first, int32_t second, class Rule>
 MP_INLINE bool run_special(const Run& given, const Rule& rule) {
     if (given.remainder.dtype != rest || given.moment1.dtype != first || given.moment2.dtype != second) return false;

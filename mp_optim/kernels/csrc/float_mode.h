@@ -1,4 +1,4 @@
-// The floating-point mode that kernels are specified in: round to nearest, keep denormals, raise no exception.
+// The floating-point mode in which kernels run: round to nearest, keep denormals, raise no exceptions.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,9 @@
 
 namespace mp {
 
-// Sets the calling thread's mode, and restores the previous one when it goes out of scope.
-//
-// Each thread has a mode of its own: torch.set_flush_denormal() and libraries built with -ffast-math change that of one
-// thread, and a new thread inherits its creator's. Whatever computes on a thread has one of these around it.
+// Sets the calling thread's mode, and restores the former mode at the end of the scope. Each thread has a separate
+// mode. torch.set_flush_denormal() and libraries built with -ffast-math change the mode of one thread, and a new thread
+// inherits its creator's mode. So every thread that computes needs a FloatMode.
 class FloatMode {
 public:
     FloatMode() : before_(get()) {
@@ -27,11 +26,11 @@ public:
 private:
 #if defined(__SSE2__)
     using Word = uint32_t;
-    static constexpr Word kSticky = 0x3f;        // flags of exceptions that have occurred
-    static constexpr Word kSpecified = 0x1f80;   // the state of a new process, without those flags
+    static constexpr Word kSticky = 0x3f;        // Flags of exceptions that have occurred.
+    static constexpr Word kSpecified = 0x1f80;   // The state of a new process, without exception flags.
     static Word get() { return _mm_getcsr() & ~kSticky; }
     static void set(Word word) {
-        // The clobber keeps the compiler from moving arithmetic on memory to the other side.
+        // The clobber prevents the compiler from moving memory operations across the change of the mode.
         __asm__ volatile("ldmxcsr %0" : : "m"(word) : "memory");
     }
 #elif defined(__aarch64__)

@@ -1,22 +1,21 @@
-// How elements are stored, sixty-four at a time: docs/numerics.md, "Compact states". One dtype holds for a whole
-// call, so the branches on it are free.
-// Included inside a level's namespace, after simd.inl.
+// Reading and writing of stored elements, 64 at a time (docs/numerics.md, "Compact states"). A call has one dtype for
+// each kind of tensor, so branches on dtypes are predicted. Included inside a level's namespace, after simd.inl.
 
-// Elements that are decoded, updated and encoded together: few enough that their divisions are still under way when
-// the next ones are decoded.
+// Number of elements that are decoded, updated and encoded together. It is small enough that the next elements are
+// decoded while divisions are in progress.
 constexpr int kChunk = 64;
 constexpr int kPair = 2 * kLanes;
 
 #include "mix.inl"
 
-// The first or second moment. Only a second one is a mean of squares, of which blocks hold the root.
+// Returns the first or the second moment of a run. Blocks of a second moment, a mean of squares, store its root.
 template <int which>
 MP_INLINE const Stream& moment_of(const Run& r) { return which == 1 ? r.moment1 : r.moment2; }
 
 template <int which>
 MP_INLINE const Stream& old_moment_of(const Run& r) { return which == 1 ? r.old_moment1 : r.old_moment2; }
 
-// Dtypes of a run: looked up, or known when compiled.
+// Dtypes of a run: read from the run (AnyFormats), or known at compile time (Formats).
 struct AnyFormats {
     static constexpr bool kKnown = false;
     MP_INLINE int32_t rest(const Run& r) { return r.remainder.dtype; }
@@ -32,8 +31,8 @@ struct Formats {
     MP_INLINE int32_t moment(const Run&) { return which == 1 ? first_dtype : second_dtype; }
 };
 
-// Code for any dtypes is large: it is compiled once, and called. By reference: a copy of what was just written in parts
-// would wait for all writes before it, and these for divisions.
+// Calls code for any dtypes, which is large, so compile it once. The argument is passed by reference: copying a struct
+// that was just written in parts would wait for all earlier writes, and these wait for divisions.
 template <class Body>
 __attribute__((noinline)) static auto outlined(const Body& body) {
     return body();
@@ -41,13 +40,13 @@ __attribute__((noinline)) static auto outlined(const Body& body) {
 
 // -- random numbers -----------------------------------------------------------------------------------
 
-// Random bits for sixteen elements from `index` on.
+// Returns random bits for sixteen elements from `index` on.
 MP_INLINE u32x16 random_words(uint32_t key, uint32_t index) {
     static const uint32_t lanes[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return mix((load<u32x16>(lanes) + index) * 0x9e3779b9u + key);
 }
 
-// The 16 bits that a moment is rounded with.
+// Returns the 16 random bits with which a moment is rounded.
 template <bool second>
 MP_INLINE u32x16 sixteen_bits(uint32_t key, uint32_t index) {
     u32x16 words = random_words(key, index);
@@ -66,7 +65,7 @@ MP_INLINE void read_floats(const char* from, float* to) {
     for (int i = 0; i < kChunk; i += kLanes) store(to + i, read_as_f32<dtype>(from + size_of(dtype) * i));
 }
 
-// FP32 values of a chunk of gradients: those in memory, or the buffer's.
+// Returns a chunk of gradients in FP32: the stored values if they are FP32, else the filled buffer.
 MP_INLINE const float* read_grad(Stream grad, int64_t i, float* buffer) {
     if (grad.dtype == MP_F32) return (const float*)grad.at(i);
     if (grad.dtype == MP_BF16)
@@ -86,7 +85,7 @@ MP_INLINE void read_block(const char* from, float scale, float* to) {
     }
 }
 
-// The lower and the upper halves of bytes as whole numbers from -8 to 7.
+// Reads the lower and the upper halves of bytes as whole numbers from -8 to 7.
 MP_INLINE void read_pairs(const char* from, float scale, float* to) {
     for (int i = 0; i < kChunk / 2; i += kLanes) {
         i32x16 both = read_u8(from + i), low = ((both & 15) ^ 8) - 8, high = ((both >> 4) ^ 8) - 8;
@@ -99,7 +98,7 @@ static void square(float* x) {
     for (int i = 0; i < kChunk; i += kLanes) store(x + i, load<f32x16>(x + i) * load<f32x16>(x + i));
 }
 
-// FP32 values of a chunk of a moment: those in memory, or the buffer's.
+// Returns a chunk of a moment in FP32: the stored values if they are FP32, else the filled buffer.
 template <int which, class F>
 MP_INLINE const float* read_moment_here(const Run& r, int64_t i, const float* scale, float* buffer) {
     const int32_t dtype = F::template moment<which>(r);
@@ -123,7 +122,8 @@ MP_INLINE const float* read_moment(const Run& r, int64_t i, const float* scale, 
         return outlined([&] { return read_moment_here<which, F>(r, i, scale, buffer); });
 }
 
-// Where its new FP32 values go: to memory as they are, or to the buffer, from which write_moment takes them.
+// Returns the address for a moment's new FP32 values: the stored tensor if it is FP32, else the buffer, which
+// write_moment reads.
 template <int which, class F>
 MP_INLINE float* place_of_moment(const Run& r, int64_t i, float* buffer) {
     return F::template moment<which>(r) == MP_F32 ? (float*)moment_of<which>(r).data + i : buffer;
@@ -138,7 +138,7 @@ MP_INLINE void join(const char* main, const char* remainder, float* to) {
     }
 }
 
-// FP32 values of a chunk of main params.
+// Returns a chunk of main params in FP32: the stored values if they are FP32, else the filled buffer.
 template <class F>
 MP_INLINE const float* read_main_here(const Run& r, int64_t i, float* buffer) {
     const char *main = r.old_main.data + 2 * i, *rest = r.old_remainder.at(i);
@@ -166,7 +166,7 @@ MP_INLINE float* place_of_main(const Run& r, int64_t i, float* buffer) {
 
 // -- writing ------------------------------------------------------------------------------------------
 
-// Two times sixteen FP32 values in 16 bits, rounded to nearest even.
+// Rounds 32 FP32 values to 16 bits, to nearest even.
 template <int32_t dtype>
 MP_INLINE u16x32 in_16_bits(f32x16 a, f32x16 b) {
     if (dtype == MP_BF16) return to_bf16(a, b);
@@ -174,14 +174,14 @@ MP_INLINE u16x32 in_16_bits(f32x16 a, f32x16 b) {
     return load<u16x32>(bits);
 }
 
-// A bit for each lane: whether it is NaN.
+// Returns a bit for each lane that is NaN.
 template <int32_t dtype>
 MP_INLINE uint32_t are_nan(u16x32 x) {
     return lanes_above(x & 0x7fff, dtype == MP_F16 ? 0x7c00 : 0x7f80);
 }
 
-// A chunk in 16 bits. Returns a bit for each element that is not what was there before, if that is given, or NaN, of which
-// nobody knows the bits.
+// Writes a chunk in 16 bits. Returns a bit for each element that differs from `before`, if that is given. NaN always
+// counts as changed, because the bits of NaN are not specified.
 template <int32_t dtype, bool stream>
 MP_INLINE uint64_t write_in_16_bits(const float* from, char* to, const char* before = nullptr) {
     uint64_t changed = 0;
@@ -201,7 +201,7 @@ __attribute__((noinline)) static uint64_t write_in_f16(const float* from, char* 
     return write_in_16_bits<MP_F16, stream>(from, to, before);
 }
 
-// The same bits of what is not NaN; of what is, others.
+// Writes a chunk as bfloat16. The bits of NaN may differ from those of write_in_16_bits.
 MP_INLINE void keep_in_bf16(const float* from, char* to) {
     for (int i = 0; i < kChunk; i += kPair)
         store(to + 2 * i, rounded_halves(load<u32x16>(from + i), load<u32x16>(from + i + kLanes)));
@@ -211,8 +211,8 @@ MP_INLINE void write_past_caches(const float* from, char* to) {
     for (int i = 0; i < kChunk; i += kLanes) store_past_caches(to + 4 * i, load<u16x32>(from + i));
 }
 
-// Sixteen FP32 values twice, rounded to bfloat16 so that what is finite stays finite. That most have no exponent of all ones
-// after they are rounded is cheaper to see than which of them would overflow.
+// Rounds 32 FP32 values to bfloat16, and clamps finite values that would become infinite. Checking all results for an
+// exponent of ones is faster than checking which inputs would overflow.
 template <class Round>
 MP_INLINE u16x32 rounded_below_inf(f32x16 a, f32x16 b, Round round) {
     constexpr uint32_t largest_bf16 = 0x7f7f0000;
@@ -221,7 +221,7 @@ MP_INLINE u16x32 rounded_below_inf(f32x16 a, f32x16 b, Round round) {
     return round(finite_within(a, largest_bf16), finite_within(b, largest_bf16));
 }
 
-// What is cut off after random bits were added; inf stays what it is.
+// Adds random bits to the lower 16 bits of finite values. The caller cuts the lower 16 bits off.
 template <bool second>
 MP_INLINE u32x16 dithered(f32x16 x, uint32_t key, uint32_t index) {
     u32x16 bits = quiet_bits(x), is_finite = as<u32x16>((bits & 0x7f800000) != 0x7f800000);
@@ -245,13 +245,13 @@ MP_INLINE void write_bf16_moment(const float* from, char* to) {
         store(to + 2 * i, rounded_below_inf(load<f32x16>(from + i), load<f32x16>(from + i + kLanes), to_bf16));
 }
 
-// A chunk of a moment that is not in blocks.
+// Writes a chunk of a moment that is not in blocks.
 template <int which, class F>
 MP_INLINE void write_moment_here(const Run& r, int64_t i, const float* values) {
     const int32_t dtype = F::template moment<which>(r);
     char* to = moment_of<which>(r).data + bytes_of(dtype, i);
     if (dtype == MP_F32 && r.past) write_past_caches(values, to);
-    if (dtype != MP_BF16) return;  // FP32 is there already
+    if (dtype != MP_BF16) return;  // FP32 values were written by the update already.
     if (r.noisy)
         write_bf16_randomly<which == 2>(values, to, r.key, r.start + uint32_t(i));
     else
@@ -266,10 +266,11 @@ MP_INLINE void write_moment(const Run& r, int64_t i, const float* values) {
         outlined([&] { write_moment_here<which, F>(r, i, values); });
 }
 
-// The random bits of a word that no moment is rounded with.
+// Returns random bits that are independent of the bits for rounding moments.
 MP_INLINE u32x16 other_bits(u32x16 words) { return mix(words ^ 0x9e3779b9u); }
 
-// Cut off after their upper half was added, for averages, or their lower one, for main params.
+// Adds random bits to the lower 16 bits of finite values: the upper 16 of the other bits for averages, the lower 16 for
+// main params. The caller cuts the lower 16 bits off.
 template <bool is_main>
 MP_INLINE u32x16 dithered_by_others(f32x16 x, uint32_t key, uint32_t index) {
     u32x16 bits = quiet_bits(x), is_finite = as<u32x16>((bits & 0x7f800000) != 0x7f800000);
@@ -287,7 +288,8 @@ MP_INLINE void write_by_others(const float* from, char* to, uint32_t key, uint32
     }
 }
 
-// Upper halves rounded to nearest, ties away from zero, and what is missing: the lower halves, as signed integers.
+// Splits FP32 bits into upper halves, rounded to nearest with ties away from zero, and remainders, the lower halves as
+// signed integers.
 MP_INLINE u16x32 split(u32x16 a, u32x16 b, u16x32& low) {
     u16x32 high;
     halves(a, b, low, high);
@@ -305,11 +307,12 @@ MP_INLINE void split_16(const float* from, char* main, char* remainder, char* ou
     }
 }
 
-// Bits rounded to the upper 24, to nearest even or stochastically.
+// Rounds FP32 bits to the upper 24 bits, to nearest even or stochastically.
 MP_INLINE u32x16 upper_24(f32x16 x, bool noisy, uint32_t key, uint32_t index) {
     u32x16 bits = quiet_bits(x);
     u32x16 added = noisy ? other_bits(random_words(key, index)) & 0xff : ((bits >> 8) & 1) + 0x7f;
-    return (bits + added) & 0xffffff00;  // inf and the quiet NaN end in zeros and stay what they are
+    // The lower 8 bits of inf and of the quiet NaN are zeros, so both stay unchanged.
+    return (bits + added) & 0xffffff00;
 }
 
 static void split_8(const float* from, char* main, char* remainder, char* output, bool noisy, uint32_t key,
@@ -323,7 +326,7 @@ static void split_8(const float* from, char* main, char* remainder, char* output
     }
 }
 
-// Main params that are bfloat16 alone, in two places.
+// Writes bfloat16 main params without remainders, and a copy of them as output.
 static void write_lone(const float* from, char* main, char* output, bool noisy, uint32_t key, uint32_t index) {
     noisy ? write_by_others<true>(from, main, key, index) : void(write_in_16_bits<MP_BF16, false>(from, main));
     if (output) __builtin_memcpy(output, main, 2 * kChunk);
@@ -331,7 +334,7 @@ static void write_lone(const float* from, char* main, char* output, bool noisy, 
 
 // -- which weights change -----------------------------------------------------------------------------
 
-// A chunk of weights as they are before a step.
+// Stores a chunk of weights before the step, to compare them with the new weights.
 template <class F>
 MP_INLINE void keep_weights(const Run& r, int64_t i, const float* values, char* to) {
     if (F::rest(r) != MP_NONE)
@@ -344,7 +347,7 @@ MP_INLINE void keep_weights(const Run& r, int64_t i, const float* values, char* 
         __builtin_memcpy(to, values, 4 * kChunk);
 }
 
-// Whether a chunk of weights is the main params, rounded.
+// Returns true if all weights of a chunk are the rounded main params.
 template <int32_t dtype>
 MP_INLINE bool are_rounded(const float* mains, const char* weights) {
     uint32_t others = 0;
@@ -353,7 +356,7 @@ MP_INLINE bool are_rounded(const float* mains, const char* weights) {
     return !others;
 }
 
-// Main params, and weights where these are not main params, rounded. NaN is equal to NaN.
+// Returns main params with weights in place of main params that do not round to the weight. NaN counts as equal to NaN.
 template <int32_t dtype>
 __attribute__((noinline)) static const float* merged(const float* mains, const char* weights, float* to) {
     alignas(64) char rounded[2 * kChunk];
@@ -370,14 +373,15 @@ __attribute__((noinline)) static const float* follow_f16(const float* mains, con
     return are_rounded<MP_F16>(mains, weights) ? mains : merged<MP_F16>(mains, weights, buffer);
 }
 
-// A chunk of FP32 main params that continues from the model's weights, in the buffer if some of them were written.
+// Returns a chunk of FP32 main params that continues from the model's weights. The buffer is filled only if weights
+// differ.
 MP_INLINE const float* follow_weights(const Run& r, int64_t i, const float* mains, float* buffer) {
     const char* weights = r.output.data + 2 * i;
     if (r.output.dtype == MP_F16) return follow_f16(mains, weights, buffer);
     return are_rounded<MP_BF16>(mains, weights) ? mains : merged<MP_BF16>(mains, weights, buffer);
 }
 
-// A bit for each of a chunk's bfloat16 values that are other ones, or NaN.
+// Returns a bit for each bfloat16 value of a chunk that has changed or is NaN.
 __attribute__((noinline)) static uint64_t changed_in_bf16(const char* before, const char* now) {
     uint64_t changed = 0;
     for (int i = 0; i < kChunk; i += kPair) {
@@ -387,13 +391,13 @@ __attribute__((noinline)) static uint64_t changed_in_bf16(const char* before, co
     return changed;
 }
 
-// What is not 0 in lanes that are other ones, or NaN.
+// Returns a value that is not 0 in each lane that has changed or is NaN.
 MP_INLINE u32x16 differs(const char* before, const float* now) {
     const u32x16 bits = load<u32x16>(now);
     return (load<u32x16>(before) ^ bits) | as<u32x16>((bits & 0x7fffffff) > 0x7f800000);
 }
 
-// The same bits of FP32 values.
+// Returns a bit for each FP32 value of a chunk that has changed or is NaN.
 __attribute__((noinline)) static uint64_t changed_in_f32(const char* before, const float* now) {
     uint64_t changed = 0;
     for (int i = 0; i < kChunk; i += kPair) {
@@ -406,7 +410,7 @@ __attribute__((noinline)) static uint64_t changed_in_f32(const char* before, con
 
 // -- writing main params ------------------------------------------------------------------------------
 
-// A chunk of main params that are whole, and of outputs where there are any.
+// Writes a chunk of FP32 main params and of outputs, if there are outputs. Returns a bit for each changed weight.
 MP_INLINE uint64_t write_whole(const Run& r, int64_t i, const float* values, const char* before) {
     char* output = r.output.at(i);
     if (r.past) write_past_caches(values, r.main.data + 4 * i);
@@ -421,7 +425,7 @@ MP_INLINE uint64_t write_whole(const Run& r, int64_t i, const float* values, con
     return before ? changed_in_f32(before, values) : 0;
 }
 
-// The same of main params beside something else.
+// Writes a chunk of bfloat16 main params with remainders, and of outputs, if there are outputs.
 template <class F>
 MP_INLINE void write_halves_of(const Run& r, int64_t i, const float* values) {
     char *main = r.main.data + 2 * i, *output = r.output.at(i);
@@ -433,8 +437,8 @@ MP_INLINE void write_halves_of(const Run& r, int64_t i, const float* values) {
     }
 }
 
-// A chunk of main params, and of outputs where there are any. Marks which weights are not what they were before, if that is
-// given.
+// Writes a chunk of main params, and of outputs, if there are outputs. Marks the weights that differ from `before`, if
+// that is given.
 template <class F>
 MP_INLINE void write_main_here(const Run& r, int64_t i, const float* values, const char* before) {
     uint64_t changed = 0;
@@ -459,14 +463,14 @@ MP_INLINE void write_main(const Run& r, int64_t i, const float* values, const ch
 
 struct Scale {
     float scale, inverse;
-    bool good;  // else all codes are 0
+    bool good;  // If false, all codes of the block are 0.
 };
 
-// Brings a block's finite values to where what their codes stand for is finite, and infinite roots to where its square is
-// infinite. Takes and returns the bits of the largest magnitude.
+// Clamps the values of a block so that decoded codes are finite; for roots, infinite values stay infinite after
+// decoding. Takes and returns the bits of the block's largest magnitude.
 template <bool roots>
 MP_INLINE uint32_t bring_within(float* x, int64_t n, uint32_t top) {
-    constexpr uint32_t most = roots ? 0x60000000 : 0x7f7fe000;  // 2^65; (1 - 2^-11) 2^128
+    constexpr uint32_t most = roots ? 0x60000000 : 0x7f7fe000;  // The bits of 2^65, or of (1 - 2^-11) 2^128.
     if (top <= most || top >= 0x7f800000u + roots) return top;
     for (int64_t i = 0; i < n; ++i) {
         const uint32_t bits = as<uint32_t>(x[i]), magnitude = bits & 0x7fffffff;
@@ -475,7 +479,7 @@ MP_INLINE uint32_t bring_within(float* x, int64_t n, uint32_t top) {
     return most;
 }
 
-// From the bits of a block's largest magnitude.
+// Computes a block's scale from the bits of its largest magnitude.
 MP_INLINE Scale scale_of(uint32_t top, int32_t dtype) {
     if (top >= 0x7f800000) return {as<float>(0x7fc00000), 0.0f, false};
     if (top < uint32_t(127 - 100) << 23) return {0.0f, 0.0f, false};
@@ -511,14 +515,15 @@ static void write_bytes_randomly(const float* from, float inverse, char* to, uin
     store_bytes<!roots>(to, codes[0], codes[1], codes[2], codes[3]);
 }
 
-// Codes of 4 bits, from -7 to 7.
+// Writes 4-bit codes from -7 to 7.
 static void write_pairs(const float* from, float inverse, char* to, bool noisy, uint32_t key, uint32_t index) {
     i32x16 codes[kChunk / kLanes];
     for (int k = 0; k < kChunk / kLanes; ++k) {
         f32x16 scaled = load<f32x16>(from + kLanes * k) * inverse;
         if (noisy) {
             u32x16 bits = sixteen_bits<false>(key, index + kLanes * k);
-            f32x16 fraction = (to_float(as<i32x16>(bits)) + 0.5f) * 0x1p-16f;  // never 0: codes stay what they are
+            // The fraction is never 0, so a decoded value keeps its code.
+            f32x16 fraction = (to_float(as<i32x16>(bits)) + 0.5f) * 0x1p-16f;
             codes[k] = within(to_floor(scaled + fraction), -7, 7);
         } else {
             codes[k] = to_nearest(scaled);
@@ -536,7 +541,8 @@ static void write_halves(const float* from, float inverse, char* to) {
         i16x16 bits = as<i16x16>(to_f16(load<f32x16>(from + i) * inverse));
         if (roots) {
             i16x16 one = splat<i16x16>(int16_t(1));
-            bits = choose(i16x16(bits < one), one, bits);  // -0 is less, too
+            // The bits of -0 are below those of 1, too, so -0 also becomes the code 1.
+            bits = choose(i16x16(bits < one), one, bits);
         }
         store(to + 2 * i, bits);
     }

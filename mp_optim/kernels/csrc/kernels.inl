@@ -1,4 +1,4 @@
-// The kernels of a level. Included inside its namespace, after simd.inl.
+// The kernels of a level. Included inside a level's namespace, after simd.inl.
 
 #include "formats.inl"
 #include "drivers.inl"
@@ -17,7 +17,7 @@ static void muon_apply(const Run& run, float decay, bool cautious_wd, float fact
 
 static void lamb_apply(const Run& run, const MpLamb& s, float ratio) { run_rule(run, LambApplyRule(s, ratio)); }
 
-// A chunk of averages, of main params as they lie in memory.
+// Updates a chunk of averages from the stored main params.
 template <int32_t rest>
 MP_INLINE void average_chunk(const Run& run, int64_t i) {
     alignas(64) float p[kChunk], values[kChunk];
@@ -45,7 +45,7 @@ __attribute__((noinline)) static void average_run(const Run& given) {
 }
 
 static void average(const Run& given) {
-    Run run = given;  // nothing else is read or written: the last elements are copied, and copied back
+    Run run = given;  // Kernels read and write whole chunks only, so the last elements are copied to a buffer and back.
     run.grad.data = run.moment1.data = run.moment2.data = run.output.data = nullptr;
     run.old_main.data = run.old_remainder.data = run.old_moment1.data = run.old_moment2.data = nullptr;
     run.scale1 = run.scale2 = nullptr;
@@ -55,7 +55,7 @@ static void average(const Run& given) {
     average_run<MP_I8>(run);
 }
 
-// Params and directions of at most kBlock elements, in FP32, filled up with zeros.
+// Params and directions of at most kBlock elements in FP32, padded with zeros.
 struct Directions {
     alignas(64) float params[kBlock], updates[kBlock];
 
@@ -100,7 +100,8 @@ static void lamb_moments(const Run& run, const MpLamb& scalars, double* squares)
             directions.clear_from(block.numel);
         } else {
             run_rule(block, rule);
-            directions.find(block, s);  // of the moments as they are stored: the second pass has nothing else
+            // Compute the directions from the stored moments, because the second pass has nothing else.
+            directions.find(block, s);
         }
         params.add(block_sum(directions.params));
         updates.add(block_sum(directions.updates));

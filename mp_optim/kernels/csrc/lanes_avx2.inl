@@ -1,4 +1,4 @@
-// Eight lanes in one register.
+// Vectors of AVX2: eight FP32 lanes in a register.
 
 MP_VECTOR(float, f32xn, 32);
 MP_VECTOR(uint32_t, u32xn, 32);
@@ -47,7 +47,7 @@ MP_INLINE bool may_have_nan(f32xn a, f32xn b) {
 
 MP_INLINE bool may_be_set(u16x2n x) { return _mm256_movemask_epi8(as<__m256i>(x)) != 0; }
 
-// A bit for each lane of two comparisons.
+// Returns a bit for each lane of two comparisons.
 MP_INLINE uint32_t lanes_true(u16x2n a, u16x2n b) {
     __m256i bytes = _mm256_packs_epi16(as<__m256i>(a), as<__m256i>(b));
     return uint32_t(_mm256_movemask_epi8(_mm256_permute4x64_epi64(bytes, 0xd8)));

@@ -1,4 +1,4 @@
-// Sixteen lanes in one register.
+// Vectors of AVX-512: sixteen FP32 lanes in a register.
 
 MP_VECTOR(float, f32x16, 64);
 MP_VECTOR(uint32_t, u32x16, 64);
@@ -8,21 +8,21 @@ MP_VECTOR(uint16_t, u16x16, 32);
 MP_VECTOR(int16_t, i16x16, 32);
 MP_VECTOR(double, f64x8, 64);
 
-// Correctly rounded square root of each lane.
+// Returns the correctly rounded square root of each lane.
 MP_INLINE f32x16 square_root(f32x16 x) { return as<f32x16>(_mm512_sqrt_ps(as<__m512>(x))); }
 
-// acc + x * x. The square of an FP32 value is exact in FP64, so a fused multiply-add rounds the same way.
+// Returns acc + x * x. The square of an FP32 value is exact in FP64, so a fused multiply-add gives the same result.
 MP_INLINE f64x8 add_square(f64x8 acc, f64x8 x) {
     return as<f64x8>(_mm512_fmadd_pd(as<__m512d>(x), as<__m512d>(x), as<__m512d>(acc)));
 }
 
 MP_INLINE f64x8 read_as_f64(const float* p) { return as<f64x8>(_mm512_cvtps_pd(_mm256_loadu_ps(p))); }
 
-// The first and the last eight lanes.
+// Returns the first and the last eight lanes.
 MP_INLINE f64x8 low_as_f64(f32x16 x) { return as<f64x8>(_mm512_cvtps_pd(_mm512_castps512_ps256(as<__m512>(x)))); }
 MP_INLINE f64x8 high_as_f64(f32x16 x) { return as<f64x8>(_mm512_cvtps_pd(_mm512_extractf32x8_ps(as<__m512>(x), 1))); }
 
-// base + x * factor in FP64, where the product is exact, rounded to FP32.
+// Returns base + x * factor, computed in FP64, where the product is exact, and rounded to FP32.
 MP_INLINE f32x16 add_in_double(f32x16 base, f32x16 x, float factor) {
     const __m512d factors = _mm512_set1_pd(double(factor));
     __m512d low = _mm512_fmadd_pd(as<__m512d>(low_as_f64(x)), factors, as<__m512d>(low_as_f64(base)));
@@ -32,7 +32,7 @@ MP_INLINE f32x16 add_in_double(f32x16 base, f32x16 x, float factor) {
 
 // -- reading fewer bits -------------------------------------------------------------------------------
 
-// Sixteen whole numbers of 16 bits as the upper halves of lanes.
+// Returns sixteen 16-bit integers as the upper halves of 32-bit lanes.
 MP_INLINE u32x16 read_upper(const void* p) {
     const __m512i order = _mm512_set_epi16(15, 0, 14, 0, 13, 0, 12, 0, 11, 0, 10, 0, 9, 0, 8, 0, 7, 0, 6, 0, 5, 0, 4,
                                            0, 3, 0, 2, 0, 1, 0, 0, 0);
@@ -50,7 +50,7 @@ MP_INLINE f32x16 read_f16(const void* p) { return as<f32x16>(_mm512_cvtph_ps(loa
 MP_INLINE f32x16 to_float(i32x16 x) { return as<f32x16>(_mm512_cvtepi32_ps(as<__m512i>(x))); }
 MP_INLINE i32x16 to_whole(f32x16 x) { return as<i32x16>(_mm512_cvttps_epi32(as<__m512>(x))); }
 
-// The whole number nearest to each lane, ties to even; of numbers below 2^22.
+// Returns the integer nearest to each lane, ties to even, for magnitudes below 2^22.
 MP_INLINE i32x16 to_nearest(f32x16 x) { return as<i32x16>(_mm512_cvtps_epi32(as<__m512>(x))); }
 
 MP_INLINE u32x16 larger(u32x16 a, u32x16 b) {
@@ -59,9 +59,10 @@ MP_INLINE u32x16 larger(u32x16 a, u32x16 b) {
 
 MP_INLINE uint32_t largest(u32x16 x) { return _mm512_reduce_max_epu32(as<__m512i>(x)); }
 
-// x, + y in the lanes where x is neither 0 nor the sign bit alone; infinity stays where the sum would be NaN.
+// Returns x + y in the lanes where x is neither +0 nor -0. An infinity stays if the sum would be NaN.
 MP_INLINE u32x16 joined(u32x16 x, u32x16 y) {
-    const __m512 magnitude = _mm512_set1_ps(as<float>(0x7fffffff));  // GCC reads this where it shuffles whole numbers
+    // GCC loads this constant from memory, whereas it would build an integer constant with shuffles.
+    const __m512 magnitude = _mm512_set1_ps(as<float>(0x7fffffff));
     const __m512i upper = as<__m512i>(x);
     const __mmask16 here = _mm512_test_epi32_mask(upper, as<__m512i>(magnitude));
     const __mmask16 infinite =
@@ -75,13 +76,13 @@ MP_INLINE u16x32 add_one_where_above(u16x32 x, u16x32 y, uint16_t limit) {
     return as<u16x32>(_mm512_mask_add_epi16(as<__m512i>(x), here, as<__m512i>(x), _mm512_set1_epi16(1)));
 }
 
-// A bit for each lane: whether two are not the same, or one is above a limit.
+// Returns a bit for each lane: lanes that differ, and lanes above a limit.
 MP_INLINE uint32_t lanes_other(u16x32 x, u16x32 y) { return _mm512_cmpneq_epi16_mask(as<__m512i>(x), as<__m512i>(y)); }
 MP_INLINE uint32_t lanes_above(u16x32 x, uint16_t limit) {
     return _mm512_cmpgt_epu16_mask(as<__m512i>(x), _mm512_set1_epi16(short(limit)));
 }
 
-// Whether any lane is above the limit.
+// Returns true if any lane is above the limit.
 MP_INLINE bool any_above(u16x32 x, uint16_t limit) { return __builtin_expect(lanes_above(x, limit) != 0, 0); }
 
 MP_INLINE bool may_have_nan(f32x16 a, f32x16 b) {
@@ -90,8 +91,8 @@ MP_INLINE bool may_have_nan(f32x16 a, f32x16 b) {
 
 // -- narrowing ----------------------------------------------------------------------------------------
 
-// The lower and the upper halves of two times sixteen lanes. Halves are brought together in each 128 bits first: two
-// shuffles of words from two registers would take three times as long as those of 64 bits.
+// Returns the lower and the upper halves of 32 lanes. Halves are first joined within 128 bits: two 16-bit shuffles of
+// two registers would take three times as long as 64-bit shuffles.
 MP_INLINE void halves(u32x16 a, u32x16 b, u16x32& low, u16x32& high) {
     const __m512i apart = _mm512_broadcast_i32x4(_mm_set_epi8(15, 14, 11, 10, 7, 6, 3, 2, 13, 12, 9, 8, 5, 4, 1, 0));
     const __m512i lows = _mm512_set_epi64(14, 12, 10, 8, 6, 4, 2, 0), highs = _mm512_set_epi64(15, 13, 11, 9, 7, 5, 3, 1);
@@ -100,7 +101,7 @@ MP_INLINE void halves(u32x16 a, u32x16 b, u16x32& low, u16x32& high) {
     high = as<u16x32>(_mm512_permutex2var_epi64(from_a, highs, from_b));
 }
 
-// Four times sixteen lanes as bytes: of numbers within the bounds of the byte; of those that are not signed at least 1.
+// Converts 64 lanes to bytes. Values are within the range of the byte; unsigned codes are at least 1.
 template <bool is_signed>
 MP_INLINE void store_bytes(void* to, i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
     __m512i ab = _mm512_packs_epi32(as<__m512i>(a), as<__m512i>(b));
@@ -111,12 +112,12 @@ MP_INLINE void store_bytes(void* to, i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
     store(to, _mm512_permutexvar_epi32(order, bytes));
 }
 
-// The upper halves of 32 lanes.
+// Returns the upper halves of 32 lanes.
 MP_INLINE void store_upper_bytes(void* to, u16x32 x) { store(to, _mm512_cvtepi16_epi8(as<__m512i>(x >> 8))); }
 
 MP_INLINE u16x16 to_f16(f32x16 x) { return as<u16x16>(_mm512_cvtps_ph(as<__m512>(x), _MM_FROUND_TO_NEAREST_INT)); }
 
-// 64 bytes to an address that is a multiple of 32, past the caches where the machine can.
+// Stores 64 bytes at a multiple of 32, past the caches if the CPU supports that.
 MP_INLINE void store_past_caches(void* p, u16x32 value) {
     __m512i bits = as<__m512i>(value);
     _mm256_stream_si256((__m256i*)p, _mm512_castsi512_si256(bits));

@@ -1,4 +1,4 @@
-// Four lanes in one register, on 64-bit Arm.
+// Vectors of NEON on 64-bit Arm: four FP32 lanes in a register.
 
 MP_VECTOR(float, f32xn, 16);
 MP_VECTOR(uint32_t, u32xn, 16);
@@ -42,7 +42,7 @@ MP_INLINE u32xn larger(u32xn a, u32xn b) { return as<u32xn>(vmaxq_u32(as<uint32x
 MP_INLINE bool may_have_nan(f32xn, f32xn) { return true; }
 MP_INLINE bool may_be_set(u16x2n) { return true; }
 
-// A bit for each lane of two comparisons.
+// Returns a bit for each lane of two comparisons.
 MP_INLINE uint32_t lanes_true(u16x2n a, u16x2n b) {
     const u16x2n bits = {1, 2, 4, 8, 16, 32, 64, 128};
     return vaddvq_u16(as<uint16x8_t>(a & bits)) | uint32_t(vaddvq_u16(as<uint16x8_t>(b & bits))) << 8;

@@ -1,5 +1,5 @@
-// Sixteen lanes out of the few that a register has. Compilers keep these in registers, but not their own vectors of
-// more bytes than the machine has.
+// Sixteen lanes, built from several registers of fewer lanes. Compilers keep such structs in registers, but not
+// built-in vectors that are longer than a register.
 
 template <class V>
 struct Two {
@@ -105,7 +105,7 @@ MP_INLINE f32xn add_in_double(f32xn base, f32xn x, float factor) {
 }
 #endif
 
-// base + x * factor in FP64, where the product is exact, rounded to FP32.
+// Returns base + x * factor, computed in FP64, where the product is exact, and rounded to FP32.
 template <class V>
 MP_INLINE Two<V> add_in_double(Two<V> base, Two<V> x, float factor) {
     return {add_in_double(base.low, x.low, factor), add_in_double(base.high, x.high, factor)};
@@ -162,7 +162,7 @@ MP_INLINE u32x16 joined(u32x16 x, u32x16 y) {
 }
 
 MP_INLINE u16x32 add_one_where_above(u16x32 x, u16x32 y, uint16_t limit) {
-    return x - as<u16x32>(y > limit);  // a true lane is -1
+    return x - as<u16x32>(y > limit);  // A true lane is -1, so subtracting it adds 1.
 }
 
 template <class V>
@@ -170,7 +170,7 @@ MP_INLINE bool may_be_set(Two<V> x) {
     return int(may_be_set(x.low)) | int(may_be_set(x.high));
 }
 
-// A bit for each lane of a comparison.
+// Returns a bit for each lane of a comparison.
 MP_INLINE uint32_t lanes_true(Two<u16x2n> x) { return lanes_true(x.low, x.high); }
 
 template <class V>
@@ -178,16 +178,16 @@ MP_INLINE uint32_t lanes_true(Two<Two<V>> x) {
     return lanes_true(x.low) | lanes_true(x.high) << (2 * sizeof(V) / sizeof(Element<V>));
 }
 
-// A bit for each lane: whether two are not the same, or one is above a limit.
+// Returns a bit for each lane: lanes that differ, and lanes above a limit.
 MP_INLINE uint32_t lanes_other(u16x32 x, u16x32 y) { return ~lanes_true(as<u16x32>(x == y)); }
 MP_INLINE uint32_t lanes_above(u16x32 x, uint16_t limit) { return lanes_true(as<u16x32>(x > limit)); }
 
-// Whether any lane is above the limit, or `true` where that is dear to know.
+// Returns true if any lane is above the limit. May return true without a check if the check is slow on this CPU.
 MP_INLINE bool any_above(u16x32 x, uint16_t limit) { return may_be_set(as<u16x32>(x > limit)); }
 
 // -- reading fewer bits -------------------------------------------------------------------------------
 
-// Sixteen elements of so many bytes, the few of a register at a time.
+// Reads sixteen elements of N bytes, as many at a time as a register has lanes.
 template <class R, int bytes>
 struct Reader {
     template <class V, class Few>
@@ -224,7 +224,7 @@ MP_INLINE f64x8 read_as_f64(const float* p) {
     return r;
 }
 
-// The first and the last eight lanes.
+// Returns the first and the last eight lanes.
 MP_INLINE f64x8 low_as_f64(f32x16 x) {
     float lanes[kLanes];
     store(lanes, x);

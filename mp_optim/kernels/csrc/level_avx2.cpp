@@ -1,4 +1,4 @@
-// AVX2 with FMA and F16C.
+// Level for CPUs with AVX2, FMA and F16C.
 #include "level.h"
 
 #if defined(__x86_64__)
@@ -27,7 +27,8 @@ namespace avx2 {
 
 namespace mp {
 static bool has_avx2() {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");  // every CPU with AVX2 has F16C
+    // Every CPU with AVX2 has F16C, so do not check it.
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
 extern const Level kAvx2;
 const Level kAvx2 = {"avx2",     has_avx2,           avx2::kRules,

@@ -1,4 +1,4 @@
-// AVX-512 (F, BW, VL, DQ).
+// Level for CPUs with AVX-512 F, BW, VL and DQ.
 #include "level.h"
 
 #if defined(__x86_64__)

@@ -1,4 +1,4 @@
-// NEON, which every 64-bit Arm CPU has.
+// Level for 64-bit Arm CPUs, all of which have NEON.
 #include "level.h"
 
 #if defined(__aarch64__)

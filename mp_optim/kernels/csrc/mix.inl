@@ -1,6 +1,7 @@
-// Included where integers or lanes of them are mixed, with the target of the code around it.
+// Included by code that mixes integers or vectors of integers, so that it is compiled for the instruction set of that
+// code.
 
-// The 32-bit finalizer of MurmurHash3.
+// Returns the 32-bit finalizer of MurmurHash3.
 template <class Words>
 static inline __attribute__((always_inline)) Words mix(Words x) {
     x = (x ^ (x >> 16)) * 0x85ebca6bu;

@@ -17,7 +17,7 @@
 namespace mp {
 namespace {
 
-// The parts of one call. Threads take the next one until none is left.
+// The parts of one call. Each thread takes the next part until none is left.
 struct Work {
     const std::function<void(int)>& body;
     int parts;
@@ -28,7 +28,7 @@ struct Work {
     Work(const std::function<void(int)>& body, int parts) : body(body), parts(parts) {}
 
     void take() {
-        const FloatMode mode;  // of this thread, which may be the caller's, ours or OpenMP's
+        const FloatMode mode;  // The thread may be the caller's, one of this pool, or OpenMP's, so set the mode here.
         for (int part; (part = next.fetch_add(1)) < parts;) {
             try {
                 body(part);
@@ -91,11 +91,12 @@ private:
 
 std::atomic<Parallel> parallel{nullptr};
 
-// Never destroyed: a process that ends does not wait for threads.
+// The pool is never destroyed, because a process that exits must not wait for its threads.
 Pool* the_pool = nullptr;
 std::mutex pool_mutex;
 
-// A forked child has none of its parent's threads, neither ours nor OpenMP's, and maybe a locked mutex.
+// A forked child has none of its parent's threads, neither this pool's nor OpenMP's. The mutex may be locked, so make a
+// new pool.
 void start_anew_after_fork() {
     the_pool = nullptr;
     new (&pool_mutex) std::mutex;

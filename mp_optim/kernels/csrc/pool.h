@@ -1,4 +1,4 @@
-// Splits work over threads: torch's own OpenMP threads where they can be reached, else a pool of ours.
+// Distributes work over threads: torch's OpenMP threads if they can be reached, else a pool of this library.
 #pragma once
 
 #include <cstdint>
@@ -6,12 +6,12 @@
 
 namespace mp {
 
-// Runs body(part) for every part in [0, parts) on up to `threads` threads, the caller's among them.
-// Rethrows the first exception of any part, after all parts have ended.
+// Calls body(part) for every part in [0, parts), on at most `threads` threads including the caller's. Rethrows the
+// first exception of a part, after all parts have ended.
 void run_parts(int parts, int threads, const std::function<void(int)>& body);
 
-// GNU OpenMP's GOMP_parallel, or null. Its threads spin for a while after each region: a second set of threads
-// would compete with them for the cores, most of all right after a backward pass.
+// GOMP_parallel of GNU's OpenMP, or null. OpenMP's threads spin after each region. A second pool of threads would
+// compete with them for cores, most of all directly after backward.
 using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 void set_parallel(Parallel parallel);
 

@@ -1,8 +1,9 @@
-// The rules over sixteen elements. One operation here is one operation of docs/numerics.md: IEEE, rounded once.
-// A rule changes p, m and v, and returns the root of the new v through `root`; what it does not use or keep is left alone.
+// The rules for sixteen elements. Each operation is one operation of docs/numerics.md: IEEE, rounded once. A rule
+// updates p, m and v, and returns the root of the new v in `root`. It does not change values that it does not use.
 // Included inside a level's namespace, after drivers.inl.
 
-// Which memory a rule reads and writes. A rule without main params computes p from g, m and v and only writes the output.
+// The memory that a rule reads and writes. A rule without main params computes p from g, m and v, and writes only the
+// output.
 template <bool reads_grad, bool changes_main, bool has_first, bool has_second, bool changes_moments, bool has_main = true>
 struct Touches {
     static constexpr bool kGrad = reads_grad, kMain = changes_main, kFirst = has_first, kSecond = has_second,
@@ -12,30 +13,30 @@ struct Touches {
     MP_MEMBER void look(int64_t, f32x16, f32x16, f32x16) const {}
 };
 
-// A factor whose term is left out if it is zero: 0 * inf would be NaN.
+// A factor whose term is left out if the factor is 0, because 0 * inf is NaN.
 struct MaybeFactor {
     f32x16 factor;
     int present;
 
     explicit MaybeFactor(float value) : factor(splat<f32x16>(value)), present(value != 0.0f) {
-        // The asm keeps the flag in a general register, so that a branch on it takes no vector compare.
+        // The asm keeps the flag in a general register, so that a branch on it needs no vector comparison.
         __asm__("" : "+r"(present));
     }
 };
 
-// g * multiplier, then + p * l2.
+// Returns g * multiplier + p * l2, rounded after each operation.
 MP_INLINE f32x16 gradient(f32x16 g, float multiplier, const MaybeFactor& l2, f32x16 p) {
     g = g * multiplier;
     if (l2.present) g = g + p * l2.factor;
     return g;
 }
 
-// Lanes where one is positive and the other negative.
+// Returns a mask of the lanes where one value is positive and the other negative.
 MP_INLINE u32x16 are_opposed(f32x16 a, f32x16 b) {
     return (as<u32x16>(a > 0.0f) & as<u32x16>(b < 0.0f)) | (as<u32x16>(a < 0.0f) & as<u32x16>(b > 0.0f));
 }
 
-// Decay by a factor, if there is one; of a cautious one not where the step u takes p away from 0.
+// Decays p by a factor. With cautious decay, an element does not decay if the step u moves it away from 0.
 struct Decay : MaybeFactor {
     int is_cautious;
 
@@ -74,7 +75,7 @@ struct AdamRule : Touches<true, true, true, true, true> {
 };
 
 struct Sgd {
-    float multiplier, lr, momentum, one_minus_dampening, decay, nesterov, first;  // the last two are 0 or 1
+    float multiplier, lr, momentum, one_minus_dampening, decay, nesterov, first;  // The last two are 0 or 1.
 };
 
 template <bool has_buffer>
@@ -94,7 +95,7 @@ struct SgdRule : Touches<true, true, has_buffer, false, has_buffer> {
     }
 };
 
-// -1, +0 or 1; NaN stays NaN.
+// Returns -1, +0 or 1; NaN for NaN.
 MP_INLINE f32x16 sign_of(f32x16 x) {
     u32x16 bits = as<u32x16>(x);
     u32x16 one = (bits & 0x80000000) | 0x3f800000;
@@ -140,7 +141,8 @@ MP_INLINE f32x16 lamb_direction(f32x16 p, f32x16 m, f32x16 v, const MpLamb& s, c
     return u;
 }
 
-// The direction as well, which is that of the moments as they are stored: if they are stored as they are.
+// Also computes LAMB's direction, which has to be that of the stored moments. So use this only if moments are stored in
+// FP32.
 struct LambWholeRule : LambMomentsRule {
     MaybeFactor decay{s.decay};
     float *params, *updates;
@@ -166,8 +168,8 @@ struct LambApplyRule : Touches<false, true, true, true, false> {
     }
 };
 
-// One of two values plus a multiple of their difference, as torch.lerp takes it: product and sum in FP64, rounded once.
-// A difference of finite values does not overflow.
+// Returns one of two values plus a multiple of their difference, like torch.lerp. Product and sum are computed in FP64
+// and rounded once. A difference of finite values is clamped if it overflows.
 MP_INLINE f32x16 blended(f32x16 start, f32x16 end, float factor, bool from_end) {
     return add_in_double(from_end ? end : start, bounded(end - start, is_finite(start) & is_finite(end)), factor);
 }
@@ -198,7 +200,7 @@ struct MuonApplyRule : Touches<true, true, false, false, false> {
 
 // -- rules that step each element by itself -----------------------------------------------------------
 
-// Moments of these dtypes, with main params of any.
+// Runs a rule with moments of these dtypes and main params of any dtype.
 template <int32_t first, int32_t second, class Rule>
 MP_INLINE bool run_special_moments(const Run& run, const Rule& rule) {
     return run_special<MP_NONE, first, second>(run, rule) || run_special<MP_I16, first, second>(run, rule) ||
@@ -229,7 +231,7 @@ MP_INLINE Scalars read_scalars(const float* from) {
     return scalars;
 }
 
-// A row of kRules. `moments`: those that it cannot do without.
+// A row of kRules. `moments` are the moments that the rule requires.
 template <class Scalars, void (*step)(const Run&, const Scalars&), int moments>
 constexpr ElementRule row_of(const char* name) {
     static_assert(sizeof(Scalars) % sizeof(float) == 0, "scalars are floats");
@@ -238,7 +240,8 @@ constexpr ElementRule row_of(const char* name) {
             [](const Run& run, const float* s) { step(run, read_scalars<Scalars>(s)); }};
 }
 
-// Every rule that steps each element by itself. Its scalars are in the order of its class in kernels/element_rules.py.
+// All rules that step each element independently. The scalars are in the order of the rule's class in
+// kernels/kernel_args.py.
 static const ElementRule kRules[] = {
     row_of<MpAdam, adam, 1 | 2>("adam"),
     row_of<Sgd, sgd, 0>("sgd"),

@@ -1,5 +1,5 @@
-// Sixteen lanes at a time, by the compilers' vector extensions; what those cannot say is said once per level.
-// Included inside a level's namespace, with MP_AVX512, MP_AVX2 or MP_NEON defined.
+// Vectors of sixteen lanes, with the compilers' vector extensions. Each level defines the operations that the
+// extensions do not have. Included inside a level's namespace, with MP_AVX512, MP_AVX2 or MP_NEON defined.
 
 #define MP_INLINE static inline __attribute__((always_inline))
 #define MP_MEMBER inline __attribute__((always_inline))
@@ -7,7 +7,7 @@
 
 constexpr int kLanes = 16;
 
-// Whether bits of one type are read as another: of the same size.
+// True if the bits of a type can be read as another type of the same size.
 template <class To, class From>
 struct As {
     MP_INLINE To cast(From value) {
@@ -66,10 +66,10 @@ MP_INLINE V choose(V where, V a, V b) {
     return (where & a) | (~where & b);
 }
 
-// Whole numbers rounded down; of numbers below 2^31.
+// Rounds down to integers, for magnitudes below 2^31.
 MP_INLINE i32x16 to_floor(f32x16 x) {
     i32x16 cut = to_whole(x);
-    return cut + (to_float(cut) > x);  // a true lane is -1
+    return cut + (to_float(cut) > x);  // A true lane is -1, so adding it subtracts 1.
 }
 
 MP_INLINE i32x16 within(i32x16 x, int32_t low, int32_t high) {
@@ -84,13 +84,14 @@ constexpr float kLargest = 0x1.fffffep127f;
 
 MP_INLINE u32x16 is_finite(f32x16 x) { return as<u32x16>((as<u32x16>(x) & 0x7fffffff) < 0x7f800000); }
 
-// What overflowed of something finite becomes the largest number, of its sign.
+// Replaces overflows of finite inputs by the largest number with the same sign.
 MP_INLINE f32x16 bounded(f32x16 x, u32x16 made_of_finite) {
     u32x16 bits = as<u32x16>(x), is_inf = as<u32x16>((bits & 0x7fffffff) == 0x7f800000);
-    return as<f32x16>(bits + (is_inf & made_of_finite));  // a true lane is -1
+    // A true lane is -1, so adding it to the bits of inf gives the largest number.
+    return as<f32x16>(bits + (is_inf & made_of_finite));
 }
 
-// What is finite is brought within a magnitude, given by its bits.
+// Clamps finite values to a magnitude, which is given by its bits.
 MP_INLINE f32x16 finite_within(f32x16 x, uint32_t most) {
     u32x16 bits = as<u32x16>(x), magnitude = bits & 0x7fffffff;
     u32x16 above = as<u32x16>(magnitude > most) & as<u32x16>(magnitude < 0x7f800000);
@@ -102,13 +103,14 @@ MP_INLINE u32x16 quiet_bits(f32x16 x) {
     return choose(is_nan, splat<u32x16>(0x7fc00000u), bits);
 }
 
-// The bits of two times sixteen floats; every NaN becomes the quiet one.
+// Returns the bits of 32 floats, with every NaN replaced by the quiet NaN.
 MP_INLINE void quiet_bits(f32x16 a, f32x16 b, u32x16& a_bits, u32x16& b_bits) {
     a_bits = as<u32x16>(a), b_bits = as<u32x16>(b);
     if (may_have_nan(a, b)) a_bits = quiet_bits(a), b_bits = quiet_bits(b);
 }
 
-// Upper halves rounded to nearest even: one more if the lower half is above its middle, or in the middle and the upper half odd.
+// Rounds upper halves to nearest even: adds 1 if the lower half is above its middle, or is the middle and the upper
+// half is odd.
 MP_INLINE u16x32 rounded_halves(u32x16 a, u32x16 b) {
     u16x32 high, low;
     halves(a, b, low, high);

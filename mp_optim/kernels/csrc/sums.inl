@@ -1,11 +1,11 @@
 // Sums of squares in FP64, in the order of docs/numerics.md. Included inside a level's namespace, after formats.inl.
 
-// Sum of squares of a block of FP32 values: 8 rows of 128, rows added one after another, the 128 sums by halving.
-// Reading from memory lets the widening be part of the load.
+// Returns the sum of squares of a block of FP32 values: 8 rows of 128, rows added one after another, then the 128 sums
+// by halving. The values are read from memory, so that conversion to FP64 is a part of the load.
 constexpr int kRow = 128;
 constexpr int kSums = kRow / 8;
 
-// `ahead`: bytes from what is read to what is fetched meanwhile, into the second-level cache, or 0.
+// `ahead`: distance in bytes at which memory is prefetched into the second-level cache, or 0.
 MP_INLINE double block_sum(const float* x, int64_t ahead = 0) {
     f64x8 sums[kSums] = {};
 #pragma GCC unroll 1
@@ -26,7 +26,7 @@ MP_INLINE double block_sum(const float* x, int64_t ahead = 0) {
     return (a + c) + (b + d);
 }
 
-// Adds block sums in adjacent pairs, zero filled at the end, keeping only one pending sum per level.
+// Adds block sums in adjacent pairs, padded with zeros at the end. Only one pending sum per level is kept.
 struct PairSum {
     double pending[48];
     uint64_t count = 0;
@@ -50,8 +50,9 @@ struct PairSum {
     }
 };
 
-// The same of bfloat16 values. Elements of even and of odd index come apart by a shift and a mask, so vector 4 j + 2 h + q
-// of a row has its elements 32 j + 16 q + 2 i + h: what is added to what is the same, only where it stands differs.
+// Returns the sum of squares of a block of bfloat16 values. A shift and a mask separate elements with even and odd
+// index. So vector 4 j + 2 h + q of a row has the elements 32 j + 16 q + 2 i + h. The sums have the same terms in the
+// same order; only their lanes differ.
 template <bool zeros>
 MP_INLINE double block_sum_bf16(const char* p, int64_t ahead, i32x16& here) {
     constexpr int kPairs = 32;
@@ -69,7 +70,7 @@ MP_INLINE double block_sum_bf16(const char* p, int64_t ahead, i32x16& here) {
                 f64x8* const to = sums + 4 * j + 2 * h;
                 to[0] = add_square(to[0], low_as_f64(parts[h]));
                 to[1] = add_square(to[1], high_as_f64(parts[h]));
-                if (zeros) here = here - (parts[h] == 0.0f);  // a true lane is -1
+                if (zeros) here = here - (parts[h] == 0.0f);  // A true lane is -1, so subtracting it counts the zero.
             }
         }
 #pragma GCC unroll 2
@@ -138,7 +139,7 @@ static double sum_of_squares(const Run& run, int64_t* zeros) {
     }
 }
 
-// Sum of elements, each times its weight; a plain loop, as whole numbers can be added in any order.
+// Returns the sum of elements times their weights. A plain loop is enough, because integers can be added in any order.
 static int64_t weighted_sum(const int16_t* x, const int32_t* weights, int64_t n) {
     int64_t sum = 0;
     for (int64_t i = 0; i < n; ++i) sum += int64_t(x[i]) * weights[i];
