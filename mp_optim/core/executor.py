@@ -15,7 +15,8 @@ There are three kinds of executors:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -135,6 +136,13 @@ class Executor:
     @abstractmethod
     def step_slots(self, updates: SlotUpdates) -> None:
         """Step the given slots, each at most once, and write their outputs."""
+
+    def plan_step(self, updates: SlotUpdates) -> Callable[[], None]:
+        """Return a function that does :meth:`step_slots`; prepare as much of the step as possible.
+
+        Nothing is stepped before the returned function is called.
+        """
+        return partial(self.step_slots, updates)
 
     def finish_step(self) -> None:
         """Check a step after all of its kernels are queued.

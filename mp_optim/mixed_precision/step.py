@@ -19,9 +19,11 @@ from __future__ import annotations
 import functools
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.core import Multiplier, ParamGroups, SlotUpdates
+from mp_optim.core import CachedTensorList, Multiplier, ParamGroups, SlotUpdates
 from mp_optim.core.executor import Executor
 from mp_optim.core.quantized import quantize_
 from mp_optim.host.calls import in_own_modes
@@ -63,6 +65,8 @@ from mp_optim.process_groups.process_groups import ProcessGroups
 
 _HOST = torch.device("cpu")
 _UNTIMED = nullcontext()
+Phases = Generator["StepGrads", None, StepResult]
+"""A step in progress, phase by phase."""
 
 
 @in_own_modes
@@ -81,6 +85,64 @@ def take_step(
             name. Nothing was stepped.
         BrokenOffError: the previous step was interrupted.
     """
+    phases = step_phases(stack, prepared)
+    while True:
+        try:
+            next(phases)
+        except StopIteration as done:
+            result: StepResult = done.value
+            return result
+
+
+@in_own_modes
+def take_steps(stacks: Mapping[str, Any]) -> tuple[dict[str, StepResult], dict[str, Exception]]:
+    """Take one step of each of several stacks: each phase for all stacks, then the next phase.
+
+    One pass reads the gradients of all stacks, and the kernels of all stacks start one after
+    another. An error of one stack does not stop the others.
+
+    Returns:
+        Results and errors, by the names of ``stacks``.
+    """
+    results: dict[str, StepResult] = {}
+    errors: dict[str, Exception] = {}
+    running = {name: step_phases(stack) for name, stack in stacks.items()}
+    try:
+        measure_together(_advanced(running, results, errors))
+        while running:
+            _advanced(running, results, errors)
+    finally:
+        for phases in running.values():
+            phases.close()  # after an interrupt
+    return results, errors
+
+
+def _advanced(
+    running: dict[str, Phases], results: dict[str, StepResult], errors: dict[str, Exception]
+) -> list[StepGrads]:
+    """Run each step to the end of its next phase. Return the gradients of steps that go on; remove
+    the others from ``running``."""
+    reached: list[StepGrads] = []
+    for name, phases in list(running.items()):
+        try:
+            reached.append(next(phases))
+            continue
+        except StopIteration as done:
+            results[name] = done.value
+        except Exception as error:
+            errors[name] = error
+        del running[name]
+    return reached
+
+
+def step_phases(
+    stack: Any, prepared: tuple[StepGrads, Verdict, Observer | None] | None = None
+) -> Phases:
+    """Take one step, with the arguments of :func:`take_step`.
+
+    Yields:
+        The gradients, after they are collected, before the kernels start and after they started.
+    """
     config, observers = stack.config, stack.observers
     with stack.step_mark.step(stack):
         if prepared is None:
@@ -93,6 +155,7 @@ def take_step(
                 except WorkerError:
                     stack.discard_backward_work()
                     raise
+                yield grads
                 # Phases 3 and 4: measure and agree.
                 device = grads.verdict_device
                 measurement = grads.sums(on_host=device is None)
@@ -108,11 +171,14 @@ def take_step(
         # Phase 6: run.
         with _UNTIMED if config.timers is None else _timed(config, "optimizer-inner-step"):
             if verdict.cause:
-                grads.skip()
+                run: Callable[[], None] = grads.skip
             else:
                 norm, limit = verdict.norms.get(MAIN_NORM), config.clip_grad
                 clipped = min(norm, limit) if norm is not None and limit > 0 else norm
-                grads.step(verdict.multipliers, clipped)
+                run = grads.plan(verdict.multipliers, clipped)
+            yield grads
+            run()
+        yield grads
         # Phase 7: record. The loss scale is the last write of a step, so an earlier interrupt
         # leaves the stack marked as inconsistent.
         if stack.grad_scaler is not None:
@@ -209,6 +275,12 @@ class StepGrads(ABC):
                 not know it.
         """
 
+    def plan(
+        self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None
+    ) -> Callable[[], None]:
+        """Return a function that does :meth:`step`, with as much of it done before as possible."""
+        return partial(self.step, multipliers, grad_norm)
+
 
 class GradsOfMembers(StepGrads):
     """The gradients of a composite's members, which share one measurement and one verdict.
@@ -282,6 +354,7 @@ class Engine:
         known: Sequence[float | None] = (),
         held: Sequence[bool] = (),
         on_host: bool = False,
+        measured: Tensor | None = None,
     ) -> Measurement:
         """Measure gradients, and agree with the other ranks on the sums of squares. Collective.
 
@@ -296,6 +369,7 @@ class Engine:
                 :func:`~mp_optim.mixed_precision.grad_norm.measure_rest`; empty if none is known.
             held: whether each gradient is a copy in host memory, as for that function.
             on_host: True if the result may have numbers instead of tensors.
+            measured: sum of squares of each gradient, FP64, shape (gradients,); None to measure.
         """
         config, common = self.config, self.table.common
         device, ranks = common.device, self.process_groups.grad_stats
@@ -306,7 +380,9 @@ class Engine:
             # Read the setting once. If one rank changed it later, the ranks would call different
             # collectives. The reduction of the norm reports such a change.
             self.keeps_param_sums = bool(config.log_param_grad_norms)
-        if known:
+        if measured is not None:
+            each = measured
+        elif known:
             each = measure_rest(grads, known, held, config.fused_backend, device)
         else:
             each = measure(grads, config.fused_backend, device)
@@ -342,6 +418,9 @@ class WrappedGrads(StepGrads):
             name.
     """
 
+    measured: Tensor | None = None
+    """Sum of squares of each gradient, FP64, if :func:`measure_together` measured the gradients."""
+
     def __init__(self, wrapper: Any) -> None:
         engine: Engine = wrapper.engine
         self._wrapper, self._engine = wrapper, engine
@@ -365,15 +444,28 @@ class WrappedGrads(StepGrads):
             known=list(map(sums.get, some.slots)) if sums or held else (),
             held=[slot in held for slot in some.slots] if sums or held else (),
             on_host=on_host,
+            measured=self.measured,
         )
+
+    def to_measure(self) -> tuple[str, torch.device, CachedTensorList]:
+        """Return backend and device of the sums of squares, and the gradients to measure: none if
+        backward measured some."""
+        engine, (held, sums) = self._engine, self._in_backward
+        grads = CachedTensorList() if held or sums else self._grads
+        return engine.config.fused_backend, engine.table.common.device, grads
 
     def skip(self) -> None:
         if self._engine.overlap is not None:
             self._engine.overlap.skip()
 
     def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
+        self.plan(multipliers, grad_norm)()
+
+    def plan(
+        self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None
+    ) -> Callable[[], None]:
         engine, some = self._engine, self._columns
-        executor, mains, table = engine.executor, engine.mains, engine.table
+        executor, mains = engine.executor, engine.mains
         if some.group is None:
             factors = [multipliers[key.group] for key in some.keys]
         else:
@@ -384,7 +476,12 @@ class WrappedGrads(StepGrads):
         updates = SlotUpdates(some.slots, self._grads, factors, some.outputs, changed)
         if executor.clips and grad_norm is not None:
             updates = executor.clipped(updates, grad_norm)
-        executor.step_slots(updates)
+        return partial(self._run, executor.plan_step(updates))
+
+    def _run(self, step_planned: Callable[[], None]) -> None:
+        engine, some = self._engine, self._columns
+        executor, mains, table = engine.executor, engine.mains, engine.table
+        step_planned()
         executor.finish_step()
         if executor.writes_settings:
             self._wrapper.share_settings()
@@ -397,3 +494,23 @@ class WrappedGrads(StepGrads):
             mains.note_written(some.indices)
         for observer in mains.observers:
             observer.after_launch()
+
+
+def measure_together(steps: Iterable[StepGrads]) -> None:
+    """Measure the gradients of several optimizers in one pass for each backend and device.
+
+    The sums of squares have the bits of separate passes. Gradients that backward measured are left
+    out.
+    """
+    alike: dict[tuple[str, torch.device], list[tuple[WrappedGrads, CachedTensorList]]] = {}
+    for step in steps:
+        if isinstance(step, WrappedGrads):
+            backend, device, grads = step.to_measure()
+            if grads:
+                alike.setdefault((backend, device), []).append((step, grads))
+    for (backend, device), members in alike.items():
+        every = CachedTensorList(chain.from_iterable(grads for _, grads in members))
+        sizes = [len(grads) for _, grads in members]
+        parts = torch.split(measure(every, backend, device), sizes)
+        for (step, _), part in zip(members, parts, strict=True):
+            step.measured = part

@@ -226,6 +226,13 @@ class StackOptimizer(WrappedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.begin_step()
+        self.last_step = take_step(self)
+        return loss
+
+    def begin_step(self) -> None:
+        """Take the loss scale of a ``GradScaler``, check the parameter lists, and build the
+        executor if necessary."""
         scale = vars(self).get("grad_scale")
         if self._found_inf is None and not self._warned_of_fp16:
             self._warned_of_fp16 = True
@@ -237,8 +244,6 @@ class StackOptimizer(WrappedOptimizer):
         if "engine" not in vars(self):
             self._build()
         self._is_begun = True
-        self.last_step = take_step(self)
-        return loss
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from mp_optim.checkpoint.commit import sync
 from mp_optim.config.setting_checks import nearest
@@ -19,6 +20,7 @@ from mp_optim.core.keyed_optimizer import load_checked
 from mp_optim.core.slot_state import without_keys
 from mp_optim.core.tensors import held_tensor
 from mp_optim.mixed_precision import MegatronGradScaler, StepResult
+from mp_optim.mixed_precision.step import take_steps
 from mp_optim.optimizers.base import StackOptimizer
 from mp_optim.optimizers.classes import AdamW
 
@@ -143,16 +145,24 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
             ValueError: a name is unknown or given twice, or a tenant rests; nothing was stepped.
             TenantError: some tenants failed, with an exception for each; the others were stepped.
         """
-        results: dict[str, StepResult] = {}
+        alone: dict[str, StackOptimizer] = {}
+        together: dict[str, StackOptimizer] = {}
         errors: dict[str, Exception] = {}
         for name in self._awake_of(names):
             tenant = self._tenants[name]
-            try:
+            with _kept(errors, name):
+                tenant.begin_step()
+                (alone if _has_hooks(tenant) else together)[name] = tenant
+        results, failed = take_steps(together)
+        errors |= failed
+        for name, result in results.items():
+            together[name].last_step = result
+            together[name]._opt_called = True  # type: ignore[attr-defined]  # for schedulers
+        for name, tenant in alone.items():
+            with _kept(errors, name):
                 tenant.step()
                 assert tenant.last_step is not None
                 results[name] = tenant.last_step
-            except Exception as error:
-                errors[name] = error
         if errors:
             raise TenantError(errors, results) from next(iter(errors.values()))
         return results
@@ -308,6 +318,25 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
 def _place(param: Tensor) -> tuple[torch.device, int]:
     local = held_tensor(param)
     return local.device, id(param) if local.is_meta else local.data_ptr()
+
+
+def _has_hooks(tenant: StackOptimizer) -> bool:
+    """True if hooks or a patch of ``step`` have to run with a tenant's step. A patch of a torch
+    scheduler only sets ``_opt_called``."""
+    patch = vars(tenant).get("step")
+    is_patched = patch is not None and not hasattr(patch, "_wrapped_by_lr_sched")
+    own = tenant._optimizer_step_pre_hooks or tenant._optimizer_step_post_hooks
+    everyones = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+    return bool(is_patched or own or everyones)
+
+
+@contextmanager
+def _kept(errors: dict[str, Exception], name: str) -> Iterator[None]:
+    """Store a tenant's exception instead of raising it."""
+    try:
+        yield
+    except Exception as error:
+        errors[name] = error
 
 
 @contextmanager

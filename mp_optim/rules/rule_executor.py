@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -173,12 +173,17 @@ class RuleExecutor(Executor):
         return replace(updates, multipliers=list(map(known.__getitem__, of_slots)))
 
     def step_slots(self, updates: SlotUpdates) -> None:
-        rows = self.rows
-        if rows.unsettled:
-            rows.settle()
+        self.plan_step(updates)()
+
+    def plan_step(self, updates: SlotUpdates) -> Callable[[], None]:
+        if self.rows.unsettled:
+            self.rows.settle()
         # Build all launches before the first one starts, so that an error leaves all parameters
         # unstepped.
-        planned = self._launches(updates)
+        return partial(self._step_planned, self._launches(updates))
+
+    def _step_planned(self, planned: list[tuple[GroupPlan, list[Launch]]]) -> None:
+        rows = self.rows
         self.step_mark.touch()
         for plan, launches in planned:
             for launch in launches:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import mp_optim
 from mp_optim import MultiTenantOptimizer, TenantError
+from mp_optim.mixed_precision import step
 from support.models import same_bits
 
 Params = list[nn.Parameter]
@@ -242,6 +243,58 @@ def test_multi_tenant_steps_others_when_a_kernel_of_one_fails(
     optimizer.load_tenant("b", saved)
     give_grads(params["b"])
     assert optimizer.step("b")["b"].success
+
+
+def test_multi_tenant_breaks_off_only_begun_tenants_when_a_step_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    optimizer, params = adapters()
+    for some in params.values():
+        give_grads(some)
+    before = bits(optimizer["c"], params["c"])
+    with monkeypatch.context() as patch:
+        executor = type(optimizer["b"].executor)
+
+        def interrupted(self: Any, launch: Any) -> None:
+            if self is optimizer["b"].executor:
+                raise KeyboardInterrupt
+
+        patch.setattr(executor, "carry_out", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    assert all(map(same_bits, before, bits(optimizer["c"], params["c"])))
+    assert optimizer.step("c")["c"].success
+    with pytest.raises(TenantError, match=r"tenant 'b': .*interrupted"):
+        optimizer.step("b")
+
+
+def test_multi_tenant_runs_hooks_of_a_tenant_before_its_gradients_are_measured() -> None:
+    optimizer, params = adapters()
+    hook = optimizer["a"].register_step_pre_hook(lambda *_: give_grads(params["a"], NAN))
+    for some in params.values():
+        give_grads(some)
+    results = optimizer.step()
+    hook.remove()
+    assert {name: result.success for name, result in results.items()} == {
+        "a": False,
+        "b": True,
+        "c": True,
+    }
+
+
+def test_multi_tenant_reads_gradients_of_all_tenants_in_one_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    optimizer, params = adapters()
+    for some in params.values():
+        give_grads(some)
+    passes: list[int] = []
+    measure = step.measure
+    monkeypatch.setattr(
+        step, "measure", lambda grads, *how: passes.append(len(grads)) or measure(grads, *how)
+    )
+    optimizer.step()
+    assert passes == [sum(map(len, params.values()))]
 
 
 # -- lives ----------------------------------------------------------------------------------------
