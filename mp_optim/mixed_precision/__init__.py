@@ -1,4 +1,5 @@
-"""Which dtype: main params, loss scale, gradient norm, and the verdict on each step."""
+"""Mixed precision: main params, loss scale, gradient norm, the verdict on each step, and the
+step."""
 
 from mp_optim.mixed_precision.clip_and_skip import StepResult, Verdict
 from mp_optim.mixed_precision.grad_scaler import (

@@ -278,7 +278,7 @@ class MainParams:
         return param_at(self._param_groups, slot)
 
     def _local(self, slot: Slot) -> Tensor:
-        """Return the model's parameter, or this rank's part of it."""
+        """Return the model's parameter at a slot, or this rank's part of it, as a plain tensor."""
         return local_tensor(self.param(slot))
 
     def _stepped(self, slot: Slot) -> Tensor:
@@ -328,7 +328,7 @@ class MainParams:
         return all(ranks.rank() == 0 for ranks in copies)
 
     def slots_with_main(self) -> Iterator[Slot]:
-        """Return the slots that were ever trainable."""
+        """Return the slots whose parameter was ever trainable, in order."""
         return filter(self.has_main, self.table.slots)
 
     def set_stepped_value(self, slot: Slot, value: Tensor) -> None:
@@ -543,7 +543,8 @@ class MainParams:
         return param_state(self.executor, slot, name, param, separate, self.agreement, layout)
 
     def checksums(self) -> list[int | None]:
-        """See :meth:`~mp_optim.core.keyed_optimizer.SlotKeyedOptimizer.param_checksums`."""
+        """Return a checksum of the parameter at each slot that has a remainder. It is None for
+        other slots, and if this rank has only a part of the parameter."""
         slots = [
             slot
             for slot in filter(self.has_main, self.table.slots)

@@ -110,7 +110,7 @@ class Observer:
         """Raise ValueError if :meth:`load_state_dict` cannot load the state; write nothing."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load this observer's entries of a stack's state dict."""
+        """Load the entries of a stack's state dict that belong to this observer."""
 
 
 class Observers(dict[str, Any]):

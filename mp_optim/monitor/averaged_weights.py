@@ -25,7 +25,8 @@ class AveragedWeights(Observer):
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """See :meth:`mp_optim.MegatronOptimizer.averaged_weights`."""
+        """Return a context in which the model has the averages of its main params
+        (:meth:`mp_optim.MegatronOptimizer.averaged_weights`)."""
         stack = self.stack
         stack.make_current()
         for mains in stack.all_mains():

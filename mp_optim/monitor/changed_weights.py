@@ -234,7 +234,8 @@ class ChangedWeights(Observer):
         self.tracked: list[tuple[MainParams, WeightChanges]] = []
 
     def track(self, on: bool) -> None:
-        """See :meth:`mp_optim.MegatronOptimizer.track_changes`."""
+        """Start or stop tracking the weights that change
+        (:meth:`mp_optim.MegatronOptimizer.track_changes`)."""
         stack = self.stack
         stack.step_mark.check_lent("track_changes")
         stack.make_current()
@@ -252,7 +253,8 @@ class ChangedWeights(Observer):
         self.run, self.number = uuid.uuid4().hex, 0
 
     def publish(self, full: bool) -> WeightDelta:
-        """See :meth:`mp_optim.MegatronOptimizer.changed_weights`."""
+        """Return this rank's part of the changed weights
+        (:meth:`mp_optim.MegatronOptimizer.changed_weights`)."""
         stack = self.stack
         if not self.tracked:
             raise RuntimeError(

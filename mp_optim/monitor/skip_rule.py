@@ -65,7 +65,17 @@ class SkipRule(Observer):
 
     @in_own_modes
     def report_loss(self, loss: Tensor | float | None, group: ProcessGroup | None = None) -> None:
-        """See :meth:`mp_optim.monitor.health.GradientHealth.report_loss`."""
+        """Average the loss of the coming step over the ranks, and keep it for :meth:`judge`.
+        Collective in a job of several ranks.
+
+        Args:
+            loss: loss of this rank's whole batch, not scaled: a number or a tensor of one element;
+                None if this rank has no loss.
+            group: the ranks that step together; by default all ranks of the job.
+
+        Raises:
+            ValueError: the loss is not one real number.
+        """
         _check_loss(loss)
         if not self.is_on:
             return

@@ -16,7 +16,7 @@ from pathlib import Path
 
 _TASKS = Path("/proc/self/task")
 _THREAD = "pt_gloo_runloop"
-"""The name that torch gives to gloo's threads."""
+"""Name of gloo's threads, as torch sets it."""
 _EXIT_PATIENCE = 2.0
 """Most seconds to wait at exit. A collective that hangs must not keep the process alive."""
 

@@ -47,7 +47,7 @@ class ParamRange:
 
     @property
     def elements(self) -> slice:
-        """Slice of the parameter's elements in the bucket."""
+        """The parameter's elements in the bucket, as a slice."""
         return slice(self.start, self.start + self.numel)
 
 

@@ -299,7 +299,8 @@ def _bucket(
 
 Reducer = GradReducer | MegatronHooks
 Transport = tuple[list[FlatBucket], Reducer, ParamGatherer | MegatronHooks]
-"""Buckets, the reducer of their gradients, and the gatherer of their parameters."""
+"""Buckets, the object that reduces their gradients, and the object that gathers their
+parameters."""
 
 
 def make_transport(
