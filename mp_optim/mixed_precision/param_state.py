@@ -138,9 +138,9 @@ class Agreement:
         ]
         if others:
             raise ValueError(
-                f"{len(others)} parameters differ from the ones that their loaded remainders "
-                f"belong to: {names_in_words(others)}. Load all model weights that were saved "
-                "with this state; or, to continue from the current weights without the extra "
+                f"{len(others)} parameters differ from those with which their remainders "
+                f"were saved: {names_in_words(others)}. Load all model weights that were saved "
+                "with this state. To continue from the current weights without the extra "
                 "bits, load with convert=True or call reload_model_params()"
             )
 

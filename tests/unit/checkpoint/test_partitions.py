@@ -63,7 +63,7 @@ def test_load_refuses_remainders_of_a_copied_parameter_when_weights_differ(ranks
     for rank in ranks:
         text, unchanged = rank["other weights"]
         assert text.startswith("ValueError: ") and "copied" in text and unchanged
-        assert "differ from the ones that their loaded remainders" in text
+        assert "differ from those with which their remainders" in text
 
 
 @pytest.mark.parametrize("kind", ["ep", "pp", "given"])

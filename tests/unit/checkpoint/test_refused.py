@@ -289,7 +289,7 @@ def other_weights(common: dict[str, Any]) -> None:
         (twice, "bf16", "more than once"),
         (no_tensor, "bf16", "dense is a int"),
         (other_tensor, "fp32", "dense is a Tensor"),
-        (other_weights, "bf16-remainder", "differ from the ones that their loaded remainders"),
+        (other_weights, "bf16-remainder", "differ from those with which their remainders"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -318,7 +318,7 @@ def test_load_state_dict_refuses_remainders_when_weights_differ(tmp_path: Path) 
     state = source[1].state_dict()
     model, optimizer = build("bf16", seed=7)
     before = print_of(model, optimizer)
-    with pytest.raises(ValueError, match="differ from the ones that their loaded remainders"):
+    with pytest.raises(ValueError, match="differ from those with which their remainders"):
         optimizer.load_state_dict(state)
     assert differing(before, print_of(model, optimizer)) == []
     model.load_state_dict(source[0].state_dict())

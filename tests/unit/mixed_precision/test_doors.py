@@ -250,7 +250,7 @@ def test_step_refuses_remainders_and_changes_nothing_when_weights_differ(precisi
     other.load_state_dict(saved)
     before = [param.detach().clone() for param in other_model.parameters()]
     with pytest.raises(
-        ValueError, match=r"2 parameters differ from the ones .* experts\..*reload_model_params"
+        ValueError, match=r"2 parameters differ from those .* experts\..*reload_model_params"
     ):
         train(other_model, other, 1, start=3)
     for leave in (
