@@ -39,15 +39,12 @@ CUTS: dict[str, tuple[tuple[int, ...], int | None, int]] = {
 """Whole shape, split dimension and number of blocks by parameter name."""
 COMPACT = {"use_precision_aware_optimizer": True}
 EIGHT_BITS = {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"}
-SIXTEEN_BITS = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
 REMAINDERS = {"store_param_remainders": True}
 HOST = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": True},
     "host": {"bf16": True, **HOST},
-    "lion": {"optimizer": "lion"},
-    "sixteen bits": {"bf16": True, **COMPACT, **SIXTEEN_BITS},
     "remainders": {"bf16": True, **COMPACT, **REMAINDERS},
     "normuon": {
         **{"optimizer": "muon", "muon_fp32_matmul_prec": "highest"},

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 from mp_optim.apps.cli.command import main
 from mp_optim.apps.conform import CHECKS, Subject, command_of, run
 from mp_optim.apps.conform.runner import FAILS, PASSES, REFUSES, outcome_of
+from support.launch import end_forked_program
 from support.plain_adamw import built
 
 ALIASING = "a_loaded_state_is_a_copy"
@@ -25,8 +24,9 @@ FAMILY = Subject("torch.optim.AdamW")
 def test_conform_prints_a_command_that_runs_one_check(name: str, says: str) -> None:
     program, flag, code = shlex.split(command_of(CHECKS[name], FAMILY))
     assert (program, flag) == ("python", "-c")
-    run = subprocess.run([sys.executable, flag, code], capture_output=True, text=True, timeout=120)
-    assert says in run.stdout + run.stderr and (run.returncode == 0) == (says == "conforms")
+    ended = end_forked_program(flag, code, timeout=120)
+    assert says in ended.stdout + ended.stderr
+    assert (ended.returncode == 0) == (says == "conforms")
 
 
 def test_conform_prints_a_torchrun_command_for_checks_of_two_ranks() -> None:

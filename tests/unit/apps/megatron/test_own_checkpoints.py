@@ -19,7 +19,6 @@ LAYOUTS = [
     "one",
     "tp 2, zero",
     "pp 2, ep 2",
-    "tp 4",
     "pp 2, virtual, zero",
     "tp 2, ep 2",
     "one again, zero",
