@@ -136,7 +136,7 @@ def warn(message: str | Warning) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-# -- the background -------------------------------------------------------------------------------
+# -- background threads ---------------------------------------------------------------------------
 
 
 class DaemonExecutor(Executor):

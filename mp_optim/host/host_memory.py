@@ -346,7 +346,7 @@ def _forget_error(device: torch.device) -> None:
         torch.zeros(1, dtype=torch.float32, device=device)
 
 
-# -- values ---------------------------------------------------------------------------------------
+# -- comparison of values -------------------------------------------------------------------------
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:

@@ -414,7 +414,7 @@ class DeviceBorrow:
                 part.lease.missing -= part.size
             self._changed.notify_all()
 
-    # -- what has arrived, for readers ------------------------------------------------------------
+    # -- reading of copied bytes ------------------------------------------------------------------
 
     def _bytes_of(self, lease: _DeviceLease) -> Tensor:
         """Wait for all bytes of a lease, and return them.
@@ -454,7 +454,7 @@ class DeviceBorrow:
         return memory
 
 
-# -- leases of the present save, and writers -------------------------------------------------------
+# -- leases of a save, and writers -----------------------------------------------------------------
 
 
 class SaveBorrow:

@@ -19,7 +19,7 @@ from mp_optim.kernels.kernel_args import (
     TensorLists,
 )
 
-# -- text -----------------------------------------------------------------------------------------
+# -- arithmetic -----------------------------------------------------------------------------------
 #
 # Every operation is one IEEE operation in FP32, rounded once: see ``kernels/reference.py``.
 

@@ -363,7 +363,7 @@ def bias_corrections(
     return (1 - beta1**step, 1 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
 
 
-# -- kinds of launches ---------------------------------------------------------------------------
+# -- lists of equal dtypes -----------------------------------------------------------------------
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of gradients that kernels support."""
@@ -564,7 +564,7 @@ def columns_of(
     return columns
 
 
-# -- whether they fit each other ------------------------------------------------------------------
+# -- checks of addresses and sizes ----------------------------------------------------------------
 
 
 def check_fit(kind: LaunchDtypes, columns: Mapping[str, CachedTensorList]) -> None:

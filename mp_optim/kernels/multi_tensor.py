@@ -322,7 +322,7 @@ def _give_back(values: Tensor, tensors: list[Tensor]) -> None:
     torch._foreach_copy_(tensors, values.split_with_sizes(sizes))
 
 
-# -- torch: fed with FP32 gradients batch by batch, so that no full copy is made ------------------
+# -- torch: gradients are converted to FP32 batch by batch, which needs little memory -------------
 
 
 class TorchBackend(ReferenceBackend):

@@ -98,7 +98,7 @@ class ReferenceBackend:
     """Steps that the backend leaves to ``reference``, as text for reports; empty if there are
     none."""
 
-    # -- rules that step each element by itself ---------------------------------------------------
+    # -- rules that step each element independently -----------------------------------------------
 
     def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: Multiplier) -> None:
         """Step the lists by a rule of :mod:`~mp_optim.kernels.element_rules`.
@@ -198,7 +198,7 @@ class ReferenceBackend:
             descend([main], [direction.float() * factor], scalars.decay, scalars.cautious_wd)
             write_mains(one, [main])
 
-    # -- the rest ---------------------------------------------------------------------------------
+    # -- averages and sums ------------------------------------------------------------------------
 
     def average(self, lists: TensorLists) -> None:
         """Update the averages with the current main params. Does nothing without averages.

@@ -134,7 +134,7 @@ class Exchange:
         start, stop = self.params[param].bounds(self._rank)[matrix : matrix + 2]
         return tensors[param].view(-1)[start:stop]
 
-    # -- on the way -------------------------------------------------------------------------------
+    # -- collectives ------------------------------------------------------------------------------
 
     def _to_owners(self, axis: int, batch: Sequence[int], pieces: _Pieces) -> _Hop:
         """Send parts of matrices toward their owners, along one axis of the grid.
@@ -277,7 +277,7 @@ def _are_in_order(parts: Sequence[Boxes], columns: int) -> bool:
     return True
 
 
-# -- owners of matrices, computed from whole numbers only, so that every rank has the same plan ----
+# -- owners of matrices: computed from integers, so that every rank has the same plan --------------
 
 BATCH_BYTES = 64 << 20
 """Largest number of bytes of whole matrices that a rank receives in a batch. A larger matrix is a

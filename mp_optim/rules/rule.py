@@ -116,7 +116,7 @@ class Rule(ABC):
         group chooses."""
         return self
 
-    # -- what it keeps ----------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------
 
     def moments(self, group: Settings) -> tuple[str, ...]:
         """Return the names of the moments that are stored with a group's settings."""
@@ -140,7 +140,7 @@ class Rule(ABC):
         """
         return None
 
-    # -- what it takes ----------------------------------------------------------------------------
+    # -- checks -----------------------------------------------------------------------------------
 
     def check_settings(self, group: Settings) -> None:
         """Raise ValueError if a setting is out of range; the message has its name and value."""
@@ -157,7 +157,7 @@ class Rule(ABC):
             ValueError: a shape is not supported. The message names the parameter.
         """
 
-    # -- what a step is ---------------------------------------------------------------------------
+    # -- steps ------------------------------------------------------------------------------------
 
     def is_elementwise(self, group: Settings) -> bool:
         """True if, with a group's settings, each element is stepped independently of other

@@ -632,7 +632,7 @@ class RuleState(StateStore):
         if beside is not None:
             state[REMAINDER].copy_(beside)
 
-    # -- state that leaves, and saved state ------------------------------------------------------
+    # -- exported and loaded state ---------------------------------------------------------------
 
     def unpacked_state(self, slot: Slot) -> State:
         return unpacked(self.live_state(slot), self.stepped(slot))

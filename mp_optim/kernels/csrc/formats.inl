@@ -332,7 +332,7 @@ static void write_lone(const float* from, char* main, char* output, bool noisy, 
     if (output) __builtin_memcpy(output, main, 2 * kChunk);
 }
 
-// -- which weights change -----------------------------------------------------------------------------
+// -- changed weights ----------------------------------------------------------------------------------
 
 // Stores a chunk of weights before the step, to compare them with the new weights.
 template <class F>

@@ -30,7 +30,7 @@ MP_INLINE f32x16 add_in_double(f32x16 base, f32x16 x, float factor) {
     return as<f32x16>(_mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(low)), _mm512_cvtpd_ps(high), 1));
 }
 
-// -- reading fewer bits -------------------------------------------------------------------------------
+// -- reading 8 and 16 bits ----------------------------------------------------------------------------
 
 // Returns sixteen 16-bit integers as the upper halves of 32-bit lanes.
 MP_INLINE u32x16 read_upper(const void* p) {

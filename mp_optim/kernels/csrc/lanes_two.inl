@@ -91,7 +91,7 @@ using i32x16 = Sixteen<i32xn>;
 using f64x8 = Sixteen<f64xn>;
 using u16x32 = Sixteen<u16x2n>;
 
-// -- lane by lane -------------------------------------------------------------------------------------
+// -- operations on each lane --------------------------------------------------------------------------
 
 template <class V>
 MP_INLINE Two<V> square_root(Two<V> x) {
@@ -185,7 +185,7 @@ MP_INLINE uint32_t lanes_above(u16x32 x, uint16_t limit) { return lanes_true(as<
 // Returns true if any lane is above the limit. May return true without a check if the check is slow on this CPU.
 MP_INLINE bool any_above(u16x32 x, uint16_t limit) { return may_be_set(as<u16x32>(x > limit)); }
 
-// -- reading fewer bits -------------------------------------------------------------------------------
+// -- reading 8 and 16 bits ----------------------------------------------------------------------------
 
 // Reads sixteen elements of N bytes, as many at a time as a register has lanes.
 template <class R, int bytes>

@@ -198,7 +198,7 @@ struct MuonApplyRule : Touches<true, true, false, false, false> {
     }
 };
 
-// -- rules that step each element by itself -----------------------------------------------------------
+// -- rules that step each element independently -------------------------------------------------------
 
 // Runs a rule with moments of these dtypes and main params of any dtype.
 template <int32_t first, int32_t second, class Rule>

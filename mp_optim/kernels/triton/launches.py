@@ -97,7 +97,7 @@ def row_for(lists: TensorLists, scalars: Any) -> array[int]:
     return row_of(scalars, seed - (seed >> 31 << 32), lists.average_weight)
 
 
-# -- kernels that Triton has compiled --------------------------------------------------------------
+# -- compiled kernels ------------------------------------------------------------------------------
 
 MULTIPLE = 16
 """Triton compiles a faster kernel for pointers that are multiples of this number of bytes."""
