@@ -7,6 +7,7 @@ import importlib.util
 import re
 import shlex
 import sys
+from collections import OrderedDict
 from copy import deepcopy
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -186,17 +187,22 @@ def test_health_examples_of_the_docs_log_gradient_norms():
 
 
 def test_delta_examples_of_the_docs_copy_the_weights(tmp_path):
-    trainer, reader = blocks_of("deltas.md", "python")
-    model = small_model()
+    trainer, reader, quantized = blocks_of("deltas.md", "python")
+    model = nn.Sequential(OrderedDict(q_proj=nn.Linear(4, 4), o_proj=nn.Linear(4, 3))).bfloat16()
     receiver = deepcopy(model)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=True), model)
     loss_of(model).backward()
-    known = {"optimizer": optimizer, "folder": tmp_path, "replica": receiver}
+    known = {"optimizer": optimizer, "model": model, "folder": tmp_path, "replica": receiver}
     exec(trainer, known)
     assert known["delta"].changed > 0
     exec(reader, known)
     pairs = zip(model.parameters(), receiver.parameters(), strict=True)
     assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
+    optimizer.track_changes()
+    loss_of(model).backward()
+    optimizer.step()
+    exec(quantized, known)
+    assert {"q_proj.weight", "o_proj.weight"} <= {patch.name for patch in known["codes"].patches}
 
 
 def test_tenant_example_of_the_docs_steps_and_saves_two_tenants(tmp_path, monkeypatch):
