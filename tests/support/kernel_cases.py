@@ -26,21 +26,8 @@ from mp_optim.kernels.kernel_args import (
 from mp_optim.kernels.state_format import moment_specs
 
 ODD = [
-    0.0,
-    -0.0,
-    1e-40,
-    -1e-40,
-    1e-45,
-    3e38,
-    -3e38,
-    65504.0,
-    65520.0,
-    6e-8,
-    2.0**-133,
-    1e-33,
-    math.inf,
-    -math.inf,
-    math.nan,
+    *(0.0, -0.0, 1e-40, -1e-40, 1e-45, 3e38, -3e38, 65504.0, 65520.0, 6e-8, 2.0**-133, 1e-33),
+    *(math.inf, -math.inf, math.nan),
 ]
 GROUP = {
     "lr": 1e-3,

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from mp_optim import OptimizerConfig, ProcessGroups, get_megatron_optimizer
 from mp_optim.checkpoint import FlatShard
+from support.models import form_fields
 
 SHAPES = {
     "embed": (11, 8),
@@ -28,24 +29,6 @@ SHAPES = {
     "cube": (2, 3, 5),
     "wide": (3, 600),
     "scale": (1,),
-}
-FORMS: dict[str, dict[str, Any]] = {
-    "float32": {},
-    "bf16": {
-        "use_precision_aware_optimizer": True,
-        "exp_avg_dtype": "bfloat16",
-        "exp_avg_sq_dtype": "bfloat16",
-    },
-    "8bit": {
-        "use_precision_aware_optimizer": True,
-        "exp_avg_dtype": "uint8",
-        "exp_avg_sq_dtype": "uint8",
-    },
-    "4bit": {
-        "use_precision_aware_optimizer": True,
-        "exp_avg_dtype": "uint4",
-        "exp_avg_sq_dtype": "uint8",
-    },
 }
 
 
@@ -85,7 +68,7 @@ class Layout:
     name: str
     ranks: int = 1
     place: Callable[[Model], None] = lambda model: None
-    form: str = "float32"
+    form: str = ""
     fraction: float | None = None
     permuted: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
@@ -101,7 +84,7 @@ class Layout:
             lr=1e-2 * seed,
             weight_decay=0.1,
             clip_grad=0.0,
-            **FORMS[self.form],
+            **form_fields(self.form),
             **self.settings,
             **(
                 {}

@@ -69,6 +69,10 @@ COMPACT: dict[str, dict[str, Any]] = {
 """Storage formats by name: the precision "bf16-8bit" is a bf16 model with the format "8bit"."""
 
 
+def form_fields(form: str) -> dict[str, Any]:
+    return {"use_precision_aware_optimizer": True, **COMPACT[form]} if form else {}
+
+
 def is_expert(param: Tensor, name: str) -> bool:
     return name.startswith("experts.")
 
@@ -76,8 +80,7 @@ def is_expert(param: Tensor, name: str) -> bool:
 def config_for(precision: str, fraction: float = 0.0, **settings: Any) -> OptimizerConfig:
     precision, _, compact = precision.partition("-")
     flags: dict[str, Any] = {precision: True} if precision != "fp32" else {}
-    if compact:
-        flags |= {"use_precision_aware_optimizer": True, **COMPACT[compact]}
+    flags |= form_fields(compact)
     if precision == "fp16":
         flags["initial_loss_scale"] = 2.0**12
     if fraction > 0:

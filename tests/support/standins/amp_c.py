@@ -59,20 +59,8 @@ def _apply(chunk: int, lists: Lists, kernel: Any, wide: bool = False) -> None:
     gpu.walk(chunk, lists, _DEPTH[len(lists)], wide, kernel)
 
 
-def _multi_tensor_adam(
-    chunk: int,
-    flag: Tensor,
-    lists: Lists,
-    lr: Any,
-    beta1: Any,
-    beta2: Any,
-    eps: Any,
-    step: Any,
-    mode: Any,
-    bias: Any,
-    decay: Any,
-) -> None:
-    scalars = gpu.adam_scalars(lr, beta1, beta2, eps, step, mode, bias, decay)
+def _multi_tensor_adam(chunk: int, flag: Tensor, lists: Lists, *settings: Any) -> None:
+    scalars = gpu.adam_scalars(*settings)
     gpu.begin("multi_tensor_adam", flag)
     _check(lists)
     kind = lists[0][0].dtype
@@ -128,21 +116,8 @@ def _multi_tensor_l2norm(
     ), norms if per_tensor else torch.zeros(0)
 
 
-def _multi_tensor_sgd(
-    chunk: int,
-    flag: Tensor,
-    lists: Lists,
-    decay: Any,
-    momentum: Any,
-    dampening: Any,
-    lr: Any,
-    nesterov: Any,
-    first: Any,
-    decay_after: Any,
-    scale: Any,
-) -> None:
-    numbers = [as_float(x) for x in (decay, momentum, dampening, lr)]
-    flags, scale = [bool(as_int(x)) for x in (nesterov, first)], as_float(scale)
+def _multi_tensor_sgd(chunk: int, flag: Tensor, lists: Lists, *settings: Any) -> None:
+    scalars = gpu.sgd_scalars(*settings)
     gpu.begin("multi_tensor_sgd", flag)
     _check(lists)
     kind = (lists[0][0].dtype, lists[1][0].dtype, len(lists))
@@ -153,7 +128,7 @@ def _multi_tensor_sgd(
         )
     if _misread("sgd", lists[:3], [kind[0], kind[1], kind[1]]) or int(flag):
         return
-    _apply(chunk, lists[:3], lambda _, g, p, m: gpu.sgd(g, p, m, *numbers, *flags, scale))
+    _apply(chunk, lists[:3], lambda _, g, p, m: gpu.sgd(g, p, m, *scalars))
 
 
 def _multi_tensor_lamb(

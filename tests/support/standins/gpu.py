@@ -183,6 +183,20 @@ def adam_scalars(
     }
 
 
+def sgd_scalars(
+    decay: Any,
+    momentum: Any,
+    dampening: Any,
+    lr: Any,
+    nesterov: Any,
+    first: Any,
+    decay_after: Any,
+    scale: Any,
+) -> list[Any]:
+    numbers = map(as_float, (decay, momentum, dampening, lr))
+    return [*numbers, bool(as_int(nesterov)), bool(as_int(first)), as_float(scale)]
+
+
 def sgd(
     grad: Tensor,
     param: Tensor,

@@ -12,16 +12,7 @@ import torch
 from torch import Tensor
 
 from support.standins import gpu
-from support.standins.gpu import (
-    GPU,
-    F,
-    Lists,
-    SegmentationFaultError,
-    as_float,
-    as_int,
-    product,
-    values,
-)
+from support.standins.gpu import GPU, F, Lists, SegmentationFaultError, as_float, product, values
 
 HANDLES = 20_000
 _DEPTH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
@@ -59,20 +50,8 @@ def _check_adam(lists: Lists) -> None:
         )
 
 
-def _multi_tensor_adam(
-    chunk: int,
-    flag: Tensor,
-    lists: Lists,
-    lr: Any,
-    beta1: Any,
-    beta2: Any,
-    eps: Any,
-    step: Any,
-    mode: Any,
-    bias: Any,
-    decay: Any,
-) -> None:
-    scalars = gpu.adam_scalars(lr, beta1, beta2, eps, step, mode, bias, decay)
+def _multi_tensor_adam(chunk: int, flag: Tensor, lists: Lists, *settings: Any) -> None:
+    scalars = gpu.adam_scalars(*settings)
     if not _begin("multi_tensor_adam", flag, lists):
         return
     _check_adam(lists)
@@ -92,19 +71,9 @@ def _multi_tensor_adam(
 
 
 def _multi_tensor_adam_param_remainder(
-    chunk: int,
-    flag: Tensor,
-    lists: Lists,
-    lr: Any,
-    beta1: Any,
-    beta2: Any,
-    eps: Any,
-    step: Any,
-    mode: Any,
-    bias: Any,
-    decay: Any,
+    chunk: int, flag: Tensor, lists: Lists, *settings: Any
 ) -> None:
-    scalars = gpu.adam_scalars(lr, beta1, beta2, eps, step, mode, bias, decay)
+    scalars = gpu.adam_scalars(*settings)
     if not _begin("multi_tensor_adam_param_remainder", flag, lists):
         return
     _check_adam(lists)
@@ -162,21 +131,8 @@ def _multi_tensor_l2norm(
     ), norms if per_tensor else torch.zeros(0)
 
 
-def _multi_tensor_sgd(
-    chunk: int,
-    flag: Tensor,
-    lists: Lists,
-    decay: Any,
-    momentum: Any,
-    dampening: Any,
-    lr: Any,
-    nesterov: Any,
-    first: Any,
-    decay_after: Any,
-    scale: Any,
-) -> None:
-    numbers = [as_float(x) for x in (decay, momentum, dampening, lr)]
-    flags, scale = [bool(as_int(x)) for x in (nesterov, first)], as_float(scale)
+def _multi_tensor_sgd(chunk: int, flag: Tensor, lists: Lists, *settings: Any) -> None:
+    scalars = gpu.sgd_scalars(*settings)
     if not _begin("multi_tensor_sgd", flag, lists):
         return
     kind = (lists[0][0].dtype, lists[1][0].dtype, len(lists))
@@ -184,13 +140,7 @@ def _multi_tensor_sgd(
     if kind not in ((half, half, 3), (full, full, 3), (half, full, 4), (full, full, 4)):
         raise RuntimeError("Unsupported combination of weight and gradient types.")
     if not int(flag):
-        gpu.walk(
-            chunk,
-            lists[:3],
-            _DEPTH[3],
-            False,
-            lambda _, g, p, m: gpu.sgd(g, p, m, *numbers, *flags, scale),
-        )
+        gpu.walk(chunk, lists[:3], _DEPTH[3], False, lambda _, g, p, m: gpu.sgd(g, p, m, *scalars))
 
 
 def modules() -> dict[str, ModuleType]:

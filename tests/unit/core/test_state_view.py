@@ -62,19 +62,3 @@ def test_state_entry_reads_present_values_after_a_later_step(reading):
     now = {key: full.get(key, value) for key, value in now.items()}
     assert "exp_avg" in found and found.keys() <= now.keys()
     assert all(same_bits(value, now[key]) for key, value in found.items())
-
-
-def test_state_assignment_copies_values_into_the_slot():
-    model, optimizer = build("fp32", experts=False)
-    train(model, optimizer, 1)
-    state = {key: value.clone() + 1 for key, value in optimizer.state[model.dense].items()}
-    optimizer.state[model.dense] = state
-    assert all(same_bits(optimizer.state[model.dense][key], value) for key, value in state.items())
-    state["exp_avg"].zero_()
-    assert optimizer.state[model.dense]["exp_avg"].any()
-    optimizer.state = {
-        model.bias: {
-            key: torch.zeros_like(value) for key, value in optimizer.state[model.bias].items()
-        }
-    }
-    assert all(not state["exp_avg"].any() for state in optimizer.state.values())
