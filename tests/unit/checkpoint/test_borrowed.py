@@ -234,7 +234,7 @@ def test_background_save_fails_when_other_code_writes_state(tmp_path, reader):
     for moment in held:
         moment.add_(1)
     reader.let_go()
-    with pytest.raises(RuntimeError, match="not by the optimizer; take state by"):
+    with pytest.raises(RuntimeError, match="other code than the optimizer wrote"):
         handle.wait()
     assert not (tmp_path / "later" / "latest").exists()
 

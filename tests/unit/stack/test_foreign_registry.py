@@ -190,7 +190,7 @@ def test_hybrid_refuses_foreign_parts_that_adapt_different_rates():
 
 @pytest.mark.parametrize("place", [alone, on_the_host])
 def test_wrapper_refuses_a_schedule_free_optimizer(place):
-    with pytest.raises(TypeError, match=r"has other weights for evaluation \(train\(\), eval"):
+    with pytest.raises(TypeError, match=r"has separate weights for evaluation \(train\(\), eval"):
         built("schedulefreeadamw", place=place)
 
 
