@@ -75,6 +75,20 @@ class CachedTensorList(list[Tensor]):
         """Return tensors as a CachedTensorList; a CachedTensorList is returned unchanged."""
         return tensors if isinstance(tensors, CachedTensorList) else cls(tensors)
 
+    @classmethod
+    def joined(cls, lists: Sequence[CachedTensorList]) -> CachedTensorList:
+        """Return the tensors of several lists as one list, with the properties of these lists."""
+        whole = cls(itertools.chain.from_iterable(lists))
+        whole.addresses, whole.sizes, whole.own_sizes = array("Q"), array("q"), array("q")
+        for each in lists:
+            whole.addresses.extend(each.addresses)
+            whole.sizes.extend(each.sizes)
+            whole.own_sizes.extend(each.own_sizes)
+        whole.dtypes = set().union(*(each.dtypes for each in lists))
+        whole.devices = set().union(*(each.devices for each in lists))
+        whole.contiguous = all(each.contiguous for each in lists)
+        return whole
+
     @cached_property
     def addresses(self) -> array[int]:
         # array() is faster from a list than from an iterator.

@@ -23,7 +23,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -509,7 +508,7 @@ def measure_together(steps: Iterable[StepGrads]) -> None:
             if grads:
                 alike.setdefault((backend, device), []).append((step, grads))
     for (backend, device), members in alike.items():
-        every = CachedTensorList(chain.from_iterable(grads for _, grads in members))
+        every = CachedTensorList.joined([grads for _, grads in members])
         sizes = [len(grads) for _, grads in members]
         parts = torch.split(measure(every, backend, device), sizes)
         for (step, _), part in zip(members, parts, strict=True):
