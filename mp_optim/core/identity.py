@@ -142,19 +142,6 @@ def edited_lists(sizes: Sequence[int], added: Sequence[int]) -> ValueError:
     )
 
 
-def check_lists(groups: ParamGroups, added: Sequence[int]) -> None:
-    """Raise ValueError if the caller added or removed groups or parameters by editing the lists;
-    the message has the first group.
-
-    Args:
-        groups: the live groups.
-        added: number of parameters that were added to each group; empty before the first group.
-    """
-    sizes = sizes_of(groups)
-    if added and sizes != added:
-        raise edited_lists(sizes, added)
-
-
 def check_assigned(live: ParamGroups, groups: Any, defaults: Mapping[str, Any]) -> None:
     """Raise ValueError if assigned groups cannot replace the live ones. Copy missing names from the
     live groups into the assigned ones.

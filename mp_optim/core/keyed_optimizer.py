@@ -13,7 +13,13 @@ from torch import Tensor
 
 from mp_optim.core import ParamGroups, Slot, iter_slots, param_at, slot_name
 from mp_optim.core.executor import Executor
-from mp_optim.core.identity import SharedSettings, check_assigned, check_lists, make_plain, sizes_of
+from mp_optim.core.identity import (
+    SharedSettings,
+    check_assigned,
+    edited_lists,
+    make_plain,
+    sizes_of,
+)
 from mp_optim.core.interrupted_step import StepMark
 from mp_optim.core.model_parallel import ModelParallel
 from mp_optim.core.names import names_in_words
@@ -160,7 +166,9 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     def check_lists(self) -> None:
         """Raise ValueError if the caller added or removed groups or parameters by editing the
         lists; the message has the first group."""
-        check_lists(self._live_groups, self._sizes)
+        sizes = sizes_of(self._live_groups)
+        if self._sizes and sizes != self._sizes:
+            raise edited_lists(sizes, self._sizes)
 
     def forget_groups(self, count: int) -> None:
         """Remove all groups after the first ``count``, including a group that was added only in

@@ -3,7 +3,7 @@ layout, with the main param, and valid only with the weights that it was saved w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -93,56 +93,32 @@ class Agreement:
         self.expected.pop(slot, None)
         self.written.discard(slot)
 
-    def check_expected(
-        self, slot: Slot | None, param_of: Callable[[Slot], Tensor], name_of: Callable[[Slot], str]
-    ) -> None:
-        """Raise ValueError unless parameters have the expected checksums. A parameter that passes
-        is not checked again.
 
-        Args:
-            slot: the slot to check; None for all.
-            param_of: returns the local parameter of a slot.
-            name_of: returns its FQN.
+def check_weights(
+    checksums: Mapping[Slot, int],
+    param_of: Callable[[Slot], Tensor],
+    name_of: Callable[[Slot], str],
+) -> None:
+    """Raise ValueError unless parameters have the checksums with which remainders were saved.
 
-        Raises:
-            ValueError: parameters have other values; the message has their names.
-        """
-        some = {slot: self.expected[slot]} if slot in self.expected else {}
-        chosen = self.expected if slot is None else some
-        self.check(chosen.items(), param_of, name_of)
-        for proven in list(chosen):
-            del self.expected[proven]
+    Args:
+        checksums: the checksum of the parameter at each slot.
+        param_of: returns the local parameter of a slot.
+        name_of: returns the FQN of a slot.
 
-    @staticmethod
-    def check(
-        expected: Iterable[tuple[Slot, int]],
-        param_of: Callable[[Slot], Tensor],
-        name_of: Callable[[Slot], str],
-    ) -> None:
-        """Raise ValueError unless parameters have the given checksums.
-
-        Args:
-            expected: slots with the checksums of their parameters.
-            param_of: returns the local parameter of a slot.
-            name_of: returns its FQN.
-
-        Raises:
-            ValueError: parameters have other values; the message has their names.
-        """
-        pairs = list(expected)
-        sums = checksums_of([param_of(slot) for slot, _ in pairs])
-        others = [
-            name_of(slot)
-            for (slot, wanted), checksum in zip(pairs, sums, strict=True)
-            if checksum != wanted
-        ]
-        if others:
-            raise ValueError(
-                f"{len(others)} parameters differ from those with which their remainders "
-                f"were saved: {names_in_words(others)}. Load all model weights that were saved "
-                "with this state. To continue from the current weights without the extra "
-                "bits, load with convert=True or call reload_model_params()"
-            )
+    Raises:
+        ValueError: parameters have other values; the message has their names.
+    """
+    present = checksums_of(list(map(param_of, checksums)))
+    wanted = zip(checksums.items(), present, strict=True)
+    others = [name_of(slot) for (slot, checksum), now in wanted if now != checksum]
+    if others:
+        raise ValueError(
+            f"{len(others)} parameters differ from those with which their remainders were saved: "
+            f"{names_in_words(others)}. Load all model weights that were saved with this state. To "
+            "continue from the current weights without the extra bits, load with convert=True or "
+            "call reload_model_params()"
+        )
 
 
 def state_layout_of(param: Tensor) -> StateLayout:
@@ -270,7 +246,7 @@ class ParamState(SlotState):
             # Compare the checksum, because a remainder may be loaded before the weights that it
             # belongs to.
             beside = self._local if weights is None else weights
-            self.agreement.check([(self.slot, checksum)], lambda _: beside, lambda _: self.name)
+            check_weights({self.slot: checksum}, lambda _: beside, lambda _: self.name)
         # If the stepped tensor is bfloat16, fitted() joins the remainder instead.
         if REMAINDER in state and self.main is not None:
             state[MASTER] = joined(self.name, self._local, state.pop(REMAINDER))

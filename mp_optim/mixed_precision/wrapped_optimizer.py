@@ -36,7 +36,7 @@ class WrappedOptimizer(MegatronOptimizer):
         optimizer: any torch optimizer over the model's parameters. An optimizer of this package
             steps gradients of any dtype in one pass; any other optimizer gets FP32 ``.grad``.
         config: see :class:`mp_optim.OptimizerConfig`.
-        grad_scaler: loss scale; None for 1.
+        grad_scaler: loss scale; None for 1, which ``fp16=True`` does not allow.
         init_state_fn: ignored, for compatibility with Megatron; :meth:`init_state` allocates state.
         process_groups: the ranks that agree on the gradient norm; by default this process alone.
 
@@ -56,6 +56,11 @@ class WrappedOptimizer(MegatronOptimizer):
         *,
         process_groups: ProcessGroups | None = None,
     ) -> None:
+        if config.fp16 and grad_scaler is None:
+            raise ValueError(
+                "grad_scaler=None with fp16=True: pass a ConstantGradScaler or DynamicGradScaler, "
+                "or let get_megatron_optimizer build one from the config"
+            )
         self.process_groups = process_groups or ProcessGroups()
         executor = executor_of(optimizer)
         groups = [with_names(group) for group in optimizer.param_groups]
@@ -264,24 +269,6 @@ class Float16OptimizerWithFloat16Params(WrappedOptimizer):
     Afterwards the ``param_groups`` of the wrapped optimizer hold the main params, on the device
     where they are stepped. The ``param_groups`` of this object hold the model's own parameters.
     """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        config: OptimizerConfig,
-        grad_scaler: MegatronGradScaler | None = None,
-        init_state_fn: Any = None,
-        *,
-        process_groups: ProcessGroups | None = None,
-    ) -> None:
-        if config.fp16 and grad_scaler is None:
-            raise ValueError(
-                "grad_scaler=None with fp16=True: pass a ConstantGradScaler or DynamicGradScaler, "
-                "or let get_megatron_optimizer build one from the config"
-            )
-        super().__init__(
-            optimizer, config, grad_scaler, init_state_fn, process_groups=process_groups
-        )
 
     @staticmethod
     def check_param(name: str, param: Tensor, config: OptimizerConfig) -> None:

@@ -261,7 +261,6 @@ class ChangedWeights(Observer):
                 "changed_weights: changes are not tracked; call track_changes() before the steps"
             )
         stack.step_mark.check("changed_weights")
-        stack.step_mark.check_lent("changed_weights")
         stack.make_current()
         parallel, patches, watched = stack.model_parallel, [], 0
         for mains, changes in self.tracked:

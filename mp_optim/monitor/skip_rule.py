@@ -176,7 +176,6 @@ class SkipRule(Observer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a saved window. If the saved window is longer than this one, load its newest steps;
         without a saved window, empty this one."""
-        self.check_state_dict(state_dict)
         self._window.fill_(math.nan)
         self._next.zero_()
         if (saved := state_dict.get(_ENTRY)) is not None:
