@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from mp_optim.config import OptimizerConfig
 from mp_optim.core import Slot, iter_slots
 from mp_optim.core.interrupted_step import StepMark
-from mp_optim.mixed_precision import MegatronGradScaler, MegatronOptimizer
+from mp_optim.mixed_precision import MegatronOptimizer
 from mp_optim.mixed_precision.description import Description, DescriptionRow
 from mp_optim.mixed_precision.main_params import MainParams
 from mp_optim.mixed_precision.step import GradsOfMembers
@@ -48,15 +48,9 @@ class CompositeOptimizer(MegatronOptimizer):
 
     grads_of: ClassVar[type[Any]] = GradsOfMembers
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        defaults: dict[str, Any],
-        config: OptimizerConfig,
-        grad_scaler: MegatronGradScaler | None,
-    ) -> None:
+    def _begin(self, config: OptimizerConfig) -> None:
+        super()._begin(config)
         self.members: list[MegatronOptimizer] = []
-        super().__init__(params, defaults, config, grad_scaler)
 
     def take_members(self, members: Sequence[MegatronOptimizer]) -> None:
         """Set the members. Each member gets this optimizer's loss scale, counts, observers and
