@@ -65,7 +65,7 @@ from mp_optim.process_groups.process_groups import ProcessGroups
 _HOST = torch.device("cpu")
 _UNTIMED = nullcontext()
 Phases = Generator["StepGrads", None, StepResult]
-"""A step in progress, phase by phase."""
+"""A step in progress: each ``next()`` runs one phase, and the return value is the result."""
 
 
 @in_own_modes
@@ -112,7 +112,7 @@ def take_steps(stacks: Mapping[str, Any]) -> tuple[dict[str, StepResult], dict[s
             _advanced(running, results, errors)
     finally:
         for phases in running.values():
-            phases.close()  # after an interrupt
+            phases.close()  # Only an interrupt leaves steps that did not end.
     return results, errors
 
 

@@ -90,8 +90,8 @@ class WeightChanges(WeightObserver):
         self._written.update(alone[at] for at in changed)
         self._sums.note([alone[at] for at in changed], [weights[at] for at in changed])
         once = self._exposed.union(filter(self._sums.knows, range(self._count)))
-        # These parameters have a checksum because a caller got their state, or because they were
-        # frozen.
+        # Other parameters have a checksum because a caller got their state: compare these once. A
+        # parameter that only checksums can compare keeps its checksum.
         once.difference_update(self._alone(frozen=True))
         for index in once:
             if self._sums.changed([index], [self._weights(index)]):

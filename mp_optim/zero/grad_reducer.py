@@ -112,8 +112,8 @@ class GradReducer:
         LaunchOrder([self], again=not self._keeps_grads)
         self.has_gradients, self.late = False, ""
         self.bytes_reduced = self.grad_bytes_gathered = 0
-        self._entries: dict[int, Entry] = {}  # Keyed by the mark of the hook.
-        self._watched: dict[int, _Watched] = {}  # Keyed by the id of the entry.
+        self._entries: dict[int, Entry] = {}  # The mark of a hook finds its entry.
+        self._watched: dict[int, _Watched] = {}  # The id of an entry finds its parameter.
         weakref.finalize(self, _unwatch, self._watched).atexit = False
         for index, bucket in enumerate(buckets):
             for entry in bucket.entries:
