@@ -18,7 +18,7 @@ from mp_optim.kernels.codecs import Noise
 from mp_optim.kernels.native import NativeBackend
 from mp_optim.kernels.native_library import NativeLibrary, native_library, set_host_threads
 from mp_optim.kernels.reference import ReferenceBackend
-from support.kernel_bits import FIRST, MAINS, REFERENCE, assert_same_lists, check
+from support.kernel_bits import FIRST, REFERENCE, assert_same_lists, check
 from support.kernel_cases import GROUP, KEYS, Case, lists_of, step_with
 
 LIBRARY = native_library()
@@ -39,18 +39,18 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
     set_host_threads(None)
 
 
-@pytest.mark.parametrize("threads", [1, 3, 8])
+@pytest.mark.parametrize("threads", [1, 5])
 def test_native_bits_do_not_depend_on_threads(threads: int) -> None:
     set_host_threads(threads)
     backend = NativeBackend(LIBRARY)
-    for n in (131_072, 131_073, 1_000_003):
+    for n in (131_072, 131_073, 400_003):
         for rule in ("adam", "lamb"):
             check(backend, rule, [n, 5], Case())
         grads = lists_of(3, [n, 5], (), Case()).grad
         assert torch.equal(backend.sum_of_squares(grads), REFERENCE.sum_of_squares(grads))
     for first in FIRST:
         second = torch.uint8 if first == torch.int8 else first
-        for rest in MAINS:
+        for rest in (None, torch.int8):
             case = Case(output=None, rest=rest, moments=(first, second), noisy=True)
             check(backend, "adam", [150_000, 1], case)
 

@@ -222,7 +222,7 @@ def test_optimizer_names_parameter_or_flag_when_model_dtype_is_wrong():
         FP32Optimizer(
             FusedAdam(list(nn.Linear(2, 2).bfloat16().named_parameters())), config_for("fp32")
         )
-    with pytest.raises(ValueError, match="set the flag"):
+    with pytest.raises(ValueError, match="set bf16 or fp16"):
         get_megatron_optimizer(config_for("fp16"), nn.Linear(2, 2).bfloat16())
 
 
