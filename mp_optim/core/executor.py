@@ -8,7 +8,7 @@ executor, and the optimizer only exports state.
 There are three kinds of executors:
 
 - ``rules/rule_executor.py`` steps with a rule of this package.
-- ``rules/rule_optimizer.py`` steps with any torch optimizer.
+- ``rules/foreign_executor.py`` steps with any torch optimizer.
 - ``offload/hybrid_executor.py`` distributes slots over executors on the device and the host.
 """
 
