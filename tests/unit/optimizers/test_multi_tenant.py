@@ -162,13 +162,14 @@ class Server:
             path = self.folder / name if self.rng.random() < 0.5 else None
             self.optimizer.rest_tenant(name, path)
             self.pairs[name].is_resting = True
-            if self.rng.random() < 0.3:
+            if self.rng.random() < 0.5:
                 self.pairs[name].write()
 
     def wake(self) -> None:
         if name := self.pick(is_resting=True):
             self.optimizer.wake_tenant(name)
             self.pairs[name].is_resting = False
+            assert self.pairs[name].has_same_bits(self.optimizer, name)
 
     def leave(self) -> None:
         if name := self.pick(is_resting=self.rng.random() < 0.3):
@@ -190,9 +191,8 @@ def test_multi_tenant_gives_bits_of_a_run_alone_in_any_order_of_calls(
             server.rng.choices(calls, [4, 4, 1, 1, 1, 2, 2, 3])[0]()
             if name := server.pick():
                 assert server.pairs[name].has_same_bits(server.optimizer, name)
-        while name := server.pick(is_resting=True):
-            server.optimizer.wake_tenant(name)
-            server.pairs[name].is_resting = False
+        while server.pick(is_resting=True):
+            server.wake()
         for name, pair in server.pairs.items():
             assert pair.has_same_bits(server.optimizer, name), name
     assert not list(tmp_path.iterdir()) and list(server.optimizer) == list(server.pairs)
@@ -255,17 +255,22 @@ def test_multi_tenant_breaks_off_only_begun_tenants_when_a_step_is_interrupted(
     with monkeypatch.context() as patch:
         executor = type(optimizer["b"].executor)
 
+        carry_out = executor.carry_out
+
         def interrupted(self: Any, launch: Any) -> None:
+            carry_out(self, launch)
             if self is optimizer["b"].executor:
                 raise KeyboardInterrupt
 
         patch.setattr(executor, "carry_out", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as caught:  # keeps the frames of the step
             optimizer.step()
     assert all(map(same_bits, before, bits(optimizer["c"], params["c"])))
     assert optimizer.step("c")["c"].success
-    with pytest.raises(TenantError, match=r"tenant 'b': .*interrupted"):
-        optimizer.step("b")
+    for name in "ab":
+        with pytest.raises(mp_optim.BrokenOffError, match=f"tenant '{name}'"):
+            optimizer.save_tenant(name)
+    del caught
 
 
 def test_multi_tenant_runs_hooks_of_a_tenant_before_its_gradients_are_measured() -> None:
@@ -346,7 +351,9 @@ def test_multi_tenant_works_with_torch_schedulers_when_one_tenant_is_scheduled()
     for some in params.values():
         give_grads(some)
     optimizer.step()
-    scheduler.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of a schedule without a step
+        scheduler.step()
     assert [optimizer[name].param_groups[0]["lr"] for name in "ab"] == [5e-3, 1e-2]
     optimizer.zero_grad("a")
     assert [params[name][0].grad is None for name in "ab"] == [True, False]
@@ -359,8 +366,8 @@ def test_multi_tenant_stays_resting_when_its_file_is_damaged(tmp_path: Path) -> 
     (tmp_path / "a").write_bytes(content[: len(content) // 2])
     with pytest.raises(RuntimeError, match="tenant 'a'"):
         optimizer.wake_tenant("a")
-    with pytest.raises(ValueError, match="rests"):
-        optimizer.step("a")
+    with pytest.raises(RuntimeError, match="rests"):
+        optimizer["a"].step()
     (tmp_path / "a").write_bytes(content)
     optimizer.wake_tenant("a")
     assert not (tmp_path / "a").exists()
