@@ -193,9 +193,6 @@ def _up_to_two(two: DeviceMesh) -> list[Layout]:
     ]
 
 
-# -- what is done with them -----------------------------------------------------------------------
-
-
 def part_of(full: Tensor, like: Tensor) -> Tensor:
     if full.shape != like.shape:
         return full

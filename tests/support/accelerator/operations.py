@@ -118,8 +118,6 @@ class _Call:
         spans = (self.memory.span(tensor) for tensor in tensors)
         return [(span, writes) for span in spans if span is not None]
 
-    # -- on the host ------------------------------------------------------------------------------
-
     def _on_host(self) -> Any:
         self.simulation.do(self._deed())
         results = self.func(*self.args, **self.kwargs)
@@ -127,8 +125,6 @@ class _Call:
         if self.func._schema.name.removeprefix("aten::") not in _EMPTY:
             self.simulation.do(Deed(self.name, made))
         return results
-
-    # -- on a device ------------------------------------------------------------------------------
 
     def _is_let_in(self, tensor: Tensor, device: int, stream: Stream) -> bool:
         region = self.memory.of(tensor)

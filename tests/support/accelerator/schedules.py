@@ -190,8 +190,6 @@ class Run:
             return [part.shards.optimizer for part in self.optimizer.chained_optimizers]
         return hybrids(self.optimizer)
 
-    # -- one round --------------------------------------------------------------------------------
-
     def _backward(
         self, number: int, micro: int = 1, scale: float = 1.0, says_last: bool = True
     ) -> None:

@@ -61,8 +61,6 @@ class Simulation:
         self._defaults = [self.new_stream(device) for device in range(DEVICES)]
         self._lent: list[Region] = []
 
-    # -- who is here ------------------------------------------------------------------------------
-
     def new_stream(self, device: int) -> Stream:
         with self.lock:
             stream = Stream(f"stream {len(self.executor.streams)} of {device_at(device)}", device)
@@ -91,8 +89,6 @@ class Simulation:
                 f"{what} of {device_at(device)} in {self.thread.name}, whose current device is "
                 f"{device_at(self.thread.device)}"
             )
-
-    # -- what is done -----------------------------------------------------------------------------
 
     def queue(self, stream: Stream, run: Callable[[], None], deed: Deed) -> None:
         """Queue an operation on a stream from the calling thread."""
@@ -130,8 +126,6 @@ class Simulation:
     def finish(self, stream: Stream) -> None:
         self.wait_for(stream, stream.queued, stream.clock)
 
-    # -- memory that is given back ----------------------------------------------------------------
-
     def look_for_given_back(self) -> None:
         """Find memory that the package freed, and overwrite memory that other code may reuse."""
         lent, self._lent = self._lent, []
@@ -164,8 +158,6 @@ class Simulation:
             region.home.add(write)
         else:
             write()
-
-    # -- tests ------------------------------------------------------------------------------------
 
     def to_device(self, tensor: Tensor, device: int) -> Tensor:
         with self.lock:

@@ -151,9 +151,6 @@ class SimulatedAccelerator(Accelerator):
         return "a simulation registers none"
 
 
-# -- tensors --------------------------------------------------------------------------------------
-
-
 def _record_stream(simulation: Simulation) -> Callable[[Tensor, SimulatedStream], None]:
     def record_stream(tensor: Tensor, stream: SimulatedStream) -> None:
         with simulation.lock:
@@ -192,9 +189,6 @@ def _taken_for_right(backend: Backend, device: torch.device) -> SelfTest:
 
 _KEPT_BY_DEVICE = (leases.windows_of, verdict._transfer, index_on)
 """Caches per device that have to be cleared with the simulation."""
-
-
-# -- all of it ------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -176,9 +176,6 @@ def fraction_for_all(rank: int, group: dist.ProcessGroup) -> list[float | str]:
     return found
 
 
-# -- experts on different ranks, tensor-parallel duplicates ---------------------------------------
-
-
 def forgotten_groups(groups: dict[str, dist.ProcessGroup]) -> list[str]:
     config = config_for("fp32", use_distributed_optimizer=True)
     return [
@@ -263,9 +260,6 @@ def goes_to_owners(rank: int, group: dist.ProcessGroup, divisor: int, add: bool)
     return torch.equal(owned, (12.0 * each + 18.0)[first:last] / divisor + add)
 
 
-# -- state ----------------------------------------------------------------------------------------
-
-
 def resumed(rank: int, layout: str, group: dist.ProcessGroup, folder: Path) -> dict[str, Any]:
     case = Case(4, "bf16", layout, 0.5)
     model, optimizer = build(case, group)
@@ -313,9 +307,6 @@ def whole_state(group: dist.ProcessGroup) -> bool:
     )
 
 
-# -- bytes ----------------------------------------------------------------------------------------
-
-
 def live_bytes() -> int:
     gc.collect()
     with warnings.catch_warnings():
@@ -354,9 +345,6 @@ def bytes_of(layout: str, fp32_reduce: bool, group: dist.ProcessGroup) -> dict[s
         "params": sum(p.numel() for p in model.parameters()),
         **{key: metrics[key] for key in ("bytes_reduced", "bytes_gathered")},
     }
-
-
-# -- misuse and disagreement ------------------------------------------------
 
 
 def misuse(rank: int, group: dist.ProcessGroup) -> dict[str, str]:

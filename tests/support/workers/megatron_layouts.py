@@ -127,9 +127,6 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-# -- what Megatron says ---------------------------------------------------------------------------
-
-
 def whole_name(part: ShardedTensor) -> str:
     name = part.key
     stacked = [part.global_offset[axis] for axis in range(part.prepend_axis_num)]

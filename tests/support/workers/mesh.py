@@ -69,9 +69,6 @@ def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value.detach().clone()
 
 
-# -- gradients that backward leaves ----------------------------------------------------------------
-
-
 class Sequence(nn.Module):
     """A model whose norm gradients are partial sums under sequence parallelism."""
 

@@ -95,9 +95,6 @@ def by_rows(mesh: DeviceMesh | None = None, **settings: object) -> dict[str, Ten
     }
 
 
-# -- who does what --------------------------------------------------------------------------------
-
-
 def shared(
     part: Callable[[str, Tensor], Tensor],
     whole: Callable[[str, Tensor], Tensor],

@@ -43,9 +43,6 @@ def digest(model: nn.Module) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-# -- whole parameters on one rank ------------------------------------------------------------------
-
-
 def buffer_of_whole_parameters() -> float:
     model = nn.ParameterDict({"table": torch.ones(3000, 16), "layer": torch.ones(16, 16)})
     config = OptimizerConfig(
@@ -84,9 +81,6 @@ def largest_exchange(numels: list[int]) -> float:
         dist.all_to_all_single = real
     assert bool((grads[first:last] == RANKS).all())
     return max(moved) / (total * 4)
-
-
-# -- ranks that disagree ---------------------------------------------------------------------------
 
 
 def built(strategy: str) -> tuple[nn.Module, MegatronOptimizer]:

@@ -178,9 +178,6 @@ def test_checkpoint_restores_extra_state_of_model_chunks(tmp_path):
     assert all(torch.equal(a.weight, b.weight) for a, b in zip(chunks, other, strict=True))
 
 
-# -- in the background ----------------------------------------------------------------------------
-
-
 @pytest.fixture
 def gate(monkeypatch):
     opened = threading.Event()

@@ -103,9 +103,6 @@ def test_pipeline_stages_with_a_tied_embedding_resume(four_ranks):
     assert [rank["tied"] for rank in four_ranks] == [[True, True]] * 4
 
 
-# -- the mapping, as functions --------------------------------------------------------------------
-
-
 @given(
     before=st.lists(st.integers(1, 3), max_size=2),
     blocks=st.lists(st.integers(0, 4), min_size=1, max_size=4),

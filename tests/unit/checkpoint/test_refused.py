@@ -86,9 +86,6 @@ def test_load_refuses_negative_moments_and_fractional_steps(
         assert differing(before, print_of(model, optimizer)) == []
 
 
-# -- what refuses when most has been checked ------------------------------------------------------
-
-
 class Versioned(nn.Module):
     """A module that accepts extra state of one version only, as plain data or as a tensor."""
 
@@ -327,9 +324,6 @@ def test_load_state_dict_refuses_remainders_when_weights_differ(tmp_path: Path) 
     for index, saved in optimizer.state_dict()["state"].items():
         if "master_param" in saved:  # The FP32 parameter has no main param.
             assert torch.equal(saved["master_param"], full[index]["master_param"])
-
-
-# -- ranks ----------------------------------------------------------------------------------------
 
 
 def test_load_fails_on_all_ranks_when_one_refuses(tmp_path: Path) -> None:

@@ -205,9 +205,6 @@ def test_unpickler_calls_and_changes_no_global(found, changes):
     assert before is None or dict(vars(own)) == before
 
 
-# -- names stay inside ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "text",
     [

@@ -222,35 +222,17 @@ def test_config_error_names_our_field_for_name_of_another_library(name: str, her
     assert "did you mean" not in str(caught.value)
 
 
+BETAS = {"betas": (0.8, 0.95)}
+LION = {"optimizer": "muon", "muon_scalar_optimizer": "lion"}
+OFFLOAD = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": "auto"}
 LIKE_TORCH: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"learning_rate": "3e-4"}, {"lr": 3e-4}),
     ({"max_grad_norm": 0.5}, {"clip_grad": 0.5}),
-    (
-        {"betas": (0.8, 0.95), "eps": 1e-6},
-        {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-6},
-    ),
+    ({**BETAS, "eps": 1e-6}, {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-6}),
     ({"optimizer": "AdamW", "betas": [0.8, 0.95]}, {"adam_beta1": 0.8, "adam_beta2": 0.95}),
-    (
-        {"optimizer": "lion", "betas": (0.8, 0.95)},
-        {"optimizer": "lion", "lion_beta1": 0.8, "lion_beta2": 0.95},
-    ),
-    (
-        {"optimizer": "muon", "muon_scalar_optimizer": "lion", "betas": (0.8, 0.95)},
-        {
-            "optimizer": "muon",
-            "muon_scalar_optimizer": "lion",
-            "lion_beta1": 0.8,
-            "lion_beta2": 0.95,
-        },
-    ),
-    (
-        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": "auto", "gpu_memory": "60GB"},
-        {
-            "optimizer_cpu_offload": True,
-            "optimizer_offload_fraction": "auto",
-            "gpu_memory": 60 * 10**9,
-        },
-    ),
+    ({**LION, **BETAS}, {**LION, "lion_beta1": 0.8, "lion_beta2": 0.95}),
+    ({**OFFLOAD, "gpu_memory": "60GB"}, {**OFFLOAD, "gpu_memory": 60 * 10**9}),
+    ({"optimizer": "lion", **BETAS}, {"optimizer": "lion", "lion_beta1": 0.8, "lion_beta2": 0.95}),
 ]
 
 

@@ -52,8 +52,6 @@ def test_hybrid_step_copies_once_per_bucket_and_direction(mode: str) -> None:
     assert not simulation.reports
 
 
-# -- host memory ----------------------------------------------------------------------------------
-
 locks = pytest.mark.skipif(
     not can_lock(2 * REGISTERED_FROM), reason="needs a system that locks pages for this process"
 )

@@ -85,9 +85,6 @@ def adam_args(step: Any = 1) -> tuple[Any, ...]:
     return 0.01, 0.9, 0.999, 1e-8, step, 1, 1, 0.1
 
 
-# -- the stand-ins are as careless as what they stand for -----------------------------------------
-
-
 def raw(made: TensorLists) -> list[list[Tensor]]:
     return [made.grad, made.main, *made.state.values()]
 
@@ -131,9 +128,6 @@ def test_stand_ins_refuse_or_damage_host_memory_like_their_libraries(standins: G
         CHUNK_ELEMENTS, flag(), raw(lists(5)), *adam_args()
     )
     assert standins.damage[-1] == "multi_tensor_adam: host memory is written by the GPU"
-
-
-# -- and our backends are not ---------------------------------------------------------------------
 
 
 @each_library

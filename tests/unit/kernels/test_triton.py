@@ -49,9 +49,6 @@ def check(rule: str, sizes: list[int], case: Case, **settings: Any) -> None:
     kernel_bits.check(kernels(), rule, sizes, case, device=DEVICE, **settings)
 
 
-# -- sums -----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch, no_tables_yet: None) -> None:
     monkeypatch.setattr("mp_optim.kernels.triton.backend.CHUNK", 2048)
@@ -128,9 +125,6 @@ def test_triton_steps_both_ends_of_a_tensor_beyond_2_to_the_31_elements(count: i
     assert found.tolist() == pytest.approx([expected], rel=1e-12)
 
 
-# -- what is on the device ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rule", list(KEYS))
 def test_step_writes_nothing_when_the_flag_on_the_device_is_set(rule: str) -> None:
     case = Case(rest=torch.int16, moments=(torch.int8, torch.bfloat16))
@@ -179,9 +173,6 @@ def test_lamb_forms_ratios_on_the_device_with_host_bits(decay: float) -> None:
     before = deepcopy(ours)
     kernels().lamb(ours, scalars, torch.tensor([0.375, 1.0], device=DEVICE))
     assert_same_lists(ours, before)
-
-
-# -- tables ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -236,9 +227,6 @@ def test_triton_launches_unaligned_tensors_separately(
     assert launched == each
 
 
-# -- on a GPU -------------------------------------------------------------------------------------
-
-
 @pytest.mark.gpu
 def test_triton_step_does_not_synchronize_and_refuses_graph_capture() -> None:
     control = torch.tensor([0.37, 0.0], device=DEVICE)
@@ -277,9 +265,6 @@ def test_triton_step_refuses_graph_capture_and_writes_nothing(
     assert all(map(torch.equal, lists.main, before))
 
 
-# -- choosing it ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("trouble", "said"),
     [
@@ -308,8 +293,6 @@ def test_auto_chooses_a_host_backend_when_triton_is_unusable(
     assert auto in ("native", "reference")
     assert said in triton
 
-
-# -- what the compiler makes of it ----------------------------------------------------------------
 
 WIDE = r"{}\.global[\w.:]*\.(?:v4\.[bfu]32|v2\.[bfu]64)"
 HALF = r"{}\.global[\w.:]*\.v2\.[bfu]32"

@@ -98,9 +98,6 @@ def test_device_decision_has_bits_of_host_decision_for_any_sums(
         assert host.found_inf or bits(multiplier) == bits(host.multipliers[name])
 
 
-# -- nobody waits ---------------------------------------------------------------------------------
-
-
 def small(precision: str = "bf16", **settings: Any) -> tuple[nn.Module, MegatronOptimizer]:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[
         precision.split("-")[0]
@@ -202,10 +199,10 @@ def test_no_waiting_raises_when_a_step_or_its_result_synchronizes(monkeypatch):
         host.step()
 
 
-# -- as on the host path --------------------------------------------------------------------------
-
-
-def story(precision: str, look: bool, **settings: Any) -> dict[str, Any]:
+def seven_steps(
+    caplog: pytest.LogCaptureFixture, precision: str, reads: bool, **settings: Any
+) -> dict[str, Any]:
+    caplog.clear()
     model, optimizer = small(
         precision, log_num_zeros_in_grad=True, grad_norm_skip_threshold=10.0, **settings
     )
@@ -216,13 +213,16 @@ def story(precision: str, look: bool, **settings: Any) -> dict[str, Any]:
             model["transposed"].grad.fill_(float(optimizer.get_loss_scale()) * 4)
         optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
         result = optimizer.step()
-        results.append(tuple(result) if look else result)
+        results.append(result)
+        assert not reads or len(tuple(result)) == 3
         scales.append(float(optimizer.get_loss_scale()))
     state = optimizer.state_dict(full_precision=True)["state"]
     return {
         "results": [tuple(result) for result in results],
         "scales": scales,
         "metrics": optimizer.metrics(),
+        "reasons": [result.reason for result in results],
+        "logged": [record.getMessage() for record in caplog.records],
         "state": {f"{i}.{k}": v.clone() for i, s in state.items() for k, v in s.items()},
         "params": {name: p.detach().clone() for name, p in model.items()},
     }
@@ -238,16 +238,18 @@ def story(precision: str, look: bool, **settings: Any) -> dict[str, Any]:
         ("bf16-stochastic", {}),
     ],
 )
-def test_training_has_host_bits_when_the_device_decides_each_step(precision, settings, monkeypatch):
-    device = story(precision, False, **settings)
-    looked = story(precision, True, **settings) if precision == "fp16" else device
-    assert any(not success for success, _, _ in device["results"])
+def test_training_has_host_bits_when_the_device_decides_each_step(
+    precision, settings, monkeypatch, caplog
+):
+    device = seven_steps(caplog, precision, False, **settings)
+    looked = seven_steps(caplog, precision, True, **settings) if precision == "fp16" else device
+    assert any(device["reasons"]) and device["logged"]
     monkeypatch.setattr(
         "mp_optim.rules.rule_executor.RuleExecutor.verdict_device", lambda self: None
     )
-    host = story(precision, True, **settings)
+    host = seven_steps(caplog, precision, True, **settings)
     for found in (device, looked):
-        for what in ("results", "scales", "metrics"):
+        for what in ("results", "scales", "metrics", "reasons", "logged"):
             assert repr(found[what]) == repr(host[what]), what
         for what in ("state", "params"):
             assert found[what].keys() == host[what].keys()
@@ -284,9 +286,6 @@ def test_skipped_device_step_is_undone_when_state_is_read(look):
     assert optimizer.metrics()["skipped_steps"] == 1
 
 
-# -- where the host has to know -------------------------------------------------------------------
-
-
 def test_hybrid_optimizer_does_not_synchronize_when_nothing_is_offloaded(monkeypatch):
     params = {name: nn.Parameter(torch.ones(300)) for name in "ab"}
     inner = HybridDeviceOptimizer(
@@ -308,9 +307,6 @@ def test_hybrid_optimizer_does_not_synchronize_when_nothing_is_offloaded(monkeyp
         with no_waiting(monkeypatch, optimizer) if number else nullcontext():
             optimizer.step()
     assert [float(s["step"]) for s in inner.state_dict()["state"].values()] == [2.0, 2.0]
-
-
-# -- the result -----------------------------------------------------------------------------------
 
 
 def test_step_result_is_a_tuple_that_settles_when_first_read():

@@ -21,14 +21,6 @@ def make(precision, place, seed=0):
     return build(precision, fraction, seed=seed, clip_grad=0.0, **settings)
 
 
-# -- how a model is written or replaced -----------------------------------------------------------
-
-
-# -- how state leaves: the value of `dense` as each door tells it ---------------------------------
-
-
-# -- what is refused has changed nothing ----------------------------------------------------------
-
 NAN = float("nan")
 
 
@@ -213,9 +205,6 @@ def test_load_state_dict_merges_groups_only_when_their_settings_are_equal():
     saved["param_groups"][-1]["lr"] = 0.25
     with pytest.raises(ValueError, match=r"cannot be merged \(lr is \[0\.01, 0\.25\]\)"):
         other.load_state_dict(saved)
-
-
-# -- the model agrees with what was loaded --------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,6 @@ needs_interpreter = pytest.mark.skipif(
 SPIKES = (120, 121, 122, 150)
 
 
-# -- a run with spikes ----------------------------------------------------------------------------
-
-
 def error_after(spike: str, sigma: float) -> tuple[float, float]:
     """Train a small network on a teacher's outputs; return its error on other data, and the number
     of
@@ -73,9 +70,6 @@ def test_training_recovers_from_spikes_only_with_the_skip_rule(spike):
     assert (skips_of_clean, skips) == (0, len(SPIKES))
     assert with_rule < 1.2 * clean
     assert without > 10.0 * clean
-
-
-# -- the rule -------------------------------------------------------------------------------------
 
 
 def one(**settings: Any) -> tuple[nn.Parameter, MegatronOptimizer]:
@@ -160,9 +154,6 @@ def test_skip_rule_window_is_unchanged_after_an_overflow():
     assert metrics["skipped_steps/spike"] == 0
 
 
-# -- the same decisions everywhere ----------------------------------------------------------------
-
-
 STORY = [wave(number) for number in range(20)] + [30.0, 1.0, math.inf, 40.0, 1.1, 0.9]
 """Gradient norms of a training run with spikes and an overflow."""
 
@@ -217,9 +208,6 @@ def test_skip_rule_decides_identically_after_resume(tmp_path: Path):
     assert limits[0] == limits[1]
 
 
-# -- norms ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
 def test_param_grad_norms_equal_torch_norms_in_each_precision(precision, fraction):
@@ -250,9 +238,6 @@ def test_skip_warning_names_parameters_with_largest_gradient_norms(caplog):
     model.dense.grad.fill_(100.0)
     optimizer.step()
     assert "; largest gradient norms: dense 800, " in caplog.text
-
-
-# -- ranks ----------------------------------------------------------------------------------------
 
 
 def test_skip_rule_decides_identically_on_all_ranks_in_each_layout(tmp_path):

@@ -60,9 +60,6 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in records]
 
 
-# -- what is said ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("bad", "groups"),
     [
@@ -106,43 +103,6 @@ def test_metrics_count_skipped_steps_by_cause():
     assert metrics["skipped_steps/over_threshold"] == 2
 
 
-# -- the loss scale -------------------------------------------------------------------------------
-
-
-# -- verdicts of the device -----------------------------------------------------------------------
-
-STORY: list[dict[str, float]] = [
-    {"main": math.inf},
-    {},
-    {},
-    {"mtp": math.nan},
-    {"norm": 20.0},
-    {},
-    {"main": math.inf, "mtp": math.inf},
-    {},
-    {"norm": 30.0},
-    {"main": math.nan},
-]
-
-
-def story(caplog: pytest.LogCaptureFixture, **settings: Any) -> tuple[list[str], ...]:
-    caplog.clear()
-    scaler = {"initial_loss_scale": 256, "hysteresis": 2, "loss_scale_window": 2}
-    model, optimizer = small("fp16", **THRESHOLD, **scaler, **settings)
-    results = [step(model, optimizer, **given) for given in STORY]
-    reasons = [result.reason for result in results]
-    metrics = optimizer.metrics()
-    return said(caplog), reasons, [f"{k}={v}" for k, v in metrics.items() if "sk" in k]
-
-
-@needs_interpreter
-def test_skip_warnings_are_equal_when_the_device_decides(caplog):
-    host = story(caplog, fused_backend="reference")
-    scales = {line.split("loss scale ")[1] for line in host[0]}
-    assert len(host[0]) == 6 and len(scales) > 2
-    assert story(caplog, fused_backend="triton", log_num_zeros_in_grad=True) == host
-
-
 @needs_interpreter
 def test_skip_warning_is_logged_when_the_device_decision_is_settled(caplog, monkeypatch):
     model, optimizer = small("fp16", fused_backend="triton")
@@ -163,9 +123,6 @@ def test_skip_warning_is_logged_when_the_device_decision_is_settled(caplog, monk
     assert len(said(caplog)) == 2 and later.reason
     assert said(caplog)[2].startswith("step 4 was skipped")
     assert said(caplog)[2].endswith("; loss scale 2048")
-
-
-# -- ranks ----------------------------------------------------------------------------------------
 
 
 def test_skipped_step_is_logged_as_warning_only_on_rank_0(tmp_path: Path) -> None:

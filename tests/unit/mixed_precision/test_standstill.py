@@ -33,9 +33,6 @@ def fp16(**settings: Any) -> tuple[nn.Module, Any]:
     return model, get_megatron_optimizer(OptimizerConfig(lr=1e-2, fp16=True, **settings), model)
 
 
-# -- no gradient at all ---------------------------------------------------------------------------
-
-
 def warned(work: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -81,9 +78,6 @@ def test_step_does_not_warn_when_experts_have_no_gradients() -> None:
     for name, param in model.named_parameters():
         param.grad = None if "experts" in name else torch.ones_like(param)
     assert warned(stack.step) == []
-
-
-# -- skipped again and again ----------------------------------------------------------------------
 
 
 def skipped(stack: Any, model: nn.Module, steps: int, look: bool = False) -> list[str]:
@@ -135,20 +129,11 @@ def test_step_warns_again_when_a_good_step_ended_consecutive_skips(clip_grad: fl
         assert warned(stack.step) == []
 
 
-# -- ranks ----------------------------------------------------------------------------------------
-
-
 def test_skip_warning_names_the_gradient_on_its_pipeline_stage(tmp_path: Path) -> None:
     for rank, found in enumerate(results_of_ranks("standstill", 2, tmp_path)):
         assert found["stub"] is True
         culprit = "the gradient of stage1 holds" if rank == 1 else "on another rank"
         assert len(found["said"]) == 1 and culprit in found["said"][0]
-
-
-# -- what is said before the first step -----------------------------------------------------------
-
-
-# -- work during backward that is for nothing ------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])

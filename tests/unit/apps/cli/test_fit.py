@@ -190,6 +190,3 @@ def test_plan_and_fit_name_the_config_that_transformers_cannot_build(
         assert main([*command, "--model", str(config)]) == 1
         said = capsys.readouterr().err
         assert f"--model {config}: transformers cannot build it: " in said and reason in said
-
-
-# -- the search -----------------------------------------------------------------------------------

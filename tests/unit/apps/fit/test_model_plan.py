@@ -185,9 +185,6 @@ def test_plan_names_gib_and_fitting_settings_when_a_model_does_not_fit(limit: in
         assert smallest_fraction(SEVEN_BILLION, released, gpu_memory=limit * GIB)
 
 
-# -- optimizer_offload_fraction="auto" ------------------------------------------------------------
-
-
 def auto(**settings: object) -> OptimizerConfig:
     return OptimizerConfig(
         lr=1e-3,

@@ -116,9 +116,6 @@ def test_plan_equals_host_memory_that_a_run_allocates(
     assert (transfer.charged(True) > 0) == pins
 
 
-# -- the table in the docs ------------------------------------------------------------------------
-
-
 def sizes_of(elements: int) -> Iterator[int]:
     for size in itertools.cycle([4096 * 4096] * 4 + [4096 * 11008] * 3):
         yield min(size, elements)

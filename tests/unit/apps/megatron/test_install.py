@@ -244,9 +244,6 @@ def test_get_megatron_optimizer_accepts_standard_overrides_without_a_match() -> 
         megatron.get_megatron_optimizer(config, [model], overrides)
 
 
-# -- the config -----------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("installed")
 def test_bf16_training_has_same_losses_with_a_constant_loss_scale() -> None:
     """A loss scale that is a power of two changes no bits unless a gradient overflows."""

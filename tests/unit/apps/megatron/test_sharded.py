@@ -389,9 +389,6 @@ def test_sharded_checkpoint_of_two_processes_resumes_in_one(name: str, of_two_ra
         assert torch.equal(flat, expected[key]), key
 
 
-# -- what is refused ------------------------------------------------------------------------------
-
-
 def test_load_changes_nothing_when_state_is_missing(tmp_path: Path) -> None:
     model, optimizer = built()
     gpt.train(model, optimizer, range(2))

@@ -164,9 +164,6 @@ def test_step_with_ready_grads_needs_clip_grad_norm_when_clipping_is_on() -> Non
     assert not same_bits(before, model.dense)
 
 
-# -- the rest of what they ask --------------------------------------------------------------------
-
-
 def test_reload_model_params_takes_full_precision_values_of_a_state_dict() -> None:
     model, optimizer = build()
     exact = {
