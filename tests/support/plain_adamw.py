@@ -80,6 +80,13 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "decay without lr": ("decay_is_decoupled", "1 - lr * decay", "1 - decay"),
     "no decay": ("decay_is_decoupled", "param.mul_(1 - lr * decay)", "pass"),
+    "moments in codes without a zero": (
+        "zero_gradients_move_nothing",
+        "left, right = 1",
+        "scale = mean.abs().max() / 127\n"
+        "                mean.div_(scale).floor_().add_(0.5).mul_(scale)\n"
+        "                left, right = 1",
+    ),
     "one counter for all": (
         "a_late_parameter_is_stepped_as_a_new_one",
         _COUNT,

@@ -173,6 +173,17 @@ def steps_follow_lion(make: Make) -> None:
 
 
 @must("adam", "adamw", "sgd", "lion")
+def zero_gradients_move_nothing(make: Make) -> None:
+    """Without weight decay, elements with gradients of zero keep their values next to elements with
+    large and small gradients."""
+    start, is_used = noise(64, 128), noise(64, 128, seed=1) > 0.0
+    sizes = torch.logspace(-6, 2, 128, device="cpu")
+    gradients = [noise(64, 128, seed=step) * sizes * is_used for step in range(20)]
+    found = take_steps(plain(make), start, gradients, lr=0.01, weight_decay=0.0)
+    require_same([found * ~is_used], [start * ~is_used], "elements with gradients of zero")
+
+
+@must("adam", "adamw", "sgd", "lion")
 def a_late_parameter_is_stepped_as_a_new_one(make: Make) -> None:
     """A parameter whose first gradient comes at step 5 is stepped as a new parameter is at its
     first step."""

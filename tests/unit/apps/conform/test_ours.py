@@ -61,6 +61,13 @@ def test_adamw_passes_conform_checks_with_each_setting(settings: dict[str, objec
     assert {name: why for name, (status, why) in found.items() if status == FAILS} == {}
 
 
+@pytest.mark.parametrize("state", ["8bit", "4bit"])
+@pytest.mark.parametrize("name", ["AdamW", "Lion"])
+def test_compact_states_keep_weights_when_gradients_are_zero(name: str, state: str) -> None:
+    subject = Subject(f"mp_optim.{name}", {"state": state})
+    assert outcomes(subject, {"zero_gradients_move_nothing"}).popitem()[1] == (PASSES, "")
+
+
 def test_megatron_optimizer_fails_only_known_conform_checks() -> None:
     subject = Subject("support.whole_stack.half_on_the_host", rule="adamw")
     names = {check.name for check in subject.checks() if check.ranks == 1}
