@@ -34,7 +34,7 @@ _PASSED_OVER = (_TORCH, str(Path(__file__).parent / "accelerator"), __file__)
 _DEVICE = torch.device(KIND, 1)
 _OF_THE_HOST = (
     # these tests start a simulation of their own
-    *("test_simulated_accelerator", "test_borrowed_of_devices"),
+    *("test_simulated_accelerator", "test_background_saves_of_devices"),
     # locks of the simulation do not survive a fork; these tests name their devices
     *("test_fork", "test_conformance"),
     *("test_native", "test_guards", "test_kernel_fit"),

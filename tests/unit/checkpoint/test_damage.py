@@ -21,7 +21,7 @@ from support.models import build, train
 from support.prints import print_of
 
 
-class Victim:
+class DamagedCopy:
     def __init__(self, version):
         self.version, self.copy = version, version.parent.parent / "damaged"
         shutil.copytree(version.parent, self.copy)
@@ -46,18 +46,18 @@ class Victim:
 
 
 @pytest.fixture(scope="module")
-def victim(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("victim")
+def damaged_copy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("damaged_copy")
     model, optimizer = build("bf16-8bit", 0.5)
     train(model, optimizer, 2)
-    return Victim(checkpoint.save(folder / "one", model, optimizer, extra={"step": 2}))
+    return DamagedCopy(checkpoint.save(folder / "one", model, optimizer, extra={"step": 2}))
 
 
 @given(st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-def test_load_changes_nothing_when_any_file_is_damaged(victim, data):
-    names = ["latest", *sorted(os.listdir(victim.version))]
-    path = victim.file(data.draw(st.sampled_from(names)))
+def test_load_changes_nothing_when_any_file_is_damaged(damaged_copy, data):
+    names = ["latest", *sorted(os.listdir(damaged_copy.version))]
+    path = damaged_copy.file(data.draw(st.sampled_from(names)))
     content = path.read_bytes()
     at = data.draw(st.integers(0, len(content) - 1))
     how = data.draw(st.sampled_from(["flip", "flip", "flip", "cut", "zeros", "twice"]))
@@ -70,19 +70,19 @@ def test_load_changes_nothing_when_any_file_is_damaged(victim, data):
         damaged = damaged[:at] if how == "cut" else damaged + damaged[at:]
     path.write_bytes(damaged)
     try:
-        victim.load(verify=data.draw(st.booleans()))
+        damaged_copy.load(verify=data.draw(st.booleans()))
     finally:
         path.write_bytes(content)
 
 
 @pytest.mark.parametrize("place", ["first", "middle", "last"])
-def test_load_names_the_file_when_one_bit_of_a_tensor_is_flipped(victim, place):
-    path = victim.file("__0_0.distcp")
+def test_load_names_the_file_when_one_bit_of_a_tensor_is_flipped(damaged_copy, place):
+    path = damaged_copy.file("__0_0.distcp")
     content = bytearray(path.read_bytes())
     at = {"first": 300, "middle": len(content) // 2, "last": len(content) - 1}[place]
     path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
     try:
-        error = victim.load()
+        error = damaged_copy.load()
         assert error is not None and "__0_0.distcp" in str(error)
     finally:
         path.write_bytes(content)

@@ -13,7 +13,7 @@ from support.launch import start
 from support.workers.kill import build, digest
 
 
-class Victims:
+class SavingProcesses:
     """A server process that forks one saving process for each line of its stdin."""
 
     def __init__(self) -> None:
@@ -43,11 +43,11 @@ class Victims:
 
 
 @pytest.fixture(scope="module")
-def victims():
-    victims = Victims()
-    yield victims
-    victims.server.kill()
-    victims.server.wait()
+def processes():
+    processes = SavingProcesses()
+    yield processes
+    processes.server.kill()
+    processes.server.wait()
 
 
 @pytest.mark.parametrize(
@@ -60,13 +60,13 @@ def victims():
     ],
 )
 def test_newest_complete_checkpoint_loads_after_kill_9_during_saves(
-    victims, tmp_path, kills, mode, keep
+    processes, tmp_path, kills, mode, keep
 ):
     chance = random.Random(kills)
     digests: dict[int, str] = {}
     torn = last = 0
     for _ in range(kills):
-        said = victims.kill_one(
+        said = processes.kill_one(
             f"{tmp_path} {mode} {keep}", chance.randint(2, 3), chance.uniform(0.0, 1.2)
         )
         digests |= {int(words[1]): words[2] for words in said if words[0] == "begin"}

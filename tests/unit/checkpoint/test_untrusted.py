@@ -85,7 +85,7 @@ def bombs(canary):
     return found
 
 
-def doors(root):
+def entry_points(root):
     return {
         "load": lambda: checkpoint.load(root, *target()),
         "model": lambda: checkpoint.load(root, target()[0], None),
@@ -102,67 +102,67 @@ def doors(root):
 
 
 READERS = {"load", "model", "verified", "contents", "foreign", "list", "convert"}
-"""The functions of ``doors`` that read where tensors are stored."""
+"""The functions of ``entry_points`` that read where tensors are stored."""
 
 
 @pytest.fixture
-def new(tmp_path, tmp_path_factory):
+def version(tmp_path, tmp_path_factory):
     version = written(tmp_path_factory.getbasetemp() / "written")
     shutil.copytree(version.parent, tmp_path / "new")
     return tmp_path / "new" / version.name
 
 
-def test_load_runs_no_code_pickled_in_plain_data(tmp_path, new):
+def test_load_runs_no_code_pickled_in_plain_data(tmp_path, version):
     canary = tmp_path / "ran"
     canary.with_suffix(".py").write_text(f"open({str(canary)!r}, 'w')")
     torch.save(Calls(os.system, f"touch {canary}"), canary.with_suffix(".pt"))
     (tmp_path / "state").mkdir()
     for number, (name, bomb) in enumerate(bombs(canary).items()):
         for way, content in enumerate((bomb, archive(bomb))):
-            replaced(new, "common.json", content)
+            replaced(version, "common.json", content)
             with pytest.raises(ValueError, match=r"common\.json is damaged"):
-                checkpoint.load(new, *target())
+                checkpoint.load(version, *target())
             file = tmp_path / "state" / f"{number}-{way}.pt"
             file.write_bytes(content)
             with pytest.raises(ValueError, match="is damaged, or has objects other"):
                 foreign.from_file(file)
             assert not canary.exists(), name
-    for name, door in doors(new.parent).items():
+    for name, read in entry_points(version.parent).items():
         if name in ("load", "model", "verified"):
             with pytest.raises(ValueError, match=r"common\.json is damaged"):
-                door()
+                read()
         # Both refuse compact state before they read a pickle.
         elif name not in ("foreign", "convert"):
-            door()
+            read()
         assert not canary.exists(), name
     pickle.loads(bombs(canary)["eval, protocol 2"])
     assert canary.exists()  # Plain pickle runs the same bytes.
 
 
-def test_load_never_reads_pickles_that_are_not_plain_data(tmp_path, new):
+def test_load_never_reads_pickles_that_are_not_plain_data(tmp_path, version):
     canary = tmp_path / "ran"
     bomb = bombs(canary)["system, protocol 2"]
     for name in (".metadata", "extra.pkl"):
-        replaced(new, name, bomb)
-    for name, door in doors(new.parent).items():
+        replaced(version, name, bomb)
+    for name, read in entry_points(version.parent).items():
         # Both refuse compact state before they read a pickle.
         if name not in ("foreign", "convert"):
-            door()
+            read()
     assert not canary.exists()
 
 
 @pytest.mark.parametrize("name", ["common.json", "__0_0.distcp"])
-def test_load_runs_no_code_pickled_in_other_files(tmp_path, new, name):
-    version, canary = new, tmp_path / "ran"
+def test_load_runs_no_code_pickled_in_other_files(tmp_path, version, name):
+    canary = tmp_path / "ran"
     torch.save(Calls(os.system, f"touch {canary}"), tmp_path / "bomb")
     bomb = (tmp_path / "bomb").read_bytes()
     if name == "__0_0.distcp":
         content = (version / name).read_bytes()
         bomb += content[len(bomb) :]
     replaced(version, name, bomb)
-    for door in doors(version.parent).values():
+    for read in entry_points(version.parent).values():
         try:
-            door()
+            read()
         except ValueError as error:
             assert "Error" not in type(error).__name__.removesuffix("ValueError")
         assert not canary.exists()
@@ -225,17 +225,17 @@ def test_unpickler_calls_and_changes_no_global(found, changes):
         b"C:version-1",
     ],
 )
-def test_load_refuses_a_latest_file_that_names_no_version(tmp_path, new, text):
-    root = new.parent
+def test_load_refuses_a_latest_file_that_names_no_version(tmp_path, version, text):
+    root = version.parent
     shutil.copytree(root, tmp_path / "other")
     (root / "out").symlink_to(tmp_path / "other" / "version-1")
     (root / "latest").write_bytes(text)
-    for name, door in doors(root).items():
+    for name, read in entry_points(root).items():
         if name != "versions":
             with pytest.raises(
                 ValueError, match=r"latest is damaged.*complete versions \['version-1'\]"
             ):
-                door()
+                read()
 
 
 def moved(version, to):
@@ -246,8 +246,7 @@ def moved(version, to):
 
 
 @pytest.mark.parametrize("to", ["../outside", "/outside", "sub/../../outside", "link", ".", ""])
-def test_load_refuses_tensor_files_outside_the_folder(new, to):
-    version = new
+def test_load_refuses_tensor_files_outside_the_folder(version, to):
     (version / "sub").mkdir()
     shutil.copy(version / "__0_0.distcp", version.parent / "outside")
     (version / "link").symlink_to(version.parent / "outside")
@@ -260,15 +259,15 @@ def test_load_refuses_tensor_files_outside_the_folder(new, to):
             manifest = json.loads((version / "manifest.json").read_text())
             manifest["files"][to] = manifest["files"]["__0_0.distcp"]
             (version / "manifest.json").write_text(json.dumps(manifest))
-        for name, door in doors(version.parent).items():
+        for name, read in entry_points(version.parent).items():
             if name in READERS:
                 with pytest.raises(
                     ValueError, match=r"not in the checkpoint|not a name|a link to|is missing or"
                 ):
-                    door()
+                    read()
 
 
-def test_load_follows_a_link_within_the_folder(new):
-    (new / "__0_0.distcp").rename(new / "data")
-    (new / "__0_0.distcp").symlink_to("data")
-    checkpoint.load(new.parent, *target(), verify=True)
+def test_load_follows_a_link_within_the_folder(version):
+    (version / "__0_0.distcp").rename(version / "data")
+    (version / "__0_0.distcp").symlink_to("data")
+    checkpoint.load(version.parent, *target(), verify=True)

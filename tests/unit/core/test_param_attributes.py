@@ -41,7 +41,7 @@ def _stepped(optimizer: Any, model: nn.Module) -> None:
     optimizer.step()
 
 
-DOORS: dict[str, Callable[[nn.Module], Any]] = {
+ENTRY_POINTS: dict[str, Callable[[nn.Module], Any]] = {
     "factory": lambda model: get_megatron_optimizer(CONFIG, model),
     "distributed": lambda model: get_megatron_optimizer(
         OptimizerConfig(lr=1e-2, use_distributed_optimizer=True), model
@@ -56,21 +56,21 @@ DOORS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 @pytest.mark.parametrize("attribute", REFUSED)
 def test_optimizer_names_the_parameter_attribute_when_not_supported(
-    attribute: str, door: str
+    attribute: str, entry_point: str
 ) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    if door == "bf16":
+    if entry_point == "bf16":
         model.bfloat16()
     setattr(model[1].weight, attribute, False)
-    DOORS[door](model)
+    ENTRY_POINTS[entry_point](model)
     again = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(model[0].weight.dtype)
     setattr(again[1].weight, attribute, True)
     before = [param.detach().clone() for param in again.parameters()]
     with pytest.raises(ValueError, match=rf"{attribute}=True on ") as refusal:
-        DOORS[door](again)
+        ENTRY_POINTS[entry_point](again)
     assert REFUSED[attribute] in str(refusal.value)
     assert all(map(torch.equal, again.parameters(), before))
 

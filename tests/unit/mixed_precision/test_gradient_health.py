@@ -72,7 +72,7 @@ def test_training_recovers_from_spikes_only_with_the_skip_rule(spike):
     assert without > 10.0 * clean
 
 
-def one(**settings: Any) -> tuple[nn.Parameter, MegatronOptimizer]:
+def build_one_param(**settings: Any) -> tuple[nn.Parameter, MegatronOptimizer]:
     fixed = {"skip_step_sigma_factor": 6.0, "skip_step_rolling_interval_length": 16}
     config = config_for("fp32", **{"clip_grad": 0.0, **fixed, **settings})
     model = nn.ParameterDict({"w": nn.Parameter(torch.ones(4))})
@@ -104,7 +104,7 @@ def wave(number: int) -> float:
 
 
 def test_skip_limit_equals_median_and_deviation_of_recent_norms():
-    param, optimizer = one()
+    param, optimizer = build_one_param()
     norms: list[float] = []
     for number in range(40):
         result = step(param, optimizer, wave(number))
@@ -115,7 +115,7 @@ def test_skip_limit_equals_median_and_deviation_of_recent_norms():
 
 
 def test_skip_rule_skips_spikes_after_half_a_window():
-    param, optimizer = one()
+    param, optimizer = build_one_param()
     for number in range(7):
         step(param, optimizer, wave(number))
     assert step(param, optimizer, 100.0).success  # The rule needs half a window of norms.
@@ -129,7 +129,7 @@ def test_skip_rule_skips_spikes_after_half_a_window():
 
 
 def test_skip_rule_skips_one_step_when_only_the_loss_spikes():
-    param, optimizer = one()
+    param, optimizer = build_one_param()
     for number in range(12):
         optimizer.health.report_loss(torch.tensor(2.0 + wave(number)))
         step(param, optimizer, wave(number))
@@ -141,7 +141,7 @@ def test_skip_rule_skips_one_step_when_only_the_loss_spikes():
 
 
 def test_skip_rule_window_is_unchanged_after_an_overflow():
-    param, optimizer = one()
+    param, optimizer = build_one_param()
     for number in range(12):
         step(param, optimizer, wave(number))
     before = optimizer.state_dict()["skip_step"]["window"].clone()
@@ -154,14 +154,14 @@ def test_skip_rule_window_is_unchanged_after_an_overflow():
     assert metrics["skipped_steps/spike"] == 0
 
 
-STORY = [wave(number) for number in range(20)] + [30.0, 1.0, math.inf, 40.0, 1.1, 0.9]
+NORMS = [wave(number) for number in range(20)] + [30.0, 1.0, math.inf, 40.0, 1.1, 0.9]
 """Gradient norms of a training run with spikes and an overflow."""
 
 
-def told(monkeypatch: pytest.MonkeyPatch | None = None, **settings: Any) -> Any:
-    param, optimizer = one(log_param_grad_norms=1, **settings)
+def train_with_spikes(monkeypatch: pytest.MonkeyPatch | None = None, **settings: Any) -> Any:
+    param, optimizer = build_one_param(log_param_grad_norms=1, **settings)
     results = []
-    for number, norm in enumerate(STORY):
+    for number, norm in enumerate(NORMS):
         loss = torch.tensor(5.0 if number == 24 else wave(3 * number))
         if monkeypatch is None or not number:  # The first step copies index tensors to the device.
             optimizer.health.report_loss(loss)
@@ -186,20 +186,20 @@ def assert_same(found: Any, expected: Any) -> None:
 @needs_interpreter
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
 def test_skip_rule_on_device_decides_like_host_without_synchronizing(monkeypatch):
-    host = told(fused_backend="reference")
+    host = train_with_spikes(fused_backend="reference")
     assert [bool(reason) for reason in host[0]].count(True) == 4
-    assert_same(told(monkeypatch, fused_backend="triton"), host)
+    assert_same(train_with_spikes(monkeypatch, fused_backend="triton"), host)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_skip_rule_decides_identically_after_resume(tmp_path: Path):
-    param, optimizer = one()
+    param, optimizer = build_one_param()
     for number in range(20):
         optimizer.health.report_loss(wave(3 * number))
         step(param, optimizer, wave(number))
     module = nn.ParameterDict({"w": param})
     mp_optim.checkpoint.save(tmp_path, module, optimizer)
-    again, resumed = one()
+    again, resumed = build_one_param()
     mp_optim.checkpoint.load(tmp_path, nn.ParameterDict({"w": again}), resumed)
     for norm in (1.2, 1.8, 30.0, 1.0):
         assert step(again, resumed, norm).reason == step(param, optimizer, norm).reason

@@ -55,7 +55,7 @@ def step(
     return result
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def logged_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     records = [r for r in caplog.records if r.name.startswith("mp_optim.monitor")]
     return [record.getMessage() for record in records]
 
@@ -74,7 +74,7 @@ def test_skip_reason_names_norm_group_when_a_gradient_is_not_finite(bad, groups,
     assert step(model, optimizer).reason == ""
     assert step(model, optimizer, **bad).reason == reason
     assert step(model, optimizer, **bad).reason == reason
-    assert said(caplog) == [
+    assert logged_lines(caplog) == [
         f"step 2 was skipped: {reason}; loss scale 4096",
         f"step 3 was skipped: {reason}; loss scale 4096",
     ]
@@ -89,7 +89,7 @@ def test_skip_reason_prints_norm_and_threshold_when_norm_is_too_large(caplog):
     assert result.reason.endswith(", over grad_norm_skip_threshold=10")
     assert not result.success and f"{result.grad_norm:g}" in result.reason
     line = f"step 2 was skipped: {result.reason}; loss scale 4096"
-    assert said(caplog) == [line]
+    assert logged_lines(caplog) == [line]
 
 
 def test_metrics_count_skipped_steps_by_cause():
@@ -112,17 +112,17 @@ def test_skip_warning_is_logged_when_the_device_decision_is_settled(caplog, monk
     optimizer.scale_loss(torch.ones(()))
     with no_waiting(monkeypatch, optimizer):
         result = optimizer.step()
-        assert not result.is_known and said(caplog) == []
+        assert not result.is_known and logged_lines(caplog) == []
         optimizer.scale_loss(torch.ones(()))
         optimizer.step()  # This step settles the decision of the step before.
-        (line,) = said(caplog)
+        (line,) = logged_lines(caplog)
     assert line == f"step 2 was skipped: {result.reason}; loss scale 4096"
     later = step(model, optimizer, main=math.inf)
     # The log line must not read the present scale of the device.
     optimizer.grad_scaler.scale.fill_(3.0)
-    assert len(said(caplog)) == 2 and later.reason
-    assert said(caplog)[2].startswith("step 4 was skipped")
-    assert said(caplog)[2].endswith("; loss scale 2048")
+    assert len(logged_lines(caplog)) == 2 and later.reason
+    assert logged_lines(caplog)[2].startswith("step 4 was skipped")
+    assert logged_lines(caplog)[2].endswith("; loss scale 2048")
 
 
 def test_skipped_step_is_logged_as_warning_only_on_rank_0(tmp_path: Path) -> None:

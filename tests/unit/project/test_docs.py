@@ -75,7 +75,7 @@ def blocks_of(name, language):
 def test_every_python_block_of_the_docs_has_a_test():
     """The table counts the Python blocks of each page. Each block has a test in
     test_doc_examples.py, functional/test_few_lines.py, unit/apps/megatron/test_install.py or
-    unit/checkpoint/test_other_worlds.py."""
+    unit/checkpoint/test_fsdp2_rank_counts.py."""
     counts = {path: len(blocks_of(path, "python")) for path in DOCUMENTS}
     assert {str(path.relative_to(ROOT)): count for path, count in counts.items() if count} == {
         "README.md": 3,

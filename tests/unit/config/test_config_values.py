@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 FIELDS = [spec.name for spec in dataclasses.fields(OptimizerConfig)]
 
-COMPANY: list[dict[str, Any]] = [
+OTHER_SETTINGS: list[dict[str, Any]] = [
     {"bf16": True},
     {"optimizer": "sgd"},
     {"optimizer": "lamb"},
@@ -51,14 +51,14 @@ COMPANY: list[dict[str, Any]] = [
 ]
 """Settings that give other fields an effect; each field has an effect with at least one of them."""
 
-BESIDE: dict[str, dict[str, Any]] = {
+NEEDED: dict[str, dict[str, Any]] = {
     "loss_scale_window": {"fp16": True},
     "bucket_size": {"use_distributed_optimizer": True},
     "offload_bucket_bytes": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
 }
 """Settings that a field needs to have an effect."""
 
-NONSENSE: list[Any] = [
+VALUES: list[Any] = [
     *(math.nan, math.inf, -math.inf, -1, -1.0, -0.5, 0, 0.0, 1, 1.0, 2, 2.0, 2.5, 7),
     *(1e308, 1e-308, 5e-324, 1e38, 1e11, 10**400, -(10**400), 2**31, 2**32, 2**63, 2**64),
     *(True, False, None, "", "1", "1e-3", "nan", "inf", "True", "auto", "adam", "Adam", "float32"),
@@ -94,8 +94,8 @@ def steps_to_finite_numbers(config: OptimizerConfig) -> None:
 @pytest.mark.parametrize("field", FIELDS)
 def test_config_names_field_or_trains_to_finite_numbers_for_any_value(field: str) -> None:
     did_something, stepped = False, set()
-    for value in NONSENSE:
-        for settings in COMPANY:
+    for value in VALUES:
+        for settings in OTHER_SETTINGS:
             try:
                 config = OptimizerConfig(**{"lr": 1e-3, **settings, field: value})
             except (TypeError, ValueError) as error:
@@ -116,7 +116,7 @@ def test_config_names_field_or_trains_to_finite_numbers_for_any_value(field: str
             did_something |= getattr(config, field) != default
             if getattr(config, field) != default:
                 break
-    assert did_something, f"no company here has an effect for {field}: add one that has"
+    assert did_something, f"no settings here give {field} an effect; add settings that do"
 
 
 def step(config: OptimizerConfig, field: str) -> None:
@@ -152,8 +152,8 @@ def step(config: OptimizerConfig, field: str) -> None:
     ],
 )
 def test_config_converts_value_to_type_of_the_field(name: str, value: Any, kept: Any) -> None:
-    company = BESIDE.get(name, {})
-    found = getattr(OptimizerConfig(**{**company, name: value}), name)
+    needed = NEEDED.get(name, {})
+    found = getattr(OptimizerConfig(**{**needed, name: value}), name)
     assert found == kept and type(found) is type(kept)
 
 

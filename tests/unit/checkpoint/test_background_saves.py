@@ -49,7 +49,7 @@ class Reader:
         self.go.clear()
         self.held.clear()
 
-    def let_go(self):
+    def release(self):
         self.share = None
         self.go.set()
 
@@ -58,12 +58,12 @@ class Reader:
 def reader(monkeypatch):
     reader = Reader(monkeypatch)
     yield reader
-    reader.let_go()
+    reader.release()
     save_load.finish_previous()
 
 
-def begin_both(tmp_path, model, optimizer, reader, share=0.0):
-    reader.let_go()
+def save_twice(tmp_path, model, optimizer, reader, share=0.0):
+    reader.release()
     first = checkpoint.save(tmp_path / "now", model, optimizer)
     reader.hold_after(share)
     handle = checkpoint.save(tmp_path / "later", model, optimizer, asynchronous=True)
@@ -76,9 +76,9 @@ def differences(a, b):
     return [row.name for row in rows if row.what != "equal"]
 
 
-def assert_same_moment(first, handle, reader):
+def assert_equal_versions(first, handle, reader):
     assert not handle.done()
-    reader.let_go()
+    reader.release()
     assert differences(first, handle.wait()) == []
     assert differences(first, checkpoint.verify(handle.path)) == []
 
@@ -86,7 +86,7 @@ def assert_same_moment(first, handle, reader):
 WAYS = ("sync", "overlap", "speculative", "streamed", "disk")
 
 
-def drawn(seed, folder):
+def random_settings(seed, folder):
     chance = random.Random(seed)
     mode = WAYS[seed % len(WAYS)]
     form = chance.choice(ADAM_FORMS)
@@ -104,16 +104,16 @@ def drawn(seed, folder):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_background_save_has_bits_of_its_call_while_training_goes_on(tmp_path, reader, seed):
-    chance, mode, form, settings = drawn(seed, tmp_path)
+    chance, mode, form, settings = random_settings(seed, tmp_path)
     fraction = chance.choice([0.6, 1.0])
     settings["adversarial"] = mode != "sync"
     alone, saving = (build_mode(mode, form, fraction, **settings) for _ in range(2))
     before, after = chance.randrange(2, 4), chance.randrange(1, 4)
     expected = run(*alone, before + after)
     found = run(*saving, before)
-    both = begin_both(tmp_path, *saving, reader, chance.random())
+    versions = save_twice(tmp_path, *saving, reader, chance.random())
     found += run(*saving, after, start=before)
-    assert_same_moment(*both, reader)
+    assert_equal_versions(*versions, reader)
     assert found == expected
     assert differing(snapshot(*saving), snapshot(*alone)) == []
 
@@ -154,10 +154,10 @@ def scale_rows(optimizer):
 def test_background_save_copies_state_before_other_writers(tmp_path, reader, write):
     model, optimizer = build("bf16", 0.5)
     run(model, optimizer, 2)
-    both = begin_both(tmp_path, model, optimizer, reader)
+    versions = save_twice(tmp_path, model, optimizer, reader)
     write(optimizer)
-    assert_same_moment(*both, reader)
-    assert differences(both[0], checkpoint.save(tmp_path / "changed", model, optimizer))
+    assert_equal_versions(*versions, reader)
+    assert differences(versions[0], checkpoint.save(tmp_path / "changed", model, optimizer))
 
 
 @pytest.mark.parametrize("how", ["data", "reload", "followed", "moved"])
@@ -166,7 +166,7 @@ def test_background_save_has_bits_of_its_call_when_other_code_writes_the_model(
 ):
     model, optimizer = build("bf16", 0.5)
     run(model, optimizer, 2)
-    both = begin_both(tmp_path, model, optimizer, reader, 0.2)
+    versions = save_twice(tmp_path, model, optimizer, reader, 0.2)
     for param in model.parameters():
         if how == "moved":
             param.data = param.data.clone() * 2
@@ -178,7 +178,7 @@ def test_background_save_has_bits_of_its_call_when_other_code_writes_the_model(
     if how == "reload":
         optimizer.reload_model_params()
     run(model, optimizer, 1, start=2)
-    assert_same_moment(*both, reader)
+    assert_equal_versions(*versions, reader)
 
 
 def test_background_save_has_bits_of_its_call_when_the_model_moves(tmp_path, reader):
@@ -192,10 +192,10 @@ def test_background_save_has_bits_of_its_call_when_the_model_moves(tmp_path, rea
             optimizer.step()
 
         step()
-        both = begin_both(tmp_path, model, optimizer, reader)
+        versions = save_twice(tmp_path, model, optimizer, reader)
         model.to(device_at(0))
         step()
-        assert_same_moment(*both, reader)
+        assert_equal_versions(*versions, reader)
         simulation.synchronize()
         assert not simulation.reports
 
@@ -217,23 +217,23 @@ def test_background_save_of_torch_optimizer_has_bits_of_its_call(tmp_path, reade
         optimizer.step()
 
     step()
-    both = begin_both(tmp_path, model, optimizer, reader)
+    versions = save_twice(tmp_path, model, optimizer, reader)
     if then == "step":
         step()
     else:
         model.weight.data.mul_(2)
         optimizer.reload_model_params()
-    assert_same_moment(*both, reader)
+    assert_equal_versions(*versions, reader)
 
 
 def test_background_save_fails_when_other_code_writes_state(tmp_path, reader):
     model, optimizer = build("bf16", 0.5)
     run(model, optimizer, 2)
     held = [s["exp_avg"] for s in optimizer.state_dict()["state"].values()]
-    _, handle = begin_both(tmp_path, model, optimizer, reader)
+    _, handle = save_twice(tmp_path, model, optimizer, reader)
     for moment in held:
         moment.add_(1)
-    reader.let_go()
+    reader.release()
     with pytest.raises(RuntimeError, match="other code than the optimizer wrote"):
         handle.wait()
     assert not (tmp_path / "later" / "latest").exists()
@@ -243,10 +243,10 @@ def test_speculation_pauses_while_a_background_save_reads(tmp_path, reader):
     """Every step clips, so every prediction fails and speculation pauses while the save reads."""
     model, optimizer = build_mode("speculative", "bf16", 1.0, clip_grad=1e-6)
     run(model, optimizer, 2)
-    both = begin_both(tmp_path, model, optimizer, reader)
+    versions = save_twice(tmp_path, model, optimizer, reader)
     run(model, optimizer, 10, start=2)
     assert optimizer.metrics()["speculation_paused"] > 0
-    assert_same_moment(*both, reader)
+    assert_equal_versions(*versions, reader)
 
 
 def use_small_files(monkeypatch):

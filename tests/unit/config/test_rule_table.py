@@ -13,10 +13,10 @@ from mp_optim.config.rules import RULES
 from mp_optim.optimizers import classes
 from mp_optim.optimizers.settings import StackSettings
 
-OF_EVERY_CLASS = {"params", "lr", "weight_decay", "backend", "precision", "scalar_optimizer"}
-MEGATRONS = {"sgd_momentum": 0.9}
+COMMON_ARGUMENTS = {"params", "lr", "weight_decay", "backend", "precision", "scalar_optimizer"}
+MEGATRON_DEFAULTS = {"sgd_momentum": 0.9}
 """Config fields with Megatron's default, which differs from the default of the rule's class."""
-CALLED_OTHERWISE = {"ns_steps": "num_ns_steps", "adjust_lr_fn": "scale_mode"}
+TORCH_NAMES = {"ns_steps": "num_ns_steps", "adjust_lr_fn": "scale_mode"}
 """Hyperparameters by torch's name, with Megatron's name."""
 
 
@@ -26,7 +26,7 @@ def defaults(cls: type[Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("rule", "cls"), [("adam", FusedAdam), ("lamb", FusedLAMB)])
 def test_fused_class_has_defaults_of_its_rule(rule: str, cls: type[Any]) -> None:
-    taken = {k: v for k, v in defaults(cls).items() if k not in OF_EVERY_CLASS}
+    taken = {k: v for k, v in defaults(cls).items() if k not in COMMON_ARGUMENTS}
     assert taken == RULES[rule].defaults
 
 
@@ -38,8 +38,8 @@ def test_config_fields_have_defaults_of_their_rule(rule: str) -> None:
         fields = [source] if isinstance(source, str) else list(source)
         values = [config[field] for field in fields]
         value = values[0] if isinstance(source, str) else tuple(values)
-        if source in MEGATRONS:
-            assert value == MEGATRONS[source]
+        if source in MEGATRON_DEFAULTS:
+            assert value == MEGATRON_DEFAULTS[source]
         elif (rule, name) == ("lamb", "eps"):  # Three rules share the field adam_eps.
             assert value == RULES["adam"].defaults["eps"]
         else:
@@ -51,7 +51,7 @@ def test_optimizer_class_takes_only_hyperparameters_of_its_rule(name: str) -> No
     cls = getattr(classes, name)
     shared = inspect.get_annotations(StackSettings)
     own = set(defaults(cls)) - {"params", "model", "lr", "weight_decay", *shared}
-    assert {CALLED_OTHERWISE.get(each, each) for each in own} <= set(RULES[cls.rule].defaults)
+    assert {TORCH_NAMES.get(each, each) for each in own} <= set(RULES[cls.rule].defaults)
 
 
 @pytest.mark.parametrize("rule", RULES)
