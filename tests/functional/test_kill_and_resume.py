@@ -89,10 +89,10 @@ def test_training_gives_equal_bits_when_killed_and_resumed(
 ) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     process = start(command(case, killed))
-    said, errors = stop_after(STEPS // 2, process, killed, how)
+    printed, errors = stop_after(STEPS // 2, process, killed, how)
     if how == signal.SIGINT:
         assert process.returncode == 130 and "Traceback" not in errors
-        last = said.splitlines()[-1]
+        last = printed.splitlines()[-1]
         assert re.search(r"interrupted after step \d+ of 16, saved to .*--resume", last)
     else:
         assert process.returncode == -how

@@ -15,8 +15,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import mp_optim
 
-# -- plugins of Trainers ---------------------------------------------------------------------------
-
 
 class Callback:
     """Stand-in for ms-swift's class, which creates the Trainer's optimizer."""

@@ -31,9 +31,9 @@ def kill_after(count: int, process: subprocess.Popen[str], run: Path) -> None:
 
 
 def result(process: subprocess.Popen[str]) -> dict[str, float]:
-    said, _ = process.communicate(timeout=300)
+    printed, _ = process.communicate(timeout=300)
     assert process.returncode == 0
-    found: dict[str, float] = json.loads(said)
+    found: dict[str, float] = json.loads(printed)
     return found
 
 

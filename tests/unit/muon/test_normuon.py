@@ -89,20 +89,20 @@ def test_normuon_normalizes_q_k_and_v_separately_when_a_weight_is_fused(rows, se
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"moment2_method": "nurmuon"}, "moment2_method='nurmuon': must be one of"),
         ({"tp_mode": "blockwise"}, "moment2_method='normuon': needs whole rows of matrices"),
         ({"beta2": 1.0}, "beta2=1.0: must be"),
     ],
 )
-def test_muon_rule_refuses_invalid_normuon_settings_by_name(settings, says):
-    with pytest.raises(ValueError, match=re.escape(says)):
+def test_muon_rule_refuses_invalid_normuon_settings_by_name(settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         RuleOptimizer(MuonRule(), [nn.Parameter(torch.zeros(2, 3))], **{**NORMUON, **settings})
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "message"),
     [
         ({"muon_moment2_method": "adamuon"}, "must be one of .*; a second moment per element"),
         ({"muon_moment2_method": "normon"}, "did you mean 'normuon'"),
@@ -112,8 +112,8 @@ def test_muon_rule_refuses_invalid_normuon_settings_by_name(settings, says):
         ),
     ],
 )
-def test_config_refuses_invalid_muon_moment2_method_by_name(fields, says):
-    with pytest.raises(ValueError, match=says):
+def test_config_refuses_invalid_muon_moment2_method_by_name(fields, message):
+    with pytest.raises(ValueError, match=message):
         OptimizerConfig(optimizer="muon", lr=0.1, **fields)
 
 

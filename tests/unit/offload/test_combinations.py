@@ -67,7 +67,9 @@ def places(draw: st.DrawFn) -> dict[str, Any]:
     return found
 
 
-def happens(event: str, model: Model, optimizer: Any, kept: list[Tensor], releases: bool) -> None:
+def apply_event(
+    event: str, model: Model, optimizer: Any, kept: list[Tensor], releases: bool
+) -> None:
     states = optimizer.state_dict()["state"] if event in ("read", "write state") else {}
     if event == "write state":
         for state in states.values():
@@ -97,7 +99,7 @@ def trained(
         else:
             for part in range(micro):
                 accumulate(model, micro * step + part)
-        happens(event, model, optimizer, kept, releases)
+        apply_event(event, model, optimizer, kept, releases)
         results.append(tuple(optimizer.step())[:2])
         if step == 1 and "keep" in events:
             states = optimizer.state_dict()["state"].values()
@@ -115,7 +117,7 @@ def accumulate(model: Model, step: int) -> None:
     torch.stack([loss.float() for loss in losses]).sum().backward()
 
 
-def check(folder: Path, program: dict[str, Any]) -> None:
+def assert_device_bits(folder: Path, program: dict[str, Any]) -> None:
     program = dict(program)
     place = program.pop("place")
     how = {key: program.pop(key) for key in ("events", "micro")}
@@ -157,12 +159,10 @@ def programs(draw: st.DrawFn) -> dict[str, Any]:
 def test_offload_matches_device_bits_in_random_programs(
     tmp_path_factory: pytest.TempPathFactory, program: dict[str, Any]
 ) -> None:
-    check(tmp_path_factory.mktemp("state"), program)
+    assert_device_bits(tmp_path_factory.mktemp("state"), program)
 
 
-# -- what each is for -----------------------------------------------------------------------------
-
-EVERY = [("host", "overlap"), ("streamed", "overlap")]
+PLACES = [("host", "overlap"), ("streamed", "overlap")]
 ON_DISK = {"stream_window_bytes": 65_536, "clip_grad": 0.0, "transfer": AdversarialTransfer}
 
 
@@ -183,7 +183,7 @@ def on_device(steps: int, **fields: Any) -> dict[str, Tensor]:
     return train(*build(offloads=False, clip_grad=0.0, **fields), steps)
 
 
-@pytest.mark.parametrize(("place", "mode"), EVERY)
+@pytest.mark.parametrize(("place", "mode"), PLACES)
 def test_disk_offload_reads_state_once_per_step_and_never_during_backward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, mode: str
 ) -> None:

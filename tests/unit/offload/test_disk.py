@@ -49,12 +49,6 @@ def build(
     return model, optimizer
 
 
-# -- between steps it is state as any other -------------------------------------------------------
-
-
-# -- memory, and what it says of itself -----------------------------------------------------------
-
-
 def cached_bytes(hybrid):
     libc, found = ctypes.CDLL(None, use_errno=True), 0
     for segment in hybrid.stepper.host_part.settings.state_file._segments:
@@ -88,9 +82,6 @@ def test_disk_step_leaves_no_page_cached_when_direct_io_is_available(tmp_path, p
     assert moved["disk_wait_ms"] > 0
 
 
-# -- what fails -----------------------------------------------------------------------------------
-
-
 def test_disk_offload_needs_its_folder_at_construction_but_not_afterwards(tmp_path):
     folder = tmp_path / "state"
     with pytest.raises(FileNotFoundError, match="the folder does not exist; create it"):
@@ -104,7 +95,7 @@ def test_disk_offload_needs_its_folder_at_construction_but_not_afterwards(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "said"),
+    ("call", "error", "message"),
     [
         ("posix_fallocate", errno.ENOSPC, "free disk space, or choose another folder"),
         ("posix_fallocate", errno.EDQUOT, "your disk quota is used up"),
@@ -112,13 +103,13 @@ def test_disk_offload_needs_its_folder_at_construction_but_not_afterwards(tmp_pa
     ],
 )
 def test_disk_offload_refuses_a_full_or_read_only_disk_and_leaves_no_file(
-    tmp_path, monkeypatch, call, error, said
+    tmp_path, monkeypatch, call, error, message
 ):
     def refuse(*_, **__):
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(os, call, refuse)
-    with pytest.raises(OSError, match=said) as raised:
+    with pytest.raises(OSError, match=message) as raised:
         build(tmp_path)
     assert str(tmp_path) in str(raised.value)
     monkeypatch.undo()
@@ -227,11 +218,8 @@ def test_resume_gives_equal_bits_when_the_process_is_killed_in_a_disk_write(tmp_
     assert differing(snapshot(model, optimizer), expected) == []
 
 
-# -- what is refused ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"optimizer": "lamb", "window": 8192}, r"big needs \d+ bytes; set stream_window"),
         ({"optimizer": "muon", "window": 8192}, "muon needs whole parameters, and big"),
@@ -239,7 +227,7 @@ def test_resume_gives_equal_bits_when_the_process_is_killed_in_a_disk_write(tmp_
         ({"window": 4096}, "smallest part of .* needs 18432 bytes; set stream_window"),
     ],
 )
-def test_disk_offload_refuses_unsupported_settings_by_name(tmp_path, fields, said):
-    with pytest.raises(ValueError, match=said):
+def test_disk_offload_refuses_unsupported_settings_by_name(tmp_path, fields, message):
+    with pytest.raises(ValueError, match=message):
         build(tmp_path, **fields)
     assert list(tmp_path.iterdir()) == []

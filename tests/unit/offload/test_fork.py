@@ -31,23 +31,23 @@ def step(params, optimizer, seed):
     optimizer.step()
 
 
-def said_in_child(work):
+def error_in_child(work):
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         signal.alarm(60)
-        said = "nothing"
+        message = "nothing"
         try:
             work()
         except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(writer, said.encode()[:4000])
+            message = f"{type(error).__name__}: {error}"
+        os.write(writer, message.encode()[:4000])
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
-        said = pipe.read()
+        message = pipe.read()
     assert os.waitpid(pid, 0)[1] == 0, "ended by its alarm"
-    return said
+    return message
 
 
 def steps(params, optimizer, held, saved):
@@ -95,11 +95,11 @@ def test_forked_child_is_refused_and_leaves_its_parents_disk_state_unchanged(
         if isinstance(value, torch.Tensor) and value.dim()
     ]
     saved = alone.state_dict()
-    said = said_in_child(lambda: work(params, optimizer, held, saved))
+    message = error_in_child(lambda: work(params, optimizer, held, saved))
     if work is writes_what_it_holds:
-        assert said == "nothing"
+        assert message == "nothing"
     else:
-        assert "optimizer_state_path" in said and "forked" in said
+        assert "optimizer_state_path" in message and "forked" in message
     for number in range(before, 3):
         step(expected, alone, number)
         step(params, optimizer, number)
@@ -125,8 +125,8 @@ def test_fork_between_backward_and_step_leaves_the_parents_training_unchanged(
             backward(each, number)
         if number > 1:
             in_child = getattr(optimizer if work == "zero_grad" else optimizer.stack, work)
-            said = said_in_child(in_child)
-            assert work != "step" or ("optimizer_state_path" in said and "forked" in said)
+            message = error_in_child(in_child)
+            assert work != "step" or ("optimizer_state_path" in message and "forked" in message)
         alone.step()
         optimizer.step()
     assert all(map(torch.equal, params, expected))

@@ -16,7 +16,7 @@ SECONDS = 5.0
 each_early = pytest.mark.parametrize("mode", MODES[1:])
 
 
-def ready(mode, **settings):
+def pair_before_step(mode, **settings):
     pairs = [build_mode(which, **{"clip_grad": 0.0, **settings}) for which in (mode, "sync")]
     for model, optimizer in pairs:
         run(model, optimizer, 3)
@@ -27,7 +27,7 @@ def ready(mode, **settings):
     return pairs
 
 
-def fails_in_time(model, optimizer, text):
+def assert_step_fails(model, optimizer, text):
     before, started = optimizer.before, time.monotonic()
     with pytest.raises((WorkerError, RuntimeError), match=text) as caught:
         optimizer.step()
@@ -36,7 +36,7 @@ def fails_in_time(model, optimizer, text):
     return caught.value
 
 
-def goes_on_like(pair, other):
+def assert_trains_like(pair, other):
     for model, optimizer in (pair, other):
         if not any(param.grad is not None for param in model.parameters()):
             model(tokens_of(50)).backward()
@@ -50,14 +50,14 @@ def goes_on_like(pair, other):
 def test_step_names_parameters_and_changes_nothing_when_a_worker_job_raises(
     mode, error, monkeypatch
 ):
-    pair, other = ready(mode)
+    pair, other = pair_before_step(mode)
     with monkeypatch.context() as patch:
         patch.setattr(BackwardJob, "run", lambda job: (_ for _ in ()).throw(error("no such luck")))
         pair[0](tokens_of(50)).backward()
-        raised = fails_in_time(*pair, "no such luck")
+        raised = assert_step_fails(*pair, "no such luck")
     assert any(name in str(raised) for name, _ in pair[0].named_parameters())
     assert isinstance(raised.__cause__, error)
-    goes_on_like(pair, other)
+    assert_trains_like(pair, other)
 
 
 @each_early
@@ -65,20 +65,20 @@ def test_step_names_parameters_and_changes_nothing_when_a_worker_job_raises(
 def test_step_raises_the_error_of_a_backward_hook(mode, error, monkeypatch):
     """The step names refused settings by errors of these two types, so the hook's error must not be
     replaced."""
-    pair, other = ready(mode)
+    pair, other = pair_before_step(mode)
     with monkeypatch.context() as patch:
         prediction = "_predicted_multiplier"
         patch.setattr(
             BackwardScheduler, prediction, lambda _: (_ for _ in ()).throw(error("a bug"))
         )
         pair[0](tokens_of(50)).backward()
-        raised = fails_in_time(*pair, "could not be begun.*a bug")
+        raised = assert_step_fails(*pair, "could not be begun.*a bug")
     assert isinstance(raised.__cause__, error)
-    goes_on_like(pair, other)
+    assert_trains_like(pair, other)
 
 
 def test_step_raises_a_kernel_error_of_the_worker_and_changes_nothing(monkeypatch):
-    pair, other = ready("speculative")
+    pair, other = pair_before_step("speculative")
     carry_out, calls = RuleExecutor.carry_out, []
 
     def once(self, planned):
@@ -90,15 +90,15 @@ def test_step_raises_a_kernel_error_of_the_worker_and_changes_nothing(monkeypatc
 
     monkeypatch.setattr(RuleExecutor, "carry_out", once)
     pair[0](tokens_of(50)).backward()
-    fails_in_time(*pair, "work on the host during backward failed.*mp_adam: the kernels failed")
+    assert_step_fails(*pair, "work on the host during backward failed.*mp_adam: the kernels failed")
     assert set(calls) == {"mp_optim-host"}
     monkeypatch.undo()
-    goes_on_like(pair, other)
+    assert_trains_like(pair, other)
 
 
 def test_step_changes_no_bucket_when_a_kernel_raises_after_the_clip(monkeypatch):
     """The clip fires, so step() repeats all buckets and the third one fails."""
-    pair, other = ready("speculative", fraction=1.0, experts=False)
+    pair, other = pair_before_step("speculative", fraction=1.0, experts=False)
     for model, optimizer in (pair, other):
         model(tokens_of(50)).backward()
         finish_backward_work(optimizer)  # The worker would otherwise read the halved gradients.
@@ -113,16 +113,16 @@ def test_step_changes_no_bucket_when_a_kernel_raises_after_the_clip(monkeypatch)
                 raise RuntimeError("mp_adam: the kernels failed")
 
         patch.setattr(RuleExecutor, "carry_out", third)
-        raised = fails_in_time(*pair, "the step on the host failed.*did not change")
+        raised = assert_step_fails(*pair, "the step on the host failed.*did not change")
     assert len(calls) == 3 and any(name in str(raised) for name, _ in pair[0].named_parameters())
-    goes_on_like(pair, other)
+    assert_trains_like(pair, other)
 
 
 def test_step_keeps_its_bits_when_the_worker_is_slow(monkeypatch):
-    pair, other = ready("speculative", experts=False)
+    pair, other = pair_before_step("speculative", experts=False)
     run_job = BackwardJob.run
     monkeypatch.setattr(BackwardJob, "run", lambda job: (time.sleep(0.15), run_job(job)))
-    goes_on_like(pair, other)
+    assert_trains_like(pair, other)
 
 
 class FunctionJob:
@@ -164,7 +164,7 @@ run_job = BackwardJob.run
 BackwardJob.run = lambda job: (time.sleep(1.0), run_job(job))
 optimizer.zero_grad()
 model(tokens_of(5)).backward()
-print("ready", flush=True)
+print("pair_before_step", flush=True)
 {end}
 """
 ENDS = {
@@ -188,6 +188,6 @@ def test_interpreter_exits_cleanly_when_the_worker_is_busy(end):
     script = SCRIPT.format(end=code)
     # torch may take long to end, so only a hang reaches this limit.
     ended = end_forked_program("-c", script, timeout=240)
-    assert ended.stdout == "ready\n", ended.stderr
+    assert ended.stdout == "pair_before_step\n", ended.stderr
     assert ended.returncode in (status, 130 if status == -2 else status), ended.stderr
     assert "Fatal" not in ended.stderr

@@ -51,7 +51,7 @@ def overflow_at(*steps):
     return after_backward
 
 
-LONG = {
+LONG_RUNS = {
     "clip off": {"settings": {"clip_grad": 0.0}},
     "clip never, 7 groups": {"groups": 7, "settings": {"clip_grad": 1e6}},
     "clip sometimes": {"settings": {"clip_grad": 0.16}, "scale": spikes},
@@ -78,10 +78,10 @@ LONG = {
 
 
 @pytest.mark.repeats
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("name", LONG_RUNS)
 @pytest.mark.parametrize("steps", [30, pytest.param(200, marks=pytest.mark.slow)])
 def test_offload_modes_give_equal_bits_over_many_steps(name, steps):
-    case = dict(LONG[name])
+    case = dict(LONG_RUNS[name])
     settings, precision, groups = (
         case.pop("settings"),
         case.pop("precision", "bf16"),
@@ -109,84 +109,81 @@ def test_offload_modes_give_equal_bits_over_many_steps(name, steps):
     )
 
 
-# -- what may happen between backward and step ----------------------------------------------------
-
-
-def between(model, optimizer, what):
-    if what == "lower the rate":
+def apply_event(model, optimizer, event):
+    if event == "lower the rate":
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * 0.5
-    elif what == "other betas":
+    elif event == "other betas":
         optimizer.param_groups[0]["betas"] = (0.8, 0.95)
-    elif what == "scale gradients":
+    elif event == "scale gradients":
         for param in model.parameters():
             if param.grad is not None:
                 param.grad.mul_(0.5)
-    elif what == "gradients of their own":
+    elif event == "gradients of their own":
         for param in model.parameters():
             param.grad = param.grad.clone() * 0.25 if param.grad is not None else None
-    elif what == "drop a gradient":
+    elif event == "drop a gradient":
         model.dense.grad = None
-    elif what == "replace a parameter":
+    elif event == "replace a parameter":
         old = model.dense
         model.dense = nn.Parameter(old.detach().clone())
         model.dense.grad = old.grad
         for group in optimizer.param_groups:
             group["params"] = [model.dense if param is old else param for param in group["params"]]
-    elif what == "write a parameter":
+    elif event == "write a parameter":
         with torch.no_grad():
             model.dense.mul_(0.5)
-    elif what == "read state":
+    elif event == "read state":
         optimizer.state_dict()
-    elif what == "write state":
+    elif event == "write state":
         state = optimizer.state[model.dense]
         moment = state[sorted(key for key in state if key != "step")[0]]
         moment.data.copy_(moment.flip(0))
-    elif what == "load state":
+    elif event == "load state":
         optimizer.load_state_dict(optimizer.state_dict())
-    elif what == "zero and again":
+    elif event == "zero and again":
         optimizer.zero_grad()
         optimizer.scale_loss(model(tokens_of(77))).backward()
-    elif what == "backward again":
+    elif event == "backward again":
         optimizer.scale_loss(model(tokens_of(78))).backward()
-    elif what == "zero in place and again":
+    elif event == "zero in place and again":
         optimizer.zero_grad(set_to_none=False)
         optimizer.scale_loss(model(tokens_of(79))).backward()
-    elif what == "zero":
+    elif event == "zero":
         optimizer.zero_grad()
-    elif what == "move out and in":
+    elif event == "move out and in":
         optimizer.offload_to_cpu()
         optimizer.restore_from_cpu()
-    elif what == "discard":
+    elif event == "discard":
         optimizer.discard_backward_work()
-    elif what == "step twice":
+    elif event == "step twice":
         optimizer.step()
-    elif what == "reload":
+    elif event == "reload":
         optimizer.reload_model_params()
-    elif what == "discard, backward again":
+    elif event == "discard, backward again":
         optimizer.discard_backward_work()
         optimizer.scale_loss(model(tokens_of(79))).backward()
-    elif what == "cut buckets":
+    elif event == "cut buckets":
         for hybrid in hybrids(optimizer):
             hybrid.stepper.use_transfer(hybrid.stepper.transfer)
-    elif what == "look at gradients":
+    elif event == "look at gradients":
         list(optimizer.named_gradients())
-    elif what == "broken off":
+    elif event == "broken off":
         with pytest.raises(RuntimeError, match="in the middle"):
-            Breaks.apply(model(tokens_of(80))).backward()
+            RaisesInBackward.apply(model(tokens_of(80))).backward()
         optimizer.zero_grad()
         optimizer.scale_loss(model(tokens_of(81))).backward()
-    elif what == "a step that is refused":
+    elif event == "a step that is refused":
         group = optimizer.param_groups[0]
         rate, group["lr"] = group["lr"], math.nan
         with pytest.raises(ValueError, match="lr"):
             optimizer.step()
         group["lr"] = rate
     else:
-        assert what == "nothing"
+        assert event == "nothing"
 
 
-class Breaks(torch.autograd.Function):
+class RaisesInBackward(torch.autograd.Function):
     """Function that raises in its backward pass."""
 
     @staticmethod
@@ -218,7 +215,7 @@ def run_events(mode, events, waits=(), precision="bf16", **settings):
             optimizer.zero_grad()
             loss = model(tokens_of(step)) * 0.3
             optimizer.scale_loss(loss).backward()
-            between(model, optimizer, event)
+            apply_event(model, optimizer, event)
             found.append((loss.item(), tuple(optimizer.step())))
     return found, snapshot(model, optimizer)
 
@@ -246,9 +243,6 @@ def test_offload_modes_give_equal_bits_after_random_events_before_the_step(
         found = run_events(mode, events, waits, release_gradients=releases, **settings)
         assert repr(found[0]) == repr(expected[0]), mode
         assert differing(found[1], expected[1]) == [], mode
-
-
-# -- gradients: what comes, what does not, what is reduced later ----------------------------------
 
 
 def test_step_keeps_finished_buckets_when_a_gradient_is_missing():
@@ -327,7 +321,7 @@ def test_backward_work_starts_only_in_the_last_micro_batch(mode):
 def test_gradient_hooks_follow_replaced_params_and_end_with_the_optimizer():
     model, optimizer = build_mode("speculative", experts=False, fraction=1.0)
     old = model.dense
-    between(model, optimizer, "replace a parameter")
+    apply_event(model, optimizer, "replace a parameter")
     run(model, optimizer, 3)
     assert not old._post_accumulate_grad_hooks and len(model.dense._post_accumulate_grad_hooks) == 1
     params = list(model.parameters())
@@ -375,14 +369,11 @@ def test_speculation_changes_nothing_when_a_huge_gradient_is_skipped():
     assert differing(snapshot(model, optimizer), before) == []
 
 
-# -- checkpoints, memory, what is reported --------------------------------------------------------
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 def test_sync_offload_stages_no_bytes_when_the_model_is_in_host_memory(precision, fraction):
-    """The step also continues from gradients and weights written between two steps."""
+    """The step also continues from gradients and weights written apply_event two steps."""
 
     def trained(share):
         model, optimizer = build(precision, share, experts=False)
@@ -452,9 +443,6 @@ def test_speculation_pauses_while_every_step_clips_and_then_resumes():
     assert hits == 0 and 0 < paused < 12
     hits, paused = hits_of(10, 22, 0.1)
     assert hits > 0 and 0 < paused < 10
-
-
-# -- alone, and what cannot be --------------------------------------------------------------------
 
 
 def test_worker_kernels_use_fewer_threads_than_the_main_thread(monkeypatch):

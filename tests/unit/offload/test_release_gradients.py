@@ -47,9 +47,6 @@ def same_as_sync(mode, run_it, precision="bf16", fraction=0.7, **settings):
     return optimizer
 
 
-# -- memory ---------------------------------------------------------------------------------------
-
-
 class Deep(nn.ModuleList):
     """Layers of one size."""
 
@@ -119,9 +116,6 @@ def test_released_gradients_occupy_at_most_two_buckets_during_backward(
     assert peaks[True] <= 4 * size
 
 
-# -- a released gradient is not a missing one -----------------------------------------------------
-
-
 @each_early
 def test_named_gradients_returns_a_gradient_after_its_release(mode):
     model, optimizer = build_mode("sync", fraction=1.0)
@@ -173,9 +167,6 @@ def test_gradients_are_not_released_when_backward_creates_a_graph(mode):
     same_as_sync(mode, run_it)
 
 
-# -- failures -------------------------------------------------------------------------------------
-
-
 @each_early
 @pytest.mark.parametrize("micro", [1, 2])
 def test_step_refuses_until_zero_grad_when_released_gradients_are_lost(mode, micro, monkeypatch):
@@ -204,8 +195,6 @@ def test_step_refuses_until_zero_grad_when_released_gradients_are_lost(mode, mic
     run(expected, other, 5)
     assert differing(snapshot(model, optimizer), snapshot(expected, other)) == []
 
-
-# -- where it cannot be ---------------------------------------------------------------------------
 
 OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 

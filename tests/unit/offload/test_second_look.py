@@ -150,9 +150,6 @@ def test_step_uses_gradients_assigned_by_hand_after_an_interrupted_step(
     assert differing(*bits) == []
 
 
-# -- FSDP2 -----------------------------------------------------------------------------------------
-
-
 def sharded_run(
     mode: str, limit: float, adversarial: bool
 ) -> tuple[list[Tensor], dict[str, float]]:

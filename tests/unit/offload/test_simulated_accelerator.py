@@ -58,9 +58,6 @@ def alone():
         yield
 
 
-# -- schedules are clean --------------------------------------------------------------------------
-
-
 @st.composite
 def schedules(draw):
     owner = draw(st.sampled_from(["stack", "zero", "hybrid"]))
@@ -137,9 +134,6 @@ def test_audits_of_the_worker_are_compared_after_it_is_drained(monkeypatch):
 @given(schedule=schedules())
 def test_offload_is_free_of_races_in_random_schedules_on_a_simulated_device(schedule):
     check(schedule)
-
-
-# -- no wait, record_stream or device guard can be missing ----------------------------------------
 
 
 def transfer_and_memory(simulation, values=16):
@@ -481,9 +475,6 @@ def test_transfer_holds_source_and_target_until_the_copy_is_done(waits):
             transfer.upload([], [])  # The next copy frees the ends of completed copies.
         assert [end.is_let_go for end in ends] == [True, True]
     assert not simulation.reports
-
-
-# -- the simulation itself ------------------------------------------------------------------------
 
 
 def accelerator():

@@ -18,8 +18,6 @@ from support.models import AdversarialTransfer
 from support.offload import differing, hybrids
 from support.streamed import FORMS, LARGEST, build, train
 
-# -- the bits of every other place ----------------------------------------------------------------
-
 
 def test_offload_to_cpu_keeps_addresses_and_bits_when_state_is_streamed():
     model, optimizer = build()
@@ -64,13 +62,7 @@ def test_streaming_rounds_like_the_device_when_a_param_exceeds_the_window(
     assert torch.equal(stepped(), stepped(**window, **path))
 
 
-# -- steps that fail ------------------------------------------------------------------------------
-
-
-# -- memory ---------------------------------------------------------------------------------------
-
-
-class Rings(TorchDispatchMode):
+class DeviceMemory(TorchDispatchMode):
     """Counts the bytes that ``new_empty`` allocates on the device of a gradient."""
 
     def __init__(self):
@@ -143,7 +135,7 @@ def test_streaming_holds_three_windows_on_the_device_in_a_step_and_none_after(fo
     transfer = CountingTransfer()
     hybrid.stepper.use_transfer(transfer)
     planned = plan(model, optimizer.config)
-    with Rings() as rings:
+    with DeviceMemory() as rings:
         train(model, optimizer, 2)
     assert rings.held == 0
     assert 0 < rings.most <= 3 * window
@@ -154,11 +146,8 @@ def test_streaming_holds_three_windows_on_the_device_in_a_step_and_none_after(fo
     assert pinned == sum(map(page_locked_bytes, pieces))
 
 
-# -- what is refused ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"optimizer": "lamb"}, r"big needs \d+ bytes; set stream_window_bytes"),
         ({"optimizer": "muon"}, "muon needs whole parameters, and big needs"),
@@ -166,8 +155,8 @@ def test_streaming_holds_three_windows_on_the_device_in_a_step_and_none_after(fo
         ({"window": 100}, "stream_window_bytes=100: must be a whole number"),
     ],
 )
-def test_streaming_refuses_unsupported_optimizers_by_name(fields, said):
-    with pytest.raises(ValueError, match=said):
+def test_streaming_refuses_unsupported_optimizers_by_name(fields, message):
+    with pytest.raises(ValueError, match=message):
         build(**fields)
 
 

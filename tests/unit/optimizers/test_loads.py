@@ -43,9 +43,6 @@ def rates(optimizer: Any) -> dict[str, float]:
     return {g["param_names"][0]: float(g["lr"]) for g in optimizer.param_groups}
 
 
-# -- from before the first step -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("rule", RULES)
 def test_load_copies_settings_by_param_name_from_an_unstepped_state_dict(
@@ -99,7 +96,7 @@ def test_load_of_an_unstepped_state_dict_resets_training_exactly(
 
 
 @pytest.mark.parametrize(
-    ("state_dict", "said"),
+    ("state_dict", "message"),
     [
         ({"param_groups": []}, r"'state'\] is NoneType"),
         ({"state": {}, "param_groups": {}}, r"'param_groups'\] is dict"),
@@ -108,12 +105,11 @@ def test_load_of_an_unstepped_state_dict_resets_training_exactly(
     ],
 )
 @pytest.mark.parametrize("steps", [0, 1])
-def test_load_refuses_values_that_are_no_state_dict(state_dict: Any, said: str, steps: int) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_load_refuses_values_that_are_no_state_dict(
+    state_dict: Any, message: str, steps: int
+) -> None:
+    with pytest.raises(ValueError, match=message):
         stepped(mp_optim.AdamW(named("a")), steps).load_state_dict(state_dict)
-
-
-# -- from torch -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -158,19 +154,13 @@ def test_load_refuses_adam_state_without_a_step_count(rule: str) -> None:
         getattr(mp_optim, rule)(named("w")).load_state_dict(saved)
 
 
-# -- state that is written into -------------------------------------------------------------------
-
-
-# -- beside a step --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("from_inside", [True, False])
 def test_optimizer_refuses_calls_from_a_thread_or_signal_during_a_step(
     from_inside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The optimizer is usable afterwards: the refused calls do not count as an interrupted step."""
     optimizer = stepped(mp_optim.AdamW(named("a"), lr=0.1))
-    saved, said = copy.deepcopy(optimizer.state_dict()), []
+    saved, raised = copy.deepcopy(optimizer.state_dict()), []
 
     def look() -> None:
         uses: list[Callable[[], Any]] = [optimizer.state_dict]
@@ -179,7 +169,7 @@ def test_optimizer_refuses_calls_from_a_thread_or_signal_during_a_step(
         for use in uses:
             with pytest.raises(RuntimeError) as caught:
                 use()
-            said.append(caught)
+            raised.append(caught)
 
     inner = optimizer.stack.executor
 
@@ -196,14 +186,11 @@ def test_optimizer_refuses_calls_from_a_thread_or_signal_during_a_step(
     stepped(optimizer)
     monkeypatch.undo()
     who = "this thread" if from_inside else "another thread"
-    assert len(said) == (1 if from_inside else 3)
-    for caught in said:
+    assert len(raised) == (1 if from_inside else 3)
+    for caught in raised:
         assert caught.type is RuntimeError and who in str(caught.value)
     stepped(optimizer)
     assert float(optimizer.state_dict()["state"][0]["step"]) == 3.0
-
-
-# -- refused, and nothing changed -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -243,9 +230,6 @@ def test_save_refuses_extra_values_that_cannot_be_pickled_safely(tmp_path: Path)
         ValueError, match="the scheduler's state and non-tensors of the model's state"
     ):
         checkpoint.save(tmp_path, nn.Linear(2, 2), None, extra={"f": lambda: None})
-
-
-# -- a GradScaler at times ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -46,7 +46,7 @@ def test_muon_steps_matrices_like_torch_muon_for_each_adjust_lr_fn(
     assert torch.allclose(*weights, rtol=0.0, atol=TOLERANCE)
 
 
-class Oddly(nn.Module):
+class OddlyNamed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.lookup = nn.Embedding(11, 16)
@@ -72,7 +72,7 @@ def added(model: nn.Module) -> Any:
     return optimizer
 
 
-DOORS: dict[str, Callable[[nn.Module], Any]] = {
+BUILDERS: dict[str, Callable[[nn.Module], Any]] = {
     "named_parameters": lambda model: mp_optim.Muon(model.named_parameters()),
     "parameters": lambda model: mp_optim.Muon(model.parameters()),
     "group": lambda model: mp_optim.Muon([{"params": model.named_parameters()}]),
@@ -82,12 +82,12 @@ DOORS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_muon_gives_embeddings_and_heads_to_adamw_by_module_type(door: str) -> None:
-    model = Oddly()
+@pytest.mark.parametrize("build", BUILDERS)
+def test_muon_gives_embeddings_and_heads_to_adamw_by_module_type(build: str) -> None:
+    model = OddlyNamed()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        optimizer = DOORS[door](model)
+        optimizer = BUILDERS[build](model)
     rules = {
         id(param): group["optimizer"]
         for group in optimizer.param_groups
@@ -133,9 +133,9 @@ def test_muon_warns_when_neither_names_nor_modules_identify_embeddings() -> None
         optimizer = mp_optim.Muon(list(Net().parameters()))
     assert [len(group["params"]) for group in optimizer.param_groups] == [3, 1]
     tall = nn.ModuleDict({"vocabulary": nn.Linear(16, 2048, bias=False)})
-    for door in (DOORS["named_parameters"], by_factory):
+    for build in (BUILDERS["named_parameters"], by_factory):
         with pytest.warns(UserWarning, match=r"vocabulary\.weight: its shape \(2048, 16\)"):
-            door(tall)
+            build(tall)
 
 
 @pytest.mark.parametrize("mark", [{"optimizer": "adam"}, {"use_muon": False}])

@@ -187,9 +187,6 @@ def test_adamw_releases_gradients_from_the_first_backward_with_equal_bits(mode: 
     assert found[0] == found[1]
 
 
-# -- fp16 ------------------------------------------------------------------------------------------
-
-
 def scaled_losses(layers: nn.Module, optimizer: Any, steps: int) -> list[float]:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=8)
     result = []
@@ -274,9 +271,6 @@ def test_grad_scaler_skips_step_calls_when_a_gradient_is_infinite(dtype: torch.d
     assert scaler.get_scale() == 256.0 and not hasattr(optimizer, "grad_scale")
 
 
-# -- copies ----------------------------------------------------------------------------------------
-
-
 def test_deepcopy_binds_a_copied_scheduler_to_the_copied_optimizer() -> None:
     optimizer = mp_optim.AdamW(model().parameters(), lr=1e-2)
     its_own, schedule = copy.deepcopy((optimizer, schedulers.StepLR(optimizer, 3)))
@@ -295,8 +289,6 @@ def test_deepcopy_gives_an_optimizer_separate_params_when_copied_alone() -> None
     assert held is not param and not held.eq(1.0).any() and param.eq(1.0).all()
 
 
-# -- torch's words ---------------------------------------------------------------------------------
-
 # torch's Muon has no AdamW, and its eps is a constant of Newton-Schulz.
 NOT_THE_SAME = {("Muon", "eps")}
 
@@ -312,9 +304,6 @@ def test_class_defaults_equal_torch_defaults_for_shared_arguments(name: str) -> 
     assert len(shared) > 4
     found, expected = ({key: of[key].default for key in shared} for of in (ours, theirs))
     assert found == expected
-
-
-# -- what cannot be --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

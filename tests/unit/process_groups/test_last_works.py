@@ -56,8 +56,8 @@ def test_exit_stops_waiting_for_a_hanging_gloo_thread_after_its_patience(
 
 
 def test_exit_handler_runs_when_an_optimizer_has_process_groups() -> None:
-    said = run_forked_program("-c", _PROGRAM)
-    assert said.splitlines()[-1] == "finished"
+    printed = run_forked_program("-c", _PROGRAM)
+    assert printed.splitlines()[-1] == "finished"
 
 
 _PROGRAM = """

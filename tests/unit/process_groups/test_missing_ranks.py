@@ -18,21 +18,21 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
+def outcomes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("missing")
     run_forked_program("-m", "support.workers.missing_ranks", str(folder), "", timeout=280)
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
-def test_missing_ranks_error_names_exactly_the_silent_ranks(told, scenario):
+def test_missing_ranks_error_names_exactly_the_silent_ranks(outcomes, scenario):
     named = ", ".join(map(str, scenario.gone))
     word = "rank" if len(scenario.gone) == 1 else "ranks"
     expected = f"failed: {word} {named} of [0, 1, 2, 3] did not report within {PATIENCE:g} s"
     if scenario.gone == (0,):  # Rank 0 keeps the store.
         expected = "the process that keeps it, perhaps rank 0, has ended or is stuck"
     for rank in (rank for rank in range(RANKS) if rank not in scenario.gone):
-        found = told[f"{scenario.name}-{rank}"]
+        found = outcomes[f"{scenario.name}-{rank}"]
         assert found["told"].startswith("MissingRanksError: "), found
         assert expected in found["told"], found
         waits = TIMEOUT if scenario.how == "stop" else 0.0
@@ -51,8 +51,8 @@ def test_missing_ranks_keeps_errors_raised_outside_of_collectives():
 
 
 def test_optimizer_opens_no_port_when_it_has_ranks():
-    said = run_forked_program("-c", _PROGRAM)
-    before, after = said.splitlines()[-2:]
+    printed = run_forked_program("-c", _PROGRAM)
+    before, after = printed.splitlines()[-2:]
     assert before == after
 
 
@@ -74,11 +74,11 @@ print(listening())
 """
 
 
-def test_differing_ranks_are_named_when_rank_0_and_its_store_end_first(told):
+def test_differing_ranks_are_named_when_rank_0_and_its_store_end_first(outcomes):
     for rank in range(RANKS):
-        said = told[f"{DISAGREE.name}-{rank}"]["told"]
-        assert said.startswith("ValueError: the ranks that share parameters")
-        assert "rank 1 has 'lr=0.01 of the group of 0.weight'" in said
+        error = outcomes[f"{DISAGREE.name}-{rank}"]["told"]
+        assert error.startswith("ValueError: the ranks that share parameters")
+        assert "rank 1 has 'lr=0.01 of the group of 0.weight'" in error
 
 
 def test_missing_ranks_error_does_not_recur_when_the_job_restarts(tmp_path):

@@ -48,9 +48,9 @@ def test_benchmark_training_records_every_row_once_in_a_miniature(
     parts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rival that is not installed or refuses a CPU has a record with that cause."""
-    said = miniature(tmp_path, "--part", *parts)
+    printed = miniature(tmp_path, "--part", *parts)
     for part in parts:
-        assert all(f": {row.name}: " in said for row in PARTS[part].rows(Sizes(True)))
+        assert all(f": {row.name}: " in printed for row in PARTS[part].rows(Sizes(True)))
         for name, record in records(tmp_path, part).items():
             refused = next((why for who, why in NEEDS_A_GPU.items() if name.startswith(who)), "")
             if record["cause"].startswith("not installed: ") or name.startswith(BUILDS):
@@ -103,13 +103,15 @@ def check_fits(part: dict[str, dict[str, Any]]) -> None:
 
 
 def check_bits(part: dict[str, dict[str, Any]]) -> None:
-    said = {
+    equality = {
         name: each["columns"].get("same_bits") for name, each in part.items() if each["columns"]
     }
-    ours = {name for name in said if name.startswith("ours")}
-    assert len(ours) == 6 and said.pop("ours, on the device") is None
-    assert all(said[name].startswith("yes: 48 tensors after ") for name in ours & said.keys())
-    control = said.get(part_c.CONTROL)  # Only the nightly run measures the control row.
+    ours = {name for name in equality if name.startswith("ours")}
+    assert len(ours) == 6 and equality.pop("ours, on the device") is None
+    assert all(
+        equality[name].startswith("yes: 48 tensors after ") for name in ours & equality.keys()
+    )
+    control = equality.get(part_c.CONTROL)  # Only the nightly run measures the control row.
     assert control in (None, "no: 2 of 48 tensors after step 12, embedding.weight first")
 
 

@@ -27,7 +27,7 @@ doctor.main([])
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = copy_package(tmp_path_factory.mktemp("stale"))
     make_kernels_stale(folder)
     names = sorted(BENCHMARKS)
@@ -38,8 +38,8 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @needs_kernels
-def test_benchmarks_refuse_kernels_of_another_version(said: list[str]) -> None:
-    refused = [line for line in said if "nothing was measured" in line]
+def test_benchmarks_refuse_kernels_of_another_version(printed: list[str]) -> None:
+    refused = [line for line in printed if "nothing was measured" in line]
     assert {line.split()[0] for line in refused} == BENCHMARKS
     for line in refused:
         assert "fused_backend='auto' takes 'reference'" in line
@@ -48,8 +48,8 @@ def test_benchmarks_refuse_kernels_of_another_version(said: list[str]) -> None:
 
 
 @needs_kernels
-def test_doctor_names_kernels_of_another_version(said: list[str]) -> None:
-    (row,) = (line for line in said if line.startswith("native kernels"))
+def test_doctor_names_kernels_of_another_version(printed: list[str]) -> None:
+    (row,) = (line for line in printed if line.startswith("native kernels"))
     assert "none: _native" in row and "has interface" in row
-    (chosen,) = (line for line in said if line.startswith("cpu  reference"))
+    (chosen,) = (line for line in printed if line.startswith("cpu  reference"))
     assert "no native kernels" in chosen and "this version needs" in chosen

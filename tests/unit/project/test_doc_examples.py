@@ -452,9 +452,9 @@ def test_quickstart_page_resumes_to_the_uninterrupted_loss(
     known: dict[str, Any] = {}
     for block in blocks_of("quickstart.md", "python"):
         exec(block, known)
-    said = capsys.readouterr().out
-    assert "True" in said.splitlines() and known["resumed"] == known["uninterrupted"]
-    assert re.search(r"host +bfloat16 +1 +1,024", said)
+    printed = capsys.readouterr().out
+    assert "True" in printed.splitlines() and known["resumed"] == known["uninterrupted"]
+    assert re.search(r"host +bfloat16 +1 +1,024", printed)
     assert known["resumed"] < 0.02 and known["success"]
 
 

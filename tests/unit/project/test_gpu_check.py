@@ -28,8 +28,8 @@ def check(*arguments: str) -> str:
 
 
 def test_gpu_check_writes_a_part_at_once_and_lists_it_as_done(tmp_path: Path) -> None:
-    said = check("--output", str(tmp_path), "--only", "rates")
-    assert "rates: " in said and "failed" not in said
+    printed = check("--output", str(tmp_path), "--only", "rates")
+    assert "rates: " in printed and "failed" not in printed
     for name in ("rates",):
         outcome = json.loads((tmp_path / "gpu" / f"{name}.json").read_text())
         assert outcome["section"]["title"] and outcome["cause"] == ""

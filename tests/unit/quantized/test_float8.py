@@ -49,9 +49,6 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-# -- codes and scales -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
 @pytest.mark.parametrize("blocks", [(), (1, 1), (5, 1), (5, 7), (2, 3), (3, 2), (5, 3)])
 def test_float8_scale_is_the_largest_magnitude_of_each_block(
@@ -96,9 +93,6 @@ def test_float8_codes_do_not_change_when_quantized_again() -> None:
     before = _bytes(param.detach().clone())
     quantize_(param, dequantized(param))
     assert torch.equal(_bytes(param.detach()), before)
-
-
-# -- the stack ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -261,9 +255,6 @@ def test_float8_resume_gives_equal_bits_in_another_placement(
     assert differing(everything(model, stack), expected[1]) == []
 
 
-# -- tensors that quantise themselves, as Transformer Engine's do ---------------------------------
-
-
 class SelfQuantized(Tensor):
     """Stand-in for a tensor that quantizes itself, as Transformer Engine's do: nominally bfloat16,
     stored
@@ -385,9 +376,6 @@ def _replace(model: nn.Module, stack: object, value: SelfQuantized) -> None:
     for group in stack.param_groups:
         group["params"] = [new if param is old else param for param in group["params"]]
     model.dense = new
-
-
-# -- what is refused ------------------------------------------------------------------------------
 
 
 def float8_param(*shape: int) -> nn.Parameter:

@@ -73,9 +73,6 @@ def audited_step(params, optimizer):
     finish_audit(params, optimizer)
 
 
-# -- which elements -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rate", [1.0, 0.3, 0.02])
 def test_audit_draws_elements_at_its_rate(rate):
     sizes = [300, 0, 1, 256, 70_000, 5_000]
@@ -91,9 +88,6 @@ def test_audit_draws_elements_at_its_rate(rate):
         assert all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(spans))
     share = torch.cat(times) / draws
     assert (share - rate).abs().max() <= 5 * (rate * (1 - rate) / draws) ** 0.5 + 1e-6
-
-
-# -- clean steps ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -137,9 +131,6 @@ def test_audit_raises_no_alarm_for_writes_between_steps(place, backend):
     step(params, optimizer)
     torch.save(optimizer.state_dict(), io.BytesIO())
     assert optimizer.metrics()["audit_mismatches"] == 0
-
-
-# -- flips ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -209,9 +200,6 @@ def test_audit_warns_of_flipped_elements_and_continues_when_action_is_warn():
     assert optimizer.metrics()["audit_mismatches"] == len(alarm.mismatches)
 
 
-# -- what is refused ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rule", ["muon", "lamb"])
 def test_audit_refuses_lamb_and_muon_by_name(rule):
     with pytest.raises(ValueError, match=rf"audit_rate=0.0001: .*{rule} reads (sums|matrices)"):
@@ -222,17 +210,17 @@ def test_audit_refuses_lamb_and_muon_by_name(rule):
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "text"),
     [
         ({"audit_rate": 1.5}, "audit_rate=1.5: must be a finite number in"),
         ({"audit_rate": 1e-4, "audit_action": "log"}, "audit_action='log': must be one of"),
         ({"audit_rate": 1e-4, "fused_backend": "torch"}, "fused_backend='torch' gives other bits"),
     ],
 )
-def test_audit_refuses_invalid_settings_and_backends_with_other_bits(fields, says):
+def test_audit_refuses_invalid_settings_and_backends_with_other_bits(fields, text):
     with pytest.raises(ValueError) as caught:
         mp_optim.OptimizerConfig(lr=1e-3, **fields)
-    assert says in str(caught.value)
+    assert text in str(caught.value)
     if "fused_backend" in fields:
         with pytest.raises(ValueError, match="gives other bits"):
             mp_optim.FusedAdam([torch.ones(3)], backend="torch", audit_rate=1e-4)

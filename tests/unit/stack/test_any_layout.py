@@ -145,14 +145,14 @@ def test_layout_fuzzer_reports_a_learning_rate_off_by_one_bit(pool, world, rule,
     assert any("differ" in fault for fault in attempt(pool, case).faults)
 
 
-@pytest.mark.parametrize(("what", "said"), [("dies", "exit status -6"), ("sleeps", "Timeout")])
-def test_layout_fuzzer_reports_a_dead_or_hanging_rank_and_continues(what, said):
+@pytest.mark.parametrize(("what", "message"), [("dies", "exit status -6"), ("sleeps", "Timeout")])
+def test_layout_fuzzer_reports_a_dead_or_hanging_rank_and_continues(what, message):
     """The next case runs in new processes."""
     with Pool(short_timeout=2.0) as fragile:
         assert not attempt(fragile, ADAM).faults
         patience, fragile.patience = fragile.patience, 4.0
         faults = attempt(fragile, ADAM.with_(disagreement=Disagreement(what, 1, 1))).faults
-        assert len(faults) == 1 and said in faults[0] and "1]" in faults[0]
+        assert len(faults) == 1 and message in faults[0] and "1]" in faults[0]
         assert fragile.restarts == 1
         fragile.patience = patience
         assert not attempt(fragile, ADAM).faults

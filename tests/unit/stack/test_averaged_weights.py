@@ -25,9 +25,6 @@ def mains(optimizer):
     return {name: main.detach().double() for name, main in optimizer.named_main_params()}
 
 
-# -- values ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_averaged_weights_follow_a_float64_oracle_for_200_steps(dtype):
     decay, rounded = 0.99, dtype == "bfloat16"
@@ -58,12 +55,6 @@ def test_averaged_weights_follow_a_float64_oracle_for_200_steps(dtype):
         assert float(error.abs().max()) <= 0.5 / (1 - decay) * 2.0 ** (exponent - 23)
     moved = [float((oracle[n] - main).abs().max()) for n, main in mains(optimizer).items()]
     assert min(moved) > 1e-3  # Weights must move, or an average that only copies them would pass.
-
-
-# -- bits -----------------------------------------------------------------------------------------
-
-
-# -- evaluation -----------------------------------------------------------------------------------
 
 
 def test_averaged_weights_refuses_step_save_and_load_inside_its_block(tmp_path):
@@ -109,9 +100,6 @@ def test_step_refuses_after_an_interrupt_in_the_exit_of_averaged_weights(monkeyp
     model.load_state_dict(saved)
     optimizer.load_state_dict(state)
     train(model, optimizer, 1, start=2)
-
-
-# -- what was saved -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16-remainder"])

@@ -25,9 +25,6 @@ def test_changed_weights_is_refused_unless_changes_are_tracked():
         unnamed.track_changes()
 
 
-# -- the other side -------------------------------------------------------------------------------
-
-
 def test_apply_delta_refuses_publications_out_of_order():
     model, optimizer = build("bf16")
     optimizer.track_changes()
@@ -64,20 +61,17 @@ def test_apply_delta_writes_nothing_when_a_tensor_does_not_match():
     train(model, optimizer, 1)
     delta = optimizer.changed_weights()
     copy = {name: p.detach().clone() for name, p in named(model).items()}
-    for wrong, said in (
+    for wrong, message in (
         ({"bias": copy["bias"].float()}, "bias is .* torch.float32 in the model"),
         ({"bias": torch.zeros(9).bfloat16()}, r"bias is \(9,\)"),
     ):
         before = {name: torch.zeros_like(value) for name, value in copy.items()} | wrong
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             apply_delta(before, delta)
         assert not any(bool(v.any()) for name, v in before.items() if name != "bias")
     without = {name: value for name, value in copy.items() if name != "dense"}
     with pytest.raises(ValueError, match="the model has no 'dense'"):
         apply_delta(without, delta)
-
-
-# -- the file -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bitmaps", [True, False])
@@ -111,10 +105,14 @@ def test_delta_file_is_readable_in_the_format_of_trl(tmp_path):
     train(model, optimizer, 1)
     optimizer.changed_weights().save(tmp_path / "delta.safetensors", bitmaps=False)
     with safe_open(tmp_path / "delta.safetensors", framework="pt", device="cpu") as file:
-        said = file.metadata()
-        assert said["format"] == "sparse_weight_patch"
-        assert said["encoding"] == "gap_delta"
-        assert (said["sparse"], said["model_version"], said["version"]) == ("True", "1", "1")
+        metadata = file.metadata()
+        assert metadata["format"] == "sparse_weight_patch"
+        assert metadata["encoding"] == "gap_delta"
+        assert (metadata["sparse"], metadata["model_version"], metadata["version"]) == (
+            "True",
+            "1",
+            "1",
+        )
         values = [key.removesuffix(".val") for key in file.keys() if key.endswith(".val")]  # noqa: SIM118
         assert len(values) * 2 == len(list(file.keys()))
         for name in values:

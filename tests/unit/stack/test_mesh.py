@@ -86,7 +86,7 @@ def wrap(params):
     "build", [wrap, lambda params: HybridDeviceOptimizer(params, 0.5)], ids=["wrapped", "hybrid"]
 )
 @pytest.mark.parametrize(
-    "placement, said",
+    "placement, message",
     [
         (Partial(), "Partial parameter has no value"),
         (Partial("max"), "Partial parameter has no value"),
@@ -94,12 +94,12 @@ def wrap(params):
     ],
     ids=["partial", "max", "unknown"],
 )
-def test_construction_names_a_dtensor_placement_without_a_value(mesh, build, placement, said):
+def test_construction_names_a_dtensor_placement_without_a_value(mesh, build, placement, message):
     param = torch.nn.Parameter(
         DTensor.from_local(torch.ones(4, 2), mesh, [Replicate(), Replicate()], run_check=False)
     )
     param._spec = dataclasses.replace(param._spec, placements=(Replicate(), placement))
-    with pytest.raises(ValueError, match=f"(?s){said}.*redistribute"):
+    with pytest.raises(ValueError, match=f"(?s){message}.*redistribute"):
         build([("w", param)])
 
 

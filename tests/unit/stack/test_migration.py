@@ -79,9 +79,6 @@ def assert_imported(optimizer, model, expected, masters):
         assert same_bits(param.detach(), masters[name].to(param.dtype))
 
 
-# -- torch ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
 @pytest.mark.parametrize("precision", ["bf16", "bf16-remainder"])
 def test_import_state_copies_torch_adamw_state_and_masters_exactly(precision, fraction):
@@ -191,9 +188,6 @@ def test_import_state_copies_sgd_momentum_and_needs_a_step_count():
         foreign.from_torch(sgd.state_dict(), list(masters))
 
 
-# -- what does not fit ----------------------------------------------------------------------------
-
-
 def test_import_state_lists_parameter_names_that_do_not_match():
     _, adamw, masters = bf16_run(torch.optim.AdamW)
     names = list(masters)
@@ -256,9 +250,6 @@ def test_import_state_writes_nothing_when_shape_or_dtype_does_not_match():
         for n in after.names
     )
     assert same_bits(after.state["dense"]["exp_avg"], state.state["dense"]["exp_avg"])
-
-
-# -- Megatron -------------------------------------------------------------------------------------
 
 
 def megatron_like(parts):
@@ -354,9 +345,6 @@ def test_from_megatron_reads_state_of_the_installed_megatron(tmp_path):
     )
 
 
-# -- apex -----------------------------------------------------------------------------------------
-
-
 def apex_like():
     shapes = [[(4, 6), (6,)], [(3, 3)]]
     state, index = {}, 0
@@ -399,9 +387,6 @@ def test_from_apex_reads_state_and_masters():
     with pytest.raises(ValueError, match="masters"):
         foreign.from_apex(saved, masters[:1], names)
     assert foreign.fp32_params(foreign.from_apex(saved, None, names)) == {}
-
-
-# -- DeepSpeed ------------------------------------------------------------------------------------
 
 
 def write_universal(folder, params, step=5, flat=False):
@@ -468,9 +453,6 @@ def test_universal_checkpoint_round_trips_and_lists_missing_files(tmp_path):
     with pytest.raises(ValueError, match=r"missing \['embed\.exp_avg_sq'"):
         foreign.to_deepspeed(foreign.export_state(lion), tmp_path / "c")
     assert not (tmp_path / "c").exists()
-
-
-# -- sharded parameters, and the command ----------------------------------------------------------
 
 
 def test_import_state_shards_values_over_dtensor_params(tmp_path):

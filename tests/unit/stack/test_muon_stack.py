@@ -119,18 +119,18 @@ def test_muon_splits_fused_qkv_weights_by_the_model_config():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "said", "parts"),
+    ("sizes", "attribute", "parts"),
     [
         ({"kv_channels": 1, "attention_output_gate": True}, None, (2, 2, 1, 1)),
         ({"kv_channels": 2}, [2, 1, 1], (2, 1, 1)),
         ({"kv_channels": 2, "attention_output_gate": False}, None, (4, 2, 2)),
     ],
 )
-def test_muon_splits_fused_qkv_weights_by_output_gate_or_param_attribute(sizes, said, parts):
+def test_muon_splits_fused_qkv_weights_by_output_gate_or_param_attribute(sizes, attribute, parts):
     model = Megatron(num_attention_heads=4, num_query_groups=2, **sizes)
     model.linear_qkv = nn.Linear(8, 2 * sum(parts), bias=False)
-    if said:
-        model.linear_qkv.weight.qkv_split_shapes = said
+    if attribute:
+        model.linear_qkv.weight.qkv_split_shapes = attribute
     optimizer = get_megatron_optimizer(config_for("fp32", optimizer="muon"), model)
     assert {group.get("qkv_split_shapes") for group in optimizer.param_groups} == {parts, None}
 
@@ -164,9 +164,6 @@ def test_use_muon_false_gives_a_matrix_to_adam(style, marked):
 
     for ours, same in zip(trained(*build(True)), trained(*build(False)), strict=True):
         assert torch.equal(ours, same)
-
-
-# -- ranks ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,7 @@ def chain(named: Named) -> Any:
     return ChainedOptimizer([megatron([pair]) for pair in named])
 
 
-FACES: dict[str, tuple[torch.dtype, Callable[[Named], Any]]] = {
+OPTIMIZERS: dict[str, tuple[torch.dtype, Callable[[Named], Any]]] = {
     "AdamW, new": (torch.bfloat16, lambda named: mp_optim.AdamW(named, lr=0.1)),
     "AdamW": (torch.bfloat16, lambda named: stepped(mp_optim.AdamW(named, lr=0.1))),
     "Muon": (torch.bfloat16, lambda named: stepped(mp_optim.Muon(named, lr=0.1))),
@@ -127,33 +127,33 @@ def alike(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(map(same_bits, a, b))
 
 
-LATE = ("inference", "the second is float64")
+REFUSED_AT_STEP = ("inference", "the second is float64")
 """Errors that some optimizers raise only at the first step, because parameters may be replaced
 until
 then."""
 PAIRS = [
-    (face, what)
-    for face in FACES
+    (kind, what)
+    for kind in OPTIMIZERS
     for what in REFUSED
-    if not (what in LATE and face in ("AdamW, new", "FusedAdam", "Hybrid"))
-    and (face, what) != ("over torch's", "betas")  # torch accepts any betas.
+    if not (what in REFUSED_AT_STEP and kind in ("AdamW, new", "FusedAdam", "Hybrid"))
+    and (kind, what) != ("over torch's", "betas")  # torch accepts any betas.
 ]
 
 
-@pytest.mark.parametrize(("face", "what"), PAIRS)
-def test_add_param_group_changes_nothing_when_refused(face: str, what: str) -> None:
-    dtype, build = FACES[face]
-    group, said = REFUSED[what]
+@pytest.mark.parametrize(("kind", "what"), PAIRS)
+def test_add_param_group_changes_nothing_when_refused(kind: str, what: str) -> None:
+    dtype, build = OPTIMIZERS[kind]
+    group, message = REFUSED[what]
     ends = []
-    for asks in (True, False):
+    for adds in (True, False):
         pair = Pair(dtype)
         optimizer = build(list(pair.named_parameters()))
-        if face != "AdamW, new":
+        if kind != "AdamW, new":
             stepped(optimizer)
         groups = copy.deepcopy([{**g, "params": []} for g in optimizer.param_groups])
         params = list(pair.parameters())
-        if asks:
-            with pytest.raises((TypeError, ValueError), match=said):
+        if adds:
+            with pytest.raises((TypeError, ValueError), match=message):
                 optimizer.add_param_group(group(dtype))
             now = [{**g, "params": []} for g in optimizer.param_groups]
             assert now == groups
@@ -191,11 +191,11 @@ class ListConfig(Sequence[Any]):
         return len(self.values)
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_param_groups_accept_numpy_and_omegaconf_settings_with_equal_bits(
-    face: str, tmp_path: Path
+    kind: str, tmp_path: Path
 ) -> None:
-    dtype, build = FACES[face]
+    dtype, build = OPTIMIZERS[kind]
     results = []
     for number, betas in (
         (float, (0.5, 0.75)),
@@ -226,8 +226,6 @@ def test_param_groups_accept_numpy_and_omegaconf_settings_with_equal_bits(
     assert alike(results[0], results[1]) and alike(results[0], results[2])
 
 
-# -- lists ----------------------------------------------------------------------------------------
-
 EDITS: dict[str, Callable[[Any], Any]] = {
     "append": lambda groups: groups[0]["params"].append(nn.Parameter(torch.ones(1))),
     "pop": lambda groups: groups[0]["params"].pop(),
@@ -237,9 +235,9 @@ EDITS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("face", FACES)
-def test_param_group_lists_edited_in_place_are_refused_before_a_step(face: str, edit: str) -> None:
-    dtype, build = FACES[face]
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_param_group_lists_edited_in_place_are_refused_before_a_step(kind: str, edit: str) -> None:
+    dtype, build = OPTIMIZERS[kind]
     pair = Pair(dtype)
     optimizer = stepped(build(list(pair.named_parameters())))
     for param in pair.parameters():
@@ -265,13 +263,13 @@ def put_back_as_lightning(optimizer: torch.optim.Optimizer) -> None:
         optimizer.state[param] = {key: value.to("cpu") for key, value in state.items()}
 
 
-LOOKS: dict[str, Any] = {
+READERS: dict[str, Any] = {
     "none": lambda optimizer: None,
     "state": lambda optimizer: list(optimizer.state.items()),
     "put back": put_back_as_lightning,
     "describe": lambda optimizer: optimizer.describe(),
 }
-WAYS: dict[str, Any] = {
+ADDITIONS: dict[str, Any] = {
     "assigned": lambda optimizer, group: setattr(
         optimizer, "param_groups", [optimizer.param_groups[0], group]
     ),
@@ -285,24 +283,24 @@ WAYS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("addition", ADDITIONS)
 @pytest.mark.parametrize(
     "settings",
     [{}, {"offload": 0.5, "offload_mode": "speculative", "state": "8bit"}],
     ids=["plain", "offloaded"],
 )
 def test_param_groups_may_change_until_the_first_step_after_state_is_read(
-    settings: dict[str, Any], way: str
+    settings: dict[str, Any], addition: str
 ) -> None:
     """Lightning's BaseFinetuning assigns more groups after Lightning has read the state."""
     results = []
-    for look in LOOKS.values():
+    for read in READERS.values():
         pair = Pair(torch.bfloat16)
         first, *rest = pair.parameters()
         optimizer = mp_optim.AdamW([first], lr=0.1, **settings)
-        look(optimizer)
-        WAYS[way](optimizer, {**optimizer.param_groups[0], "params": rest, "lr": 0.2})
-        look(optimizer)
+        read(optimizer)
+        ADDITIONS[addition](optimizer, {**optimizer.param_groups[0], "params": rest, "lr": 0.2})
+        read(optimizer)
         saved = copy.deepcopy(stepped(optimizer).state_dict())
         optimizer.load_state_dict(saved)
         results.append([param.detach() for param in stepped(optimizer).param_groups[-1]["params"]])
@@ -311,9 +309,9 @@ def test_param_groups_may_change_until_the_first_step_after_state_is_read(
     assert all(alike(results[0], result) for result in results[1:])
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_assigned_param_groups_set_the_rates_of_the_next_step(face: str) -> None:
-    dtype, build = FACES[face]
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_assigned_param_groups_set_the_rates_of_the_next_step(kind: str) -> None:
+    dtype, build = OPTIMIZERS[kind]
     pair = Pair(dtype)
     optimizer = stepped(build(list(pair.named_parameters())))
     held = optimizer.param_groups
@@ -326,17 +324,15 @@ def test_assigned_param_groups_set_the_rates_of_the_next_step(face: str) -> None
     stepped(optimizer)
     assert not alike(before, [param.detach() for param in pair.parameters()])
     assert held is optimizer.param_groups and held[0] is groups[0]
-    for wrong, said in (
+    for wrong, message in (
         (groups[1:], "added"),
         ([{"params": group["params"]} for group in groups], "group 0 has no lr"),
         (dict(groups[0]), "a list of dicts"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             optimizer.param_groups = wrong
     assert held[0] is groups[0]
 
-
-# -- switches of torch's --------------------------------------------------------------------------
 
 RULES = ["AdamW", "Adam", "LAMB", "Lion", "SGD", "Muon"]
 SWITCHES = ["maximize", "amsgrad", "capturable", "differentiable"]
@@ -367,12 +363,9 @@ def test_torch_switches_without_support_are_refused_at_every_entry(rule: str, sw
     stepped(optimizer)
 
 
-# -- hooks, compiled steps ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("face", [face for face in FACES if face != "over torch's"])
-def test_torch_global_step_hooks_run_once_for_each_step(face: str) -> None:
-    dtype, build = FACES[face]
+@pytest.mark.parametrize("kind", [kind for kind in OPTIMIZERS if kind != "over torch's"])
+def test_torch_global_step_hooks_run_once_for_each_step(kind: str) -> None:
+    dtype, build = OPTIMIZERS[kind]
     optimizer = stepped(build(list(Pair(dtype).named_parameters())))
     seen: list[Any] = []
     handles = [

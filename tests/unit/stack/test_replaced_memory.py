@@ -165,9 +165,6 @@ def test_step_refuses_params_and_gradients_with_freed_memory(
             optimizer.step()
 
 
-# -- memory that elements share ----------------------------------------------------------------
-
-
 def test_step_refuses_an_expanded_param_before_any_param_changes(place: dict[str, Any]) -> None:
     first = nn.Parameter(torch.ones(4))
     wide = nn.Parameter(torch.ones(4, 1).expand(4, 4))
@@ -224,9 +221,6 @@ def test_step_accepts_params_in_one_storage_without_overlap(place: dict[str, Any
         HybridDeviceOptimizer(columns, 1.0)
 
 
-# -- sharded -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", ["zero", "fsdp"])
@@ -272,6 +266,3 @@ def test_sharded_step_follows_new_layouts_and_refuses_freed_memory(
     held().untyped_storage().resize_(0)
     with pytest.raises(ValueError, match=r"^weight: .* memory was freed"):
         optimizer.step()
-
-
-# -- values --------------------------------------------------------------------------------------

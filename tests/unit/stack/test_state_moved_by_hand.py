@@ -24,7 +24,7 @@ from support.offload import differing, hybrids, params_of, state_of
 from support.one_rank import one_rank
 
 DEVICE, HOST = device_at(1), torch.device("cpu")
-STAYS = "stays on the host"
+WARNING = "stays on the host"
 _SPILLED = {"optimizer_state_path": tempfile.gettempdir(), "stream_window_bytes": 65536}
 PLACES = {
     "device": (0.0, {}),
@@ -93,9 +93,6 @@ def expected(form, steps=4):
     return found(model, optimizer)
 
 
-# -- the helpers of others ------------------------------------------------------------------------
-
-
 BY_DAY = {("streamed", "areal"), ("disk", "skyrl")}
 PAIRS = [
     pytest.param(*pair, marks=() if pair in BY_DAY else pytest.mark.slow)
@@ -105,10 +102,10 @@ PAIRS = [
 
 @pytest.mark.parametrize(("place", "helper"), PAIRS)
 def test_offload_helpers_of_rl_programs_move_state_and_change_no_bit(simulation, place, helper):
-    check("bf16", place, HELPERS[helper])
+    assert_helper_keeps_bits("bf16", place, HELPERS[helper])
 
 
-def check(form, place, helper):
+def assert_helper_keeps_bits(form, place, helper):
     model, optimizer = build(form, place)
     homes = None
     for start in (0, 2):
@@ -125,7 +122,7 @@ def check(form, place, helper):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             helper(optimizer, DEVICE)
-        said = [str(each.message) for each in said if STAYS in str(each.message)]
+        said = [str(each.message) for each in said if WARNING in str(each.message)]
         assert bool(said) == (place != "device" and start == 0)
         assert {name: value.device for name, value in kept(optimizer)} == homes
     assert not differing(found(model, optimizer), expected(form))
@@ -169,9 +166,6 @@ def test_state_follows_a_model_that_moves_between_steps(simulation, dtype, offlo
         return [param.detach().cpu() for param in layer.parameters()]
 
     assert all(map(same_bits, run(DEVICE, HOST, HOST, DEVICE), run(*[DEVICE] * 4)))
-
-
-# -- the rule -------------------------------------------------------------------------------------
 
 
 def test_state_assignment_refuses_unsupported_values(simulation):

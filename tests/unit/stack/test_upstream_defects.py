@@ -157,9 +157,6 @@ def test_deepspeed_7948_step_writes_flat_views_without_autograd_errors(fraction)
     (flat * 2).sum().backward()  # Autograd still accepts the buffer.
 
 
-# -- Megatron's HybridDeviceOptimizer, one by one -----------------------------------------
-
-
 def test_h8_state_dict_loads_with_weights_only_and_resumes():
     model, optimizer = build("fp16", 0.5)
     train(model, optimizer, 1)

@@ -115,12 +115,6 @@ def test_sharding_with_announced_buckets_gives_the_bits_of_one_process(nccl: lis
         assert same_bits(param.detach(), plain.get_parameter(name).detach()), name
 
 
-# -- what it costs --------------------------------------------------------------------------------
-
-
-# -- two threads ----------------------------------------------------------------------------------
-
-
 def test_reducer_launches_each_bucket_once_when_two_threads_run_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -23,7 +23,7 @@ def test_layerwise_buffers_stay_small_when_one_matrix_dominates(ranks):
         assert max(rank["exchange"]) < 1.26
 
 
-SAID = {
+MESSAGES = {
     "zero_grad": "rank 1 has 'gradients of 2 backward passes reduced since zero_grad()'",
     "frozen": "rank 1 has '2.weight was frozen since the optimizer was built'",
     "count": "rank 1 has 'step 3' where rank 0 has 'step 2'",
@@ -38,7 +38,7 @@ SAID = {
 def test_sharded_step_names_the_rank_whose_settings_or_calls_differ(ranks, what, strategy):
     for rank in ranks:
         found = rank["otherwise"][what, strategy]
-        assert SAID[what] in found["told"] and found["kept"] == (what != "nothing")
+        assert MESSAGES[what] in found["told"] and found["kept"] == (what != "nothing")
 
 
 def test_fsdp_step_names_the_rank_whose_settings_differ_and_steps_nothing(ranks):

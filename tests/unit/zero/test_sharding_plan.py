@@ -79,5 +79,7 @@ def test_flat_shards_have_exact_sizes_beyond_2_to_the_53_elements():
 
 def test_agreement_difference_names_ranks_and_lines():
     assert difference([["a", "b"], ["a", "b"]], [4, 5]) is None
-    said = difference([["a", "x"], ["a", "b"], ["a", "b"], ["a"]], [4, 5, 6, 7])
-    assert said == "rank 4 has 'x' where rank 5 has 'b'; rank 7 has 'nothing' where rank 5 has 'b'"
+    message = difference([["a", "x"], ["a", "b"], ["a", "b"], ["a"]], [4, 5, 6, 7])
+    assert (
+        message == "rank 4 has 'x' where rank 5 has 'b'; rank 7 has 'nothing' where rank 5 has 'b'"
+    )

@@ -6,7 +6,7 @@ from support.launch import results_of_ranks
 from support.workers.writes import ALONE, CASES, ODD, RANKS
 
 ROWS = "weight: Tensor of torch.float32, shape (12,), torch.strided, checksum"
-SAYS = {
+MESSAGES = {
     "factors": f"rank 1 has '{ROWS}",
     "one factor": f"rank 1 has '{ROWS}",
     "name": f"rank 1 has 'nothing' where rank 0 has '{ROWS}",
@@ -28,7 +28,7 @@ def test_shared_write_names_the_rank_with_other_values_and_changes_nothing(ranks
             assert run["told"] == "no error"
             assert run["after"] != run["before"]
         else:
-            assert SAYS[what] in run["told"], run
+            assert MESSAGES[what] in run["told"], run
             assert run["told"].endswith("; nothing was changed")
             assert run["after"] == run["before"]
         assert run["stepped"] == runs[0]["stepped"] != run["after"]
