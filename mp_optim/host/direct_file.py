@@ -129,9 +129,9 @@ class DirectFile:
         if os.getpid() != self._owner:
             raise RuntimeError(
                 f"optimizer_state_path={str(self.path.parent)!r}: the file belongs to process "
-                f"{self._owner}, the parent of this forked process, whose steps change the file; "
-                "build an optimizer in the child and load a checkpoint, start the child by spawn, "
-                "or set optimizer_state_path=None"
+                f"{self._owner}, the parent of this forked process, and changes with the parent's "
+                "steps; build an optimizer in the child and load a checkpoint, start the child by "
+                "spawn, or set optimizer_state_path=None"
             )
 
     def grow(self, num_bytes: int) -> None:

@@ -120,8 +120,10 @@ class MultiTensorBackend(ReferenceBackend):
     def split(
         self, rule: str, lists: TensorLists
     ) -> Iterator[tuple[LaunchDtypes | None, TensorLists]]:
-        """Yield lists of tensors with equal dtypes, and the dtypes; None instead of dtypes for
-        lists that ``reference`` steps."""
+        """Divide lists by dtypes. Yield the dtypes and the lists of each part.
+
+        The dtypes are None for a part that ``reference`` has to step.
+        """
         for _, kind, alike in alike_lists(lists, kept_moments(lists, RULES[rule].moment_names)):
             is_taken = kind is not None and alike.noise is None and self.takes(kind)
             yield (kind if is_taken else None), alike

@@ -91,8 +91,8 @@ class ReferenceBackend:
     """True if :meth:`step` sets the bits of ``TensorLists.changed``."""
 
     follows_weights = False
-    """True if :meth:`step` continues from the weights in ``TensorLists.output`` if ``follows`` is
-    set."""
+    """True if :meth:`step` supports ``TensorLists.follows`` and compares main params with the
+    model's weights."""
 
     limits = ""
     """Steps that the backend leaves to ``reference``, as text for reports; empty if there are

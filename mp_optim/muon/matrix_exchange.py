@@ -28,7 +28,7 @@ from mp_optim.process_groups.missing_ranks import naming_missing_ranks, start_co
 
 Compute = Callable[[list[Tensor]], Sequence[Tensor]]
 _Pieces = dict[int, list[Tensor]]
-"""Flattened parts of matrices by index of the matrix in the plan. The parts are those of
+"""Flattened parts of each matrix, by the matrix's index in the plan. A list has the parts of
 consecutive ranks, in order."""
 
 _DOING = "exchanging parts of matrices with their owners"

@@ -113,8 +113,8 @@ class MuonRule(Rule):
 
     def backend_and_reason(self, backend: Backend, why: str, group: Settings) -> tuple[str, str]:
         return backend.name, (
-            f"{why}; muon: torch's matrix products on the model's device, whose bits may differ "
-            "between devices and numbers of threads"
+            f"{why}; muon: torch's matrix products on the model's device (their bits may differ "
+            "between devices and numbers of threads)"
         )
 
     def apply(self, launch: Launch, backend: Backend) -> None:
