@@ -68,24 +68,15 @@ def test_normuon_matches_its_numpy_formula_for_each_shape_and_backend(shape, bac
     np.testing.assert_allclose(state[MOMENT][..., 0].numpy(), v, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("rows", "settings"),
-    [
-        (
-            [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]],
-            {"qkv_split_shapes": (4, 2, 2)},
-        )
-    ],
-    ids=["fused"],
-)
 @pytest.mark.parametrize("precision", ["medium", "highest"])
-def test_normuon_normalizes_q_k_and_v_separately_when_a_weight_is_fused(rows, settings, precision):
+def test_normuon_normalizes_q_k_and_v_separately_when_a_weight_is_fused(precision):
     value, grads = random(16, 6), [random(16, 6, seed=step) for step in range(1, 4)]
-    whole, _ = stepped(value, grads, fp32_matmul_prec=precision, **settings)
-    for part in rows:
-        alone, _ = stepped(value[part], [g[part] for g in grads], fp32_matmul_prec=precision)
+    how = {"fp32_matmul_prec": precision}
+    whole, _ = stepped(value, grads, qkv_split_shapes=(4, 2, 2), **how)
+    for part in ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]):
+        alone, _ = stepped(value[part], [grad[part] for grad in grads], **how)
         assert torch.equal(whole[part], alone)
-    assert not torch.equal(whole, stepped(value, grads, fp32_matmul_prec=precision)[0])
+    assert not torch.equal(whole, stepped(value, grads, **how)[0])
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,6 @@ from torch.distributed.checkpoint.state_dict import (
 from support.models import build, same_bits, train
 
 
-def test_onecycle_lr_changes_betas_of_the_optimizer():
-    model, optimizer = build("bf16", 0.5)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=10)
-    seen = set()
-    for step in range(5):
-        train(model, optimizer, 1, start=step)
-        scheduler.step()
-        seen.add(optimizer.param_groups[0]["betas"][0])
-    assert len(seen) > 1
-
-
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
 def test_dcp_state_dict_resumes_with_equal_bits(fraction, flatten):
@@ -95,19 +84,14 @@ def hf_training(folder, max_grad_norm, mode):
     return model, optimizer, losses
 
 
-def test_hf_trainer_trains_and_saves_the_optimizer(tmp_path):
-    _, optimizer, losses = hf_training(tmp_path, 1.0, "sync")
-    assert losses[-1] < losses[0] and (tmp_path / "checkpoint-6" / "optimizer.pt").is_file()
-    assert optimizer.metrics()["steps"] == 12
-
-
 @pytest.mark.parametrize("limit", [0.0, 1e3, 0.5])
 def test_backward_work_is_kept_when_hf_trainer_only_measures_the_norm(tmp_path, limit):
     """The Trainer calls ``clip_grad_norm_`` with a limit of inf for ``max_grad_norm=0``, to log the
     norm."""
     expected, _, expected_losses = hf_training(tmp_path / "sync", limit, "sync")
     model, optimizer, losses = hf_training(tmp_path / "early", limit, "speculative")
-    assert losses == expected_losses
+    assert losses == expected_losses and losses[-1] < losses[0]
+    assert (tmp_path / "sync" / "checkpoint-6" / "optimizer.pt").is_file()
     for param, other in zip(model.parameters(), expected.parameters(), strict=True):
         assert same_bits(param.detach(), other.detach())
     metrics = optimizer.metrics()
