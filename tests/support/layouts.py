@@ -79,6 +79,8 @@ class Layout:
     def build(self, seed: int) -> tuple[Model, Any]:
         model = Model(seed)
         self.place(model)
+        host = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": self.fraction}
+        host = {} if self.fraction is None else host
         config = OptimizerConfig(
             bf16=True,
             lr=1e-2 * seed,
@@ -86,39 +88,19 @@ class Layout:
             clip_grad=0.0,
             **form_fields(self.form),
             **self.settings,
-            **(
-                {}
-                if self.fraction is None
-                else {"optimizer_cpu_offload": True, "optimizer_offload_fraction": self.fraction}
-            ),
+            **host,
         )
         return model, self.build_optimizer(config, model, self._groups(model))
 
     def _groups(self, model: Model) -> list[dict[str, Any]]:
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-        split = [
-            [pair for pair in named if (pair[1].dim() > 1) == decays] for decays in (True, False)
-        ]
-        groups = [
-            {
-                "params": [param for _, param in pairs],
-                "param_names": [name for name, _ in pairs],
-                "weight_decay": 0.1 if decays else 0.0,
-            }
-            for pairs, decays in zip(split, (True, False), strict=True)
-        ]
-        return (
-            [
-                {
-                    **group,
-                    "params": group["params"][::-1],
-                    "param_names": group["param_names"][::-1],
-                }
-                for group in groups[::-1]
-            ]
-            if self.permuted
-            else groups
-        )
+        order = -1 if self.permuted else 1
+        groups = []
+        for decay in (0.1, 0.0):
+            pairs = [pair for pair in named if (pair[1].dim() > 1) == bool(decay)][::order]
+            names, params = ([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+            groups.append({"params": params, "param_names": names, "weight_decay": decay})
+        return groups[::order]
 
 
 def sharded(dim: int, mesh: DeviceMesh) -> Callable[[Model], None]:

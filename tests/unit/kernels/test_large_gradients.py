@@ -28,13 +28,11 @@ class Case:
 
     Attributes:
         alone: True if the step of an element depends on the gradients of that element only.
-        states: storage formats that the rule supports.
     """
 
     cls: str
     settings: dict[str, Any]
     alone: bool = True
-    states: tuple[str, ...] = tuple(STATES)
 
 
 CASES = {
@@ -93,27 +91,14 @@ def drawn(states: Sequence[str], noisy: Sequence[str]) -> list[Any]:
         for name, case in CASES.items()
         for rounded, some in ((False, states), (True, noisy))
         for state in some
-        if state in case.states
     ]
 
 
-def with_sizes(forms: list[Any]) -> list[Any]:
-    """Combine each storage format with each gradient size.
-
-    A third of the combinations run by day, so that each rule and format meets each size; the others
-    are marked slow.
-    """
-    found = []
-    for at, form in enumerate(forms):
-        case = form.values[0]
-        for index, large in enumerate(LARGE):
-            by_day = len(case.states) == 1 or (at + index) % len(LARGE) == 0
-            marks = [] if by_day else [pytest.mark.slow]
-            found.append(pytest.param(*form.values, large, id=f"{form.id}-{large:g}", marks=marks))
-    return found
+FORMS = drawn(STATES, NOISY)
+SIZED = [pytest.param(*form.values, LARGE[at % 3], id=form.id) for at, form in enumerate(FORMS)]
 
 
-@pytest.mark.parametrize(("case", "state", "noisy", "large"), with_sizes(drawn(STATES, NOISY)))
+@pytest.mark.parametrize(("case", "state", "noisy", "large"), SIZED)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_step_stays_finite_after_a_large_finite_gradient(
     case: Case, state: str, noisy: bool, large: float, backend: str
@@ -136,23 +121,14 @@ def test_step_stays_finite_after_a_large_finite_gradient(
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_step_stays_finite_when_the_first_gradient_is_large(name: str, backend: str) -> None:
     case = CASES[name]
-    for state in case.states:
+    for state in STATES:
         run = Run(case, state=state, backend=backend)
         for element in (0, 0, None, 1, 0):
             run.step(1.0, element, LARGE[-1])
             run.values()
 
 
-def every_other(forms: list[Any]) -> list[Any]:
-    found = []
-    for at, form in enumerate(forms):
-        by_day = len(form.values[0].states) == 1 or at % 2 == 0
-        marks = [] if by_day else [pytest.mark.slow]
-        found.append(pytest.param(*form.values, id=form.id, marks=marks))
-    return found
-
-
-@pytest.mark.parametrize(("case", "state", "noisy"), every_other(drawn(["fp32", "8bit"], ["4bit"])))
+@pytest.mark.parametrize(("case", "state", "noisy"), drawn(["fp32", "8bit"], ["4bit"])[::2])
 def test_triton_has_the_bits_of_reference_after_large_gradients(
     case: Case, state: str, noisy: bool
 ) -> None:
