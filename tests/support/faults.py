@@ -59,7 +59,7 @@ def read(lists: TensorLists, column: str) -> Any:
 
 
 class _Faulty:
-    """A backend whose launches of enough elements give wrong results."""
+    """Backend that gives wrong results in launches of enough elements."""
 
     def __init__(self, backend: Any, fault: Fault, few: int) -> None:
         self._backend, self._fault, self._few = backend, fault, few

@@ -1,4 +1,4 @@
-"""Small models, a training helper, and a transfer whose results are wrong if a wait is missing."""
+"""Small models, a training helper, and a transfer that gives wrong results if a wait is missing."""
 
 from __future__ import annotations
 

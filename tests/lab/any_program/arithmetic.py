@@ -108,7 +108,7 @@ def stored(x: Array, form: str, second: bool, *, loads: bool = False) -> Stored:
     Args:
         x: FP32 values, shape (n,).
         form: name of the form's dtype.
-        second: True for a second moment, whose blocks store the square root.
+        second: True for a second moment. Its blocks store the square root.
         loads: True to try a second scale for each 8-bit block that loses bits, as a load does.
     """
     if form == "float32":

@@ -24,7 +24,7 @@ STEPS = 50
 
 
 def chosen(device: torch.device) -> Section:
-    """Return the backend that ``auto`` takes, by which Triton, and how long its self-test takes.
+    """Return the backend that ``auto`` takes, its Triton version and the time of its self-test.
 
     Raises:
         RuntimeError: on a GPU, ``auto`` chooses another backend than Triton.

@@ -115,10 +115,12 @@ class Case:
     Attributes:
         world: threads (ranks are threads of one process) or processes (gloo).
         precision: as in ``bf16-8bit``: of the model, and the form of the state.
-        streams: of data; each data-parallel rank has its share. parts: micro-batches of a step.
+        streams: number of data streams; each data-parallel rank has an equal number.
+        parts: micro-batches of a step.
         rough: True for gradients that add up differently in another order.
         deferred: all but the last micro-batch under ``no_sync``.
-        clip, threshold: of the gradient norm.
+        clip: limit of the gradient norm.
+        threshold: gradient norm above which a step is skipped.
         scales: powers of two that the gradients of each step are multiplied by.
         halve_lr: steps before which the learning rate is halved.
         scaled: steps before which every second row of all parameters is halved.

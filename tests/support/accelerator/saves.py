@@ -60,7 +60,7 @@ def saves_of(simulation: Simulation, smallest: int = 5) -> Iterator[Saves]:
     """Make saves download device tensors in many pieces.
 
     Args:
-        smallest: size in bytes from which tensors are borrowed.
+        smallest: smallest size of a borrowed tensor, in bytes.
     """
 
     with ExitStack() as context:

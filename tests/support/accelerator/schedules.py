@@ -55,7 +55,7 @@ class Schedule:
     Attributes:
         owner: ``stack``, ``zero`` (a DistributedOptimizer of one rank) or ``hybrid`` (a
             HybridDeviceOptimizer alone, which never waits for the device).
-        pauses: seconds by which jobs of the worker are delayed, in turn.
+        pauses: delays of the worker's jobs in seconds, in turn.
         sets_device: True if the caller's current device is the model's device.
         releases: ``release_gradients``, for an owner that steps during backward.
         place: ``offload_place``.

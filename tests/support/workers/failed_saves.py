@@ -1,4 +1,4 @@
-"""Three gloo processes whose saves fail on some ranks, or because one rank is late."""
+"""Three gloo processes: saves fail on some ranks, or because one rank is late."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Four gloo processes, of which one is killed during a save.
+"""Four gloo processes: one is killed during a save.
 
 One process imports torch and forks the ranks.
 """

@@ -1,4 +1,4 @@
-"""Two gloo processes whose job fails and restarts with the same store."""
+"""Two gloo processes: the job fails and restarts with the same store."""
 
 import os
 import sys

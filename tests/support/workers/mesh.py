@@ -70,7 +70,7 @@ def whole(value: Tensor) -> Tensor:
 
 
 class Sequence(nn.Module):
-    """A model whose norm gradients are partial sums under sequence parallelism."""
+    """Model with partial sums as norm gradients, as sequence parallelism gives."""
 
     def __init__(self) -> None:
         super().__init__()

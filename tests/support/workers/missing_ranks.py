@@ -1,4 +1,4 @@
-"""Four processes, of which some leave. The remaining ranks write the errors that they get.
+"""Four processes: some leave. The remaining ranks write the errors that they get.
 
 One process imports torch and forks the ranks of all scenarios, which run concurrently.
 """

@@ -210,7 +210,7 @@ def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
 def test_4_bit_codes_are_unchanged_after_decoding_and_encoding_again(
     seed: int, n: int, decades: float
 ) -> None:
-    """A million elements include sixteen whose added random bits are all 0."""
+    """Among a million elements, sixteen get only zero bits as random bits."""
     codes, scale = stored(values(seed, n, decades), torch.uint8, False, Noise(1, seed))
     decoded = decode(codes, scale, False, n)
     for noise in (None, Noise(2, seed)):

@@ -181,7 +181,7 @@ def test_chained_step_does_not_synchronize(monkeypatch):
         assert result.success
 
 
-def test_no_waiting_raises_when_a_step_or_its_result_synchronizes(monkeypatch):
+def test_sync_guard_raises_when_a_step_or_its_result_synchronizes(monkeypatch):
     model, optimizer = small()
     give_grads(model, optimizer, 0)
     optimizer.step()  # The first step builds kernel tables.

@@ -1,4 +1,4 @@
-"""Errors name the ranks whose settings or calls differ."""
+"""Errors name the ranks with different settings or calls."""
 
 import pytest
 import torch

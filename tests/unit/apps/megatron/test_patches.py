@@ -34,11 +34,11 @@ def build() -> Any:
 
 
 def own(*arguments: Any, **settings: Any) -> None:
-    """Stands for the function by which a program replaces one of Megatron's."""
+    """Stand-in for a function that replaces one of Megatron's."""
 
 
 class OwnAdam(torch.optim.SGD):
-    """Stands for the class by which a program replaces Megatron's Adam."""
+    """Stand-in for a class that replaces Megatron's Adam."""
 
 
 def put(patch: pytest.MonkeyPatch, part: str) -> None:
