@@ -1,6 +1,7 @@
 """Compile all kernels with each supported Triton version, without a GPU.
 
 python -m support.tritons 3.6.0 3.7.1      # these versions
+python -m support.tritons --of-torch       # the version that each torch of the package index needs
 python -m support.tritons --fetch          # download the oldest version for its test
 """
 
@@ -22,6 +23,7 @@ from support.launch import PATH, run
 
 OLDEST = "3.6.0"
 """The oldest version that the backend supports; torch 2.10 installs it."""
+OLDEST_TORCH = (2, 6)
 ARCHES = ("80", "90", "100")
 INEXACT = re.compile(
     r"\s(\S*(?:fma|mad)\.\S*f(?:16|32|64)\S*|\S+\.(?:ftz|approx|full)\S*|(?:mul|add|sub)\.f\S+)"
@@ -68,6 +70,28 @@ def said_of(version: str) -> str:
     return _with(version, "-c", SAID).strip()
 
 
+def pinned() -> dict[str, str]:
+    said = _pip("index", "versions", "torch").stdout
+    listed = said.partition("Available versions:")[2].splitlines()[0].split(",")
+    releases = [each.strip() for each in listed if "+" not in each]
+    found = {}
+    for release in releases:
+        if _numbers(release) < OLDEST_TORCH:
+            continue
+        options = ("--dry-run", "--quiet", "--no-deps", "--ignore-installed")
+        report = _pip("install", *options, "--report", "-", f"torch==={release}").stdout
+        needs = json.loads(report)["install"][0]["metadata"].get("requires_dist", [])
+        asked = [re.match(r"triton\s*\(?([=~<>]+[\w.]+)", need) for need in needs]
+        found[release] = next((each[1] for each in asked if each), "")
+    return found
+
+
+def latest(specifier: str) -> str:
+    options = ("--dry-run", "--quiet", "--no-deps", "--ignore-installed")
+    report = _pip("install", *options, "--report", "-", f"triton{specifier}").stdout
+    return str(json.loads(report)["install"][0]["metadata"]["version"])
+
+
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")[:2]))
 
@@ -81,12 +105,13 @@ def _with(version: str | None, *command: str, cache: Path | None = None) -> str:
     return run(*command, timeout=900, **variables)
 
 
-def _pip(*arguments: str) -> None:
+def _pip(*arguments: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise SystemExit(f"pip {' '.join(arguments)}: {done.stderr.strip()[-1000:]}")
+    return done
 
 
 def _check(version: str, arches: Sequence[str], cache: Path) -> list[str]:
@@ -122,10 +147,16 @@ def _check(version: str, arches: Sequence[str], cache: Path) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("versions", nargs="*", help="of Triton")
+    parser.add_argument("--of-torch", action="store_true")
     parser.add_argument("--fetch", action="store_true")
     parser.add_argument("--arches", nargs="+", default=ARCHES)
     options = parser.parse_args()
     versions = options.versions or [OLDEST]
+    if options.of_torch:
+        pins = pinned()
+        for release, pin in pins.items():
+            print(f"torch {release} asks for triton {pin or '(none)'}", flush=True)
+        versions = [latest(pin) for pin in dict.fromkeys(pins.values()) if pin]
     if options.fetch:
         for version in versions:
             print(fetch(version))
