@@ -34,7 +34,7 @@ def complete_parts(delta: WeightDelta | Sequence[WeightDelta]) -> list[WeightDel
     """Return the parts of a publication, sorted by rank. Raise ValueError if parts are missing."""
     parts = [delta] if isinstance(delta, WeightDelta) else sorted(delta, key=lambda one: one.part)
     if not parts:
-        raise ValueError("delta=[]: there is no publication; pass the publications of all ranks")
+        raise ValueError("delta=[]: the list is empty; pass the publications of all ranks")
     found, expected = [part.part for part in parts], [*range(parts[0].parts)]
     if found != expected or len({(part.number, part.is_full) for part in parts}) > 1:
         said = [f"part {part.part} of publication {part.number}" for part in parts]
