@@ -163,7 +163,7 @@ OK = ("--model", "meta-llama/Llama-3.2-1B", "--gpu", "1GB", "--ram", "1GB")
     ("arguments", "words"),
     [
         ((*OK, "--model", "Llama-3-8B"), "nearest are meta-llama/Llama-3.1-8B, .*config.json"),
-        ((*OK, "--model", "nothing"), "no shipped model has this name; give its config.json"),
+        ((*OK, "--model", "nothing"), "no shipped model has this name; pass its config.json"),
         ((*OK, "--model", "nothing.py:build"), "no such Python file"),
         ((*OK, "--seq", "0"), "--seq 0: must be at least 1"),
         ((*OK, "--seq", "-5"), "--seq -5: must be at least 1"),
