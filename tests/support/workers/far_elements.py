@@ -72,8 +72,8 @@ class FarTables(_WatchedTables):
             far.append(None if values is None else self._shifted(values, size))
         return far, plans
 
-    def plan(self, tensors: Any, chunk: int, *arguments: Any) -> Plan:
-        near = super().plan(tensors, chunk, *arguments)
+    def plan_of(self, sizes: Any, chunk: int, *arguments: Any) -> Plan:
+        near = super().plan_of(sizes, chunk, *arguments)
         if near not in self._far:
             far = Plan.__new__(Plan)
             far.__dict__.update(near.__dict__)
