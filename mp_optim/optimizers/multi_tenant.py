@@ -24,7 +24,7 @@ from mp_optim.mixed_precision.step import take_steps
 from mp_optim.optimizers.base import StackOptimizer
 from mp_optim.optimizers.classes import AdamW
 
-_RESTING = "tenant {!r} rests; call wake_tenant({!r}) first"
+_RESTING = "tenant {!r} is offloaded; call wake_tenant({!r}) first"
 
 
 class TenantError(RuntimeError):
@@ -104,7 +104,7 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
         """
         if name in self._tenants:
             raise ValueError(
-                f"name={name!r}: there is such a tenant; choose another name, or call "
+                f"name={name!r}: a tenant with this name exists; choose another name, or call "
                 f"remove_tenant({name!r}) first"
             )
         with _named(name):
@@ -250,7 +250,7 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
         """
         tenant = self._tenant(name)
         if name not in self._files:
-            raise ValueError(f"name={name!r}: this tenant does not rest; leave out the call")
+            raise ValueError(f"name={name!r}: this tenant is not offloaded; leave out the call")
         path, mark = self._files[name], tenant.step_mark
         refusal, mark.refusal = mark.refusal, ""
         try:
@@ -270,7 +270,7 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
         if name not in self._tenants:
             known = list(self._tenants)
             raise ValueError(
-                f"name={name!r}: there is no such tenant{nearest(str(name), known)}; call "
+                f"name={name!r}: no tenant has this name{nearest(str(name), known)}; call "
                 "add_tenant first"
             )
         return self._tenants[name]
@@ -289,7 +289,7 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
         for name in listed:
             self._tenant(name)
         if twice := [name for name in set(listed) if listed.count(name) > 1]:
-            raise ValueError(f"names={listed!r}: {twice[0]!r} is there twice; give each name once")
+            raise ValueError(f"names={listed!r}: {twice[0]!r} occurs twice; give each name once")
         return listed
 
     def _awake_of(self, names: str | Iterable[str] | None) -> list[str]:
@@ -353,7 +353,7 @@ def _named(name: str) -> Iterator[None]:
 def _write(path: Path, tenant: StackOptimizer) -> None:
     """Write a tenant's state to a new file, which is complete or missing after a crash."""
     if path.exists():
-        raise ValueError(f"path={str(path)!r}: there is such a file; choose a new name")
+        raise ValueError(f"path={str(path)!r}: this file exists; choose a new name")
     temporary = path.with_name(f".{path.name}.tmp")
     torch.save(tenant.stack.state_dict(), temporary)
     sync(temporary)

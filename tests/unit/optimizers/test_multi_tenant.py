@@ -366,7 +366,7 @@ def test_multi_tenant_stays_resting_when_its_file_is_damaged(tmp_path: Path) -> 
     (tmp_path / "a").write_bytes(content[: len(content) // 2])
     with pytest.raises(RuntimeError, match="tenant 'a'"):
         optimizer.wake_tenant("a")
-    with pytest.raises(RuntimeError, match="rests"):
+    with pytest.raises(RuntimeError, match="is offloaded"):
         optimizer["a"].step()
     (tmp_path / "a").write_bytes(content)
     optimizer.wake_tenant("a")
@@ -379,14 +379,14 @@ def test_multi_tenant_stays_resting_when_its_file_is_damaged(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda o, p: o.step(["a", "x"]), ValueError, "name='x': there is no such tenant"),
-        (lambda o, p: o.step(["a", "a"]), ValueError, "'a' is there twice"),
+        (lambda o, p: o.step(["a", "x"]), ValueError, "name='x': no tenant has this name"),
+        (lambda o, p: o.step(["a", "a"]), ValueError, "'a' occurs twice"),
         (lambda o, p: o.step(["a", "c"]), ValueError, r"call wake_tenant\('c'\) first"),
         (lambda o, p: o["c"].step(), RuntimeError, r"call wake_tenant\('c'\) first"),
         (lambda o, p: o["c"].state_dict(), RuntimeError, r"call wake_tenant\('c'\) first"),
         (lambda o, p: o.save_tenant("c"), ValueError, r"call wake_tenant\('c'\) first"),
-        (lambda o, p: o.wake_tenant("a"), ValueError, "name='a': this tenant does not rest"),
-        (lambda o, p: o.remove_tenant("x"), ValueError, "name='x': there is no such tenant"),
+        (lambda o, p: o.wake_tenant("a"), ValueError, "name='a': this tenant is not offloaded"),
+        (lambda o, p: o.remove_tenant("x"), ValueError, "name='x': no tenant has this name"),
         (lambda o, p: o.add_tenant("a", [p]), ValueError, r"call remove_tenant\('a'\) first"),
         (lambda o, p: o.add_tenant("x", [p]), ValueError, "of tenant 'a', too; give each tenant"),
         (
