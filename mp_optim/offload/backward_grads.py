@@ -533,8 +533,7 @@ class BackwardBucket:
         return Destination(self.staging, tensors.put_into(updates))
 
     def with_staged_outputs(self, updates: SlotUpdates) -> SlotUpdates:
-        """Return the updates with the outputs that the bucket stages: none if parameters are not
-        staged."""
+        """Return the updates, without outputs if the bucket stages no parameters."""
         if self._no_outputs is None:
             return updates
         return replace(updates, outputs=self._no_outputs[: len(updates)])

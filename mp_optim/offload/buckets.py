@@ -161,8 +161,14 @@ def plan_buckets(
 
 
 def fitting_bucket_bytes(total: int, most: int) -> int:
-    """Return the staging bytes of a bucket for the staging bytes of all slots: small enough to
-    start early, and large enough for the fixed costs."""
+    """Return the bytes of staging memory that each bucket has.
+
+    Small buckets begin early in backward. Large buckets have fewer fixed costs.
+
+    Args:
+        total: staging bytes of all slots.
+        most: largest result.
+    """
     return max(1, min(most, max(SMALLEST, -(-total // PER_ROUND))))
 
 

@@ -209,7 +209,7 @@ def test_background_save_fails_when_data_of_a_parameter_is_written(tmp_path):
         run.model.dense.data.mul_(2)  # A write through .data does not raise the tensor's version.
         simulation.synchronize()
         saves.let_go()
-        with pytest.raises(RuntimeError, match=r"model\.dense was .* wait_for_device"):
+        with pytest.raises(RuntimeError, match=r"model\.dense: code outside .* wait_for_device"):
             handle.wait()
         run.round(BEFORE, Round())
     assert not simulation.reports and simulation.torn
