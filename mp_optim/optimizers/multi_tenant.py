@@ -24,7 +24,7 @@ from mp_optim.mixed_precision.step import take_steps
 from mp_optim.optimizers.base import StackOptimizer
 from mp_optim.optimizers.classes import AdamW
 
-_RESTING = "tenant {!r} is offloaded; call wake_tenant({!r}) first"
+_OFFLOADED = "tenant {!r} is offloaded; call restore_tenant({!r}) first"
 
 
 class TenantError(RuntimeError):
@@ -67,7 +67,7 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
         self._kind, self._defaults = kind, defaults
         self._tenants: dict[str, StackOptimizer] = {}
         self._files: dict[str, Path | None] = {}
-        """The file with the state of each resting tenant; None for state in host memory."""
+        """The file with the state of each offloaded tenant; None for state in host memory."""
 
     def __getitem__(self, name: str) -> StackOptimizer:
         return self._tenants[name]
@@ -114,7 +114,7 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
         self._tenants[name] = tenant
 
     def remove_tenant(self, name: str) -> None:
-        """Remove a tenant, and delete its file if the tenant rests on a disk.
+        """Remove a tenant, and delete the file of an offloaded tenant.
 
         Main params and state are freed at once, unless the caller has a reference to
         ``optimizer[name]`` or to a state dict. The parameters keep their values.
@@ -136,19 +136,20 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
         example because a hyperparameter is out of range, does not stop the others.
 
         Args:
-            names: one or more names; None for all tenants that do not rest.
+            names: one or more names; None for all tenants that are not offloaded.
 
         Returns:
             By name, whether the step was taken, and the gradient norm before clipping.
 
         Raises:
-            ValueError: a name is unknown or given twice, or a tenant rests; nothing was stepped.
+            ValueError: a name is unknown or given twice, or a tenant is offloaded; nothing was
+                stepped.
             TenantError: some tenants failed, with an exception for each; the others were stepped.
         """
         alone: dict[str, StackOptimizer] = {}
         together: dict[str, StackOptimizer] = {}
         errors: dict[str, Exception] = {}
-        for name in self._awake_of(names):
+        for name in self._names_to_step(names):
             tenant = self._tenants[name]
             with _kept(errors, name):
                 tenant.begin_step()
@@ -171,7 +172,7 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
         """Set the gradients of some tenants to None.
 
         Args:
-            names: one or more names; None for all, also for tenants that rest.
+            names: one or more names; None for all, also for offloaded tenants.
         """
         for name in self._listed(names):
             self._tenants[name].zero_grad()
@@ -180,7 +181,7 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
         """Return the loss times the loss scale of a tenant; call ``backward`` on the result."""
         return self._tenant(name).scale_loss(loss)
 
-    # -- saving and resting -----------------------------------------------------------------------
+    # -- saving and offloading --------------------------------------------------------------------
 
     def save_tenant(self, name: str) -> dict[str, Any]:
         """Return the state dict of a tenant, with its loss scale. ``kind`` alone loads it, too.
@@ -189,9 +190,9 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
 
         Raises:
             BrokenOffError: the tenant's last step was interrupted.
-            ValueError: there is no such tenant, or the tenant rests.
+            ValueError: there is no such tenant, or the tenant is offloaded.
         """
-        tenant = self._awake(name)
+        tenant = self._loaded(name)
         with _named(name):
             return tenant.stack.state_dict()
 
@@ -208,17 +209,17 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
             convert: True to round state to the tenant's dtypes even if that loses bits.
 
         Raises:
-            ValueError: there is no such tenant, the tenant rests, or a shape or setting does not
-                fit.
+            ValueError: there is no such tenant, the tenant is offloaded, or a shape or setting does
+                not fit.
         """
-        tenant = self._awake(name)
+        tenant = self._loaded(name)
         with _named(name):
             tenant.load_state_dict(state, convert=convert)
 
-    def rest_tenant(self, name: str, path: str | os.PathLike[str] | None = None) -> None:
+    def offload_tenant(self, name: str, path: str | os.PathLike[str] | None = None) -> None:
         """Move main params and state of a tenant to host memory or to a file.
 
-        Steps, saves and loads of the tenant raise until :meth:`wake_tenant`. Parameters and
+        Steps, saves and loads of the tenant raise until :meth:`restore_tenant`. Parameters and
         gradients stay where they are.
 
         Args:
@@ -226,27 +227,27 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
             path: a new file for the state; None for host memory.
 
         Raises:
-            OSError: the file cannot be written; the tenant does not rest.
-            ValueError: there is no such tenant, the tenant rests, or the file exists.
+            OSError: the file cannot be written; the tenant stays loaded.
+            ValueError: there is no such tenant, the tenant is offloaded, or the file exists.
         """
-        tenant = self._awake(name)
+        tenant = self._loaded(name)
         with _named(name):
             if path is None:
                 tenant.offload_to_cpu()
             else:
                 _write(Path(path), tenant)
                 tenant.drop_stack()
-        tenant.step_mark.refusal = _RESTING.format(name, name)
+        tenant.step_mark.refusal = _OFFLOADED.format(name, name)
         self._files[name] = None if path is None else Path(path)
 
-    def wake_tenant(self, name: str) -> None:
-        """Move main params and state of a resting tenant back, and delete its file.
+    def restore_tenant(self, name: str) -> None:
+        """Move main params and state of an offloaded tenant back, and delete its file.
 
         Parameters that were written meanwhile keep their values, as between any two steps.
 
         Raises:
-            OSError: the file cannot be read; the tenant still rests.
-            ValueError: there is no such tenant, or the tenant does not rest.
+            OSError: the file cannot be read; the tenant stays offloaded.
+            ValueError: there is no such tenant, or the tenant is not offloaded.
         """
         tenant = self._tenant(name)
         if name not in self._files:
@@ -275,10 +276,10 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
             )
         return self._tenants[name]
 
-    def _awake(self, name: str) -> StackOptimizer:
+    def _loaded(self, name: str) -> StackOptimizer:
         tenant = self._tenant(name)
         if name in self._files:
-            raise ValueError(f"name={name!r}: {_RESTING.format(name, name)}")
+            raise ValueError(f"name={name!r}: {_OFFLOADED.format(name, name)}")
         return tenant
 
     def _listed(self, names: str | Iterable[str] | None) -> list[str]:
@@ -292,13 +293,13 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
             raise ValueError(f"names={listed!r}: {twice[0]!r} occurs twice; give each name once")
         return listed
 
-    def _awake_of(self, names: str | Iterable[str] | None) -> list[str]:
+    def _names_to_step(self, names: str | Iterable[str] | None) -> list[str]:
         """Return the names of tenants to step."""
         listed = self._listed(names)
         if names is None:
             return [name for name in listed if name not in self._files]
         for name in listed:
-            self._awake(name)
+            self._loaded(name)
         return listed
 
     def _check_owners(self, new: StackOptimizer) -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Many LoRA adapters over one frozen base: python tools/examples/adapter_server.py
 
-Users join, train, rest and leave in random order. Each adapter has its own learning rate, clipping
+Users join, train, pause and leave in random order. Each adapter has its own learning rate, clipping
 limit and state, and one call steps all adapters that have gradients.
 """
 
@@ -42,16 +42,16 @@ class Server:
         self.optimizer = MultiTenantOptimizer(lr=2e-2, weight_decay=0.0, max_grad_norm=1.0)
         self.adapters: dict[str, Adapter] = {}
         self.losses: dict[str, list[float]] = {}
-        self.resting: set[str] = set()
+        self.offloaded: set[str] = set()
 
     def join(self, name: str, lr: float) -> None:
         self.adapters[name], self.losses[name] = Adapter(), []
         self.optimizer.add_tenant(name, self.adapters[name].named_parameters(), lr=lr)
 
     def train(self, names: list[str]) -> None:
-        for name in self.resting & set(names):
-            self.optimizer.wake_tenant(name)
-        self.resting -= set(names)
+        for name in self.offloaded & set(names):
+            self.optimizer.restore_tenant(name)
+        self.offloaded -= set(names)
         self.optimizer.zero_grad(names)
         for name in names:
             loss = self.adapters[name].loss(self.base)
@@ -64,14 +64,14 @@ class Server:
             for name in error.errors:
                 self.leave(name)
 
-    def rest(self, name: str) -> None:
-        if name not in self.resting:
-            self.optimizer.rest_tenant(name, self.folder / name)
-            self.resting.add(name)
+    def pause(self, name: str) -> None:
+        if name not in self.offloaded:
+            self.optimizer.offload_tenant(name, self.folder / name)
+            self.offloaded.add(name)
 
     def leave(self, name: str) -> None:
         self.optimizer.remove_tenant(name)
-        self.resting.discard(name)
+        self.offloaded.discard(name)
         del self.adapters[name]
 
 
@@ -86,9 +86,9 @@ def main(users: int = 12, rounds: int = 120) -> list[float]:
         for _ in range(rounds):
             names = rng.sample(list(server.adapters), 6)
             server.train(names)
-            server.rest(rng.choice(names))
+            server.pause(rng.choice(names))
         server.leave("user0")
-        print(f"{len(server.optimizer)} adapters, {len(server.resting)} rest on the disk")
+        print(f"{len(server.optimizer)} adapters, {len(server.offloaded)} offloaded to the disk")
     trained = server.losses.values()
     return [sum(losses[at] for losses in trained) / users for at in (0, -1)]
 

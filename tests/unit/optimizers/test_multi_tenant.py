@@ -72,7 +72,7 @@ class Pair:
         self.own = [nn.Parameter(param.detach().clone()) for param in self.params]
         self.alone = kind(self.own, **self.settings)
         self.saved: list[tuple[Any, Any, list[Tensor]]] = []
-        self.is_resting = False
+        self.is_offloaded = False
 
     def prepare(self, factor: float) -> None:
         give_grads(self.params, factor * self.scale)
@@ -102,8 +102,8 @@ class Server:
         self.pairs: dict[str, Pair] = {}
         self.joined = 0
 
-    def pick(self, *, is_resting: bool = False) -> str | None:
-        fitting = [name for name, pair in self.pairs.items() if pair.is_resting is is_resting]
+    def pick(self, *, is_offloaded: bool = False) -> str | None:
+        fitting = [name for name, pair in self.pairs.items() if pair.is_offloaded is is_offloaded]
         return self.rng.choice(fitting) if fitting else None
 
     def join(self) -> None:
@@ -113,8 +113,8 @@ class Server:
         self.pairs[name], self.joined = pair, self.joined + 1
 
     def step(self) -> None:
-        awake = [name for name, pair in self.pairs.items() if not pair.is_resting]
-        chosen = self.rng.sample(awake, self.rng.randint(0, min(5, len(awake))))
+        loaded = [name for name, pair in self.pairs.items() if not pair.is_offloaded]
+        chosen = self.rng.sample(loaded, self.rng.randint(0, min(5, len(loaded))))
         failing = [name for name in chosen if self.rng.random() < 0.05]
         rates = {name: self.optimizer[name].param_groups[0]["lr"] for name in failing}
         for name in chosen:
@@ -157,22 +157,22 @@ class Server:
             self.optimizer.load_tenant(name, state)
             pair.alone.load_state_dict(state_alone)
 
-    def rest(self) -> None:
+    def offload(self) -> None:
         if name := self.pick():
             path = self.folder / name if self.rng.random() < 0.5 else None
-            self.optimizer.rest_tenant(name, path)
-            self.pairs[name].is_resting = True
+            self.optimizer.offload_tenant(name, path)
+            self.pairs[name].is_offloaded = True
             if self.rng.random() < 0.5:
                 self.pairs[name].write()
 
-    def wake(self) -> None:
-        if name := self.pick(is_resting=True):
-            self.optimizer.wake_tenant(name)
-            self.pairs[name].is_resting = False
+    def restore(self) -> None:
+        if name := self.pick(is_offloaded=True):
+            self.optimizer.restore_tenant(name)
+            self.pairs[name].is_offloaded = False
             assert self.pairs[name].has_same_bits(self.optimizer, name)
 
     def leave(self) -> None:
-        if name := self.pick(is_resting=self.rng.random() < 0.3):
+        if name := self.pick(is_offloaded=self.rng.random() < 0.3):
             self.optimizer.remove_tenant(name)
             del self.pairs[name]
 
@@ -184,15 +184,15 @@ def test_multi_tenant_gives_bits_of_a_run_alone_in_any_order_of_calls(
     torch.manual_seed(0)
     server = Server(kind, tmp_path)
     calls = [server.join, server.step, server.schedule, server.save, server.load]
-    calls += [server.rest, server.wake, server.leave]
+    calls += [server.offload, server.restore, server.leave]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         while server.joined < 100:
             server.rng.choices(calls, [4, 4, 1, 1, 1, 2, 2, 3])[0]()
             if name := server.pick():
                 assert server.pairs[name].has_same_bits(server.optimizer, name)
-        while server.pick(is_resting=True):
-            server.wake()
+        while server.pick(is_offloaded=True):
+            server.restore()
         for name, pair in server.pairs.items():
             assert pair.has_same_bits(server.optimizer, name), name
     assert not list(tmp_path.iterdir()) and list(server.optimizer) == list(server.pairs)
@@ -317,7 +317,7 @@ def test_multi_tenant_frees_state_at_once_when_a_tenant_leaves_or_rests(tmp_path
     gc.disable()
     try:
         optimizer.remove_tenant("a")
-        optimizer.rest_tenant("b", tmp_path / "b")
+        optimizer.offload_tenant("b", tmp_path / "b")
         assert tenant() is None and all(reference() is None for reference in gone)
     finally:
         gc.enable()
@@ -359,17 +359,17 @@ def test_multi_tenant_works_with_torch_schedulers_when_one_tenant_is_scheduled()
     assert [params[name][0].grad is None for name in "ab"] == [True, False]
 
 
-def test_multi_tenant_stays_resting_when_its_file_is_damaged(tmp_path: Path) -> None:
+def test_multi_tenant_stays_offloaded_when_its_file_is_damaged(tmp_path: Path) -> None:
     optimizer, _ = adapters()
-    optimizer.rest_tenant("a", tmp_path / "a")
+    optimizer.offload_tenant("a", tmp_path / "a")
     content = (tmp_path / "a").read_bytes()
     (tmp_path / "a").write_bytes(content[: len(content) // 2])
     with pytest.raises(RuntimeError, match="tenant 'a'"):
-        optimizer.wake_tenant("a")
+        optimizer.restore_tenant("a")
     with pytest.raises(RuntimeError, match="is offloaded"):
         optimizer["a"].step()
     (tmp_path / "a").write_bytes(content)
-    optimizer.wake_tenant("a")
+    optimizer.restore_tenant("a")
     assert not (tmp_path / "a").exists()
 
 
@@ -381,11 +381,11 @@ def test_multi_tenant_stays_resting_when_its_file_is_damaged(tmp_path: Path) -> 
     [
         (lambda o, p: o.step(["a", "x"]), ValueError, "name='x': no tenant has this name"),
         (lambda o, p: o.step(["a", "a"]), ValueError, "'a' occurs twice"),
-        (lambda o, p: o.step(["a", "c"]), ValueError, r"call wake_tenant\('c'\) first"),
-        (lambda o, p: o["c"].step(), RuntimeError, r"call wake_tenant\('c'\) first"),
-        (lambda o, p: o["c"].state_dict(), RuntimeError, r"call wake_tenant\('c'\) first"),
-        (lambda o, p: o.save_tenant("c"), ValueError, r"call wake_tenant\('c'\) first"),
-        (lambda o, p: o.wake_tenant("a"), ValueError, "name='a': this tenant is not offloaded"),
+        (lambda o, p: o.step(["a", "c"]), ValueError, r"call restore_tenant\('c'\) first"),
+        (lambda o, p: o["c"].step(), RuntimeError, r"call restore_tenant\('c'\) first"),
+        (lambda o, p: o["c"].state_dict(), RuntimeError, r"call restore_tenant\('c'\) first"),
+        (lambda o, p: o.save_tenant("c"), ValueError, r"call restore_tenant\('c'\) first"),
+        (lambda o, p: o.restore_tenant("a"), ValueError, "name='a': this tenant is not offloaded"),
         (lambda o, p: o.remove_tenant("x"), ValueError, "name='x': no tenant has this name"),
         (lambda o, p: o.add_tenant("a", [p]), ValueError, r"call remove_tenant\('a'\) first"),
         (lambda o, p: o.add_tenant("x", [p]), ValueError, "of tenant 'a', too; give each tenant"),
@@ -409,7 +409,7 @@ def test_multi_tenant_changes_nothing_when_it_refuses_a_call(
 ) -> None:
     optimizer, params = adapters()
     optimizer.add_tenant("wide", [nn.Parameter(torch.ones(9, 7).bfloat16()) for _ in params["a"]])
-    optimizer.rest_tenant("c", tmp_path / "c" if place == "disk" else None)
+    optimizer.offload_tenant("c", tmp_path / "c" if place == "disk" else None)
     for some in params.values():
         give_grads(some)
     before = bits(optimizer["a"], params["a"])
@@ -417,5 +417,5 @@ def test_multi_tenant_changes_nothing_when_it_refuses_a_call(
         call(optimizer, params["a"][0])
     assert list(optimizer) == ["a", "b", "c", "wide"]
     assert all(map(same_bits, before, bits(optimizer["a"], params["a"])))
-    optimizer.wake_tenant("c")
+    optimizer.restore_tenant("c")
     assert all(result.success for result in optimizer.step(["a", "b", "c"]).values())
