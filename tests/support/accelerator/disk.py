@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import mmap
+from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -24,26 +25,37 @@ class _Ticket:
             self._simulation.wait_for(self._stream, *self._reached)
 
 
+class _Disk:
+    """The file of a :class:`StateFile` with transfers on simulated streams."""
+
+    def __init__(self, simulation: Simulation, state: StateFile) -> None:
+        self._simulation, self._state = simulation, state
+
+    def mapped(self, offset: int, num_bytes: int) -> mmap.mmap:
+        assert self._state._file is not None
+        return self._state._file.mapped(offset, num_bytes)
+
+    def read_into(self, memory: Tensor, offset: int) -> _Ticket:
+        return self._begin(memory, in_file(self._state, offset, memory.numel()))
+
+    def write_from(self, memory: Tensor, offset: int) -> _Ticket:
+        return self._begin(in_file(self._state, offset, memory.numel()), memory)
+
+    def _begin(self, to: Tensor, source: Tensor) -> _Ticket:
+        simulation = self._simulation
+        with simulation.lock:
+            stream = simulation.new_stream(0)
+            spans = [(simulation.memory.span(to), True), (simulation.memory.span(source), False)]
+            deed = Deed("the disk", [each for each in spans if each[0] is not None])
+            # Through the mapping: no other thread may wait for a lock that this thread holds.
+            simulation.queue(stream, lambda: to.copy_(source), deed)
+            return _Ticket(simulation, stream)
+
+
 @contextmanager
 def simulated_disk(simulation: Simulation) -> Iterator[None]:
-    def moved(is_read: bool) -> Callable[..., _Ticket]:
-        def begin(file: StateFile, memory: Tensor, offset: int) -> _Ticket:
-            with simulation.lock:
-                stream = simulation.new_stream(0)
-                there = in_file(file, offset, memory.numel())
-                to, source = (memory, there) if is_read else (there, memory)
-                spans = [
-                    (simulation.memory.span(to), True),
-                    (simulation.memory.span(source), False),
-                ]
-                deed = Deed("the disk", [each for each in spans if each[0] is not None])
-                # Through the mapping: no other thread may wait for a lock that this thread holds.
-                simulation.queue(stream, lambda: to.copy_(source), deed)
-                return _Ticket(simulation, stream)
-
-        return begin
-
-    with patch.multiple(StateFile, read_into=moved(True), write_from=moved(False)):
+    disk = property(lambda state: _Disk(simulation, state))
+    with patch.object(StateFile, "file", disk):
         yield
 
 
