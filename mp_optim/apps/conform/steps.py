@@ -177,7 +177,7 @@ def zero_gradients_move_nothing(make: Make) -> None:
     """Without weight decay, elements with gradients of zero keep their values next to elements with
     large and small gradients."""
     start, is_used = noise(64, 128), noise(64, 128, seed=1) > 0.0
-    sizes = torch.logspace(-6, 2, 128, device="cpu")
+    sizes = torch.logspace(-6, 2, 128, dtype=torch.float32, device="cpu")
     gradients = [noise(64, 128, seed=step) * sizes * is_used for step in range(20)]
     found = take_steps(plain(make), start, gradients, lr=0.01, weight_decay=0.0)
     require_same([found * ~is_used], [start * ~is_used], "elements with gradients of zero")

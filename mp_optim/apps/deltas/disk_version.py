@@ -97,6 +97,6 @@ def _overwrites(name: str, tensor: Tensor, elements: Tensor | None) -> bytes:
     if elements is None:
         elements = torch.arange(flat.numel(), device=flat.device)
     positions = elements[:, None] * size + torch.arange(size, device=flat.device)
-    count = torch.tensor([positions.numel()])
+    count = torch.tensor([positions.numel()], device="cpu")
     numbers = torch.cat([count, positions.cpu().view(-1)]).to(torch.uint32)
     return tensor_bytes(numbers) + tensor_bytes(flat[elements])

@@ -216,7 +216,7 @@ def _eight_bits(values: Tensor, form: Form) -> list[Tensor]:
 def _four_bits(values: Tensor, top: float) -> list[Tensor]:
     """Return codes, block scales and the scale of the tensor, as torchao's ``nvfp4_quantize``."""
     # Divisors are tensors, because CUDA multiplies by the rounded reciprocal of a plain number.
-    one = torch.ones((), device=values.device)
+    one = torch.ones((), dtype=torch.float32, device=values.device)
     second = one * top / (one * (_FLOAT8_TOP * _FLOAT4_TOP)) if top else one
     blocks = values.reshape(values.shape[0], -1, 16)
     scale = blocks.abs().amax(2) / (one * _FLOAT4_TOP) / second
