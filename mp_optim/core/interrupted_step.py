@@ -11,11 +11,11 @@ them by ``offload_to_cpu()``, or single tensors by assignments to ``optimizer.st
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -48,7 +48,6 @@ class StepMark:
         parked: tensors that are moved to the host; steps raise until they are restored.
         copies: copies of state that callers may have edited.
         plan_key: source of all parts of step plans; another object makes the parts stale.
-        reused: values that steps reuse, step plans among them, by ``id`` of their user and name.
         refusal: reason why steps, saves and loads raise RuntimeError now; empty if they are
             allowed.
     """
@@ -76,7 +75,17 @@ class StepMark:
         """Drop all values that steps reuse. Called after slots, their tensors, places or buckets
         changed."""
         self.plan_key = object()
-        self.reused: defaultdict[int, dict[str, Any]] = defaultdict(dict)
+        self._facts: WeakKeyDictionary[object, dict[str, Any]] = WeakKeyDictionary()
+
+    def facts_of(self, user: object) -> dict[str, Any]:
+        """Return the values by name that ``user`` reuses until plans are invalidated.
+
+        The values are freed with ``user``, so a later object at the same address has none of them.
+        """
+        facts = self._facts.get(user)
+        if facts is None:
+            facts = self._facts[user] = {}
+        return facts
 
     def open_state(self) -> None:
         """Announce that any state may be written, by this package or by a caller with access to it.

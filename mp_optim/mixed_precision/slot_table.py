@@ -58,7 +58,7 @@ class SlotColumns:
     outputs: Sequence[Tensor | None]
 
 
-@dataclass
+@dataclass(eq=False)
 class SlotTable:
     """The slots of a wrapper in slot order, as parallel lists, kept for the wrapper's life.
 
@@ -116,7 +116,7 @@ class SlotTable:
             name: name of the fact.
             make: computes the fact.
         """
-        facts = self.executor.step_mark.reused[id(self)]
+        facts = self.executor.step_mark.facts_of(self)
         if name not in facts:
             facts[name] = make()
         fact: T = facts[name]
@@ -304,7 +304,7 @@ class SlotTable:
         """
         columns = self.reuse("columns", lambda: self._select(indices))
         if columns.indices != indices:
-            columns = self.executor.step_mark.reused[id(self)]["columns"] = self._select(indices)
+            columns = self.executor.step_mark.facts_of(self)["columns"] = self._select(indices)
         return columns
 
     def _select(self, indices: list[int]) -> SlotColumns:

@@ -129,7 +129,7 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         grads = [grad for grad in present if grad is not None]
         self._check_grads(indices, grads)
         params = [every[index] for index in indices]
-        reused = self.step_mark.reused[id(self)]
+        reused = self.step_mark.facts_of(self)
         if indices != reused.get("indices") or reused["seen"].moved(params):
             slots = self._slots_at(indices)
             updates = SlotUpdates.of(
