@@ -563,10 +563,11 @@ def lease_tensors(tensors: Sequence[Tensor]) -> SaveBorrow:
 def _watch_torch_optimizers() -> None:
     # NOTE: never remove the hook. Removing it while a step in another thread runs the hooks would
     # make that step fail.
-    register_optimizer_step_pre_hook(_before_torchs_step)
+    register_optimizer_step_pre_hook(wait_before_torch_step)
 
 
-def _before_torchs_step(*_: Any) -> None:
+def wait_before_torch_step(*_: Any) -> None:
+    """Wait until saves have read all accelerator memory: torch's hook before a step."""
     wait_for_devices()
 
 

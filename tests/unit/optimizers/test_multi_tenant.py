@@ -287,12 +287,17 @@ def test_multi_tenant_runs_hooks_of_a_tenant_before_its_gradients_are_measured()
     }
 
 
+@pytest.mark.parametrize("after", ["nothing", "a background save"])
 def test_multi_tenant_reads_gradients_of_all_tenants_in_one_pass(
-    monkeypatch: pytest.MonkeyPatch,
+    after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     optimizer, params = adapters()
     for some in params.values():
         give_grads(some)
+    if after == "a background save":  # It registers a hook of torch for all optimizers.
+        model = torch.nn.Linear(2, 2)
+        saver = mp_optim.AdamW(model.parameters())
+        mp_optim.checkpoint.save(tmp_path, model, saver, asynchronous=True).wait()
     passes: list[int] = []
     measure = step.measure
     monkeypatch.setattr(

@@ -292,7 +292,7 @@ def test_from_megatron_reads_a_chain_with_fp32_params_and_a_loss_scale(tmp_path)
         if not half:
             assert same_bits(found[name]["master_param"], model.get_parameter(name).detach())
     with pytest.raises(
-        ValueError, match=r"has 4 FP32 copies for 5 16-bit parameters; name those .*fp32_names="
+        ValueError, match=r"has 4 FP32 copies for 5 16-bit parameters; pass .*fp32_names="
     ):
         foreign.from_megatron(chain, names)
     with pytest.raises(ValueError, match="names= has 8 entries"):
