@@ -182,7 +182,7 @@ class ConfigFields:
     unless ``offload_place`` is streamed."""
     optimizer_offload_fraction: float | str = 0.0
     """Share of the parameter elements to offload, 0 to 1. ``"auto"`` selects the smallest share
-    that fits ``gpu_memory`` on each rank."""
+    that fits ``gpu_memory`` on each rank. Must be given with ``optimizer_cpu_offload=True``."""
     gpu_memory: int | None = None
     """Bytes on the accelerator for model parameters, gradients and optimizer, with
     ``optimizer_offload_fraction="auto"``. The default is three quarters of the accelerator's
