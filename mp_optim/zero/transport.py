@@ -28,7 +28,8 @@ from mp_optim.zero.buckets import (
     check_shardable,
     make_buckets,
 )
-from mp_optim.zero.grad_reducer import GradReducer, all_gather, broadcast
+from mp_optim.zero.collectives import all_gather, broadcast
+from mp_optim.zero.grad_reducer import GradReducer
 
 _BUFFERS = ("buffers", "expert_parallel_buffers")
 _DDP_DECIDES = (

@@ -23,7 +23,7 @@ from mp_optim import (
 )
 from mp_optim.apps.fit.model_plan import Layout, plan
 from mp_optim.core.flat_shard import FlatShard
-from mp_optim.zero.grad_reducer import start_reduction
+from mp_optim.zero.collectives import start_reduction
 from support.as_rank import as_rank, error_of
 from support.models import DTYPES, config_for, is_expert
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from mp_optim import MegatronOptimizer, OptimizerConfig, ProcessGroups, get_megatron_optimizer
 from mp_optim.apps.megatron.adapter import MegatronAdapter
 from mp_optim.zero.buckets import plan_whole
-from mp_optim.zero.grad_reducer import start_reduction
+from mp_optim.zero.collectives import start_reduction
 from support.as_rank import as_rank, error_of
 
 FOLDER = ""

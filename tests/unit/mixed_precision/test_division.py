@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mp_optim import get_megatron_optimizer
 from mp_optim.core.quantized import scaled_codes
 from mp_optim.mixed_precision.clip_and_skip import clip_coefficients
-from mp_optim.zero.grad_reducer import divide_, finish_sum
+from mp_optim.zero.collectives import divide_, finish_sum
 from support.cuda_division import DividesAsCuda
 from support.models import build, config_for, same_bits, tokens_of
 

@@ -1,0 +1,282 @@
+"""Reductions and gathers of flat tensors among the ranks of a group.
+
+The ranks alone determine the order in which gradients are added, in one of two ways:
+
+- Exchange: each rank sends every other rank its shard. The owner adds in FP32 in the order of
+  ranks, and rounds once. The bits are the same on any backend. gloo supports only this way.
+- Collective: the backend's reduce-scatter (NCCL). It needs no memory to receive. Its order of
+  additions is its own, but always the same for the same bucket.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mp_optim.kernels.chunking import piece_elements
+from mp_optim.process_groups.missing_ranks import start_collective, wait_for, wait_for_all
+
+_gather_into: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+_reduce_scatter: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+
+def uses_exchange(group: ProcessGroup, device: torch.device, fp32_accumulation: bool) -> bool:
+    """True if ranks exchange gradients and add them here; False if the backend reduces them.
+
+    Args:
+        group: the ranks that reduce.
+        device: device of the gradients.
+        fp32_accumulation: True to add in FP32, which only the exchange does.
+    """
+    return fp32_accumulation or group._get_backend(device).name() != "nccl"
+
+
+def start_reduction(
+    grads: Tensor,
+    owned: Tensor,
+    group: ProcessGroup,
+    bounds: Sequence[int],
+    *,
+    divisor: int,
+    exchange: bool,
+    add: bool,
+) -> Reduction:
+    """Start to reduce a bucket.
+
+    Args:
+        grads: this rank's gradients, 1-D. No other code may use them until the reduction ends.
+        owned: memory for this rank's shard of the result; may be a view of ``grads``.
+        group: the ranks that reduce.
+        bounds: index of the first element of each rank's shard in ``grads``, and the end of the
+            last shard.
+        divisor: divisor of the sum; 1 for a sum.
+        exchange: True for an exchange, False for the backend's reduction.
+        add: True to add to ``owned`` instead of replacing it.
+    """
+    kind = _Exchange if exchange or group.size() == 1 else Reduction
+    return kind(grads, owned, group, bounds, divisor, add)
+
+
+class Flag:
+    """A reduction in progress of one bool: is it True on any rank? Collective.
+
+    Args:
+        group: the ranks.
+        raised: the value of this rank.
+    """
+
+    def __init__(self, group: ProcessGroup, raised: bool) -> None:
+        kinds = {device.type: device for device in group._device_types}
+        self._device, self._group = kinds.get("cpu", next(iter(kinds.values()))), group
+        self._flag = torch.full((1,), raised, dtype=torch.int32, device=self._device)
+        largest = dist.ReduceOp.MAX
+        self._work = start_collective(dist.all_reduce, self._flag, op=largest, group=group)
+
+    def wait(self) -> bool:
+        """Return True if any rank passed True. Waits for all ranks."""
+        wait_for(self._work, self._group, self._device)
+        return bool(self._flag.item())
+
+
+def _are_even(bounds: Sequence[int]) -> bool:
+    return len({last - first for first, last in itertools.pairwise(bounds)}) == 1
+
+
+_PADDING = 1.25
+"""Largest ratio of the fullest shard to the mean at which an exchange is done in one round."""
+
+
+@dataclass
+class Reduction:
+    """A reduction of a bucket in progress, by the backend; the arguments are those of
+    :func:`start_reduction`. Equal shards take one reduce-scatter. Other shards take one
+    reduction for each rank.
+
+    Attributes:
+        works: handles of the backend's collectives.
+        result: memory to which the collectives write this rank's shard.
+    """
+
+    grads: Tensor
+    owned: Tensor
+    group: ProcessGroup
+    bounds: Sequence[int]
+    divisor: int
+    add: bool
+    works: list[Any] = field(init=False, default_factory=list)
+    result: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        op = dist.ReduceOp.SUM
+        if self.divisor == self.group.size():
+            op = dist.ReduceOp.AVG
+        elif self.divisor != 1:  # Divide before the sum, which may overflow in 16 bits.
+            divide_(self.grads, self.divisor)
+        if _are_even(self.bounds):
+            self.result = torch.empty_like(self.owned) if self.add else self.owned
+            self.works.append(
+                start_collective(_reduce_scatter, self.result, self.grads, op=op, group=self.group)
+            )
+            return
+        for rank, (first, last) in enumerate(itertools.pairwise(self.bounds)):
+            if rank == self.group.rank():
+                self.result = self.grads[first:last]
+            if last > first:
+                to, part = dist.get_global_rank(self.group, rank), self.grads[first:last]
+                self.works.append(start_collective(dist.reduce, part, to, op, group=self.group))
+
+    def wait(self) -> None:
+        """Wait until this rank's shard is complete. On an accelerator, only work that is queued
+        later waits."""
+        wait_for_all(self.works, self.group, self.grads.device)
+        if self.add:
+            self.owned += self.result
+        elif self.result.data_ptr() != self.owned.data_ptr():
+            self.owned.copy_(self.result)
+
+
+@dataclass
+class _Exchange(Reduction):
+    """A reduction of a bucket in progress, by an all-to-all: each rank sends every other rank its
+    shard.
+
+    A large shard is exchanged in several rounds. Its owner receives it from every rank, and in one
+    round this would take the memory of several whole buckets.
+
+    Attributes:
+        received: shards that this rank receives in the present round.
+        sent: shards that this rank sends in the present round.
+        fullest: number of elements of the largest shard.
+        piece: number of elements of a shard that are exchanged in one round.
+    """
+
+    received: Tensor | None = field(init=False, default=None)
+    sent: Tensor | None = field(init=False, default=None)
+    fullest: int = field(init=False)
+    piece: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        ranks, numel = self.group.size(), self.bounds[-1]
+        self.fullest = max(last - first for first, last in itertools.pairwise(self.bounds))
+        is_even = self.fullest * ranks <= _PADDING * numel
+        self.piece = max(1, self.fullest if is_even else -(-numel // (2 * ranks)))
+        if ranks > 1:
+            self._start(0)
+
+    def _start(self, start: int) -> None:
+        """Start a round: exchange ``piece`` elements of every shard.
+
+        Args:
+            start: index of the first of these elements in its shard.
+        """
+        ranks, width = self.group.size(), self.grads.element_size()
+        parts = [
+            (min(first + start, last), min(first + start + self.piece, last))
+            for first, last in itertools.pairwise(self.bounds)
+        ]
+        self.sent = self.grads
+        if self.piece < self.fullest:
+            self.sent = torch.cat([self.grads[a:b] for a, b in parts])
+        counts = [b - a for a, b in parts]
+        count, even = counts[self.group.rank()], len(set(counts)) == 1
+        self.received = self.grads.new_empty(count * ranks)
+        work = start_collective(
+            dist.all_to_all_single,
+            _bytes(self.received),
+            _bytes(self.sent),
+            None if even else [count * width] * ranks,
+            None if even else [of_rank * width for of_rank in counts],
+            group=self.group,
+        )
+        self.works = [work]
+
+    def wait(self) -> None:
+        for start in range(0, max(1, self.fullest), self.piece):
+            if start:
+                self._start(start)
+            wait_for_all(self.works, self.group, self.grads.device)
+            received = self.grads if self.received is None else self.received
+            ranks = self.group.size()
+            rows = received.view(ranks, received.numel() // ranks)
+            total = rows[0].to(torch.float32, copy=True)
+            # Add in the order of ranks, so that the bits do not depend on the backend.
+            for row in rows[1:]:
+                total += row
+            self.received = self.sent = None
+            finish_sum(total, self.owned[start : start + len(total)], self.divisor, self.add)
+
+
+def divide_(grads: Tensor, divisor: int) -> None:
+    """Divide gradients in place, each rounded once to its own dtype. This includes divisors that a
+    16-bit dtype does not hold (257 would be 256 in bfloat16)."""
+    device = grads.device
+    if torch.tensor(divisor, dtype=grads.dtype, device="cpu").item() == divisor:
+        grads.div_(torch.full((), divisor, dtype=grads.dtype, device=device))
+        return
+    by = torch.full((), divisor, dtype=torch.float32, device=device)
+    for piece in torch.split(grads.view(-1), piece_elements(device)):
+        piece.copy_(piece.float().div_(by))
+
+
+def finish_sum(total: Tensor, owned: Tensor, divisor: int, add: bool) -> None:
+    """Divide a sum over ranks, and write it to this rank's shard.
+
+    Args:
+        total: the sum, FP32, 1-D; overwritten.
+        owned: this rank's shard.
+        divisor: divisor of the sum.
+        add: True to add to the shard instead of replacing it.
+    """
+    if divisor != 1:  # Divide by a tensor, because CUDA multiplies by the reciprocal of a number.
+        total /= torch.full_like(total, divisor)
+    if add:
+        total += owned
+    owned.copy_(total)
+
+
+def all_gather(flat: Tensor, bounds: Sequence[int], group: ProcessGroup) -> list[Any]:
+    """Start to fill a flat buffer with the shards of all ranks. Collective.
+
+    Args:
+        flat: the buffer, 1-D; has this rank's shard.
+        bounds: index of the first element of each rank's shard, and the end of the last shard.
+        group: the ranks.
+
+    Returns:
+        Handles for :func:`wait_for_all`.
+    """
+    if group.size() == 1:
+        return []
+    data, width = _bytes(flat), flat.element_size()
+    parts = [data[first * width : last * width] for first, last in itertools.pairwise(bounds)]
+    if _are_even(bounds):
+        return [start_collective(_gather_into, data, parts[group.rank()], group=group)]
+    return [
+        start_collective(dist.broadcast, part, src=dist.get_global_rank(group, rank), group=group)
+        for rank, part in enumerate(parts)
+        if len(part)
+    ]
+
+
+def broadcast(flat: Tensor, group: ProcessGroup) -> None:
+    """Overwrite a flat buffer with the values of the group's first rank, and wait. Collective."""
+    if group.size() > 1:
+        first = dist.get_global_rank(group, 0)
+        work = start_collective(dist.broadcast, _bytes(flat), src=first, group=group)
+        wait_for(work, group, flat.device)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a tensor as uint8, because backends support different dtypes."""
+    return tensor.view(torch.uint8)
