@@ -118,9 +118,9 @@ def _read(filename: str) -> list[dict[str, State] | None]:
     saved = torch.load(filename, map_location="cpu", mmap=True, weights_only=True)
     if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
         raise ValueError(
-            f"{filename} was written by Megatron's own distributed optimizer. Load it with that, "
-            "save with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, and load "
-            "the result"
+            f"{filename} has no state of this package. If Megatron's own distributed optimizer "
+            "wrote the file, load the file with Megatron's optimizer, save with --ckpt-format "
+            "torch_dist --dist-ckpt-optim-fully-reshardable, and load the result"
         )
     parts: list[dict[str, State] | None] = saved["parts"]
     return parts
