@@ -17,9 +17,8 @@ from support import interpreter
 from support.one_rank import one_rank as in_one_rank
 
 if not torch.cuda.is_available() and "triton" not in sys.modules:
-    os.environ.setdefault(
-        "TRITON_INTERPRET", "1"
-    )  # read when Triton is imported: its kernels run on the CPU then
+    # read when Triton is imported: its kernels run on the CPU then
+    os.environ.setdefault("TRITON_INTERPRET", "1")
     interpreter.look_once()
 
 # Read when cuBLAS is first used: up to torch 2.9 a deterministic matmul raises without it.

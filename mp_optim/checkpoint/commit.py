@@ -75,9 +75,8 @@ def publish(target: Path, keep: int | None) -> None:
     replace_durably(root / LATEST, f"{target.name}\n".encode())
     others = [path for path in complete_versions(root) if path != target]
     for old in [] if keep is None else others[: max(0, len(others) - keep + 1)]:
-        doomed = old.with_name(
-            f".{old.name}.deleted"
-        )  # A version that is deleted in part must not look complete, so it is renamed first.
+        # A version that is deleted in part must not look complete, so it is renamed first.
+        doomed = old.with_name(f".{old.name}.deleted")
         old.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 

@@ -174,9 +174,8 @@ def _read(file: BinaryIO, copy: _Copy, version: Path) -> None:
     begin, end = copy.rows()
     file.seek(begin)
     is_of_host = copy.target.device.type == "cpu" and copy.target.is_contiguous()
-    if (
-        is_of_host and copy.part.sizes[1:] == copy.box.place.sizes[1:]
-    ):  # Whole rows of the box are the elements of the target, so they are read without a copy.
+    # Whole rows of the box are the elements of the target, so they are read without a copy.
+    if is_of_host and copy.part.sizes[1:] == copy.box.place.sizes[1:]:
         _fill(file, byte_view(copy.target), version, copy)
         return
     first_dim, *others = copy.part.sizes or (1,)

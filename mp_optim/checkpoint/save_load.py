@@ -188,9 +188,8 @@ def save(
         busy = {key for handle in list(_handles) if not handle.done() for key in handle.concerned}
         free = next(lane for n in itertools.count() if (lane := f"lane {n}") not in busy)
         lane = ranks.broadcast(free)
-        finish_previous(
-            {lane}
-        )  # The first rank's save in this lane is complete, so the save of this rank is, too.
+        # The first rank's save in this lane is complete, so the save of this rank is, too.
+        finish_previous({lane})
         work = partial(_write, writing, content, target, keep, ranks.in_lane(lane, process_group))
         handle = SaveHandle(target, work, writing.wait_for_device, {*concerned, lane})
     except BaseException:
@@ -250,9 +249,8 @@ def _write(writing: Writing, common: bytes, target: Path, keep: int | None, rank
         ranks.run_on_first(f"completing {target}", commit)
     except Exception:
         if ranks.rank == 0:
-            shutil.rmtree(
-                staging, ignore_errors=True
-            )  # Free the space of the failed version, because the disk may be full.
+            # Free the space of the failed version, because the disk may be full.
+            shutil.rmtree(staging, ignore_errors=True)
         raise
     finally:
         writing.give_back()

@@ -266,9 +266,8 @@ class Writing:
         Raises:
             OSError: a file cannot be written; the message has its path.
         """
-        threads = host_share().threads // (
-            1 if self._lent is None else 2
-        )  # Training uses the other cores during a background save.
+        # Training uses the other cores during a background save.
+        threads = host_share().threads // (1 if self._lent is None else 2)
         names = (f"__{self.rank}_{number}.distcp" for number in itertools.count())
         paths = map(self.folder.joinpath, names)
         return _write_files(list(zip(_by_file(self.items, threads), paths, strict=False)))

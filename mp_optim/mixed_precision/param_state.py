@@ -43,9 +43,8 @@ def as_sharded(local: Tensor, param: Tensor, key: str = "") -> Tensor:
         return local
     from torch.distributed.tensor import DTensor
 
-    if (
-        local.device.type != param.device_mesh.device_type
-    ):  # DTensor.from_local() would move the tensor to the device of the mesh.
+    # DTensor.from_local() would move the tensor to the device of the mesh.
+    if local.device.type != param.device_mesh.device_type:
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
         meta = TensorMeta(param.shape, param.stride(), local.dtype)

@@ -369,9 +369,8 @@ def _read(path: Path, tenant: StackOptimizer) -> None:
     state = torch.load(path, map_location="cpu", weights_only=True)
     params = [param for _, param in iter_slots(tenant.param_groups)]
     values = [param.detach().clone() for param in params]
-    load_checked(
-        tenant, state, convert=True
-    )  # A remainder is joined with any weights, as in a step.
+    # A remainder is joined with any weights, as in a step.
+    load_checked(tenant, state, convert=True)
     for param, value in zip(params, values, strict=True):
         param.data.copy_(value)
     path.unlink()

@@ -277,9 +277,8 @@ def _missing(group: ProcessGroup, doing: str) -> str:
     because the process that hosts it may have ended or be stopped."""
     ranks = dist.get_process_group_ranks(group)
     answer = in_background(lambda: _by_notes(_notes(group), ranks, doing))
-    with contextlib.suppress(
-        RuntimeError, futures.TimeoutError
-    ):  # The store is missing, or it does not answer in time.
+    # The store is missing, or it does not answer in time.
+    with contextlib.suppress(RuntimeError, futures.TimeoutError):
         return answer.result(_PATIENCE + _STORE)
     return (
         "the store is gone, or does not answer: the process that keeps it, perhaps rank 0, has "

@@ -199,9 +199,8 @@ def weights_loaded_alone_are_stepped_from(make: Make) -> None:
         model, optimizer = trained(make, 3, dtype)
         other = {name: value * 0 + 3.0 for name, value in model.state_dict().items()}
         model.load_state_dict(other)
-        set_rates(
-            optimizer, 1e-3
-        )  # Use a small rate, because a step with a large rate may rightly move weights of 3.0 far.
+        # Use a small rate, because a step with a large rate may rightly move weights of 3.0 far.
+        set_rates(optimizer, 1e-3)
         train(model, optimizer, 1, 3)
         for now in weights(model):
             off = float((now.float() - 3.0).abs().max())

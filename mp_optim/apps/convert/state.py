@@ -337,9 +337,8 @@ def export_state(optimizer: SlotKeyedOptimizer) -> ForeignState:
             if key not in (REMAINDER, AVERAGE)
         }
         state[name] = {key: _gathered(value) for key, value in found.items()}
-        if (
-            "exp_avg_sq" in found
-        ):  # Adam of other libraries stores exp_avg even with beta1=0, but does not read it then.
+        # Adam of other libraries stores exp_avg even with beta1=0, but does not read it then.
+        if "exp_avg_sq" in found:
             zeros = torch.zeros_like(state[name]["exp_avg_sq"])
             state[name].setdefault("exp_avg", zeros)
         if found:
@@ -367,10 +366,8 @@ def to_file(foreign: ForeignState, path: str | os.PathLike[str]) -> None:
     scaler = foreign.grad_scaler
     groups = [{"names": list(g.names), "settings": dict(g.settings)} for g in foreign.groups]
     states = {}
-    for (
-        name,
-        state,
-    ) in foreign.state.items():  # Clone each tensor, because saving a view saves its whole storage.
+    for name, state in foreign.state.items():
+        # Clone each tensor, because saving a view saves its whole storage.
         states[name] = {key: value.detach().clone() for key, value in state.items()}
     content = {
         "format": _FORMAT,

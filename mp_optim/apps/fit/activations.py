@@ -336,9 +336,8 @@ def checkpoint_blocks(model: Any, on: bool = True) -> None:
     """
     how = {"use_reentrant": False, "preserve_rng_state": False}
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", FutureWarning
-        )  # Ignore deprecations, because every version of transformers has these methods.
+        # Ignore deprecations, because every version of transformers has these methods.
+        warnings.simplefilter("ignore", FutureWarning)
         if on:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
         else:

@@ -303,9 +303,8 @@ def _seconds(found: Estimate, rates: Rates, place: str) -> float:
     form = Form("as planned", state, reads_param=False)
     seconds = (params - away) * (GRAD + form.update) / rates.machine.device
     if away and place == "streamed":
-        comes_too = (
-            2 if config.release_gradients else 0
-        )  # Released gradients are stored on the host, so they are copied with the state.
+        # Released gradients are stored on the host, so they are copied with the state.
+        comes_too = 2 if config.release_gradients else 0
         carried = replace(form, state=form.state + comes_too)
         seconds += streamed(rates.machine, carried, away)
     elif away:

@@ -73,9 +73,8 @@ class MegatronAdapter(torch.optim.Optimizer):
         # While the object is unpickled it has no stack yet, and a lookup would not end.
         if name == "stack":
             raise AttributeError(name)
-        if (
-            name == "chained_optimizers"
-        ):  # Raise, because Megatron's callers use this attribute to recognize a chain.
+        # Raise, because Megatron's callers use this attribute to recognize a chain.
+        if name == "chained_optimizers":
             raise AttributeError("a part of a chain has no chained_optimizers")
         return getattr(self.stack, name)
 
@@ -384,9 +383,8 @@ class MegatronAdapter(torch.optim.Optimizer):
             ValueError: Megatron's format cannot hold this state, or is not supported; the message
                 names a format to use.
         """
-        from mp_optim.apps.megatron import (
-            dist_checkpointing,
-        )  # Import here, because the module needs Megatron.
+        # Import here, because the module needs Megatron.
+        from mp_optim.apps.megatron import dist_checkpointing
 
         elsewhere = self._elsewhere or [[] for _ in self.stack.chained_optimizers]
         settings: dict[str, Any] = {} if metadata is None else metadata

@@ -61,9 +61,8 @@ def serve(kind: str, pipe: Connection, log: str) -> None:
 
 
 def _as_process(job: dict[str, Any], pipe: Connection) -> None:
-    timeout = distributed_c10d.default_pg_timeout = timedelta(
-        seconds=job["timeout"]
-    )  # of meshes' groups too
+    # of meshes' groups too
+    timeout = distributed_c10d.default_pg_timeout = timedelta(seconds=job["timeout"])
     store = dist.TCPStore(*job["store"], is_master=False, timeout=timeout)
     dist.init_process_group(
         "gloo",
@@ -85,9 +84,8 @@ def _as_threads(job: dict[str, Any], pipe: Connection) -> None:
     outcomes = [Outcome(error="ended, because another rank failed") for _ in range(ranks)]
 
     def work(rank: int) -> None:
-        with contextlib.suppress(
-            SystemExit
-        ):  # how a collective ends that waits for a rank that failed
+        # how a collective ends that waits for a rank that failed
+        with contextlib.suppress(SystemExit):
             dist.init_process_group("threaded", rank=rank, world_size=ranks, store=store)
             outcomes[rank] = perform(job["case"], job["phase"], rank, job["folder"])
             if outcomes[rank].error:

@@ -85,9 +85,8 @@ def train_and_save(root: str, asynchronous: bool, keep: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with (
-        tempfile.TemporaryDirectory() as warm
-    ):  # Imports and kernel proofs run before the first fork.
+    # Imports and kernel proofs run before the first fork.
+    with tempfile.TemporaryDirectory() as warm:
         checkpoint.save(warm, *build())
         checkpoint.load(warm, *build())
     for line in sys.stdin:

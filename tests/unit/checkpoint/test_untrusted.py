@@ -192,9 +192,8 @@ def test_unpickler_calls_and_changes_no_global(found, changes):
     module, name = found
     own = vars(sys.modules[module]).get(name)
     before = dict(vars(own)) if isinstance(own, type) else None
-    call = (
-        b"(I1\ntR" if not changes else b"N}S'x'\nI1\ns\x86b"
-    )  # Call the global, or set one of its attributes.
+    # Call the global, or set one of its attributes.
+    call = b"(I1\ntR" if not changes else b"N}S'x'\nI1\ns\x86b"
     pickled = b"\x80\x02c" + f"{module}\n{name}\n".encode() + call + b"."
     try:
         made = InertUnpickler(io.BytesIO(pickled)).load()

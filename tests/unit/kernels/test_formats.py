@@ -184,9 +184,8 @@ def test_noise_of_a_part_equals_noise_of_its_own_stream(seed: int, stream: int, 
 
 
 def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
-    value = torch.full(
-        (200_000,), 1.0 + 2.0**-9
-    )  # a quarter of the way between two bfloat16 numbers
+    # a quarter of the way between two bfloat16 numbers
+    value = torch.full((200_000,), 1.0 + 2.0**-9)
     rounded = torch.empty_like(value, dtype=torch.bfloat16)
     encode_(value, rounded, None, False, Noise(1, 2))
     # The mean of n draws deviates by a few times sqrt(p (1 - p) / n) steps.
@@ -219,9 +218,8 @@ def test_4_bit_codes_are_unchanged_after_decoding_and_encoding_again(
 
 
 def test_stochastic_remainders_are_unbiased() -> None:
-    value = (
-        torch.full((200_000,), 1.0).view(torch.int32).add_(64).view(torch.float32)
-    )  # a quarter of a step
+    # a quarter of a step
+    value = torch.full((200_000,), 1.0).view(torch.int32).add_(64).view(torch.float32)
     param, remainder = (
         torch.empty_like(value, dtype=torch.bfloat16),
         torch.empty_like(value, dtype=torch.int8),

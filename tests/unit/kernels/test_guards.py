@@ -326,9 +326,8 @@ def test_sharded_lamb_steps_by_reference_when_apex_is_chosen(standins: Gpu) -> N
         optimizer = FusedLAMB([param], lr=0.01, max_grad_norm=0.0, backend=name)
         del standins.calls[:]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                dist, "all_reduce", lambda sums, op, group, async_op: sums[:, 0].mul_(4)
-            )  # simulates four ranks
+            # simulates four ranks
+            patch.setattr(dist, "all_reduce", lambda sums, op, group, async_op: sums[:, 0].mul_(4))
             patch.setattr("mp_optim.kernels.sums.wait_for", lambda *_: None)
             no_guard = lambda group: lambda doing: contextlib.nullcontext()  # noqa: E731
             patch.setattr("mp_optim.kernels.sums.naming_missing_ranks", no_guard)

@@ -58,9 +58,8 @@ def test_native_kernels_have_no_sanitizer_reports(sanitizers: str, tmp_path: Pat
         *flags, *(str(tmp_path / f"{source.stem}.o") for source in sources), "-o", str(program)
     )
     ran = subprocess.run([str(program)], capture_output=True, text=True, check=False, timeout=240)
-    if (
-        "unexpected memory mapping" in ran.stderr
-    ):  # ThreadSanitizer does not support systems that randomise addresses widely.
+    # ThreadSanitizer does not support systems that randomise addresses widely.
+    if "unexpected memory mapping" in ran.stderr:
         ran = subprocess.run(
             ["setarch", "--addr-no-randomize", str(program)],
             capture_output=True,

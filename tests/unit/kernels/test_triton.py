@@ -69,9 +69,8 @@ def test_triton_sums_of_several_rounds_equal_reference(small_chunks: None) -> No
 def test_triton_sum_reads_elements_past_32_bit_indices() -> None:
     from mp_optim.kernels.triton.kernels import sums
 
-    big = torch.from_numpy(np.zeros(2**32 + 9000, np.int16)).view(
-        torch.bfloat16
-    )  # untouched pages take no memory
+    # untouched pages take no memory
+    big = torch.from_numpy(np.zeros(2**32 + 9000, np.int16)).view(torch.bfloat16)
     big[-1], big[2**32 - 16384] = 3.0, 5.0
     owners = torch.zeros(2, dtype=torch.int32)
     first = torch.tensor([-(2**32 // 16384 - 1)], dtype=torch.int32)

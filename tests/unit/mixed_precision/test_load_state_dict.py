@@ -252,9 +252,8 @@ def test_step_refuses_remainders_and_changes_nothing_when_weights_differ(precisi
     # Weights and remainder of this parameter belong together.
     assert other.state[other_model.dense]["step"] == 3
     assert all(same_bits(a, b) for a, b in zip(before, other_model.parameters(), strict=True))
-    other_model.load_state_dict(
-        model.state_dict()
-    )  # Loading the weights afterwards is as good as loading them first.
+    # Loading the weights afterwards is as good as loading them first.
+    other_model.load_state_dict(model.state_dict())
     assert train(other_model, other, 2, start=3) == train(model, optimizer, 2, start=3)
     assert not [w for w in recwarn if "written from" in str(w.message)]
 
@@ -275,7 +274,6 @@ def test_load_state_dict_drops_remainders_of_other_weights_on_request():
         train(other_model, other, 1, start=3)
     wide = {"store_param_remainders": False}
     _, other = build("bf16-remainder", seed=5, **wide)
-    with pytest.raises(
-        ValueError, match="remainders were saved"
-    ):  # FP32 main params would be joined from these remainders and the wrong upper halves.
+    # FP32 main params would be joined from these remainders and the wrong upper halves.
+    with pytest.raises(ValueError, match="remainders were saved"):
         other.load_state_dict(saved)

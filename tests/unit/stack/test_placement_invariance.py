@@ -98,7 +98,6 @@ def test_offloaded_main_params_are_allocated_together_on_the_host():
             (p for g in hybrid.param_groups for p in g["params"]), key=torch.Tensor.data_ptr
         )
         assert all(main.dtype == torch.float32 for main in mains)
-        for before, after in itertools.pairwise(
-            mains
-        ):  # Main params are adjacent in one allocation, aligned to 64 bytes.
+        # Main params are adjacent in one allocation, aligned to 64 bytes.
+        for before, after in itertools.pairwise(mains):
             assert after.data_ptr() == before.data_ptr() + -(-before.nbytes // 64) * 64

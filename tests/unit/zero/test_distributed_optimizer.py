@@ -74,9 +74,8 @@ def test_distributed_optimizer_trains_like_one_process(ranks):
         optimizer.zero_grad()
         losses = [model(tokens_of(step, rank, 0), rank % 2 == 1) for rank in range(size)]
         torch.stack(losses).mean().backward()
-        model.unused.grad = torch.zeros_like(
-            model.unused
-        )  # Reduction turns a missing gradient into zeros.
+        # Reduction turns a missing gradient into zeros.
+        model.unused.grad = torch.zeros_like(model.unused)
         norm = optimizer.step().grad_norm
         assert ranks[0][repr(Case(size, "fp32", "optim"))]["norms"][step] == pytest.approx(
             norm, rel=1e-6
