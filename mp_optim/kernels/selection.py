@@ -262,7 +262,7 @@ def warn_of_missing_kernels(fused_backend: str, rule: str, groups: ParamGroups) 
 @cache
 def _warn_once(reason: str) -> None:
     warn(
-        f"native kernels are missing ({reason}), so steps on the host take 16 to 17 times as "
+        f"native kernels are missing ({reason}), so steps on the host take about 11 times as "
         "long, with the same bits. On a CPU with AVX2, AVX-512 or NEON, install a wheel of "
         "mp_optim, or install it again with a C++ compiler (g++ or clang++). "
         f"{ENVIRONMENT}=off turns this warning off"
