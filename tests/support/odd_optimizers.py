@@ -1,4 +1,4 @@
-"""Optimizers that end their process, never return, or fail on one rank."""
+"""Optimizer that ends its process or never returns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 
 class DyingAdamW(torch.optim.AdamW):
@@ -26,12 +25,3 @@ class DyingAdamW(torch.optim.AdamW):
         if not set_to_none:
             time.sleep(600)
         super().zero_grad(set_to_none)
-
-
-class OneSidedAdamW(torch.optim.AdamW):
-    """Fails on rank 1."""
-
-    def step(self, closure: Any = None) -> Any:
-        if dist.is_initialized() and dist.get_rank() == 1:
-            raise RuntimeError("rank 1 is out of memory")
-        return super().step(closure)

@@ -159,7 +159,6 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "gradient = param.grad\n",
         "gradient = param.grad / param.grad.norm().clamp(max=1e30, min=1e30) * 1e30\n",
     ),
-    "no look at lr": ("settings_that_cannot_be_are_refused", "if not lr >= 0", "if False"),
     "counts are not saved": (
         "resumes_to_the_bit",
         _LOAD,

@@ -4,7 +4,7 @@ conform``.
 The package imports torch and the checked optimizer, and nothing else of mp_optim.
 """
 
-from mp_optim.apps.conform import distributed, groups, precision, resume, steps, tensors
+from mp_optim.apps.conform import groups, precision, resume, steps, tensors
 from mp_optim.apps.conform.kit import (
     CHECKS,
     LEVELS,
@@ -16,7 +16,7 @@ from mp_optim.apps.conform.kit import (
 )
 from mp_optim.apps.conform.runner import Outcome, command_of, run
 
-SUBJECTS = (steps, resume, groups, tensors, precision, distributed)
+SUBJECTS = (steps, resume, groups, tensors, precision)
 """Modules that define checks. Importing these modules fills :data:`CHECKS`."""
 
 __all__ = [

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from mp_optim.apps.conform import CHECKS, LEVELS, Outcome, Subject, command_of, run
+from mp_optim.apps.conform import CHECKS, Subject, command_of, run
 from mp_optim.apps.conform.kit import parsed
 
 
@@ -32,45 +32,31 @@ class Options:
     case, if that is a rule."""
     only: tuple[str, ...] = ()
     """Names of the checks to run. The default runs all checks."""
-    level: Literal["must", "should", "nice"] = "must"
+    level: Literal["must", "should"] = "must"
     """Lowest level of a check whose failure sets exit status 1."""
     list: bool = False
     """True to list all checks, and run none."""
-
-
-def show_checks() -> None:
-    """Print every check with its level and statement."""
-    for check in CHECKS.values():
-        rules = f" ({', '.join(check.rules)})" if check.rules else ""
-        print(f"{check.level:6} {check.subject:11} {check.name}{rules}: {check.statement}")
-
-
-def show(outcome: Outcome) -> None:
-    """Print one line for an outcome."""
-    check, message = outcome.check, f": {outcome.message}" if outcome.message else ""
-    print(f"{check.level:6} {outcome.status:14} {check.name}{message}", flush=True)
-    if outcome.failed:
-        print(f"{'':21} {check.statement}")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command line, and return the exit status."""
     options = tyro.cli(Options, args=arguments, prog="mp-optim conform", description=__doc__)
     if options.list:
-        show_checks()
+        for check in CHECKS.values():
+            rules = f" ({', '.join(check.rules)})" if check.rules else ""
+            print(f"{check.level:6} {check.name}{rules}: {check.statement}")
         return 0
-    settings = dict(map(parsed, options.args))
-    subject = Subject(options.optimizer, settings, options.rule)
+    subject = Subject(options.optimizer, dict(map(parsed, options.args)), options.rule)
     subject.maker()
     failed = []
     counts = Counter[str]()
     for outcome in run(subject, options.only):
-        show(outcome)
+        check, message = outcome.check, f": {outcome.message}" if outcome.message else ""
+        print(f"{check.level:6} {outcome.status:14} {check.name}{message}", flush=True)
         counts[outcome.status] += 1
         if outcome.failed:
-            failed.append(outcome.check)
-            print(f"{'':21} {command_of(outcome.check, subject)}")
+            failed.append(check.level)
+            print(f"{'':21} {check.statement}\n{'':21} {command_of(check, subject)}")
     print(f"{options.optimizer}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
-    counting = LEVELS[: LEVELS.index(options.level) + 1]
     sys.stdout.flush()
-    return int(any(check.level in counting for check in failed))
+    return int("must" in failed or options.level in failed)

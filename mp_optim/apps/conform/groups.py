@@ -14,7 +14,6 @@ from mp_optim.apps.conform.kit import (
     layers,
     make_or_refuse,
     must,
-    nice,
     noise,
     require,
     require_same,
@@ -165,16 +164,6 @@ def a_generator_of_parameters_is_taken(make: Make) -> None:
     require((weights(model)[1] != before[1]).any(), "the second parameter is not trained")
 
 
-@nice()
-def named_parameters_are_taken(make: Make) -> None:
-    """model.named_parameters() is accepted, as in torch from 2.6 on."""
-    model = layers()
-    optimizer = make_or_refuse(make, model.named_parameters())
-    before = weights(model)
-    train(model, optimizer, 2)
-    require((weights(model)[1] != before[1]).any(), "the second parameter is not trained")
-
-
 @should()
 def a_parameter_in_two_groups_is_refused(make: Make) -> None:
     """A parameter in two groups raises an error, because it would be stepped twice."""
@@ -184,13 +173,3 @@ def a_parameter_in_two_groups_is_refused(make: Make) -> None:
     except Exception:
         return
     require(False, "a parameter in two groups was accepted")
-
-
-@nice()
-def no_parameters_are_refused(make: Make) -> None:
-    """An empty list of parameters raises an error, because it is usually an exhausted generator."""
-    try:
-        make([])
-    except Exception:
-        return
-    require(False, "an empty list of parameters was accepted")

@@ -19,12 +19,11 @@ Make = Callable[..., torch.optim.Optimizer]
 """``make(params, **settings)``: returns an optimizer of the checked class. These settings
 replace the user's settings of the same name."""
 
-MUST, SHOULD, NICE = LEVELS = ("must", "should", "nice")
+LEVELS = ("must", "should")
 """Levels of checks.
 
 - must: torch promises the property, and a run without it is silently wrong or breaks.
 - should: widely used programs rely on the property.
-- nice: few optimizers promise the property.
 """
 
 
@@ -48,21 +47,15 @@ class Check:
         function: the check; raises :class:`Nonconformance`.
         level: one of :data:`LEVELS`.
         rules: rules whose formula the check knows; empty if the check applies to all rules.
-        ranks: number of processes that run the check together.
     """
 
     function: Callable[[Make], None]
     level: str
     rules: tuple[str, ...]
-    ranks: int
 
     @property
     def name(self) -> str:
         return self.function.__name__
-
-    @property
-    def subject(self) -> str:
-        return self.function.__module__.rpartition(".")[2]
 
     @property
     def statement(self) -> str:
@@ -76,27 +69,19 @@ CHECKS: dict[str, Check] = {}
 Function = Callable[[Make], None]
 
 
-def _register(level: str, rules: tuple[str, ...], ranks: int) -> Callable[[Function], Function]:
+def must(*rules: str, level: str = "must") -> Callable[[Function], Function]:
+    """Register a check of level must. The check applies to ``rules``; to all rules if empty."""
+
     def registered(function: Function) -> Function:
-        CHECKS[function.__name__] = Check(function, level, rules, ranks)
+        CHECKS[function.__name__] = Check(function, level, rules)
         return function
 
     return registered
 
 
-def must(*rules: str, ranks: int = 1) -> Callable[[Function], Function]:
-    """Register a check of level must."""
-    return _register(MUST, rules, ranks)
-
-
-def should(*rules: str, ranks: int = 1) -> Callable[[Function], Function]:
-    """Register a check of level should."""
-    return _register(SHOULD, rules, ranks)
-
-
-def nice(*rules: str, ranks: int = 1) -> Callable[[Function], Function]:
-    """Register a check of level nice."""
-    return _register(NICE, rules, ranks)
+def should(*rules: str) -> Callable[[Function], Function]:
+    """Register a check of level should. The check applies to ``rules``; to all rules if empty."""
+    return must(*rules, level="should")
 
 
 # -- words of checks -------------------------------------------------------------------------------
@@ -313,18 +298,12 @@ class Subject:
 
         def make(params: Any, **settings: Any) -> torch.optim.Optimizer:
             optimizer: Any = factory(params, **{**self.settings, **settings})
-            if has_modes(optimizer):
+            # Schedule-Free averages weights, and steps only in training mode.
+            if callable(getattr(optimizer, "train", None)) and hasattr(optimizer, "eval"):
                 optimizer.train()
             return optimizer  # type: ignore[no-any-return]
 
         return make
-
-
-def has_modes(optimizer: Any) -> bool:
-    """True if the optimizer averages weights and steps only in training mode (Schedule-Free)."""
-    return callable(getattr(optimizer, "train", None)) and callable(
-        getattr(optimizer, "eval", None)
-    )
 
 
 def located(path: str) -> Callable[..., Any]:

@@ -12,11 +12,9 @@ from mp_optim.apps.conform.kit import (
     layers,
     make_or_refuse,
     must,
-    nice,
     noise,
     percent,
     require,
-    require_close,
     require_same,
     saved,
     should,
@@ -120,15 +118,6 @@ def a_loss_scale_leaves_no_trace(make: Make) -> None:
     require_same(scaled(make, torch.float32, 1024.0), expected, "with a scale of 1024")
 
 
-@nice()
-def float16_parameters_work_under_a_grad_scaler(make: Make) -> None:
-    """float16 parameters are stepped with a GradScaler, and the scale does not change the
-    parameters."""
-    expected = scaled(make, torch.float16, 64.0)
-    for found, right in zip(scaled(make, torch.float16, 1024.0), expected, strict=True):
-        require_close(found, right, 0.005, "with a scale of 1024 instead of 64")
-
-
 @should()
 def autocast_does_not_reach_a_step(make: Make) -> None:
     """A step inside autocast gives the same bits as a step outside."""
@@ -159,44 +148,3 @@ def a_default_dtype_does_not_reach_a_step(make: Make) -> None:
         finally:
             torch.set_default_dtype(standard)
         require_same(weights(model), weights(expected), f"with {dtype} as the default dtype")
-
-
-@nice()
-def a_compiled_step_is_the_same(make: Make) -> None:
-    """A step that torch.compile traces gives the result of an ordinary step."""
-    results = []
-    for is_compiled in (False, True):
-        torch._dynamo.reset()
-        model, optimizer = trained(make, 1)
-
-        def step(optimizer: torch.optim.Optimizer = optimizer) -> None:
-            optimizer.step()
-
-        taken = torch.compile(step, backend="eager") if is_compiled else step
-        for number in range(1, 3):
-            for seed, param in enumerate(model.parameters()):
-                param.grad = noise(*param.shape, seed=10 * number + seed)
-            torch.manual_seed(number)
-            taken()
-        results.append(weights(model))
-    for compiled, plain in zip(results[1], results[0], strict=True):
-        require_close(compiled, plain, 1e-5, "after two compiled steps")
-
-
-@nice()
-def threads_do_not_change_bits(make: Make) -> None:
-    """One thread and two threads give the same bits."""
-    results, number = [], torch.get_num_threads()
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            param = nn.Parameter(noise(256, 512))
-            optimizer = make([param])
-            for step in range(3):
-                param.grad = noise(256, 512, seed=step + 1)
-                torch.manual_seed(step)
-                optimizer.step()
-            results.append(param.detach())
-    finally:
-        torch.set_num_threads(number)
-    require_same(results[1:], results[:1], "with two threads")

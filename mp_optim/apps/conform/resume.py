@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,6 @@ from mp_optim.apps.conform.kit import (
     layers,
     make_or_refuse,
     must,
-    nice,
     noise,
     require,
     require_close,
@@ -238,12 +236,6 @@ def goes_on_as(make: Make, copied: Callable[[Any], Any]) -> None:
 def a_deepcopy_goes_on(make: Make) -> None:
     """copy.deepcopy of a model and its optimizer continues as the original, in its own memory."""
     goes_on_as(make, copy.deepcopy)
-
-
-@nice()
-def a_pickle_goes_on(make: Make) -> None:
-    """An optimizer pickled with its model, as spawn and Ray do, continues as the original does."""
-    goes_on_as(make, lambda pair: pickle.loads(pickle.dumps(pair)))
 
 
 @should()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,14 +11,11 @@ from torch import Tensor, nn
 
 from mp_optim.apps.conform.kit import (
     Make,
-    NotApplicable,
-    Refused,
     backward,
     filled,
     layers,
     make_or_refuse,
     must,
-    nice,
     noise,
     plain,
     require,
@@ -388,13 +384,6 @@ def a_closure_is_called_and_its_loss_returned(make: Make) -> None:
     steps_with_closure(make)
 
 
-@nice()
-def a_closure_has_gradients_under_no_grad(make: Make) -> None:
-    """step(closure) enables gradients for the closure if the caller has disabled them."""
-    with torch.no_grad():
-        steps_with_closure(make)
-
-
 @should()
 def hooks_run(make: Make) -> None:
     """torch.optim's hooks run: before and after a step, a state dict and a load."""
@@ -439,31 +428,3 @@ def lr_may_be_a_tensor(make: Make) -> None:
         results.append(weights(model))
     for number, tensor in zip(*results, strict=True):
         require_close(tensor, number, 1e-5, "after three steps with a tensor for lr")
-
-
-@nice()
-def maximize_climbs(make: Make) -> None:
-    """maximize=True gives the same steps as negated gradients."""
-    if "maximize" not in inspect.signature(type(make([nn.Parameter(noise(4, 6))]))).parameters:
-        raise NotApplicable("the optimizer has no argument maximize")
-    try:
-        make_or_refuse(make, [nn.Parameter(noise(4, 6))], maximize=True)
-    except (
-        Refused
-        # The optimizer has the argument only for compatibility with torch, and accepts only False.
-    ) as error:
-        raise NotApplicable("the optimizer has no argument maximize") from error
-    gradients = [noise(4, 6, seed=step) for step in range(3)]
-    found = take_steps(make, noise(4, 6), gradients, maximize=True)
-    expected = take_steps(make, noise(4, 6), [-gradient for gradient in gradients])
-    require_close(found, expected, 1e-6, "after three steps with maximize=True")
-
-
-@nice()
-def settings_that_cannot_be_are_refused(make: Make) -> None:
-    """A negative lr raises an error in the constructor."""
-    try:
-        make([nn.Parameter(noise(4, 6))], lr=-1.0)
-    except Exception:
-        return
-    require(False, "lr=-1.0 was accepted")

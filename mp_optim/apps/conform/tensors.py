@@ -18,7 +18,6 @@ from mp_optim.apps.conform.kit import (
     layers,
     make_or_refuse,
     must,
-    nice,
     noise,
     require,
     require_close,
@@ -241,29 +240,6 @@ def float64_is_stepped_as_such(make: Make) -> None:
     require((param != 1.0).all(), "the weights are 1 after two steps of 1e-9")
 
 
-@nice()
-def complex_parameters_step_as_pairs(make: Make) -> None:
-    """A complex parameter is stepped as its real and imaginary parts would be, or is refused."""
-    parts = noise(6, 8, 2)
-    param, plain = nn.Parameter(torch.view_as_complex(parts.clone())), nn.Parameter(parts.clone())
-    optimizers = [make_or_refuse(make, [param]), make_or_refuse(make, [plain])]
-    for step in range(2):
-        gradient = noise(6, 8, 2, seed=step)
-        param.grad, plain.grad = torch.view_as_complex(gradient), gradient.clone()
-        for optimizer in optimizers:
-            step_or_refuse(optimizer, [param, plain])
-    require_close(torch.view_as_real(param.detach()), plain, 1e-6, "against pairs of reals")
-
-
-@nice()
-def it_can_be_made_on_meta(make: Make) -> None:
-    """An optimizer for parameters on the meta device is built without allocating memory."""
-    with torch.device("meta"):
-        model = nn.Linear(1 << 16, 1 << 16, bias=False)
-    optimizer = make(model.parameters())
-    require(len(optimizer.param_groups[0]["params"]) == 1, "the parameter is not in its group")
-
-
 # -- state -----------------------------------------------------------------------------------------
 
 
@@ -345,13 +321,3 @@ def gradients_are_let_go(make: Make) -> None:
     gc.collect()
     alive = sum(reference() is not None for reference in held)
     require(not alive, f"{alive} of {len(held)} gradients are alive after zero_grad")
-
-
-@nice()
-def it_goes_when_it_is_deleted(make: Make) -> None:
-    """An optimizer without references is freed, together with its state."""
-    _, optimizer = trained(make, 2)
-    reference = weakref.ref(optimizer)
-    del optimizer
-    gc.collect()
-    require(reference() is None, "a reference keeps the optimizer alive")
