@@ -31,7 +31,7 @@ def check_config(config: ConfigFields) -> None:
     """Check all fields of a config, and convert their values in place.
 
     Raises:
-        ValueError: a value is out of range, contradicts another value, or has no effect.
+        ValueError: a value is out of range, or conflicts with another value.
     """
     check_fields(config)
     for low, high in _FLOORS:

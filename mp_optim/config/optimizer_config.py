@@ -58,7 +58,7 @@ class OptimizerConfig(ConfigFields):
 
     Raises:
         TypeError: a field is unknown, or is given under two names.
-        ValueError: a value is out of range, contradicts another value, or has no effect.
+        ValueError: a value is out of range, or conflicts with another value.
     """
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class OptimizerConfig(ConfigFields):
         may be assigned after construction.
 
         Raises:
-            ValueError: a value is out of range, contradicts another value, or has no effect.
+            ValueError: a value is out of range, or conflicts with another value.
         """
         check_config(self)
 
@@ -84,7 +84,7 @@ class OptimizerConfig(ConfigFields):
 
         Raises:
             TypeError: a field is unknown, or is given under two names.
-            ValueError: a value is out of range, contradicts another value, or has no effect.
+            ValueError: a value is out of range, or conflicts with another value.
         """
         return cls(**settings)
 
