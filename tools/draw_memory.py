@@ -18,8 +18,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from mp_optim import plan
-from mp_optim.apps.fit.model_plan import FORMS, specs_of
-from mp_optim.apps.fit.plan_command import GIB
+from mp_optim.apps.fit.model_plan import specs_of
+from mp_optim.apps.fit.plan_command import FORMS, GIB
 from mp_optim.factory.memory_plan import MemoryPlan
 from training.loading import load_yaml
 from training.models import hf_config

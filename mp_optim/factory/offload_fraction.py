@@ -48,19 +48,19 @@ def with_fraction(config: OptimizerConfig, fraction: float) -> OptimizerConfig:
     )
 
 
+_STEPS = 64
+"""Number of equal intervals between the fractions 0 and 1 that are tried."""
+
+
 def least(
-    plan_of: Callable[[OptimizerConfig], MemoryPlan],
-    config: OptimizerConfig,
-    gpu_memory: int,
-    steps: int = 64,
+    plan_of: Callable[[OptimizerConfig], MemoryPlan], config: OptimizerConfig, gpu_memory: int
 ) -> MemoryPlan:
-    """Return the plan with the smallest offload fraction that fits.
+    """Return the plan with the smallest offload fraction, in 64ths, that fits.
 
     Args:
         plan_of: function from a config to its plan.
         config: config to change the fraction of.
         gpu_memory: bytes on the accelerator for parameters, gradients and optimizer.
-        steps: number of equal intervals between the fractions 0 and 1 that are tried.
 
     Raises:
         ValueError: no fraction fits; the message has the needed bytes and other settings.
@@ -70,7 +70,7 @@ def least(
     low, high = 0, 0
     best = plan_of(with_fraction(config, 0.0))
     if best.accelerator.total > gpu_memory:
-        high, best = steps, plan_of(with_fraction(config, 1.0))
+        high, best = _STEPS, plan_of(with_fraction(config, 1.0))
     if best.accelerator.total > gpu_memory:
         raise ValueError(
             f"gpu_memory={in_words(gpu_memory)}: with the whole optimizer on the host the "
@@ -82,7 +82,7 @@ def least(
     # Bisect, because above 0.0 a larger fraction never needs more accelerator memory.
     while low < high:
         middle = (low + high) // 2
-        tried = plan_of(with_fraction(config, middle / steps))
+        tried = plan_of(with_fraction(config, middle / _STEPS))
         if tried.accelerator.total <= gpu_memory:
             best, high = tried, middle
         else:

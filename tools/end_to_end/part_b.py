@@ -132,7 +132,7 @@ def chosen(options: fit.Options, tried: str) -> tuple[Estimate, Limits]:
         ids = torch.zeros((options.batch, options.seq), dtype=torch.long, device="cpu")
         return module(ids, ids)  # type: ignore[no-any-return]
 
-    recipe = Recipe(options.model, "AutoModel", options.batch, options.seq)
+    recipe = Recipe(options.model, "AutoModel")
     made = fit.Program(model, loss_of, model.shape.vocab, recipe, False)
     candidates = list(fit.candidates(options))
     found = fit.choose(options, made, filter(_is_released, candidates) if tried else candidates)

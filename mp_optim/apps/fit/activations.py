@@ -9,7 +9,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,13 +56,11 @@ class Timeline:
 
     Attributes:
         moments: moments in order.
-        saved: bytes saved for backward at the end of forward.
         buffers: bytes of the model's buffers.
         grads: bytes of all gradients.
     """
 
     moments: list[Moment] = field(default_factory=list)
-    saved: int = 0
     buffers: int = 0
     grads: int = 0
 
@@ -93,12 +91,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.timeline = Timeline()
         self.phase = "forward"
         self._rounded, self._vocabulary = rounded, vocabulary
-        self._known = (
-            # Keep references to the storages, so that no new storage gets the id of a freed one.
-            known
-        )
+        # Keep references to the storages, so that no new storage gets the id of a freed one.
+        self._known = known
         self._live: dict[int, tuple[str, int]] = {id(storage): ("known", 0) for storage in known}
-        self._bytes = {"known": 0, "activations": 0, "logits": 0, "grads": 0}
+        self.bytes = {"known": 0, "activations": 0, "logits": 0, "grads": 0}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -120,15 +116,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind = "logits" if is_logits else "activations"
         size = self._rounded(storage.nbytes())
         self._live[id(storage)] = kind, size
-        self._bytes[kind] += size
+        self.bytes[kind] += size
         weakref.finalize(storage, self._free, id(storage))
 
     def _free(self, key: int) -> None:
         kind, size = self._live.pop(key)
-        self._bytes[kind] -= size
+        self.bytes[kind] -= size
 
     def _note(self) -> None:
-        sizes = self._bytes
+        sizes = self.bytes
         live = sizes["activations"] + sizes["logits"]
         self.timeline.moments.append(Moment(self.phase, live, sizes["logits"], sizes["grads"]))
 
@@ -139,44 +135,37 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind, size = self._live.get(key, ("known", 0))
         if kind in ("activations", "logits"):
             self._live[key] = "grads", size
-            self._bytes[kind] -= size
-            self._bytes["grads"] += size
+            self.bytes[kind] -= size
+            self.bytes["grads"] += size
             self._note()
-
-    def forward_is_over(self) -> None:
-        """Mark the end of forward and the start of backward."""
-        self.timeline.saved = self._bytes["activations"] + self._bytes["logits"]
-        self.phase = "backward"
-
-    def is_over(self) -> Timeline:
-        """Return the counts of the step."""
-        self.timeline.grads = self._bytes["grads"]
-        return self.timeline
 
 
 @contextmanager
-def _fused_dropout() -> Iterator[None]:
+def _replaced(module: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
+    """Replace a module's function while the context is open."""
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+def _without_dropout() -> AbstractContextManager[None]:
     """Remove dropout from fused attention while the context is open.
 
     Fused GPU kernels generate the dropout mask again in backward and store no mask. The CPU kernel
     has no dropout: torch would fall back to attention that stores its weights. The function is
     replaced because a TorchFunctionMode does not apply to forwards that checkpointing runs again.
     """
-    module: Any = nn.functional
-    attention = module.scaled_dot_product_attention
+    attention: Any = nn.functional.scaled_dot_product_attention
 
-    def without_dropout(*args: Any, **kwargs: Any) -> Tensor:
+    def without_dropout(*args: Any, **kwargs: Any) -> Any:
         if len(args) > 4:
-            args = (*args[:4], 0.0, *args[5:])
-        elif "dropout_p" in kwargs:
-            kwargs["dropout_p"] = 0.0
-        return attention(*args, **kwargs)  # type: ignore[no-any-return]
+            return attention(*args[:4], 0.0, *args[5:], **kwargs)
+        return attention(*args, **{**kwargs, "dropout_p": 0.0})
 
-    module.scaled_dot_product_attention = without_dropout
-    try:
-        yield
-    finally:
-        module.scaled_dot_product_attention = attention
+    return _replaced(nn.functional, "scaled_dot_product_attention", without_dropout)
 
 
 def track(
@@ -202,15 +191,16 @@ def track(
         param.register_post_accumulate_grad_hook(tracker.gradient_is_there) for param in trained
     ]
     try:
-        with tracker, _fused_dropout():
+        with tracker, _without_dropout():
             loss = loss_of(model)
-            tracker.forward_is_over()
+            tracker.phase = "backward"
             loss.backward()  # type: ignore[no-untyped-call]
             del loss
     finally:
         for hook in hooks:
             hook.remove()
-    timeline = tracker.is_over()
+    timeline = tracker.timeline
+    timeline.grads = tracker.bytes["grads"]
     timeline.buffers = sum(rounded(buffer.nbytes) for buffer in model.buffers())
     return timeline
 
@@ -324,7 +314,10 @@ def build_hf(config: Any, *, attention: str = "sdpa", lora: int = 0) -> nn.Modul
                 "use --attention eager"
             ) from reason
         if lora:
-            model = _with_adapters(model, lora)
+            import peft
+
+            adapters = peft.LoraConfig(r=lora, target_modules="all-linear")
+            model = peft.get_peft_model(model, adapters)
     return model.train()  # type: ignore[no-any-return]
 
 
@@ -344,30 +337,6 @@ def checkpoint_blocks(model: Any, on: bool = True) -> None:
             model.gradient_checkpointing_disable()
 
 
-def _with_adapters(model: Any, rank: int) -> Any:
-    import peft
-
-    return peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules="all-linear"))
-
-
-@contextmanager
-def _one_sequence_each() -> Iterator[None]:
-    """Make transformers treat each row as one sequence, as it does with real data.
-
-    With fake tensors transformers cannot read where sequences begin, and would allocate masks that
-    training does not have.
-    """
-    from transformers import masking_utils
-
-    name = "find_packed_sequence_indices"
-    reads_data = getattr(masking_utils, name)
-    setattr(masking_utils, name, lambda position_ids: None)
-    try:
-        yield
-    finally:
-        setattr(masking_utils, name, reads_data)
-
-
 def hf_loss(batch: Batch) -> Callable[[nn.Module], Tensor]:
     """Return a function that computes the loss of a ``transformers`` model for a micro-batch.
 
@@ -376,14 +345,21 @@ def hf_loss(batch: Batch) -> Callable[[nn.Module], Tensor]:
     """
 
     def loss_of(model: nn.Module) -> Tensor:
-        with _one_sequence_each():
+        from transformers import masking_utils
+
+        # Each row is one sequence, as with real data. With fake tensors transformers cannot read
+        # where sequences begin, and would allocate masks that training does not have.
+        with _replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None):
             return forward(model)
 
-    def forward(model: nn.Module) -> Tensor:
-        given: Any = model
+    def forward(given: Any) -> Tensor:
         inner = given.get_base_model() if hasattr(given, "peft_config") else given
         if inner.main_input_name == "pixel_values":
-            return _loss_of_pictures(given, inner.config, batch.size)
+            config, dtype = inner.config, next(given.parameters()).dtype
+            shape = (batch.size, config.num_channels, config.image_size, config.image_size)
+            pixels = torch.zeros(shape, dtype=dtype, device="cpu")
+            labels = torch.zeros(batch.size, dtype=torch.long, device="cpu")
+            return given(pixel_values=pixels, labels=labels).loss  # type: ignore[no-any-return]
         if inner.main_input_name != "input_ids":
             raise ValueError(
                 f"{type(inner).__name__} has the input {inner.main_input_name}; pass a function "
@@ -407,11 +383,3 @@ def _check_positions(model: nn.Module, seq: int) -> None:
             raise ValueError(
                 f"seq={seq}: {type(model).__name__} has {most} positions; use --seq {most} or less"
             )
-
-
-def _loss_of_pictures(model: Any, config: Any, count: int) -> Tensor:
-    shape = (count, config.num_channels, config.image_size, config.image_size)
-    dtype = next(model.parameters()).dtype
-    pixels = torch.zeros(shape, dtype=dtype, device="cpu")
-    labels = torch.zeros(count, dtype=torch.long, device="cpu")
-    return model(pixel_values=pixels, labels=labels).loss  # type: ignore[no-any-return]

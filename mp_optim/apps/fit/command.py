@@ -1,7 +1,7 @@
 """Estimate of whether a model can be trained on a machine, activations included, and a program that
 trains it.
 
-Programs are printed for Python, Hugging Face's Trainer, TRL, torchtitan and Megatron.
+Programs are printed for plain Python and for Hugging Face's Trainer.
 
 $ mp-optim fit --model Qwen3-8B --gpu 24GB --ram 64GB --seq 4096
 $ mp-optim fit --model path/to/config.json --gpu 80GB --gpus 2 --ram 512GB --disk 2TB --json
@@ -46,8 +46,7 @@ from mp_optim.apps.fit.fit import (
     Estimate,
     Limits,
     Rates,
-    blocks_of,
-    place_seconds,
+    gathered_bytes,
     search,
     step_seconds,
 )
@@ -215,8 +214,7 @@ def program(options: Options) -> Program:
     recipe = Recipe(
         name,
         _auto_class(getattr(config, "architectures", None) or ["ForCausalLM"]),
-        *(options.batch, options.seq, options.gpus, options.accumulation, options.lora),
-        options.attention,
+        *(options.batch, options.gpus, options.accumulation, options.lora, options.attention),
     )
     batch = Batch(options.seq, options.batch)
     return Program(model, hf_loss(batch), getattr(config, "vocab_size", None), recipe, True)
@@ -283,12 +281,7 @@ def _program_of(options: Options) -> Program:
             f"--model {options.model}: {path} has no function {name}; correct the name"
         )
     model, loss_of = made()
-    recipe = Recipe(
-        options.model,
-        "AutoModel",
-        *(options.batch, options.seq, options.gpus, options.accumulation, options.lora),
-    )
-    return Program(model, loss_of, None, recipe, False)
+    return Program(model, loss_of, None, Recipe(options.model, "AutoModel"), False)
 
 
 # -- what is tried --------------------------------------------------------------------------------
@@ -320,9 +313,13 @@ def candidates(options: Options) -> Iterator[Candidate]:
     streamed, which takes less of the host. The last settings store state on a disk. Gradients stay
     on the accelerator until moving state alone is not enough.
     """
-    one, many = Layout(), Layout(dp=options.gpus, sharding="fsdp2")
     shards = options.gpus > 1
-    forms, layout = _FORMS[options.main_params], many if shards else one
+    forms = _FORMS[options.main_params]
+    layout = Layout(dp=options.gpus, sharding="fsdp2") if shards else Layout()
+
+    def candidate(words: dict[str, Any]) -> Candidate:
+        return Candidate(words, config_of("adam", words), layout)
+
     if not forms[0]:
         yield Candidate({}, config_of("adam", {}))
         if shards:
@@ -330,20 +327,16 @@ def candidates(options: Options) -> Iterator[Candidate]:
             yield Candidate({}, zero, Layout(dp=options.gpus))
     for words in forms:
         if words or shards:
-            yield _candidate(words, layout)
+            yield candidate(words)
     smallest = forms[-1]
     for place in ({}, _STREAMED):
         for offload in _FRACTIONS:
-            yield _candidate({**smallest, "offload": offload, **place}, layout)
-    yield _candidate({**smallest, **_RELEASED}, layout)
-    yield _candidate({**smallest, **_RELEASED, **_STREAMED}, layout)
+            yield candidate({**smallest, "offload": offload, **place})
+    yield candidate({**smallest, **_RELEASED})
+    yield candidate({**smallest, **_RELEASED, **_STREAMED})
     if options.disk != Options.disk:
         on_disk = {"optimizer_state_path": _PATH}
-        yield _candidate({**smallest, **_RELEASED, **_STREAMED, **on_disk}, layout)
-
-
-def _candidate(words: dict[str, Any], layout: Layout) -> Candidate:
-    return Candidate(words, config_of("adam", words), layout)
+        yield candidate({**smallest, **_RELEASED, **_STREAMED, **on_disk})
 
 
 def ways(options: Options, made: Program) -> list[tuple[bool, str]]:
@@ -389,9 +382,12 @@ def fitted(options: Options) -> tuple[Estimate, Program]:
 
 def choose(options: Options, made: Program, tried: Iterable[Candidate]) -> Estimate:
     """Return the estimate of the first candidate that fits a program, or of the candidate with
-    the least missing memory."""
-    specs, blocks = specs_of(made.model), blocks_of(made.model)
-    fake = as_fake(made.model)
+    the least missing memory.
+
+    If two candidates differ only in ``offload_place`` and both fit, the faster one is returned.
+    """
+    specs, gathered = specs_of(made.model), gathered_bytes(made.model)
+    fake, limits, listed = as_fake(made.model), limits_of(options), list(tried)
 
     @cache
     def traced(checkpointing: bool, loss: str) -> Timeline:
@@ -400,16 +396,28 @@ def choose(options: Options, made: Program, tried: Iterable[Candidate]) -> Estim
         with made.losing(loss):
             return trace(made.model, fake, made.loss_of, vocabulary=made.vocabulary)
 
-    found = search(
-        tried,
-        lambda candidate: plan(specs, candidate.config, candidate.layout),
-        traced,
-        ways=ways(options, made),
-        limits=limits_of(options),
-        blocks=blocks,
-        accumulates=options.accumulation > 1,
-    )
-    return step_seconds(found, rates_of(options))
+    def searched(candidates: list[Candidate], tried_ways: list[tuple[bool, str]]) -> Estimate:
+        return search(
+            candidates,
+            lambda candidate: plan(specs, candidate.config, candidate.layout),
+            traced,
+            ways=tried_ways,
+            limits=limits,
+            gathered=gathered,
+            accumulates=options.accumulation > 1,
+        )
+
+    found = searched(listed, ways(options, made))
+    if found.plan.fraction and not found.missing(limits):
+        error = 0.0 if found.missing(limits, ERROR) else ERROR
+        words = {**found.candidate.words, **_STREAMED}
+        for other in listed:
+            if other is not found.candidate and {**other.words, **_STREAMED} == words:
+                again = searched([other], [(found.checkpointing, found.loss)])
+                seconds = [step_seconds(each, rates_of(options)) for each in (again, found)]
+                if seconds[0] < seconds[1] and not again.missing(limits, error):
+                    found = again
+    return found
 
 
 # -- the answer -----------------------------------------------------------------------------------
@@ -441,8 +449,7 @@ def as_data(found: Estimate, options: Options, made: Program) -> dict[str, Any]:
         "host": found.plan.host_total,
         "host_for_a_save_in_the_background": found.plan.background_save,
         "disk": found.plan.disk.total,
-        "optimizer_step_seconds": found.seconds,
-        "offload_place_seconds": place_seconds(found, rates_of(options)),
+        "optimizer_step_seconds": step_seconds(found, rates_of(options)),
         "assumed": assumptions(options),
         "recipes": recipes(found, made.recipe) if made.is_hf else {},
     }
@@ -488,12 +495,7 @@ def report(found: Estimate, options: Options, made: Program) -> str:
     lines += ["", f"{host}, and {saving:.2f} more during a background save"]
     if found.plan.disk.total:
         lines.append(f"disk: {found.plan.disk.total / GIB:.2f} GiB for each accelerator")
-    if found.seconds is not None:
-        lines.append(f"optimizer's step: {found.seconds:.2f} s (modelled)")
-    if by_place := place_seconds(found, rates_of(options)):
-        each = ", ".join(f"{place!r} {seconds:.2f} s" for place, seconds in by_place.items())
-        fastest = min(by_place, key=by_place.__getitem__)
-        lines.append(f"offload_place: {each}; take {fastest!r} if its memory fits (modelled)")
+    lines.append(f"optimizer's step: {step_seconds(found, rates_of(options)):.2f} s (modelled)")
     lines += ["", "assumed:", *(f"- {each}" for each in assumptions(options))]
     if made.is_hf:
         for name, text in recipes(found, made.recipe).items():

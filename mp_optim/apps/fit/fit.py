@@ -51,29 +51,18 @@ class Limits:
 RESERVE = "CUDA and libraries"
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """Bytes that FSDP2 gathers.
+def gathered_bytes(model: nn.Module) -> int:
+    """Return the bytes that FSDP2 adds on a rank in backward.
 
-    Attributes:
-        largest: bytes of the parameters of the largest block.
-        root: bytes of the parameters outside blocks.
-    """
-
-    largest: int = 0
-    root: int = 0
-
-
-def blocks_of(model: nn.Module) -> Blocks:
-    """Return the blocks of a ``transformers`` model, from its ``_no_split_modules``.
-
-    A model without this attribute is one block.
+    The bytes are the parameters of two blocks (one computes, the next one is gathered), the
+    gradients of one block, and all parameters outside blocks. ``_no_split_modules`` of a
+    ``transformers`` model names the blocks. A model without this attribute is gathered whole.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     found = [module for module in model.modules() if type(module).__name__ in names]
     sizes = [sum(param.nbytes for param in block.parameters()) for block in found]
     everything = sum(param.nbytes for param in model.parameters())
-    return Blocks(max(sizes, default=0), everything - sum(sizes))
+    return 3 * max(sizes, default=0) + everything - sum(sizes)
 
 
 @dataclass(frozen=True)
@@ -100,9 +89,7 @@ class Estimate:
         checkpointing: True if blocks run forward again in backward.
         loss: "model" or "chunked".
         plan: parameters, gradients and optimizer.
-        moments: bytes of the accelerator by purpose, for "forward or backward" and "step".
-        seconds: estimated duration of the optimizer's step without overlap; None without an
-            estimate.
+        moments: bytes of the accelerator by purpose, for "forward" or "backward", and for "step".
     """
 
     candidate: Candidate
@@ -110,11 +97,10 @@ class Estimate:
     loss: str
     plan: MemoryPlan
     moments: Mapping[str, Mapping[str, int]]
-    seconds: float | None = None
 
     @property
     def moment(self) -> str:
-        """The moment at which the accelerator holds most bytes: "forward or backward", or
+        """The moment at which the accelerator holds most bytes: "forward", "backward" or
         "step"."""
         return max(self.moments, key=lambda name: sum(self.moments[name].values()))
 
@@ -144,22 +130,6 @@ class Estimate:
         return {name: used - limit for name, (used, limit) in taken.items() if used > limit}
 
 
-def gradients_held(
-    plan: MemoryPlan, config: OptimizerConfig, layout: Layout, accumulates: bool
-) -> Callable[[int], int]:
-    """Return a function from the bytes of gradients computed so far to their bytes on the
-    accelerator."""
-    planned = plan.accelerator.grads
-    if config.release_gradients:
-        return lambda made: min(made, planned)
-    # Buffers of buckets, or gradients of earlier micro-batches, exist before backward begins.
-    if config.is_distributed or accumulates:
-        return lambda made: planned
-    if layout.sharding == "fsdp2":
-        return lambda made: made // layout.dp
-    return lambda made: made
-
-
 def estimate(
     candidate: Candidate,
     plan: MemoryPlan,
@@ -168,18 +138,34 @@ def estimate(
     checkpointing: bool,
     loss: str,
     limits: Limits,
-    blocks: Blocks,
+    gathered: int,
     accumulates: bool = False,
 ) -> Estimate:
     """Add the memory of a plan and of a trace.
 
-    With FSDP2, the accelerator also holds the parameters of two blocks (one computes, the next one
-    is gathered), the gradients of one block, and all tensors outside blocks.
+    Args:
+        candidate: the settings.
+        plan: parameters, gradients and optimizer.
+        timeline: activations and gradients of a forward and backward.
+        checkpointing: True if blocks run forward again in backward.
+        loss: "model" or "chunked".
+        limits: memory of the rank.
+        gathered: result of :func:`gathered_bytes`, which counts with FSDP2.
+        accumulates: True if gradients of earlier micro-batches exist.
     """
-    config, layout = candidate.config, candidate.layout
-    held = gradients_held(plan, config, layout, accumulates)
+    config, layout, device = candidate.config, candidate.layout, plan.accelerator
+    gathers = layout.sharding == "fsdp2"
+
+    def held(made: int) -> int:
+        """Return the bytes on the accelerator of gradients that backward has computed."""
+        if config.release_gradients:
+            return min(made, device.grads)
+        # Buffers of buckets, or gradients of earlier micro-batches, exist before backward begins.
+        if config.is_distributed or accumulates:
+            return device.grads
+        return made // layout.dp if gathers else made
+
     peak = timeline.peak(held)
-    device = plan.accelerator
     resting = {
         "parameters": device.model_params,
         "model's buffers": timeline.buffers,
@@ -187,15 +173,14 @@ def estimate(
         "moments and averages": device.moments + device.averages,
         RESERVE: limits.reserve,
     }
-    gathers = layout.sharding == "fsdp2"
     working = {
         "gradients": peak.grads,
         "activations": peak.activations - peak.logits,
         "logits and loss": peak.logits,
-        "gathered blocks": 3 * blocks.largest + blocks.root if gathers else 0,
+        "gathered blocks": gathered if gathers else 0,
     }
-    stepping = {"gradients": device.grads, "buffers of step()": device.staging}
-    stepping["buffers of step()"] += device.double_buffers
+    buffers = device.staging + device.double_buffers
+    stepping = {"gradients": device.grads, "buffers of step()": buffers}
     moments = {peak.phase: resting | working, "step": resting | stepping}
     return Estimate(candidate, checkpointing, loss, plan, moments)
 
@@ -211,7 +196,7 @@ def search(
     *,
     ways: Sequence[tuple[bool, str]],
     limits: Limits,
-    blocks: Blocks,
+    gathered: int,
     accumulates: bool = False,
 ) -> Estimate:
     """Return the first candidate that fits, in the first way (checkpointing, loss) that fits.
@@ -238,7 +223,7 @@ def search(
             checkpointing=checkpointing,
             loss=loss,
             limits=limits,
-            blocks=blocks,
+            gathered=gathered,
             accumulates=accumulates,
         )
 
@@ -276,43 +261,28 @@ class Rates:
     disk: float = 3 * GB
 
 
-def step_seconds(found: Estimate, rates: Rates) -> Estimate:
-    """Return the estimate with the duration of the optimizer's step, without overlap.
+def step_seconds(found: Estimate, rates: Rates) -> float:
+    """Return the estimated seconds of the optimizer's step, without overlap.
 
     ``apps/fit/step_time.py`` has the model. The device steps its own parameters at the rate of its
     memory. Then the host's parameters are stepped there or streamed. State on a disk is read and
     written once.
     """
-    return replace(found, seconds=_seconds(found, rates, found.candidate.config.offload_place))
-
-
-def place_seconds(found: Estimate, rates: Rates) -> dict[str, float]:
-    """Return the seconds of a step for each ``offload_place``; empty without state on the host."""
-    if not found.plan.fraction or found.plan.disk.total:
-        return {}
-    return {place: _seconds(found, rates, place) for place in ("host", "streamed")}
-
-
-def _seconds(found: Estimate, rates: Rates, place: str) -> float:
-    plan, config = found.plan, found.candidate.config
-    ranks = found.candidate.layout.dp if _is_sharded(found.candidate) else 1
-    params = plan.params / ranks
+    plan, config, layout = found.plan, found.candidate.config, found.candidate.layout
+    is_sharded = config.is_distributed or layout.sharding == "fsdp2"
+    params = plan.params / (layout.dp if is_sharded else 1)
     away = int(params * plan.fraction)
     places = (plan.accelerator, plan.pinned_host, plan.pageable_host, plan.disk)
     state = sum(each.main_params + each.moments for each in places) / max(params, 1)
     form = Form("as planned", state, reads_param=False)
     seconds = (params - away) * (GRAD + form.update) / rates.machine.device
-    if away and place == "streamed":
+    if away and config.offload_place == "streamed":
         # Released gradients are stored on the host, so they are copied with the state.
-        comes_too = 2 if config.release_gradients else 0
-        carried = replace(form, state=form.state + comes_too)
+        released = 2 if config.release_gradients else 0
+        carried = replace(form, state=form.state + released)
         seconds += streamed(rates.machine, carried, away)
     elif away:
         seconds += on_host(rates.machine, form, away)
     if plan.disk.total:
         seconds = max(seconds, 2 * plan.disk.total / rates.disk)
     return seconds
-
-
-def _is_sharded(candidate: Candidate) -> bool:
-    return candidate.config.is_distributed or candidate.layout.sharding == "fsdp2"

@@ -1,14 +1,11 @@
-"""Memory plans for a whole model that a parallel layout spreads over ranks.
-
-The module has one plan, a sweep over offload fractions and storage formats of state, and a search
-for the smallest fraction that fits.
-"""
+"""Memory plan of a whole model that a parallel layout spreads over ranks, and the search for the
+smallest offload fraction that fits."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -16,7 +13,6 @@ import torch
 from torch import nn
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.config.state_forms import MOMENT_WORDS, REMAINDERS
 from mp_optim.core.names import named_params
 from mp_optim.core.param_attributes import (
     ShardInfo,
@@ -25,10 +21,8 @@ from mp_optim.core.param_attributes import (
     set_shard_info,
 )
 from mp_optim.core.quantized import FLOAT8_DTYPES
-from mp_optim.factory.memory_plan import MemoryPlan, plan_rank, with_defaults
-from mp_optim.factory.offload_fraction import in_words, least, with_fraction
-
-# -- what is planned for --------------------------------------------------------------------------
+from mp_optim.factory.memory_plan import MemoryPlan, plan_rank
+from mp_optim.factory.offload_fraction import in_words, least
 
 
 @dataclass(frozen=True)
@@ -70,7 +64,12 @@ def specs_of(source: Any, dtype: torch.dtype | None = None) -> list[ParamSpec]:
         TypeError: the source has another type.
     """
     if hasattr(source, "to_diff_dict") and hasattr(source, "model_type"):
-        return specs_of(_meta_model(source, dtype))
+        import transformers
+
+        dtype = dtype or getattr(source, "dtype", None) or torch.bfloat16
+        with torch.device("meta"):
+            auto: Any = transformers.AutoModelForCausalLM
+            return specs_of(auto.from_config(source, dtype=dtype))
     items: list[Any] = [source] if isinstance(source, nn.Module) else []
     if not items and isinstance(source, Iterable):
         items = list(source)
@@ -95,14 +94,6 @@ def specs_of(source: Any, dtype: torch.dtype | None = None) -> list[ParamSpec]:
             ),
         )
     return list(specs.values())
-
-
-def _meta_model(config: Any, dtype: torch.dtype | None) -> Any:
-    import transformers
-
-    dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
 
 
 Sharding = Literal["no_shard", "fsdp2"]
@@ -232,77 +223,6 @@ def plan(source: Any, config: OptimizerConfig, layout: Layout | None = None) -> 
     return replace(of_rank, params=sum(spec.numel for spec in specs if spec.trainable))
 
 
-# -- several plans --------------------------------------------------------------------------------
-
-FORMS: Mapping[str, Mapping[str, Any]] = {
-    "FP32": {},
-    **{
-        f"{words} moments, remainders": {
-            "use_precision_aware_optimizer": True,
-            "exp_avg_dtype": dtype,
-            "exp_avg_sq_dtype": dtype,
-        }
-        for words, dtype in (("bf16", "bfloat16"), ("8-bit", "uint8"))
-    },
-}
-"""Storage formats of optimizer state by name, as fields of the config."""
-
-_FORM = (
-    "use_precision_aware_optimizer",
-    "exp_avg_dtype",
-    "exp_avg_sq_dtype",
-    "fp32_state_below",
-    "store_param_remainders",
-    "param_remainder_bits",
-)
-
-
-def form_of(config: OptimizerConfig) -> str:
-    """Return the name of a config's storage format of optimizer state in a sweep."""
-    dtypes = dict.fromkeys((config.exp_avg_dtype, config.exp_avg_sq_dtype))
-    moments = " and ".join(MOMENT_WORDS[dtype] for dtype in dtypes)
-    if config.keeps_remainders:
-        return f"{moments} moments, {REMAINDERS[config.param_remainder_bits].words}"
-    return "FP32" if moments == "FP32" else f"{moments} moments"
-
-
-def sweep(
-    source: Any,
-    config: OptimizerConfig,
-    layout: Layout | None = None,
-    *,
-    fractions: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
-    forms: Mapping[str, Mapping[str, Any]] = FORMS,
-) -> list[tuple[str, MemoryPlan]]:
-    """Return (name of the storage format, plan) for every storage format of state and every
-    fraction, in this order.
-
-    The config's own format is first if it is not in ``forms``. Formats that the config's rule does
-    not support are left out.
-
-    Args:
-        source: model, as for :func:`plan`.
-        config: config to vary.
-        layout: sizes of the parallel groups; None for one rank.
-        fractions: offload fractions, 0.0 to 1.0.
-        forms: storage formats by name, as fields of the config.
-    """
-    specs = specs_of(source)
-    own = form_of(config)
-    configs = {} if own in forms else {own: config}
-    for name, form in forms.items():
-        try:
-            configs[name] = config if name == own else with_defaults(config, _FORM, **form)
-        # The rule has no moments in this format, so the sweep leaves the format out.
-        except ValueError:
-            continue
-    return [
-        (name, plan(specs, with_fraction(in_form, fraction), layout))
-        for name, in_form in configs.items()
-        for fraction in fractions
-    ]
-
-
 def smallest_fraction(
     source: Any,
     config: OptimizerConfig,
@@ -310,9 +230,8 @@ def smallest_fraction(
     *,
     gpu_memory: int,
     host_memory: int | None = None,
-    steps: int = 64,
 ) -> MemoryPlan:
-    """Return the plan with the smallest offload fraction, in ``steps``-ths, that fits.
+    """Return the plan with the smallest offload fraction, in 64ths, that fits.
 
     Args:
         source: model, as for :func:`plan`.
@@ -320,13 +239,12 @@ def smallest_fraction(
         layout: sizes of the parallel groups; None for one rank.
         gpu_memory: bytes on the accelerator for parameters, gradients and optimizer.
         host_memory: bytes on the host; None for no limit.
-        steps: number of equal intervals between the fractions 0 and 1 that are tried.
 
     Raises:
         ValueError: no fraction fits; the message has the missing bytes.
     """
     specs = specs_of(source)
-    best = least(lambda chosen: plan(specs, chosen, layout), config, gpu_memory, steps)
+    best = least(lambda chosen: plan(specs, chosen, layout), config, gpu_memory)
     if host_memory is not None and best.host_total > host_memory:
         raise ValueError(
             f"host_memory={in_words(host_memory)}: offload fraction {best.fraction:g}, the "

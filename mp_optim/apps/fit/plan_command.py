@@ -15,15 +15,39 @@ import tyro
 
 from mp_optim import OptimizerConfig
 from mp_optim.apps.cli.command import console, hf_config, model_errors
-from mp_optim.apps.fit.model_plan import FORMS, Layout, form_of, smallest_fraction, specs_of, sweep
-from mp_optim.factory.memory_plan import MemoryPlan
-from mp_optim.factory.offload_fraction import OFFLOADING
+from mp_optim.apps.fit.model_plan import Layout, smallest_fraction, specs_of
+from mp_optim.apps.fit.model_plan import plan as plan_model
+from mp_optim.config.state_forms import MOMENT_WORDS, REMAINDERS
+from mp_optim.factory.memory_plan import MemoryPlan, with_defaults
+from mp_optim.factory.offload_fraction import OFFLOADING, with_fraction
 from mp_optim.optimizers.settings import config_of
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 GIB = 2**30
+FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
+FORMS: Mapping[str, Mapping[str, Any]] = {
+    "FP32": {},
+    **{
+        f"{words} moments, remainders": {
+            "use_precision_aware_optimizer": True,
+            "exp_avg_dtype": dtype,
+            "exp_avg_sq_dtype": dtype,
+        }
+        for words, dtype in (("bf16", "bfloat16"), ("8-bit", "uint8"))
+    },
+}
+"""Storage formats of optimizer state by name, as fields of the config."""
+_FORM = (
+    "use_precision_aware_optimizer",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "fp32_state_below",
+    "store_param_remainders",
+    "param_remainder_bits",
+)
+"""Fields of the config that determine the storage format of state."""
 Gibibytes = Annotated[float | None, tyro.conf.arg(metavar="GIB")]
 
 
@@ -53,32 +77,43 @@ class Options:
     fits."""
     host_memory: Gibibytes = None
     """GiB of the host for this rank."""
-    fractions: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    """Offload fractions. The table has one line for each fraction."""
 
 
-def load(options: Options) -> tuple[Any, OptimizerConfig]:
-    """Return the model's config and the optimizer's config: AdamW for bf16 unless the options
-    differ.
+def config_from(options: Options) -> OptimizerConfig:
+    """Return the optimizer's config, from a YAML file or from optimizer class arguments.
 
     Raises:
-        ValueError: a file has other content, or settings contradict each other.
+        ValueError: the file has other content, or settings contradict each other.
     """
-    config = _config(options)
-    return hf_config(options.model), config
-
-
-def _config(options: Options) -> OptimizerConfig:
-    """Return the optimizer's config, from a YAML file or from optimizer class arguments."""
-    words = _words_of_classes(options)
+    given = {
+        "state": options.state,
+        "main_params": options.main_params,
+        "offload_mode": options.offload_mode or ("overlap" if options.release_gradients else None),
+        "release_gradients": options.release_gradients or None,
+    }
+    words: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if options.optimizer is None:
-        return config_of("adam", words)
+        return config_of("adam", words | ({"offload": 1.0} if "offload_mode" in words else {}))
     if words:
         raise ValueError(
             f"--optimizer {options.optimizer} has all settings; leave out {', '.join(words)}, or "
             "the file"
         )
-    settings = _settings(options.optimizer)
+    import yaml
+
+    try:
+        settings = yaml.safe_load(options.optimizer.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = " ".join(str(error).split())
+        raise ValueError(
+            f"--optimizer {options.optimizer} is not YAML: {where}; correct the file"
+        ) from error
+    if not isinstance(settings, Mapping):
+        raise ValueError(
+            f"--optimizer {options.optimizer}: must hold fields of OptimizerConfig, such as "
+            "lr: 1.0e-4"
+        )
+    settings = dict(settings)
     # Each line of the table sets its own fraction, so any fraction turns offloading on here.
     if not OFFLOADING.isdisjoint(settings):
         settings.setdefault("optimizer_cpu_offload", True)
@@ -86,74 +121,68 @@ def _config(options: Options) -> OptimizerConfig:
     return OptimizerConfig.from_dict(settings)
 
 
-def _words_of_classes(options: Options) -> dict[str, Any]:
-    given = {
-        "state": options.state,
-        "main_params": options.main_params,
-        "offload_mode": options.offload_mode,
-        "release_gradients": options.release_gradients or None,
-    }
-    words = {name: value for name, value in given.items() if value is not None}
-    if options.release_gradients:
-        words.setdefault("offload_mode", "overlap")
-    return words | ({"offload": 1.0} if "offload_mode" in words else {})
+def form_of(config: OptimizerConfig) -> str:
+    """Return the name of a config's storage format of optimizer state."""
+    dtypes = dict.fromkeys((config.exp_avg_dtype, config.exp_avg_sq_dtype))
+    moments = " and ".join(MOMENT_WORDS[dtype] for dtype in dtypes)
+    if config.keeps_remainders:
+        return f"{moments} moments, {REMAINDERS[config.param_remainder_bits].words}"
+    return "FP32" if moments == "FP32" else f"{moments} moments"
 
 
-def _settings(optimizer: Path) -> dict[str, Any]:
-    """Return fields of the optimizer's config, from a YAML file."""
-    import yaml
+def configs_of(config: OptimizerConfig, options: Options) -> dict[str, OptimizerConfig]:
+    """Return the configs to plan, by the names of their storage formats of state.
 
-    try:
-        settings = yaml.safe_load(optimizer.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        where = " ".join(str(error).split())
-        raise ValueError(
-            f"--optimizer {optimizer} is not YAML: {where}; correct the file"
-        ) from error
-    if not isinstance(settings, Mapping):
-        raise ValueError(
-            f"--optimizer {optimizer}: must hold fields of OptimizerConfig, such as lr: 1.0e-4"
-        )
-    return dict(settings)
+    The config's own format is first. Formats that the config's rule does not support, and all
+    other formats if an option sets the format, are left out.
+    """
+    own = form_of(config)
+    configs = {} if own in FORMS else {own: config}
+    if options.state or options.main_params:
+        return {own: config}
+    for name, form in FORMS.items():
+        try:
+            configs[name] = config if name == own else with_defaults(config, _FORM, **form)
+        # The rule has no moments in this format, so the table leaves the format out.
+        except ValueError:
+            continue
+    return configs
 
 
 def table(rows: list[tuple[str, MemoryPlan]], options: Options) -> Table:
     """Return a table with one line for each plan; plans that do not fit are red."""
     from rich.table import Table
 
-    shown = Table(title=f"GiB per rank: {options.model.stem}, {_words(options.layout)}")
+    layout = options.layout
+    sizes = ", ".join(f"{name} {getattr(layout, name)}" for name in ("dp", "tp", "ep"))
+    shown = Table(title=f"GiB per rank: {options.model.stem}, {sizes}, {layout.sharding}")
     shown.add_column("state")
     has_disk = any(plan.disk.total for _, plan in rows)
     places = ["accelerator", "pinned host", "pageable host", *(["disk"] if has_disk else [])]
     for head in ("fraction", *(f"{place}, GiB" for place in (*places, "host", "saving"))):
         shown.add_column(head, justify="right")
     for form, plan in rows:
-        sizes = [plan.accelerator.total, plan.pinned_host.total, plan.pageable_host.total]
-        sizes += [plan.disk.total] if has_disk else []
-        cells = [f"{size / GIB:.2f}" for size in (*sizes, plan.host_total, plan.background_save)]
-        if options.gpu_memory is not None and sizes[0] > options.gpu_memory * GIB:
+        held = [plan.accelerator.total, plan.pinned_host.total, plan.pageable_host.total]
+        held += [plan.disk.total] if has_disk else []
+        cells = [f"{size / GIB:.2f}" for size in (*held, plan.host_total, plan.background_save)]
+        if options.gpu_memory is not None and held[0] > options.gpu_memory * GIB:
             cells[0] = f"[red]{cells[0]}[/red]"
         shown.add_row(form, f"{plan.fraction:g}", *cells)
     return shown
 
 
-def _words(layout: Layout) -> str:
-    sizes = ", ".join(f"{name} {getattr(layout, name)}" for name in ("dp", "tp", "ep"))
-    return f"{sizes}, {layout.sharding}"
-
-
-def report(source: Any, config: OptimizerConfig, options: Options) -> int:
-    """Print the memory of a model, and return the exit status.
-
-    Args:
-        source: the model's Hugging Face config.
-    """
+def main(arguments: Sequence[str]) -> int:
+    """Run a command line, and return the exit status."""
+    options = tyro.cli(Options, args=arguments, prog="mp-optim plan", description=__doc__)
+    config, source = config_from(options), hf_config(options.model)
     with model_errors(str(options.model)):
         specs = specs_of(source)
     out = console()
-    own: Mapping[str, Any] = {form_of(config): {}}
-    forms = own if options.state or options.main_params else FORMS
-    rows = sweep(specs, config, options.layout, fractions=options.fractions, forms=forms)
+    rows = [
+        (name, plan_model(specs, with_fraction(in_form, fraction), options.layout))
+        for name, in_form in configs_of(config, options).items()
+        for fraction in FRACTIONS
+    ]
     billions = sum(spec.numel for spec in specs) / 1e9
     out.print(f"{billions:.2f} B params in {len(specs)} tensors", highlight=False)
     out.print(table(rows, options))
@@ -174,9 +203,3 @@ def report(source: Any, config: OptimizerConfig, options: Options) -> int:
             f"{smallest}"
         )
     return 0
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run a command line, and return the exit status."""
-    options = tyro.cli(Options, args=arguments, prog="mp-optim plan", description=__doc__)
-    return report(*load(options), options)

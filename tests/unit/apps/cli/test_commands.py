@@ -116,10 +116,10 @@ def test_plan_accepts_storage_options_of_the_optimizer_classes(
     config: Path, capsys: pytest.CaptureFixture[str], words: list[str], form: str
 ) -> None:
     model = ("plan", "--model", str(config), "--gpu-memory", "1")
-    assert main([*model, *words, "--fractions", "0", "1"]) == 0
+    assert main([*model, *words]) == 0
     text = capsys.readouterr().out
     lines = [line for line in text.splitlines() if line.startswith("│")]
-    assert [line.split("│")[1].strip() for line in lines] == [form] * 2
+    assert [line.split("│")[1].strip() for line in lines] == [form] * 5
     assert f"{form}: optimizer_offload_fraction=0 " in text
 
 

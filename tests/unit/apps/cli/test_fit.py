@@ -116,6 +116,26 @@ def test_fit_accepts_a_model_built_by_a_python_function(
     assert "has no function other" in capsys.readouterr().err
 
 
+def one_billion(tmp_path: Path) -> Path:
+    """Write a file with a function that builds a model of 64 matrices of 4096 x 4096."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        textwrap.dedent("""
+            import torch
+
+            def build():
+                with torch.device("meta"):
+                    like = {"bias": False, "dtype": torch.bfloat16}
+                    layers = [torch.nn.Linear(4096, 4096, **like) for _ in range(64)]
+                model = torch.nn.Sequential(*layers)
+                return model, lambda model: model(
+                    torch.zeros(8, 4096, dtype=torch.bfloat16, device="cpu")
+                ).sum()
+        """)
+    )
+    return path
+
+
 @pytest.mark.parametrize(
     ("gpu", "ram", "main_params", "kept"),
     [
@@ -132,21 +152,7 @@ def test_fit_streams_state_when_host_memory_is_the_limit(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text(
-        textwrap.dedent("""
-            import torch
-
-            def build():
-                with torch.device("meta"):
-                    like = {"bias": False, "dtype": torch.bfloat16}
-                    layers = [torch.nn.Linear(4096, 4096, **like) for _ in range(64)]
-                model = torch.nn.Sequential(*layers)
-                return model, lambda model: model(
-                    torch.zeros(8, 4096, dtype=torch.bfloat16, device="cpu")
-                ).sum()
-        """)
-    )
+    path = one_billion(tmp_path)
     machine = ("--gpu", gpu, "--ram", ram, "--reserve", "0GB", "--host-reserve", "0GB")
     form = ("--main-params", main_params)
     status, said = answer(capsys, "--model", f"{path}:build", *machine, *form)
@@ -154,6 +160,18 @@ def test_fit_streams_state_when_host_memory_is_the_limit(
     stored = {"exact": "remainder16", "remainder8": "remainder8"}[main_params]
     streamed = {"state": "8bit", "offload": 1.0, "offload_place": "streamed"}
     assert said["settings"] == {**streamed, "main_params": stored, **kept}
+
+
+@pytest.mark.parametrize(
+    ("rates", "place"), [((25, 25, 72, 907, 3), "streamed"), ((1, 1, 500, 907, 3), "host")]
+)
+def test_fit_chooses_the_faster_offload_place_when_both_fit(
+    rates: tuple[int, ...], place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = ("--gpu", "5.1GiB", "--ram", "64GB", "--reserve", "0GB", "--rates", *rates)
+    _, said = answer(capsys, "--model", f"{one_billion(tmp_path)}:build", *machine)
+    assert said["certain"] and said["settings"]["offload"] == 1.0
+    assert said["settings"].get("offload_place", "host") == place
 
 
 OK = ("--model", "meta-llama/Llama-3.2-1B", "--gpu", "1GB", "--ram", "1GB")
