@@ -1,7 +1,6 @@
 """Two gloo processes train with FSDP2, and agree although they hold different parameters."""
 
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any
 from unittest import mock
 
@@ -11,13 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from mp_optim import MegatronOptimizer, ProcessGroups, checkpoint, get_megatron_optimizer
+from mp_optim import MegatronOptimizer, ProcessGroups, get_megatron_optimizer
 from support.as_rank import as_rank
-from support.models import DTYPES, TinyMoE, config_for, is_expert, tokens_of, train
+from support.models import DTYPES, TinyMoE, config_for, is_expert, train
 from support.moved_by_hand import HELPERS
-
-CASES = [("lamb", "fp32", 0.5), ("adam", "bf16", 0.5), ("adam", "bf16-remainder", 0.0)]
-STEPS = 4
 
 
 def build_sharded(
@@ -30,21 +26,6 @@ def build_sharded(
     return model, get_megatron_optimizer(
         config_for(precision, fraction, **settings), model, expert_predicate=is_expert
     )
-
-
-def eight_bit_resumes(directory: str) -> dict[str, object]:
-    model, optimizer = build_sharded("bf16-8bit8", 0.5)
-    train(model, optimizer, 2)
-    checkpoint.save(directory, model, optimizer)
-    losses = train(model, optimizer, 2, start=2)
-    streamed = {"offload_place": "streamed", "stream_window_bytes": 4096}
-    disk = {"optimizer_state_path": gettempdir(), "stream_window_bytes": 65536}
-    found = {"on": losses}
-    for name, place in (("resumed", streamed), ("on disk", disk)):
-        model, optimizer = build_sharded("bf16-8bit8", 1.0, **place)
-        checkpoint.load(directory, model, optimizer)
-        found[name] = train(model, optimizer, 2, start=2)
-    return found
 
 
 def beside_fsdps_offloading() -> list[bool]:
@@ -97,28 +78,6 @@ def whole(value: Tensor) -> Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
 
-def train_sharded(rule: str, precision: str, fraction: float, directory: str) -> dict[str, object]:
-    """Train, with a save and a load in the middle; return whole tensors."""
-    model, optimizer = build_sharded(precision, fraction, optimizer=rule)
-    norms, losses = [], []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(tokens_of(step))
-        optimizer.scale_loss(loss).backward()
-        norms.append(optimizer.step().grad_norm)
-        losses.append(loss.item())
-        if step == 1:
-            checkpoint.save(directory, model, optimizer)
-            checkpoint.load(directory, model, optimizer)
-    state = optimizer.state[model.dense]["exp_avg"]
-    assert isinstance(state, DTensor) and state.placements == model.dense.placements
-    mains = {
-        name: main.full_tensor() if isinstance(main, DTensor) else main.detach()
-        for name, main in optimizer.named_main_params()
-    }
-    return {"norms": norms, "losses": losses, "mains": mains}
-
-
 def agree_between_ranks() -> dict[str, object]:
     rank, world = dist.get_rank(), dist.group.WORLD
     model = nn.ParameterDict(
@@ -159,15 +118,12 @@ def experts_on_one_rank() -> dict[str, object]:
 
 
 def main(directory: Path) -> Any:
-    result = {
-        str(case): train_sharded(*case, f"{directory}/{index}") for index, case in enumerate(CASES)
-    }
+    result: dict[str, Any] = {}
     result["agreement"] = agree_between_ranks()
     result["experts"] = experts_on_one_rank()
     result["beside_fsdps"] = beside_fsdps_offloading()
     result["hands"] = {form: moved_by_hand(form) for form in HANDS}
     result["stays"] = stays_where_it_is()
-    result["eight_bit"] = eight_bit_resumes(f"{directory}/eight_bit")
     return result
 
 

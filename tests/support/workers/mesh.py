@@ -119,31 +119,6 @@ def sequence_parallel(mode: str | None = None, sharded: bool = True) -> dict[str
     return {"norms": norms, "params": {name: whole(p) for name, p in model.named_parameters()}}
 
 
-def early(mode: str, shape: tuple[int, ...]) -> dict[str, Tensor] | str:
-    model = Net(14)  # Two ranks hold 7 of 14 rows each; four ranks hold 4, 4, 4 and 2.
-    if len(shape) == 1:
-        fully_shard(model, mesh=init_device_mesh("cpu", shape))
-    else:
-        spread(model, shape)
-    try:
-        optimizer = built(
-            model,
-            "muon",
-            optimizer_cpu_offload=True,
-            optimizer_offload_fraction=1.0,
-            clip_grad=0.0,
-            offload_mode=mode,
-        )
-    except ValueError as error:
-        return str(error)
-    for step in range(5):
-        optimizer.zero_grad()
-        x = torch.randn(6, 9, generator=torch.Generator().manual_seed(step))
-        model(x).square().mean().backward()
-        optimizer.step()
-    return {name: whole(p) for name, p in model.named_parameters()}
-
-
 def released(mode: str, shape: tuple[int, ...], releases: bool) -> dict[str, Any]:
     model = Net(16)
     if len(shape) == 1:
@@ -178,11 +153,6 @@ def main(directory: Path) -> Any:
     warnings.simplefilter("ignore")
     found: dict[str, Any] = {}
     found["sequence"] = {str(mode): sequence_parallel(mode) for mode in (None, "overlap")}
-    found["early"] = {
-        (mode, shape): early(mode, shape)
-        for shape in ((4,), (2, 2))
-        for mode in ("sync", "overlap", "speculative")
-    }
     found["released"] = {
         (mode, shape, releases): released(mode, shape, releases)
         for shape in ((4,), (2, 2))

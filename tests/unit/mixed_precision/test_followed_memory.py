@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -34,14 +32,3 @@ def test_step_follows_parameter_values_when_memory_address_is_reused(fraction):
     model.w.data = torch.frombuffer(memory, dtype=torch.bfloat16)
     step_in_place(model, optimizer)
     assert model.w.eq(5.0).all() and dict(optimizer.named_main_params())["w"].eq(5.0).all()
-
-
-def test_main_params_follow_weights_written_after_a_load():
-    model, optimizer = one_param("bf16-remainder")
-    step_in_place(model, optimizer)
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    with torch.no_grad():
-        model.w.fill_(5.0)  # for example an average of weights
-    assert dict(optimizer.named_main_params())["w"].eq(5.0).all()
-    step_in_place(model, optimizer)
-    assert model.w.eq(5.0).all()

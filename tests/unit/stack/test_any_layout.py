@@ -46,6 +46,17 @@ def test_random_rank_layouts_train_like_one_process(pool, first):
 
 
 @pytest.mark.parametrize(
+    ("rule", "precision", "fraction"),
+    [("lamb", "fp32", 0.5), ("adam", "bf16", 0.5), ("adam", "bf16-remainder", 0.0)],
+)
+def test_megatron_4623_fsdp2_trains_like_one_process(pool, rule, precision, fraction):
+    layout = Layout("fsdp", (("dp", 2),), fraction)
+    layers = (Layer("blocks.0", (Param("w", (16, 24)), Param("b", (6,)))),)
+    case = ADAM.with_(rule=rule, precision=precision, layers=layers, layouts=(layout,), clip=1.0)
+    assert attempt(pool, case) == Verdict()
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         {"data_parallel_sharding_strategy": "optim"},

@@ -2,33 +2,8 @@
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
-from support.models import build, same_bits, train
-
-
-@pytest.mark.parametrize("flatten", [False, True])
-@pytest.mark.parametrize("fraction", [0.0, 0.5])
-def test_dcp_state_dict_resumes_with_equal_bits(fraction, flatten):
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    model, optimizer = build("bf16", fraction)
-    untouched = get_optimizer_state_dict(model, optimizer, options=options)
-    assert float(next(iter(optimizer.state.values()))["step"]) == 0 and untouched
-    train(model, optimizer, 3)
-    saved = get_optimizer_state_dict(model, optimizer, options=options)
-    expected = [p.detach().clone() for p in model.parameters()]
-    other_model, other = build("bf16", fraction, seed=4)
-    other_model.load_state_dict(model.state_dict())
-    set_optimizer_state_dict(other_model, other, saved, options=options)
-    assert all(
-        same_bits(a, b.detach()) for a, b in zip(expected, other_model.parameters(), strict=True)
-    )
-    assert train(other_model, other, 2, start=3) == train(model, optimizer, 2, start=3)
+from support.models import same_bits
 
 
 def hf_training(folder, max_grad_norm, mode):

@@ -1,6 +1,5 @@
 """Compact states in the whole stack: equal bits, saves, loads and conversions."""
 
-import copy
 import zlib
 
 import pytest
@@ -8,46 +7,10 @@ import torch
 from torch import nn
 
 import mp_optim
-from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
-from mp_optim.core import Slot
+from mp_optim import OptimizerConfig, get_megatron_optimizer
 from support.kernels import NEED_KERNELS
 from support.models import COMPACT, build, train
-from support.offload import differing, params_of, state_of
-
-PAIRS = [
-    *(("bf16-4bit", "adam"), ("fp16-8bit", "adam"), ("bf16-8bit8", "lamb")),
-    *(("bf16-stochastic", "lion"), ("bf16-stochastic", "sgd")),
-]
-"""Pairs of state form and rule. Random programs draw the other pairs."""
-
-
-def mains(optimizer):
-    return {name: main.detach().clone() for name, main in optimizer.named_main_params()}
-
-
-@pytest.mark.parametrize(("form", "rule"), PAIRS)
-def test_compact_state_resumes_with_equal_bits_for_every_offload_fraction(tmp_path, form, rule):
-    runs = []
-    settings = {"optimizer": rule, "lr": 1e-3 if rule == "lion" else 1e-2}
-    if rule in ("lion", "sgd"):  # These rules have no second moment.
-        settings["exp_avg_sq_dtype"] = "float32"
-    if "stochastic" in form:
-        settings["param_remainder_bits"] = 8
-    for index, fraction in enumerate((0.0, 0.4, 1.0)):
-        model, optimizer = build(form, fraction, **settings)
-        losses = train(model, optimizer, 3)
-        if index:  # The run continues with another fraction.
-            checkpoint.save(tmp_path / str(index), model, optimizer)
-            model, optimizer = build(form, 1.0 - fraction, seed=9, **settings)
-            checkpoint.load(tmp_path / str(index), model, optimizer)
-        runs.append(
-            (losses + train(model, optimizer, 3, start=3), params_of(model), state_of(optimizer))
-        )
-    assert runs[0][0][-1] < runs[0][0][0]
-    for losses, params, state in runs[1:]:
-        assert losses == runs[0][0]
-        assert differing(params, runs[0][1]) == []
-        assert differing(state, runs[0][2]) == []
+from support.offload import differing, state_of
 
 
 def test_full_precision_8bit_state_loads_without_convert():
@@ -64,70 +27,6 @@ def test_full_precision_8bit_state_loads_without_convert():
     optimizer.step()
     other.load_state_dict(optimizer.state_dict(full_precision=True))
     assert differing(state_of(other), state_of(optimizer)) == []
-
-
-@pytest.mark.parametrize("bits", [8, 16])
-@pytest.mark.parametrize("saved_bits", [8, 16])
-def test_load_shortens_main_params_to_fewer_bits_only_with_convert(bits, saved_bits):
-    def stack(bits, seed=0):
-        settings = {"exp_avg_dtype": "float32", "exp_avg_sq_dtype": "float32"}
-        return build("bf16-remainder", seed=seed, param_remainder_bits=bits, **settings)
-
-    source_model, source = stack(saved_bits)
-    train(source_model, source, 2)
-    saved = copy.deepcopy(source.state_dict(full_precision=True))
-    model, optimizer = stack(bits, seed=4)
-    model.load_state_dict(source_model.state_dict())
-    if bits < saved_bits:
-        with pytest.raises(ValueError, match="more bits than a bfloat16 parameter and an 8-bit"):
-            optimizer.load_state_dict(saved)
-        optimizer.load_state_dict(saved, convert=True)
-    else:
-        optimizer.load_state_dict(saved)
-        assert differing(mains(optimizer), mains(source)) == []
-
-
-def test_load_compacts_fp32_state_only_with_convert(tmp_path):
-    wide_model, wide = build("bf16")
-    train(wide_model, wide, 3)
-    checkpoint.save(tmp_path, wide_model, wide)
-    for form, loses in (
-        ("bf16-remainder", False),
-        ("bf16-bf16", True),
-        ("bf16-8bit", True),
-        ("bf16-8bit8", True),
-        ("bf16-4bit", True),
-    ):
-        model, optimizer = build(form, 0.5, seed=4)
-        if loses:
-            before = state_of(optimizer)
-            with pytest.raises(ValueError, match=r"without loss|more bits than"):
-                checkpoint.load(tmp_path, model, optimizer)
-            assert differing(state_of(optimizer), before) == []
-        checkpoint.load(tmp_path, model, optimizer, convert=loses)
-        assert form == "bf16-8bit8" or not differing(mains(optimizer), mains(wide))
-        assert train(model, optimizer, 2, start=3) == pytest.approx(
-            train(*copy_of(tmp_path, "bf16"), 2, start=3), abs=0.02
-        )
-
-
-def copy_of(path, form):
-    model, optimizer = build(form, seed=8)
-    checkpoint.load(path, model, optimizer)
-    return model, optimizer
-
-
-@pytest.mark.parametrize("form", ["bf16-remainder", "bf16-8bit", "bf16-8bit8", "bf16-bf16"])
-def test_load_widens_compact_state_to_fp32_without_loss(tmp_path, form):
-    model, optimizer = build(form, 0.5)
-    train(model, optimizer, 3)
-    checkpoint.save(tmp_path, model, optimizer)
-    wide_model, wide = copy_of(tmp_path, "bf16")
-    assert differing(mains(wide), mains(optimizer)) == []
-    full = optimizer.full_slot_state(Slot(0, 0))
-    assert differing(dict(wide.slot_state(Slot(0, 0))), full) == []
-    if form == "bf16-remainder":
-        assert train(wide_model, wide, 2, start=3) == train(model, optimizer, 2, start=3)
 
 
 def test_reload_model_params_keeps_fp32_values_in_remainders():

@@ -22,34 +22,6 @@ from mp_optim.offload.buckets import plan_offload
 from support.models import build, config_for, train
 
 
-def test_param_groups_contain_the_model_params_and_their_names():
-    model, optimizer = build("bf16", 0.5)
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    assert isinstance(optimizer, torch.optim.Optimizer) and {id(p) for p in held} == {
-        id(p) for p in model.parameters()
-    }
-    names = [name for group in optimizer.param_groups for name in group["param_names"]]
-    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
-    assert all(
-        p.main_param is not p and p.main_param.dtype == torch.float32
-        for p in held
-        if p.dtype != torch.float32
-    )
-
-
-def test_state_is_keyed_by_model_params_and_refuses_other_tensors():
-    model, optimizer = build("bf16", 0.5)
-    assert len(optimizer.state) == len(list(model.parameters())) and model.dense in optimizer.state
-    stranger = torch.zeros(1)
-    assert stranger not in optimizer.state and "dense" not in optimizer.state
-    with pytest.raises(KeyError, match="not a parameter"):
-        optimizer.state[stranger]
-    with pytest.raises(KeyError, match="not a parameter"):
-        del optimizer.state[stranger]
-    optimizer.state = {model.dense: {**optimizer.state[model.dense], "exp_avg": torch.ones(8, 8)}}
-    assert optimizer.state[model.dense]["exp_avg"].eq(1).all()
-
-
 def test_save_stores_the_result_of_state_dict_hooks(tmp_path):
     model, optimizer = build("bf16")
     states = []
@@ -63,42 +35,6 @@ def test_save_stores_the_result_of_state_dict_hooks(tmp_path):
     common = from_json((path / "common.json").read_bytes())["optimizer"]
     assert states == [len(list(model.parameters()))]
     assert common["mark"] == 1 and not any("state" in key for key in common)
-
-
-def test_factory_steps_several_model_chunks_together():
-    chunks = [nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4).bfloat16()]
-    optimizer = get_megatron_optimizer(config_for("bf16", 0.5), chunks)
-    assert {name for name, _ in optimizer.named_main_params()} == {
-        "0.weight",
-        "0.bias",
-        "1.weight",
-        "1.bias",
-    }
-    chunks[1](chunks[0](torch.ones(1, 4).bfloat16())).sum().backward()
-    assert optimizer.step().success
-
-
-def test_chained_optimizer_adds_a_group_to_the_part_of_its_kind():
-    model, optimizer = build("bf16", 0.5)
-    dense, experts = optimizer.chained_optimizers
-    late = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    optimizer.add_param_group({"params": [("late", late)], "is_expert_parallel": True})
-    assert len(experts.param_groups) == 2 and optimizer.param_groups[-1]["params"][0] is late
-    late.grad = torch.ones_like(late)
-    train_loss = train(model, optimizer, 2)
-    # zero_grad() cleared the gradient before the step.
-    assert train_loss and optimizer.state[late]["step"] == 0
-    optimizer.reload_model_params()
-    optimizer.offload_to_cpu()
-    optimizer.restore_from_cpu()
-    assert dict(optimizer.named_main_params()).keys() == {
-        n for n, _ in model.named_parameters()
-    } | {"late"}
-    assert optimizer.device == torch.device("cpu") and not optimizer.is_stub_optimizer
-    assert optimizer.init_state() is None and optimizer.has_separate_main(optimizer.slots()[0])
-    with pytest.raises(AttributeError, match="chained_optimizers"):
-        _ = optimizer.optimizer
-    assert ChainedOptimizer([dense]).optimizer is dense.optimizer
 
 
 def test_chained_optimizer_refuses_no_parts_and_different_configs():

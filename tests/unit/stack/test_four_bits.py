@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
-from mp_optim import HybridDeviceOptimizer, OptimizerConfig
+from mp_optim import HybridDeviceOptimizer
 from mp_optim.config.state_forms import UINT4
 from mp_optim.rules.fused import FusedAdam
 from support.models import same_bits
@@ -55,10 +54,3 @@ def test_4bit_state_is_shown_in_fp32_and_loads_back_with_equal_bits() -> None:
         assert torch.equal(param, other)
         shown.append(param.detach())
     assert all(torch.equal(param, shown[0]) for param in shown)
-
-
-def test_config_refuses_a_4bit_second_moment() -> None:
-    with pytest.raises(ValueError, match=r"exp_avg_sq_dtype=torch\.uint4: must be one of"):
-        OptimizerConfig(
-            lr=1e-3, bf16=True, use_precision_aware_optimizer=True, exp_avg_sq_dtype="uint4"
-        )

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from mp_optim import FP32Optimizer, FusedAdam, HybridDeviceOptimizer, OptimizerConfig
 from support.launch import results_of_ranks
@@ -28,18 +28,6 @@ def test_step_reduces_partial_gradients_of_sequence_parallel_params(ranks, mode)
         assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
         for name, value in expected["params"].items():
             torch.testing.assert_close(found["params"][name], value, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("shape", [(4,), (2, 2)])
-def test_muon_overlap_orthogonalizes_whole_matrices_on_a_mesh(ranks, shape):
-    for rank in ranks:
-        sync, overlap = (rank["early"][mode, shape] for mode in ("sync", "overlap"))
-        assert all(torch.equal(value, overlap[name]) for name, value in sync.items())
-        refused = rank["early"]["speculative", shape]
-        assert (
-            "offload_mode='speculative': muon steps up.weight" in refused
-            and "set offload_mode='overlap'" in refused
-        )
 
 
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
@@ -101,17 +89,3 @@ def test_construction_names_a_dtensor_placement_without_a_value(mesh, build, pla
     param._spec = dataclasses.replace(param._spec, placements=(Replicate(), placement))
     with pytest.raises(ValueError, match=f"(?s){message}.*redistribute"):
         build([("w", param)])
-
-
-@pytest.mark.parametrize(
-    "placement", [Shard(0), Shard(1), Replicate(), _StridedShard(0, split_factor=2)], ids=str
-)
-def test_step_returns_the_grad_norm_for_each_supported_placement(mesh, placement):
-    param = torch.nn.Parameter(
-        DTensor.from_local(torch.ones(4, 2), mesh, [placement, Replicate()], run_check=False)
-    )
-    optimizer = wrap([("w", param)])
-    param.grad = DTensor.from_local(
-        torch.ones(4, 2), mesh, [placement, Replicate()], run_check=False
-    )
-    assert optimizer.step().grad_norm == pytest.approx(8**0.5, rel=1e-12)

@@ -183,25 +183,6 @@ def test_step_refuses_an_expanded_param_before_any_param_changes(place: dict[str
     assert first.detach().eq(0).all()
 
 
-def test_step_updates_a_param_that_became_trainable_and_keeps_data_writes(
-    place: dict[str, Any],
-) -> None:
-    p, q = nn.Parameter(torch.ones(8).bfloat16()), nn.Parameter(torch.ones(8).bfloat16(), False)
-    optimizer = sgd([("p", p), ("q", q)], **place)
-    zero_grads(optimizer)
-    q.grad = None
-    optimizer.step()
-    optimizer.state_dict()
-    optimizer.step()
-    q.requires_grad_()
-    q.grad = torch.full_like(q, 0.25)
-    optimizer.step()
-    assert q.detach().eq(0.75).all()
-    q.data.fill_(4.0)
-    optimizer.step()
-    assert q.detach().eq(3.75).all()
-
-
 @pytest.mark.parametrize("make", [FusedAdam, HybridDeviceOptimizer])
 def test_construction_refuses_params_that_share_memory(make: Any) -> None:
     with pytest.raises(ValueError, match="wide has shape"):
