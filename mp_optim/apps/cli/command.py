@@ -21,7 +21,7 @@ COMMANDS = {
     "doctor": "kernels, threads and accelerators that this machine can use",
     "plan": "memory of a model and its optimizer, before anything is allocated",
     "fit": "whether a model can be trained on a machine, activations included, and what to type",
-    "convert": "optimizer state from and to torch, Megatron, apex and DeepSpeed",
+    "convert": "optimizer state from torch, Megatron, apex and DeepSpeed, and to torch",
     "inspect": "list, verify and compare checkpoints",
     "conform": "check any torch optimizer for what training programs rely on",
 }

@@ -11,7 +11,6 @@ from mp_optim.apps.convert.formats import (
     from_deepspeed,
     from_megatron,
     from_torch,
-    to_deepspeed,
     to_torch,
 )
 from mp_optim.apps.convert.state import (
@@ -36,7 +35,6 @@ __all__ = [
     "from_megatron",
     "from_torch",
     "import_state",
-    "to_deepspeed",
     "to_file",
     "to_torch",
 ]

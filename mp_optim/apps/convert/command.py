@@ -2,7 +2,7 @@ r"""Convert optimizer state between libraries.
 
 $ mp-optim convert --source-format torch --source adamw.pt --names names.json --target new.pt
 $ mp-optim convert --source-format checkpoint --source runs/x/checkpoints \
-    --target-format deepspeed --target universal
+    --target-format torch --target for_torch
 
 Load a file of --target-format mp_optim with mp_optim.apps.convert.import_state(optimizer,
 from_file(path)).
@@ -30,13 +30,13 @@ class Options:
     Attributes:
         source: a file; for deepspeed the folder of a universal checkpoint; for checkpoint a folder
             written by mp_optim.checkpoint.save.
-        target: a file; for torch and deepspeed a folder.
+        target: a file; for torch a folder.
         source_format: torch: a state dict. megatron: state of one rank with whole parameters. apex:
             {"optimizer": state dict, "masters": [group["params"] for group in
             optimizer.param_groups_master]}. deepspeed: a universal checkpoint. mp_optim: a file of
             this command. checkpoint: a checkpoint of this package.
         target_format: mp_optim: a file for this command and import_state. torch: optimizer.pt and
-            fp32_params.pt. deepspeed: a universal checkpoint.
+            fp32_params.pt.
         names: names of the parameters in the order of the source's param groups: a JSON list, or
             one name a line. Not needed if the source has names.
         fp32_names: parameters that the model itself keeps in FP32 (megatron).
@@ -49,20 +49,13 @@ class Options:
     source: Path
     target: Path
     source_format: Literal["torch", "megatron", "apex", "deepspeed", "mp_optim", "checkpoint"]
-    target_format: Literal["mp_optim", "torch", "deepspeed"] = "mp_optim"
+    target_format: Literal["mp_optim", "torch"] = "mp_optim"
     names: Path | None = None
     fp32_names: tuple[str, ...] = ()
     masters: Path | None = None
     key: str = ""
     step: float | None = None
     strip_prefix: str = ""
-
-
-def _names(path: Path | None) -> list[str] | None:
-    if path is None:
-        return None
-    text = path.read_text()
-    return list(json.loads(text)) if text.lstrip().startswith("[") else text.split()
 
 
 def _loaded(options: Options) -> Any:
@@ -113,37 +106,26 @@ def _check_memory(state: foreign.ForeignState) -> None:
 
 
 def _read(options: Options) -> foreign.ForeignState:
-    names = _names(options.names)
     if options.source_format == "deepspeed":
         return foreign.from_deepspeed(options.source, step=options.step)
     if options.source_format == "checkpoint":
         return foreign.from_checkpoint(options.source)
     if options.source_format == "mp_optim":
         return foreign.from_file(options.source)
-    content = _loaded(options)
+    content, names = _loaded(options), None
+    if options.names is not None:
+        text = options.names.read_text()
+        names = list(json.loads(text)) if text.lstrip().startswith("[") else text.split()
     if options.source_format == "apex":
         return foreign.from_apex(content["optimizer"], content.get("masters"), names)
     if options.source_format == "megatron":
         if names is None:
-            raise ValueError("Megatron's state has no names: pass --names")
+            raise ValueError("--names: Megatron's state has no names; pass a file with the names")
         return foreign.from_megatron(
             content, names, fp32_names=options.fp32_names, step=options.step
         )
     masters = None if options.masters is None else load_plain_file(options.masters)
     return foreign.from_torch(content, names, masters=masters, step=options.step)
-
-
-def write(state: foreign.ForeignState, options: Options) -> None:
-    """Write the state to the target, in the target's format."""
-    if options.target_format == "deepspeed":
-        foreign.to_deepspeed(state, options.target)
-    elif options.target_format == "mp_optim":
-        options.target.parent.mkdir(parents=True, exist_ok=True)
-        foreign.to_file(state, options.target)
-    else:
-        options.target.mkdir(parents=True, exist_ok=True)
-        torch.save(foreign.to_torch(state), options.target / "optimizer.pt")
-        torch.save(foreign.fp32_params(state), options.target / "fp32_params.pt")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -153,7 +135,13 @@ def main(arguments: Sequence[str]) -> int:
     state = read(options)
     if options.strip_prefix:
         state = state.renamed(lambda name: name.removeprefix(options.strip_prefix))
-    write(state, options)
+    if options.target_format == "mp_optim":
+        options.target.parent.mkdir(parents=True, exist_ok=True)
+        foreign.to_file(state, options.target)
+    else:
+        options.target.mkdir(parents=True, exist_ok=True)
+        torch.save(foreign.to_torch(state), options.target / "optimizer.pt")
+        torch.save(foreign.fp32_params(state), options.target / "fp32_params.pt")
     elements = sum(value.numel() for tensors in state.state.values() for value in tensors.values())
     print(
         f"{len(state.names)} parameters, {elements:,} elements of state: {options.source} -> "

@@ -54,15 +54,10 @@ def from_torch(
     return foreign.with_masters(masters)
 
 
-def to_torch(foreign: ForeignState, *, param_names: bool = True) -> dict[str, Any]:
-    """Return a state dict for ``torch.optim.AdamW.load_state_dict``.
+def to_torch(foreign: ForeignState) -> dict[str, Any]:
+    """Return a state dict for ``torch.optim.AdamW.load_state_dict``, with names of parameters.
 
     The optimizer has to step FP32 parameters with the values of :func:`fp32_params`.
-
-    Args:
-        foreign: state to convert.
-        param_names: True to add names of parameters to the groups, as torch does for named
-            parameters.
     """
     names = foreign.names
     index_of = {name: index for index, name in enumerate(names)}
@@ -71,8 +66,7 @@ def to_torch(foreign: ForeignState, *, param_names: bool = True) -> dict[str, An
         decoupled = group.settings.get("adam_w_mode", _DEFAULTS["decoupled_weight_decay"])
         settings = {**_DEFAULTS, "decoupled_weight_decay": decoupled, **group.settings}
         settings["params"] = [index_of[name] for name in group.names]
-        if param_names:
-            settings["param_names"] = list(group.names)
+        settings["param_names"] = list(group.names)
         groups.append(settings)
     state = {}
     for name in names:
@@ -219,20 +213,11 @@ def _state_of_member(
 
 
 # -- DeepSpeed ------------------------------------------------------------------------------------
-#
-# Universal checkpoints: ``<folder>/zero/<name>/{fp32,exp_avg,exp_avg_sq,step}.pt`` and
-# ``zero/optimizer_state.pt``, as its ``ds_to_universal.py`` writes and ``load_universal`` reads
-# them.
 
 _FILES = {"fp32": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+"""State key of each file in ``<folder>/zero/<name>/`` that DeepSpeed's ``ds_to_universal.py``
+writes."""
 _VALUE = "param"
-_GLOBAL = "optimizer_state.pt"
-_VERSION = "0.16.0"
-"""Oldest DeepSpeed version with the layout written here. DeepSpeed refuses state without a
-version."""
-_SETTINGS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
-"""Settings of DeepSpeed's Adam that are written. Other settings would replace values of
-DeepSpeed's config."""
 
 
 def from_deepspeed(folder: str | os.PathLike[str], *, step: float | None = None) -> ForeignState:
@@ -269,17 +254,15 @@ def from_deepspeed(folder: str | os.PathLike[str], *, step: float | None = None)
     for name in names:
         state[name] = {STEP: _step(root / name, step)}
         for file, key in _FILES.items():
-            state[name][key] = _value(root / name / f"{file}.pt")
+            path = root / name / f"{file}.pt"
+            content = load_plain_file(path)
+            value = content.get(_VALUE) if isinstance(content, dict) else content
+            if not isinstance(value, Tensor):
+                raise ValueError(
+                    f"{path} holds no tensor under {_VALUE!r}; convert the checkpoint again"
+                )
+            state[name][key] = value
     return ForeignState((ForeignGroup(tuple(names)),), state)
-
-
-def _value(path: Path) -> Tensor:
-    content = load_plain_file(path)
-    if isinstance(content, dict):
-        content = content.get(_VALUE)
-    if not isinstance(content, Tensor):
-        raise ValueError(f"{path} holds no tensor under {_VALUE!r}; convert the checkpoint again")
-    return content
 
 
 def _step(folder: Path, step: float | None) -> Tensor:
@@ -292,58 +275,3 @@ def _step(folder: Path, step: float | None) -> Tensor:
             f"{path} is missing (ZeRO-3 has none); pass step=, the number of steps taken"
         )
     return torch.tensor(float(step), dtype=torch.float32, device="cpu")
-
-
-def to_deepspeed(
-    foreign: ForeignState,
-    folder: str | os.PathLike[str],
-    *,
-    groups: Sequence[Sequence[str]] | None = None,
-) -> Path:
-    """Write the optimizer's part of a universal checkpoint. DeepSpeed writes the model states.
-
-    Args:
-        foreign: state to write.
-        folder: folder of the checkpoint.
-        groups: names of the parameters in DeepSpeed's groups; None for the groups of ``foreign``.
-
-    Returns:
-        The folder ``zero``.
-
-    Raises:
-        ValueError: parameters have no FP32 value, or no moments of Adam; the message lists them. No
-            file was written.
-    """
-    missing = [
-        f"{name}.{key}"
-        for name in foreign.names
-        for key in (STEP, *_FILES.values())
-        if key not in foreign.state.get(name, {})
-    ]
-    if missing:
-        raise ValueError(
-            "a universal checkpoint has step, fp32, exp_avg and exp_avg_sq of every parameter; "
-            f"missing {missing}; export an optimizer of Adam after its first step"
-        )
-    root = Path(folder) / "zero"
-    for name in foreign.names:
-        (root / name).mkdir(parents=True, exist_ok=True)
-        for file, key in _FILES.items():
-            torch.save({_VALUE: _whole(foreign.state[name][key])}, root / name / f"{file}.pt")
-        torch.save(_whole(foreign.state[name][STEP]), root / name / "step.pt")
-    settings = {name: group.settings for group in foreign.groups for name in group.names}
-    index_of = {name: index for index, name in enumerate(foreign.names)}
-    param_groups = []
-    for names in groups or [group.names for group in foreign.groups]:
-        if names:
-            own = settings[names[0]]
-            kept = {key: own[key] for key in _SETTINGS if key in own}
-            param_groups.append({**kept, "params": [index_of[name] for name in names]})
-    torch.save({"ds_version": _VERSION, "param_groups": param_groups}, root / _GLOBAL)
-    return root
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """Return a copy on the CPU with its own memory, because saving a view would save its whole
-    storage."""
-    return tensor.detach().to("cpu", copy=True).contiguous()

@@ -125,8 +125,7 @@ def test_torch_adamw_continues_from_exported_state():
 
 
 @pytest.mark.parametrize(
-    ("precision", "way"),
-    [("bf16", "torch"), ("fp32", "deepspeed"), ("fp16", "file"), ("bf16-8bit", "file")],
+    ("precision", "way"), [("bf16", "torch"), ("fp16", "file"), ("bf16-8bit", "file")]
 )
 def test_export_then_import_continues_with_equal_bits(tmp_path, precision, way):
     model, optimizer = build(precision)
@@ -134,9 +133,6 @@ def test_export_then_import_continues_with_equal_bits(tmp_path, precision, way):
     state = cloned(foreign.export_state(optimizer))
     if way == "torch":
         back = foreign.from_torch(foreign.to_torch(state), masters=foreign.fp32_params(state))
-    elif way == "deepspeed":
-        foreign.to_deepspeed(state, tmp_path)
-        back = foreign.from_deepspeed(tmp_path)
     else:
         foreign.to_file(state, tmp_path / "state.pt")
         back = foreign.from_file(tmp_path / "state.pt")
@@ -427,32 +423,17 @@ def test_from_deepspeed_reads_universal_checkpoints(tmp_path, flat):
     assert {float(s["step"]) for s in foreign.export_state(optimizer).state.values()} == {5.0}
 
 
-def test_universal_checkpoint_round_trips_and_lists_missing_files(tmp_path):
-    model, optimizer = build("bf16")
-    train(model, optimizer, 2)
-    state = foreign.export_state(optimizer)
-    foreign.to_deepspeed(state, tmp_path / "a")
-    again = foreign.from_deepspeed(tmp_path / "a")
-    foreign.to_deepspeed(again, tmp_path / "b")
-    files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*.pt"))
-    assert len(files) == 4 * len(state.names) + 1
-    for file in files:
-        if file.name != "optimizer_state.pt":
-            a, b = (torch.load(tmp_path / side / file, weights_only=True) for side in "ab")
-            assert tree_equal(a, b), file
-    (tmp_path / "a/zero/dense/exp_avg.pt").unlink()
-    with pytest.raises(ValueError, match=r"lacks \['dense/exp_avg\.pt'\]"):
-        foreign.from_deepspeed(tmp_path / "a")
-    with pytest.raises(FileNotFoundError, match="ds_to_universal"):
+def test_from_deepspeed_lists_missing_and_damaged_files(tmp_path):
+    tensors = {key: torch.ones(2) for key in ("fp32", "exp_avg", "exp_avg_sq")}
+    write_universal(tmp_path, {"w": tensors})
+    torch.save({"other": 1}, tmp_path / "zero/w/exp_avg.pt")
+    with pytest.raises(ValueError, match=r"exp_avg\.pt holds no tensor under 'param'"):
         foreign.from_deepspeed(tmp_path)
-    torch.save({"other": 1}, tmp_path / "b/zero/dense/fp32.pt")
-    with pytest.raises(ValueError, match=r"fp32\.pt holds no tensor under 'param'"):
-        foreign.from_deepspeed(tmp_path / "b")
-    _, lion = build("bf16", optimizer="lion")
-    train(model, optimizer, 1)
-    with pytest.raises(ValueError, match=r"missing \['embed\.exp_avg_sq'"):
-        foreign.to_deepspeed(foreign.export_state(lion), tmp_path / "c")
-    assert not (tmp_path / "c").exists()
+    (tmp_path / "zero/w/exp_avg.pt").unlink()
+    with pytest.raises(ValueError, match=r"lacks \['w/exp_avg\.pt'\]"):
+        foreign.from_deepspeed(tmp_path)
+    with pytest.raises(FileNotFoundError, match="ds_to_universal"):
+        foreign.from_deepspeed(tmp_path / "zero")
 
 
 def test_import_state_shards_values_over_dtensor_params(tmp_path):
@@ -482,7 +463,7 @@ def command(arguments):
 
 
 def test_convert_command_round_trips_torch_state_with_equal_bits(tmp_path, capsys):
-    """The state goes from torch to mp_optim, universal, mp_optim and torch."""
+    """The state goes from torch to a file of mp_optim and to torch."""
     _, adamw, masters = bf16_run(torch.optim.AdamW)
     torch.save({"step": 3, "optimizer": adamw.state_dict()}, tmp_path / "adamw.pt")
     torch.save(masters, tmp_path / "masters.pt")
@@ -494,13 +475,15 @@ def test_convert_command_round_trips_torch_state_with_equal_bits(tmp_path, capsy
     names = f"--names {here}/names.json --masters {here}/masters.pt"
     command(f"torch --source {here}/adamw.pt --target {here}/a.pt {names} {torch_names}")
     assert "7 parameters" in capsys.readouterr().out
-    command(f"mp_optim --source {here}/a.pt --target-format deepspeed --target {here}/universal")
-    command(f"deepspeed --source {here}/universal --target {here}/b.pt")
-    command(f"mp_optim --source {here}/b.pt --target-format torch --target {here}/torch")
-    assert same_state(foreign.from_file(tmp_path / "a.pt"), foreign.from_file(tmp_path / "b.pt"))
+    command(f"mp_optim --source {here}/a.pt --target-format torch --target {here}/torch")
     last = foreign.from_torch(
         torch.load(tmp_path / "torch/optimizer.pt", weights_only=True),
         masters=torch.load(tmp_path / "torch/fp32_params.pt", weights_only=True),
     )
     first = foreign.from_torch(adamw.state_dict(), list(masters), masters=masters)
     assert same_state(last, first)
+    write_universal(
+        tmp_path, {"w": dict.fromkeys(("fp32", "exp_avg", "exp_avg_sq"), masters["dense"])}
+    )
+    command(f"deepspeed --source {here} --target {here}/b.pt")
+    assert foreign.from_file(tmp_path / "b.pt").names == ["w"]
