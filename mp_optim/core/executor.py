@@ -15,8 +15,7 @@ There are three kinds of executors:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -137,12 +136,14 @@ class Executor:
     def step_slots(self, updates: SlotUpdates) -> None:
         """Step the given slots, each at most once, and write their outputs."""
 
-    def plan_step(self, updates: SlotUpdates) -> Callable[[], None]:
-        """Return a function that does :meth:`step_slots`; prepare as much of the step as possible.
+    def plan_step(self, updates: SlotUpdates) -> Any:
+        """Prepare as much of :meth:`step_slots` as possible. Return the argument of
+        :meth:`run_step`. Nothing is stepped."""
+        return updates
 
-        Nothing is stepped before the returned function is called.
-        """
-        return partial(self.step_slots, updates)
+    def run_step(self, planned: Any) -> None:
+        """Do :meth:`step_slots` with a result of :meth:`plan_step`."""
+        self.step_slots(planned)
 
     def finish_step(self) -> None:
         """Check a step after all of its kernels are queued.

@@ -14,8 +14,6 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -47,7 +45,8 @@ class StepMark:
         is_set: True from the first write of a step or load until it is complete.
         parked: tensors that are moved to the host; steps raise until they are restored.
         copies: copies of state that callers may have edited.
-        plan_key: source of all parts of step plans; another object makes the parts stale.
+        plan_key: source of all parts of step plans and of all facts that steps reuse; another
+            object makes them stale.
         refusal: reason why steps, saves and loads raise RuntimeError now; empty if they are
             allowed.
     """
@@ -72,20 +71,9 @@ class StepMark:
             wait_for_devices()
 
     def invalidate_plans(self) -> None:
-        """Drop all values that steps reuse. Called after slots, their tensors, places or buckets
-        changed."""
+        """Make all values stale that steps reuse. Called after slots, their tensors, places or
+        buckets changed."""
         self.plan_key = object()
-        self._facts: WeakKeyDictionary[object, dict[str, Any]] = WeakKeyDictionary()
-
-    def facts_of(self, user: object) -> dict[str, Any]:
-        """Return the values by name that ``user`` reuses until plans are invalidated.
-
-        The values are freed with ``user``, so a later object at the same address has none of them.
-        """
-        facts = self._facts.get(user)
-        if facts is None:
-            facts = self._facts[user] = {}
-        return facts
 
     def open_state(self) -> None:
         """Announce that any state may be written, by this package or by a caller with access to it.

@@ -149,15 +149,27 @@ def _loaded(name: str, device: torch.device) -> Backend | str:
 
 
 @cache
-def choose_backend(name: str, device: torch.device) -> tuple[Backend, str]:
+def choose_backend(name: str, device: torch.device, rule: str = "") -> tuple[Backend, str]:
     """Return the backend for ``fused_backend=name`` on a device, and the reason.
 
     ``auto`` chooses the first of :func:`candidates` with the bits of ``reference``. Another name is
     used where its kernels run. In the other place (host or accelerator), ``auto`` chooses.
 
+    Args:
+        name: value of ``fused_backend``.
+        device: device of the tensors.
+        rule: name of a rule. If the chosen backend has no kernels for the rule, ``reference`` is
+            returned.
+
     Raises:
         ValueError: the name is unknown, or the backend is not usable.
     """
+    if rule:
+        backend, why = choose_backend(name, device)
+        if rule in CAPABILITIES.get(backend.name, Capability()).rules:
+            return backend, why
+        reason = f"{why}; {backend.name} has no kernels for {rule}"
+        return choose_backend("reference", device)[0], reason
     if name == "auto":
         return _auto(device)
     if name not in _SOURCES:
@@ -226,15 +238,6 @@ def check_serves(name: str, device: torch.device) -> None:
                 f"fused_backend={name!r}: the model's parameters are on {device.type}, but its "
                 f"kernels run on {' and '.join(devices())}; move the model, or choose 'auto'"
             )
-
-
-def rule_note(name: str, rule: str) -> str:
-    """Return a note that a backend has no kernels for a rule; empty if it has kernels."""
-    return (
-        ""
-        if rule in CAPABILITIES.get(name, Capability()).rules
-        else f"{name} has no kernels for {rule}"
-    )
 
 
 _HOST = torch.device("cpu")

@@ -469,7 +469,7 @@ def _transfer(device: torch.device) -> Transfer:
 #
 # - The host: ``take_step`` (``mixed_precision/step.py``) does not step a skipped step, so no slot
 #   counts it.
-# - The device: ``RuleExecutor.step_slots`` counts the step as taken. If ``DeviceVerdict.settle``
+# - The device: ``RuleExecutor.run_step`` counts the step as taken. If ``DeviceVerdict.settle``
 #   finds that the step was skipped, ``RuleState.settle`` subtracts it before a count is read.
 # - Speculation: a step during backward is not counted. ``SpeculativeStepper.publish``
 #   (``offload/speculation.py``) calls ``GroupState.count`` when it swaps the buffers, and a skipped

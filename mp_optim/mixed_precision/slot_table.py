@@ -7,7 +7,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -83,8 +83,8 @@ class SlotTable:
         split_over: process groups over which the parameter is sharded.
         first: index of each group's first slot.
 
-    NOTE: a method that writes a column calls ``StepMark.invalidate_plans()``, which drops all facts
-    that were derived from the columns.
+    NOTE: a method that writes a column calls ``StepMark.invalidate_plans()``, which makes all facts
+    stale that were derived from the columns.
     """
 
     executor: Executor
@@ -98,6 +98,8 @@ class SlotTable:
     layouts: list[ParamLayout] = field(default_factory=list)
     split_over: list[Groups] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
+    _facts: dict[str, Any] = field(default_factory=dict)
+    _source: object = None
 
     def index(self, slot: Slot) -> int:
         """Return the index of a slot in the columns."""
@@ -116,10 +118,11 @@ class SlotTable:
             name: name of the fact.
             make: computes the fact.
         """
-        facts = self.executor.step_mark.facts_of(self)
-        if name not in facts:
-            facts[name] = make()
-        fact: T = facts[name]
+        if self._source is not (present := self.executor.step_mark.plan_key):
+            self._facts, self._source = {}, present
+        if name not in self._facts:
+            self._facts[name] = make()
+        fact: T = self._facts[name]
         return fact
 
     @property
@@ -304,7 +307,7 @@ class SlotTable:
         """
         columns = self.reuse("columns", lambda: self._select(indices))
         if columns.indices != indices:
-            columns = self.executor.step_mark.facts_of(self)["columns"] = self._select(indices)
+            columns = self._facts["columns"] = self._select(indices)
         return columns
 
     def _select(self, indices: list[int]) -> SlotColumns:

@@ -1,14 +1,14 @@
 """One step of a stack, from top to bottom.
 
-1. Finish the work that began during backward (``offload/backward_scheduler.py``).
-2. Refresh main params whose parameters were replaced or written since the last step, and collect
-the gradients.
-3. Measure the gradients, which reads each gradient once (``measure`` in ``grad_norm.py``).
-4. Agree with the other ranks: one reduction of a few scalars (``agree`` in ``grad_norm.py``).
-5. Decide: multipliers, or a skip (``clip_and_skip.py``). If no host needs the verdict, the device
-decides.
-6. Run: the executor steps the slots that have a gradient.
-7. Record: counts, loss scale, observers.
+1. Collect: finish the work that began during backward (``offload/backward_scheduler.py``), refresh
+main params whose parameters were replaced or written since the last step, and collect the
+gradients.
+2. Measure and agree: read each gradient once (``measure`` in ``grad_norm.py``), and reduce a few
+scalars over the ranks (``agree`` in ``grad_norm.py``).
+3. Decide: form multipliers, or skip the step (``clip_and_skip.py``), and count the step. If no host
+needs the verdict, the device decides.
+4. Run: the executor steps the slots that have a gradient.
+5. Record: update the loss scale, and call the observers.
 
 A stack is one precision wrapper (:class:`WrappedGrads`), or a composite of stacks
 (:class:`GradsOfMembers`). ``clip_and_skip.py`` describes how a skipped step is counted.
@@ -19,10 +19,9 @@ from __future__ import annotations
 import functools
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.core import CachedTensorList, Multiplier, ParamGroups, SlotUpdates
+from mp_optim.core import CachedTensorList, ParamGroups, SlotUpdates
 from mp_optim.core.executor import Executor
 from mp_optim.core.quantized import quantize_
 from mp_optim.host.calls import in_own_modes
@@ -64,13 +63,13 @@ from mp_optim.process_groups.process_groups import ProcessGroups
 
 _HOST = torch.device("cpu")
 _UNTIMED = nullcontext()
-Phases = Generator["StepGrads", None, StepResult]
-"""A step in progress: each ``next()`` runs one phase, and the return value is the result."""
+AnyVerdict = Verdict | DeviceVerdict
+"""A verdict that the host knows, or a verdict that only the device knows yet."""
 
 
 @in_own_modes
 def take_step(
-    stack: Any, prepared: tuple[StepGrads, Verdict, Observer | None] | None = None
+    stack: Any, prepared: tuple[StepGrads, AnyVerdict, Observer | None] | None = None
 ) -> StepResult:
     """Take one step of a stack, or skip it.
 
@@ -84,126 +83,97 @@ def take_step(
             name. Nothing was stepped.
         BrokenOffError: the previous step was interrupted.
     """
-    phases = step_phases(stack, prepared)
-    while True:
-        try:
-            next(phases)
-        except StopIteration as done:
-            result: StepResult = done.value
-            return result
-
-
-@in_own_modes
-def take_steps(stacks: Mapping[str, Any]) -> tuple[dict[str, StepResult], dict[str, Exception]]:
-    """Take one step of each of several stacks: each phase for all stacks, then the next phase.
-
-    One pass reads the gradients of all stacks, and the kernels of all stacks start one after
-    another. An error of one stack does not stop the others.
-
-    Returns:
-        Results and errors, by the names of ``stacks``.
-    """
-    results: dict[str, StepResult] = {}
-    errors: dict[str, Exception] = {}
-    running = {name: step_phases(stack) for name, stack in stacks.items()}
-    try:
-        measure_together(_advanced(running, results, errors))
-        while running:
-            _advanced(running, results, errors)
-    finally:
-        for phases in running.values():
-            phases.close()  # Only an interrupt leaves steps that did not end.
-    return results, errors
-
-
-def _advanced(
-    running: dict[str, Phases], results: dict[str, StepResult], errors: dict[str, Exception]
-) -> list[StepGrads]:
-    """Run each step to the end of its next phase. Return the gradients of steps that go on; remove
-    the others from ``running``."""
-    reached: list[StepGrads] = []
-    for name, phases in list(running.items()):
-        try:
-            reached.append(next(phases))
-            continue
-        except StopIteration as done:
-            results[name] = done.value
-        except Exception as error:
-            errors[name] = error
-        del running[name]
-    return reached
-
-
-def step_phases(
-    stack: Any, prepared: tuple[StepGrads, Verdict, Observer | None] | None = None
-) -> Phases:
-    """Take one step, with the arguments of :func:`take_step`.
-
-    Yields:
-        The gradients, after they are collected, before the kernels start and after they started.
-    """
-    config, observers = stack.config, stack.observers
+    config = stack.config
     with stack.step_mark.step(stack):
         if prepared is None:
             with _UNTIMED if config.timers is None else _timed(config, "optimizer-clip-main-grad"):
-                # Phases 1 and 2: finish the work of backward, refresh main params, collect
-                # gradients.
-                try:
-                    grads = stack.grads_of(stack)
-                # If one worker fails, the jobs of all workers are done again in this process.
-                except WorkerError:
-                    stack.discard_backward_work()
-                    raise
-                yield grads
-                # Phases 3 and 4: measure and agree.
-                device = grads.verdict_device
-                measurement = grads.sums(on_host=device is None)
-                # Phase 5: decide.
-                verdict, judge = _decide(stack, measurement, device)
+                grads = _collect(stack)
+                verdict, judge = _decide(stack, grads)
         else:
             grads, verdict, judge = prepared
-        for before_step in observers.before_step:
-            before_step()
-        if judge is not None and MAIN_NORM in verdict.norms:
-            judge.take(torch.tensor(verdict.norms[MAIN_NORM], dtype=torch.float64, device=_HOST))
-        stack.counts.record(verdict)
-        # Phase 6: run.
         with _UNTIMED if config.timers is None else _timed(config, "optimizer-inner-step"):
-            if verdict.cause:
-                run: Callable[[], None] = grads.skip
-            else:
-                norm, limit = verdict.norms.get(MAIN_NORM), config.clip_grad
-                clipped = min(norm, limit) if norm is not None and limit > 0 else norm
-                run = grads.plan(verdict.multipliers, clipped)
-            yield grads
-            run()
-        yield grads
-        # Phase 7: record. The loss scale is the last write of a step, so an earlier interrupt
-        # leaves the stack marked as inconsistent.
+            _count(stack, verdict, judge)
+            # Phase 4: run.
+            grads.plan(verdict)
+            grads.run(verdict)
         if stack.grad_scaler is not None:
-            stack.step_mark.touch()
-            stack.grad_scaler.update(verdict.found_inf)
-            stack.remember_scale()
-    for after_step in observers.after_step:
-        after_step(grads, verdict)
-    if config.release_gradients:
-        # Released gradients are None already. Set the other gradients to None, too.
-        stack.zero_grad()
-    return verdict.result
+            _update_scale(stack, verdict)
+    return _record(stack, grads, verdict)
 
 
-def _decide(
-    stack: Any, measurement: Measurement, device: torch.device | None
-) -> tuple[Verdict | DeviceVerdict, Observer | None]:
-    """Return the verdict on a step, and the observer that judged it on the host, if any.
+@in_own_modes
+def take_steps(stacks: Mapping[str, Any], errors: dict[str, Exception]) -> dict[str, StepResult]:
+    """Take one step of each of several precision wrappers: each phase for all of them, then the
+    next phase.
+
+    One pass reads the gradients of all wrappers. An error of one wrapper does not stop the others.
 
     Args:
-        stack: the outermost optimizer.
-        measurement: agreed sums of squares.
-        device: the device on which kernels read the verdict, or None. If the measurement and the
-            loss scale are on this device, the verdict is formed there, and no host waits for it.
+        stacks: the wrappers by name. Their configs have no timers.
+        errors: gets the errors by name.
+
+    Returns:
+        The results by name.
     """
-    config = stack.config
+    collected: dict[str, WrappedGrads] = {}
+    decided: dict[str, tuple[AnyVerdict, Observer | None]] = {}
+    planned: list[str] = []
+    stepped: list[str] = []
+    results: dict[str, StepResult] = {}
+    for name, stack in stacks.items():
+        with errors_kept(errors, name), stack.step_mark.step(stack):
+            collected[name] = _collect(stack)
+    _measure_together(list(collected.values()))
+    for name, grads in collected.items():
+        with errors_kept(errors, name), stacks[name].step_mark.step(stacks[name]):
+            decided[name] = _decide(stacks[name], grads)
+    for name, (verdict, judge) in decided.items():
+        with errors_kept(errors, name), stacks[name].step_mark.step(stacks[name]):
+            _count(stacks[name], verdict, judge)
+            collected[name].plan(verdict)
+            planned.append(name)
+    for name in planned:
+        stack, verdict = stacks[name], decided[name][0]
+        with errors_kept(errors, name), stack.step_mark.step(stack):
+            collected[name].run(verdict)
+            if stack.grad_scaler is not None:
+                _update_scale(stack, verdict)
+            stepped.append(name)
+    for name in stepped:
+        with errors_kept(errors, name):
+            results[name] = _record(stacks[name], collected[name], decided[name][0])
+    return results
+
+
+@contextmanager
+def errors_kept(errors: dict[str, Exception], name: str) -> Iterator[None]:
+    """Store an exception of the ``with`` block in ``errors`` instead of raising the exception."""
+    try:
+        yield
+    except Exception as error:
+        errors[name] = error
+
+
+# -- phases ---------------------------------------------------------------------------------------
+
+
+def _collect(stack: Any) -> Any:
+    """Phase 1: return the gradients of a step, a :class:`StepGrads`."""
+    try:
+        return stack.grads_of(stack)
+    # If one worker fails, the jobs of all workers are done again in this process.
+    except WorkerError:
+        stack.discard_backward_work()
+        raise
+
+
+def _decide(stack: Any, grads: StepGrads) -> tuple[AnyVerdict, Observer | None]:
+    """Phases 2 and 3: return the verdict on a step, and the observer that judged the step on the
+    host, if any."""
+    config, device = stack.config, grads.verdict_device
+    measurement = grads.sums(on_host=device is None)
+    # If kernels read the verdict on the device of the measurement and the loss
+    # scale, form the verdict there, so that no host waits for it.
     scaling = () if stack.grad_scaler is None else (stack.grad_scaler.inv_scale,)
     if device is not None:
         scalars = [*measurement.sums.values(), *scaling]
@@ -215,6 +185,35 @@ def _decide(
     if verdict.cause == DISAGREEMENT:
         stack.refuse_disagreement()
     return verdict, judge
+
+
+def _count(stack: Any, verdict: AnyVerdict, judge: Observer | None) -> None:
+    """The end of phase 3: count the step, and call the observers that run before the first
+    write."""
+    for before_step in stack.observers.before_step:
+        before_step()
+    if judge is not None and MAIN_NORM in verdict.norms:
+        judge.take(torch.tensor(verdict.norms[MAIN_NORM], dtype=torch.float64, device=_HOST))
+    stack.counts.record(verdict)
+
+
+def _update_scale(stack: Any, verdict: AnyVerdict) -> None:
+    """The beginning of phase 5: adapt the loss scale."""
+    # The loss scale is the last write of a step, so an earlier interrupt leaves the stack marked as
+    # inconsistent.
+    stack.step_mark.touch()
+    stack.grad_scaler.update(verdict.found_inf)
+    stack.remember_scale()
+
+
+def _record(stack: Any, grads: StepGrads, verdict: AnyVerdict) -> StepResult:
+    """The end of phase 5: call the observers, and return the result."""
+    for after_step in stack.observers.after_step:
+        after_step(grads, verdict)
+    if stack.config.release_gradients:
+        # Released gradients are None already. Set the other gradients to None, too.
+        stack.zero_grad()
+    return verdict.result
 
 
 @contextmanager
@@ -261,24 +260,12 @@ class StepGrads(ABC):
         """
 
     @abstractmethod
-    def skip(self) -> None:
-        """Step nothing, because the host decided to skip the step."""
+    def plan(self, verdict: AnyVerdict) -> None:
+        """Prepare as much of :meth:`run` as possible. Nothing is stepped."""
 
     @abstractmethod
-    def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
-        """Step the slots that have a gradient.
-
-        Args:
-            multipliers: factor of the gradients, by norm group.
-            grad_norm: norm after clipping, for rules that clip by themselves; None if the host does
-                not know it.
-        """
-
-    def plan(
-        self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None
-    ) -> Callable[[], None]:
-        """Return a function that does :meth:`step`, with as much of it done before as possible."""
-        return partial(self.step, multipliers, grad_norm)
+    def run(self, verdict: AnyVerdict) -> None:
+        """Step the slots that have a gradient, or skip the step if the host decided so."""
 
 
 class GradsOfMembers(StepGrads):
@@ -299,13 +286,13 @@ class GradsOfMembers(StepGrads):
     def sums(self, on_host: bool = False) -> Measurement:
         return functools.reduce(operator.add, (member.sums() for member in self._members))
 
-    def skip(self) -> None:
+    def plan(self, verdict: AnyVerdict) -> None:
         for member in self._members:
-            member.skip()
+            member.plan(verdict)
 
-    def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
+    def run(self, verdict: AnyVerdict) -> None:
         for member in self._members:
-            member.step(multipliers, grad_norm)
+            member.run(verdict)
 
 
 @dataclass(eq=False)
@@ -422,7 +409,7 @@ class WrappedGrads(StepGrads):
 
     def __init__(self, wrapper: Any) -> None:
         engine: Engine = wrapper.engine
-        self._wrapper, self._engine = wrapper, engine
+        self._wrapper, self._engine, self._planned = wrapper, engine, None
         overlap, mains, table = engine.overlap, engine.mains, engine.table
         self._in_backward = CollectedGrads({}, {}) if overlap is None else overlap.collect()
         wrapper.shared_settings.exchange(engine.param_groups, wrapper.groups_below)
@@ -453,34 +440,31 @@ class WrappedGrads(StepGrads):
         grads = CachedTensorList() if held or sums else self._grads
         return engine.config.fused_backend, engine.table.common.device, grads
 
-    def skip(self) -> None:
-        if self._engine.overlap is not None:
-            self._engine.overlap.skip()
-
-    def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
-        self.plan(multipliers, grad_norm)()
-
-    def plan(
-        self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None
-    ) -> Callable[[], None]:
-        engine, some = self._engine, self._columns
-        executor, mains = engine.executor, engine.mains
+    def plan(self, verdict: AnyVerdict) -> None:
+        if verdict.cause:
+            return
+        engine, some, multipliers = self._engine, self._columns, verdict.multipliers
         if some.group is None:
             factors = [multipliers[key.group] for key in some.keys]
         else:
             factors = [multipliers[some.group]] * len(some.keys)
         changed: Sequence[Tensor | None] = ()
-        for observer in mains.observers:
+        for observer in engine.mains.observers:
             changed = observer.before_launch(some.slots, some.indices)
         updates = SlotUpdates(some.slots, self._grads, factors, some.outputs, changed)
-        if executor.clips and grad_norm is not None:
-            updates = executor.clipped(updates, grad_norm)
-        return partial(self._run, executor.plan_step(updates))
+        if engine.executor.clips and (norm := verdict.norms.get(MAIN_NORM)) is not None:
+            limit = engine.config.clip_grad
+            updates = engine.executor.clipped(updates, min(norm, limit) if limit > 0 else norm)
+        self._planned = engine.executor.plan_step(updates)
 
-    def _run(self, step_planned: Callable[[], None]) -> None:
+    def run(self, verdict: AnyVerdict) -> None:
         engine, some = self._engine, self._columns
         executor, mains, table = engine.executor, engine.mains, engine.table
-        step_planned()
+        if verdict.cause:
+            if engine.overlap is not None:
+                engine.overlap.skip()
+            return
+        executor.run_step(self._planned)
         executor.finish_step()
         if executor.writes_settings:
             self._wrapper.share_settings()
@@ -495,21 +479,20 @@ class WrappedGrads(StepGrads):
             observer.after_launch()
 
 
-def measure_together(steps: Iterable[StepGrads]) -> None:
+def _measure_together(several: Sequence[WrappedGrads]) -> None:
     """Measure the gradients of several optimizers in one pass for each backend and device.
 
     The sums of squares have the bits of separate passes. Gradients that backward measured are left
     out.
     """
     alike: dict[tuple[str, torch.device], list[tuple[WrappedGrads, CachedTensorList]]] = {}
-    for step in steps:
-        if isinstance(step, WrappedGrads):
-            backend, device, grads = step.to_measure()
-            if grads:
-                alike.setdefault((backend, device), []).append((step, grads))
+    for each in several:
+        backend, device, grads = each.to_measure()
+        if grads:
+            alike.setdefault((backend, device), []).append((each, grads))
     for (backend, device), members in alike.items():
         every = CachedTensorList.joined([grads for _, grads in members])
         sizes = [len(grads) for _, grads in members]
         parts = torch.split(measure(every, backend, device), sizes)
-        for (step, _), part in zip(members, parts, strict=True):
-            step.measured = part
+        for (each, _), part in zip(members, parts, strict=True):
+            each.measured = part

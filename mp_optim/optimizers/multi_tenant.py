@@ -21,7 +21,7 @@ from mp_optim.core.slot_state import without_keys
 from mp_optim.core.tensors import held_tensor
 from mp_optim.host.leases import wait_before_torch_step
 from mp_optim.mixed_precision import MegatronGradScaler, StepResult
-from mp_optim.mixed_precision.step import take_steps
+from mp_optim.mixed_precision.step import errors_kept, take_steps
 from mp_optim.optimizers.base import StackOptimizer
 from mp_optim.optimizers.classes import AdamW
 
@@ -152,16 +152,15 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
         errors: dict[str, Exception] = {}
         for name in self._names_to_step(names):
             tenant = self._tenants[name]
-            with _kept(errors, name):
+            with errors_kept(errors, name):
                 tenant.begin_step()
                 (alone if _has_hooks(tenant) else together)[name] = tenant
-        results, failed = take_steps(together)
-        errors |= failed
+        results = take_steps(together, errors)
         for name, result in results.items():
             together[name].last_step = result
             together[name]._opt_called = True  # type: ignore[attr-defined]  # for schedulers
         for name, tenant in alone.items():
-            with _kept(errors, name):
+            with errors_kept(errors, name):
                 tenant.step()
                 assert tenant.last_step is not None
                 results[name] = tenant.last_step
@@ -331,15 +330,6 @@ def _has_hooks(tenant: StackOptimizer) -> bool:
     # A step of this package waits for saves by itself.
     of_program = set(_global_optimizer_pre_hooks.values()) - {wait_before_torch_step}
     return bool(is_patched or own or of_program or _global_optimizer_post_hooks)
-
-
-@contextmanager
-def _kept(errors: dict[str, Exception], name: str) -> Iterator[None]:
-    """Store a tenant's exception instead of raising it."""
-    try:
-        yield
-    except Exception as error:
-        errors[name] = error
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from mp_optim.core.slot_state import SlotState
 from mp_optim.core.tensors import continue_from
 from mp_optim.host.calls import in_own_modes
 from mp_optim.host.leases import before_writing, borrows
-from mp_optim.kernels import Backend, choose_backend, rule_note
+from mp_optim.kernels import Backend, choose_backend
 from mp_optim.kernels.codecs import Noise, mix
 from mp_optim.kernels.kernel_args import RULE_SCALARS, TensorLists, contiguous, contiguous_outputs
 from mp_optim.kernels.state_format import StatePrecision
@@ -62,6 +62,9 @@ class GroupPlan(NamedTuple):
     members: UpdateSelection
     positions: list[int]
     together: SlotSet | None
+
+
+_Planned = list[tuple[GroupPlan, list[Launch]]]
 
 
 class RuleExecutor(Executor):
@@ -97,7 +100,8 @@ class RuleExecutor(Executor):
         super().__init__(param_groups)
         choose_backend(backend, _HOST)
         check_backend(backend, rule.kernels, precision)
-        self.rule, self.workspace, self._backend = rule, rule.new_workspace(), backend
+        self.rule, self.workspace = rule, rule.new_workspace()
+        self._backend, self._kernels = backend, rule.kernels
         self.rows, self.clips = RuleState(rule, precision, param_groups), rule.clips
         self.audit = None
         if check_field("audit_rate", audit_rate):
@@ -173,16 +177,9 @@ class RuleExecutor(Executor):
         return replace(updates, multipliers=list(map(known.__getitem__, of_slots)))
 
     def step_slots(self, updates: SlotUpdates) -> None:
-        self.plan_step(updates)()
+        self.run_step(self.plan_step(updates))
 
-    def plan_step(self, updates: SlotUpdates) -> Callable[[], None]:
-        if self.rows.unsettled:
-            self.rows.settle()
-        # Build all launches before the first one starts, so that an error leaves all parameters
-        # unstepped.
-        return partial(self._step_planned, self._launches(updates))
-
-    def _step_planned(self, planned: list[tuple[GroupPlan, list[Launch]]]) -> None:
+    def run_step(self, planned: _Planned) -> None:
         rows = self.rows
         self.step_mark.touch()
         for plan, launches in planned:
@@ -202,19 +199,19 @@ class RuleExecutor(Executor):
         # NOTE: check again, because backward calls plan() and settings may have changed since
         # backward began.
         self.check_groups()
-        self.rows.settle()
-        planned = self._launches(updates, has_copies=True)
+        planned = self.plan_step(updates, has_copies=True)
         return [launch for _, launches in planned for launch in launches]
 
-    def _launches(
-        self, updates: SlotUpdates, *, has_copies: bool = False
-    ) -> list[tuple[GroupPlan, list[Launch]]]:
-        """Return the launches of each group.
+    def plan_step(self, updates: SlotUpdates, *, has_copies: bool = False) -> _Planned:
+        """Return the launches of each group. All launches are built before the first one starts, so
+        an error leaves all parameters unstepped.
 
         Args:
             updates: updates of the step.
             has_copies: True to copy the settings of the groups into the launches.
         """
+        if self.rows.unsettled:
+            self.rows.settle()
         make = partial(_by_group, updates.slots, self.rows.groups)
         plans = updates.slots.part("groups", (self.step_mark.plan_key,), make)
         found = []
@@ -397,10 +394,7 @@ class RuleExecutor(Executor):
 
     def backend_for(self, device: torch.device) -> tuple[Backend, str]:
         """Return the backend that steps tensors on a device, and the reason for this backend."""
-        backend, why = choose_backend(self._backend, device)
-        if note := rule_note(backend.name, self.rule.kernels):
-            return choose_backend("reference", device)[0], f"{why}; {note}"
-        return backend, why
+        return choose_backend(self._backend, device, self._kernels)
 
     def backend_and_reason(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
         found = self.backend_for(_HOST if place == "host" else device)

@@ -57,6 +57,8 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], executor: E) -> None:
         self.executor = executor
+        self._reused: tuple[object, list[int], ParamWatcher, SlotUpdates]
+        self._reused = None, [], ParamWatcher(), SlotUpdates.of([])
         executor.label = type(self).__name__
         self._live_groups, self._sizes = executor.param_groups, executor.sizes
         super().__init__(params, defaults)
@@ -129,21 +131,21 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         grads = [grad for grad in present if grad is not None]
         self._check_grads(indices, grads)
         params = [every[index] for index in indices]
-        reused = self.step_mark.facts_of(self)
-        if indices != reused.get("indices") or reused["seen"].moved(params):
+        source, known, seen, last = self._reused
+        is_current = source is self.step_mark.plan_key and indices == known
+        if not is_current or seen.moved(params):
             slots = self._slots_at(indices)
-            updates = SlotUpdates.of(
+            last = SlotUpdates.of(
                 [
                     update_of(slot, self.slot_name(slot), param, grad)
                     for slot, param, grad in zip(slots, params, grads, strict=True)
                 ]
             )
             # Drop the gradients, because stored gradients would stay allocated until the next step.
-            updates = replace(updates, grads=())
-            reused.update(indices=indices, seen=ParamWatcher(params), updates=updates)
-        if not (reused["seen"].plain and are_plain(grads)):
+            seen, last = ParamWatcher(params), replace(last, grads=())
+            self._reused = self.step_mark.plan_key, indices, seen, last
+        if not (seen.plain and are_plain(grads)):
             grads = list(map(local_grad, params, grads))
-        last: SlotUpdates = reused["updates"]
         return replace(last, grads=CachedTensorList(grads))
 
     def _check_grads(self, indices: Sequence[int], grads: Sequence[Tensor]) -> None:

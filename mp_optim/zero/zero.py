@@ -17,15 +17,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.core import (
-    Multiplier,
-    ParamGroups,
-    Slot,
-    group_settings,
-    iter_slots,
-    slot_name,
-    with_names,
-)
+from mp_optim.core import ParamGroups, Slot, group_settings, iter_slots, slot_name, with_names
 from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.core.param_attributes import (
     main_param_of,
@@ -38,7 +30,7 @@ from mp_optim.host.calls import in_own_modes
 from mp_optim.mixed_precision import MegatronGradScaler, MegatronOptimizer
 from mp_optim.mixed_precision.grad_norm import Measurement, NormKey
 from mp_optim.mixed_precision.settings_agreement import of_config, of_groups
-from mp_optim.mixed_precision.step import Engine, GradsOfMembers
+from mp_optim.mixed_precision.step import AnyVerdict, Engine, GradsOfMembers
 from mp_optim.mixed_precision.wrapped_optimizer import WrappedOptimizer
 from mp_optim.process_groups.agreement import check_agreement
 from mp_optim.process_groups.missing_ranks import naming_missing_ranks
@@ -93,16 +85,12 @@ class ReducedGrads(GradsOfMembers):
         engine: Engine = optimizer.shards.engine
         return engine.agreed_sums(grads, of_grads, indices, all_keys=distinct, over=over)
 
-    def skip(self) -> None:
-        super().skip()
+    def run(self, verdict: AnyVerdict) -> None:
+        super().run(verdict)
         self._optimizer.share_settings()
-        self._model.gather(False)
-
-    def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
-        super().step(multipliers, grad_norm)
-        self._optimizer.share_settings()
-        self._optimizer.step_mark.touch()
-        self._model.gather(True)
+        if not verdict.cause:
+            self._optimizer.step_mark.touch()
+        self._model.gather(not verdict.cause)
 
 
 class DistributedOptimizer(CompositeOptimizer):
