@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.config.rules import RULES
@@ -166,27 +166,26 @@ def _check_partitions(
         if tp is None or tp.size() == 1 or group.get("optimizer", "muon") != "muon":
             continue
         for index, param in enumerate(group["params"]):
-            if is_tensor_parallel(param):
-                name = (group.get("param_names") or {index: f"param{index}"})[index]
-                _check_partition(config, name, param, tp.size())
-
-
-def _check_partition(config: OptimizerConfig, name: str, param: Tensor, ranks: int) -> None:
-    if config.may_offload and config.offload_mode == "speculative":
-        raise ValueError(
-            f"offload_mode='speculative': {name} is split over ranks, and muon steps it with a "
-            "collective, which could interleave with collectives of backward; set "
-            "offload_mode='overlap'"
-        )
-    if not has_partition_dim(param):
-        raise ValueError(
-            f"{name} is tensor_model_parallel and has no partition_dim, so muon cannot gather the "
-            "matrix; set partition_dim on the parameter, or muon_tp_mode='blockwise'"
-        )
-    dim = partition_dim(param)
-    if dim is not None:
-        stride, sizes = partition_stride(param), partition_sizes(param)
-        partition(name, param.shape, dim, stride=stride, sizes=sizes, rank=0, size=ranks)
+            if not is_tensor_parallel(param):
+                continue
+            name = (group.get("param_names") or {index: f"param{index}"})[index]
+            if config.may_offload and config.offload_mode == "speculative":
+                raise ValueError(
+                    f"offload_mode='speculative': {name} is split over ranks, and muon steps the "
+                    "matrix with a collective, which could interleave with collectives of "
+                    "backward; set offload_mode='overlap'"
+                )
+            if not has_partition_dim(param):
+                raise ValueError(
+                    f"{name} is tensor_model_parallel and has no partition_dim, so muon cannot "
+                    "gather the matrix; set partition_dim on the parameter, or "
+                    "muon_tp_mode='blockwise'"
+                )
+            dim = partition_dim(param)
+            if dim is not None:
+                stride, sizes = partition_stride(param), partition_sizes(param)
+                shape, size = param.shape, tp.size()
+                partition(name, shape, dim, stride=stride, sizes=sizes, rank=0, size=size)
 
 
 def set_up_host(config: OptimizerConfig) -> None:

@@ -72,12 +72,20 @@ def least(
     if best.accelerator.total > gpu_memory:
         high, best = _STEPS, plan_of(with_fraction(config, 1.0))
     if best.accelerator.total > gpu_memory:
+        if gpu_memory < 1 << 20:
+            raise ValueError(
+                f"gpu_memory={gpu_memory}: this is a number of bytes; write '{gpu_memory}GiB' for "
+                "GiB"
+            )
+        free = "free gradients during backward (offload_mode='overlap', release_gradients=True); "
         raise ValueError(
             f"gpu_memory={in_words(gpu_memory)}: with the whole optimizer on the host the "
             f"accelerator still needs {in_words(best.accelerator.total)}, "
             f"{in_words(best.accelerator.model_params)} for parameters and "
             f"{in_words(best.accelerator.grads)} for gradients; "
-            f"{_way_out(plan_of, config, gpu_memory)}"
+            f"{'' if config.release_gradients else free}train adapters (LoRA), because frozen "
+            "weights have no gradients; keep weights in 8 bits "
+            "(mp_optim.apps.float8.quantize_weights); or shard the model over more ranks"
         )
     # Bisect, because above 0.0 a larger fraction never needs more accelerator memory.
     while low < high:
@@ -98,54 +106,16 @@ def in_words(size: int) -> str:
     return f"{size} bytes"
 
 
-def _way_out(
-    plan_of: Callable[[OptimizerConfig], MemoryPlan], config: OptimizerConfig, gpu_memory: int
-) -> str:
-    """Return the advice at the end of the error for an offload fraction of 1 that does not fit."""
-    if gpu_memory < 1 << 20:
-        return f"gpu_memory is a number of bytes: write '{gpu_memory}GiB' for GiB"
-    ways = (
-        "train adapters (LoRA), whose frozen weights have no gradients; or keep weights in 8 bits "
-        "(mp_optim.apps.float8.quantize_weights); or shard the model over more ranks"
-    )
-    if config.release_gradients:
-        return ways
-    config = with_fraction(config, 1.0)
-    try:
-        config = replace(config, offload_mode="overlap", release_gradients=True)
-        held = plan_of(config).accelerator.total
-    except ValueError:  # The config does not support released gradients, so they are not suggested.
-        return ways
-    fits = "fits" if held <= gpu_memory else "is still too much"
-    return (
-        "free gradients during backward (release_gradients=True with "
-        f"offload_mode='overlap'): {in_words(held)}, which {fits}; or {ways}"
-    )
-
-
 _SHARE = 0.75
 """Default share of an accelerator's memory for parameters, gradients and optimizer."""
-
-
-def gpu_limit(config: OptimizerConfig, device: torch.device) -> int | None:
-    """Return the bytes on the accelerator for parameters, gradients and optimizer.
-
-    Returns:
-        ``gpu_memory``, or by default three quarters of the device; None for a model on the CPU
-        without ``gpu_memory``.
-    """
-    accelerator = accelerator_of(device)
-    if config.gpu_memory is not None or accelerator is None:
-        return config.gpu_memory
-    return int(_SHARE * accelerator.memory_bytes(device))
 
 
 def with_chosen_fraction(request: StackRequest) -> OptimizerConfig:
     """Return the config with the smallest offload fraction, in 64ths, that fits the accelerator.
 
     Ranks that hold shards of one parameter (of a distributed optimizer, or DTensors) agree on the
-    largest fraction that any of them needs. A model on the CPU without ``gpu_memory`` has fraction
-    0.
+    largest fraction that any of them needs. The limit is ``gpu_memory``, or three quarters of the
+    accelerator. A model on the CPU without ``gpu_memory`` has fraction 0.
 
     Args:
         request: arguments of the stack, with ``optimizer_offload_fraction="auto"``.
@@ -155,7 +125,9 @@ def with_chosen_fraction(request: StackRequest) -> OptimizerConfig:
             the message has the needed bytes.
     """
     config = request.config
-    limit = gpu_limit(config, request.device)
+    limit, accelerator = config.gpu_memory, accelerator_of(request.device)
+    if limit is None and accelerator is not None:
+        limit = int(_SHARE * accelerator.memory_bytes(request.device))
     if limit is None:
         _log.info("optimizer_offload_fraction='auto': 0, the model is on the host")
         return with_fraction(config, 0.0)
