@@ -371,35 +371,6 @@ def misuse(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
     return found
 
 
-def gan(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
-    zero = {"use_distributed_optimizer": True}
-    ways: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "no_shard": {**zero, "data_parallel_sharding_strategy": "no_shard"},
-        "optim": zero,
-        "optim, overlap": {**zero, "overlap_grad_reduce": True},
-        "optim_grads": {**zero, "data_parallel_sharding_strategy": "optim_grads"},
-        "layer-wise": {**zero, "use_layer_wise_distributed_optimizer": True},
-    }
-    found = {}
-    for way, settings in ways.items():
-        torch.manual_seed(0)
-        nets = [nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(2)]
-        config = config_for("fp32", clip_grad=0.0, **settings)
-        groups = ProcessGroups(dp=group) if settings else None
-        of_nets = [get_megatron_optimizer(config, net, process_groups=groups) for net in nets]
-        for step in range(3):
-            noise = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-            of_nets[1].zero_grad()
-            nets[1](nets[0](noise).detach()).square().mean().backward()
-            of_nets[1].step()
-            of_nets[0].zero_grad()
-            nets[1](nets[0](noise)).square().mean().backward()
-            of_nets[0].step()
-        found[way] = "".join(digest(net.state_dict()) for net in nets)
-    return found
-
-
 def passes_of_some(rank: int, group: dist.ProcessGroup) -> list[tuple[float, str]]:
     found = []
     for idle in (False, True):
@@ -485,7 +456,6 @@ def main(folder: Path) -> Any:
     results["misuse"] = misuse(rank, groups[4])
     results["passes of some"] = passes_of_some(rank, groups[4])
     results["parts of some"] = parts_of_some(rank, own)
-    results["gan"] = gan(rank, groups[4])
     results["disagree"] = disagree(rank, groups[4])
     return results
 
