@@ -100,7 +100,7 @@ class Program(RuleBasedStateMachine):
         self.leave()
         if self.published is None or self.published.subject is not self.subject:
             self.published = Published(self.subject)
-        self.published.take(full)
+        self.published.publish(full)
 
     def new_param(self, model: Model, name: str, param: Param, seed: int) -> Slot:
         dtype = dtype_of(param, self.setup.precision)

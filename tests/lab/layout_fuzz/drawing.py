@@ -33,16 +33,8 @@ _KINDS = (
     ("fsdp", "alone"),
 )
 """Of the layout that a run begins in, and of the one that it goes on in."""
-_MOMENTS_ANYWHERE = (
-    "fp32",
-    "bf16",
-    "bf16",
-    "fp16",
-    "bf16-remainder",
-    "bf16-master",
-    "bf16-moments",
-)
-_MOMENTS_IN_BLOCKS = ("bf16-8bit", "bf16-8bit8", "bf16-half", "bf16-stochastic")
+_MOMENTS_ANYWHERE = ("fp32", "bf16", "bf16", "fp16", "bf16-remainder", "bf16-master", "bf16-bf16")
+_MOMENTS_IN_BLOCKS = ("bf16-8bit", "bf16-8bit8", "bf16-fp16", "bf16-stochastic")
 
 
 def draw(seed: int) -> Case:

@@ -1,4 +1,4 @@
-"""Published weight changes of ranks, applied to a copy of the whole model and of its codes."""
+"""Published weight changes of ranks, applied to a copy of the whole model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.distributed.tensor import DTensor
 
 from lab.layout_fuzz.case import Case, Param
 from lab.layout_fuzz.model import dtype_of
-from mp_optim import WeightDelta, apply_delta
-from mp_optim.apps.deltas import DeltaQuantizer, quantized_weights
+from lab.published import Receiver
+from mp_optim import WeightDelta
 from support.deltas import differing
 
 __all__ = ["Published"]
 
 
-class Published:
+class Published(Receiver):
     """A copy of the whole model, which begins with a full publication.
 
     Args:
@@ -28,26 +28,17 @@ class Published:
 
     def __init__(self, case: Case, optimizer: Any, part: Callable[[Param, Tensor], Tensor]) -> None:
         self._optimizer, self._part = optimizer, part
-        self.whole = {
+        whole = {
             f"{layer.name}.{param.name}": torch.zeros(param.shape, dtype=dtype_of(case, layer))
             for layer in case.layers
             for param in layer.params
         }
-        self._matrices = [name for name, whole in self.whole.items() if whole.ndim == 2]
-        self._quantizer = DeltaQuantizer("fp8_block", "|".join(self._matrices))
-        self._codes = self._quantized()
-        self._codes_after: tuple[str, ...] | None = None
+        super().__init__(whole, case.seed)
         optimizer.track_changes()
-        self._after: tuple[str, ...] | None = None
-        self._known = self.take(full=True)
+        self._known = self.publish(full=True)
 
-    def _quantized(self) -> dict[str, Tensor]:
-        if not self._matrices:
-            return {}
-        found = quantized_weights(self.whole, "fp8_block", "|".join(self._matrices))
-        return {name: tensor.clone() for name, tensor in found.items()}
-
-    def take(self, full: bool = False) -> set[str]:
+    def publish(self, full: bool = False) -> set[str]:
+        """Publish the changes of all ranks; return the names of the published weights."""
         own = self._optimizer.changed_weights(full=full).to_bytes()
         parts = [own]
         if dist.is_initialized():
@@ -55,27 +46,22 @@ class Published:
             dist.all_gather_object(parts, own)
         deltas = [WeightDelta.from_bytes(part) for part in parts]
         patches = [patch for delta in deltas for patch in delta.patches]
-        for name, whole in self.whole.items():
+        for name, whole in self.copies.items():
             mine = [patch for patch in patches if patch.name == name]
             listed = [torch.arange(whole.numel()) if p.indices is None else p.indices for p in mine]
             every = torch.cat(listed) if listed else torch.empty(0)
             assert every.unique().numel() == every.numel(), f"{name} is published twice"
             if full and listed:
                 assert every.numel() == whole.numel(), f"{name} is not published whole"
-        self._after = apply_delta(self.whole, deltas, self._after)
-        if self._matrices:
-            codes = self._quantizer.quantize(deltas, self.whole)
-            self._codes_after = apply_delta(self._codes, codes, self._codes_after)
-        for name, expected in self._quantized().items():
-            missed = int(differing(expected, self._codes[name]).sum())
-            assert not missed, f"{name}: {missed} codes changed and were not published"
+        self.take(deltas)
         return {patch.name for patch in patches}
 
-    def check(self, params: Mapping[str, tuple[Param, Tensor]]) -> None:
+    def check_params(self, params: Mapping[str, tuple[Param, Tensor]]) -> None:
+        """Raise AssertionError if this rank's parameters differ from the copy."""
         for name, (param, now) in params.items():
             if name not in self._known:
                 continue  # frozen when buckets were made
-            mine, copy = now.detach(), self.whole[name]
+            mine, copy = now.detach(), self.copies[name]
             if isinstance(mine, DTensor):
                 mine = mine.full_tensor()
             else:

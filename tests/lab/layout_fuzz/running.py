@@ -31,23 +31,13 @@ from mp_optim.checkpoint import FlatShard
 from mp_optim.checkpoint.entries import entry_name
 from mp_optim.checkpoint.file_format import read_index, read_manifest
 from mp_optim.config.rules import RULES
+from support.models import COMPACT
 
 __all__ = ["FORMS", "OTHER_SETTINGS", "Outcome", "config_of", "halve", "perform"]
 
 FORMS: dict[str, dict[str, Any]] = {
-    "moments": {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"},
-    "half": {"exp_avg_dtype": "float16", "exp_avg_sq_dtype": "float16"},
-    "8bit": {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"},
-    "8bit8": {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8", "param_remainder_bits": 8},
-    "stochastic": {
-        "exp_avg_dtype": "bfloat16",
-        "exp_avg_sq_dtype": "uint8",
-        "param_remainder_bits": 8,
-        "stochastic_rounding": True,
-    },
-    "remainder": {},
+    **COMPACT,
     "lone": {"param_remainder_bits": 0, "stochastic_rounding": True},
-    "master": {"store_param_remainders": False, "exp_avg_dtype": "bfloat16"},
 }
 """Forms of state, by the second word of a precision."""
 PLACES: dict[str, dict[str, Any]] = {
@@ -253,9 +243,11 @@ class _Run:
             if self.case.late:
                 self._backward(step, self.case.parts - 1)
             if published is not None and step in self.case.publishes:
-                published.take()
+                published.publish()
                 params = self.model.get_parameter
-                published.check({name: (param, params(name)) for _, param, name in self._each()})
+                published.check_params(
+                    {name: (param, params(name)) for _, param, name in self._each()}
+                )
         self.outcome.step = -1
 
     def _before(self, step: int) -> None:

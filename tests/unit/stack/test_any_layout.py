@@ -111,7 +111,7 @@ def test_remainders_saved_by_one_process_load_into_sharded_params(pool, kind):
     assert attempt(pool, case) == Verdict()
 
 
-@pytest.mark.parametrize("precision", ["bf16-half", "bf16-8bit"])
+@pytest.mark.parametrize("precision", ["bf16-fp16", "bf16-8bit"])
 def test_blockwise_momentum_loads_on_a_rank_that_owns_no_row_of_a_matrix(pool, precision):
     """The rank has no scales, and their shape has no rows."""
     layout = Layout(
