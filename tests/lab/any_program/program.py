@@ -143,12 +143,15 @@ class Program(RuleBasedStateMachine):
         torch.set_num_threads(self.threads)
         set_host_threads(None)
         with self.watched():
+            publishes = self.published is not None and "publish_changes" not in self.without
             if self.setup.seed % 2:
                 self.check_state()
+            if publishes:
+                self.publish(full=False)
             self.go_backward(self.setup.seed, 1, set(), False, "normal")
             self.take_step(closure=False)
             self.subject.check_model(self.oracle)
-            if self.published is not None and "publish_changes" not in self.without:
+            if publishes:
                 self.publish(full=False)
             self.check_state()
 
