@@ -17,10 +17,7 @@ from torch import Tensor, nn
 
 import mp_optim
 from benchmarks.opponents import SETTINGS
-
-
-class NotInstalledError(Exception):
-    """The package of an optimizer is not installed."""
+from end_to_end.rows import NotInstalledError
 
 
 @dataclass(frozen=True)
@@ -29,11 +26,13 @@ class Setting:
 
     Attributes:
         clip: norm to clip all gradients to, or None.
+        lr: learning rate, constant.
         pieces: micro-batches of a step.
         micro: sequences of a micro-batch.
     """
 
     clip: float | None
+    lr: float
     pieces: int
     micro: int
     device: torch.device
@@ -115,8 +114,12 @@ def _library(package: str, module: str = "") -> Any:
         raise NotInstalledError(f"{package} ({missing})") from missing
 
 
+def _settings(setting: Setting) -> dict[str, Any]:
+    return {**SETTINGS, "lr": setting.lr}
+
+
 def torch_adamw(model: nn.Module, setting: Setting) -> Loop:
-    adam = torch.optim.AdamW(model.parameters(), fused=True, **SETTINGS)
+    adam = torch.optim.AdamW(model.parameters(), fused=True, **_settings(setting))
     return Loop(model, adam, setting)
 
 
@@ -124,24 +127,24 @@ def torchao_8bit(model: nn.Module, setting: Setting) -> Loop:
     if setting.device.type == "cpu":  # to compile its step takes a minute
         torch.compiler.set_stance("force_eager")
     adam = _library("torchao", "torchao.optim").AdamW8bit
-    made = adam(model.parameters(), bf16_stochastic_round=True, **SETTINGS)
+    made = adam(model.parameters(), bf16_stochastic_round=True, **_settings(setting))
     return Loop(model, made, setting)
 
 
 def torchao_offload(model: nn.Module, setting: Setting) -> Loop:
     made = _library("torchao", "torchao.optim").CPUOffloadOptimizer(
-        model.parameters(), torch.optim.AdamW, fused=True, **SETTINGS
+        model.parameters(), torch.optim.AdamW, fused=True, **_settings(setting)
     )
     return Loop(model, made, setting)
 
 
 def bitsandbytes_8bit(model: nn.Module, setting: Setting) -> Loop:
     adam = _library("bitsandbytes", "bitsandbytes.optim").AdamW8bit
-    return Loop(model, adam(model.parameters(), **SETTINGS), setting)
+    return Loop(model, adam(model.parameters(), **_settings(setting)), setting)
 
 
 def flashoptim(model: nn.Module, setting: Setting) -> Loop:
-    settings = {key: value for key, value in SETTINGS.items() if key != "eps"}
+    settings = {key: value for key, value in _settings(setting).items() if key != "eps"}
     adam = _library("flashoptim").FlashAdamW
     return Loop(model, adam(model.parameters(), master_weight_bits=24, **settings), setting)
 
@@ -172,12 +175,12 @@ def hybrid(model: nn.Module, setting: Setting, fraction: float = 1.0) -> Loop:
         pin_cpu_grads=on_gpu,
         pin_cpu_params=on_gpu,
         fused=True,
-        **SETTINGS,
+        **_settings(setting),
     )
     return Loop(model, made, setting)
 
 
-def deepspeed_offload(model: nn.Module, setting: Setting) -> Loop:
+def deepspeed_offload(model: nn.Module, setting: Setting, **zero: Any) -> Loop:
     on_gpu = setting.device.type == "cuda"
     if not on_gpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -189,13 +192,8 @@ def deepspeed_offload(model: nn.Module, setting: Setting) -> Loop:
         "train_micro_batch_size_per_gpu": setting.micro,
         "gradient_accumulation_steps": setting.pieces,
         "bf16": {"enabled": True},
-        "zero_optimization": {
-            "stage": 2,
-            "offload_optimizer": {"device": "cpu", "pin_memory": True},
-            "contiguous_gradients": True,
-            "overlap_comm": True,
-        },
-        "optimizer": {"type": "AdamW", "params": SETTINGS},
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": _settings(setting)},
         "gradient_clipping": setting.clip or 0.0,
     }
     with patch.dict(os.environ, {"LOCAL_RANK": "0"}):
@@ -205,7 +203,7 @@ def deepspeed_offload(model: nn.Module, setting: Setting) -> Loop:
 
 def ours(model: nn.Module, setting: Setting, **settings: Any) -> Loop:
     adam = mp_optim.AdamW(
-        model.named_parameters(), max_grad_norm=setting.clip, **SETTINGS, **settings
+        model.named_parameters(), max_grad_norm=setting.clip, **_settings(setting), **settings
     )
     return OwnLoop(model, adam, setting)
 
@@ -214,8 +212,13 @@ _TORCHAO = "https://github.com/pytorch/ao/blob/main/torchao/optim/README.md"
 _HDO = "https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/optimizer/cpu_offloading/README.md"
 _BNB = "https://huggingface.co/docs/bitsandbytes/main/en/optimizers"
 _FLASH = "https://github.com/databricks/flashoptim"
+_ZERO = "https://www.deepspeed.ai/tutorials/zero-offload"
+_SUPER = (
+    "https://github.com/deepspeedai/DeepSpeedExamples/tree/master/training/DeepSpeed-SuperOffload"
+)
 _MEGATRON = "megatron.core.optimizer"
 _COMPACT = {"state": "8bit", "main_params": "remainder16"}
+_HOST = {"device": "cpu", "pin_memory": True}
 
 CONTENDERS: dict[str, Contender] = {
     "torch fused AdamW, FP32 params, autocast": Contender(
@@ -227,7 +230,27 @@ CONTENDERS: dict[str, Contender] = {
     "bitsandbytes AdamW8bit": Contender(bitsandbytes_8bit, _BNB),
     "FlashAdamW, 24 bits": Contender(flashoptim, _FLASH),
     "DeepSpeed ZeRO-Offload": Contender(
-        deepspeed_offload, "https://www.deepspeed.ai/tutorials/zero-offload"
+        partial(
+            deepspeed_offload,
+            stage=2,
+            offload_optimizer=_HOST,
+            contiguous_gradients=True,
+            overlap_comm=True,
+        ),
+        _ZERO,
+    ),
+    "DeepSpeed SuperOffload": Contender(
+        partial(
+            deepspeed_offload,
+            stage=3,
+            offload_optimizer={
+                **_HOST,
+                "ratio": 0.9,
+                "super_offload": True,
+                "cpuadam_cores_perc": 0.9,
+            },
+        ),
+        _SUPER,
     ),
     **{
         f"Megatron HybridDeviceOptimizer, {fraction}": Contender(

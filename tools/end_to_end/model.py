@@ -14,7 +14,7 @@ from mp_optim.apps.fit.command import shipped
 
 ROWS = 1024
 """Tokens whose logits exist at a time."""
-_TINY = (512, 256, 896, 2, 8, 4, 32, True)
+_EXTRA = {"atom": (300, 32, 64, 1, 2, 1, 16, True), "tiny": (512, 256, 896, 2, 8, 4, 32, True)}
 _FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
@@ -25,7 +25,7 @@ class Shape:
     """Sizes of a model, with the names that ``transformers`` gives them.
 
     Args:
-        name: ``tiny`` (2 M parameters), or the last part of a name that ``mp-optim fit`` knows.
+        name: a key of ``_EXTRA``, or the last part of a name that ``mp-optim fit`` knows.
 
     Raises:
         KeyError: the name is not known.
@@ -33,10 +33,33 @@ class Shape:
 
     def __init__(self, name: str) -> None:
         known = {key.rpartition("/")[2]: value for key, value in shipped().items()}
-        values = _TINY if name == "tiny" else [known[name][field] for field in _FIELDS]
+        values = _EXTRA[name] if name in _EXTRA else [known[name][field] for field in _FIELDS]
         self.name = name
         self.vocab, self.hidden, self.inner, self.layers = map(int, values[:4])
         self.heads, self.kv_heads, self.head_dim, self.tied = map(int, values[4:])
+
+    @property
+    def params(self) -> int:
+        return self._matrices + (1 - self.tied) * self.vocab * self.hidden + self._vectors
+
+    @property
+    def _matrices(self) -> int:
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        block = attention + 3 * self.hidden * self.inner
+        return self.layers * block + self.vocab * self.hidden
+
+    @property
+    def _vectors(self) -> int:
+        return self.layers * 2 * (self.hidden + self.head_dim) + self.hidden
+
+    def flops(self, sequence: int) -> float:
+        """Return the model's operations for one token, forward and backward, without recomputation.
+
+        Args:
+            sequence: tokens of a sequence; attention is causal.
+        """
+        attention = self.layers * sequence * self.heads * self.head_dim
+        return 6.0 * (self._matrices + attention)
 
 
 class Attention(nn.Module):
@@ -136,14 +159,19 @@ def build(name: str, device: torch.device, dtype: torch.dtype) -> Model:
         dtype: of all parameters.
     """
     torch.manual_seed(0)
+    model = empty(name, torch.device(device if device.type == "cuda" else "cpu"), dtype)
+    for param in model.parameters():
+        if param.dim() > 1:
+            nn.init.normal_(param, std=0.02)
+    return model.to(device)
+
+
+def empty(name: str, device: torch.device, dtype: torch.dtype) -> Model:
+    """Return a model of a shape as torch initializes it, also on the meta device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
-            model = Model(Shape(name))
+            return Model(Shape(name))
     finally:
         torch.set_default_dtype(before)
-    for param in model.parameters():
-        if param.dim() > 1:
-            nn.init.normal_(param, std=0.02)
-    return model

@@ -2,87 +2,197 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import benchmark_training
 import pytest
 import torch
-from benchmark_training import PREDICTIONS, Row, markdown, record_of, rows, run
+from benchmark_training import Options
 
-from end_to_end.contenders import NotInstalledError
+from end_to_end import measure, part_c, report, runner
+from end_to_end.model import Shape, build
+from end_to_end.part_a import SLOW_ON_CPU
+from end_to_end.report import PARTS
+from end_to_end.rows import NotInstalledError, Row, Sizes
+from support.kernels import needs_kernels
 from support.launch import ROOT, TOOLS, run_forked_program
 
-CPU = torch.device("cpu")
-ENDLESS = Row("A", "r", "torch fused AdamW, pure bf16", "tiny", 2, 32, 2, 0, 10**6, 2.0)
+NEEDS_A_GPU = {
+    "torchao CPUOffloadOptimizer": "only supports CUDA",
+    "FlashAdamW": "requires a CUDA device",
+}
+"""Rivals that refuse a CPU, with their message."""
+BUILDS = "DeepSpeed"
+"""A rival that compiles C++ for a minute at its first use."""
+
+
+def miniature(folder: Path, *arguments: str) -> str:
+    program = str(TOOLS / "benchmark_training.py")
+    always = ("--miniature", "--patience", "4", "--output", str(folder))
+    return run_forked_program(program, *always, *arguments)
+
+
+def records(folder: Path, part: str) -> dict[str, dict[str, Any]]:
+    parts = json.loads((folder / "training.json").read_text())["parts"]
+    return {each["name"]: each for each in parts[part]}
 
 
 @pytest.mark.slow
-def test_benchmark_training_records_every_row_once_in_a_miniature(tmp_path: Path) -> None:
-    """Rivals that are not installed or refuse a CPU have a record with that cause."""
-    command = (str(TOOLS / "benchmark_training.py"), "--miniature", "--patience", "4")
-    printed = run_forked_program(*command, "--output", str(tmp_path))
-    same = set()
-    for row in rows(miniature=True):
-        record = record_of(tmp_path, row)
-        assert record and f"{row.part}: {row.name}: " in printed
-        if not row.name.startswith("ours"):
-            continue
-        columns = record["columns"]
-        assert columns and columns["loss"] < columns["loss_first"] and record["facts"]["commit"]
-        if "8-bit" not in row.name and "64K" not in row.name:
-            same.add(columns["loss"])
+@pytest.mark.parametrize("parts", ["E", "DA", "BC"])
+def test_benchmark_training_records_every_row_once_in_a_miniature(
+    parts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rival that is not installed or refuses a CPU has a record with that cause."""
+    printed = miniature(tmp_path, "--part", *parts)
+    for part in parts:
+        assert all(f": {row.name}: " in printed for row in PARTS[part].rows(Sizes(True)))
+        for name, record in records(tmp_path, part).items():
+            refused = next((why for who, why in NEEDS_A_GPU.items() if name.startswith(who)), "")
+            if record["cause"].startswith("not installed: ") or name.startswith(BUILDS):
+                continue
+            if record["arguments"].get("gpu") == "1MiB":  # This GPU limit is too small on purpose.
+                refused = "not tried: does not fit"
+            if refused:
+                assert refused in record["cause"], record
+                continue
+            assert record["cause"] == "" and record["columns"], record
+            assert record["facts"]["commit"] and record["facts"]["torch"]
+            assert next((tmp_path / "training" / part).glob("*.log"), None)
+    if "D" in parts:
+        check_losses(records(tmp_path, "D"), records(tmp_path, "A"))
+    if "B" in parts:
+        check_fits(records(tmp_path, "B"))
+        check_bits(records(tmp_path, "C"))
+    if parts != "E":  # Rows of part E need a GPU, so the next call tries them again.
+        before = (tmp_path / "training.json").read_text()
+        monkeypatch.delattr(runner, "run")  # A part with results must not run again.
+        benchmark_training.main(Options((parts[0],), tmp_path, miniature=True))
+        assert (tmp_path / "training.json").read_text() == before
+
+
+def check_losses(*parts: dict[str, dict[str, Any]]) -> None:
+    trained = {
+        (number, name): record["columns"]
+        for number, part in enumerate(parts)
+        for name, record in part.items()
+        if record["columns"] and not name.startswith("forward")
+    }
+    assert all(each["loss"] < each["loss_first"] for each in trained.values())
+    same = {
+        each["loss"]
+        for (_, name), each in trained.items()
+        if name.startswith("ours") and "8-bit" not in name and "64K" not in name
+    }
     assert len(same) == 1
-    again = run_forked_program(*command, "--only", "ours", "--output", str(tmp_path))
-    assert again.strip() == ""
+    for (_, name), each in trained.items():
+        if name.startswith(SLOW_ON_CPU):  # These rivals take fewer steps on a CPU.
+            continue
+        assert each["loss"] == pytest.approx(same.copy().pop(), abs=0.1), name
 
 
-def test_benchmark_training_records_the_reason_when_a_row_fails(
+def check_fits(part: dict[str, dict[str, Any]]) -> None:
+    for name, record in part.items():
+        columns = record["columns"]
+        assert columns["fits"] == (not record["cause"])
+        assert not name.startswith("ours") or columns["estimate"] > 0
+
+
+def check_bits(part: dict[str, dict[str, Any]]) -> None:
+    equality = {
+        name: each["columns"].get("same_bits") for name, each in part.items() if each["columns"]
+    }
+    ours = {name for name in equality if name.startswith("ours")}
+    assert len(ours) == 6 and equality.pop("ours, on the device") is None
+    assert all(
+        equality[name].startswith("yes: 48 tensors after ") for name in ours & equality.keys()
+    )
+    control = equality.get(part_c.CONTROL)  # Only the nightly run measures the control row.
+    assert control in (None, "no: 2 of 48 tensors after step 12, embedding.weight first")
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("rows", "count"), [("speculative", 2), pytest.param("ours", 6, marks=pytest.mark.slow)]
+)
+def test_benchmark_training_runs_part_a_without_races_on_a_simulated_device(
+    rows: str, count: int, tmp_path: Path
+) -> None:
+    """The simulated device raises an error for a race or a missing wait."""
+    miniature(tmp_path, "--part", "A", "--only", rows, "--device", "simulated")
+    found = {name: each for name, each in records(tmp_path, "A").items() if rows in name}
+    assert len(found) == count and all(each["columns"] for each in found.values()), found
+
+
+def test_benchmark_runner_records_the_reason_when_a_row_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = replace(ENDLESS, seconds=60.0)
-    for error, cause in (
-        (torch.OutOfMemoryError("3 GiB"), "OutOfMemoryError: 3 GiB"),
-        (NotInstalledError("apex"), "not installed: apex"),
-        (ValueError("no clipping\nat all"), "ValueError: no clipping"),
-        (None, "ended with -9: see r.log"),
+    results, row = runner.Results(tmp_path), Row("a row", "measure:card")
+    for action, cause, is_finished in (
+        (raising(torch.OutOfMemoryError("3 GiB")), "out of memory: 3 GiB", True),
+        (raising(RuntimeError("cudaHostAlloc: out of memory")), "out of memory: cuda", True),
+        (raising(NotInstalledError("apex")), "not installed: apex", False),
+        (raising(ValueError("no clipping\nat all")), "ValueError: no clipping", True),
+        (lambda **_: os.kill(os.getpid(), signal.SIGKILL), "killed by signal 9: see a", True),
     ):
-
-        def train(row: Row, device: torch.device, error: Exception | None = error) -> None:
-            if error is None:
-                os.kill(os.getpid(), signal.SIGKILL)
-            else:
-                raise error
-
-        monkeypatch.setattr(benchmark_training, "train", train)
-        record = run(tmp_path, row, CPU)
-        assert record["columns"] is None and record["cause"] == cause
-        assert record_of(tmp_path, row) == record
-        assert record_of(tmp_path, replace(row, steps=1)) is None
-    monkeypatch.undo()
-    assert run(tmp_path, ENDLESS, CPU)["cause"] == "took more than 2 s"
+        monkeypatch.setattr(measure, "card", action)
+        record = runner.run(results, "A", row, "cpu")
+        assert record["columns"] is None and record["cause"].startswith(cause), record
+        assert results.is_finished("A", row, retry=False) == is_finished
+        assert not results.is_finished("A", row, retry=True)
+    assert "cudaHostAlloc" not in results.file("A", row).with_suffix(".log").read_text()
 
 
-def test_training_benchmark_page_equals_its_generated_report() -> None:
+def raising(error: Exception) -> Callable[..., None]:
+    def call(**arguments: object) -> None:
+        raise error
+
+    return call
+
+
+def test_benchmark_runner_ends_a_row_at_its_time_or_memory_limit(tmp_path: Path) -> None:
+    arguments = {"shape": "tiny", "contender": "torch fused AdamW, pure bf16", "warmup": 0}
+    endless = {**arguments, "sequences": 2, "sequence": 32, "micro": 2, "steps": 10**6}
+    record = runner.run(runner.Results(tmp_path), "A", Row("r", "job:train", endless, 2.0), "cpu")
+    assert record["cause"] == "took more than 2 s"
+    greedy = Row("r", "job:train", endless, 60.0, host_left=1e9)
+    record = runner.run(runner.Results(tmp_path), "A", greedy, "cpu")
+    assert record["columns"] is None and record["cause"].startswith("out of memory: ")
+
+
+def test_training_benchmark_page_equals_its_generated_report(tmp_path: Path) -> None:
     folder = ROOT / "docs" / "benchmarks"
+    found = report.collected(runner.Results(folder), Sizes())
+    data = json.loads((folder / "training.json").read_text())
     command = "run: python tools/benchmark_training.py --report --output docs/benchmarks"
-    assert markdown(folder) == (folder / "training.md").read_text(), command
+    assert json.loads(json.dumps(found)) == data["parts"], command
+    assert report.markdown(found) == (folder / "training.md").read_text(), command
+    predicted = [row["predicted"] for part in PARTS if part != "card" for row in found[part]]
+    assert all(predicted)
 
 
-def test_benchmark_report_marks_a_prediction_refuted_when_a_value_differs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row = next(row for row in rows(miniature=False) if row.name == "ours, 1, overlap")
-    expected = PREDICTIONS["D"][row.name]
+def test_benchmark_report_marks_a_prediction_refuted_when_a_value_differs() -> None:
+    row = next(row for row in PARTS["D"].rows(Sizes()) if row.name == "ours, 1, overlap")
+    expected = report.PREDICTIONS["D"][row.name]
+    record = {"name": row.name, "source": "", "cause": "", "predicted": expected}
+    nothing: dict[str, list[Any]] = {name: [] for name in PARTS}
     for factor, verdict in (
-        (1.2, "refuted: peak GiB allocated; host GiB"),
+        (1.2, "refuted: peak GiB allocated"),
         (1 / 1.4, "refuted: tokens/s"),
         (1.0, ""),
     ):
-        values = {key: value * factor for key, value in expected.items()}
-        monkeypatch.setattr(benchmark_training, "train", lambda *_, values=values: values)
-        run(tmp_path, row, CPU)
-        line = markdown(tmp_path).split(row.name)[1].splitlines()[0]
+        record["columns"] = {key: value * factor for key, value in expected.items()}
+        line = report.markdown({**nothing, "D": [record]}).split(row.name)[1].splitlines()[0]
         assert line.endswith(f"| {verdict} |")
+
+
+def test_benchmark_shape_counts_as_many_params_as_its_model() -> None:
+    for name, params in (("tiny", 1_901_952), ("atom", None)):
+        model = build(name, torch.device("cpu"), torch.bfloat16)
+        count = sum(param.numel() for param in model.parameters())
+        assert count == Shape(name).params and params in (count, None)
+    assert Shape("Qwen3-4B").params == 4_022_468_096
