@@ -18,7 +18,6 @@ from threading import get_ident
 import torch
 from torch import Tensor
 
-from mp_optim.core.shown_copies import ShownCopies
 from mp_optim.host.accelerator import accelerator_of
 from mp_optim.host.leases import before_writing_all, borrows, give_memory, wait_for_devices
 
@@ -44,7 +43,6 @@ class StepMark:
     Attributes:
         is_set: True from the first write of a step or load until it is complete.
         parked: tensors that are moved to the host; steps raise until they are restored.
-        copies: copies of state that callers may have edited.
         plan_key: source of all parts of step plans and of all facts that steps reuse; another
             object makes them stale.
         refusal: reason why steps, saves and loads raise RuntimeError now; empty if they are
@@ -53,7 +51,6 @@ class StepMark:
 
     def __init__(self) -> None:
         self.parked = ParkedTensors()
-        self.copies = ShownCopies()
         self.invalidate_plans()
         self.is_set = False
         self._why = self._lent_to = self.refusal = ""
@@ -82,10 +79,6 @@ class StepMark:
         kernel launches of a step.
         """
         before_writing_all()
-
-    def _take_edits(self) -> None:
-        self.open_state()
-        self.copies.take_edits()
 
     def break_off(self, why: Exception) -> None:
         """Mark the stack as inconsistent, because an earlier step was found to be wrong."""
@@ -124,10 +117,7 @@ class StepMark:
                 f"{doing}: inside `with optimizer.{self._lent_to}()` the model does not have its "
                 f"training weights; call {doing} after the block"
             )
-        if self._writer is None:
-            if self.copies.shown:
-                self._take_edits()
-        elif self._writer[1] != get_ident():
+        if self._writer is not None and self._writer[1] != get_ident():
             raise _under_way(doing, "another thread")
 
     def check(self, doing: str) -> None:
@@ -174,8 +164,6 @@ class StepMark:
                 self.check("step")
             if self.parked.homes:
                 raise RuntimeError(_PARKED)
-        if self.copies.shown:
-            self._take_edits()
         try:
             try:
                 self._writer = layer, get_ident()
@@ -187,8 +175,6 @@ class StepMark:
                 raise
             finally:
                 self._writer = None
-                if self.copies.shown:
-                    self.copies.refresh()
         finally:
             # Assign None again, because an interrupt may come before the first assignment.
             self._writer = None

@@ -23,7 +23,7 @@ from mp_optim.core.identity import (
 from mp_optim.core.interrupted_step import StepMark
 from mp_optim.core.model_parallel import ModelParallel
 from mp_optim.core.names import names_in_words
-from mp_optim.core.slot_state import SlotState, State, scale_key
+from mp_optim.core.slot_state import SlotState, State
 from mp_optim.core.state_dict import (
     CHECKSUMS,
     GroupMatch,
@@ -211,32 +211,25 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         """Return the state tensors of a slot by key, as state dicts have them. Missing state is
         allocated.
 
-        The tensors are the live ones, except 4-bit moments, which are FP32 copies. Edits of these
-        copies are not stored; :meth:`shown_state` returns copies whose edits are stored.
+        The tensors are the live ones, except 4-bit moments, which are FP32 copies.
 
         Args:
             slot: index of the param group, and position in the group.
         """
         self.make_current(slot)
-        self.step_mark.copies.take_edits()
         return self.state_of(slot).exported()
 
     @in_own_modes
     def shown_state(self, slot: Slot) -> State:
-        """Return the state of a slot as ``optimizer.state[param]`` has it: live tensors, and FP32
-        copies of tensors that are stored in blocks. Edits of the copies are stored, too."""
+        """Return the state of a slot as ``optimizer.state[param]`` has it: live tensors, and
+        read-only FP32 copies of moments in float16, 8 or 4 bits."""
         self.make_current(slot)
         state = self.state_of(slot)
-        shown = self.step_mark.copies.show(
-            self,
-            self.slot_name(slot),
-            state.coded(),
-            lambda key, leaf: state.layout.show({key: leaf})[key],
-            scale_key,
-        )
-        # torch's functions expect the keys of a state dict, so add the other keys.
-        saved = state.exported()
-        return {key: shown.get(key, value) for key, value in saved.items()}
+        saved, coded = state.exported(), state.coded()
+        # An in-place operation on a tensor of inference mode raises, so no edit is lost silently.
+        with torch.inference_mode():
+            copies = {key: moment.values() for key, moment in coded.items()}
+            return saved | (state.layout.show(copies) if copies else {})
 
     def full_slot_state(self, slot: Slot) -> State:
         """Return the state of a slot in FP32, by key. Tensors that are stored in fewer bits are
@@ -246,7 +239,6 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
             slot: index of the param group, and position in the group.
         """
         self.make_current(slot)
-        self.step_mark.copies.take_edits()
         return self.state_of(slot).full_precision()
 
     def load_slot_state(self, slot: Slot, state: State) -> None:
@@ -261,10 +253,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
             ValueError: a key is missing or unknown, a value does not fit, or bits would be lost.
         """
         self.make_current(slot, follow_only=True)
-        self.step_mark.copies.take_edits()
         own = self.state_of(slot)
         own.load(own.fit(state))
-        self.step_mark.copies.refresh()
 
     def has_slot_state(self, slot: Slot) -> bool:
         """True if a slot has any state."""
@@ -298,7 +288,6 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
                     "copied, and the state stays on the host. Remove the code that moves optimizer "
                     "state to the accelerator, or lower offload_fraction"
                 )
-        self.step_mark.copies.refresh()
 
     @in_own_modes
     def reset_states(self, slots: Sequence[Slot]) -> None:
@@ -317,7 +306,6 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         self.make_current(follow_only=True)
         for slot in slots:
             self.state_of(slot).reset()
-        self.step_mark.copies.refresh()
 
     @in_own_modes
     def offload_to_cpu(self) -> None:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mp_optim.config.setting_checks import check_setting, whole
 from mp_optim.core.identity import Slot
-from mp_optim.core.shown_copies import Coded
 from mp_optim.core.tensors import local_tensor
 from mp_optim.host.host_memory import same_values
 
@@ -65,6 +64,44 @@ def local_state(state: State) -> State:
         key: local_tensor(value) if isinstance(value, Tensor) else value
         for key, value in state.items()
     }
+
+
+@dataclass(frozen=True, eq=False)
+class Coded:
+    """One state tensor that is stored in blocks.
+
+    Attributes:
+        stored: the codes.
+        scale: FP32 scales, one per block.
+        decode: returns the FP32 values of codes and scales, in the shape of the main param.
+        encode: writes FP32 values of that shape, rounded, to codes and scales.
+        check: raises ValueError if values cannot be stored.
+    """
+
+    stored: Tensor
+    scale: Tensor
+    decode: Callable[[Tensor, Tensor], Tensor]
+    encode: Callable[[Tensor, Tensor, Tensor], None]
+    check: Callable[[Tensor], None]
+
+    def values(self) -> Tensor:
+        """Return the FP32 values in new memory."""
+        return self.decode(self.stored, self.scale)
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """Return FP32 values after a round trip through codes and scales.
+
+        Args:
+            values: FP32, in the shape of the main param.
+
+        Raises:
+            ValueError: the values cannot be stored.
+        """
+        self.check(values)
+        form = self.stored, self.scale
+        stored, scale = (torch.empty_like(each, device=values.device) for each in form)
+        self.encode(values, stored, scale)
+        return self.decode(stored, scale)
 
 
 @dataclass(frozen=True)

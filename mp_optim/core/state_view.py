@@ -9,8 +9,8 @@ the present state. Values that a caller assigns to its keys are stored or refuse
   ``restore_from_cpu()`` moves the state back. A step before that raises RuntimeError.
 - State that is stepped on the host, or stored in a file, stays there, and so do step counts. The
   values of an assigned accelerator tensor are copied, with one warning.
-- Moments that are stored in blocks are exported as FP32 copies
-  (:mod:`~mp_optim.core.shown_copies`). Assigned FP32 values are rounded and stored.
+- Moments in float16, 8 or 4 bits are exported as read-only FP32 copies. Assigned FP32 values are
+  rounded and stored.
 - A tensor with another shape, with values that would lose bits, or on another accelerator is
   refused. Unknown keys and deletions of keys are refused, too. A refused assignment changes
   nothing.

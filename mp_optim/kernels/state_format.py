@@ -13,13 +13,13 @@ from mp_optim.config.combinations import check_state_forms
 from mp_optim.config.fields import check_field
 from mp_optim.config.rules import moment_of
 from mp_optim.config.state_forms import CODED, NO_REMAINDER, REMAINDERS, blocks_of, packed_bytes
-from mp_optim.core.shown_copies import Coded
 from mp_optim.core.slot_state import (
     AVERAGE,
     MASTER,
     MOMENT2,
     REMAINDER,
     SECOND,
+    Coded,
     State,
     as_master,
     is_scale,

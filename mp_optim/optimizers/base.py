@@ -176,7 +176,6 @@ class StackOptimizer(WrappedOptimizer):
         self.groups_below, self.shared_settings = (), SharedSettings()
         self._sizes.clear()
         self.step_mark.clear()
-        self.step_mark.copies.clear()
         self._is_begun = False
         self._begin(self.config)
 

@@ -22,7 +22,6 @@ from mp_optim.core import (
     slot_name,
 )
 from mp_optim.core.interrupted_step import ParkedTensors
-from mp_optim.core.shown_copies import Coded
 from mp_optim.core.slot_state import (
     AVERAGE,
     MASTER,
@@ -30,6 +29,7 @@ from mp_optim.core.slot_state import (
     REMAINDER,
     SECOND,
     STEP,
+    Coded,
     State,
     StateStore,
     check_fits,

@@ -95,7 +95,8 @@ class Simulation:
         self.look_for_given_back()
         stream.learn(self.thread.clock)
         self._note(stream, deed)
-        stream.add(lambda: self._carry_out(run))
+        mode = torch.is_inference_mode_enabled()
+        stream.add(lambda: self._carry_out(run, mode))
         self.executor.stir()
 
     def do(self, deed: Deed) -> None:
@@ -115,8 +116,8 @@ class Simulation:
                 self._lent.append(region)
 
     @staticmethod
-    def _carry_out(run: Callable[[], None]) -> None:
-        with _disable_current_modes(), torch.no_grad():
+    def _carry_out(run: Callable[[], None], mode: bool) -> None:
+        with _disable_current_modes(), torch.inference_mode(mode), torch.no_grad():
             run()
 
     def wait_for(self, stream: Stream, count: int, clock: Mapping[str, int]) -> None:
