@@ -21,7 +21,7 @@ from mp_optim.core.identity import (
     sizes_of,
 )
 from mp_optim.core.interrupted_step import StepMark
-from mp_optim.core.model_parallel import ModelParallel
+from mp_optim.core.model_parallel import ModelParallel, renamed_groups
 from mp_optim.core.names import names_in_words
 from mp_optim.core.slot_state import SlotState, State
 from mp_optim.core.state_dict import (
@@ -403,7 +403,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         self.share_settings()
-        groups = self.model_parallel.names.groups_out(plain_groups(self.param_groups))
+        groups = renamed_groups(plain_groups(self.param_groups), self.model_parallel.names)
         self.init_state()
         states = map(read, self.slots())
         result: dict[str, Any] = {

@@ -3,6 +3,7 @@ tensor-parallel splits."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,9 +17,7 @@ from torch.distributed import ProcessGroup
 from mp_optim.core.names import canonical_name, canonical_names, names_in_words, prefixed
 from mp_optim.core.param_attributes import (
     is_expert_param,
-    is_shared,
     is_tensor_parallel,
-    is_tied_embedding,
     partition_dim,
     partition_sizes,
     partition_stride,
@@ -27,22 +26,6 @@ from mp_optim.core.partition import Partition, partition
 from mp_optim.host.torch_types import is_dtensor
 from mp_optim.process_groups.missing_ranks import all_gather
 from mp_optim.process_groups.process_groups import ProcessGroups
-
-
-def layer_number(module: nn.Module) -> int | None:
-    """Return the ``layer_number`` of a module: its index among all layers of the model, counted
-    from 1. Return None if the attribute is not set."""
-    number = getattr(module, "layer_number", None)
-    return number if type(number) is int and number > 0 else None
-
-
-def has_gated_first_layer(module: nn.Module) -> bool:
-    """True if ``linear_fc1`` of an MLP is the fused weight of gate and up
-    (``config.gated_linear_unit``)."""
-    config = getattr(module, "config", None)
-    gated = bool(getattr(config, "gated_linear_unit", False))
-    return gated and "linear_fc1" in module._modules
-
 
 _LAYER = re.compile(r"^((?:.*?\.)?layers)\.(\d+)(?=\.|$)")
 _EXPERTS = (
@@ -58,17 +41,6 @@ def layer_of(name: str) -> tuple[str, int] | None:
     None if the name has no list of layers."""
     found = _LAYER.match(name)
     return None if found is None else (found[1], int(found[2]))
-
-
-def expert_counts(names: Iterable[str]) -> dict[str, int]:
-    """Return the number of experts under each path. A path whose indices are not 0, 1, 2, ...
-    without gaps is left out."""
-    indices: dict[str, set[int]] = {}
-    for name in names:
-        for pattern in _EXPERTS:
-            if found := pattern.match(name):
-                indices.setdefault(found[1], set()).add(int(found[2]))
-    return {path: len(each) for path, each in indices.items() if each == set(range(len(each)))}
 
 
 @dataclass(frozen=True)
@@ -138,36 +110,37 @@ class GlobalNames:
                 "name for each parameter and buffer of a rank"
             )
 
-    def groups_out(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return param groups with the names in the whole model."""
-        return [self._renamed(group, self.__getitem__) for group in groups]
-
     def groups_in(
         self, groups: Sequence[dict[str, Any]], live: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
         """Return saved param groups with local names.
 
-        If groups have the local names already, or names that the whole model does not have, they
-        are returned unchanged.
+        If groups have the local names already, or names that the whole model does not have, the
+        groups are returned unchanged.
 
         Args:
             groups: the saved groups.
             live: the optimizer's groups.
         """
-        saved, here = _names(groups), _names(live)
+        saved, here = (
+            {name for group in some for name in group.get("param_names", ())}
+            for some in (groups, live)
+        )
         if saved == here or not saved <= self._local.keys():
             return list(groups)
-        return [self._renamed(group, self._local.__getitem__) for group in groups]
-
-    @staticmethod
-    def _renamed(group: dict[str, Any], name_of: Callable[[str], str]) -> dict[str, Any]:
-        if "param_names" not in group:
-            return group
-        return {**group, "param_names": [*map(name_of, group["param_names"])]}
+        return renamed_groups(groups, self._local)
 
 
-def _names(groups: Iterable[Mapping[str, Any]]) -> set[str]:
-    return {name for group in groups for name in group.get("param_names", ())}
+def renamed_groups(
+    groups: Sequence[dict[str, Any]], names: Mapping[str, str] | GlobalNames
+) -> list[dict[str, Any]]:
+    """Return copies of param groups in which ``names`` gives each new parameter name."""
+    return [
+        {**group, "param_names": [names[name] for name in group["param_names"]]}
+        if "param_names" in group
+        else group
+        for group in groups
+    ]
 
 
 NameOf = Callable[[str], str]
@@ -240,31 +213,23 @@ class ModelParallel:
         """
         chunks = prefixed([model] if isinstance(model, nn.Module) else list(model))
         groups = process_groups or ProcessGroups()
-        if global_names is None and not _shares(groups):
+        cut_over = _members(groups.tp, groups.expert_tp)
+        if global_names is None and not (cut_over or _members(groups.ep, groups.pp)):
             return cls()
-        params = dict(_params(chunks))
+        params = _named(chunks, "named_parameters")
         is_expert = expert_predicate or is_expert_param
         partitions = dict(_partitions(params, chunks, groups, is_expert))
         tied: dict[str, tuple[str, int]] = {}
         if groups.pp is not None and groups.pp.size() > 1:
-            own = _original(params, chunks, global_names)
-            originals = all_gather(groups.pp, "finding the pipeline's tied embedding", own)
-            del originals[groups.pp.rank()]
-            tied = _tied(params, originals)
+            tied = _tied(params, chunks, groups.pp, global_names)
         numbered = _numbering(params, chunks, groups)
         name_of = global_names or (lambda name: tied[name][0] if name in tied else numbered(name))
-        names = GlobalNames(name_of, [*params, *_buffers(chunks)])
+        names = GlobalNames(name_of, [*params, *_named(chunks, "named_buffers")])
         if global_names is not None:
             names.check()
         same = {name: rank for name, (whole, rank) in tied.items() if names[name] == whole}
         named_over = () if global_names else (groups.ep, groups.pp)
-        cut_over = _members(groups.tp, groups.expert_tp)
         return cls(names, partitions, same, cut_over, _members(*named_over))
-
-
-def _shares(groups: ProcessGroups) -> bool:
-    of_model = groups.tp, groups.expert_tp, groups.ep, groups.pp
-    return any(ranks is not None and ranks.size() > 1 for ranks in of_model)
 
 
 def _members(*groups: ProcessGroup | None) -> frozenset[int]:
@@ -272,42 +237,47 @@ def _members(*groups: ProcessGroup | None) -> frozenset[int]:
     return frozenset().union(*map(dist.get_process_group_ranks, several))
 
 
-_Original = tuple[str | None, int]
-"""The name in the whole model of a tied embedding's original, and the global rank of its stage. The
-name is None if another stage has the original."""
-
-
 def _tied(
-    params: Mapping[str, Tensor], originals: Sequence[_Original]
+    params: Mapping[str, Tensor],
+    chunks: _NamedChunks,
+    stages: ProcessGroup,
+    global_names: NameOf | None,
 ) -> dict[str, tuple[str, int]]:
     """Return the name of the original and the rank of its stage, for each local copy of a tied
-    embedding.
-
-    Args:
-        params: local parameters by name.
-        originals: originals on the other stages.
-    """
-    for whole, rank in originals:
-        if whole is not None:
-            return {
-                name: (whole, rank)
-                for name, param in params.items()
-                if is_tied_embedding(param) and is_shared(param)
-            }
-    return {}
+    embedding. Collective over the stages."""
+    marked = {name: p for name, p in params.items() if getattr(p, "shared_embedding", False)}
+    copies = {name for name, param in marked.items() if getattr(param, "shared", False)}
+    prefixes = tuple(prefix for prefix, _ in chunks if prefix)
+    name_of = global_names or Numbering(prefixes=prefixes)
+    own = next((name_of(name) for name in marked if name not in copies), None), dist.get_rank()
+    originals = all_gather(stages, "finding the pipeline's tied embedding", own)
+    del originals[stages.rank()]
+    found = [(name, rank) for name, rank in originals if name is not None]
+    return dict.fromkeys(copies, found[0]) if found else {}
 
 
 def _numbering(params: Iterable[str], chunks: _NamedChunks, groups: ProcessGroups) -> Numbering:
     experts: dict[str, int] = {}
     if (ep := groups.ep) is not None and ep.size() > 1:
-        counts = expert_counts(params)
-        experts = {path: ep.rank() * counts[path] for path in counts}
+        indices: dict[str, set[int]] = {}
+        for name, pattern in itertools.product(params, _EXPERTS):
+            if found := pattern.match(name):
+                indices.setdefault(found[1], set()).add(int(found[2]))
+        # Experts whose indices have gaps keep their local names.
+        experts = {
+            path: ep.rank() * len(each)
+            for path, each in indices.items()
+            if each == set(range(len(each)))
+        }
     if groups.pp is None or groups.pp.size() == 1:
         return Numbering(first_experts=experts)
     layers: dict[tuple[str, int], tuple[str, int]] = {}
     for prefix, name, module in _modules(chunks):
-        layer, number = layer_of(name), layer_number(module)
-        if number is not None and layer is not None and name == f"{layer[0]}.{layer[1]}":
+        # Megatron counts layer_number from 1, over all stages.
+        layer, number = layer_of(name), getattr(module, "layer_number", None)
+        if layer is None or name != f"{layer[0]}.{layer[1]}":
+            continue
+        if type(number) is int and number > 0:
             layers[layer] = layer[0].removeprefix(prefix), number - 1
     return Numbering(layers, tuple(prefix for prefix, _ in chunks if prefix), experts)
 
@@ -315,19 +285,19 @@ def _numbering(params: Iterable[str], chunks: _NamedChunks, groups: ProcessGroup
 # -- names and numbers in a model -----------------------------------------------------------------
 
 
-def _params(chunks: _NamedChunks) -> Iterator[tuple[str, Tensor]]:
-    """Yield every canonical name of every parameter, with the parameter. A tied parameter has
-    several names."""
-    for prefix, chunk in chunks:
-        named = dict(chunk.named_parameters(remove_duplicate=False))
-        for name, short in canonical_names(chunk, named).items():
-            yield prefix + short, named[name]
+def _named(chunks: _NamedChunks, method: str) -> dict[str, Tensor]:
+    """Return parameters or buffers by canonical name. A tied parameter has several names.
 
-
-def _buffers(chunks: _NamedChunks) -> Iterator[str]:
+    Args:
+        chunks: the chunks with their prefixes.
+        method: ``named_parameters`` or ``named_buffers``.
+    """
+    found: dict[str, Tensor] = {}
     for prefix, chunk in chunks:
-        named = dict(chunk.named_buffers(remove_duplicate=False))
-        yield from (prefix + name for name in canonical_names(chunk, named).values())
+        named = dict(getattr(chunk, method)(remove_duplicate=False))
+        short = canonical_names(chunk, named)
+        found |= {prefix + short[name]: tensor for name, tensor in named.items()}
+    return found
 
 
 def _modules(chunks: _NamedChunks) -> Iterator[tuple[str, str, nn.Module]]:
@@ -335,19 +305,6 @@ def _modules(chunks: _NamedChunks) -> Iterator[tuple[str, str, nn.Module]]:
     for prefix, chunk in chunks:
         for name, module in chunk.named_modules(remove_duplicate=False):
             yield prefix, prefix + canonical_name(chunk, name), module
-
-
-def _original(
-    params: Mapping[str, Tensor], chunks: _NamedChunks, global_names: NameOf | None
-) -> _Original:
-    """Return the name in the whole model of the tied embedding's original, and this rank. The name
-    is None if another stage has the original."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    for name, param in params.items():
-        if is_tied_embedding(param) and not is_shared(param):
-            prefixes = tuple(prefix for prefix, _ in chunks if prefix)
-            return (global_names or Numbering(prefixes=prefixes))(name), rank
-    return None, rank
 
 
 # -- tensor parallelism ---------------------------------------------------------------------------
@@ -362,7 +319,7 @@ def _partitions(
     gated = {
         f"{name}.linear_fc1"
         for _, name, module in _modules(chunks)
-        if has_gated_first_layer(module)
+        if getattr(getattr(module, "config", None), "gated_linear_unit", False)
     }
     for name, param in params.items():
         ranks = groups.expert_tp if is_expert(param, name) else groups.tp

@@ -1,6 +1,5 @@
-"""Attributes of parameters: those of Megatron and Transformer Engine, and attributes that layers of
-this package set for each other. Only this module reads and writes them, except gradients, which
-``tensors.py`` reads."""
+"""Attributes of parameters that several modules read: those of Megatron and Transformer Engine, and
+attributes that layers of this package set for each other."""
 
 from __future__ import annotations
 
@@ -25,28 +24,6 @@ _NORM_ATTRIBUTES = (
 )
 
 # -- gradients and main params, as attributes of Megatron and Transformer Engine ------------------
-
-
-def has_main_grad(param: Tensor) -> bool:
-    """True if other code accumulates the parameter's gradient in ``main_grad``."""
-    return getattr(param, "main_grad", None) is not None
-
-
-def set_main_grad(param: Any, grad: Tensor | None) -> None:
-    """Set ``main_grad``, the gradient that the next step uses."""
-    param.main_grad = grad
-
-
-def adds_to_main_grad(param: Tensor) -> bool:
-    """True if a fused kernel has already added the gradient to ``main_grad`` (Megatron's
-    ``grad_added_to_main_grad``)."""
-    return bool(getattr(param, "grad_added_to_main_grad", False))
-
-
-def clear_decoupled_grad(param: Any) -> None:
-    """Clear ``decoupled_grad``, a gradient in another dtype than the parameter's."""
-    if getattr(param, "decoupled_grad", None) is not None:
-        param.decoupled_grad = None
 
 
 ShownMains = dict[Slot, tuple[Any, Tensor]]
@@ -106,39 +83,16 @@ def main_param_of(param: Tensor) -> Tensor | None:
 # -- attributes that Megatron sets ----------------------------------------------------------------
 
 
-def is_shared(param: Tensor) -> bool:
-    """True if another rank counts this parameter's gradient in the norm (``shared``)."""
-    return bool(getattr(param, "shared", False))
-
-
-def grad_norm_group(param: Tensor) -> str | None:
-    """Return the name of the norm that the gradient counts in (``grad_norm_group``), None for the
-    model's main norm."""
-    group: str | None = getattr(param, "grad_norm_group", None)
-    return group
-
-
 def is_tensor_parallel(param: Tensor) -> bool:
     """True if the ranks of a tensor-parallel group have different parts
     (``tensor_model_parallel``)."""
     return bool(getattr(param, "tensor_model_parallel", False))
 
 
-def is_copied_in_tensor_parallel(param: Tensor) -> bool:
-    """True if ``tensor_model_parallel`` is set to False, so the ranks of a tensor-parallel group
-    have copies of the parameter."""
-    return getattr(param, "tensor_model_parallel", True) is False
-
-
 def partition_dim(param: Tensor) -> int | None:
     """Return the dimension that tensor parallelism splits (``partition_dim``), or None."""
     dim: int | None = getattr(param, "partition_dim", None)
     return None if dim is None or dim < 0 else dim
-
-
-def has_partition_dim(param: Tensor) -> bool:
-    """True if ``partition_dim`` is set, to any value."""
-    return hasattr(param, "partition_dim")
 
 
 def partition_stride(param: Tensor) -> int:
@@ -178,42 +132,6 @@ def is_expert_param(param: Tensor, name: str) -> bool:
     return ".experts." in f".{name}" and "shared_experts" not in name
 
 
-def is_tied_embedding(param: Tensor) -> bool:
-    """True if the first and last pipeline stage have copies of this parameter
-    (``shared_embedding``)."""
-    return bool(getattr(param, "shared_embedding", False))
-
-
-def marked_embedding_or_output(param: Tensor) -> bool | None:
-    """Return the attribute ``is_embedding_or_output_parameter``, or None if it is not set."""
-    marked = getattr(param, "is_embedding_or_output_parameter", None)
-    return None if marked is None else bool(marked)
-
-
-def is_qkv(param: Tensor) -> bool:
-    """True if the weight fuses queries, keys and values (``is_qkv``)."""
-    return bool(getattr(param, "is_qkv", False))
-
-
-def qkv_split_shapes(param: Tensor) -> tuple[int, ...] | None:
-    """Return the numbers of rows of queries, keys and values in a query group
-    (``qkv_split_shapes``), or None if the attribute is not set."""
-    parts = getattr(param, "qkv_split_shapes", None)
-    return None if parts is None else tuple(map(int, parts))
-
-
-def is_for_muon(param: Tensor) -> bool:
-    """True unless a matrix is marked for the scalar optimizer instead of Muon
-    (``use_muon=False``)."""
-    return bool(getattr(param, "use_muon", True))
-
-
-def is_laid_out_whole(param: Tensor) -> bool:
-    """True if one rank has the whole parameter in Megatron's buffer
-    (``is_managed_by_layer_wise_optimizer``)."""
-    return bool(getattr(param, "is_managed_by_layer_wise_optimizer", False))
-
-
 REFUSED = {
     "is_gtp_weight_remat": (
         "generalised tensor parallelism is not in this version, and norms and matrices would be "
@@ -237,12 +155,6 @@ def check_attributes(name: str, param: Tensor) -> None:
 def norm_attributes(param: Tensor) -> dict[str, Any]:
     """Return the attributes that are set for norms and tensor-parallel splits, by name."""
     return {name: getattr(param, name) for name in _NORM_ATTRIBUTES if hasattr(param, name)}
-
-
-def set_norm_attributes(tensor: Tensor, attributes: dict[str, Any]) -> None:
-    """Set attributes that :func:`norm_attributes` returned for another tensor."""
-    for name, value in attributes.items():
-        setattr(tensor, name, value)
 
 
 # -- attributes that layers of this package set for each other ------------------------------------
@@ -306,22 +218,3 @@ def shard_info(param: Tensor) -> ShardInfo:
 def set_shard_info(tensor: Any, info: ShardInfo) -> None:
     """Set the ``ShardInfo`` of a tensor."""
     tensor.mp_optim_shard = info
-
-
-def reducer_of(param: Tensor) -> int | None:
-    """Return the number of the active reducer of this parameter's gradient, or None."""
-    number: int | None = getattr(param, "reduced_by", None)
-    return number
-
-
-def set_reducer(param: Any, number: int) -> None:
-    """Set the number of the active reducer. A plain number keeps the parameter picklable."""
-    param.reduced_by = number
-
-
-def unset_reducer(param: Any, grad: Tensor | None) -> None:
-    """Remove the number of the active reducer, and remove ``main_grad`` if it is the given
-    gradient."""
-    del param.reduced_by
-    if grad is not None and getattr(param, "main_grad", None) is grad:
-        del param.main_grad

@@ -16,7 +16,6 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.config.rules import RULES
 from mp_optim.core import local_tensor, with_names
 from mp_optim.core.param_attributes import (
-    has_partition_dim,
     is_tensor_parallel,
     partition_dim,
     partition_sizes,
@@ -175,7 +174,7 @@ def _check_partitions(
                     "matrix with a collective, which could interleave with collectives of "
                     "backward; set offload_mode='overlap'"
                 )
-            if not has_partition_dim(param):
+            if not hasattr(param, "partition_dim"):
                 raise ValueError(
                     f"{name} is tensor_model_parallel and has no partition_dim, so muon cannot "
                     "gather the matrix; set partition_dim on the parameter, or "

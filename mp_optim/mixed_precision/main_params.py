@@ -32,8 +32,6 @@ from mp_optim.core import (
 from mp_optim.core.executor import Executor
 from mp_optim.core.param_attributes import (
     check_attributes,
-    grad_norm_group,
-    is_shared,
     is_tensor_parallel,
     set_main_param,
     shard_info,
@@ -260,7 +258,9 @@ class MainParams:
         ranks, shard_groups = self._tensor_parallel(slot), shard_groups_of(self.name(slot), param)
         is_part = is_tensor_parallel(param)
         is_copy = ranks is not None and not is_part and ranks.rank() > 0
-        group = EXCLUDED if is_shared(param) or is_copy else grad_norm_group(param) or MAIN_NORM
+        # Another rank counts the gradient of a shared parameter in the norm.
+        is_counted = not (is_copy or getattr(param, "shared", False))
+        group = (getattr(param, "grad_norm_group", None) or MAIN_NORM) if is_counted else EXCLUDED
         split_over = (*shard_groups, ranks) if ranks is not None and is_part else shard_groups
         return NormKey(group, shard_groups), layout_of(param, ranks), split_over
 

@@ -21,7 +21,6 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.core import Slot, iter_slots, param_at
 from mp_optim.core.keyed_optimizer import Closure, SlotKeyedOptimizer
 from mp_optim.core.names import ModelParams
-from mp_optim.core.param_attributes import clear_decoupled_grad
 from mp_optim.core.slot_state import SlotState
 from mp_optim.core.weight_delta import WeightDelta
 from mp_optim.host.calls import in_own_modes, weak_method
@@ -187,8 +186,10 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         for scheduler in self.backward_schedulers:
             scheduler.forget_released()
         super().zero_grad(set_to_none=set_to_none)
+        param: Any
         for _, param in iter_slots(self.param_groups):
-            clear_decoupled_grad(param)
+            if getattr(param, "decoupled_grad", None) is not None:
+                param.decoupled_grad = None
 
     @abstractmethod
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:

@@ -38,7 +38,7 @@ from mp_optim.core import (
 )
 from mp_optim.core.executor import Executor, Place
 from mp_optim.core.interrupted_step import StepMark
-from mp_optim.core.param_attributes import has_main_grad, shard_info
+from mp_optim.core.param_attributes import shard_info
 from mp_optim.core.slot_state import SlotState
 from mp_optim.core.tensor_layout import split_dims
 from mp_optim.host.calls import in_own_modes, weak_method
@@ -595,7 +595,7 @@ def work_in_backward(
         return None
     if releases:
         for slot, param in iter_slots(source.param_groups):
-            if has_main_grad(param):
+            if getattr(param, "main_grad", None) is not None:
                 raise ValueError(
                     f"release_gradients=True: the parameter at {slot} has a main_grad, which "
                     "belongs to Megatron's DistributedDataParallel and cannot be released; set "

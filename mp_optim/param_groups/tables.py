@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.core import param_attributes
 from mp_optim.core.names import named_params
+from mp_optim.core.param_attributes import shard_info
 from mp_optim.host.calls import warn
 
 # -- embeddings and output layers -----------------------------------------------------------------
@@ -109,7 +109,7 @@ class Tables:
             param: parameter to classify.
             name: name of the parameter, used if no module holds the parameter.
         """
-        marked = param_attributes.marked_embedding_or_output(param)
+        marked = getattr(param, "is_embedding_or_output_parameter", None)
         if marked is not None:
             return "is_embedding_or_output_parameter" if marked else None
         if reason := self._why.get(id(param)):
@@ -152,7 +152,7 @@ def module_of(params: Any) -> nn.Module | None:
 
 def _whole_shape(param: Tensor) -> torch.Size:
     """Return the shape of the whole parameter; a flat shard has the shape in its attributes."""
-    whole = param_attributes.shard_info(param).whole_shape
+    whole = shard_info(param).whole_shape
     return param.shape if whole is None else whole
 
 
@@ -171,7 +171,7 @@ def is_hidden_matrix(param: Tensor, name: str, is_expert: bool, tables: Tables) 
     dims = len(_whole_shape(param))
     return (
         (dims == 2 or (dims == 3 and is_expert))
-        and param_attributes.is_for_muon(param)
+        and getattr(param, "use_muon", True)
         and tables.why(param, name) is None
     )
 
@@ -299,11 +299,11 @@ class MuonAssignment:
         The rows are of queries, of the gate if the model has a gate, of keys and of values. None
         means that the parameter is not fused, or that the config does not split fused weights.
         """
-        fused = param_attributes.is_qkv(param) or name.endswith("linear_qkv.weight")
+        fused = getattr(param, "is_qkv", False) or name.endswith("linear_qkv.weight")
         if not self._config.muon_split_qkv or not fused:
             return None
-        if (parts := param_attributes.qkv_split_shapes(param)) is not None:
-            return parts
+        if (parts := getattr(param, "qkv_split_shapes", None)) is not None:
+            return tuple(map(int, parts))
         sizes = self._sizes.get(id(param))
         heads, groups, width = (
             getattr(sizes, field, None)

@@ -28,13 +28,6 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.core.param_attributes import (
-    adds_to_main_grad,
-    reducer_of,
-    set_main_grad,
-    set_reducer,
-    unset_reducer,
-)
 from mp_optim.host.calls import in_own_modes
 from mp_optim.process_groups.agreement import check_agreement
 from mp_optim.process_groups.missing_ranks import wait_for_all
@@ -129,18 +122,19 @@ class GradReducer:
 
         def arrive(tensor: Tensor) -> None:
             reducer = this()
-            if reducer is not None and reducer_of(tensor) == mark:
+            if reducer is not None and getattr(tensor, "reduced_by", None) == mark:
                 with reducer.order.arrivals:
                     reducer._arrive(index, reducer._entries[mark])
 
         if (before := self._watched.pop(id(entry), None)) is not None:
             del self._entries[before.mark]
             _unwatch({id(entry): before})
-        set_reducer(param, mark)
+        # A plain number keeps the parameter picklable.
+        param.reduced_by = mark
         handle = param.register_post_accumulate_grad_hook(arrive)
         grad = self.buckets[index].local_grad(entry) if self._keeps_grads else None
         if grad is not None:
-            set_main_grad(param, grad)
+            param.main_grad = grad
         self._watched[id(entry)] = _Watched(param, handle, mark, grad)
 
     @in_own_modes
@@ -178,7 +172,8 @@ class GradReducer:
                 f"{entry.name}: gradient has layout {grad.layout}, but only dense gradients are "
                 "reduced; build the embedding with sparse=False"
             )
-        if not adds_to_main_grad(entry.param):
+        # Megatron's fused kernels set this attribute after they added the gradient to main_grad.
+        if not getattr(entry.param, "grad_added_to_main_grad", False):
             bucket.local_grad(entry).add_(grad)
         entry.param.grad = None
         self._waiting[index] = True
@@ -317,8 +312,10 @@ def _unwatch(watched: dict[int, _Watched]) -> None:
     stay."""
     for param, handle, mark, grad in watched.values():
         handle.remove()
-        if reducer_of(param) == mark:
-            unset_reducer(param, grad)
+        if getattr(param, "reduced_by", None) == mark:
+            del param.reduced_by
+            if grad is not None and getattr(param, "main_grad", None) is grad:
+                del param.main_grad
     watched.clear()
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +29,9 @@ from mp_optim.core.flat_shard import FlatShard
 from mp_optim.core.param_attributes import (
     FlatRanges,
     ShardInfo,
-    is_laid_out_whole,
     norm_attributes,
     partition_blocks,
     partition_dim,
-    set_main_grad,
-    set_norm_attributes,
     set_shard_info,
 )
 from mp_optim.core.slot_state import StateLayout, is_scale, local_state
@@ -247,7 +244,8 @@ class ShardedParams:
             bucket, stop = self.buckets[index], param.numel()
             # If Megatron's buffer has the whole parameter in one rank's shard, that rank steps it
             # alone.
-            in_one_part = is_laid_out_whole(param) and bucket.plan.is_whole(entry.placed)
+            is_laid_out_whole = getattr(param, "is_managed_by_layer_wise_optimizer", False)
+            in_one_part = is_laid_out_whole and bucket.plan.is_whole(entry.placed)
             keeps_shape = keeps_shape or in_one_part
             if not self.steps_everything:
                 start, stop = entry.start, entry.stop
@@ -263,7 +261,7 @@ class ShardedParams:
         if owned is None and param.requires_grad:
             owned = tensor.detach().clone()
         grad = None if owned is None else owned.view(tensor.shape)
-        set_main_grad(tensor, grad)
+        cast(Any, tensor).main_grad = grad
         # If a rule communicates while it steps a parameter, all ranks must place the parameter
         # alike.
         config, reads = self._config, RULES[self._config.optimizer].reads
@@ -284,7 +282,8 @@ class ShardedParams:
         if tensor.shape != param.shape:
             for of_shape in ("partition_dim", "partition_stride", "partition_sizes"):
                 attributes.pop(of_shape, None)
-        set_norm_attributes(tensor, attributes)
+        for attribute, value in attributes.items():
+            setattr(tensor, attribute, value)
         return ParamShard(name, param.shape, start, stop, tensor, grad, self.steps_everything)
 
     def groups(self) -> list[dict[str, Any]]:
@@ -318,7 +317,7 @@ class ShardedParams:
                     f"{shard.name} was frozen when the optimizer was built and "
                     "is in no bucket; build the optimizer again to train it"
                 )
-            set_main_grad(shard.tensor, shard.grad if param.requires_grad else None)
+            cast(Any, shard.tensor).main_grad = shard.grad if param.requires_grad else None
             if param.requires_grad:
                 trained.append(slot)
             elif shard.grad is not None:

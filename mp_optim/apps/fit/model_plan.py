@@ -14,12 +14,7 @@ from torch import nn
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.core.names import named_params
-from mp_optim.core.param_attributes import (
-    ShardInfo,
-    is_copied_in_tensor_parallel,
-    is_expert_param,
-    set_shard_info,
-)
+from mp_optim.core.param_attributes import ShardInfo, is_expert_param, set_shard_info
 from mp_optim.core.quantized import FLOAT8_DTYPES
 from mp_optim.factory.memory_plan import MemoryPlan, plan_rank
 from mp_optim.factory.offload_fraction import in_words, least
@@ -90,7 +85,7 @@ def specs_of(source: Any, dtype: torch.dtype | None = None) -> list[ParamSpec]:
                 dtype or param.dtype,
                 is_expert_param(param, name),
                 param.requires_grad,
-                is_copied_in_tensor_parallel(param),
+                getattr(param, "tensor_model_parallel", True) is False,
             ),
         )
     return list(specs.values())
