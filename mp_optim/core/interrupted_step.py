@@ -229,17 +229,8 @@ class ParkedTensors:
         if memory.device != HOST:
             self.homes.pop(id(tensor), None)
         elif before != HOST:
-            self.homes[id(tensor)] = self._when_gone(tensor), before
-
-    def home_of(self, tensor: Tensor) -> torch.device:
-        """Return the former device of a tensor that was moved to the host, or the present device of
-        another tensor."""
-        parked = self.homes.get(id(tensor))
-        return tensor.device if parked is None else parked[1]
-
-    def _when_gone(self, tensor: Tensor) -> weakref.ref[Tensor]:
-        key, homes = id(tensor), self.homes
-        return weakref.ref(tensor, lambda _: homes.pop(key, None))
+            key, homes = id(tensor), self.homes
+            homes[key] = weakref.ref(tensor, lambda _: homes.pop(key, None)), before
 
 
 def wait_for(device: torch.device) -> None:

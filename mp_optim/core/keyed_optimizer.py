@@ -34,7 +34,7 @@ from mp_optim.core.state_dict import (
     plain_groups,
 )
 from mp_optim.core.state_view import Assignment, Lookups, SlotStateView
-from mp_optim.core.tensors import device_of
+from mp_optim.core.tensors import local_tensor
 from mp_optim.host.calls import in_own_modes, warn
 
 Closure = Callable[[], Any]
@@ -109,12 +109,6 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     # -- param groups -----------------------------------------------------------------------------
 
     @property
-    def _knows_lists(self) -> bool:
-        """True after :meth:`lists_are_known`. False inside torch's constructor, and before the
-        first step of an optimizer whose lists may be edited until then."""
-        return bool(self._sizes)
-
-    @property
     def param_groups(self) -> ParamGroups:
         """The param groups with the current parameters. The list object stays the same: if a caller
         assigns another list, its groups are copied into this list."""
@@ -122,7 +116,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     @param_groups.setter
     def param_groups(self, groups: ParamGroups) -> None:
-        if self._knows_lists:
+        if self._sizes:
             check_assigned(self._live_groups, groups, self.defaults)
         self._live_groups[:] = groups
 
@@ -180,7 +174,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     @property
     def device(self) -> torch.device:
         """The device of the first parameter; the host without parameters."""
-        return device_of(self.param_groups)
+        params = (local_tensor(param) for _, param in iter_slots(self.param_groups))
+        return next((param.device for param in params), torch.device("cpu"))
 
     # -- interrupted steps ------------------------------------------------------------------------
 
@@ -349,7 +344,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     @state.setter
     def state(self, value: Mapping[Tensor, dict[str, Any]]) -> None:
         # torch's constructor assigns an empty dict, which must not reset any state.
-        if value or self._knows_lists:
+        if value or self._sizes:
             self.state.assign(value)
 
     def slot_name(self, slot: Slot) -> str:
@@ -526,30 +521,24 @@ def load_checked(
         hooked = pre_hook(optimizer, state_dict)
         state_dict = state_dict if hooked is None else hooked
     check_is_state_dict(state_dict)
-    if optimizer.begins_anew(state_dict):
-        written: list[str] = []
-    else:
-        written = _restore_state(optimizer, state_dict, convert)
+    written: list[str] = []
+    if not optimizer.begins_anew(state_dict):
+        # Exchange settings first, because settings decide which state exists.
+        optimizer.share_settings()
+        optimizer.make_current(follow_only=True)
+        match = match_without_state(optimizer, state_dict, convert=convert)
+        load = StateLoad(match, state_dict["state"], optimizer.state_of, convert)
+        load.check()
+        with optimizer.step_mark.step(optimizer, is_load=True):
+            load.write()
+            match.write_settings(optimizer.param_groups)
+            optimizer.share_settings()
+            optimizer.load_beside(state_dict)
+            written = load.write_model()
+        # Warn last: if warnings are errors, the load is complete by then.
+        load.warn_of_averages()
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
-    return written
-
-
-def _restore_state(
-    optimizer: SlotKeyedOptimizer, state_dict: dict[str, Any], convert: bool
-) -> list[str]:
-    optimizer.share_settings()  # Exchange settings first, because they decide which state exists.
-    optimizer.make_current(follow_only=True)
-    match = match_without_state(optimizer, state_dict, convert=convert)
-    load = StateLoad(match, state_dict["state"], optimizer.state_of, convert)
-    load.check()
-    with optimizer.step_mark.step(optimizer, is_load=True):
-        load.write()
-        match.write_settings(optimizer.param_groups)
-        optimizer.share_settings()
-        optimizer.load_beside(state_dict)
-        written = load.write_model()
-    load.warn_of_averages()  # Warn last: if warnings are errors, the load is complete by then.
     return written
 
 

@@ -221,9 +221,11 @@ class SlotState:
                 part.
         """
         if in_blocks and self.layout.is_as_stored:
-            state = self.store.unpacked_state(self.slot)
-        else:
-            state = self._without_blocks()
+            return self.layout.show(self._with_main(self.store.unpacked_state(self.slot)))
+        state = self.store.live_state(self.slot)
+        if coded := [key for key in state if scale_key(key) in state]:
+            full = self.store.full_state(self.slot)
+            state = without_keys(state, map(scale_key, coded)) | {key: full[key] for key in coded}
         return self.layout.show(self._with_main(state))
 
     def full_precision(self) -> State:
@@ -244,21 +246,6 @@ class SlotState:
 
     def _with_main(self, state: State) -> State:
         return dict(state) if self.main is None else {**state, MASTER: self.main}
-
-    def _without_blocks(self) -> State:
-        state = self.store.live_state(self.slot)
-        if not any(map(is_scale, state)):
-            return state
-        full = self.store.full_state(self.slot)
-        return {
-            key: full[key] if scale_key(key) in state else value
-            for key, value in state.items()
-            if not is_scale(key)
-        }
-
-    def is_required(self) -> bool:
-        """True if a saved state dict without state for this slot is incomplete."""
-        return self.main is not None or not self.store.allocates_late
 
     def is_unallocated(self) -> bool:
         """True if no state is allocated yet, so that a saved state of any form can be loaded.
@@ -301,7 +288,15 @@ class SlotState:
             return fitted
         if main is None:
             raise ValueError(self.missing)
-        value = _as_lone(self.name, as_master(self.name, main, convert), self.main, convert)
+        full = as_master(self.name, main, convert)
+        # A parameter that is stepped without an FP32 main param has a main param of 16 bits.
+        value = full.to(self.main.dtype)
+        if value.dtype != full.dtype and not convert and not same_values(value.float(), full):
+            raise ValueError(
+                f"{self.name}.{MASTER}: saved with more bits than {value.dtype}, but this "
+                "optimizer steps the parameter without an FP32 main param; load with "
+                "convert=True, or configure FP32 main params"
+            )
         check_fits(f"{self.name}.{MASTER}", self.main, value)
         # No average was saved, so the average starts from the main param.
         if AVERAGE in fitted and AVERAGE not in state:
@@ -430,19 +425,3 @@ def as_master(label: str, saved: Any, convert: bool) -> Tensor:
         check_fits(f"{label}.{MASTER}", form, saved)
     value: Tensor = saved.float()
     return value
-
-
-def _as_lone(label: str, value: Tensor, main: Tensor, convert: bool) -> Tensor:
-    """Return an FP32 main param in the dtype of the live main param, which may have 16 bits.
-
-    Raises:
-        ValueError: bits would be lost, and ``convert`` is false.
-    """
-    narrow = value.to(main.dtype)
-    if narrow.dtype != value.dtype and not convert and not same_values(narrow.float(), value):
-        raise ValueError(
-            f"{label}.{MASTER}: saved with more bits than {main.dtype}, but this optimizer steps "
-            "the parameter without an FP32 main param; load with convert=True, or configure FP32 "
-            "main params"
-        )
-    return narrow

@@ -153,27 +153,6 @@ def check_is_state_dict(state_dict: Any) -> None:
         )
 
 
-def match_groups(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> GroupMatch:
-    """Match saved groups to live ones: by FQN, or by position if names are missing or not unique.
-
-    Args:
-        live: the optimizer's param groups.
-        saved: the saved param groups.
-
-    Raises:
-        ValueError: a parameter is only on one side, a group differs in size, or saved groups that
-            become one group have different settings.
-    """
-    if not all("param_names" in group for group in (*live, *saved) if group["params"]):
-        return _match_by_position(live, saved)
-    wanted = {slot: slot_name(live, slot) for slot, _ in iter_slots(live)}
-    named = [name for name, *_ in _saved_names(saved)]
-    if len({*wanted.values()}) < len(wanted) or len({*named}) < len(named):
-        _check_same_names(list(wanted.values()), named)
-        return _match_by_position(live, saved)
-    return match_by_name(live, saved, wanted)
-
-
 def _check_same_names(live: Sequence[str], saved: Sequence[str]) -> None:
     """Raise ValueError unless both sides have the same names in the same order. Otherwise a match
     by position would be wrong."""
@@ -313,15 +292,27 @@ def checked_match(
 ) -> GroupMatch:
     """Match saved groups to live ones, and check the saved settings.
 
+    Parameters are matched by FQN, or by position if names are missing or not unique.
+
     Args:
         live: the optimizer's param groups.
         saved: the saved param groups.
         check_settings: takes a group's settings, and raises if one is out of range.
 
     Raises:
-        ValueError: parameters are missing on either side, or a setting is out of range.
+        ValueError: a parameter is only on one side, a group differs in size, saved groups that
+            become one group have different settings, or a setting is out of range.
     """
-    match = match_groups(live, saved)
+    if not all("param_names" in group for group in (*live, *saved) if group["params"]):
+        match = _match_by_position(live, saved)
+    else:
+        wanted = {slot: slot_name(live, slot) for slot, _ in iter_slots(live)}
+        named = [name for name, *_ in _saved_names(saved)]
+        if len({*wanted.values()}) == len(wanted) and len({*named}) == len(named):
+            match = match_by_name(live, saved, wanted)
+        else:
+            _check_same_names(list(wanted.values()), named)
+            match = _match_by_position(live, saved)
     for index, (group, settings) in enumerate(zip(live, match.settings, strict=True)):
         try:
             check_settings({**group, **settings})
@@ -358,35 +349,30 @@ class StateLoad:
         convert: bool,
     ) -> None:
         self._match, self._state_of, self._convert = match, state_of, convert
-        self._saved = self._matched(saved)
+        self._saved: dict[Slot, State] = {}
         self._fitted: dict[Slot, State] = {}
         self._without_average: list[str] = []
-
-    def _matched(self, saved: Mapping[Any, Any]) -> dict[Slot, State]:
-        """Return the saved state of each slot. Slots that have no state, neither live nor saved,
-        are left out."""
-        matched: dict[Slot, State] = {}
         missing: list[str] = []
-        for slot, index in self._match.index_of.items():
-            state, own = saved.get(index) or {}, self._state_of(slot)
+        for slot, index in match.index_of.items():
+            state, own = saved.get(index) or {}, state_of(slot)
             if not isinstance(state, dict):
                 raise ValueError(
                     f"state of {own.name} is a {type(state).__name__}, not a dict; pass a result "
                     "of an optimizer's state_dict()"
                 )
-            if not state and own.is_required():
+            # Slots that have no state, neither live nor saved, are left out.
+            if not state and (own.main is not None or not own.store.allocates_late):
                 missing.append(own.name)
             elif state or own.live():
-                matched[slot] = state
+                self._saved[slot] = state
         if missing:
             raise ValueError(
-                f"the state dict has no state for {len(missing)} of {len(self._match.index_of)} "
+                f"the state dict has no state for {len(missing)} of {len(match.index_of)} "
                 f"parameters: {names_in_words(missing)}. The state dict may have been saved "
                 "before the first step, or while these parameters were frozen. Load a complete "
                 "state dict or none; if these parameters were never trained, freeze them "
                 "(requires_grad_(False)) during the load"
             )
-        return matched
 
     def check(self) -> None:
         """Raise ValueError if the state of any slot does not fit or would lose bits; the message
@@ -397,7 +383,13 @@ class StateLoad:
             fitted = state.fit(saved, self._convert, self._match.checksums.get(slot))
             if AVERAGE in fitted and AVERAGE not in saved:
                 self._without_average.append(state.name)
-            left -= _converted_bytes(fitted, saved)
+            # fit() allocated the tensors whose dtype or key the saved state does not have.
+            left -= sum(
+                value.nbytes
+                for key, value in fitted.items()
+                if isinstance(value, Tensor)
+                and value.dtype != getattr(saved.get(key), "dtype", None)
+            )
             if left >= 0:
                 self._fitted[slot] = fitted
 
@@ -424,15 +416,3 @@ class StateLoad:
             if (state := self._state_of(slot)).finish_load(saved, checksum):
                 written.append(state.name)
         return written
-
-
-def _converted_bytes(fitted: State, saved: State) -> int:
-    """Return the number of bytes that :meth:`SlotState.fit` allocated: tensors whose dtype or key
-    the saved state does not have."""
-    created = [
-        value
-        for key, value in fitted.items()
-        if isinstance(value, Tensor)
-        and not (isinstance(saved.get(key), Tensor) and saved[key].dtype == value.dtype)
-    ]
-    return sum(value.nbytes for value in created)

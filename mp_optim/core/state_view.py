@@ -24,16 +24,8 @@ copy of the old state.
 from __future__ import annotations
 
 import weakref
-from collections.abc import (
-    Callable,
-    ItemsView,
-    Iterator,
-    KeysView,
-    Mapping,
-    MutableMapping,
-    Sequence,
-    ValuesView,
-)
+from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,8 +47,11 @@ from mp_optim.core.slot_state import (
 from mp_optim.core.tensors import same_memory
 from mp_optim.host.host_memory import same_values
 
+_dict: Any = dict
+"""The class dict as a base class that mypy does not compare with MutableMapping."""
 
-class ShownState(dict[str, Any]):
+
+class ShownState(MutableMapping[str, Any], _dict):  # type: ignore[misc]
     """The state of one slot as a dict; every access reads the present state.
 
     Args:
@@ -68,88 +63,57 @@ class ShownState(dict[str, Any]):
     def __init__(
         self, read: Callable[[], State], write: Callable[[State], None], reset: Callable[[], None]
     ) -> None:
+        # dict.copy() returns an empty dict if the base class has no entries.
         super().__init__(read())
         self._read, self._write, self._reset = read, write, reset
 
     def part(self) -> None:
         """Keep a copy of the present state from now on, and no longer read or write the slot."""
-        kept = deepcopy(dict(self.items()))
+        kept = deepcopy(self._read())
         self._read, self._write, self._reset = lambda: kept, kept.update, kept.clear
 
-    def look(self) -> ShownState:
-        """Read the present state of the slot into this dict, and return this dict."""
-        state = self._read()
-        for key in list(super().keys()):
-            if key not in state:
-                super().__delitem__(key)
-        super().update(state)
-        return self
-
     def __getitem__(self, key: str) -> Any:
-        self.look()
-        return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.look()
-        return super().get(key, default)
-
-    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        self.look()
-        return super().items()
-
-    def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        self.look()
-        return super().values()
-
-    def keys(self) -> KeysView[str]:  # type: ignore[override]
-        self.look()
-        return super().keys()
+        return self._read()[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.keys())
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def items(self) -> ItemsView[str, Any]:
+        return self._read().items()
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self.update({key: value})
+        self._write({key: value})
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Store values under some keys.
+        """Store values under some keys. If one value is refused, no value is stored.
 
         Raises:
             ValueError: a key is unknown, or a value does not fit.
         """
         self._write(dict(*args, **kwargs))
-        self.look()
 
-    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]  # dict's has overloads
+    def __ior__(self, other: Any) -> Any:
         self.update(other)
         return self
 
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key of the slot's state. The state has all of its keys, so the
-        default is never used.
-
-        Raises:
-            ValueError: the key is unknown.
-        """
-        if key not in self:
-            self.update({key: default})
-        return self[key]
-
-    def _stays(self, *args: Any) -> Any:
+    def __delitem__(self, key: str) -> None:
         raise TypeError(
             "optimizer.state[param]: single keys cannot be deleted; call clear() to reset all"
         )
 
-    __delitem__ = pop = popitem = _stays
-
     def clear(self) -> None:
         """Reset the slot's state to that before the first step."""
         self._reset()
-        self.look()
+
+    def __repr__(self) -> str:
+        return repr(self._read())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle as a plain dict."""
-        return dict, (dict(self.items()),)
+        return dict, (dict(self._read()),)
 
 
 @dataclass(eq=False)
@@ -168,7 +132,7 @@ class Lookups:
     )
 
 
-class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
+class SlotStateView(MutableMapping[Tensor, Any]):
     """``optimizer.state`` as torch expects it: a mapping from the current parameters to their
     state.
 
@@ -188,11 +152,13 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
         return iter_slots(self._optimizer.param_groups)
 
     def _slot(self, tensor: Tensor) -> Slot:
+        self._optimizer.check_lists()
         slot = self._lookups.index.get(id(tensor))
-        if slot is None or not self._holds(slot, tensor):
-            index = {id(p): s for s, p in self._slots()}
-            self._lookups.index = index
-            slot = index.get(id(tensor))
+        with suppress(IndexError):
+            if slot is not None and param_at(self._optimizer.param_groups, slot) is tensor:
+                return slot
+        self._lookups.index = {id(param): slot for slot, param in self._slots()}
+        slot = self._lookups.index.get(id(tensor))
         if slot is None:
             raise KeyError(
                 "this tensor is not a parameter of the optimizer; if the parameter was replaced, "
@@ -200,17 +166,10 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
             )
         return slot
 
-    def _holds(self, slot: Slot, tensor: Tensor) -> bool:
-        self._optimizer.check_lists()
-        try:
-            return param_at(self._optimizer.param_groups, slot) is tensor
-        except IndexError:
-            return False
-
-    def __getitem__(self, tensor: Tensor) -> dict[str, Any]:
+    def __getitem__(self, tensor: Tensor) -> Any:
         slot, optimizer = self._slot(tensor), self._optimizer
         if (shown := self._lookups.shown.get(slot)) is not None:
-            return shown.look()
+            return shown
         shown = ShownState(
             lambda: optimizer.shown_state(slot),
             lambda given: optimizer.assign_states({slot: given}, whole=False),
@@ -315,14 +274,23 @@ class Assignment:
         self._fitted: State = {}
         self.stays: list[str] = []
         complete = given
-        if whole and self._is_saved_form(given):
+        exported = state.exported()
+        # A saved state has other keys than the exported state, or codes in place of FP32 values.
+        pairs = ((given.get(key), moment.stored.dtype) for key, moment in self._coded.items())
+        has_codes = any(getattr(value, "dtype", None) == dtype for value, dtype in pairs)
+        if whole and (has_codes or given.keys() != exported.keys()):
             self._values = given  # fit() below converts the saved form, or raises.
+        elif unknown := given.keys() - exported.keys():
+            raise ValueError(
+                f"optimizer.state: {self._name} has no {min(unknown)!r}; its keys are "
+                f"{sorted(exported)}. Keep other data in a dict of your own"
+            )
         else:
             for key, value in state.layout.take(given).items():
                 self._take(key, value, given[key])
             scales = set(map(scale_key, self._coded.keys() & self._values.keys()))
             self._values = without_keys(self._values, scales)
-            complete = {**without_keys(state.exported(), scales), **self._values}
+            complete = {**without_keys(exported, scales), **self._values}
         if self._values:
             self._fitted = state.fit(complete)
 
@@ -335,7 +303,6 @@ class Assignment:
             value: the value in the stored layout.
             given: the value in the callers' layout.
         """
-        self._check_key(key)
         mine = self._kept.get(key)
         if key in self._coded:
             self._take_values(key, value)
@@ -372,21 +339,6 @@ class Assignment:
         if not same_values(value, present):
             self._values[key] = coded.rounded(value)
 
-    def _is_saved_form(self, given: State) -> bool:
-        """True if a state has other keys than the exported state, or codes in place of FP32
-        values."""
-        pairs = ((given.get(key), coded.stored.dtype) for key, coded in self._coded.items())
-        has_codes = any(getattr(value, "dtype", None) == dtype for value, dtype in pairs)
-        return has_codes or given.keys() != self._state.exported().keys()
-
-    def _check_key(self, key: str) -> None:
-        shown = self._state.exported()
-        if key not in shown:
-            raise ValueError(
-                f"optimizer.state: {self._name} has no {key!r}; its keys are {sorted(shown)}. Keep "
-                "other data in a dict of your own"
-            )
-
     def _target(self, key: str, value: Tensor, mine: Tensor) -> bool:
         """Return True to move the state to the value's device, and False to copy the value to the
         state's device.
@@ -396,7 +348,7 @@ class Assignment:
         """
         if value.device == mine.device:
             return False
-        home = self._parked.home_of(mine)
+        _, home = self._parked.homes.get(id(mine), (None, mine.device))
         if value.device in (home, self._home) or (value.device == HOST != self._home):
             return True
         if self._home == HOST:

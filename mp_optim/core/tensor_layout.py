@@ -39,16 +39,6 @@ def numel_of(part: Boxes) -> int:
     return sum(box.numel for box in part)
 
 
-def range_of(box: Box, first: int, stop: int) -> Boxes:
-    """Return elements [first, stop) of a row-major rectangle as at most three boxes: the end of a
-    row, whole rows, and the start of a row."""
-    if first >= stop:
-        return ()
-    row, column = box.offsets
-    cuts = boxes(box.sizes, first, stop - first)
-    return tuple(Box((row + down, column + across), sizes) for (down, across), sizes in cuts)
-
-
 def parts_of_range(part: Boxes, first: int, stop: int, matrices: int) -> list[Boxes]:
     """Return the part of each matrix that is in elements [first, stop) of a flattened stack. The
     entries of the stack are equal parts of the matrices.
@@ -61,11 +51,14 @@ def parts_of_range(part: Boxes, first: int, stop: int, matrices: int) -> list[Bo
     """
     found: list[Boxes] = []
     for _ in range(matrices):
-        boxes: list[Box] = []
+        inside: list[Box] = []
         for box in part:
-            boxes += range_of(box, max(first, 0), min(stop, box.numel))
+            begin, end = max(first, 0), min(stop, box.numel)
+            # At most three boxes: the end of a row, whole rows, and the start of a row.
+            for offsets, sizes in boxes(box.sizes, begin, end - begin) if begin < end else ():
+                inside.append(Box(tuple(map(operator.add, box.offsets, offsets)), sizes))
             first, stop = first - box.numel, stop - box.numel
-        found.append(tuple(boxes))
+        found.append(tuple(inside))
     return found
 
 
@@ -363,9 +356,13 @@ class ShardRegion:
 def region_of(param: Tensor) -> ShardRegion:
     """Return the elements of the whole parameter that a tensor has: a box for a DTensor, a flat
     range for a tensor with such a ``ShardInfo``, and all elements for any other tensor."""
-    if is_dtensor(param) and _is_box(param):
-        (chunk,) = param.__create_chunk_list__()  # type: ignore[no-untyped-call]
-        return ShardRegion(param.shape, tuple(chunk.offsets))
+    if is_dtensor(param):
+        splitting = [isinstance(each, _splitting_placements()) for each in param.placements]
+        copied = [each.is_replicate() for each in param.placements]
+        # For unsupported placements, splits() raises with the parameter's name.
+        if any(splitting) and all(map(operator.or_, splitting, copied)):
+            (chunk,) = param.__create_chunk_list__()  # type: ignore[no-untyped-call]
+            return ShardRegion(param.shape, tuple(chunk.offsets))
     info = shard_info(param)
     if info.whole_shape is not None:
         return ShardRegion(info.whole_shape, None, info.first_element)
@@ -381,14 +378,6 @@ def first_element(param: Tensor) -> int:
         return region.start
     strides = torch.empty(region.shape, dtype=torch.uint8, device="meta").stride()
     return sum(map(operator.mul, region.offsets, strides))
-
-
-def _is_box(param: DTensor) -> bool:
-    """True if a DTensor is split, and all of its placements are supported. For unsupported
-    placements, :func:`splits` raises with the parameter's name."""
-    splitting = [isinstance(placement, _splitting_placements()) for placement in param.placements]
-    others = [placement.is_replicate() for placement in param.placements]
-    return any(splitting) and all(map(operator.or_, splitting, others))
 
 
 @dataclass(frozen=True)
@@ -535,20 +524,18 @@ class ParamLayout:
         if self.mesh is None or not self.is_shared(blockwise):
             return None
         if self.blocks:
-            return self._parts_of_blocks()
+            dim, ranks, shape = (
+                getattr(self.placements[0], "dim", 0),
+                self.mesh.size(),
+                [*self.shape],
+            )
+            shape[dim] //= ranks
+            return parts_of_blocks(tuple(shape), dim - (len(shape) - 2), ranks, self.blocks)
         coordinate = self.mesh.get_coordinate()
         assert coordinate is not None
         cuts = tuple(each if splits(each) else None for each in self.placements)
         sides = tuple(self.mesh.shape), tuple(coordinate)
         return parts_on_mesh(self.shape, cuts, self._axes(), *sides)
-
-    def _parts_of_blocks(self) -> MatrixParts:
-        assert self.mesh is not None
-        dim, ranks = getattr(self.placements[0], "dim", 0), self.mesh.size()
-        shape = list(self.shape)
-        shape[dim] //= ranks
-        dim -= len(shape) - 2
-        return parts_of_blocks(tuple(shape), dim, ranks, self.blocks)
 
     def matrix_groups(self, blockwise: bool) -> tuple[ProcessGroup, ...]:
         """Return the process groups that span the grid of :meth:`matrix_parts`, one group for each

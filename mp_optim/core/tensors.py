@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from mp_optim.config.state_forms import blocks_of
-from mp_optim.core.identity import ParamGroups, iter_slots
 from mp_optim.host.leases import before_writing
 from mp_optim.host.torch_types import is_dtensor
 
@@ -165,12 +164,6 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def device_of(param_groups: ParamGroups) -> torch.device:
-    """Return the device of the first parameter; the host without parameters."""
-    params = (local_tensor(param) for _, param in iter_slots(param_groups))
-    return next((param.device for param in params), torch.device("cpu"))
-
-
 def whole_tensor(tensor: DTensor) -> Tensor:
     """Return the full tensor of a DTensor. Collective.
 
@@ -310,7 +303,12 @@ def continue_from(
     for index, (main, weight) in enumerate(zip(mains, weights, strict=True)):
         if weight is None:
             continue
-        for part, here in _in_pieces(main, weight):
+        pieces: Iterable[tuple[Tensor, Tensor]] = [(main, weight)]
+        if main.is_cpu and main.is_contiguous() and weight.is_contiguous():
+            # A piece fits the CPU's cache, so its second read does not go to memory.
+            split = (torch.split(tensor.view(-1), _PIECE) for tensor in (main, weight))
+            pieces = zip(*split, strict=True)
+        for part, here in pieces:
             if may_read and part.is_cpu and part.dtype == here.dtype:
                 bits = _BITS[here.itemsize]
                 # torch.equal() reads both tensors once and writes nothing.
@@ -329,14 +327,6 @@ def _rounds_to(main: Tensor, weights: Tensor) -> Tensor:
     rounded, bits = main.to(weights.dtype), _BITS[weights.itemsize]
     same = rounded.view(bits) == weights.view(bits)
     return same.logical_or_(rounded.isnan().logical_and_(weights.isnan()))
-
-
-def _in_pieces(main: Tensor, weights: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """Split two tensors into pieces that fit a CPU's cache."""
-    if main.is_cpu and main.is_contiguous() and weights.is_contiguous():
-        parts = (torch.split(tensor.view(-1), _PIECE) for tensor in (main, weights))
-        return zip(*parts, strict=True)
-    return [(main, weights)]
 
 
 # -- fingerprints of parameters --------------------------------------------------------------------

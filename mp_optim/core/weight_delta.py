@@ -14,7 +14,7 @@ import ctypes
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -201,7 +201,11 @@ def _encoded(patch: WeightPatch, whole: bool, bitmaps: bool) -> dict[str, Tensor
     gaps = torch.diff(indices, prepend=torch.tensor([-1], device="cpu")) - 1
     width = 2 if count == 0 or int(gaps.max()) < _SHORT_GAP else 4
     if bitmaps and -(-patch.numel // 8) < width * count:
-        places = {f"{patch.name}.bits": packed_bits(indices, patch.numel)}
+        # Element i is bit i % 8 of byte i // 8.
+        flags = torch.zeros(-(-patch.numel // 8), 8, dtype=torch.uint8, device="cpu")
+        flags.view(-1)[indices] = 1
+        bits = torch.tensor(_PLACES, dtype=torch.uint8, device="cpu")
+        places = {f"{patch.name}.bits": (flags * bits).sum(1, dtype=torch.uint8)}
     else:
         places = {f"{patch.name}.idx": gaps.to(torch.uint16 if width == 2 else torch.uint32)}
     return places | {f"{patch.name}.val": values}
@@ -238,15 +242,6 @@ def _decoded(name: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -
 
 
 _PLACES = [1 << bit for bit in range(8)]
-
-
-def packed_bits(indices: Tensor, numel: int) -> Tensor:
-    """Return a bitmap of ``numel`` bits with the bits at ``indices`` set: uint8, where element i is
-    bit i % 8 of byte i // 8."""
-    flags = torch.zeros(-(-numel // 8) * 8, dtype=torch.uint8, device=indices.device)
-    flags[indices] = 1
-    places = torch.tensor(_PLACES, dtype=torch.uint8, device=indices.device)
-    return (flags.view(-1, 8) * places).sum(1, dtype=torch.uint8)
 
 
 def bits_set(bits: Tensor) -> Tensor:
@@ -309,7 +304,18 @@ def _from_file(content: bytes) -> tuple[dict[str, str], dict[str, Tensor]]:
         begin = 8 + int.from_bytes(content[:8], "little")
         header = json.loads(content[8:begin])
         metadata = header.pop("__metadata__")
-        tensors = dict(_tensors_in(header, content, begin))
+        # A bytearray is writable, and tensors start in it where they start in the file's data.
+        memory, tensors = bytearray(content[begin:]), {}
+        for name, form in header.items():
+            dtype, (start, end) = _BY_NAME[form["dtype"]], form["data_offsets"]
+            count = math.prod(form["shape"])
+            if not 0 <= start <= end <= len(memory) or end - start != count * dtype.itemsize:
+                raise ValueError(f"{name}: bytes [{start}, {end}) of {len(memory)}")
+            if count:
+                tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=start)
+            else:
+                tensor = torch.empty(0, dtype=dtype, device="cpu")
+            tensors[name] = tensor.view(form["shape"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"the file is not a delta, or is incomplete: {error!r}; publish the weights again"
@@ -320,20 +326,3 @@ def _from_file(content: bytes) -> tuple[dict[str, str], dict[str, Tensor]]:
             f"the format {_FORMAT!r}"
         )
     return metadata, tensors
-
-
-def _tensors_in(
-    header: Mapping[str, Any], content: bytes, begin: int
-) -> Iterator[tuple[str, Tensor]]:
-    # A bytearray is writable, and tensors start in it where they start in the file's data.
-    memory = bytearray(content[begin:])
-    for name, form in header.items():
-        dtype, (start, end) = _BY_NAME[form["dtype"]], form["data_offsets"]
-        count = math.prod(form["shape"])
-        if not 0 <= start <= end <= len(memory) or end - start != count * dtype.itemsize:
-            raise ValueError(f"{name}: bytes [{start}, {end}) of {len(memory)}")
-        if count:
-            tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=start)
-        else:
-            tensor = torch.empty(0, dtype=dtype, device="cpu")
-        yield name, tensor.view(form["shape"])

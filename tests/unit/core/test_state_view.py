@@ -43,7 +43,7 @@ READINGS = {
     "item": lambda state: {"exp_avg": state["exp_avg"]},
     "get": lambda state: {"exp_avg": state.get("exp_avg")},
     "items": lambda state: dict(state.items()),
-    "values": lambda state: dict(zip(dict.keys(state), state.values(), strict=True)),
+    "values": lambda state: dict(zip(state, state.values(), strict=True)),
     "dict": dict,
     "copy": lambda state: state.copy(),
     "or": lambda state: state | {},
