@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mp_optim.config.fields import ConfigFields, check_fields
+from mp_optim.config.fields import ConfigFields, check_field
 from mp_optim.config.rules import (
     FIRST_DTYPE,
     FIRST_MOMENT_DTYPES,
@@ -33,7 +33,8 @@ def check_config(config: ConfigFields) -> None:
     Raises:
         ValueError: a value is out of range, or conflicts with another value.
     """
-    check_fields(config)
+    for spec in fields(config):
+        setattr(config, spec.name, check_field(spec.name, getattr(config, spec.name)))
     for low, high in _FLOORS:
         floor, top = getattr(config, low), getattr(config, high)
         if floor is not None and top is not None and floor > top:
@@ -46,11 +47,21 @@ def check_config(config: ConfigFields) -> None:
     except ValueError as error:
         raise ValueError(f"muon_{error}") from None
     _check_precision(config)
-    _check_cautious_decay(config)
+    if config.cautious_wd:
+        if refused := cautious_decay_refusal(config.fused_backend):
+            _fail(config, "cautious_wd", refused)
+        reads_decoupling = "adam_w_mode" in RULES[config.elementwise_rule].defaults
+        if reads_decoupling and not config.decoupled_weight_decay:
+            _fail(
+                config,
+                "cautious_wd",
+                "needs decoupled_weight_decay=True, because otherwise the gradient includes the "
+                "decay; set decoupled_weight_decay=True",
+            )
     if config.audit_rate > 0.0:
-        why = audit_refusal(config.optimizer, config.fused_backend)
-        if why is not None:
-            _fail(config, "audit_rate", why)
+        unaudited = audit_refusal(config.optimizer, config.fused_backend)
+        if unaudited is not None:
+            _fail(config, "audit_rate", unaudited)
     for name, why in inert_fields(config).items():
         _fail(config, name, why)
 
@@ -154,17 +165,6 @@ def check_state_forms(settings: Any) -> None:
         _fail(settings, "param_remainder_bits", _ROUNDS_PARAMS)
     if settings.ema_dtype == torch.bfloat16 and not settings.stochastic_rounding:
         _fail(settings, "ema_dtype", _ROUNDS_AVERAGES)
-
-
-def _check_cautious_decay(config: ConfigFields) -> None:
-    if not config.cautious_wd:
-        return
-    if why := cautious_decay_refusal(config.fused_backend):
-        _fail(config, "cautious_wd", why)
-    reads_decoupling = "adam_w_mode" in RULES[config.elementwise_rule].defaults
-    if reads_decoupling and not config.decoupled_weight_decay:
-        why = "needs decoupled_weight_decay=True, because otherwise the gradient includes the decay"
-        _fail(config, "cautious_wd", f"{why}; set decoupled_weight_decay=True")
 
 
 # -- fields without effect ------------------------------------------------------------------------

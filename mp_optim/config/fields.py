@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -292,11 +292,6 @@ class ConfigFields:
         return self.optimizer_cpu_offload and self.optimizer_offload_fraction != 0.0
 
     @property
-    def has_windows(self) -> bool:
-        """True if offloaded parameters may be stepped window by window."""
-        return self.offload_place != "host" or self.optimizer_state_path is not None
-
-    @property
     def keeps_remainders(self) -> bool:
         """True if bfloat16 parameters have remainders or no main params at all, instead of FP32
         main params."""
@@ -402,16 +397,3 @@ def check_field(name: str, value: Any) -> Any:
         return check(value)
     except ValueError as error:
         raise SettingError(name, value, str(error)) from error
-
-
-def check_fields(config: ConfigFields) -> None:
-    """Check every field of a config separately, and assign the converted values.
-
-    Raises:
-        SettingError: a field does not allow its value.
-    """
-    for spec in fields(config):
-        value = getattr(config, spec.name)
-        kept = check_field(spec.name, value)
-        if kept is not value:
-            setattr(config, spec.name, kept)

@@ -42,7 +42,15 @@ def _checked_arguments(cls: type[OptimizerConfig]) -> type[OptimizerConfig]:
                 "optimizer_cpu_offload=True without optimizer_offload_fraction: Megatron's default "
                 "of 0 would offload nothing; set the fraction (1.0 for everything)"
             )
-        generated(self, **_with_rule(settings))
+        rule = settings.get("optimizer")
+        if isinstance(rule, str) and rule.lower() == "adamw":
+            if settings.get("decoupled_weight_decay") is False:
+                raise ValueError(
+                    f"optimizer={rule!r} with decoupled_weight_decay=False: AdamW decouples "
+                    "weight decay; write optimizer='adam'"
+                )
+            settings["optimizer"] = "adam"
+        generated(self, **settings)
 
     cls.__init__ = init  # type: ignore[method-assign]
     return cls
@@ -92,23 +100,6 @@ class OptimizerConfig(ConfigFields):
 AdamOptimizerConfig = SGDOptimizerConfig = OptimizerConfig
 
 
-def _with_rule(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings with ``optimizer="adamw"`` replaced by ``"adam"``.
-
-    Raises:
-        ValueError: ``"adamw"`` with ``decoupled_weight_decay=False``.
-    """
-    rule = settings.get("optimizer")
-    if not (isinstance(rule, str) and rule.lower() == "adamw"):
-        return settings
-    if settings.get("decoupled_weight_decay") is False:
-        raise ValueError(
-            f"optimizer={rule!r} with decoupled_weight_decay=False: AdamW decouples weight decay; "
-            "write optimizer='adam'"
-        )
-    return {**settings, "optimizer": "adam"}
-
-
 # -- aliases --------------------------------------------------------------------------------------
 
 _TAKEN_AS = {"learning_rate": "lr", "max_grad_norm": "clip_grad"}
@@ -140,7 +131,13 @@ def _in_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
         value, fields = found.pop(name), _TAKEN_AS.get(name) or read.get(name)
         if fields is None:
             raise TypeError(f"{name}={value!r}: optimizer={rule!r} has no such setting; remove it")
-        for field, part in _parts(name, value, fields):
+        parts = (value,) if isinstance(fields, str) else value
+        fields = (fields,) if isinstance(fields, str) else fields
+        if not isinstance(parts, (tuple, list)) or len(parts) != len(fields):
+            raise ValueError(
+                f"{name}={value!r}: must be {len(fields)} numbers, for {' and '.join(fields)}"
+            )
+        for field, part in zip(fields, parts, strict=True):
             if field in settings:
                 raise TypeError(
                     f"{name}={value!r} and {field}={settings[field]!r} are the same setting "
@@ -148,14 +145,3 @@ def _in_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
                 )
             found[field] = part
     return found
-
-
-def _parts(name: str, value: Any, fields: str | tuple[str, ...]) -> list[tuple[str, Any]]:
-    """Return (field, value) pairs for an alias of one or several fields."""
-    if isinstance(fields, str):
-        return [(fields, value)]
-    if not isinstance(value, (tuple, list)) or len(value) != len(fields):
-        raise ValueError(
-            f"{name}={value!r}: must be {len(fields)} numbers, for {' and '.join(fields)}"
-        )
-    return list(zip(fields, value, strict=True))

@@ -20,6 +20,7 @@ from mp_optim.config.setting_checks import (
     BETA,
     FINITE,
     LARGEST,
+    NOT_HERE,
     NOT_NEGATIVE,
     POSITIVE,
     RATE,
@@ -31,8 +32,8 @@ from mp_optim.config.setting_checks import (
     as_betas,
     as_bool,
     as_flag,
+    check_schedule,
     check_setting,
-    check_shared,
     whole,
 )
 from mp_optim.config.state_forms import FIRST_FORMS, FP32, SECOND_FORMS, StateForm
@@ -269,7 +270,13 @@ class RuleSpec:
         Raises:
             ValueError: a setting is out of range or not supported.
         """
-        check_shared(group)
+        check_schedule(group)
+        for name, instead in NOT_HERE.items():
+            if group.get(name):
+                raise ValueError(
+                    f"{name}={group[name]!r}: {instead}. Set {name}=False in the param group, or "
+                    "in the state dict that the group is loaded from"
+                )
         if group.get("cautious_wd") and "cautious_wd" not in self.defaults:
             raise ValueError(f"cautious_wd=True: {self.name} has no such setting; remove it")
         for each in self.hyperparameters:
@@ -278,10 +285,6 @@ class RuleSpec:
 
 
 # -- the rows -------------------------------------------------------------------------------------
-
-
-def _each_row(shape: torch.Size) -> torch.Size:
-    return torch.Size([*shape[:-1], 1])
 
 
 def _tuned(name: str, allowed: Check, default: Any, **fields: Check) -> Hyperparameter:
@@ -300,7 +303,10 @@ def _chosen(
 _EXP_AVG = Moment("exp_avg")
 _EXP_AVG_SQ = Moment("exp_avg_sq", SECOND_DTYPE)
 _MOMENTUM = Moment("momentum_buffer")
-_MOMENT2 = Moment("moment2_buffer", None, _each_row, elementwise=False)
+_MOMENT2 = Moment(
+    "moment2_buffer", None, lambda shape: torch.Size([*shape[:-1], 1]), elementwise=False
+)
+"""One FP32 value for each row of a matrix."""
 
 _BETAS = _tuned("betas", as_betas, (0.9, 0.999), adam_beta1=BETA, adam_beta2=BETA)
 _EPS = _tuned("eps", NOT_NEGATIVE, 1e-8, adam_eps=RATE)

@@ -364,18 +364,3 @@ NOT_HERE = {
     "differentiable": "steps are not differentiable",
 }
 """The reason or replacement for each switch of torch's optimizers that is not supported."""
-
-
-def check_shared(group: Mapping[str, Any]) -> None:
-    """Check the settings of a param group that all rules share.
-
-    Raises:
-        ValueError: a setting is out of range, or a switch of :data:`NOT_HERE` is on.
-    """
-    check_schedule(group)
-    for name, instead in NOT_HERE.items():
-        if group.get(name):
-            raise ValueError(
-                f"{name}={group[name]!r}: {instead}. Set {name}=False in the param group, or in "
-                "the state dict that the group is loaded from"
-            )

@@ -298,7 +298,8 @@ def _tensors(member: WrappedOptimizer, config: OptimizerConfig) -> Iterator[tupl
     """Yield (kind of memory, purpose, bytes) of main params on the accelerator and of all state."""
     for slot in filter(member.has_state, member.slots()):
         on_device = member.executor.place(slot) == "device"
-        is_reserved = not on_device and config.has_windows
+        may_stream = config.offload_place != "host" or config.optimizer_state_path is not None
+        is_reserved = not on_device and may_stream
         if on_device and member.has_separate_main(slot):
             main = param_at(member.executor.param_groups, slot)
             yield "accelerator", "main_params", main.nbytes

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.host.calls import warn
+from mp_optim.host.calls import warn, weak_method
 
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
@@ -299,18 +299,10 @@ class OptimizerParamScheduler:
             hooked = getattr(hooked, "optimizer", None)
             if hooked is None:
                 return
-        # A strong reference would be a cycle with the optimizer, which only the garbage collector
-        # frees.
-        this = weakref.ref(self)
-
-        def after_load(_: Any) -> None:
-            if (scheduler := this()) is not None:
-                scheduler._after_load()
-
-        handle = hooked.register_load_state_dict_post_hook(after_load)
+        handle = hooked.register_load_state_dict_post_hook(weak_method(self._after_load))
         weakref.finalize(self, handle.remove)
 
-    def _after_load(self) -> None:
+    def _after_load(self, _: Any) -> None:
         """Restore this object's limits, or warn about loaded limits that differ from this
         object's."""
         if self.override_opt_param_scheduler:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from types import GeneratorType
 from typing import Any
 
@@ -53,18 +54,6 @@ def _by_name(name: str, *, is_table: bool) -> bool:
     return is_table and (last in _TABLE_NAMES or bool(_TABLE_WORDS & set(last.split("_"))))
 
 
-def _is_lookup(module: nn.Module) -> bool:
-    """True if a module looks up rows of its own parameters."""
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        return True
-    return "Embedding" in type(module).__name__ and not _is_product(module)
-
-
-def _is_product(module: nn.Module) -> bool:
-    classes = (base.__name__ for base in type(module).__mro__)
-    return any("Linear" in name or name.startswith("Conv") for name in classes)
-
-
 class Tables:
     """Registry of the embeddings and output layers of some modules.
 
@@ -84,12 +73,22 @@ class Tables:
         self._products: set[int] = set()
         for module in (module for chunk in chunks for module in chunk.modules()):
             own = [id(param) for param in module.parameters(recurse=False)]
-            if own and _is_lookup(module):
+            is_product = any(
+                "Linear" in base.__name__ or base.__name__.startswith("Conv")
+                for base in type(module).__mro__
+            )
+            is_lookup = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or (
+                "Embedding" in type(module).__name__ and not is_product
+            )
+            if own and is_lookup:
                 self._why.update(dict.fromkeys(own, f"in {type(module).__name__}"))
-            elif own and _is_product(module):
+            elif own and is_product:
                 self._products.update(own)
-            output = _output_of(module)
-            for param in () if output is None else output.parameters(recurse=False):
+            output = None
+            # A base class of transformers without a head raises one of these errors.
+            with suppress(AttributeError, NotImplementedError):
+                output = getattr(module, "get_output_embeddings", lambda: None)()
+            for param in output.parameters(recurse=False) if isinstance(output, nn.Module) else ():
                 self._why.setdefault(id(param), "in the output layer")
 
     def knows(self, param: Tensor) -> bool:
@@ -116,15 +115,6 @@ class Tables:
             return reason
         is_table = id(param) not in self._products
         return "by name" if _by_name(self.name_of(param, name), is_table=is_table) else None
-
-
-def _output_of(module: nn.Module) -> nn.Module | None:
-    try:
-        output = getattr(module, "get_output_embeddings", lambda: None)()
-    # A base class of transformers without a head raises one of these errors.
-    except (AttributeError, NotImplementedError):
-        return None
-    return output if isinstance(output, nn.Module) else None
 
 
 def module_of(params: Any) -> nn.Module | None:
@@ -210,7 +200,8 @@ def choice_notes(param_groups: Iterable[Mapping[str, Any]], tables: Tables) -> t
     others: dict[str, Counter[str]] = {}
     for group in param_groups:
         rule = group.get("optimizer", "muon")
-        for name, param in _named(group):
+        names = group.get("param_names") or [f"unnamed {tuple(p.shape)}" for p in group["params"]]
+        for name, param in zip(names, group["params"], strict=True):
             if rule == "muon":
                 by_muon[_pattern(name)] += 1
             elif len(_whole_shape(param)) > 1:
@@ -219,11 +210,6 @@ def choice_notes(param_groups: Iterable[Mapping[str, Any]], tables: Tables) -> t
     lines = [f"orthogonalized by Muon: {_listed(by_muon)}"]
     lines += [f"matrices stepped by {rule}: {_listed(names)}" for rule, names in others.items()]
     return tuple(lines)
-
-
-def _named(group: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    names = group.get("param_names") or [f"unnamed {tuple(p.shape)}" for p in group["params"]]
-    return zip(names, group["params"], strict=True)
 
 
 def _pattern(name: str) -> str:

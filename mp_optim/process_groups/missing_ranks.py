@@ -244,7 +244,13 @@ def naming_missing_ranks(group: ProcessGroup) -> Callable[[str], Any]:
 
     @contextlib.contextmanager
     def guard(doing: str) -> Iterator[None]:
-        _check_alive(group, doing)
+        try:
+            dist.get_process_group_ranks(group)
+        except KeyError:
+            raise RuntimeError(
+                f"{doing}: the process group of {group.size()} ranks was destroyed; build the "
+                "optimizer again over the present process group, and load the last checkpoint"
+            ) from None
         try:
             yield
         except MissingRanksError:
@@ -259,17 +265,6 @@ def naming_missing_ranks(group: ProcessGroup) -> Callable[[str], Any]:
             raise MissingRanksError(f"{doing} failed: {missing} ({first_line})") from error
 
     return guard
-
-
-def _check_alive(group: ProcessGroup, doing: str) -> None:
-    """Raise RuntimeError if ``destroy_process_group`` has ended the group."""
-    try:
-        dist.get_process_group_ranks(group)
-    except KeyError:
-        raise RuntimeError(
-            f"{doing}: the process group of {group.size()} ranks was destroyed; build the "
-            "optimizer again over the present process group, and load the last checkpoint"
-        ) from None
 
 
 def _missing(group: ProcessGroup, doing: str) -> str:
