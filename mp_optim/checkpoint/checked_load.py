@@ -31,7 +31,8 @@ from mp_optim.checkpoint.entries import (
 from mp_optim.checkpoint.file_format import Index, Saved
 from mp_optim.checkpoint.inventory import Inventory
 from mp_optim.checkpoint.reading import Reading, ValueCheck, plan_reading
-from mp_optim.core.flat_shard import FlatShard, PartitionShard, is_cut, scales_of_elements
+from mp_optim.config.state_forms import BLOCK
+from mp_optim.core.flat_shard import FlatShard, PartitionShard, flat_index, is_cut
 from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer, match_without_state
 from mp_optim.core.slot_state import (
     AVERAGE,
@@ -303,7 +304,9 @@ def as_read(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         key, fqn = key_and_fqn(name)
         scale = entry_name(scale_key(key), fqn)
         if key and is_cut(value) and scale in tensors:
-            result[scale] = scales_of_elements(value, tensors[scale])
+            # Scales of blocks are 1-D, so the last dimension of 1 marks one scale per element.
+            scales = tensors[scale]
+            result[scale] = scales[flat_index(value).to(scales.device) // BLOCK][..., None]
         if isinstance(value, PartitionShard):
             result[name] = value.local
     return result

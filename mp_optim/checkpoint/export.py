@@ -16,7 +16,6 @@ from mp_optim.checkpoint.commit import replace_durably, sync
 from mp_optim.checkpoint.inventory import Models, chunks_of
 from mp_optim.core import iter_slots
 from mp_optim.core.flat_shard import FlatShard, PartitionShard, held_places, piece
-from mp_optim.core.identity import has_names
 from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.core.names import named_params
 from mp_optim.core.partition import check_cover
@@ -103,7 +102,7 @@ def _names(optimizer: Any, model: Models | None) -> dict[str, str]:
     whole, groups = optimizer.model_parallel.names, optimizer.param_groups
     if model is None:
         for slot in optimizer.slots():
-            if not has_names(groups[slot.group]):
+            if not (groups[slot.group].get("param_names") or groups[slot.group].get("fqns")):
                 raise ValueError(
                     f"{optimizer.slot_name(slot)}: param group {slot.group} has no names, and a "
                     "file without the model's names cannot be loaded; pass model=, or build the "

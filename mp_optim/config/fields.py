@@ -30,7 +30,7 @@ from mp_optim.config.setting_checks import (
     as_timers,
     whole,
 )
-from mp_optim.config.state_forms import KAHAN_IS_GONE, NO_REMAINDER, REMAINDER_CHOICES, REMAINDERS
+from mp_optim.config.state_forms import NO_REMAINDER, REMAINDER_CHOICES, REMAINDERS
 
 
 @dataclass(kw_only=True)
@@ -334,8 +334,6 @@ EMA_DECAY = replace(BETA, optional=True)
 
 
 def _as_remainder_form(value: Any) -> Any:
-    if value == "kahan":
-        raise ValueError(f"{REMAINDER_CHOICES}; {KAHAN_IS_GONE}; use 16")
     form = whole(0, 16)(value)
     if form not in REMAINDERS:
         raise ValueError(REMAINDER_CHOICES)

@@ -93,6 +93,5 @@ REMAINDERS: dict[Any, StateForm] = {form.name: form for form in REMAINDER_FORMS}
 """Formats of remainders by config value."""
 REMAINDER_CHOICES = "must be 16 or 8, or 0 for none"
 """Allowed values of ``param_remainder_bits``, as words of an error."""
-KAHAN_IS_GONE = "Kahan compensation made no progress at small learning rates and was removed"
 MOMENT_WORDS: dict[Any, str] = {form.name: form.words for form in (*SECOND_FORMS, *FIRST_FORMS)}
 """Names of the formats of moments in messages, by config value."""

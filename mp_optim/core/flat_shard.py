@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mp_optim.config.state_forms import BLOCK
 from mp_optim.core.partition import Box, Partition, box_views, boxes, whole_box
 from mp_optim.core.tensor_layout import is_split
 from mp_optim.host.torch_types import is_dtensor, is_sharded_tensor
@@ -377,22 +376,10 @@ def is_cut(tensor: Tensor) -> bool:
     return is_split(tensor)
 
 
-def scales_of_elements(tensor: Tensor, scale: Tensor) -> Tensor:
-    """Return one FP32 scale per local element, in the part's shape plus a last dimension of 1.
-
-    Scales of blocks are 1-D, so the number of dimensions tells which scales a tensor has.
-
-    Args:
-        tensor: a DTensor, a FlatShard or a PartitionShard.
-        scale: scales of the whole tensor, shape (ceil(numel / 256),).
-    """
-    return scale[_flat_index(tensor).to(scale.device) // BLOCK][..., None]
-
-
-def _flat_index(tensor: Tensor) -> Tensor:
+def flat_index(tensor: Tensor) -> Tensor:
     """Return the row-major index in the whole tensor of each element of a rank's part."""
     if isinstance(tensor, PartitionShard):
-        inside = _flat_index(tensor.held)
+        inside = flat_index(tensor.held)
         return tensor.partition.whole_index(inside, tensor.held.shape)
     if isinstance(tensor, FlatShard):
         return torch.arange(tensor.start, tensor.start + tensor.local.numel(), device="cpu")

@@ -78,12 +78,6 @@ def with_names(group: dict[str, Any]) -> dict[str, Any]:
     return {**plain, "params": list(plain["params"])}
 
 
-def has_names(group: dict[str, Any]) -> bool:
-    """True if a group has names for its parameters. Without names, :func:`slot_name` returns
-    generated names."""
-    return bool(group.get("param_names") or group.get("fqns"))
-
-
 def slot_name(param_groups: ParamGroups, slot: Slot) -> str:
     """Return the FQN of a slot without the parts that module wrappers add. Without names in the
     group, return ``group<g>.param<i>``.

@@ -300,7 +300,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         self.step_mark.check("state")
         self.make_current(follow_only=True)
         for slot in slots:
-            self.state_of(slot).reset()
+            state = self.state_of(slot)
+            state.store.reset_state(state.slot)
 
     @in_own_modes
     def offload_to_cpu(self) -> None:

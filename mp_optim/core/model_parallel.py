@@ -102,14 +102,6 @@ class GlobalNames:
         """True if this is a local name."""
         return name in self._known
 
-    def check(self) -> None:
-        """Raise ValueError, with the names, if two local names would become equal."""
-        if self.twice:
-            raise ValueError(
-                f"global_names makes one name of {names_in_words(self.twice)}; return a unique "
-                "name for each parameter and buffer of a rank"
-            )
-
     def groups_in(
         self, groups: Sequence[dict[str, Any]], live: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
@@ -225,8 +217,11 @@ class ModelParallel:
         numbered = _numbering(params, chunks, groups)
         name_of = global_names or (lambda name: tied[name][0] if name in tied else numbered(name))
         names = GlobalNames(name_of, [*params, *_named(chunks, "named_buffers")])
-        if global_names is not None:
-            names.check()
+        if global_names is not None and names.twice:
+            raise ValueError(
+                f"global_names makes one name of {names_in_words(names.twice)}; return a unique "
+                "name for each parameter and buffer of a rank"
+            )
         same = {name: rank for name, (whole, rank) in tied.items() if names[name] == whole}
         named_over = () if global_names else (groups.ep, groups.pp)
         return cls(names, partitions, same, cut_over, _members(*named_over))

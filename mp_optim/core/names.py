@@ -64,13 +64,15 @@ def canonical_name(module: nn.Module, name: str) -> str:
     kept: list[str] = []
     current: nn.Module | None = module
     for part in name.split("."):
+        inner = _wrapped(current)
         while (
-            (inner := _wrapped(current)) is not None
-            and part != inner[0]
-            and not _has(current, part)
+            current is not None
+            and inner is not None
+            and part not in {inner[0], *current._modules, *current._parameters, *current._buffers}
         ):
             # Keys of a state dict do not have the wrapper's attribute, so continue in its module.
             current = inner[1]
+            inner = _wrapped(current)
         if inner is not None and part == inner[0]:
             current = inner[1]
             continue
@@ -78,12 +80,6 @@ def canonical_name(module: nn.Module, name: str) -> str:
         if part not in _NEVER_REAL:
             kept.append(part)
     return ".".join(kept)
-
-
-def _has(module: nn.Module | None, part: str) -> bool:
-    if module is None:
-        return False
-    return part in {*module._modules, *module._parameters, *module._buffers}
 
 
 def canonical_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:

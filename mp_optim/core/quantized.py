@@ -92,12 +92,6 @@ def dequantized(param: Any) -> Tensor:
         return codes if scale is None else codes.mul_(_spread(scale, codes.shape))
 
 
-def forget_initial_values(param: Any) -> None:
-    """Free the values from which a parameter was quantized, because the main param has them."""
-    if getattr(param, "get_high_precision_init_val", lambda: None)() is not None:
-        param.clear_high_precision_init_val()
-
-
 def quantize_(param: Any, main: Tensor) -> None:
     """Quantize an FP32 main param into its parameter, in place.
 

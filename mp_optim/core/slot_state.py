@@ -327,11 +327,6 @@ class SlotState:
         """
         return False
 
-    def reset(self) -> None:
-        """Set the state of the slot to its values before the first step. The main param keeps its
-        value."""
-        self.store.reset_state(self.slot)
-
 
 # -- checks ---------------------------------------------------------------------------------------
 

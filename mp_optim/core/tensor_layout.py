@@ -330,14 +330,6 @@ def ranks_of_copies(param: DTensor) -> tuple[ProcessGroup, ...]:
     )
 
 
-def is_first_on_mesh(param: DTensor) -> bool:
-    """True if no rank before this one has the same part of a DTensor."""
-    place, cut = param.device_mesh.get_coordinate(), split_dims(param)
-    if place is None:
-        return False
-    return all(dim in cut or index == 0 for dim, index in enumerate(place))
-
-
 @dataclass(frozen=True)
 class ShardRegion:
     """The elements of a parameter that a rank has: a box, or a range of flattened elements.

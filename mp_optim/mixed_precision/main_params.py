@@ -41,7 +41,6 @@ from mp_optim.core.quantized import (
     bits_of,
     check_quantized,
     dequantized,
-    forget_initial_values,
     holds,
     is_quantized,
     quantize_,
@@ -50,10 +49,10 @@ from mp_optim.core.slot_state import MASTER, SlotState, StateLayout, StateStore
 from mp_optim.core.tensor_layout import (
     ParamLayout,
     first_element,
-    is_first_on_mesh,
     layout_of,
     ranks_of_copies,
     shard_groups_of,
+    split_dims,
 )
 from mp_optim.core.tensors import check_memory
 from mp_optim.host.calls import in_own_modes
@@ -246,9 +245,11 @@ class MainParams:
         """True if ``main`` is another tensor than the model's parameter at a slot."""
         return is_quantized(self.param(slot)) or not same_memory(main, self._local(slot))
 
-    def _set_main(self, index: int, main: Tensor, param: Tensor) -> None:
+    def _set_main(self, index: int, main: Tensor, param: Any) -> None:
         """Record a main param in the table. From now on its slot has state."""
-        forget_initial_values(param)
+        # Free the values from which Transformer Engine quantized the parameter: main has them.
+        if getattr(param, "get_high_precision_init_val", lambda: None)() is not None:
+            param.clear_high_precision_init_val()
         slot = self.table.slots[index]
         set_main_param(self._shown, slot, param, main)
         self.table.set_main(index, self._is_own_main(slot, main))
@@ -322,7 +323,10 @@ class MainParams:
         """True if no rank before this one has the same elements of a slot's parameter."""
         param, groups = self.param(slot), self.process_groups
         if is_dtensor(param):
-            return is_first_on_mesh(param)
+            place, split = param.device_mesh.get_coordinate(), split_dims(param)
+            return place is not None and all(
+                dim in split or index == 0 for dim, index in enumerate(place)
+            )
         parts, tp = shard_info(param).shard_groups, self._tensor_parallel(slot)
         of_plain = (groups.dp, None if is_tensor_parallel(param) else tp)
         copies = [ranks for ranks in of_plain if ranks is not None and ranks not in parts]

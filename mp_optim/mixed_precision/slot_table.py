@@ -214,7 +214,7 @@ class SlotTable:
             self._refuse(columns.indices, map(Tensor.size, grads), grads, name_of)
             with_grad = [params[index] for index in columns.indices]
             grads = CachedTensorList(map(local_grad, with_grad, grads))
-        indices, shapes = columns.indices, self.seen.fingerprints.shapes
+        indices, shapes = columns.indices, self.seen.shapes
         if len(indices) < len(shapes):
             shapes = [shapes[index] for index in indices]
         try:  # is_contiguous() raises for layouts without strides.
@@ -290,7 +290,7 @@ class SlotTable:
         indices = []
         for index, slot in [(self.index(slot), slot) for slot in grads]:
             param = param_at(param_groups, slot)
-            shape = self.seen.fingerprints.shapes[index]
+            shape = self.seen.shapes[index]
             is_seen = param is self.params[index] and held_tensor(param).shape == shape
             if is_seen and self.has_main[index]:
                 indices.append(index)

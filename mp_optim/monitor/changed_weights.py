@@ -14,7 +14,6 @@ from torch import Tensor
 
 from mp_optim.core import CachedTensorList, Slot, StepPlan, local_tensor
 from mp_optim.core.executor import Executor
-from mp_optim.core.identity import has_names
 from mp_optim.core.model_parallel import ModelParallel
 from mp_optim.core.quantized import bits_of
 from mp_optim.core.tensor_layout import region_of
@@ -285,8 +284,10 @@ def _check_trackable(stack: MegatronOptimizer) -> None:
             "track_changes: some parameters are in 8 bits, and their scales change with their "
             "values; save the whole model.state_dict() in place of the changes"
         )
-    unnamed = [group for group in stack.param_groups if not has_names(group)]
-    if any(group["params"] for group in unnamed):
+    if any(
+        group["params"] and not (group.get("param_names") or group.get("fqns"))
+        for group in stack.param_groups
+    ):
         raise ValueError(
             "track_changes: parameters have no names; build the optimizer with "
             "model.named_parameters()"

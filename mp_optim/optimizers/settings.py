@@ -14,7 +14,7 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.config.other_names import ARGUMENTS, hint
 from mp_optim.config.rules import FIRST_DTYPE, RULES, SECOND_DTYPE
 from mp_optim.config.setting_checks import NOT_HERE, Number, SettingError, nearest
-from mp_optim.config.state_forms import KAHAN_IS_GONE, NO_REMAINDER, UINT4
+from mp_optim.config.state_forms import NO_REMAINDER, UINT4
 from mp_optim.factory.offload_fraction import OFFLOADING
 
 T = TypeVar("T")
@@ -264,8 +264,6 @@ def _without_torchs(settings: Mapping[str, Any], arguments: Sequence[str]) -> di
 def _form(rule: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config's fields for the storage format of state and main params."""
     dtype = _choice(chosen, "state", _STATES)
-    if chosen["main_params"] == "kahan":
-        raise ValueError(f"main_params='kahan': {KAHAN_IS_GONE}; use 'remainder16'")
     bits = _choice(chosen, "main_params", _REMAINDER_BITS)
     rounding = chosen["stochastic_rounding"] or bits == NO_REMAINDER.name
     stochastic = {} if rounding is False else {"stochastic_rounding": rounding}
