@@ -1,5 +1,5 @@
-"""The decision whether and how a step is taken, on the host or on the device, and the counts of
-taken and skipped steps."""
+"""The decision to take or skip a step, formed on the host or on the device, and the counts of taken
+and skipped steps."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ DISAGREEMENT, NOT_FINITE = "disagreement", "not_finite"
 
 
 class StepResult(Sequence[Any]):
-    """The result of a step. It unpacks as, and equals, Megatron's tuple ``(success, grad_norm,
-    num_zeros_in_grad)``.
+    """The result of a step. A result unpacks as Megatron's tuple ``(success, grad_norm,
+    num_zeros_in_grad)`` and equals that tuple.
 
     If the host did not wait for the step, :attr:`is_known` is False, and the first read of a value
-    waits for the device. A result is immutable, and a pickled result has its values.
+    waits for the device. A result is immutable. A pickled result contains the values.
 
     Attributes:
         success: True if parameters were updated.
         grad_norm: global L2 norm of the unscaled gradients before clipping; None after an overflow.
         num_zeros_in_grad: number of zero gradient elements with ``log_num_zeros_in_grad``, else
             None.
-        reason: sentence with the reason for a skip; empty for a step that was taken. It is not in
-            the tuple.
+        reason: sentence with the reason for a skip; empty for a step that was taken. The tuple does
+            not contain this sentence.
     """
 
     __slots__ = ("_read", "_values")
@@ -60,7 +60,8 @@ class StepResult(Sequence[Any]):
 
     @classmethod
     def later(cls, read: Callable[[], _Values]) -> StepResult:
-        """Return a result that gets its values from ``read`` at the first read of an attribute.
+        """Return a result that calls ``read`` at the first read of an attribute, and keeps the
+        values.
 
         Args:
             read: returns success, norm, number of zeros and reason; called once.
@@ -152,17 +153,17 @@ class Verdict:
 
     @property
     def disagrees(self) -> bool:
-        """True if ranks that share parameters would step them differently."""
+        """True if ranks that share parameters have different settings. The step is then refused."""
         return self.cause == DISAGREEMENT
 
     @property
     def grad_norm(self) -> float | None:
-        """The global norm; None if a gradient is not finite."""
+        """The global norm of the unscaled gradients; None if a gradient is not finite."""
         return None if self.found_inf else self.norms.get(MAIN_NORM, 0.0)
 
     @property
     def result(self) -> StepResult:
-        """The result for the caller of ``step()``."""
+        """The :class:`StepResult` that ``optimizer.step()`` returns."""
         if self.cause == NOT_FINITE:
             return StepResult(False, None, None, self.reason)
         norm = self.norms.get(MAIN_NORM, 0.0)
@@ -214,14 +215,14 @@ def decide(
     config: Any,
     judge: Observer | None = None,
 ) -> Verdict:
-    """Return the verdict on a step, computed in FP64 on the host. The device is read once.
+    """Return the verdict on a step, computed in FP64 on the host. Device memory is read once.
 
     Args:
-        measurement: agreed sums of squares of the gradients, still scaled.
+        measurement: agreed sums of squares of the gradients, before the loss scale is divided out.
         scaled_by: one FP64 tensor of shape (1,) with the inverse loss scale of the backward pass;
             empty without a loss scaler.
         config: provides ``clip_grad`` (no clipping if <= 0) and ``grad_norm_skip_threshold``.
-        judge: observer that judges the step on the host, or None.
+        judge: observer that may skip the step, called on the host; None without such an observer.
     """
     optional = measurement.disagreement, measurement.zeros
     scalars = [*measurement.sums.values(), *scaled_by]
@@ -240,7 +241,7 @@ def decide(
     norms = {name: math.sqrt(value) * inverse for name, value in sums.items()}
     limit, multipliers = config.clip_grad, {}
     for name, norm in norms.items():
-        # This is how Megatron and torch define the clip coefficient.
+        # This is the clip coefficient of Megatron and torch.
         coefficient = min(1.0, limit / (norm + 1e-6)) if limit > 0.0 else 1.0
         multipliers[name] = fp32(inverse * coefficient)
     multipliers[EXCLUDED] = multipliers.get(MAIN_NORM, fp32(inverse))
@@ -255,15 +256,6 @@ def decide(
 
 
 def _read(scalars: Sequence[Tensor], more: Tensor | None) -> tuple[list[float], Tensor | None]:
-    """Read several tensors with one transfer.
-
-    Args:
-        scalars: tensors of one element.
-        more: a larger tensor, or None.
-
-    Returns:
-        The scalars as numbers, and ``more`` in host memory.
-    """
     device, parts = scalars[0].device, [*scalars, *([] if more is None else [more])]
     read = torch.cat([value.to(device, torch.float64).reshape(-1) for value in parts]).cpu()
     count = len(scalars)
@@ -279,18 +271,17 @@ def _read(scalars: Sequence[Tensor], more: Tensor | None) -> tuple[list[float], 
 
 @dataclass(eq=False)
 class DeviceVerdict:
-    """The decision about one step, formed on the device for kernels that read it there. A copy to
-    the host is in progress.
+    """The decision about one step, formed on the device for kernels that read the decision there.
 
-    The copy starts in the constructor. So :meth:`settle` waits only for the verdict, and not for
-    kernels that were launched later.
+    The constructor starts to copy the decision to the host. So :meth:`wait` waits only for the
+    decision, and not for kernels that were launched later.
 
-    NOTE: ``multipliers`` and ``result`` refer to this object. Storing them in it would make a
-    reference cycle.
+    NOTE: ``multipliers`` and ``result`` refer to this object. Storing them in this object would
+    make a reference cycle.
 
     Attributes:
-        cause: empty, because the host does not know the cause.
-        norms: empty, because the host does not know the norms.
+        cause: always empty, because the host does not know the cause.
+        norms: always empty, because the host does not know the norms.
         names: names of the norm groups, in the order of the rows of ``controls``.
         controls: FP32, shape (names, 2): the multiplier of each group, and a flag that is not 0 if
             the step is skipped.
@@ -300,7 +291,7 @@ class DeviceVerdict:
             scale if any; sum of squares of each parameter if kept.
         counts_zeros: True if zeros were counted.
         threshold: largest norm of a step that is taken.
-        judge: observer that judges the step, or None.
+        judge: observer that may skip the step, or None.
         judged: number of the observer's numbers in ``report``.
         params: number of parameters whose sums of squares are kept; 0 for none.
     """
@@ -321,42 +312,43 @@ class DeviceVerdict:
     def __post_init__(self) -> None:
         self._read = fetch(_transfer(self.report.device), self.report)
         self._verdict: Verdict | None = None
-        self._told_to: list[Callable[[Verdict], object]] = []
+        self._callbacks: list[Callable[[Verdict], object]] = []
 
     @property
     def multipliers(self) -> dict[str, DeviceMultiplier]:
-        """The multiplier of each norm group, as kernels read it."""
+        """The multiplier of each norm group by name, as a pair of numbers on the device that
+        kernels read."""
         rows = zip(self.names, self.controls.unbind(), strict=True)
-        return {
-            name: DeviceMultiplier(row, lambda: bool(self.settle().cause)) for name, row in rows
-        }
+        return {name: DeviceMultiplier(row, lambda: bool(self.wait().cause)) for name, row in rows}
 
     @property
     def result(self) -> StepResult:
-        """The result for the caller of ``step()``; reading a value waits for the device."""
-        return StepResult.later(lambda: self.settle().result._known())
+        """The :class:`StepResult` that ``optimizer.step()`` returns. Reading a value waits for the
+        device."""
+        return StepResult.later(lambda: self.wait().result._known())
 
-    def settle(self) -> Verdict:
+    def wait(self) -> Verdict:
         """Return the verdict as numbers on the host. The first call waits until the device has
-        formed it."""
+        formed the verdict."""
         if self._verdict is None:
             self._verdict = self._formed(self._read())
-            told_to, self._told_to = self._told_to, []
-            for tell in told_to:
-                tell(self._verdict)
+            callbacks, self._callbacks = self._callbacks, []
+            for callback in callbacks:
+                callback(self._verdict)
         return self._verdict
 
-    def when_settled(self, tell: Callable[[Verdict], object]) -> None:
-        """Register a callback that gets the verdict as soon as it is on the host. If it is there
-        already, call the callback now. Callbacks are called once, in the order of registration.
+    def when_known(self, callback: Callable[[Verdict], object]) -> None:
+        """Call a function with the verdict as soon as :meth:`wait` has read the verdict, or now if
+        it was read already. Functions are called once, in the order of registration.
 
         Args:
-            tell: the callback. It must not refer to the optimizer, which keeps its last verdict.
+            callback: the function. The optimizer keeps its last verdict, so the function must not
+                refer to the optimizer.
         """
         if self._verdict is None:
-            self._told_to.append(tell)
+            self._callbacks.append(callback)
         else:
-            tell(self._verdict)
+            callback(self._verdict)
 
     def _formed(self, read: Tensor) -> Verdict:
         count = len(read) - self.params
@@ -370,8 +362,8 @@ class DeviceVerdict:
         scaling = tuple(numbers)
         if skip > 1.0:
             return Verdict(cause=DISAGREEMENT, param_sums=params)
-        # A norm is finite exactly if its sum of squares is finite, so the norms tell the groups
-        # with inf or nan.
+        # A norm is finite exactly if the sum of squares is finite, so the norms show which groups
+        # have an inf or nan.
         if overflow:
             verdict = not_finite((n for n in names if not math.isfinite(norms[n])), scaling)
         else:
@@ -388,14 +380,14 @@ def decide_on_device(
     config: Any,
     judge: Observer | None = None,
 ) -> DeviceVerdict:
-    """Return the verdict on a step, formed on the device without a wait. The arguments are those of
-    :func:`decide`; their tensors are on one device.
+    """Return the verdict on a step, formed on the device without a wait.
 
     Args:
-        measurement: agreed sums of squares, at least one.
-        scaled_by: the inverse loss scale; empty without a loss scaler.
+        measurement: agreed sums of squares, at least one; all tensors are on one device.
+        scaled_by: the inverse loss scale, FP64, shape (1,), on that device; empty without a loss
+            scaler.
         config: provides ``clip_grad`` and ``grad_norm_skip_threshold``.
-        judge: observer that judges the step on the device, or None.
+        judge: observer that may skip the step, called on the device; None without such an observer.
     """
     names = list(measurement.sums)
     sums = torch.stack(list(measurement.sums.values()))
@@ -458,38 +450,40 @@ def _transfer(device: torch.device) -> Transfer:
 
 # -- counts ---------------------------------------------------------------------------------------
 #
-# A skipped step changes nothing except counts of skips. Where a step is counted:
+# A skipped step changes nothing except counts of skipped steps. There are two kinds of counts:
 #
 # - ``StepCounts`` below counts the steps of a stack, and the skipped steps by cause. The members of
 #   a composite share the counts of the composite.
-# - ``GroupState.count`` counts the steps of a slot (its state ``step``). Bias corrections and
+# - ``GroupState.count`` counts the steps of a slot (the state ``step``). Bias corrections and
 #   random numbers depend on this count.
 #
-# The count of a slot depends on who decides:
+# A skipped step must not change the count of a slot:
 #
-# - The host: ``take_step`` (``mixed_precision/step.py``) does not step a skipped step, so no slot
-#   counts it.
-# - The device: ``RuleExecutor.run_step`` counts the step as taken. If ``DeviceVerdict.settle``
-#   finds that the step was skipped, ``RuleState.settle`` subtracts it before a count is read.
-# - Speculation: a step during backward is not counted. ``SpeculativeStepper.publish``
-#   (``offload/speculation.py``) calls ``GroupState.count`` when it swaps the buffers, and a skipped
-#   step is never published. With a slot on the host, ``PlacedExecutor.verdict_device`` is None, so
-#   the host decides.
+# - If the host decides to skip, ``WrappedGrads.run`` (``mixed_precision/step.py``) calls no
+#   executor. So no slot counts the step.
+# - If the device decides, ``RuleExecutor.run_step`` counts the step as taken. If
+#   ``DeviceVerdict.wait`` reads that the step was skipped, ``RuleState.settle`` subtracts the step
+#   before any code reads a count.
+# - A speculative step during backward is counted only when ``SpeculativeStepper.publish``
+#   (``offload/speculation.py``) swaps the buffers, and the buffers of a skipped step are not
+#   swapped. With a slot on the host, ``PlacedExecutor.verdict_device`` returns None, so the host
+#   decides.
 #
-# The grad scaler counts a step that was skipped for a threshold as clean. ``StepWarnings``
-# (``monitor/step_warnings.py``) counts skips in a row, and ``BackwardScheduler`` counts the
-# outcomes of predictions.
+# The grad scaler counts a step over the threshold as a clean step. ``StepWarnings``
+# (``monitor/step_warnings.py``) counts skipped steps in a row. ``BackwardScheduler`` counts right
+# and wrong predictions.
 
 
 class StepCounts:
-    """Counts of the steps of one optimizer, and of its skipped steps.
+    """The number of steps of a stack and of the skipped steps among them, and the last verdict.
 
     Args:
         refuse: function that raises the error of a step on which ranks disagree.
 
     Attributes:
-        steps: number of all steps.
-        skipped: number of skipped steps by cause, as far as the host knows.
+        steps: number of all steps, taken and skipped.
+        skipped: number of skipped steps by cause. A skip that only the device knows is not counted
+            yet.
     """
 
     def __init__(self, refuse: Callable[[], object]) -> None:
@@ -499,14 +493,15 @@ class StepCounts:
         self.skipped = Counter(not_finite=0, over_threshold=0, spike=0)
 
     def record(self, verdict: Verdict | DeviceVerdict) -> None:
-        """Count a step, and keep its verdict as the last one. The verdict before it is settled
-        first. A skip is counted as soon as the host knows it."""
+        """Count a step, and keep the verdict on the step. If the previous verdict was formed on the
+        device, wait for the previous verdict first. A skip is counted as soon as the host knows the
+        verdict."""
         if isinstance(self._last, DeviceVerdict):
-            self.settle()
+            self.last_verdict()
         self._last = verdict
         self.steps += 1
         if isinstance(verdict, DeviceVerdict):
-            verdict.when_settled(weak_method(self._see))
+            verdict.when_known(weak_method(self._see))
         elif verdict.cause:
             self._see(verdict)
 
@@ -514,21 +509,23 @@ class StepCounts:
         if verdict.cause:
             self.skipped[verdict.cause] += 1
 
-    def settle(self) -> Verdict:
-        """Return the last verdict as numbers on the host. Waits for the device if it formed the
-        verdict.
+    def last_verdict(self) -> Verdict:
+        """Return the last verdict as numbers on the host. If the device formed the verdict, the
+        call waits for the device.
 
         Raises:
-            ValueError: the ranks disagreed, so nothing was stepped; the message has the difference.
+            ValueError: the ranks have different settings, so no parameter was stepped; the message
+                has the difference.
         """
         if isinstance(self._last, DeviceVerdict):
-            self._last = self._last.settle()
+            self._last = self._last.wait()
             if self._last.disagrees:
                 self._refuse()
         return self._last
 
     def metrics(self) -> dict[str, float]:
-        """Return the counts by name."""
+        """Return the numbers of steps and of skipped steps, under the names that
+        ``optimizer.metrics()`` uses."""
         causes = {f"skipped_steps/{name}": n for name, n in self.skipped.items()}
         skipped = sum(self.skipped.values())
         return {"steps": self.steps, "skipped_steps": skipped, **causes}

@@ -72,11 +72,12 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def describe(groups: ParamGroups, executor: Executor, table: SlotTable) -> Description:
-    """Return the description of a precision wrapper. State that is not yet allocated is allocated.
+    """Return the description of a precision wrapper. The call allocates missing state, because the
+    table shows the bytes of state.
 
     Args:
         groups: groups of the model's parameters.
-        executor: the executor that steps them.
+        executor: the executor that steps the parameters.
         table: the slot table.
     """
     counts: dict[DescriptionRow, list[int]] = defaultdict(lambda: [0, 0, 0])

@@ -24,15 +24,15 @@ from mp_optim.process_groups.missing_ranks import all_gather
 
 MAIN_NORM = "main"
 EXCLUDED = "excluded"
-"""Norm group of gradients that another rank counts. They are checked for inf and nan, but are not
-in the norm."""
+"""Norm group of gradients that another rank counts. Such gradients are checked for inf and nan, and
+the norm leaves them out."""
 _AGREEING = "agreeing on the gradient norm"
 
 
 @dataclass(frozen=True)
 class NormKey:
-    """The norm in which a gradient counts, and the process groups over which its parameter is
-    split."""
+    """The name of the norm in which a gradient counts, and the process groups over which the
+    gradient's parameter is split."""
 
     group: str = MAIN_NORM
     shard_groups: tuple[ProcessGroup, ...] = ()
@@ -101,13 +101,14 @@ def measure_rest(
     fused_backend: str,
     device: torch.device,
 ) -> Tensor:
-    """Return the sum of squares of each gradient, as :func:`measure` does, if some sums are known.
+    """Return the sum of squares of each gradient: FP64, shape (n,), on ``device``. Known sums are
+    not measured again.
 
     Args:
         grads: local gradients.
         known: the sum of squares of each gradient, or None.
-        held: for each gradient, True if it is a copy in host memory. These are measured separately,
-            because a launch reads only one kind of memory.
+        held: for each gradient, True if it is a copy in host memory. A launch reads only one kind
+            of memory, so such copies are measured separately.
         fused_backend: backend whose kernels measure.
         device: device of the result.
     """
@@ -148,7 +149,8 @@ _FEW = 256
 
 
 def pairwise_sum_on_host(values: Tensor) -> float:
-    """Return the sum of FP64 numbers on the host by the additions of :func:`sum_in_pairs`."""
+    """Return the sum of FP64 numbers on the host, with the order of additions of
+    :func:`sum_in_pairs`."""
     if values.numel() > _FEW:
         return float(sum_in_pairs(values))
     numbers: list[float] = values.tolist()
@@ -217,9 +219,12 @@ def agree(
             )
         number = None if numbers is None else numbers.get(key)
         if zeros is None and number is None and not key.shard_groups:
-            totals[key.group] += value  # No other rank has a shard, so nothing is reduced.
+            totals[key.group] += (
+                value  # No other rank has a shard of these parameters, so the sum is complete.
+            )
             continue
-        # Always reduce two scalars, because some ranks may count zeros and others may not.
+        # Always reduce two scalars. A rank that counts zeros may share parameters with a rank that
+        # does not, and both must reduce the same number of scalars.
         values = [value, torch.zeros_like(value) if zeros is None else zeros[key]]
         packed, difference = _over_shards(key, values, number, list((copies or {}).get(key, ())))
         if difference is not None:
@@ -237,24 +242,24 @@ def agree(
 def _over_shards(
     key: NormKey, values: Sequence[Tensor], number: int | None, copies: Sequence[ProcessGroup]
 ) -> tuple[Tensor, Tensor | None]:
-    """Reduce scalars over a key's shard groups. Collective.
+    """Sum scalars over the shard groups of a norm key. Collective.
 
     Args:
         key: the norm key.
         values: the scalars.
-        number: a number that must be equal on these ranks and on those of ``copies``; None for
-            none.
-        copies: further groups of ranks.
+        number: a number that must be equal on the ranks of the shard groups and of ``copies``; None
+            for no comparison.
+        copies: further groups of ranks that must have the same number.
 
     Returns:
-        The sums; and 0 if the number is equal on all ranks, else a positive number, or None without
-        a number.
+        The sums; and 0 if the number is equal on all ranks, a positive number if it differs, or
+            None without a number.
     """
     ranks = math.prod(group.size() for group in (*key.shard_groups, *copies))
     terms: tuple[int, ...] = ()
     if number is not None:
-        # FP64 sums this many low bits of the number, and their square, exactly over these ranks. If
-        # both sums are those of equal numbers, all numbers are equal (Cauchy and Schwarz).
+        # FP64 adds this many low bits of the number, and their square, exactly over these ranks. If
+        # the two sums are those of equal numbers, all numbers are equal (Cauchy and Schwarz).
         kept = number & ((1 << (53 - ranks.bit_length()) // 2) - 1)
         terms = kept, kept * kept
     packed = torch.stack([*values, *(torch.full_like(values[0], term) for term in terms)])
@@ -268,8 +273,8 @@ def _over_shards(
 
 
 def norm_groups(keys: Iterable[NormKey], group: ProcessGroup | None) -> list[str]:
-    """Return the names of the norm groups that any rank of ``group`` has, in the same order on all
-    ranks. Collective."""
+    """Return the sorted names of the norm groups that any rank of ``group`` has. All ranks get the
+    same list. Collective."""
     names = {MAIN_NORM, EXCLUDED, *(key.group for key in keys)}
     if group is not None:
         names = set().union(*all_gather(group, "comparing the names of norm groups", names))

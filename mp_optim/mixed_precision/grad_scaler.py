@@ -44,11 +44,13 @@ class MegatronGradScaler(ABC):
 
     @property
     def scale(self) -> Tensor:
-        """The factor of the loss: FP32, shape (1,). It is the live tensor."""
+        """The factor of the loss: FP32, shape (1,). This is the live tensor, which ``update()``
+        overwrites."""
         return self._scale
 
     def may_shrink(self, scale: float) -> bool:
-        """True if an overflow with this scale is expected, because the scale can still shrink."""
+        """True if the loss scale can still shrink below ``scale``, so an overflow with ``scale`` is
+        expected."""
         return False
 
     @property
@@ -70,7 +72,8 @@ class MegatronGradScaler(ABC):
 
     @abstractmethod
     def check_state_dict(self, state_dict: Any) -> None:
-        """Raise ValueError unless :meth:`load_state_dict` can load the state; write nothing."""
+        """Raise ValueError if :meth:`load_state_dict` cannot load the state. The loss scale is not
+        changed."""
 
     @abstractmethod
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...

@@ -37,14 +37,7 @@ from mp_optim.core.param_attributes import (
     shard_info,
     shown_mains_of,
 )
-from mp_optim.core.quantized import (
-    bits_of,
-    check_quantized,
-    dequantized,
-    holds,
-    is_quantized,
-    quantize_,
-)
+from mp_optim.core.quantized import check_quantized, dequantized, holds, is_quantized, quantize_
 from mp_optim.core.slot_state import MASTER, SlotState, StateLayout, StateStore
 from mp_optim.core.tensor_layout import (
     ParamLayout,
@@ -67,7 +60,6 @@ from mp_optim.mixed_precision.param_state import (
     ParamState,
     UntrainedState,
     check_weights,
-    param_state,
     state_layout_of,
 )
 from mp_optim.mixed_precision.slot_table import SlotTable
@@ -75,18 +67,20 @@ from mp_optim.process_groups.process_groups import ProcessGroups
 
 
 class MainParams:
-    """The main params of a wrapper, and their state.
+    """The main params of a wrapper, and the state of the main params.
 
     Args:
         param_groups: the wrapper's live groups of the model's parameters.
-        executor: steps the main params; its groups hold them after this constructor.
-        process_groups: the ranks that share the model, by which duplicate parameters are found.
+        executor: steps the main params. After this constructor the executor's groups contain the
+            main params.
+        process_groups: the ranks that share the model. They determine which parameters are
+            duplicates.
         check_param: takes a name and a trainable parameter; raises if the dtype does not fit the
             wrapper. It must not keep the wrapper alive.
 
     Attributes:
         table: the slot table.
-        written: checksums of weights that steps do not compare with their main params.
+        written: checksums of the weights that step kernels do not compare with main params.
         agreement: loaded slots that are not yet compared with the model.
         executor: the executor of the argument.
         observers: observers of the weights.
@@ -95,7 +89,7 @@ class MainParams:
             for the layout of the slot's parameter.
 
     Raises:
-        TypeError, ValueError: a parameter cannot be stepped; the message has its name.
+        TypeError, ValueError: a parameter cannot be stepped; the message has the parameter's name.
     """
 
     def __init__(
@@ -124,8 +118,8 @@ class MainParams:
 
     @in_own_modes
     def bind_group(self, index: int) -> None:
-        """Make main params for the trainable parameters of a new group. All checks come first; the
-        table gets the group at the end.
+        """Make main params for the trainable parameters of a new group. All checks come first, and
+        the table is changed last, so an error changes nothing in the table.
 
         Args:
             index: index of the group, the last one.
@@ -172,26 +166,6 @@ class MainParams:
         for index in coming:
             self._make_trainable(self.table.slots[index])
 
-    def _check_places(self, changed: list[int], params: list[Tensor]) -> None:
-        """Raise ValueError if a parameter has taken the position of another parameter, because it
-        would get the other one's state.
-
-        Args:
-            changed: indices of the slots whose tensor changed.
-            params: the present tensors of all slots.
-        """
-        slots = self.table.slots
-        places = {id(param): index for index, param in enumerate(self.table.seen.params)}
-        for index in changed:
-            before = places.get(id(params[index]), index)
-            if before != index:
-                now, was = self.name(slots[index]), self.name(slots[before])
-                raise ValueError(
-                    f"{now} has taken the position of {was} in param_groups, but state stays at "
-                    "its position; keep the order of the parameters and change the settings of "
-                    "groups, or build another optimizer"
-                )
-
     def _check_memory(self) -> None:
         """Raise ValueError, with the names, if trained parameters share memory."""
         check_memory(
@@ -205,7 +179,7 @@ class MainParams:
         """Make main params for parameters that became trainable.
 
         Args:
-            slot: the slot to look at; None for all.
+            slot: the slot of one parameter; None for all parameters.
         """
         table = self.table
         if all(table.has_main):
@@ -214,7 +188,6 @@ class MainParams:
         self.make_trainable(i for i in indices if table.params[i].requires_grad)
 
     def _make_trainable(self, slot: Slot) -> None:
-        """Make a main param with the parameter's present value for a slot that has none."""
         main, param = self._prepare_main(slot), self.param(slot)
         if self._is_own_main(slot, main):
             is_coded = is_quantized(param)
@@ -224,13 +197,13 @@ class MainParams:
         self._set_main(self.table.index(slot), main, param)
 
     def _prepare_main(self, slot: Slot) -> Tensor:
-        """Return a main param for a slot that may become trainable. The table does not record it
-        yet."""
+        """Return a main param for a slot that may become trainable. The table does not record the
+        main param yet."""
         param = self.param(slot)
         if self._prepared.get(slot) is not param:
             self._new_main(slot, param)
             self._prepared[slot] = param
-        return self._stepped(slot)
+        return self.executor.stepped(slot)
 
     def _new_main(self, slot: Slot, param: Tensor) -> Tensor:
         """Return the tensor that is stepped for a parameter from now on: the parameter itself or a
@@ -246,8 +219,9 @@ class MainParams:
         return is_quantized(self.param(slot)) or not same_memory(main, self._local(slot))
 
     def _set_main(self, index: int, main: Tensor, param: Any) -> None:
-        """Record a main param in the table. From now on its slot has state."""
-        # Free the values from which Transformer Engine quantized the parameter: main has them.
+        """Record a main param in the table. From now on the slot has state."""
+        # Free the values from which Transformer Engine quantized the parameter: the main param has
+        # these values.
         if getattr(param, "get_high_precision_init_val", lambda: None)() is not None:
             param.clear_high_precision_init_val()
         slot = self.table.slots[index]
@@ -255,7 +229,6 @@ class MainParams:
         self.table.set_main(index, self._is_own_main(slot, main))
 
     def _split_of(self, slot: Slot, param: Tensor) -> tuple[NormKey, ParamLayout, Groups]:
-        """Return the table's ``keys``, ``layouts`` and ``split_over`` for a parameter."""
         ranks, shard_groups = self._tensor_parallel(slot), shard_groups_of(self.name(slot), param)
         is_part = is_tensor_parallel(param)
         is_copy = ranks is not None and not is_part and ranks.rank() > 0
@@ -280,11 +253,7 @@ class MainParams:
         return param_at(self._param_groups, slot)
 
     def _local(self, slot: Slot) -> Tensor:
-        """Return the model's parameter at a slot, or this rank's part of it, as a plain tensor."""
         return local_tensor(self.param(slot))
-
-    def _stepped(self, slot: Slot) -> Tensor:
-        return param_at(self.executor.param_groups, slot)
 
     def has_own_main(self, slot: Slot) -> bool:
         """True if a slot is stepped on another tensor than the model's parameter."""
@@ -296,7 +265,7 @@ class MainParams:
 
     def main_param(self, slot: Slot) -> Tensor:
         """Return the main param of a slot that was ever trainable, in the layout that callers see.
-        If the parameter itself is stepped, return the parameter."""
+        Return the model's parameter if the parameter itself is stepped."""
         param = self.param(slot)
         if param.dtype != torch.float32 or self.has_own_main(slot):
             self._hand_out(slot)
@@ -333,7 +302,7 @@ class MainParams:
         return all(ranks.rank() == 0 for ranks in copies)
 
     def slots_with_main(self) -> Iterator[Slot]:
-        """Return the slots whose parameter was ever trainable, in order."""
+        """Return the slots of parameters that were ever trainable, in slot order."""
         return filter(self.has_main, self.table.slots)
 
     def set_stepped_value(self, slot: Slot, value: Tensor) -> None:
@@ -350,10 +319,11 @@ class MainParams:
         if is_quantized(param):
             quantize_(param, self.executor.main_param(slot))
         elif self.has_own_main(slot):
-            local_tensor(param).copy_(self._stepped(slot))
+            local_tensor(param).copy_(self.executor.stepped(slot))
 
     def _hand_out(self, slot: Slot) -> None:
-        """Record that a caller gets the main param or state of a slot, and may write to it."""
+        """Record that a caller gets the main param or state of a slot, because the caller may write
+        to these tensors."""
         index = self.table.index(slot)
         self.written.forget(index)
         for observer in self.observers:
@@ -363,8 +333,8 @@ class MainParams:
 
     @in_own_modes
     def follow(self, slot: Slot | None = None) -> None:
-        """Refresh main params from the model: bind tensors that were replaced, and take the model's
-        value where it is not the rounded main param.
+        """Refresh main params from the model: bind tensors that were replaced, and copy the model's
+        values that differ from the rounded main params.
 
         Values are compared, because writes to ``param.data`` change no version counter.
 
@@ -373,8 +343,8 @@ class MainParams:
 
         Raises:
             TypeError: the dtype of a tensor cannot be stepped; the message names the parameter.
-            ValueError: the shape of a tensor changed, or its memory was freed or is another
-                parameter's.
+            ValueError: the shape of a tensor changed, its memory was freed, or two parameters share
+                memory.
         """
         self.executor.step_mark.open_state()
         table, params = self.table, all_params(self._param_groups)
@@ -384,8 +354,8 @@ class MainParams:
         self._take_values([index for index in indices if table.has_own_main[index]])
 
     def follow_for_step(self) -> None:
-        """Refresh main params before a step. Only those are compared with the model that the step's
-        kernels do not compare themselves."""
+        """Refresh main params before a step. Step kernels compare most weights with main params, so
+        this method compares only the weights in :meth:`by_sums`."""
         params = all_params(self._param_groups)
         if changed := self.table.seen.changed(params):
             self._follow_changed(changed, params)
@@ -405,18 +375,14 @@ class MainParams:
         return {index for index in found if table.has_own_main[index]}
 
     def note_written(self, indices: Sequence[int]) -> None:
-        """Record the checksums of the weights in :meth:`by_sums`, as a step left them.
+        """Record the checksums of the stepped weights in :meth:`by_sums` after a step.
 
         Args:
             indices: indices of the stepped slots in the table.
         """
         by_sums = self.table.reuse("by_sums", self.by_sums)
         chosen = [index for index in indices if index in by_sums]
-        self.written.note(chosen, [self._bits(index) for index in chosen])
-
-    def _bits(self, index: int) -> Tensor:
-        param = self.table.params[index]
-        return bits_of(param) if self.table.quantized[index] else local_tensor(param)
+        self.written.note(chosen, [self.table.weight_at(index) for index in chosen])
 
     def _follow_changed(self, changed: list[int], params: list[Tensor]) -> None:
         """Bind model tensors that were replaced, moved or laid out in another way since the last
@@ -427,7 +393,16 @@ class MainParams:
             params: all tensors of the model, in slot order.
         """
         table = self.table
-        self._check_places(changed, params)
+        places = {id(param): index for index, param in enumerate(table.seen.params)}
+        for index in changed:
+            before = places.get(id(params[index]), index)
+            if before != index:
+                now, was = self.name(table.slots[index]), self.name(table.slots[before])
+                raise ValueError(
+                    f"{now} has taken the position of {was} in param_groups, but state stays at "
+                    "its position; keep the order of the parameters and change the settings of "
+                    "groups, or build another optimizer"
+                )
         self._check_memory()
         for index in changed:
             slot, param = table.slots[index], params[index]
@@ -438,7 +413,7 @@ class MainParams:
         table.look(params)
 
     def _take_values(self, indices: Sequence[int]) -> None:
-        """Copy the model's values into main params that do not round to them. The slots in
+        """Copy the model's values into main params that do not round to these values. The slots in
         :meth:`by_sums` are compared only if the checksum of the weight changed.
 
         Args:
@@ -447,48 +422,42 @@ class MainParams:
         by_sums = self.table.reuse("by_sums", self.by_sums)
         present = [index for index in indices if not self.table.params[index].is_meta]
         summed = [index for index in present if index in by_sums]
-        changed = self.written.changed(summed, [self._bits(index) for index in summed])
+        changed = self.written.changed(summed, [self.table.weight_at(index) for index in summed])
         chosen = {summed[index] for index in changed}.union(set(present) - by_sums)
         for index in sorted(chosen):
             slot, param = self.table.slots[index], self.table.params[index]
-            if self._follow(slot, self._stepped(slot), local_tensor(param), param):
+            if self._follow(slot, self.executor.stepped(slot), local_tensor(param), param):
                 self.reloaded += 1
                 self.executor.main_written(slot)
                 for observer in self.observers:
                     observer.weight_written(index)
         again = [index for index in summed if index in chosen]
-        self.written.note(again, [self._bits(index) for index in again])
+        self.written.note(again, [self.table.weight_at(index) for index in again])
 
     def _rebind(self, index: int, slot: Slot, param: Tensor) -> None:
-        main, local = self._stepped(slot), local_tensor(param)
+        main, local = self.executor.stepped(slot), local_tensor(param)
         self._check_param(self.name(slot), param)
         check_shape(main, local, self.name(slot))
         if is_quantized(param) != self.table.quantized[index]:
             self._set_main(index, self._new_main(slot, param), param)
         elif self.table.has_own_main[index]:
             set_main_param(self._shown, slot, param, main)
-            self._stay_beside(slot, main, param)
+            executor, home = self.executor, self.executor.home(slot, param)
+            is_parked = id(main) in executor.step_mark.parked.homes
+            if main.device != home and home == local.device and not is_parked:
+                # model.to(device) moved the parameter, so its main param and state follow.
+                give_memory(main, main.data.to(home))
+                executor.memory_moved(slot)
             # Drop the checksum, so that the next check compares the values of the new tensor.
             self.written.forget(index)
         elif param.dtype == main.dtype:
-            self.executor.param_groups[slot.group]["params"][slot.position] = local
+            self.executor.step_instead(slot, local)
             set_main_param(self._shown, slot, param, local)
-        else:  # The dtype changed, so the parameter now needs a main param, or no longer needs one.
+        else:
+            # The dtype changed, so the parameter now needs a main param, or needs none any more.
             self._set_main(index, self._new_main(slot, param), param)
 
-    def _stay_beside(self, slot: Slot, main: Tensor, param: Tensor) -> None:
-        """Move a main param to the device of its parameter after ``model.to(device)``; its state
-        follows. Do nothing if the slot is stepped on another device, or if the main param is
-        offloaded."""
-        executor, home = self.executor, self.executor.home(slot, param)
-        is_parked = id(main) in executor.step_mark.parked.homes
-        if main.device != home and home == local_tensor(param).device and not is_parked:
-            give_memory(main, main.data.to(home))
-            executor.memory_moved(slot)
-
     def _follow(self, slot: Slot, main: Tensor, local: Tensor, param: Tensor) -> bool:
-        """Copy the model's values into a main param that does not round to them. Return True if any
-        element changed."""
         if not is_quantized(param):
             return follow(main, local, self.name(slot))
         check_quantized(self.name(slot), param)
@@ -504,8 +473,8 @@ class MainParams:
         loaded for other weights.
 
         Args:
-            values: full-precision values by FQN. The main param and the model's parameter take
-                them.
+            values: full-precision values by FQN. They replace the main params and the model's
+                parameters of these names.
         """
         self.follow()
         table = self.table
@@ -544,12 +513,32 @@ class MainParams:
 
     def _trained_state(self, slot: Slot, separate: bool) -> ParamState:
         self._hand_out(slot)
-        param, layout, name = self.param(slot), self._state_layout(slot), self.name(slot)
-        return param_state(self.executor, slot, name, param, separate, self.agreement, layout)
+        param, name, executor = self.param(slot), self.name(slot), self.executor
+        below, stepped = executor.state_of(slot), executor.stepped(slot)
+        # A parameter without an FP32 main param is FP32 itself, or its main param is stored with a
+        # remainder.
+        has_fp32_main = separate and param.dtype != torch.float32
+        has_fp32_main = has_fp32_main and stepped.dtype == torch.float32
+        is_shown = has_fp32_main or below.store.has_no_fp32_main(below.slot)
+        return ParamState(
+            below.store,
+            below.slot,
+            name,
+            stepped if is_shown else None,
+            f"state of {name}: master_param is missing, so its full-precision value is lost; "
+            "to start from the model's values, add them under that key, or load what torch.optim "
+            "saved by mp_optim.apps.convert.import_state(optimizer, "
+            "from_torch(state_dict, names), main_from_model=True)",
+            self._state_layout(slot),
+            executor=executor,
+            param=param,
+            has_own_main=separate,
+            agreement=self.agreement,
+        )
 
     def checksums(self) -> list[int | None]:
-        """Return a checksum of the parameter at each slot that has a remainder. It is None for
-        other slots, and if this rank has only a part of the parameter."""
+        """Return a checksum of the parameter at each slot that has a remainder. Return None for
+        other slots, and for parameters of which this rank has only a part."""
         slots = [
             slot
             for slot in filter(self.has_main, self.table.slots)
@@ -570,5 +559,6 @@ class MainParams:
         slots = list(expected) if slot is None else [slot]
         chosen = {each: expected[each] for each in slots if each in expected}
         check_weights(chosen, self._local, self.name)
-        for proven in chosen:  # A parameter that has its checksum is not checked again.
+        # The weights have the checksums of the save, so no later call has to check these slots.
+        for proven in chosen:
             del expected[proven]

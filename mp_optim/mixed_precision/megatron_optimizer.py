@@ -102,18 +102,19 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     @property
     def health(self) -> Any:
-        """Norms of single gradients, and reports of the loss for the skip rule
-        (:class:`~mp_optim.monitor.health.GradientHealth`)."""
+        """The observer with the gradient norms of single parameters and with ``report_loss`` for
+        the skip rule: :class:`~mp_optim.monitor.health.GradientHealth`."""
         return self.observers["health"]
 
     # -- what a step is made of -------------------------------------------------------------------
 
     @abstractmethod
     def all_mains(self) -> list[MainParams]:
-        """Return the main params of each wrapper, member by member."""
+        """Return the main params of each precision wrapper in the stack, in slot order."""
 
     def norm_ranks(self) -> list[ProcessGroup]:
-        """Return the groups of ranks that agree on a gradient norm, member by member."""
+        """Return the groups of ranks that agree on a gradient norm, one for each wrapper that has
+        such a group."""
         of_members = (mains.process_groups.grad_stats for mains in self.all_mains())
         return [ranks for ranks in of_members if ranks is not None]
 
@@ -148,8 +149,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         return result if closure is None else loss
 
     def refuse_disagreement(self) -> NoReturn:
-        """Raise ValueError with the difference, because ranks that share parameters would step them
-        differently."""
+        """Raise ValueError with the difference between the ranks' settings, because ranks that
+        share parameters would step the parameters differently."""
         self.discard_backward_work()
         raise disagreement([mains.table.common for mains in self.all_mains()])
 
@@ -207,11 +208,12 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     @property
     def is_last_microbatch(self) -> bool:
-        """True if gradients that arrive in backward are complete, so that ``offload_mode`` may work
-        on them.
+        """True if gradients that arrive in backward are complete, so that ``offload_mode`` may use
+        them before ``step()``.
 
-        Without it, work begins on incomplete gradients and is done again after the later
-        micro-batches. The result is the same, but that work is not hidden behind backward.
+        Set this to False for all micro-batches except the last. Otherwise the offloaded part begins
+        with incomplete gradients and repeats its computation after the later micro-batches. The
+        result is the same, but a step takes longer.
         """
         return all(scheduler.is_last_microbatch for scheduler in self.backward_schedulers)
 
@@ -222,7 +224,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context for all micro-batches except the last; no work starts in backward."""
+        """Return a context for all micro-batches except the last. Inside the context, backward
+        starts no copies or steps of ``offload_mode``."""
         before, self.is_last_microbatch = self.is_last_microbatch, False
         try:
             yield
@@ -230,11 +233,11 @@ class MegatronOptimizer(SlotKeyedOptimizer):
             self.is_last_microbatch = before
 
     def gradients_ready(self, params: Iterable[Tensor] | None = None) -> None:
-        """Report that the gradients of some parameters are final, so that the work of
-        ``offload_mode`` may begin.
+        """Report that the gradients of some parameters are final, so that ``offload_mode`` may copy
+        them to the host and step.
 
         Call this from the loop that reduces gradients over ranks. In a job of one rank, and with
-        FSDP2, backward hooks call it.
+        FSDP2, backward hooks call this method.
 
         Args:
             params: the parameters; None for all.
@@ -244,9 +247,10 @@ class MegatronOptimizer(SlotKeyedOptimizer):
             scheduler.grads.ready(chosen)
 
     def discard_backward_work(self) -> None:
-        """Discard the work that ``offload_mode`` did during backward; ``step()`` does it again.
+        """Discard the copies and steps that ``offload_mode`` made during backward; ``step()`` makes
+        them again.
 
-        Call this after a write to gradients that leaves no trace: an exchange of rows in
+        Call this after a write to gradients that no check can detect: an exchange of rows in
         accelerator memory (``docs/outside_writes.md``). All other writes are detected.
         """
         for scheduler in self.backward_schedulers:
@@ -256,13 +260,13 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     @property
     def chained_optimizers(self) -> list[MegatronOptimizer]:
-        """The members of a chain. For any other optimizer, a list of the optimizer itself."""
+        """The members of a chain. Any other optimizer returns a list that contains only itself."""
         return [self]
 
     @property
     @abstractmethod
     def optimizer(self) -> torch.optim.Optimizer:
-        """The inner optimizer that the caller gave."""
+        """The inner torch optimizer, which the caller gave to the constructor."""
 
     @property
     def is_stub_optimizer(self) -> bool:
@@ -275,8 +279,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     @abstractmethod
     def leaf(self, slot: Slot) -> tuple[MainParams, Slot]:
-        """Return the main params of the wrapper that steps a slot, and the slot's index in that
-        wrapper."""
+        """Return the main params of the wrapper that steps a slot, and the slot in the groups of
+        that wrapper."""
 
     def state_of(self, slot: Slot) -> SlotState:
         mains, there = self.leaf(slot)
@@ -287,8 +291,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         return mains.executor.home(there, mains.param(there))
 
     def has_state(self, slot: Slot) -> bool:
-        """True if the parameter at a slot has ever been trainable. Any other parameter takes no
-        memory for state."""
+        """True if the parameter at a slot has ever been trainable. State of other parameters takes
+        no memory."""
         mains, there = self.leaf(slot)
         return mains.has_main(there)
 
@@ -298,13 +302,15 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         return mains.has_own_main(there)
 
     def norm_key(self, slot: Slot) -> NormKey:
-        """Return the norm in which a slot's gradient counts, with the groups of ranks that share
-        the parameter."""
+        """Return the name of the norm in which a slot's gradient counts, and the groups of ranks
+        that share the parameter."""
         mains, there = self.leaf(slot)
         return mains.table.keys[mains.table.index(there)]
 
     def main_param(self, slot: Slot) -> Tensor:
-        """Return the main param of a slot, as :meth:`named_main_params` yields it.
+        """Return the main param of a slot: FP32, with the parameter's shape, live or a copy as
+        :meth:`named_main_params` describes. Return the model's parameter if the slot was never
+        trainable.
 
         Raises:
             BrokenOffError: the last step or load was interrupted.
@@ -319,10 +325,10 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     def named_main_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the FQN and the FP32 main param of each parameter, in slot order.
 
-        The main param has the parameter's shape, and is a DTensor if the parameter is one. If a
-        :class:`~mp_optim.DistributedOptimizer` splits the parameter, it is this rank's flat shard
-        (:class:`~mp_optim.core.flat_shard.FlatShard`) with the parameter's shape. It is the live
-        tensor, or a copy if it is stored as a remainder.
+        The main param has the parameter's shape. It is a DTensor if the parameter is a DTensor. If
+        a :class:`~mp_optim.DistributedOptimizer` splits the parameter, the main param is this
+        rank's flat shard (:class:`~mp_optim.core.flat_shard.FlatShard`). The tensor is the live
+        main param; it is a copy if the main param is stored as a remainder.
 
         Raises:
             BrokenOffError: the last step or load was interrupted.
@@ -406,19 +412,20 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         from torch.distributed.fsdp import FSDPModule
 
         # After a forward pass without backward, the outermost FSDP module keeps its parameters
-        # gathered, and would use the old values.
+        # gathered. The next forward would use the old values, so free the gathered parameters.
         for module in list(_module_state_mapping):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def take_model_params(self, values: Mapping[str, Any]) -> None:
-        """Do the work of :meth:`reload_model_params` without comparing the ranks' values."""
+        """Do the same as :meth:`reload_model_params` without a comparison between ranks."""
         for mains in self.all_mains():
             mains.reload(values)
 
     def sharers(self) -> Iterator[tuple[str, tuple[ProcessGroup, ...]]]:
         """Yield the FQN of each trained parameter, and the groups of ranks that have copies or
-        other parts of it. All of these ranks must write the parameter alike."""
+        other parts of the parameter. All of these ranks must write the same values to the
+        parameter."""
         for mains in self.all_mains():
             for slot in mains.slots_with_main():
                 yield mains.name(slot), mains.sharers(slot)
@@ -429,7 +436,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         A step before that raises RuntimeError. Gradients stay on the accelerator; call
         ``zero_grad()`` to free them.
         """
-        # Work that began in backward refers to gradients, so the memory of gradients could not be
+        # Jobs that began in backward refer to gradients, so the memory of gradients could not be
         # freed.
         self.discard_backward_work()
         super().offload_to_cpu()
@@ -437,8 +444,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     # -- what changed -----------------------------------------------------------------------------
 
     def track_changes(self, on: bool = True) -> None:
-        """Start or stop tracking the weights that change, for :meth:`changed_weights`. Without
-        tracking there is no cost; ``docs/deltas.md`` has the cost with tracking.
+        """Start or stop recording which weights change, for :meth:`changed_weights`. Without
+        recording there is no cost; ``docs/deltas.md`` has the cost of recording.
 
         Args:
             on: True to start, False to stop.

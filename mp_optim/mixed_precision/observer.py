@@ -1,7 +1,6 @@
-"""The hooks through which options observe the steps of a stack and the weights that the steps
-write.
+"""The hooks by which options observe the steps of a stack and the weights that the steps write.
 
-The step calls a list of observers and knows none of them by name. The observers are in
+The step calls all observers of a list and knows no observer by name. The observers are in
 :mod:`mp_optim.monitor`.
 """
 
@@ -61,7 +60,7 @@ class Observer:
     # -- steps to skip
 
     def begin_judging(self, device: torch.device) -> bool:
-        """Prepare to judge the coming step. Return False if this observer skips no steps.
+        """Prepare to decide about the coming step. Return False if this observer skips no steps.
 
         Args:
             device: the device on which the step is decided.
@@ -107,7 +106,8 @@ class Observer:
         return {}
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise ValueError if :meth:`load_state_dict` cannot load the state; write nothing."""
+        """Raise ValueError if :meth:`load_state_dict` cannot load the state. The observer is not
+        changed."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the entries of a stack's state dict that belong to this observer."""

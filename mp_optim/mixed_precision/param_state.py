@@ -1,5 +1,5 @@
-"""State of a model's parameter, as a precision wrapper exports and loads it: in the parameter's
-layout, with the main param, and valid only with the weights that it was saved with."""
+"""The state of a model's parameter, as a precision wrapper exports and loads it: with the main
+param, and in the parameter's layout. A remainder is loaded only with the weights of its save."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.config.rules import is_elementwise
-from mp_optim.core import Slot, local_tensor, param_at
+from mp_optim.core import Slot, local_tensor
 from mp_optim.core.executor import Executor
 from mp_optim.core.flat_shard import is_cut
 from mp_optim.core.names import names_in_words
@@ -169,51 +169,9 @@ class UntrainedState(SlotState):
             trained.load(state)
 
 
-def param_state(
-    executor: Executor,
-    slot: Slot,
-    name: str,
-    param: Tensor,
-    has_own_main: bool,
-    agreement: Agreement,
-    layout: StateLayout,
-) -> ParamState:
-    """Return the state of a trained parameter.
-
-    Args:
-        executor: the executor that steps the slot and keeps its state.
-        slot: the slot.
-        name: FQN of the slot.
-        param: the model's tensor in the wrapper's groups.
-        has_own_main: True if another tensor is stepped for the parameter.
-        agreement: record of loaded slots of the wrapper.
-        layout: layout in which the state is exported.
-    """
-    below, stepped = executor.state_of(slot), param_at(executor.param_groups, slot)
-    # A parameter without an FP32 main param is FP32 itself, or its main param is stored with a
-    # remainder.
-    has_fp32_main = has_own_main and param.dtype != torch.float32 and stepped.dtype == torch.float32
-    is_shown = has_fp32_main or below.store.has_no_fp32_main(below.slot)
-    return ParamState(
-        below.store,
-        below.slot,
-        name,
-        stepped if is_shown else None,
-        f"state of {name}: master_param is missing, so its full-precision value is lost; "
-        "to start from the model's values, add them under that key, or load what torch.optim "
-        "saved by mp_optim.apps.convert.import_state(optimizer, "
-        "from_torch(state_dict, names), main_from_model=True)",
-        layout,
-        executor=executor,
-        param=param,
-        has_own_main=has_own_main,
-        agreement=agreement,
-    )
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ParamState(SlotState):
-    """State of a trained parameter; :func:`param_state` makes it."""
+    """State of a trained parameter, in the layout that callers see."""
 
     executor: Executor
     param: Tensor
@@ -222,12 +180,7 @@ class ParamState(SlotState):
 
     @property
     def _local(self) -> Tensor:
-        """This rank's part of the parameter, as a plain tensor."""
         return local_tensor(self.param)
-
-    @property
-    def _stepped(self) -> Tensor:
-        return param_at(self.executor.param_groups, self.slot)
 
     def fit(
         self,
@@ -242,8 +195,8 @@ class ParamState(SlotState):
         state = self.layout.take(saved)
         is_tied = self._belongs_to_weights(state) and not self._keeps_remainder()
         if checksum is not None and is_tied and not convert:
-            # Compare the checksum, because a remainder may be loaded before the weights that it
-            # belongs to.
+            # Compare the checksum, because a remainder may be loaded before the weights of the same
+            # save.
             beside = self._local if weights is None else weights
             check_weights({self.slot: checksum}, lambda _: beside, lambda _: self.name)
         # If the stepped tensor is bfloat16, fitted() joins the remainder instead.
@@ -252,7 +205,6 @@ class ParamState(SlotState):
         return super().fit(state, convert)
 
     def _check_dtype(self, saved: State) -> None:
-        """Raise ValueError if the parameter is FP32 and had 16 or 8 bits at the save."""
         if self.param.dtype != torch.float32:
             return
         was = {REMAINDER: "bfloat16", MASTER: "of 16 or 8 bits"}
@@ -268,7 +220,7 @@ class ParamState(SlotState):
 
     def load(self, state: State) -> None:
         self.agreement.forget(self.slot)
-        is_narrowed = MASTER in state and self._stepped.dtype == torch.bfloat16
+        is_narrowed = MASTER in state and self.executor.stepped(self.slot).dtype == torch.bfloat16
         if is_narrowed and not stands_for(state[MASTER], self._local):
             # Record the slot now, because load() splits the value into parameter and remainder.
             self.agreement.written.add(self.slot)
@@ -277,8 +229,8 @@ class ParamState(SlotState):
     # -- remainders belong to the parameters they were saved with ---------------------------------
 
     def _belongs_to_weights(self, saved: State) -> bool:
-        """True if a saved state has a remainder that can be compared with a checksum. The checksum
-        is of the whole parameter, so this rank must have all of it."""
+        """True if a saved state has a remainder that a checksum can be compared with. The checksum
+        covers the whole parameter, so this rank must have the whole parameter."""
         return REMAINDER in saved and self.layout.is_whole
 
     def _keeps_remainder(self) -> bool:
@@ -286,7 +238,7 @@ class ParamState(SlotState):
 
     def has_remainder(self) -> bool:
         """True if the main param is stored as the bfloat16 parameter and a remainder."""
-        return self._stepped.dtype == torch.bfloat16 and self._keeps_remainder()
+        return self.executor.stepped(self.slot).dtype == torch.bfloat16 and self._keeps_remainder()
 
     @torch.no_grad()
     def finish_load(self, saved: State, checksum: int | None) -> bool:
@@ -301,8 +253,8 @@ class ParamState(SlotState):
         return differs
 
     def _write_model(self) -> bool:
-        """Round the main param into the model's parameter. Return True if the parameter had another
-        value."""
+        """Round the main param into the model's parameter. Return True if this changed the
+        parameter."""
         noted = self.slot in self.agreement.written
         self.agreement.written.discard(self.slot)
         if not self.has_own_main or self.param.dtype == torch.float32:
@@ -313,7 +265,7 @@ class ParamState(SlotState):
             if differs:
                 quantize_(self.param, main)
             return differs
-        main, local = self._stepped, self._local
+        main, local = self.executor.stepped(self.slot), self._local
         # If the main param is bfloat16, load() has recorded whether the parameter changed.
         differs = main.dtype == torch.float32 and not stands_for(main, local)
         value = main.to(device=local.device, dtype=local.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.core import Slot, local_tensor
+from mp_optim.core import local_tensor
 from mp_optim.core.interrupted_step import StepMark
 from mp_optim.core.tensor_layout import region_of
 from mp_optim.host.calls import in_own_modes
@@ -47,7 +47,11 @@ def scale_rows_(
         _check(name, wrapper.param(slot), of_rows)
     mark.touch()
     for name, of_rows in factors.items():
-        _scale(*places[name], of_rows)
+        wrapper, slot = places[name]
+        main = wrapper.executor.main_param(slot)
+        if main.numel():
+            of_elements = _for_elements(wrapper.param(slot), of_rows.to(main.device))
+            wrapper.set_stepped_value(slot, main * of_elements.float())
 
 
 def _check(name: str, param: Tensor, factors: Any) -> None:
@@ -70,20 +74,7 @@ def _check(name: str, param: Tensor, factors: Any) -> None:
         )
 
 
-def _scale(wrapper: MainParams, slot: Slot, factors: Tensor) -> None:
-    main = wrapper.executor.main_param(slot)
-    of_elements = _for_elements(wrapper.param(slot), factors.to(main.device))
-    if main.numel():
-        wrapper.set_stepped_value(slot, main * of_elements.float())
-
-
 def _for_elements(param: Tensor, factors: Tensor) -> Tensor:
-    """Return the factor of each element of a parameter on this rank, in a shape that broadcasts.
-
-    Args:
-        param: the model's parameter.
-        factors: one factor for each row of the whole parameter.
-    """
     region, local = region_of(param), local_tensor(param)
     if region.offsets is not None:
         first = region.offsets[0]

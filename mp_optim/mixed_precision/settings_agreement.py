@@ -29,7 +29,7 @@ from mp_optim.process_groups.agreement import check_agreement, difference_told, 
 
 _OF_ONE_RANK = ("timers", "host_threads")
 _OF_ONE_MACHINE = ("optimizer_state_path",)
-"""Fields with a path. Ranks compare only whether a path is set."""
+"""Config fields that contain a path. Ranks compare only whether a path is set."""
 
 
 def of_config(config: OptimizerConfig) -> list[str]:
@@ -58,8 +58,8 @@ def of_groups(groups: ParamGroups, indices: Iterable[int] | None = None) -> list
 
 
 def _plain(value: Any) -> Any:
-    """Return the form of a value that is compared. The value of a tensor on an accelerator is not
-    compared, because reading it would wait."""
+    """Return a setting in the form that ranks compare. The value of a tensor on an accelerator is
+    left out, because reading the value would wait for the device."""
     if isinstance(value, Tensor):
         return value.tolist() if value.device.type == "cpu" else "on a device"
     kinds = (bool, int, float, str, tuple, list, torch.dtype, Mapping, type(None))
@@ -221,8 +221,6 @@ def check_write(
 
 
 def _described(value: Any) -> str:
-    """Return a line about a value, with its class, shape and checksum. The line of a DTensor or
-    FlatShard has no checksum."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     text = f"{type(value).__name__} of {value.dtype}, shape {tuple(value.shape)}, {value.layout}"

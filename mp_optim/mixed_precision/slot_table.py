@@ -1,5 +1,5 @@
-"""The slot table of a precision wrapper: facts about all slots as columns, because a pass over a
-list is cheap."""
+"""The slot table of a precision wrapper. Facts about all slots are columns (parallel lists),
+because one C call reads a whole list."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mp_optim.core import (
     param_at,
 )
 from mp_optim.core.executor import Executor
-from mp_optim.core.quantized import FLOAT8_DTYPES, is_quantized
+from mp_optim.core.quantized import FLOAT8_DTYPES, bits_of, is_quantized
 from mp_optim.core.tensor_layout import ParamLayout
 from mp_optim.core.tensors import GRADIENT_DTYPES, ParamWatcher, has_memory, held_tensor
 from mp_optim.kernels.sums import Groups
@@ -109,6 +109,12 @@ class SlotTable:
     def params(self) -> list[Tensor]:
         """The model tensor of each slot."""
         return self.seen.params
+
+    def weight_at(self, index: int) -> Tensor:
+        """Return this rank's weights of a slot as a plain tensor: the codes of a quantized
+        parameter, else the values."""
+        param = self.params[index]
+        return bits_of(param) if self.quantized[index] else local_tensor(param)
 
     def reuse(self, name: str, make: Callable[[], T]) -> T:
         """Return a fact that is derived from the columns. It is computed at the first call, and
@@ -299,8 +305,8 @@ class SlotTable:
         return SlotUpdates(chosen.slots, present, [multiplier] * len(present), chosen.outputs)
 
     def select(self, indices: list[int]) -> SlotColumns:
-        """Return the columns of some slots. If neither the slots nor their tensors changed since
-        the last step, return the same object as then.
+        """Return the columns of some slots. Return the object of the last step if slots and tensors
+        are unchanged.
 
         Args:
             indices: indices of the slots.

@@ -218,7 +218,6 @@ def _record(stack: Any, grads: StepGrads, verdict: AnyVerdict) -> StepResult:
 
 @contextmanager
 def _timed(config: OptimizerConfig, name: str) -> Iterator[None]:
-    """Time a phase of a step with Megatron's timers, if the config has any."""
     assert config.timers is not None
     timer = config.timers(name, log_level=1)
     timer.start(barrier=config.barrier_with_L1_time)
@@ -232,7 +231,8 @@ def _timed(config: OptimizerConfig, name: str) -> Iterator[None]:
 
 
 class StepGrads(ABC):
-    """The gradients of one step, from all wrappers of a stack. They are freed with this object.
+    """The gradients of one step, from all wrappers of a stack. This object frees the gradients when
+    the step ends.
 
     Attributes:
         has_any: True if any parameter has a gradient.
@@ -241,9 +241,9 @@ class StepGrads(ABC):
             the host needs the multipliers as numbers.
 
     Raises:
-        WorkerError: work during backward failed; the caller discards the work of all workers.
-        TypeError, ValueError: a gradient or a hyperparameter is not supported; the message has its
-            name.
+        WorkerError: a job during backward failed; the caller discards the jobs of all workers.
+        TypeError, ValueError: a gradient or a hyperparameter is not supported; the message names
+            the parameter or the hyperparameter.
     """
 
     has_any: bool
@@ -252,20 +252,21 @@ class StepGrads(ABC):
 
     @abstractmethod
     def sums(self, on_host: bool = False) -> Measurement:
-        """Return the sums of squares, agreed with the other ranks.
+        """Return the sums of squares of the gradients, summed over the ranks that agree on a norm.
+        Collective.
 
         Args:
-            on_host: True if the host forms the verdict, so that sums may be numbers instead of
+            on_host: True if the host forms the verdict. The sums may then be numbers instead of
                 tensors.
         """
 
     @abstractmethod
     def plan(self, verdict: AnyVerdict) -> None:
-        """Prepare as much of :meth:`run` as possible. Nothing is stepped."""
+        """Prepare the launches of :meth:`run`. No parameter is stepped."""
 
     @abstractmethod
     def run(self, verdict: AnyVerdict) -> None:
-        """Step the slots that have a gradient, or skip the step if the host decided so."""
+        """Step the slots that have a gradient. Do not step if the verdict has a cause of a skip."""
 
 
 class GradsOfMembers(StepGrads):
@@ -349,11 +350,11 @@ class Engine:
             keys: norm key of each gradient.
             indices: index of each gradient's slot in the table.
             all_keys: every norm key of the model, also keys without a gradient now, so that all
-                ranks reduce alike; by default those of the table.
+                ranks reduce the same scalars; by default the keys of the table.
             over: ranks over which the gradients are split although the parameters are not.
-            known: known sums of squares, as for
-                :func:`~mp_optim.mixed_precision.grad_norm.measure_rest`; empty if none is known.
-            held: whether each gradient is a copy in host memory, as for that function.
+            known: sum of squares of each gradient, or None for a gradient that is not measured yet;
+                empty if no sum is known.
+            held: for each gradient, True if it is a copy in host memory; empty without such copies.
             on_host: True if the result may have numbers instead of tensors.
             measured: sum of squares of each gradient, FP64, shape (gradients,); None to measure.
         """
@@ -434,8 +435,8 @@ class WrappedGrads(StepGrads):
         )
 
     def to_measure(self) -> tuple[str, torch.device, CachedTensorList]:
-        """Return backend and device of the sums of squares, and the gradients to measure: none if
-        backward measured some."""
+        """Return backend and device of the sums of squares, and the gradients to measure. The list
+        is empty if backward measured any gradient."""
         engine, (held, sums) = self._engine, self._in_backward
         grads = CachedTensorList() if held or sums else self._grads
         return engine.config.fused_backend, engine.table.common.device, grads

@@ -89,8 +89,6 @@ class WrappedOptimizer(MegatronOptimizer):
             self.remember_scale()
 
     def _updates_in_backward(self, grads: Mapping[Slot, Tensor], multiplier: float) -> SlotUpdates:
-        """Return the updates of gradients that arrived during backward, as the next step will make
-        them."""
         if self.has_edited_lists():
             return SlotUpdates.of([])
         return self.engine.table.updates(grads, multiplier, self.param_groups)
@@ -107,15 +105,14 @@ class WrappedOptimizer(MegatronOptimizer):
 
     @property
     def _is_built(self) -> bool:
-        """True if :attr:`engine` is built."""
         return "engine" in vars(self)
 
     def _build(self) -> None:
-        """Build :attr:`engine`, in a subclass whose constructor does not."""
+        """Build :attr:`engine`. Only a subclass that builds late overrides this method."""
 
     @property
     def executor(self) -> Executor:  # type: ignore[override]  # of one that may be built late
-        """The executor of the inner optimizer."""
+        """The executor that steps the parameters, taken from the inner optimizer."""
         return self.engine.executor
 
     @property
@@ -150,21 +147,18 @@ class WrappedOptimizer(MegatronOptimizer):
             super().add_param_group(param_group)
             return
         with self.added_whole():
-            self._add(param_group)
-
-    def _add(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(_with_model_names(self, param_group))
-        added, engine = self.param_groups[-1], self.engine
-        engine.optimizer.add_param_group(with_names(added))
-        inner_group = engine.executor.param_groups[-1]
-        # Check here, because torch's optimizers do not check settings.
-        engine.executor.check_settings(inner_group)
-        for key, value in inner_group.items():
-            added.setdefault(key, value)
-        self.share_settings()
-        # Ranks may differ in the norm groups and settings of the new group, so compare again.
-        engine.norm_names, engine.has_compared = None, False
-        engine.mains.bind_group(len(self.param_groups) - 1)
+            super().add_param_group(_with_model_names(self, param_group))
+            added, engine = self.param_groups[-1], self.engine
+            engine.optimizer.add_param_group(with_names(added))
+            inner_group = engine.executor.param_groups[-1]
+            # Check here, because torch's optimizers do not check settings.
+            engine.executor.check_settings(inner_group)
+            for key, value in inner_group.items():
+                added.setdefault(key, value)
+            self.share_settings()
+            # Ranks may differ in the norm groups and settings of the new group, so compare again.
+            engine.norm_names, engine.has_compared = None, False
+            engine.mains.bind_group(len(self.param_groups) - 1)
 
     def forget_groups(self, count: int) -> None:
         super().forget_groups(count)
@@ -219,7 +213,7 @@ class WrappedOptimizer(MegatronOptimizer):
         return Description(rows.rows, (*rows.notes, *self.choice_notes()))
 
     def own_metrics(self) -> dict[str, float]:
-        stepper, verdict = stepper_of(self.executor), self.counts.settle()
+        stepper, verdict = stepper_of(self.executor), self.counts.last_verdict()
         norms = {
             f"grad_norm/{name}": norm for name, norm in verdict.norms.items() if name != EXCLUDED
         }

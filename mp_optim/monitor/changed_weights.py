@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 from mp_optim.core import CachedTensorList, Slot, StepPlan, local_tensor
 from mp_optim.core.executor import Executor
 from mp_optim.core.model_parallel import ModelParallel
-from mp_optim.core.quantized import bits_of
 from mp_optim.core.tensor_layout import region_of
 from mp_optim.core.weight_delta import WeightDelta, WeightPatch, bits_differ, bits_set
 from mp_optim.kernels.checksums import WrittenWeights
@@ -67,7 +65,7 @@ class WeightChanges(WeightObserver):
         self._had_main: list[bool] = []
         self._is_marked: list[bool] = []
         alone = self._alone(frozen=True)
-        self._sums.note(alone, list(map(self._weights, alone)))
+        self._sums.note(alone, list(map(self._table.weight_at, alone)))
         self.look()
 
     # -- in a step --------------------------------------------------------------------------------
@@ -84,7 +82,7 @@ class WeightChanges(WeightObserver):
         self._written.update(range(self._count, len(table.slots)))
         self._count = len(table.slots)
         alone = self._alone(frozen or table.has_main != self._had_main)
-        weights = [self._weights(index) for index in alone]
+        weights = [self._table.weight_at(index) for index in alone]
         changed = self._sums.changed(alone, weights)
         self._written.update(alone[at] for at in changed)
         self._sums.note([alone[at] for at in changed], [weights[at] for at in changed])
@@ -93,7 +91,7 @@ class WeightChanges(WeightObserver):
         # parameter that only checksums can compare keeps its checksum.
         once.difference_update(self._alone(frozen=True))
         for index in once:
-            if self._sums.changed([index], [self._weights(index)]):
+            if self._sums.changed([index], [self._table.weight_at(index)]):
                 self._written.add(index)
             self._sums.forget(index)
         self._exposed.clear()
@@ -116,20 +114,16 @@ class WeightChanges(WeightObserver):
         return plan.part("changed", (self._bits,), partial(self._bitmaps, indices))
 
     def _bitmaps(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
-        bits = [self._bits_of(index) for index in indices]
+        for index in indices:
+            if self._is_marked[index] and index not in self._bits:
+                stepped = self._executor.stepped(self._table.slots[index])
+                count = bitmap_bytes(stepped.numel())
+                self._bits[index] = torch.zeros(count, dtype=torch.uint8, device=stepped.device)
+        bits = [self._bits.get(index) if self._is_marked[index] else None for index in indices]
         present = [each for each in bits if each is not None]
         if len(present) == len(bits):
             return CachedTensorList(present)
         return bits if present else ()
-
-    def _bits_of(self, index: int) -> Tensor | None:
-        if not self._is_marked[index]:
-            return None
-        if index not in self._bits:
-            stepped = self._executor.stepped(self._table.slots[index])
-            count = bitmap_bytes(stepped.numel())
-            self._bits[index] = torch.zeros(count, dtype=torch.uint8, device=stepped.device)
-        return self._bits[index]
 
     def _alone(self, frozen: bool) -> list[int]:
         """Return the indices of parameters without a separate main param, which only checksums can
@@ -142,13 +136,9 @@ class WeightChanges(WeightObserver):
         every = enumerate(zip(table.has_main, table.has_own_main, strict=True))
         return [index for index, (main, own) in every if not own and (main or frozen)]
 
-    def _weights(self, index: int) -> Tensor:
-        param = self._table.params[index]
-        return bits_of(param) if self._table.quantized[index] else local_tensor(param)
-
     def after_launch(self) -> None:
         alone = self._alone(frozen=False)
-        self._sums.note(alone, list(map(self._weights, alone)))
+        self._sums.note(alone, list(map(self._table.weight_at, alone)))
 
     def weight_written(self, index: int) -> None:
         self._written.add(index)
@@ -157,7 +147,7 @@ class WeightChanges(WeightObserver):
         # A parameter without a separate main param has a checksum already.
         if not self._sums.knows(index):
             self._exposed.add(index)
-            self._sums.note([index], [self._weights(index)])
+            self._sums.note([index], [self._table.weight_at(index)])
 
     # -- to publish -------------------------------------------------------------------------------
 
@@ -203,7 +193,7 @@ class WeightChanges(WeightObserver):
                 where = _index_in_whole(where, held, region.shape, region.offsets)
         return self._table.slots[index], region.shape, where, values
 
-    def published(self) -> None:
+    def forget_published(self) -> None:
         """Forget all changes, because they are published."""
         self._written.clear()
         for bits in self._bits.values():
@@ -238,8 +228,19 @@ class ChangedWeights(Observer):
         stack = self.stack
         stack.step_mark.check_lent("track_changes")
         stack.make_current()
-        if on:
-            _check_trackable(stack)
+        if on and any(any(mains.table.quantized) for mains in stack.all_mains()):
+            raise ValueError(
+                "track_changes: some parameters are in 8 bits, and their scales change with their "
+                "values; save the whole model.state_dict() in place of the changes"
+            )
+        if on and any(
+            group["params"] and not (group.get("param_names") or group.get("fqns"))
+            for group in stack.param_groups
+        ):
+            raise ValueError(
+                "track_changes: parameters have no names; build the optimizer with "
+                "model.named_parameters()"
+            )
         for mains, changes in self.tracked:
             mains.observers.remove(changes)
         self.tracked.clear()
@@ -270,44 +271,17 @@ class ChangedWeights(Observer):
                 name = mains.name(part[0])
                 if name not in parallel.copies:
                     patches.append(_patch_of(name, part, parallel))
-        with _publication([changes for _, changes in self.tracked]):
-            self.number += 1
+        # An exception below, also one from a signal handler, loses the changes. Then the next
+        # publication has all elements.
+        for _, changes in self.tracked:
+            changes.is_lost = True
+        for _, changes in self.tracked:
+            changes.forget_published()
+        self.number += 1
+        for _, changes in self.tracked:
+            changes.is_lost = False
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         return WeightDelta(self.run, self.number, full, rank, ranks, watched, tuple(patches))
-
-
-def _check_trackable(stack: MegatronOptimizer) -> None:
-    """Raise ValueError if the weights of a stack cannot be published: they are in 8 bits, or have
-    no names."""
-    if any(any(mains.table.quantized) for mains in stack.all_mains()):
-        raise ValueError(
-            "track_changes: some parameters are in 8 bits, and their scales change with their "
-            "values; save the whole model.state_dict() in place of the changes"
-        )
-    if any(
-        group["params"] and not (group.get("param_names") or group.get("fqns"))
-        for group in stack.param_groups
-    ):
-        raise ValueError(
-            "track_changes: parameters have no names; build the optimizer with "
-            "model.named_parameters()"
-        )
-
-
-@contextmanager
-def _publication(tracked: Sequence[WeightChanges]) -> Iterator[None]:
-    """Forget the changes of all wrappers, unless the block raises.
-
-    After an exception, also one from a signal handler, the changes count as lost. Then the next
-    publication has all elements.
-    """
-    for changes in tracked:
-        changes.is_lost = True
-    for changes in tracked:
-        changes.published()
-    yield
-    for changes in tracked:
-        changes.is_lost = False
 
 
 def _patch_of(name: str, part: ChangedPart, parallel: ModelParallel) -> WeightPatch:

@@ -57,7 +57,7 @@ class GradientHealth(Observer):
                 "log_param_grad_norms=0: no norms of parameters are kept; set "
                 "log_param_grad_norms to the number of norms that metrics() shows"
             )
-        return self.norms_in(self.stack.counts.settle(), top)
+        return self.norms_in(self.stack.counts.last_verdict(), top)
 
     def norms_in(self, verdict: Verdict, top: int | None = None) -> dict[str, float]:
         """Return the largest gradient norms of a verdict by parameter name; empty if the verdict
@@ -80,5 +80,5 @@ class GradientHealth(Observer):
         """Return the ``log_param_grad_norms`` largest norms of the last step as
         ``param_grad_norm/<name>``."""
         stack = self.stack
-        norms = self.norms_in(stack.counts.settle(), stack.config.log_param_grad_norms)
+        norms = self.norms_in(stack.counts.last_verdict(), stack.config.log_param_grad_norms)
         return {f"param_grad_norm/{name}": norm for name, norm in norms.items()}

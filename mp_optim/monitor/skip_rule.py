@@ -94,7 +94,7 @@ class SkipRule(Observer):
 
     def begin_judging(self, device: torch.device) -> bool:
         reported, self.reported = self.reported, None  # A reported loss counts for one step only.
-        if not math.isfinite(self._config.skip_step_sigma_factor):
+        if not self.is_on:
             return False
         if self._window.device != device:
             self._window, self._next, self._loss = (
@@ -151,7 +151,7 @@ class SkipRule(Observer):
     def metrics(self) -> dict[str, float]:
         """Return the largest allowed norm and loss of the last step, and the loss itself if one was
         reported."""
-        return {**self.stack.counts.settle().limits}
+        return {**self.stack.counts.last_verdict().limits}
 
     # -- state ------------------------------------------------------------------------------------
 

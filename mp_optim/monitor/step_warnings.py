@@ -61,14 +61,14 @@ class StepWarnings(Observer):
         if not (self._warned_of_no_gradient or grads.has_any or stack.is_stub_optimizer):
             self._warn_of_no_gradient(stack)
         if isinstance(verdict, DeviceVerdict):
-            verdict.when_settled(weak_method(self._judge))
+            verdict.when_known(weak_method(self._report))
         elif verdict.cause or self.skips:
-            self._judge(verdict)
+            self._report(verdict)
         steps, params = stack.counts.steps, stack.model_params
         if params is not None and steps & (steps - 1) == 0:
             params.warn_of_untrained(stack, with_gradient=True)
 
-    def _judge(self, verdict: Verdict) -> None:
+    def _report(self, verdict: Verdict) -> None:
         if not verdict.cause:
             self.skips = 0
             return

@@ -152,7 +152,7 @@ class StackOptimizer(WrappedOptimizer):
                     group.setdefault(name, value)
             self._build_engine(inner, executor)
         except BaseException:
-            self._forget_engine()
+            self.drop_engine()
             raise
 
     def keep_loss_scale(self, scaler: MegatronGradScaler | None) -> None:
@@ -163,12 +163,8 @@ class StackOptimizer(WrappedOptimizer):
         """
         self.grad_scaler = self._own_scaler = scaler
 
-    def drop_stack(self) -> None:
+    def drop_engine(self) -> None:
         """Free main params and state. The next step or load builds them again."""
-        if self._is_built:
-            self._forget_engine()
-
-    def _forget_engine(self) -> None:
         for scheduler in self.backward_schedulers:
             scheduler.stop()
         vars(self).pop("engine", None)
@@ -293,7 +289,7 @@ class StackOptimizer(WrappedOptimizer):
     @param_groups.setter
     def param_groups(self, groups: ParamGroups) -> None:
         if self._is_built and not self._is_begun and groups is not self._live_groups:
-            self._forget_engine()
+            self.drop_engine()
         SlotKeyedOptimizer.param_groups.__set__(self, groups)  # type: ignore[attr-defined]
 
     def check_lists(self) -> None:
@@ -303,7 +299,7 @@ class StackOptimizer(WrappedOptimizer):
         state. The next step builds another executor.
         """
         if self._is_built and not self._is_begun and self.has_edited_lists():
-            self._forget_engine()
+            self.drop_engine()
         super().check_lists()
 
     def lists_are_known(self) -> None:
@@ -413,7 +409,7 @@ class StackOptimizer(WrappedOptimizer):
             return False
         match = checked_match(self.param_groups, state_dict["param_groups"], self.check_settings)
         self.last_step = None
-        self._forget_engine()
+        self.drop_engine()
         match.write_settings(self.param_groups)
         return True
 

@@ -275,7 +275,9 @@ class Muon(StackOptimizer):
 
     def arranged(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         self._remember(module_of(group["params"]))
-        parts = super().arranged({**group, "params": _members(group["params"])})
+        params = group["params"]
+        members = [params] if isinstance(params, Tensor) else list(params)
+        parts = super().arranged({**group, "params": members})
         return [split for part in parts for split in by_rule(part, self._tables())]
 
     def choice_notes(self) -> tuple[str, ...]:
@@ -375,7 +377,3 @@ def by_rule(group: dict[str, Any], tables: Tables) -> list[dict[str, Any]]:
         )
     split = [{**settings, "params": parts[rule], "optimizer": rule} for rule in parts]
     return [part for part in split if part["params"]] or split[:1]
-
-
-def _members(params: Any) -> list[Tensor | NamedTensor]:
-    return [params] if isinstance(params, Tensor) else list(params)

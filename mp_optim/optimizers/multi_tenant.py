@@ -150,8 +150,10 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
         alone: dict[str, StackOptimizer] = {}
         together: dict[str, StackOptimizer] = {}
         errors: dict[str, Exception] = {}
-        for name in self._names_to_step(names):
-            tenant = self._tenants[name]
+        listed = self._listed(names)
+        if names is None:
+            listed = [name for name in listed if name not in self._files]
+        for name, tenant in [(name, self._loaded(name)) for name in listed]:
             with errors_kept(errors, name):
                 tenant.begin_step()
                 (alone if _has_hooks(tenant) else together)[name] = tenant
@@ -236,7 +238,7 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
                 tenant.offload_to_cpu()
             else:
                 _write(Path(path), tenant)
-                tenant.drop_stack()
+                tenant.drop_engine()
         tenant.step_mark.refusal = _OFFLOADED.format(name, name)
         self._files[name] = None if path is None else Path(path)
 
@@ -291,15 +293,6 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
             self._tenant(name)
         if twice := [name for name in set(listed) if listed.count(name) > 1]:
             raise ValueError(f"names={listed!r}: {twice[0]!r} occurs twice; give each name once")
-        return listed
-
-    def _names_to_step(self, names: str | Iterable[str] | None) -> list[str]:
-        """Return the names of tenants to step."""
-        listed = self._listed(names)
-        if names is None:
-            return [name for name in listed if name not in self._files]
-        for name in listed:
-            self._loaded(name)
         return listed
 
     def _check_owners(self, new: StackOptimizer) -> None:

@@ -227,6 +227,12 @@ def config_of(
         ValueError: a value is out of range, contradicts another value, or has no effect.
     """
     chosen: dict[str, Any] = {**_DEFAULTS, **_without_torchs(settings, arguments)}
+    placement = {name: chosen[name] for name in _OF_OFFLOADING}
+    if chosen["offload"] == 0.0 and placement.items() <= _DEFAULTS.items():
+        placement = {}
+    else:
+        placement["optimizer_cpu_offload"] = True
+        placement["optimizer_offload_fraction"] = chosen["offload"]
     try:
         return OptimizerConfig(
             optimizer=rule,
@@ -238,7 +244,7 @@ def config_of(
             ema_dtype=_choice(chosen, "ema_dtype", _AVERAGES),
             **{name: chosen[name] for name in _SAME},
             **_form(rule, chosen),
-            **_placement(chosen),
+            **placement,
         )
     except SettingError as error:
         name = _ARGUMENT.get(error.name, error.name)
@@ -281,14 +287,6 @@ def _form(rule: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
         **({} if bits is None else {"param_remainder_bits": bits}),
         **stochastic,
     }
-
-
-def _placement(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    offloading = {name: chosen[name] for name in _OF_OFFLOADING}
-    if chosen["offload"] == 0.0 and offloading.items() <= _DEFAULTS.items():
-        return {}
-    fraction = {"optimizer_offload_fraction": chosen["offload"]}
-    return {"optimizer_cpu_offload": True, **fraction, **offloading}
 
 
 def _choice(chosen: Mapping[str, Any], name: str, choices: Mapping[str, Any]) -> Any:

@@ -115,10 +115,8 @@ class GradReducer:
             entry: the parameter.
         """
         this, param, mark = weakref.ref(self), cast(Any, entry.param), next(_marks)
-        self._entries[mark] = (
-            # The hook must not refer to the entry, because the entry refers to the parameter.
-            entry
-        )
+        # The hook must not refer to the entry, because the entry refers to the parameter.
+        self._entries[mark] = entry
 
         def arrive(tensor: Tensor) -> None:
             reducer = this()
@@ -390,7 +388,8 @@ class LaunchOrder:
         if all(member.synchronizes for member in self._members):
             while self._next < len(self.sequence):
                 self._launch_next()
-            self._end_of_round()
+            if self._again:  # Another backward may add to the same shards.
+                self._next = 0
 
     def _launch_next(self) -> None:
         if self._again and self._next == 0:
@@ -400,18 +399,12 @@ class LaunchOrder:
         self._members[number].launch(index)
         self._next += 1
 
-    def _end_of_round(self) -> None:
-        # Start from the first bucket again, because another backward may add to the same shards.
-        if self._again:
-            self._next = 0
-
     def finish(self) -> None:
         """Reduce all gradients that are not yet reduced, and wait. Collective."""
         while self._is_anything_left():
             for number, index in self.sequence[self._next :]:
                 self._members[number].launch(index)
-            self._next = len(self.sequence)
-            self._end_of_round()
+            self._next = 0 if self._again else len(self.sequence)
         self.wait()
         self._heard()
 

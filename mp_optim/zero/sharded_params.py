@@ -105,19 +105,15 @@ class ParamShard:
         if key == "step" or not isinstance(value, Tensor) or not is_elementwise(key):
             return value
         if is_scale(key):
-            return self._local_scale(value)
+            # A parameter has one scale for each element, or one for each block of elements.
+            if value.dim() > 1:
+                return value.reshape(*self.tensor.shape, 1)
+            if value.shape != (-(-self.shape.numel() // SHARD_ALIGNMENT),):
+                return value
+            return value[self.start // SHARD_ALIGNMENT : -(-self.stop // SHARD_ALIGNMENT)]
         if value.shape == self.shape and value.shape != self.tensor.shape:
             return value.reshape(-1)[self.start : self.stop].view(self.tensor.shape)
         return value
-
-    def _local_scale(self, scale: Tensor) -> Tensor:
-        """Return this rank's part of saved scales, which are one for each element or one for each
-        block of the whole parameter."""
-        if scale.dim() > 1:
-            return scale.reshape(*self.tensor.shape, 1)
-        if scale.shape != (-(-self.shape.numel() // SHARD_ALIGNMENT),):
-            return scale
-        return scale[self.start // SHARD_ALIGNMENT : -(-self.stop // SHARD_ALIGNMENT)]
 
 
 def _layout_of(groups: ParamGroups, shards: Mapping[Slot, ParamShard], slot: Slot) -> StateLayout:
@@ -349,24 +345,22 @@ class ShardedParams:
         params, slots = all_params(self._param_groups), list(self.shards)
         changed = self._seen.changed(params)
         for index in changed:
-            if slots[index] in self._entries:
-                self._follow_param(slots[index], params[index])
+            if slots[index] not in self._entries:
+                continue
+            (bucket, entry), param = self._entries[slots[index]], params[index]
+            is_replaced = param is not entry.param
+            if is_replaced or not same_memory(param, entry.data):
+                self.buckets[bucket].adopt(entry, param)
+            if is_replaced:
+                self.reducer.watch(bucket, entry)
+                self.gatherer.look()
         return bool(changed)
-
-    def _follow_param(self, slot: Slot, param: Tensor) -> None:
-        index, entry = self._entries[slot]
-        is_replaced = param is not entry.param
-        if is_replaced or not same_memory(param, entry.data):
-            self.buckets[index].adopt(entry, param)
-        if is_replaced:
-            self.reducer.watch(index, entry)
-            self.gatherer.look()
 
     def look(self) -> None:
         """Record the present parameters as seen."""
         self._seen.look(all_params(self._param_groups))
 
-    def share(self) -> None:
+    def gather_now(self) -> None:
         """Gather the other ranks' parts of the parameters and wait, after other code than a step
         wrote this rank's parts. Collective."""
         if not self.steps_everything:

@@ -59,19 +59,23 @@ class ReducedGrads(GradsOfMembers):
         self._optimizer, self._model = optimizer, optimizer._model
         self._trained: list[Slot] = self._model.hand_out_grads()
         step, reducer = optimizer.counts.steps + 1, optimizer.grad_reducer
-        lines = _of_step(optimizer.param_groups, step, reducer.rounds, self._model.frozen)
-        optimizer.shards.engine.compared = lines
+        names = (slot_name(optimizer.param_groups, slot) for slot in self._model.frozen)
+        # Ranks compare these lines in the reduction of the norm, in addition to settings.
+        optimizer.shards.engine.compared = [
+            f"step {step}",
+            *(f"{name} was frozen since the optimizer was built" for name in names),
+            f"gradients of {reducer.rounds} backward passes reduced since zero_grad()",
+        ]
         optimizer.share_settings()
         super().__init__(optimizer)
         # A parameter without a backward pass on this rank has a gradient of zeros.
         self.has_any = reducer.has_gradients
 
     def sums(self, on_host: bool = False) -> Measurement:
-        return self._owned_sums() if self._model.steps_everything else super().sums()
-
-    def _owned_sums(self) -> Measurement:
-        """Return the sums of squares of this rank's elements, although each rank steps all
-        elements. So the norm has the same summands as with sharding."""
+        if not self._model.steps_everything:
+            return super().sums()
+        # Each rank steps all elements. Measure only the elements that this rank would own with
+        # sharding, so that the norm has the same summands.
         optimizer = self._optimizer
         over = (optimizer._group,)
         keys = {slot: NormKey(optimizer.norm_key(slot).group, over) for slot in optimizer.slots()}
@@ -240,7 +244,7 @@ class DistributedOptimizer(CompositeOptimizer):
 
     @in_own_modes
     def show_written_params(self) -> None:
-        self._model.share()
+        self._model.gather_now()
         super().show_written_params()
 
     @in_own_modes
@@ -285,21 +289,6 @@ def _of_construction(
     for place, slot in enumerate(in_forward):
         lines.append(f"place {place} in forward: {slot_name(groups, slot)}")
     return lines + of_groups(groups)
-
-
-def _of_step(groups: ParamGroups, step: int, rounds: int, frozen: Sequence[Slot]) -> list[str]:
-    """Return lines that ranks compare in each step, in addition to settings.
-
-    Args:
-        groups: groups of the model's parameters.
-        step: number of the step.
-        rounds: number of backward passes that were reduced for the step.
-        frozen: slots that were trained when the optimizer was built, and are frozen now.
-    """
-    names = (slot_name(groups, slot) for slot in frozen)
-    said = (f"{name} was frozen since the optimizer was built" for name in names)
-    passes = f"gradients of {rounds} backward passes reduced since zero_grad()"
-    return [f"step {step}", *said, passes]
 
 
 def _show_settings(optimizer: DistributedOptimizer, sharded: bool) -> None:

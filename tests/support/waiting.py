@@ -110,20 +110,20 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[No
 
     newest: list[Any] = []
     create = verdict.DeviceVerdict.__init__
-    settle = unwatched(verdict.DeviceVerdict.settle)
+    wait = unwatched(verdict.DeviceVerdict.wait)
 
     def created(self: Any, *args: Any) -> None:
         create(self, *args)
         newest[:] = [self]
 
-    def settled(self: Any) -> Any:
+    def waited(self: Any) -> Any:
         if modes and newest == [self] and self._verdict is None:
             raise WaitedError("the verdict of this very step was asked for")
-        return settle(self)
+        return wait(self)
 
     with monkeypatch.context() as patch:
         patch.setattr(verdict.DeviceVerdict, "__init__", created)
-        patch.setattr(verdict.DeviceVerdict, "settle", settled)
+        patch.setattr(verdict.DeviceVerdict, "wait", waited)
         patch.setattr(GridExecutor, "__call__", unwatched(GridExecutor.__call__))
         for module in (verdict, backend, sums):
             patch.setattr(module, "root", unwatched(module.root))

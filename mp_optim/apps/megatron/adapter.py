@@ -149,7 +149,7 @@ class MegatronAdapter(torch.optim.Optimizer):
     @property
     def grad_norms_by_group(self) -> dict[str, float]:
         """The last step's norms of gradients that are clipped separately, by name."""
-        norms = self.stack.counts.settle().norms
+        norms = self.stack.counts.last_verdict().norms
         return {key: norms[key] for key in norms if key not in (MAIN_NORM, EXCLUDED)}
 
     def get_grad_stats_parallel_group(self) -> ProcessGroup | None:

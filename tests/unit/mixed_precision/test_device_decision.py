@@ -81,7 +81,7 @@ def test_device_decision_has_bits_of_host_decision_for_any_sums(
         decide(measurement, scaling, config),
         decide_on_device(measurement, scaling, config),
     )
-    found = device.settle()
+    found = device.wait()
     for mine, theirs in ((found.multipliers, host.multipliers), (found.norms, host.norms)):
         assert {name: bits(value) for name, value in mine.items()} == {
             n: bits(v) for n, v in theirs.items()

@@ -77,6 +77,6 @@ def test_device_verdict_skips_the_step_when_ranks_disagree(off, skips):
     measured = Measurement(sums, None, torch.tensor(off, dtype=torch.float64))
     pending = decide_on_device(measured, (), config)
     verdict = decide(measured, (), config)
-    assert pending.settle() == verdict
+    assert pending.wait() == verdict
     assert (bool(verdict.cause), verdict.disagrees) == (skips, skips)
     assert bool(pending.multipliers[MAIN_NORM].values[1]) == skips
