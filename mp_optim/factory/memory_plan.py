@@ -177,7 +177,7 @@ def plan_rank(
             each for each in optimizer.chained_optimizers if isinstance(each, WrappedOptimizer)
         ]
         steppers = [stepper_of(part.executor) for part in parts]
-        grads -= sum(each.host_part.released_bytes for each in steppers if each is not None)
+        grads -= sum(each.released_bytes for each in steppers if each is not None)
     return replace(
         memory,
         accelerator=replace(memory.accelerator, model_params=model_params, grads=grads),
@@ -272,7 +272,7 @@ def _reserves(member: WrappedOptimizer, config: OptimizerConfig) -> Iterator[tup
     """Yield (kind of memory, purpose, bytes) of memory that the first step reserves."""
     if not isinstance(member.executor, PlacedExecutor):
         return
-    held, pins_mains = member.executor.stepper.host_part.host_bytes(), config.pin_cpu_params
+    held, pins_mains = member.executor.stepper.host_bytes(), config.pin_cpu_params
     yield _taken("main_params", [member.executor.main_memory.capacity], pins_mains)
     yield _taken("staging", held.staging, config.pin_cpu_grads)
     yield _taken("double_buffers", held.back_mains, pins_mains)
@@ -281,11 +281,11 @@ def _reserves(member: WrappedOptimizer, config: OptimizerConfig) -> Iterator[tup
     yield _taken("averages", held.averages, pins_mains)
     yield _taken("main_params", held.remainders, pins_mains)
     yield _taken("staging", held.windows, pins_mains)
-    on_disk = member.executor.stepper.host_part.disk_bytes()
+    on_disk = member.executor.stepper.disk_bytes()
     yield "disk", "main_params", on_disk.main_params
     yield "disk", "moments", on_disk.moments
     yield "disk", "averages", on_disk.averages
-    yield "accelerator", "staging", member.executor.stepper.host_part.device_bytes
+    yield "accelerator", "staging", member.executor.stepper.device_bytes
 
 
 def _taken(purpose: str, pieces: Sequence[int], is_pinned: bool) -> tuple[str, str, int]:

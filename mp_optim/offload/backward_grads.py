@@ -45,14 +45,12 @@ from mp_optim.core import (
     iter_slots,
     local_tensor,
 )
-from mp_optim.core.executor import Place
 from mp_optim.core.tensors import GRADIENT_DTYPES
 from mp_optim.host.calls import writes_counted
 from mp_optim.host.leases import sums_of_bits
 from mp_optim.host.torch_types import is_dtensor
-from mp_optim.offload.buckets import Buckets, Staging
+from mp_optim.offload.buckets import WAIT_COPIES, Buckets, Staging, StepTimeline
 from mp_optim.offload.speculation import BackLaunch
-from mp_optim.offload.timeline import WAIT_COPIES, StepTimeline
 
 
 class GradSource(NamedTuple):
@@ -134,60 +132,56 @@ def _bits_of(grad: Tensor) -> Tensor:
 
 
 class BackwardGrads:
-    """Hooks on the parameters of a source that are not stepped on the device.
+    """Hooks on the offloaded parameters of an optimizer, and versions of their gradients.
 
     Neither the hooks nor this object keep the receiver alive.
 
     Args:
-        place_of: returns the place where a slot is stepped.
+        source: the optimizer that takes the step.
         receive: bound method that takes the slot, its local gradient, and the releasable gradient
             or None.
 
     Attributes:
         source: the outermost optimizer. A wrapper replaces the optimizer that it wraps.
+        counts: number of gradients that have arrived for each slot. The number distinguishes
+            gradients of two micro-batches in the same memory.
     """
 
     def __init__(
-        self,
-        source: GradSource,
-        place_of: Callable[[Slot], Place],
-        receive: Callable[[Slot, Tensor, ReleasableGrad | None], object],
+        self, source: GradSource, receive: Callable[[Slot, Tensor, ReleasableGrad | None], object]
     ) -> None:
-        self.source = source
-        self._place_of, self._receive = place_of, weakref.WeakMethod(receive)
+        self.source, self._receive = source, weakref.WeakMethod(receive)
+        self._offloaded: frozenset[Slot] = frozenset()
         self._seen: list[Tensor] = []
         self._trains: list[bool] = []
         self._watched: dict[Slot, Tensor] = {}
         # Keys are the ids of parameters in ``_watched``, which keeps the parameters alive.
         self._slot_of: dict[int, Slot] = {}
         self._hooks: dict[Slot, RemovableHandle] = {}
-        # The count distinguishes gradients of two micro-batches in the same memory.
-        self._counts: Counter[Slot] = Counter()
+        self.counts: Counter[Slot] = Counter()
         self._compared: dict[Slot, bool] = {}
         weakref.finalize(self, _remove, self._hooks)
 
     def use_source(self, source: GradSource) -> None:
         """Report the gradients of this optimizer's parameters from now on."""
         self.source = source
-        self.places_changed()
+        self.watch(self._offloaded)
 
-    def places_changed(self) -> None:
-        """Register hooks again, because slots may be stepped at other places than before."""
-        self._seen = []
+    def watch(self, offloaded: frozenset[Slot]) -> None:
+        """Report the gradients of these slots from now on."""
+        self._offloaded, self._seen = offloaded, []
         self.update_hooks()
 
     def update_hooks(self) -> None:
-        """Register hooks on the source's trainable parameters that are not stepped on the
-        device, and remove all other hooks."""
+        """Register hooks on the source's trainable parameters at offloaded slots, and remove all
+        other hooks."""
         params = all_params(self.source.param_groups)
         trains = [param.requires_grad for param in params]
         if trains == self._trains and all_same(params, self._seen):
             return
         self._seen, self._trains = params, trains
-        watched = {}
-        for slot, param in iter_slots(self.source.param_groups):
-            if self._place_of(slot) != "device":
-                watched[slot] = param
+        slots = iter_slots(self.source.param_groups)
+        watched = {slot: param for slot, param in slots if slot in self._offloaded}
         hooked = {slot: p for slot, p in watched.items() if p.requires_grad and p.is_leaf}
         for slot in list(self._hooks):
             if slot not in hooked or hooked[slot] is not self._watched[slot]:
@@ -227,14 +221,10 @@ class BackwardGrads:
 
     # -- whether gradients are those that a job was given ------------------------------------------
 
-    def count(self, slot: Slot) -> None:
-        """Count a gradient that arrived."""
-        self._counts[slot] += 1
-
     def versions(self, updates: SlotUpdates, with_bits: bool = False) -> dict[Slot, GradVersion]:
         """Return the present versions of the gradients of updates; see :meth:`GradVersion.of`."""
         return {
-            slot: GradVersion.of(grad, self._counts[slot], with_bits)
+            slot: GradVersion.of(grad, self.counts[slot], with_bits)
             for slot, grad in zip(updates.slots, updates.grads, strict=True)
         }
 
@@ -242,7 +232,7 @@ class BackwardGrads:
         """True if a job was given a gradient of each slot of the updates, and no further
         gradient arrived."""
         return tuple(given) == tuple(updates.slots) and all(
-            version.count == self._counts[slot] for slot, version in given.items()
+            version.count == self.counts[slot] for slot, version in given.items()
         )
 
     def are_same(
@@ -278,7 +268,7 @@ class BackwardGrads:
             staged: the job's copy in host memory, which is compared bit by bit; None to compare
                 versions.
         """
-        if version.count != self._counts[slot]:
+        if version.count != self.counts[slot]:
             return False
         if staged is None:
             return version.matches(grad)
@@ -504,8 +494,8 @@ class BackwardBucket:
     valid until ``BackwardScheduler.end_iteration``; after that, uploads may read the memory.
 
     Args:
-        buckets: all buckets, including this one.
-        comes_down: True if gradients that stay on the device are copied to the host, too.
+        buckets: all buckets of the place.
+        index: number of this bucket.
 
     Attributes:
         slots: slots whose gradients are copied or stepped.
@@ -516,8 +506,8 @@ class BackwardBucket:
         is_trusted: True if no untraceable write can have changed the inputs or results of the job.
     """
 
-    def __init__(self, buckets: Buckets, index: int, comes_down: bool) -> None:
-        self.index, self.comes_down = index, comes_down
+    def __init__(self, buckets: Buckets, index: int) -> None:
+        self.index = index
         self.slots = slots = buckets.members[index]
         self.label = buckets.label(sorted(slots))
         self.staging = buckets.staging[index]

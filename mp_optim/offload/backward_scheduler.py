@@ -1,9 +1,22 @@
-"""The schedule of offloaded slots: jobs that backward begins, results that ``step()`` uses, and
-jobs that ``step()`` repeats. Also the thread that runs the jobs.
+"""Jobs that backward begins on offloaded slots, results of these jobs that ``step()`` uses, and the
+worker thread that runs the jobs.
 
-With ``offload_mode="sync"`` backward begins nothing. With ``overlap`` gradients are copied to the
-host and measured. With ``speculative`` the host also steps them into a back buffer, as if the step
-were neither clipped nor skipped.
+With ``offload_mode="sync"`` backward begins no job. With ``"overlap"`` a gradient passes these
+functions:
+
+1. The hook of :class:`~mp_optim.offload.backward_grads.BackwardGrads` passes each final gradient to
+   :meth:`BackwardScheduler.on_grad_ready`, which adds the gradient to its bucket.
+2. If the bucket is complete, :meth:`BackwardScheduler._begin` makes a
+   :class:`~mp_optim.offload.backward_grads.BackwardJob` and submits it to the :class:`Worker`.
+3. The worker copies the gradients to staging memory. The worker also measures gradients that are in
+   host memory, and gradients that leave the device. The device measures all other gradients.
+4. ``step()`` calls :meth:`BackwardScheduler.collect`, which waits for the worker.
+5. :meth:`BackwardScheduler.find_copied` compares gradients with the versions that the job recorded.
+   A changed gradient is copied again.
+6. :class:`~mp_optim.offload.stepper.Stepper` steps the buckets.
+
+With ``"speculative"`` the worker also measures every gradient, and steps each bucket into a back
+buffer, as if the step were neither clipped nor skipped.
 """
 
 from __future__ import annotations
@@ -24,6 +37,7 @@ from torch import Tensor
 
 from mp_optim.config.setting_checks import RefusedSettings
 from mp_optim.core import Slot, SlotUpdates
+from mp_optim.core.executor import Executor
 from mp_optim.host.calls import DaemonExecutor, in_own_modes, warn
 from mp_optim.host.host_share import host_share
 from mp_optim.host.transfer import fetch
@@ -38,10 +52,9 @@ from mp_optim.offload.backward_grads import (
     ReleasableGrad,
     ReleasedGrads,
 )
-from mp_optim.offload.buckets import BucketStep, Staging
-from mp_optim.offload.host_part import HostPart
-from mp_optim.offload.speculation import BackLaunch
-from mp_optim.offload.timeline import WAIT_WORKER
+from mp_optim.offload.buckets import WAIT_WORKER, Buckets, BucketStep, Staging
+from mp_optim.offload.settings import HostStepSettings, OffloadedStep
+from mp_optim.offload.speculation import BackLaunch, SpeculativeStepper
 from mp_optim.rules.rule import Launch
 
 _HOST = torch.device("cpu")
@@ -54,10 +67,10 @@ class WorkerError(RuntimeError):
 class Phase(enum.Enum):
     """The phases of an iteration, from the end of one step to the end of the next step.
 
-    IDLE lasts until the first gradient. BACKWARD begins with the first gradient, which fixes the
-    predicted multiplier and whether jobs step ahead. COLLECTED begins when the worker is drained:
-    staging memory and back buffers belong to the caller until the step ends. A further gradient
-    leads back to BACKWARD.
+    IDLE lasts until the first job begins. That job fixes the predicted multiplier, and whether
+    jobs of this iteration step into back buffers. BACKWARD lasts until the worker is drained.
+    COLLECTED lasts until the step ends: staging memory and back buffers belong to the caller. A
+    further gradient leads back to BACKWARD.
     """
 
     IDLE, BACKWARD, COLLECTED = enum.auto(), enum.auto(), enum.auto()
@@ -80,17 +93,22 @@ class BackwardScheduler:
     """Begins jobs on offloaded slots during backward. In mode ``sync`` it begins no job.
 
     Args:
-        host_part: the slots, and their buckets and windows.
+        how: place and mode of the steps.
+        executor: keeps the state of the slots.
         bind_tensors: updates the executor's tensors to the present tensors.
+        settings: memory and copies of the steps.
         source: the optimizer that takes the step.
+        speculation: steps into back buffers; None without speculation.
+        label: returns a label for some slots, for errors.
 
     Attributes:
+        runs_in_backward: True if backward copies gradients to the host.
         worker: the worker thread.
         buckets: buckets that backward may begin, in the order in which gradients are expected.
         counts: counts by name. ``speculation_hits``: buckets that were published as speculated.
             ``speculation_redone``: buckets that were stepped again. ``speculation_paused``: steps
-            in which speculation paused. ``speculation_stale``: buckets whose gradients changed
-            after backward.
+            in which speculation paused. ``speculation_stale``: buckets whose gradients changed after
+            backward.
         released: gradients that only the host has.
         grads: reports gradients as they arrive, and compares them with the gradients of jobs.
         is_last_microbatch: True if arriving gradients are complete.
@@ -99,10 +117,19 @@ class BackwardScheduler:
     """
 
     def __init__(
-        self, host_part: HostPart, bind_tensors: Callable[[], object], source: GradSource
+        self,
+        how: OffloadedStep,
+        executor: Executor,
+        bind_tensors: Callable[[], object],
+        settings: HostStepSettings,
+        source: GradSource,
+        speculation: SpeculativeStepper | None,
+        label: Callable[[Sequence[Slot]], str],
     ) -> None:
-        settings = host_part.settings
-        self.mode, self.runs_in_backward = host_part.how.mode, host_part.how.runs_in_backward
+        self._how, self._executor, self._bind_tensors = how, executor, bind_tensors
+        self._settings, self._timeline = settings, settings.timeline
+        self._speculation, self._label = speculation, label
+        self.runs_in_backward = self._releases = False
         self.counts = Counter(
             speculation_hits=0, speculation_redone=0, speculation_paused=0, speculation_stale=0
         )
@@ -110,15 +137,13 @@ class BackwardScheduler:
         self.released = ReleasedGrads(self.worker.wait_for)
         self.buckets: list[BackwardBucket] = []
         self.is_last_microbatch = True
-        self.grads = BackwardGrads(source, host_part.place_of, self.on_grad_ready)
+        self.grads = BackwardGrads(source, self.on_grad_ready)
         self.phase, self.speculates = Phase.IDLE, False
-        # Prediction for jobs of this backward; valid from the first gradient on.
+        # The multiplier that the jobs of this backward step with. The first job sets the number.
         self._multiplier = 1.0
         self._expected: Callable[[], Tensor] | None = None
-        self._host_part, self._speculation = host_part, host_part.speculation
-        self._executor, self._bind_tensors = host_part.executor, bind_tensors
-        self._timeline = settings.timeline
         self._reporting = threading.Lock()
+        self._plan: Buckets | None = None
         self._bucket_of: dict[Slot, BackwardBucket] = {}
         self._failure: WorkerError | None = None
 
@@ -128,25 +153,37 @@ class BackwardScheduler:
         Args:
             inverse_scale: shape (1,), FP32. The next backward reads its copy on the host.
         """
-        self._expected = fetch(self._transfer, inverse_scale)
+        self._expected = fetch(self._settings.transfer, inverse_scale)
 
     def _predicted_multiplier(self) -> float:
         """Return the multiplier of gradients in FP32 if nothing is clipped or skipped."""
         return 1.0 if self._expected is None else fp32(float(self._expected()))
 
-    def use_buckets(self) -> None:
-        """Read the buckets of the host part again. No job may be in progress."""
-        host_part, settings = self._host_part, self._host_part.settings
-        self._transfer = settings.transfer
+    def use_buckets(
+        self,
+        settings: HostStepSettings,
+        buckets: Buckets | None,
+        offloaded: frozenset[Slot],
+        releases: bool,
+    ) -> None:
+        """Begin jobs on these buckets from now on. No job may be in progress.
+
+        Args:
+            settings: memory and copies of the steps.
+            buckets: buckets of gradients that are copied to the host; None if no gradient is.
+            offloaded: the offloaded slots.
+            releases: True if gradients leave the device during backward.
+        """
+        self._settings, self._releases, self._plan = settings, releases, buckets
+        self.runs_in_backward = self._how.runs_in_backward and buckets is not None
         self.buckets, largest = [], 0
-        if self.runs_in_backward and (buckets := host_part.buckets) is not None:
+        if self.runs_in_backward and buckets is not None:
             indices = range(len(buckets.members))
-            self.buckets = [BackwardBucket(buckets, at, host_part.comes_down) for at in indices]
+            self.buckets = [BackwardBucket(buckets, index) for index in indices]
             for staging in buckets.staging:
                 largest = max(largest, staging.capacity // (1 + buckets.has_outputs))
         self._bucket_of = {slot: bucket for bucket in self.buckets for slot in bucket.slots}
-        if self.runs_in_backward:
-            self.grads.places_changed()
+        self.grads.watch(offloaded if self.runs_in_backward else frozenset())
         make = partial(Staging, settings.transfer, largest, settings.pin_staging)
         self.released.landings = [(make(), None), (make(), None)]
         self.released.previous = None
@@ -164,59 +201,54 @@ class BackwardScheduler:
                 released.
             found: the gradient with its parameter, if the gradient may be released.
         """
-        if not self.runs_in_backward:
-            return
         # NOTE: backward has a thread for each device that has parameters, and one for the CPU. So
         # gradients of two threads may arrive at once.
         with self._reporting:
-            self.grads.count(slot)
-            self._take(slot, grad, found)
+            self.grads.counts[slot] += 1
+            if (bucket := self._bucket_of.get(slot)) is None:
+                return
+            if self.phase is Phase.COLLECTED:
+                self.phase = Phase.BACKWARD
+            if bucket.job is not None and slot in bucket.job.versions:
+                # A further micro-batch makes the job's result stale, but the worker still uses the
+                # job's memory. So the job is cancelled, not deleted.
+                bucket.job.is_cancelled = True
+                bucket.job = None
+            if self._failure is not None or not (self.is_last_microbatch or self._releases):
+                return
+            if self._releases:
+                released = self.released
+                if slot in released.held and slot in released.releasable and slot in bucket.waiting:
+                    # Begin now, because gradients are added to the held copy one after the other,
+                    # in order.
+                    self._begin_jobs([bucket])
+                released.register(slot, grad, found)
+            bucket.waiting[slot] = grad
+            if bucket.waiting.keys() >= bucket.expected:
+                # Backward has passed earlier buckets, so their missing gradients will not arrive.
+                passed = self.buckets[: max(0, bucket.index - 1)]
+                begun = [each for each in passed if each.waiting and each.job is None]
+                self._begin_jobs([*begun, bucket])
 
-    def _take(self, slot: Slot, grad: Tensor, found: ReleasableGrad | None) -> None:
-        if self.phase is Phase.COLLECTED:
-            self.phase = Phase.BACKWARD
-        if (bucket := self._bucket_of.get(slot)) is None:
-            # The first gradient of an iteration fixes settings, even if its slot has no bucket.
-            self._try((slot,), lambda: None)
-            return
-        if bucket.job is not None and slot in bucket.job.versions:
-            # A further micro-batch makes the job's result stale, but the worker still uses the
-            # job's memory. So the job is cancelled, not deleted.
-            bucket.job.is_cancelled = True
-            bucket.job = None
-        if self._failure is not None:
-            return
-        if not (self.is_last_microbatch or self._host_part.releases):
-            return
-        if not (self._host_part.releases or bucket.comes_down):
-            self._try((slot,), lambda: None)
-            return
-        released = self.released
-        if slot in released.held and slot in released.releasable and slot in bucket.waiting:
-            # Begin now, because gradients are added to the held copy one after the other, in order.
-            self._try(bucket.slots, partial(self._begin, bucket))
-        if self._host_part.releases:
-            released.register(slot, grad, found)
-        bucket.waiting[slot] = grad
-        if bucket.waiting.keys() >= bucket.expected:
-            self._try(bucket.slots, partial(self._begin_up_to, bucket))
-
-    def _try(self, slots: Sequence[Slot], begin: Callable[[], None]) -> None:
-        """Call ``begin`` for some slots, and keep an error for :meth:`collect`."""
+    def _begin_jobs(self, buckets: Iterable[BackwardBucket]) -> None:
+        """Begin a job on each bucket, and keep an error for :meth:`collect`."""
+        slots: Sequence[Slot] = ()
         try:
-            self._begin_iteration()
-            begin()
+            for bucket in buckets:
+                slots = bucket.slots
+                self._begin_iteration()
+                self._begin(bucket)
         except RefusedSettings:
             return  # The step raises this error itself, before any parameter is stepped.
         except WorkerError as error:
             self._failure = error
         except Exception as error:
-            if not self._host_part.releases and self._settings_are_refused():
+            if not self._releases and self._settings_are_refused():
                 # The refused settings were assigned after the first micro-batch, and the step
                 # raises their error.
                 return
             self._failure = WorkerError(
-                f"{self._host_part.label(slots)}: work on the host during backward could not be "
+                f"{self._label(slots)}: work on the host during backward could not be "
                 f"begun: {error!r}. The optimizer did not change; call step() again, or continue "
                 "with the next batch"
             )
@@ -233,16 +265,8 @@ class BackwardScheduler:
             return True
         return False
 
-    def _begin_up_to(self, bucket: BackwardBucket) -> None:
-        """Submit a complete bucket to the worker. Before it, submit earlier buckets that
-        backward has passed, because their missing gradients will not arrive."""
-        for earlier in self.buckets[: max(0, bucket.index - 1)]:
-            if earlier.waiting and earlier.job is None:
-                self._begin(earlier)
-        self._begin(bucket)
-
     def _begin_iteration(self) -> None:
-        """Fix settings and the predicted multiplier at the first gradient of an iteration."""
+        """Fix settings and the predicted multiplier before the first job of an iteration."""
         if self.phase is not Phase.IDLE:
             return
         self.grads.source.share_settings()
@@ -255,7 +279,7 @@ class BackwardScheduler:
     def _begin(self, bucket: BackwardBucket) -> None:
         """Submit gradients of a bucket to the worker. With ``release_gradients`` these are the
         gradients that can be released, otherwise all gradients that arrived."""
-        releases, released = self._host_part.releases, self.released
+        releases, released, transfer = self._releases, self.released, self._settings.transfer
         if releases:
             grads = released.take_from(bucket)
         else:
@@ -275,16 +299,15 @@ class BackwardScheduler:
         goes_ahead = self.speculates and destination.in_place and self.is_last_microbatch
         if self._speculation is not None and goes_ahead:
             launches = self._speculation.predicted(bucket.index, destination.staged)
-        # On an accelerator the host cannot compare its copy with the gradient at the step, so sums
-        # of the gradient's bits are kept.
-        with_bits = not (releases or self._transfer.is_same_place)
         is_whole = len(updates) == len(bucket.slots)
         job = BackwardJob(
-            bucket.label if is_whole else self._host_part.label(updates.slots),
+            bucket.label if is_whole else self._label(updates.slots),
             destination.memory,
             updates,
             destination.staged,
-            self.grads.versions(updates, with_bits),
+            # On an accelerator the host cannot compare its copy with the gradient at the step, so
+            # sums of the gradient's bits are kept.
+            self.grads.versions(updates, with_bits=not (releases or transfer.is_same_place)),
             launches,
             choose_backend(self.grads.source.fused_backend, _HOST)[0].sum_of_squares,
             self._timeline,
@@ -314,7 +337,7 @@ class BackwardScheduler:
         Raises:
             WorkerError: a job failed. All jobs are dropped; nothing was stepped.
         """
-        if (file := self._host_part.settings.state_file) is not None:
+        if (file := self._settings.state_file) is not None:
             file.check_owner()
         self._timeline.begin_step()
         if not self.runs_in_backward:
@@ -339,7 +362,7 @@ class BackwardScheduler:
         """Yield the sums of squares of gradients that did not change since they were measured."""
         self.grads.forget_comparisons()
         for job in [bucket.job for bucket in self.buckets if bucket.job is not None]:
-            compares = self._transfer.is_same_place and not job.releases
+            compares = self._settings.transfer.is_same_place and not job.releases
             grad_of = self.released.held.get if job.releases else self.grads.present
             rows = zip(job.versions.items(), job.sums or (), job.staged.grads, strict=False)
             for (slot, version), value, staged in rows:
@@ -352,14 +375,13 @@ class BackwardScheduler:
 
     def _finish_jobs(self) -> None:
         """Wait for all jobs, after adding the last gradients to the held copies."""
-        if self._host_part.releases:
-            for bucket in filter(self.released.has_held, self.buckets):
-                self._try(bucket.slots, partial(self._begin, bucket))
+        if self._releases:
+            self._begin_jobs(filter(self.released.has_held, self.buckets))
         if self._failure is not None:
             raise self._failure
         with self._timeline.stage(WAIT_WORKER):
             self.worker.drain()
-        if self._host_part.releases:
+        if self._releases:
             self.released.finish()
             for bucket in self.buckets:
                 if bucket.job is not None:
@@ -368,7 +390,7 @@ class BackwardScheduler:
     def distrust(self, slot: Slot) -> None:
         """Do not use the speculated step of a slot, because a caller gets the slot's live
         tensors and may write to them."""
-        if (file := self._host_part.settings.state_file) is not None:
+        if (file := self._settings.state_file) is not None:
             file.exposed()
         if (bucket := self._bucket_of.get(slot)) is not None:
             bucket.is_trusted = False
@@ -398,7 +420,7 @@ class BackwardScheduler:
                 self.released.lose(error)
         self.worker.discard()
         self._failure = None
-        self.end_iteration()
+        self._end_iteration()
         self._timeline.end_step()
 
     def skip(self) -> None:
@@ -406,20 +428,21 @@ class BackwardScheduler:
         predicts a skip."""
         if self._speculation is not None:
             self.counts["speculation_paused"] += self._speculation.record(False)
-        self.end_iteration()
+        self._end_iteration()
         self._timeline.end_step()
 
-    def check_prediction(self, updates: SlotUpdates) -> None:
-        """Record whether the step's multipliers are the predicted multiplier."""
-        if self._speculation is None or not updates:
-            return
-        is_known = self.phase is not Phase.IDLE
-        predicted = self._multiplier if is_known else self._predicted_multiplier()
-        was_right = set(updates.multipliers) == {predicted}
-        self.counts["speculation_paused"] += self._speculation.record(was_right)
+    def end_step(self, updates: SlotUpdates) -> None:
+        """Record whether the step's multipliers are the predicted multiplier, and drop the jobs of
+        this backward."""
+        self._timeline.end_step()
+        if self._speculation is not None and updates:
+            is_known = self.phase is not Phase.IDLE
+            predicted = self._multiplier if is_known else self._predicted_multiplier()
+            was_right = set(updates.multipliers) == {predicted}
+            self.counts["speculation_paused"] += self._speculation.record(was_right)
+        self._end_iteration()
 
-    def end_iteration(self) -> None:
-        """Drop the jobs of this backward. The worker must be drained."""
+    def _end_iteration(self) -> None:
         for bucket in self.buckets:
             bucket.waiting, bucket.job = {}, None
         self.grads.forget_comparisons()
@@ -427,9 +450,9 @@ class BackwardScheduler:
 
     # -- in step ----------------------------------------------------------------------------------
 
-    def judge(self, steps: Sequence[BucketStep]) -> None:
-        """Mark the buckets whose gradients were copied to the host during backward and did not
-        change."""
+    def find_copied(self, steps: Sequence[BucketStep]) -> None:
+        """Mark the gradients that backward copied to the host and that did not change since, so
+        that the step does not copy them."""
         if not self.runs_in_backward:
             return
         stale = 0
@@ -438,11 +461,11 @@ class BackwardScheduler:
             bucket.expected = frozenset(step.updates.slots)
             if self.released.held:
                 step.downloaded = self.released.put_in_place(step.updates, step.staged)
-            job = self._job_of(bucket)
+            job = bucket.job
             # If the job's tensors did not fit these updates, the step has just made new tensors.
-            if job is None or job.staged.grads is not step.staged.grads:
+            if job is None or not job.is_done or job.staged.grads is not step.staged.grads:
                 continue
-            compares = self._transfer.is_same_place and not job.releases
+            compares = self._settings.transfer.is_same_place and not job.releases
             staged = job.staged.grads if compares else None
             step.is_downloaded = self.grads.are_same(job.versions, step.updates, staged)
             if not (step.is_downloaded or job.releases):
@@ -451,37 +474,30 @@ class BackwardScheduler:
         # Warn only in the first step with changed gradients.
         if 0 < stale == self.counts["speculation_stale"]:
             warn(
-                f"offload_mode={self.mode!r}: gradients changed after backward, so step() copies "
-                "and measures them again. If clip_grad_norm_ changed them, clip with "
+                f"offload_mode={self._how.mode!r}: gradients changed after backward, so step() "
+                "copies and measures them again. If clip_grad_norm_ changed them, clip with "
                 "OptimizerConfig.clip_grad instead (HF Trainer: max_grad_norm=0; Lightning: "
                 "gradient_clip_val=None). metrics()['speculation_stale'] counts the buckets"
             )
 
-    def gradients_on_host(
-        self, routes: Iterable[tuple[BackwardBucket, SlotUpdates]]
-    ) -> dict[Slot, Tensor]:
+    def gradients_on_host(self, updates: SlotUpdates) -> dict[Slot, Tensor]:
         """Return gradients that windows read from host memory: released gradients, and unchanged
-        copies.
-
-        Args:
-            routes: the step's updates by bucket.
-        """
+        copies."""
         found: dict[Slot, Tensor] = {}
-        for bucket, updates in routes:
-            bucket.expected = frozenset(updates.slots)
-            for slot, grad in zip(updates.slots, updates.grads, strict=True):
+        routes = () if self._plan is None else self._plan.routes(updates.slots)
+        for index, _, selection in routes:
+            bucket, part = self.buckets[index], selection.take(updates)
+            bucket.expected = frozenset(part.slots)
+            for slot, grad in zip(part.slots, part.grads, strict=True):
                 if self.released.is_held(slot, grad):
                     found[slot] = grad
-            job = self._job_of(bucket)
+            job = bucket.job
             # The step reads gradients in host memory in place, so their copies are not used.
-            is_copied = job is not None and not (job.releases or self._transfer.is_same_place)
-            if job is not None and is_copied and self.grads.are_same(job.versions, updates, None):
-                found.update(zip(updates.slots, job.staged.grads, strict=True))
+            if job is None or job.releases or self._settings.transfer.is_same_place:
+                continue
+            if job.is_done and self.grads.are_same(job.versions, part, None):
+                found.update(zip(part.slots, job.staged.grads, strict=True))
         return found
-
-    def _job_of(self, bucket: BackwardBucket) -> BackwardJob | None:
-        job = bucket.job
-        return None if job is None or not job.is_done else job
 
     def hits(
         self, steps: Sequence[BucketStep], planned: Mapping[int, Sequence[Launch]]
@@ -607,22 +623,17 @@ def _stop(pool: DaemonExecutor, pid: int) -> None:
         pool.shutdown(wait=not is_own, cancel_futures=True)
 
 
-# -- cores: not all are for the worker, others need some during backward ---------------------------
-
-
-def threads_beside_backward(threads: int) -> int:
-    """Return the number of a process's threads that the optimizer uses during backward.
-
-    Two threads are left to the main thread and autograd, and a quarter to the data loader. Memory
-    bandwidth bounds an optimizer, so the last quarter would not make a step faster.
-    """
-    return max(1, min(threads - 2, 3 * threads // 4))
-
-
 def worker_threads(host_threads: int | None) -> int:
-    """Return ``host_threads`` if it is set, and else most threads of this rank's share of the
-    host."""
-    return host_threads or threads_beside_backward(host_share().threads)
+    """Return the number of kernel threads of the worker: ``host_threads`` if it is set.
+
+    Otherwise two threads of this rank's share of the host are left to the main thread and autograd,
+    and a quarter to the data loader. Memory bandwidth bounds an optimizer, so the last quarter
+    would not make a step faster.
+    """
+    if host_threads:
+        return host_threads
+    threads = host_share().threads
+    return max(1, min(threads - 2, 3 * threads // 4))
 
 
 def occupy(threads: int) -> None:

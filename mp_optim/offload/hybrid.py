@@ -13,11 +13,11 @@ from mp_optim.core.executor import Place
 from mp_optim.host.calls import weak_method
 from mp_optim.host.transfer import Transfer, transfer_for
 from mp_optim.offload.backward_scheduler import occupy, worker_threads
+from mp_optim.offload.buckets import StepTimeline
 from mp_optim.offload.hybrid_executor import PlacedExecutor, is_of_rule
 from mp_optim.offload.settings import HostStepSettings, OffloadedStep, SlotStepper, only_accelerator
 from mp_optim.offload.state_storage import StateFile
 from mp_optim.offload.stepper import Stepper
-from mp_optim.offload.timeline import StepTimeline
 from mp_optim.rules.fused import FusedAdam
 from mp_optim.rules.rule_optimizer import SlotOptimizer
 

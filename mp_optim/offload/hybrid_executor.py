@@ -238,10 +238,10 @@ class PlacedExecutor(Executor):
         return slots[::-1]
 
     def place(self, slot: Slot) -> Place:
-        return self.stepper.host_part.place_of(slot)
+        return self.stepper.place_of(slot)
 
     def host_slots(self) -> Sequence[Slot]:
-        return self.stepper.host_part.copied_slots()
+        return self.stepper.copied_slots()
 
     def executor_at(self, place: Place) -> Executor:
         """Return the executor of a place."""
@@ -249,9 +249,9 @@ class PlacedExecutor(Executor):
 
     def marks_changes(self, slot: Slot) -> bool:
         self._bind()
-        place, part = self.place(slot), self.stepper.host_part
+        place, stepper = self.place(slot), self.stepper
         # Kernels do not mark changes of slots in windows, or of steps that may be rolled back.
-        is_whole = place == "device" or (part.pipeline is None and part.speculation is None)
+        is_whole = place == "device" or (stepper.pipeline is None and stepper.speculation is None)
         return is_whole and self.executor_at(place).marks_changes(slot)
 
     def backend_and_reason(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
@@ -407,7 +407,7 @@ class PlacedExecutor(Executor):
 
     def _summed(self) -> list[Slot]:
         """Return the slots whose FP32 copies are compared with their parameters by checksums."""
-        slots = self.stepper.host_part.copied_slots()
+        slots = self.stepper.copied_slots()
         return [slot for slot in slots if self._placed_at(slot).main is not None]
 
     def _local(self, slot: Slot) -> Tensor:
@@ -550,7 +550,7 @@ class PlacedExecutor(Executor):
             executor.finish_step()
 
     def verdict_device(self) -> torch.device | None:
-        has_slots = bool(self.stepper.host_part.slots)
+        has_slots = bool(self.stepper.slots)
         return None if has_slots else self.executors["device"].verdict_device()
 
     def _updates_in_backward(self, grads: Mapping[Slot, Tensor], multiplier: float) -> SlotUpdates:
@@ -585,7 +585,7 @@ def work_in_backward(
         ValueError: gradients cannot be released.
     """
     stepper = stepper_of(executor)
-    if stepper is None or not stepper.schedule.runs_in_backward:
+    if stepper is None or not stepper.how.runs_in_backward:
         if releases:
             raise ValueError(
                 "release_gradients=True: the inner optimizer copies no gradients during backward; "

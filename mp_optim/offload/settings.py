@@ -13,8 +13,8 @@ from mp_optim.config.rules import RULES
 from mp_optim.core import Slot, local_tensor, update_of
 from mp_optim.core.executor import Executor, Place
 from mp_optim.host.transfer import Transfer
+from mp_optim.offload.buckets import StepTimeline
 from mp_optim.offload.state_storage import StateFile
-from mp_optim.offload.timeline import StepTimeline
 from mp_optim.rules.rule import Rule
 from mp_optim.rules.rule_executor import RuleExecutor
 

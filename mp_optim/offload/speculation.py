@@ -25,8 +25,7 @@ from mp_optim.host.host_memory import Block, TensorSpec, aligned_bytes
 from mp_optim.host.leases import give_memory
 from mp_optim.host.transfer import Transfer
 from mp_optim.kernels.kernel_args import MAIN
-from mp_optim.offload.buckets import BucketStep
-from mp_optim.offload.timeline import StepTimeline
+from mp_optim.offload.buckets import BucketStep, StepTimeline
 from mp_optim.rules.rule import Launch
 from mp_optim.rules.rule_executor import RuleExecutor
 

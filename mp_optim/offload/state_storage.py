@@ -29,10 +29,10 @@ from mp_optim.host.direct_file import DISK_BLOCK, DirectFile, Ticket
 from mp_optim.host.host_memory import ALIGNMENT, TensorSpec, aligned_bytes, tensor_in
 from mp_optim.host.leases import before_writing
 from mp_optim.host.transfer import Transfer
-from mp_optim.offload.timeline import WAIT_DISK, StepTimeline
+from mp_optim.offload.buckets import WAIT_DISK, StepTimeline
 from mp_optim.offload.window_plan import IN_FLIGHT, SMALLEST_WINDOW, Window, WindowForm, view_of
 
-SETTLED_EVERY = 256 << 20
+FLUSHED_EVERY = 256 << 20
 """Bytes of new tensors after which their values are written to the disk."""
 
 
@@ -71,8 +71,8 @@ class StateFile:
 
     NOTE: Linux keeps a mapping and direct transfers of one file consistent unless they use a page
     at the same time. Before a direct read Linux writes changes of the mapping, and around a direct
-    write it drops the pages. :meth:`settle` does both beforehand. So direct transfers happen within
-    ``step()``, after :meth:`settle`, and no other code may use the tensors then.
+    write it drops the pages. :meth:`flush_mapping` does so beforehand. So direct transfers happen
+    within ``step()``, after :meth:`flush_mapping`, and no other code may use the tensors then.
 
     Args:
         folder: the folder in which the first :meth:`reserve` makes the file.
@@ -89,7 +89,7 @@ class StateFile:
         self._is_planned = is_planned
         self._file: DirectFile | None = None
         self._segments: list[_Segment] = []
-        self._unsettled, self._is_exposed = 0, False
+        self._unwritten, self._is_exposed = 0, False
 
     @property
     def file(self) -> DirectFile:
@@ -126,12 +126,12 @@ class StateFile:
         if self._is_planned:
             return torch.empty(shape, dtype=dtype, device="meta")
         size = blocks_bytes(shape.numel() * dtype.itemsize)
-        if self._unsettled + size > SETTLED_EVERY:
-            self.settle()
+        if self._unwritten + size > FLUSHED_EVERY:
+            self.flush_mapping()
         segment = self._with_room(size)
         tensor = tensor_in(segment.memory, segment.used, shape, dtype)
         segment.used += size
-        self._unsettled += size
+        self._unwritten += size
         return tensor
 
     def _with_room(self, size: int) -> _Segment:
@@ -171,14 +171,14 @@ class StateFile:
         self.check_owner()
         self._is_exposed = True
 
-    def settle(self) -> None:
+    def flush_mapping(self) -> None:
         """Write changed tensors of the mapping to the disk, and drop the pages of the file from
         memory.
 
         Raises:
             OSError: writing failed; the message has the path and the remedy.
         """
-        if not (self._is_exposed or self._unsettled) or self._file is None:
+        if not (self._is_exposed or self._unwritten) or self._file is None:
             return
         with self._file.explained("writing"):
             for segment in self._segments:
@@ -186,7 +186,7 @@ class StateFile:
                 if hasattr(mmap, "MADV_DONTNEED"):
                     segment.mapping.madvise(mmap.MADV_DONTNEED)
         self._file.forget_cache()
-        self._unsettled, self._is_exposed = 0, False
+        self._unwritten, self._is_exposed = 0, False
 
     def notes(self) -> tuple[str, ...]:
         """Return notes for ``describe()``, if the folder's file system has no direct transfers."""
@@ -221,9 +221,7 @@ class MemoryStorage:
     def host_bytes(self, sizes: Sequence[int]) -> tuple[int, ...]:
         return ()
 
-    def resize(self, sizes: Sequence[int]) -> None: ...
-
-    def open_windows(self, windows: Sequence[Window]) -> MemoryStorage:
+    def open_windows(self, windows: Sequence[Window], sizes: Sequence[int]) -> MemoryStorage:
         self._windows = windows
         return self
 
@@ -400,7 +398,6 @@ class FileStorage:
     ) -> None:
         self.file, self._transfer, self._pin, self._timeline = file, transfer, pin, timeline
         self._stages = stages
-        self._sizes: list[int] = []
         self._memory: Tensor | None = None
 
     def window_sizes(self, sizes: Sequence[int], smallest: int, most: int, lag: int) -> list[int]:
@@ -421,24 +418,15 @@ class FileStorage:
         """Bytes of host memory that are allocated for windows now."""
         return 0 if self._memory is None else self._memory.nbytes
 
-    def resize(self, sizes: Sequence[int]) -> None:
-        if list(sizes) != self._sizes:
-            self._memory = None
-            # Assign the sizes last, so that a call after a signal drops the memory again.
-            self._sizes = list(sizes)
-
-    def _buffers(self) -> list[Tensor]:
-        """Return memory for each window, which is kept between steps."""
-        if self._memory is None:
-            (size,) = self.host_bytes(self._sizes)
+    def open_windows(self, windows: Sequence[Window], sizes: Sequence[int]) -> FileWindows:
+        self.file.check_owner()
+        self.file.flush_mapping()
+        if self._memory is None:  # All steps use this memory.
+            (size,) = self.host_bytes(sizes)
             self._memory = self._transfer.empty_host(size, self._pin)
         begin = -self._memory.data_ptr() % DISK_BLOCK
-        return list(torch.split(self._memory[begin:][: sum(self._sizes)], self._sizes))
-
-    def open_windows(self, windows: Sequence[Window]) -> FileWindows:
-        self.file.check_owner()
-        self.file.settle()
-        return FileWindows(self.file, windows, self._buffers(), self._timeline, self._stages)
+        buffers = torch.split(self._memory[begin:][: sum(sizes)], list(sizes))
+        return FileWindows(self.file, windows, buffers, self._timeline, self._stages)
 
 
 Storage = MemoryStorage | FileStorage

@@ -1,52 +1,76 @@
-"""Steps of the host part: slots whose main params or state are in host memory or in a file.
+"""Steps of offloaded slots, whose main params or state are in host memory or in a file.
 
-A step combines four modules: the storage of state (:mod:`~mp_optim.offload.state_storage`), windows
-of state (:mod:`~mp_optim.offload.streaming`), the schedule of backward
-(:mod:`~mp_optim.offload.backward_scheduler`) and buckets of gradients
-(:mod:`~mp_optim.offload.buckets`). Without windows, the host steps whole buckets of state in place.
-:class:`~mp_optim.offload.host_part.HostPart` cuts the slots into buckets and windows.
+Without windows, ``step()`` steps buckets in place on the host. For each bucket, gradients are
+copied to staging memory, the host steps main params and state, and parameters are copied back. With
+streamed state, or state in a file, :class:`~mp_optim.offload.streaming.WindowPipeline` steps the
+slots window by window.
+
+With ``offload_mode="overlap"`` or ``"speculative"``, backward has copied gradients before
+``step()`` begins. :mod:`~mp_optim.offload.backward_scheduler` decides which copies are used. The
+bits of a step do not depend on backward: the step repeats a copy or an update that backward did not
+make, or made from other values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, replace
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
 
 from mp_optim.core import Slot, SlotUpdates, StepPlan, UpdateSelection
 from mp_optim.core.executor import Executor, Place
+from mp_optim.core.slot_state import STEP
+from mp_optim.host.calls import warn
+from mp_optim.host.host_memory import allocate_contiguous, is_on_host
 from mp_optim.host.transfer import Transfer
 from mp_optim.offload.backward_grads import GradSource
 from mp_optim.offload.backward_scheduler import BackwardScheduler, Phase
-from mp_optim.offload.buckets import BucketStep, HostSlot
-from mp_optim.offload.host_part import HostPart, MemoryUse
+from mp_optim.offload.buckets import (
+    WAIT_DISK,
+    Buckets,
+    BucketStep,
+    DiskBytes,
+    HostBytes,
+    HostSlot,
+    Staging,
+    TransferBytes,
+)
 from mp_optim.offload.settings import HostStepSettings, OffloadedStep
-from mp_optim.offload.speculation import BackLaunch
-from mp_optim.offload.timeline import WAIT_DISK, TransferBytes
+from mp_optim.offload.speculation import BackLaunch, SpeculativeStepper
+from mp_optim.offload.streaming import WindowPipeline, disk_bytes, held_forms, state_bytes
+from mp_optim.offload.window_plan import IN_FLIGHT
+from mp_optim.rules.rule_executor import RuleExecutor
 
 
 class Stepper:
-    """Steps the host part by an :class:`OffloadedStep`, some slots already during backward.
-
-    The result of a step does not depend on jobs during backward. The step repeats jobs that were
-    not begun, or were begun from other values.
+    """The offloaded slots of an optimizer, cut into buckets or windows, and their steps.
 
     Args:
         how: place and mode of the steps.
-        executor: keeps the state of the slots.
+        executor: keeps the state of the slots and steps them.
         slots: slots in the order in which their gradients are expected.
         bind_tensors: updates the executor's tensors to the present tensors.
         settings: memory and copies of the steps.
-        source: the optimizer that takes the step, until a wrapper replaces it.
+        source: the optimizer that takes the step, until a wrapper replaces this optimizer.
 
     Attributes:
-        host_part: the slots, their buckets and windows.
+        label: returns a label for some slots, for errors and the timeline.
+        speculation: steps into a back buffer; None without speculation.
         schedule: the jobs of backward.
+        releases: True if gradients leave the device during backward.
+        pipeline: steps the slots in windows; None if the host steps whole buckets.
+        buckets: buckets of gradients that are copied to staging memory; None if gradients are read
+            in place.
         transfer_bytes: bytes that the last step copied.
     """
+
+    pipeline: WindowPipeline | None
+    buckets: Buckets | None
 
     def __init__(
         self,
@@ -57,25 +81,118 @@ class Stepper:
         settings: HostStepSettings,
         source: GradSource,
     ) -> None:
-        self._executor, self.timeline = executor, settings.timeline
-        self.host_part = HostPart(how, executor, bind_tensors, settings)
-        self.schedule = BackwardScheduler(self.host_part, bind_tensors, source)
+        self.how, self.settings, self._executor = how, settings, executor
+        self.timeline = settings.timeline
+        self.label = partial(_label_of, executor)
+        self._bind_tensors = bind_tensors
+        self._has_windows = how.place == "streamed" or settings.state_file is not None
+        self.speculation: SpeculativeStepper | None = None
+        if how.mode == "speculative" and not self._has_windows:
+            self.speculation = SpeculativeStepper(self._rule_executor, settings.timeline)
+        self.schedule = BackwardScheduler(
+            how, executor, bind_tensors, settings, source, self.speculation, self.label
+        )
+        self.releases = False
         self.transfer_bytes = TransferBytes()
-        self._memory = MemoryUse(self.host_part)
+        # Purposes of host memory that a warning has named.
+        self._reported: set[str] = set()
         self.cut_buckets(slots)
 
     @property
     def transfer(self) -> Transfer:
         """The interface that copies tensors between host and device."""
-        return self.host_part.settings.transfer
+        return self.settings.transfer
 
-    # -- which slot goes which way, in which buckets ----------------------------------------------
+    @property
+    def _rule_executor(self) -> RuleExecutor:
+        # ``OffloadedStep.check`` refuses windows and back buffers for any other executor.
+        assert isinstance(self._executor, RuleExecutor)
+        return self._executor
+
+    def place_of(self, slot: Slot) -> Place:
+        """Return the place where a slot is stepped."""
+        return self.how.place if slot in self._offloaded else "device"
+
+    def copied_slots(self) -> Sequence[Slot]:
+        """Return the slots whose parameters are written by copies, not by a kernel of the step."""
+        is_in_place = self.pipeline is None and self.buckets is None
+        is_copied = self.how.place == "host" and not is_in_place
+        return [each.slot for each in self.slots] if is_copied else ()
+
+    # -- cutting ----------------------------------------------------------------------------------
 
     def cut_buckets(self, slots: Sequence[HostSlot]) -> None:
-        """Cut buckets for other slots. Results of backward are discarded."""
+        """Cut slots into buckets or windows, with new memory. Results of backward are discarded.
+
+        Raises:
+            ValueError: a slot that cannot be cut is larger than a window.
+        """
         self.schedule.discard()
-        self.host_part.use_slots(slots)
-        self._cut_anew()
+        self.slots, settings = list(slots), self.settings
+        self._offloaded = frozenset(slot.slot for slot in slots)
+        self._is_allocated, self._state_bytes = False, (-1, 0)
+        self.pipeline = self._new_pipeline() if self._has_windows else None
+        self.buckets = self._new_buckets()
+        if self.speculation is not None:
+            # Speculation copies gradients to the host, so it always has buckets.
+            assert self.buckets is not None
+            members = self.buckets.members
+            self.speculation.use_buckets(members, settings.transfer, settings.pin_mains)
+        self._step_together()
+        if settings.state_file is not None:
+            settings.state_file.reserve(sum(self.disk_bytes()))
+        self._executor.step_mark.invalidate_plans()
+        self.schedule.use_buckets(settings, self.buckets, self._offloaded, self.releases)
+
+    def _new_pipeline(self) -> WindowPipeline:
+        """Return a new pipeline. Make the executor allocate state in memory that copies can
+        read."""
+        settings, executor = self.settings, self._rule_executor
+
+        def zeroed(num_bytes: int) -> Tensor:
+            return settings.transfer.empty_host(num_bytes, settings.pin_mains).zero_()
+
+        file, allocate = settings.state_file, partial(allocate_contiguous, allocate=zeroed)
+        slots = [slot.slot for slot in self.slots]
+        executor.rows.allocators = dict.fromkeys(slots, file.zeros if file else allocate)
+        return WindowPipeline(
+            executor, self.how.place, settings, self.label, self.slots, self.releases
+        )
+
+    def _new_buckets(self) -> Buckets | None:
+        """Return new buckets; None if no gradient is copied to staging memory."""
+        settings, in_backward = self.settings, self.how.runs_in_backward
+        # A step reads gradients of a model in host memory in place.
+        is_copied = self.how.place == "host" and not settings.transfer.is_same_place
+        if self.pipeline is None:
+            is_needed = in_backward or is_copied
+        else:
+            is_needed = in_backward and (is_copied or self.releases)
+        if not is_needed:
+            return None
+        return Buckets(
+            self.how.mode,
+            self.slots,
+            settings.bucket_bytes,
+            settings.pipelined,
+            lambda size: Staging(settings.transfer, size, settings.pin_staging),
+            self.pipeline is None,
+            self.label,
+        )
+
+    def _step_together(self) -> None:
+        """Register with the executor the slots that share a launch: the slots of a bucket, or
+        all slots in windows."""
+        sets: dict[int, list[list[int]]] = {}
+        together: Sequence[Sequence[Slot]] = [[slot.slot for slot in self.slots]]
+        if self.pipeline is None and self.buckets is not None:
+            together = self.buckets.members
+        for each in together:
+            for group, members in groupby(sorted(each), key=attrgetter("group")):
+                positions = [slot.position for slot in members]
+                sets.setdefault(group, []).append(positions)
+        for group, of_group in sets.items():
+            self._executor.step_together(group, of_group)
 
     def use_transfer(self, transfer: Transfer, bucket_bytes: int | None = None) -> None:
         """Use another transfer or bucket size from now on. No copy may be in progress.
@@ -84,18 +201,10 @@ class Stepper:
             transfer: the new interface for copies.
             bucket_bytes: largest staging bytes of a bucket; None keeps the present size.
         """
-        self.schedule.discard()
-        before = self.host_part.settings
         if bucket_bytes is None:
-            bucket_bytes = before.bucket_bytes
-        settings = replace(before, transfer=transfer, bucket_bytes=bucket_bytes)
-        self.host_part.use_settings(settings)
-        self._cut_anew()
-
-    def _cut_anew(self) -> None:
-        """Drop plans, jobs and memory of the former buckets."""
-        self._executor.step_mark.invalidate_plans()
-        self.schedule.use_buckets()
+            bucket_bytes = self.settings.bucket_bytes
+        self.settings = replace(self.settings, transfer=transfer, bucket_bytes=bucket_bytes)
+        self.cut_buckets(self.slots)
 
     def release_gradients(self) -> None:
         """Release gradients of offloaded slots during backward from now on.
@@ -103,11 +212,8 @@ class Stepper:
         Raises:
             ValueError: a streamed parameter does not fit into a window with its gradient.
         """
-        self.host_part.releases = True
-        if self.host_part.how.place == "streamed":
-            self.schedule.discard()
-            self.host_part.cut_buckets()
-            self._cut_anew()
+        self.releases = True
+        self.cut_buckets(self.slots)
 
     # -- in step ----------------------------------------------------------------------------------
 
@@ -125,89 +231,89 @@ class Stepper:
         # No wrapper has measured the gradients, so the jobs of backward are not collected yet.
         if self.schedule.phase is not Phase.COLLECTED:
             self.schedule.collect()
-        pipeline = self.host_part.pipeline
-        if pipeline is not None:
-            self.host_part.allocate()
         self.transfer_bytes = TransferBytes()
-        offloaded, of_device = self._parts(updates)
+        key, make = self._executor.step_mark.plan_key, partial(_by_place, updates.slots)
+        away, here = updates.slots.part("by place", (key,), partial(make, self._offloaded))
+        offloaded, of_device = away.take(updates), here.take(updates)
 
         def step_device() -> None:
             if of_device:
                 device.step_slots(of_device)
 
-        self._step(offloaded, step_device)
-        if pipeline is not None:
-            self.transfer_bytes.add(*astuple(pipeline.moved))
-            pipeline.moved = TransferBytes()
-        self.timeline.end_step()
-        if self.schedule.runs_in_backward:
-            if self.host_part.speculation is not None:
-                self.schedule.check_prediction(offloaded)
-            self.schedule.end_iteration()
-
-    def _parts(self, updates: SlotUpdates) -> tuple[SlotUpdates, SlotUpdates]:
-        """Return the updates of offloaded slots, and the updates of slots that stay on the
-        device."""
-        key, make = self._executor.step_mark.plan_key, partial(_by_place, updates.slots)
-        away, here = updates.slots.part("places", (key,), partial(make, self.host_part.place_of))
-        return away.take(updates), here.take(updates)
-
-    def _step(self, updates: SlotUpdates, step_device: Callable[[], None]) -> None:
-        """Step the offloaded slots, and the device's slots after the first copies are queued.
-
-        Back buffers that backward began to fill are completed and published. The other slots are
-        stepped by bucket or by window.
-        """
-        part, transfer = self.host_part, self.transfer
-        if part.pipeline is not None:
-            on_host = self._gradients_on_host(updates)
-            if on_host:
-                columns = zip(updates.slots, updates.grads, strict=True)
-                grads = [on_host.get(slot, grad) for slot, grad in columns]
-                updates = replace(updates, grads=grads)
-            part.pipeline.steps(updates, on_host, step_device)
-            return
-        if part.buckets is None:
+        if self.pipeline is not None:
+            self._step_windows(self.pipeline, offloaded, step_device)
+        elif self.buckets is not None:
+            self._step_buckets(self.buckets, offloaded, step_device)
+        else:
             step_device()
-            if updates:
-                with self.timeline.stage("host_step", part.label(updates.slots)):
-                    self._executor.step_slots(updates)
-            return
-        steps = part.buckets.steps(updates, self.transfer_bytes)
-        self.schedule.judge(steps)
+            if offloaded:
+                with self.timeline.stage("host_step", self.label(offloaded.slots)):
+                    self._executor.step_slots(offloaded)
+        self.schedule.end_step(offloaded)
+
+    def _step_windows(
+        self, pipeline: WindowPipeline, updates: SlotUpdates, step_device: Callable[[], None]
+    ) -> None:
+        """Step the offloaded slots by window. Gradients that backward copied to the host are read
+        there."""
+        if not self._is_allocated:
+            self._executor.allocate_state([slot.slot for slot in self.slots])
+            self._is_allocated = True
+        on_host = self.schedule.gradients_on_host(updates)
+        self.transfer_bytes.add(sum(grad.nbytes for grad in on_host.values()))
+        if on_host:
+            columns = zip(updates.slots, updates.grads, strict=True)
+            grads = [on_host.get(slot, grad) for slot, grad in columns]
+            updates = replace(updates, grads=grads)
+        pipeline.steps(updates, on_host, step_device)
+        self.transfer_bytes.add(*astuple(pipeline.moved))
+        pipeline.moved = TransferBytes()
+
+    def _step_buckets(
+        self, buckets: Buckets, updates: SlotUpdates, step_device: Callable[[], None]
+    ) -> None:
+        """Step the offloaded slots by bucket, and the device's slots after the first copies are
+        queued. Back buffers that backward began to fill are completed and published."""
+        steps = buckets.steps(updates, self.transfer_bytes)
+        self.schedule.find_copied(steps)
         # Mark the gradients as complete now, so that no download waits for the device's step.
-        mark = transfer.mark()
-        back_launches = self._fill_back_buffers(steps, mark) if self.schedule.speculates else {}
+        mark = self.transfer.mark()
+        ahead, in_back = self.speculation, {}
+        if ahead is not None and self.schedule.speculates:
+            in_back = self._fill_back_buffers(ahead, steps, mark)
 
         def begin() -> None:
             step_device()
             for step in steps:
-                if part.speculation is not None:
-                    part.speculation.publish(step, back_launches.get(step.bucket, ()))
+                if ahead is not None and in_back.get(step.bucket):
+                    ahead.publish(step, in_back[step.bucket])
 
-        self._by_bucket([step for step in steps if not back_launches.get(step.bucket)], mark, begin)
+        self._step_in_place([step for step in steps if not in_back.get(step.bucket)], mark, begin)
         if steps:
             # NOTE: the device waits for the uploads, the host does not. The wait cannot be later,
             # because the device's next operations read the parameters.
-            transfer.join()
+            self.transfer.join()
 
-    def _gradients_on_host(self, updates: SlotUpdates) -> Mapping[Slot, Tensor]:
-        """Return the gradients that windows read from host memory, by slot."""
-        buckets = self.host_part.buckets
-        if buckets is None:
-            return {}
-        routes = [
-            (self.schedule.buckets[bucket], selection.take(updates))
-            for bucket, _, selection in buckets.routes(updates.slots)
-        ]
-        down = self.schedule.gradients_on_host(routes)
-        self.transfer_bytes.add(sum(grad.nbytes for grad in down.values()))
-        return down
+    def _fill_back_buffers(
+        self, ahead: SpeculativeStepper, steps: Sequence[BucketStep], mark: Any
+    ) -> dict[int, Sequence[BackLaunch]]:
+        """Step every bucket into its back buffer, unless backward did so. Return launches by
+        bucket, none for a bucket that has to be stepped in place."""
+        planned = {step.bucket: self._rule_executor.plan(step.staged) for step in steps}
+        hits = self.schedule.hits(steps, planned)
+        try:
+            return ahead.fill(steps, planned, hits, mark)
+        except Exception:
+            self.schedule.discard()
+            raise
 
-    def _by_bucket(self, steps: Sequence[BucketStep], mark: Any, begin: Callable[[], None]) -> None:
-        """Step bucket by bucket in staging memory, with gradients that are complete at ``mark``."""
+    def _step_in_place(
+        self, steps: Sequence[BucketStep], mark: Any, begin: Callable[[], None]
+    ) -> None:
+        """Step main params and state of each bucket, with gradients that are complete at ``mark``.
+        Call ``begin`` after the first copies have started."""
         depth = 1
-        if self.host_part.settings.pipelined:
+        if self.settings.pipelined:
             depth = len(steps) if self.schedule.runs_in_backward else 2
         for step in steps[:depth]:
             step.start(mark)
@@ -231,48 +337,152 @@ class Stepper:
             with self.timeline.stage("publish", step.label):
                 step.upload()
 
-    def _fill_back_buffers(
-        self, steps: Sequence[BucketStep], mark: Any
-    ) -> dict[int, Sequence[BackLaunch]]:
-        """Step every bucket into its back buffer, unless backward did so. Return launches by
-        bucket, none for a bucket that has to be stepped in place."""
-        ahead = self.host_part.speculation
-        assert ahead is not None
-        planned = ahead.planned(steps)
-        hits = self.schedule.hits(steps, planned)
-        try:
-            return ahead.fill(steps, planned, hits, mark)
-        except Exception:
-            self.schedule.discard()
-            raise
+    # -- memory -----------------------------------------------------------------------------------
+    #
+    # A plan counts main params, state, and gradients in the model's dtypes. It leaves out memory
+    # that a background save or the system's huge pages add.
 
-    # -- what it says of itself -------------------------------------------------------------------
+    def host_bytes(self) -> HostBytes:
+        """Return the bytes of host memory after all slots have been stepped, with gradients of
+        the model's dtypes."""
+        held = HostBytes(())
+        if self.pipeline is not None and self.settings.state_file is None:
+            held = state_bytes(self._rule_executor, self.slots)
+        if self.speculation is not None:
+            self._bind_tensors()
+            if reserved := self.speculation.reserved():
+                mains, state = zip(*reserved, strict=True)
+                held = held._replace(back_mains=mains, back_state=state)
+        pieces = () if self.buckets is None else self.buckets.staging
+        windows = () if self.pipeline is None else self.pipeline.host_bytes()
+        return held._replace(staging=tuple(piece.capacity for piece in pieces), windows=windows)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of device memory held in ``step()``, in addition to gradients and parameters."""
+        if self.how.place != "streamed" or self.pipeline is None or not self.slots:
+            return 0
+        return sum(self.pipeline.sizes[:IN_FLIGHT])
+
+    def disk_bytes(self) -> DiskBytes:
+        """Return the bytes of the state file."""
+        if self.settings.state_file is None:
+            return DiskBytes()
+        return disk_bytes(self._rule_executor, self.slots)
+
+    @property
+    def released_bytes(self) -> int:
+        """Bytes on the device that ``release_gradients`` saves, in the dtype of the model."""
+        elements = {slot.slot: slot for slot in self.slots}
+        if self.buckets is None or not self.how.runs_in_backward:
+            return 0
+        sizes = []
+        for bucket in self.buckets.members:
+            slots = map(elements.__getitem__, bucket)
+            # The gradient of a float8 parameter has 16 bits, more than the parameter.
+            sizes.append(sum(slot.numel * max(2, slot.dtype.itemsize) for slot in slots))
+        return sum(sorted(sizes)[:-2])
+
+    def _host_memory(self) -> dict[str, tuple[int, int]]:
+        """Return the planned and the allocated bytes of host memory, by purpose."""
+        held, ahead, pipeline = self.host_bytes(), self.speculation, self.pipeline
+        staging, planned = [], 0
+        if self.buckets is not None:
+            staging, planned = self.buckets.staging, self.buckets.planned
+        # State tensors never change their size, so complete state is not added up again.
+        if self._state_bytes[0] != self._state_bytes[1]:
+            self._state_bytes = self._bytes_of_state()
+        return {
+            "staging": (planned, sum(piece.allocated for piece in staging)),
+            "back buffers": (held.back, 0 if ahead is None else ahead.allocated_bytes),
+            "windows": (sum(held.windows), 0 if pipeline is None else pipeline.storage.allocated),
+            "main params and state": self._state_bytes,
+        }
+
+    def _bytes_of_state(self) -> tuple[int, int]:
+        """Return the planned and the allocated bytes of main params and state in host memory."""
+        executor, planned, allocated = self._executor, 0, 0
+        if self.settings.state_file is not None:
+            return 0, 0
+        for slot in self.slots:
+            if isinstance(executor, RuleExecutor):
+                forms = held_forms(executor, slot).values()
+                planned += sum(size.numel() * dtype.itemsize for size, dtype in forms)
+                # Read the executor's rows, because state_of() would allocate state.
+                state = executor.rows.groups[slot.slot.group].slots[slot.slot.position]
+                tensors = [value for key, value in state.items() if key != STEP]
+            else:
+                tensors = [*executor.state_of(slot.slot).live().values()]
+            if not slot.is_stepped_in_place:
+                tensors.append(executor.stepped(slot.slot))
+            allocated += sum(each.nbytes for each in tensors if is_on_host(each))
+        return planned if isinstance(executor, RuleExecutor) else allocated, allocated
+
+    # -- descriptions -----------------------------------------------------------------------------
 
     def notes(self) -> tuple[str, ...]:
         """Return notes for ``describe()`` about how the slots are stepped."""
-        file = self.host_part.settings.state_file
+        file = self.settings.state_file
         of_file = () if file is None else file.notes()
-        notes = (*self.host_part.notes(), *of_file, *self.transfer.notes())
-        return tuple(dict.fromkeys(notes))
+        return tuple(dict.fromkeys((*self._own_notes(), *of_file, *self.transfer.notes())))
+
+    def _own_notes(self) -> Iterator[str]:
+        if self.pipeline is not None and self.slots:
+            yield self.pipeline.note()
+        if self.how.place == "host" and self.how.runs_in_backward and self.buckets is not None:
+            yield (
+                f"host: offload_mode {self.how.mode}, {len(self.buckets.members)} "
+                f"buckets of at most {self.settings.bucket_bytes:,} bytes, "
+                f"{self.host_bytes().back:,} bytes double buffer"
+                + (", gradients released" if self.releases else "")
+            )
 
     def metrics(self) -> dict[str, float]:
-        """Return host memory, milliseconds of the last step's stages, and counts of speculation."""
-        found = self.timeline.metrics() | self._memory.metrics()
-        if self.schedule.runs_in_backward:
+        """Return milliseconds of the last step's stages, host memory, and counts of buckets.
+
+        ``planned_host_bytes`` and ``resident_host_bytes`` are sums over all purposes. Warn once of
+        each purpose that takes more memory than its plan.
+        """
+        memory = self._host_memory()
+        for purpose, (planned, allocated) in memory.items():
+            # Alignment of tensors and blocks may add 2 % and 1 MiB to a plan.
+            if allocated - planned > planned / 50 + (1 << 20) and purpose not in self._reported:
+                self._reported.add(purpose)
+                warn(_growth(purpose, planned, allocated))
+        planned, allocated = map(sum, zip(*memory.values(), strict=True))
+        found = self.timeline.metrics()
+        found |= {"planned_host_bytes": planned, "resident_host_bytes": allocated}
+        if self.how.runs_in_backward:
             found |= self.schedule.counts
-        if self.host_part.settings.state_file is not None:
+        if self.settings.state_file is not None:
             found["bytes_read"] = self.transfer_bytes.read
             found["bytes_written"] = self.transfer_bytes.written
             found["disk_wait_ms"] = self.timeline.milliseconds(WAIT_DISK)
         return found
 
 
+def _label_of(executor: Executor, slots: Sequence[Slot]) -> str:
+    first = executor.slot_name(slots[0])
+    if len(slots) == 1:
+        return first
+    return f"{first} .. {executor.slot_name(slots[-1])} ({len(slots)} parameters)"
+
+
 def _by_place(
-    slots: StepPlan, place_of: Callable[[Slot], Place]
+    slots: StepPlan, offloaded: frozenset[Slot]
 ) -> tuple[UpdateSelection, UpdateSelection]:
     """Return the offloaded members of a step, and the members that stay on the device."""
-    indices: tuple[list[int], list[int]] = [], []
-    for index, slot in enumerate(slots):
-        indices[place_of(slot) == "device"].append(index)
-    away, here = (UpdateSelection(part, slots) for part in indices)
-    return away, here
+    away = [index for index, slot in enumerate(slots) if slot in offloaded]
+    here = [index for index, slot in enumerate(slots) if slot not in offloaded]
+    return UpdateSelection(away, slots), UpdateSelection(here, slots)
+
+
+def _growth(purpose: str, planned: int, allocated: int) -> str:
+    cause = ""
+    if purpose == "staging":
+        cause = " (gradients are wider than the model's dtype, or some stay after their release)"
+    return (
+        f"host memory of {purpose}: {allocated:,} bytes are allocated, {planned:,} were "
+        f"planned{cause}; leave room for them, or lower offload_bucket_bytes or the offload "
+        "fraction"
+    )

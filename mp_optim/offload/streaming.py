@@ -29,7 +29,7 @@ from mp_optim.core.slot_state import AVERAGE, REMAINDER
 from mp_optim.host.host_memory import TensorSpec, aligned_bytes
 from mp_optim.host.transfer import Transfer
 from mp_optim.kernels.kernel_args import MAIN
-from mp_optim.offload.buckets import DiskBytes, HostBytes, HostSlot
+from mp_optim.offload.buckets import WAIT_COPIES, DiskBytes, HostBytes, HostSlot, TransferBytes
 from mp_optim.offload.settings import HostStepSettings
 from mp_optim.offload.state_storage import (
     FileStorage,
@@ -38,7 +38,6 @@ from mp_optim.offload.state_storage import (
     Storage,
     blocks_bytes,
 )
-from mp_optim.offload.timeline import WAIT_COPIES, TransferBytes
 from mp_optim.offload.window_plan import (
     GRAD,
     IN_FLIGHT,
@@ -62,9 +61,14 @@ class WindowPipeline:
         place: place where the slots are stepped.
         settings: memory and copies of the steps.
         label: returns a label for some slots, for errors and the timeline.
+        slots: the slots.
+        carries_grads: True if gradients of streamed slots may be in host memory.
 
     Attributes:
-        moved: bytes that steps copied, until the caller resets them.
+        moved: bytes that steps copied, until the caller resets this attribute.
+
+    Raises:
+        ValueError: a slot that cannot be cut is larger than a window.
     """
 
     def __init__(
@@ -73,21 +77,18 @@ class WindowPipeline:
         place: Place,
         settings: HostStepSettings,
         label: Callable[[Sequence[Slot]], str],
+        slots: Sequence[HostSlot],
+        carries_grads: bool,
     ) -> None:
         self.place, self._executor, self._label = place, executor, label
         self._is_host = place == "host"
         self._stage = "host_step" if self._is_host else "stream_step"
         self._lag = HostWindows.lag if self._is_host else DeviceRing.lag
-        self._slots: Sequence[HostSlot] = ()
-        self._carries_grads = False
-        self.moved = TransferBytes()
-        self.use(settings)
-
-    def use(self, settings: HostStepSettings) -> None:
-        """Replace the storage and the settings of copies."""
+        self._slots, self._carries_grads = slots, carries_grads
         self._transfer, self._timeline = settings.transfer, settings.timeline
         self._most = settings.window_bytes
         self._sizes: list[int] = []
+        self.moved = TransferBytes()
         self.storage: Storage = MemoryStorage()
         if settings.state_file is not None:
             self.storage = FileStorage(
@@ -97,18 +98,6 @@ class WindowPipeline:
                 self._timeline,
                 self._is_host,
             )
-
-    def use_slots(self, slots: Sequence[HostSlot], carries_grads: bool) -> None:
-        """Step these slots from now on.
-
-        Args:
-            slots: the slots.
-            carries_grads: True if gradients of streamed slots may be in host memory.
-
-        Raises:
-            ValueError: a slot that cannot be cut is larger than a window.
-        """
-        self._slots, self._carries_grads, self._sizes = slots, carries_grads, []
         if self._most < SMALLEST_WINDOW:
             raise ValueError(
                 f"stream_window_bytes={self._most}: must be at least {SMALLEST_WINDOW}"
@@ -166,27 +155,15 @@ class WindowPipeline:
     @property
     def sizes(self) -> list[int]:
         """Bytes of each window that is in memory at the same time."""
-        self.resize()
-        return self._sizes
-
-    def resize(self) -> None:
-        """Compute the window sizes in the caller's thread, so that the worker's thread only
-        reads them."""
         if not self._sizes:
             slots = list(map(self._slot_bytes, self._slots))
             least = max(map(self._smallest, self._slots), default=0)
-            sizes = self.storage.window_sizes(slots, least, self._most, self._lag)
-            self.storage.resize(sizes)
-            self._sizes = sizes
+            self._sizes = self.storage.window_sizes(slots, least, self._most, self._lag)
+        return self._sizes
 
     def host_bytes(self) -> tuple[int, ...]:
         """Return the bytes of each piece of host memory that windows take."""
         return self.storage.host_bytes(self.sizes) if self._slots else ()
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes of host memory that are allocated for windows now."""
-        return self.storage.allocated
 
     def note(self) -> str:
         """Return a note for ``describe()`` about how the slots are stepped."""
@@ -229,7 +206,7 @@ class WindowPipeline:
             step_device()
             return
         copies = self._copies_of(windows, updates, on_host)
-        opened = self.storage.open_windows(windows)
+        opened = self.storage.open_windows(windows, self.sizes)
         try:
             self._stream(launches, len(windows), opened, copies, step_device)
             for number in range(max(0, len(windows) - copies.lag), len(windows)):

@@ -16,7 +16,7 @@ from mp_optim import HybridDeviceOptimizer, get_megatron_optimizer
 from mp_optim.host.transfer import Transfer
 from mp_optim.offload.backward_grads import BackwardJob
 from mp_optim.offload.backward_scheduler import BackwardScheduler
-from mp_optim.offload.timeline import Span
+from mp_optim.offload.buckets import Span
 from support.models import (
     DTYPES,
     AdversarialTransfer,

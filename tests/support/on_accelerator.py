@@ -90,7 +90,7 @@ def _without_stand_ins(original: Callable[..., None]) -> Callable[..., None]:
             pytest.skip("it is about a model in host memory")
         if type(transfer) is not AdversarialTransfer or "empty_host" in vars(transfer):
             pytest.skip("it counts what a transfer of its own does")
-        original(stepper, stepper.host_part.settings.transfer, bucket_bytes)
+        original(stepper, stepper.settings.transfer, bucket_bytes)
 
     return use_transfer
 

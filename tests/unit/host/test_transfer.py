@@ -161,7 +161,7 @@ def test_hybrid_optimizer_unregisters_all_host_memory_when_deleted(mode: str) ->
         for _ in range(3):  # The optimizer chooses its buckets again after the first step.
             torch.cat(params).sum().backward()
             optimizer.step()
-        held = sum(map(sum, optimizer.stepper.host_part.host_bytes()))
+        held = sum(map(sum, optimizer.stepper.host_bytes()))
         assert sum(runtime.registered.values()) == held > 0
         del optimizer
         gc.collect()

@@ -51,7 +51,7 @@ def build(
 
 def cached_bytes(hybrid):
     libc, found = ctypes.CDLL(None, use_errno=True), 0
-    for segment in hybrid.stepper.host_part.settings.state_file._segments:
+    for segment in hybrid.stepper.settings.state_file._segments:
         pages = segment.memory.numel() // mmap.PAGESIZE
         resident = (ctypes.c_ubyte * pages)()
         address = ctypes.c_void_p(segment.memory.data_ptr())
@@ -65,7 +65,7 @@ def cached_bytes(hybrid):
 def test_disk_step_leaves_no_page_cached_when_direct_io_is_available(tmp_path, place):
     model, optimizer = build(tmp_path, place=place)
     (hybrid,) = hybrids(optimizer)
-    if not hybrid.stepper.host_part.settings.state_file.file.direct:
+    if not hybrid.stepper.settings.state_file.file.direct:
         pytest.fail(f"{tmp_path} does not take O_DIRECT; set TMPDIR to a disk")
     give_gradients(model, 0)
     optimizer.step()
@@ -76,9 +76,7 @@ def test_disk_step_leaves_no_page_cached_when_direct_io_is_available(tmp_path, p
     optimizer.step()
     assert cached_bytes(hybrid) == 0
     moved = optimizer.metrics()
-    assert (
-        moved["bytes_read"] == moved["bytes_written"] == sum(hybrid.stepper.host_part.disk_bytes())
-    )
+    assert moved["bytes_read"] == moved["bytes_written"] == sum(hybrid.stepper.disk_bytes())
     assert moved["disk_wait_ms"] > 0
 
 

@@ -50,7 +50,7 @@ def test_offload_holds_the_planned_bytes_of_host_memory_after_steps(
     (hybrid,) = hybrids(optimizer)
     transfer = CountingTransfer()
     hybrid.stepper.use_transfer(transfer)
-    planned = hybrid.stepper.host_part.host_bytes()
+    planned = hybrid.stepper.host_bytes()
     rank = plan(model, config)
     staging = rank.pinned_host.staging + rank.pageable_host.staging
     assert staging == sum(map(page_locked_bytes, planned.staging))
@@ -60,6 +60,6 @@ def test_offload_holds_the_planned_bytes_of_host_memory_after_steps(
     take_steps = partial(step, model, optimizer)
     for _ in range(4):
         take_steps()
-    held = hybrid.stepper.host_part.host_bytes()
+    held = hybrid.stepper.host_bytes()
     assert transfer.held == sum(map(sum, planned)) == sum(map(sum, held))
     assert (sum(planned.back_mains) > 0) == (mode == "speculative")

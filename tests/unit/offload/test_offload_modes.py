@@ -32,7 +32,7 @@ each_early = pytest.mark.parametrize("mode", EARLY)
 
 
 def back_buffer_bytes(hybrid):
-    return hybrid.stepper.host_part.host_bytes().back
+    return hybrid.stepper.host_bytes().back
 
 
 def counts(optimizer, name):
@@ -390,7 +390,7 @@ def test_sync_offload_stages_no_bytes_when_the_model_is_in_host_memory(precision
     assert differing(snapshot(model, optimizer), snapshot(*trained(0.0))) == []
     metrics = optimizer.metrics()
     assert metrics["bytes_down"] == metrics["bytes_up"] == 0 and metrics["host_ms"] > 0
-    assert hybrids(optimizer)[0].stepper.host_part.host_bytes().staging == ()
+    assert hybrids(optimizer)[0].stepper.host_bytes().staging == ()
     assert "host" in {row.place for row in optimizer.describe().rows}
 
 

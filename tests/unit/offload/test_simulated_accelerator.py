@@ -24,9 +24,8 @@ from mp_optim.host.accelerator import accelerator_of
 from mp_optim.host.host_memory import tensor_in
 from mp_optim.host.transfer import fetch, transfer_for
 from mp_optim.offload.backward_grads import BackwardJob
-from mp_optim.offload.buckets import Staging
+from mp_optim.offload.buckets import Staging, StepTimeline
 from mp_optim.offload.speculation import SpeculativeStepper
-from mp_optim.offload.timeline import StepTimeline
 from support.accelerator.disk import simulated_disk
 from support.accelerator.removals import called, sites, without
 from support.accelerator.saves import saves_of

@@ -7,7 +7,7 @@ from torch import nn
 from mp_optim import get_megatron_optimizer
 from mp_optim.host.host_share import HostShare
 from mp_optim.offload import backward_scheduler as cores
-from mp_optim.offload.backward_scheduler import threads_beside_backward, worker_threads
+from mp_optim.offload.backward_scheduler import worker_threads
 from mp_optim.offload.buckets import (
     PER_ROUND,
     SMALLEST,
@@ -71,7 +71,6 @@ def test_bucket_size_is_a_sixteenth_of_the_model_within_both_limits(total, most,
     ("threads", "share"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 6), (9, 6), (16, 12), (64, 48)]
 )
 def test_worker_leaves_two_threads_and_a_quarter_to_backward(threads, share, monkeypatch):
-    assert threads_beside_backward(threads) == share
     whole = HostShare(threads, "made up")
     monkeypatch.setattr(cores, "host_share", lambda: whole)
     assert worker_threads(None) == share and worker_threads(5) == 5

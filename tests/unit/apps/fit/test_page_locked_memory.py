@@ -135,7 +135,7 @@ def pieces_of(elements: int) -> dict[str, list[int]]:
     kind = {"dtype": torch.bfloat16, "device": "meta"}
     params = [nn.Parameter(torch.empty(size, **kind)) for size in sizes_of(elements)]
     (inner,) = hybrids(get_megatron_optimizer(config, nn.ParameterList(params)))
-    held = inner.stepper.host_part.host_bytes()
+    held = inner.stepper.host_bytes()
     return {
         "main params": [inner.executor.main_memory.capacity],
         "staging": list(held.staging),
