@@ -248,11 +248,12 @@ class PlacedExecutor(Executor):
         return self.executors[place]
 
     def marks_changes(self, slot: Slot) -> bool:
-        self._bind()
         place, stepper = self.place(slot), self.stepper
         # Kernels do not mark changes of slots in windows, or of steps that may be rolled back.
         is_whole = place == "device" or (stepper.pipeline is None and stepper.speculation is None)
-        return is_whole and self.executor_at(place).marks_changes(slot)
+        executor = self.executors[place]
+        executor.step_instead(slot, self._stepped(slot))
+        return is_whole and executor.marks_changes(slot)
 
     def backend_and_reason(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
         return self.executor_at(place).backend_and_reason(group, place, device)
