@@ -107,7 +107,7 @@ class BackwardScheduler:
         buckets: buckets that backward may begin, in the order in which gradients are expected.
         counts: counts by name. ``speculation_hits``: buckets that were published as speculated.
             ``speculation_redone``: buckets that were stepped again. ``speculation_paused``: steps
-            in which speculation paused. ``speculation_stale``: buckets whose gradients changed after
+            in which speculation paused. ``stale_buckets``: buckets whose gradients changed after
             backward.
         released: gradients that only the host has.
         grads: reports gradients as they arrive, and compares them with the gradients of jobs.
@@ -131,7 +131,7 @@ class BackwardScheduler:
         self._speculation, self._label = speculation, label
         self.runs_in_backward = self._releases = False
         self.counts = Counter(
-            speculation_hits=0, speculation_redone=0, speculation_paused=0, speculation_stale=0
+            speculation_hits=0, speculation_redone=0, speculation_paused=0, stale_buckets=0
         )
         self.worker = Worker("mp_optim-host", settings.set_up)
         self.released = ReleasedGrads(self.worker.wait_for)
@@ -470,14 +470,14 @@ class BackwardScheduler:
             step.is_downloaded = self.grads.are_same(job.versions, step.updates, staged)
             if not (step.is_downloaded or job.releases):
                 stale += self.grads.are_complete(job.versions, step.updates)
-        self.counts["speculation_stale"] += stale
+        self.counts["stale_buckets"] += stale
         # Warn only in the first step with changed gradients.
-        if 0 < stale == self.counts["speculation_stale"]:
+        if 0 < stale == self.counts["stale_buckets"]:
             warn(
                 f"offload_mode={self._how.mode!r}: gradients changed after backward, so step() "
                 "copies and measures them again. If clip_grad_norm_ changed them, clip with "
                 "OptimizerConfig.clip_grad instead (HF Trainer: max_grad_norm=0; Lightning: "
-                "gradient_clip_val=None). metrics()['speculation_stale'] counts the buckets"
+                "gradient_clip_val=None). metrics()['stale_buckets'] counts the buckets"
             )
 
     def gradients_on_host(self, updates: SlotUpdates) -> dict[Slot, Tensor]:

@@ -103,7 +103,7 @@ def test_writes_that_change_no_bit_keep_backward_work_of_the_host(
         assert differing(bits, expected) == [] and results == expected_results, mode
         # An accelerator repeats the work because the version or the memory changed.
         if not adversarial:
-            assert said == [] and metrics["speculation_stale"] == 0, mode
+            assert said == [] and metrics["stale_buckets"] == 0, mode
     assert adversarial or metrics["speculation_hits"] == 3 * STEPS, metrics
 
 
@@ -120,7 +120,7 @@ def test_step_repeats_backward_work_when_gradient_bits_change_afterwards(
             expected, expected_results = bits, results
             continue
         assert differing(bits, expected) == [] and results == expected_results, mode
-        assert metrics["speculation_stale"] == STEPS // 3, mode
+        assert metrics["stale_buckets"] == STEPS // 3, mode
         assert len(said) == 1 and "clip_grad_norm_" in said[0], mode
     hits = 3 * STEPS - STEPS // 3  # Only the changed bucket is stepped again.
     assert metrics["speculation_hits"] == hits
@@ -190,6 +190,6 @@ def test_offload_modes_give_equal_bits_when_fsdp_gradients_are_clipped_outside(
     for mode in MODES[1:]:
         params, metrics = sharded_run(mode, limit, adversarial)
         assert all(map(same_bits, params, expected)), mode
-        assert (metrics["speculation_stale"] == 0) == (limit == math.inf), mode
+        assert (metrics["stale_buckets"] == 0) == (limit == math.inf), mode
     if limit == math.inf:
         assert metrics["speculation_hits"] >= 5
