@@ -23,6 +23,7 @@ from mp_optim.core.identity import (
 from mp_optim.core.interrupted_step import StepMark
 from mp_optim.core.model_parallel import ModelParallel, renamed_groups
 from mp_optim.core.names import names_in_words
+from mp_optim.core.read_only import ReadOnlyTensor
 from mp_optim.core.slot_state import SlotState, State
 from mp_optim.core.state_dict import (
     CHECKSUMS,
@@ -221,9 +222,10 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         self.make_current(slot)
         state = self.state_of(slot)
         saved, coded = state.exported(), state.coded()
-        # An in-place operation on a tensor of inference mode raises, so no edit is lost silently.
         with torch.inference_mode():
-            copies = {key: moment.values() for key, moment in coded.items()}
+            copies = {
+                key: moment.values().as_subclass(ReadOnlyTensor) for key, moment in coded.items()
+            }
             return saved | (state.layout.show(copies) if copies else {})
 
     def full_slot_state(self, slot: Slot) -> State:

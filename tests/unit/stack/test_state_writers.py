@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,29 @@ def test_state_of_a_shard_takes_assigned_values_when_stored_in_blocks(
     assert bool(((local(saved["exp_avg_sq"]) - 4.0).abs() < 0.01).all())
     step()
     assert local(shown["exp_avg"]).any()
+
+
+@pytest.mark.parametrize("state", ["fp16", "8bit", "4bit"])
+def test_state_in_few_bits_raises_when_a_write_would_be_lost(state: str) -> None:
+    param = nn.Parameter(torch.ones(300))
+    optimizer = mp_optim.AdamW([("w", param)], state=state)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    writes: list[Callable[[Tensor], object]] = [
+        lambda moment: moment.mul_(0.5),
+        lambda moment: moment.data.mul_(0.5),
+        lambda moment: moment.detach().mul_(0.5),
+        lambda moment: moment.numpy().fill(0.5),
+        lambda moment: torch._foreach_mul_([moment], 0.5),
+        lambda moment: setattr(moment, "data", torch.zeros(300)),
+    ]
+    for write in writes:
+        with pytest.raises((RuntimeError, ValueError), match=r"read-only|Inplace update"):
+            write(optimizer.state[param]["exp_avg"])
+    buffer = io.BytesIO()
+    torch.save(optimizer.state[param]["exp_avg"], buffer)
+    buffer.seek(0)
+    assert same_bits(torch.load(buffer), optimizer.state[param]["exp_avg"])
 
 
 def test_state_assignment_names_negative_squares_for_8bit_state() -> None:
