@@ -28,7 +28,7 @@ from mp_optim.core.names import (
     prefixed,
 )
 from mp_optim.core.partition import Partition
-from mp_optim.core.slot_state import State, scale_key
+from mp_optim.core.slot_state import State, scale_key, without_keys
 from mp_optim.core.state_dict import CHECKSUMS, match_by_name
 from mp_optim.host.torch_types import is_dtensor
 from mp_optim.process_groups.agreement import Ranks
@@ -245,11 +245,7 @@ class Inventory:
         shape = param_at(optimizer.param_groups, slot).shape
         live = optimizer.state_of(slot)
         state = live.full_precision() if full_precision else live.exported(in_blocks=False)
-        whole = torch.Size(partition.whole_shape(shape))
-        return {
-            key: value if _is_of_whole(key, value, whole) else as_partition(value, partition, shape)
-            for key, value in state.items()
-        }
+        return _in_parts(state, partition, shape)
 
     def unallocated(
         self, saved: Mapping[str, Saved], present: Collection[str]
@@ -364,6 +360,53 @@ class Inventory:
         ]
         optimizer_part = {**common["optimizer"], "param_groups": renamed}
         return replace(index, entries=entries), {**common, "optimizer": optimizer_part}
+
+
+def present_entries(
+    stack: SlotKeyedOptimizer,
+    slot: Slot,
+    name: str,
+    parallel: ModelParallel,
+    *,
+    with_blocks: bool = True,
+) -> dict[str, Tensor]:
+    """Return parameter and state of a slot by entry name, with the bits of this moment. Writes of
+    other code since the last step are not followed.
+
+    Args:
+        stack: the optimizer.
+        slot: index of the param group, and position in the group.
+        name: name of the parameter on this rank.
+        parallel: names and partitions of this rank's parameters.
+        with_blocks: True to include FP32 copies of state that is stored in blocks.
+    """
+    param, live = param_at(stack.param_groups, slot), stack.state_of(slot)
+    if with_blocks:
+        state = live.exported(in_blocks=False)
+    else:
+        stored = live.live()
+        coded = {key for key in stored if scale_key(key) in stored}
+        state = live.layout.show(without_keys(stored, coded.union(map(scale_key, coded))))
+    if (partition := parallel.partitions.get(name)) is not None:
+        state = _in_parts(state, partition, param.shape)
+    entries = {entry_name(key, parallel.names[name]): value for key, value in state.items()}
+    entries[MODEL + parallel.names[name]] = as_partition(param, partition)
+    return {entry: value for entry, value in entries.items() if isinstance(value, Tensor)}
+
+
+def _in_parts(state: State, partition: Partition, shape: torch.Size) -> State:
+    """Return the state of a tensor-parallel part, with its position in the whole parameter.
+
+    Args:
+        state: the state by key.
+        partition: position of the part.
+        shape: shape of the part.
+    """
+    whole = torch.Size(partition.whole_shape(shape))
+    return {
+        key: value if _is_of_whole(key, value, whole) else as_partition(value, partition, shape)
+        for key, value in state.items()
+    }
 
 
 def _is_of_whole(key: str, value: Any, whole: torch.Size) -> bool:

@@ -369,7 +369,7 @@ def plan_writing(
         known, share = _plans.get(ranks.group, (None, None))
         is_unchanged = ranks.broadcast(all(ranks.gather(known == held)))
         if share is None or not is_unchanged:
-            share = _plan_together(held, ranks, doing)
+            share = plan_together(held, ranks, doing)
         _plans[ranks.group] = held, share
     writing = Writing(folder, ranks.rank, list(_items(tensors, held, share)), params)
     if snapshot:
@@ -381,8 +381,17 @@ def plan_writing(
     return writing
 
 
-def _plan_together(held: Sequence[Held], ranks: Ranks, doing: str) -> Share:
-    """Return the boxes of this rank, which the first rank decides."""
+def plan_together(held: Sequence[Held], ranks: Ranks, doing: str) -> Share:
+    """Return the boxes of this rank, which the first rank decides. Collective.
+
+    Args:
+        held: entries of this rank.
+        ranks: the ranks that share the boxes.
+        doing: name of the action, for errors.
+
+    Raises:
+        ValueError: ranks disagree about an entry; the message names it.
+    """
     sheets = sheets_of(held)
     known = ranks.broadcast(set(sheets))
     mine = {digest: None if digest in known else sheet for digest, sheet in sheets.items()}

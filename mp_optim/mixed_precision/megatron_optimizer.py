@@ -10,14 +10,16 @@ import itertools
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 
+from mp_optim.checkpoint.digests import StepDigest, digest_of
 from mp_optim.config import OptimizerConfig
+from mp_optim.config.setting_checks import check_setting, whole
 from mp_optim.core import Slot, iter_slots, param_at
 from mp_optim.core.keyed_optimizer import Closure, SlotKeyedOptimizer
 from mp_optim.core.names import ModelParams
@@ -36,6 +38,7 @@ from mp_optim.mixed_precision.settings_agreement import check_write, disagreemen
 from mp_optim.mixed_precision.step import take_step
 from mp_optim.offload.backward_scheduler import BackwardScheduler
 from mp_optim.param_groups.tables import Tables, choice_notes
+from mp_optim.process_groups.agreement import Ranks
 
 
 class MegatronOptimizer(SlotKeyedOptimizer):
@@ -477,6 +480,46 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         """
         delta: WeightDelta = self.observers["changed_weights"].publish(full)
         return delta
+
+    # -- digests ----------------------------------------------------------------------------------
+
+    @in_own_modes
+    def step_digest(
+        self,
+        sample: int = 4096,
+        *,
+        step: int | None = None,
+        per_tensor: bool = False,
+        process_group: ProcessGroup | None = None,
+    ) -> StepDigest:
+        """Return a digest of parameters, main params and state after a step. Every rank calls this
+        method. Nothing is computed if no code calls it.
+
+        Equal bits have equal digests, whatever the number of ranks and the places of the state
+        (GPU, host, disk). One changed element always changes the digest. Several changed elements
+        cancel with a probability of about 2^-32. A tensor on several ranks counts once. State in
+        blocks (8 bits, 4 bits, fp16) counts with its FP32 values.
+
+        Args:
+            sample: in each step the digest reads about one of ``sample`` runs of at most 262,144
+                elements. ``sample`` steps in a row read each element once. 1 reads everything.
+            step: number of the step, which selects the sample; None for the number of steps since
+                this optimizer was built.
+            per_tensor: True to return the digest of each tensor, too.
+            process_group: the ranks that hold the model together; None for all ranks.
+
+        Raises:
+            ValueError: ``sample`` is not a positive whole number.
+            BrokenOffError: the last step or load was interrupted.
+        """
+        check_setting("sample", sample, whole(1))
+        stack = cast(MegatronOptimizer, self.stack)
+        stack.step_mark.check("step_digest")
+        stack.finish_param_sync()
+        norm = stack.counts.last_verdict().grad_norm
+        number = stack.counts.steps if step is None else step
+        ranks = Ranks.of(process_group)
+        return digest_of(stack, number, norm, sample, per_tensor, ranks)
 
     # -- state: a loss scale beside the slots' ----------------------------------------------------
 

@@ -178,3 +178,4 @@ class _Alone:
             if "averaged_param" in state and state["step"] > 0:
                 average = state["averaged_param"].to(self.model.get_parameter(name).dtype)
                 outcome.tensors[f"averaged/{name}"] = average.clone()
+        outcome.digest = self.optimizer.step_digest(sample=1).value

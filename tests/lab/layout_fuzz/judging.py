@@ -71,6 +71,8 @@ def _differences(
         map(_norms_agree(case), outcome.norms, wanted.norms)
     ):
         found.append(f"norms {outcome.norms}, expected {wanted.norms}")
+    if _exact(case, layout) and outcome.digest != wanted.digest:
+        found.append(f"digest {outcome.digest}, expected {wanted.digest}")
     if layout.has_whole_model:
         losses = [step[rank] for step in wanted.losses]
         pairs = [

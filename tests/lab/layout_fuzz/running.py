@@ -65,6 +65,7 @@ class Outcome:
         losses: of each step and micro-batch; None where this rank used nothing.
         tensors: parameters (their averages, too), main params and state by name; whole where they
             are DTensors or flat shards.
+        digest: of all parameters and state, by ``step_digest``.
     """
 
     error: str = ""
@@ -76,6 +77,7 @@ class Outcome:
     successes: list[bool] = field(default_factory=list)
     zeros: list[int | None] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    digest: int | None = None
 
 
 def config_of(case: Case, layout: Layout) -> OptimizerConfig:
@@ -380,6 +382,7 @@ class _Run:
                     tensors[f"state/{part.slot_name(slot)}/{key}"] = _whole(
                         torch.as_tensor(value), group
                     )
+        self.outcome.digest = self.optimizer.step_digest(sample=1).value
 
     def _read_model(self, kind: str) -> None:
         for name, param in self.model.named_parameters():

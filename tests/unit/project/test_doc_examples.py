@@ -116,7 +116,7 @@ def test_checkpoint_examples_of_the_docs_run(tmp_path, monkeypatch):
 
 
 def test_audit_example_of_the_docs_restores_weights_after_a_fault(capsys, tmp_path):
-    settings, goes_back = blocks_of("audit.md", "python")
+    settings, goes_back, digest = blocks_of("audit.md", "python")
     names = {}
     exec(settings, names)
     config = dataclasses.replace(names["config"], audit_rate=1.0, audit_action="raise")
@@ -132,7 +132,8 @@ def test_audit_example_of_the_docs_restores_weights_after_a_fault(capsys, tmp_pa
         exec(goes_back, names)
     assert "element 3, param" in capsys.readouterr().out
     assert all(map(torch.equal, model.parameters(), saved))
-    optimizer.step()
+    exec(digest, names)
+    assert f"value={optimizer.step_digest().value}" in capsys.readouterr().out
 
 
 def test_settings_examples_of_the_docs_set_the_overrides(capsys):

@@ -1,0 +1,335 @@
+"""Digests of an optimizer's parameters and state, which no layout or place changes.
+
+The digest of a tensor is a sum over its elements, modulo 2^64: the element's bits as an integer,
+times a key of the entry's name and the element's line, times a weight of its column. Keys and
+weights are odd, so each single changed element changes the sum. Sums of shards add up to the sum of
+the whole tensor, so ranks exchange only sums.
+
+A line has at most 65,536 neighbouring elements of the last dimension. A run has neighbouring lines,
+with at most 262,144 elements together. In each step ``sample=N`` reads about one of N runs, so that
+N steps in a row read each run once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mp_optim.checkpoint.entries import key_and_fqn
+from mp_optim.checkpoint.inventory import Inventory, present_entries
+from mp_optim.checkpoint.writing import Held, Share, held_of, plan_together
+from mp_optim.core import Slot
+from mp_optim.core.flat_shard import piece
+from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer
+from mp_optim.core.model_parallel import ModelParallel
+from mp_optim.core.partition import Box, whole_box
+from mp_optim.process_groups.agreement import Ranks
+from mp_optim.process_groups.missing_ranks import call
+
+LINE = 1 << 16
+"""Most elements of a line."""
+RUN = 1 << 18
+"""Most elements of a run."""
+_DOING = "adding up the digests of ranks"
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class StepDigest:
+    """A digest of an optimizer's parameters and state after a step. Two digests are equal if their
+    ``step``, ``sample`` and ``value`` are equal.
+
+    Attributes:
+        step: number of the step.
+        sample: the digest covers about one of ``sample`` runs of 262,144 elements.
+        value: signed 64-bit sum over all ranks.
+        grad_norm: gradient norm of the last step; None after an overflow. The norm is not compared,
+            because its last bit may depend on the number of ranks.
+        bytes_read: bytes of tensors that this rank read. They are not compared.
+        per_tensor: sum of each tensor, by its name in a checkpoint; empty unless requested. The
+            sums are not compared.
+    """
+
+    step: int
+    sample: int
+    value: int
+    grad_norm: float | None = field(compare=False)
+    bytes_read: int = field(compare=False)
+    per_tensor: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
+
+
+def digest_of(
+    stack: SlotKeyedOptimizer,
+    step: int,
+    grad_norm: float | None,
+    sample: int,
+    per_tensor: bool,
+    ranks: Ranks,
+) -> StepDigest:
+    """Return the digest of a stack, as :meth:`mp_optim.MegatronOptimizer.step_digest` does.
+    Collective over ``ranks``."""
+    plan = _plan_of(stack, ranks, sample)
+    is_stale = ranks.group is not None and _shares.get(stack, _NOTHING)[0] != plan.held
+    own = {} if is_stale else plan.sums(stack, step)
+    total = signed(sum(value for value, _ in own.values()))
+    if (group := ranks.group) is not None:
+        numbers = torch.tensor([total, int(is_stale)], device="cpu")
+        call(group, _DOING, lambda: dist.all_reduce(numbers, group=group))
+        total = int(numbers[0])
+        if int(numbers[1]):
+            # The entries of a rank changed, so the ranks choose again which rank reads which box.
+            _shares[stack] = plan.held, plan_together(plan.held, ranks, _DOING)
+            del _plans[stack]
+            return digest_of(stack, step, grad_norm, sample, per_tensor, ranks)
+    sums: dict[str, int] = {}
+    for of_rank in ranks.broadcast(ranks.gather(own)) if per_tensor else ():
+        for name, (value, _) in of_rank.items():
+            sums[name] = signed(sums.get(name, 0) + value)
+    count = sum(nbytes for _, nbytes in own.values())
+    return StepDigest(step, sample, total, grad_norm, count, sums)
+
+
+# -- the boxes that a rank reads in a step --------------------------------------------------------
+
+
+class _Part(NamedTuple):
+    """A box of an entry that this rank reads. State in blocks is decoded whole, so all of its lines
+    are one run."""
+
+    entry: str
+    place: Box
+    in_blocks: bool
+
+    def phase(self) -> int:
+        """Return the hash that decides in which steps the runs are read. The moments of a parameter
+        are decoded together."""
+        return hash_of(key_and_fqn(self.entry)[1] if self.in_blocks else self.entry)
+
+
+_shares: WeakKeyDictionary[SlotKeyedOptimizer, tuple[Sequence[Held], Share]] = WeakKeyDictionary()
+"""The entries of this rank when the ranks last chose, and the boxes that this rank reads."""
+_NOTHING: tuple[Sequence[Held], Share] = ((), {})
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The boxes that this rank reads, until a tensor of the optimizer gets another layout or place.
+
+    NOTE: a plan must not refer to the optimizer, or the optimizer would never be freed.
+
+    Attributes:
+        key: ``plan_key`` of the stack, id of the process group, and ``sample``.
+        parallel: names and partitions among the ranks.
+        names: name of each slot's parameter on this rank.
+        held: entries of this rank.
+        by_turn: boxes by slot, for each step modulo ``sample``.
+    """
+
+    key: tuple[object, int, int]
+    parallel: ModelParallel
+    names: Mapping[Slot, str]
+    held: Sequence[Held]
+    by_turn: Mapping[int, Mapping[Slot, Mapping[_Part, None]]]
+
+    def sums(self, stack: SlotKeyedOptimizer, step: int) -> dict[str, tuple[int, int]]:
+        """Return digest and bytes of the elements that this rank reads, by entry name."""
+        found: dict[str, tuple[int, int]] = {}
+        for slot, parts in self.by_turn.get(step % self.key[2], {}).items():
+            with_blocks = any(part.in_blocks for part in parts)
+            entry = partial(present_entries, stack, slot, self.names[slot], self.parallel)
+            tensors = entry(with_blocks=with_blocks)
+            for part in parts:
+                tensor = tensors[part.entry]
+                size = _lines_of_run(tensor.shape, part.in_blocks)
+                for sheet in sheets(piece(tensor, part.place), part.place, tuple(tensor.shape)):
+                    for some in sheet.runs(size, part.phase() + step, self.key[2]):
+                        total, count = found.get(part.entry, (0, 0))
+                        total = signed(total + some.digest(part.entry))
+                        found[part.entry] = total, count + some.values.nbytes
+        return found
+
+
+def _plan_of(stack: SlotKeyedOptimizer, ranks: Ranks, sample: int) -> _Plan:
+    """Return the last plan of a stack, or a new plan if the last plan is not valid."""
+    key, plan = (stack.step_mark.plan_key, id(ranks.group), sample), _plans.get(stack)
+    if plan is None or plan.key != key:
+        plan = _plans[stack] = _new_plan(stack, ranks, key)
+    return plan
+
+
+_plans: WeakKeyDictionary[SlotKeyedOptimizer, _Plan] = WeakKeyDictionary()
+
+
+def _new_plan(stack: SlotKeyedOptimizer, ranks: Ranks, key: tuple[object, int, int]) -> _Plan:
+    members, sample = ranks.members(), key[2]
+    parallel = stack.model_parallel.among(members)
+    left_out = {name for name, owner in parallel.copies.items() if owner in members}
+    share = None if ranks.group is None else _shares.get(stack, _NOTHING)[1]
+    names = Inventory((), stack, parallel).names
+    held: list[Held] = []
+    by_turn: dict[int, dict[Slot, dict[_Part, None]]] = {}
+    for slot, name in names.items():
+        if name in left_out:
+            continue
+        entries = partial(present_entries, stack, slot, name, parallel)
+        stored, of_slot = entries(with_blocks=False), held_of(entries())
+        held += of_slot
+        for entry, _, shape, places in of_slot:
+            size = _lines_of_run(shape, entry not in stored)
+            for place in (whole_box(shape),) if places is None else places:
+                if not place.numel or (share is not None and place not in share.get(entry, ())):
+                    continue
+                part = _Part(entry, place, entry not in stored)
+                first, last = _line(place.offsets, shape), _line(_last_index(place), shape)
+                for run in range(first // size, last // size + 1)[:sample]:
+                    turn = by_turn.setdefault(-(run + part.phase()) % sample, {})
+                    turn.setdefault(slot, {})[part] = None
+    return _Plan(key, parallel, names, tuple(held), by_turn)
+
+
+# -- lines and runs of a tensor -------------------------------------------------------------------
+
+
+class Sheet(NamedTuple):
+    """Neighbouring lines of a tensor, or the same columns of each.
+
+    Attributes:
+        values: the elements, shape (lines, columns).
+        line: number of the first line in the whole tensor.
+        column: number of the first column in a line.
+    """
+
+    values: Tensor
+    line: int
+    column: int
+
+    def runs(self, size: int, phase: int, sample: int) -> Iterator[Sheet]:
+        """Yield the lines of every run whose number plus ``phase`` is a multiple of ``sample``.
+
+        Args:
+            size: lines of a run.
+            phase: number to add.
+            sample: a positive number.
+        """
+        end = self.line + len(self.values)
+        first = self.line // size
+        for run in range(first + -(first + phase) % sample, (end - 1) // size + 1, sample):
+            begin = max(self.line, run * size)
+            some = self.values[begin - self.line : min(end, (run + 1) * size) - self.line]
+            yield Sheet(some, begin, self.column)
+
+    def digest(self, name: str) -> int:
+        """Return the sum over the elements, not reduced modulo 2^64.
+
+        Args:
+            name: name of the tensor.
+        """
+        lines, columns = self.values.shape
+        of_lines, of_columns = weights_of(self.values.device)
+        of_columns = of_columns[self.column : self.column + columns]
+        bits, total, begin = bits_of(self.values), 0, self.line
+        while begin < self.line + lines:
+            # The products of few elements stay in the cache, and a factor is of 65,536 lines.
+            first = begin % LINE
+            stop = min(self.line + lines, begin + max(1, LINE // columns), begin + LINE - first)
+            sums = (bits[begin - self.line : stop - self.line] * of_columns).sum(1)
+            part = (sums * of_lines[first : first + stop - begin]).sum()
+            total += int(part) * factor_of(name, begin // LINE)
+            begin = stop
+        return total
+
+
+def sheets(tensor: Tensor, place: Box, shape: tuple[int, ...], row: int = 0) -> Iterator[Sheet]:
+    """Yield all elements of a box in sheets.
+
+    Args:
+        tensor: the elements, in the shape of the box.
+        place: the box.
+        shape: shape of the whole tensor.
+        row: number of the whole tensor's first row. A row has all indices of the last dimension.
+    """
+    if len(shape) < 2:
+        shape, tensor = (1, *(shape or (1,))), tensor.reshape(1, -1)
+        place = Box((0, *(place.offsets or (0,))), tuple(tensor.shape))
+    rows = math.prod(shape[1:-1])
+    if place.sizes[1:-1] != shape[1:-1]:
+        inner = Box(place.offsets[1:], place.sizes[1:])
+        for at, some in enumerate(tensor, place.offsets[0]):
+            yield from sheets(some, inner, shape[1:], row + at * rows)
+        return
+    matrix, row, column = tensor.flatten(0, -2), row + place.offsets[0] * rows, place.offsets[-1]
+    if shape[-1] <= LINE:
+        yield Sheet(matrix, row, column)
+        return
+    for at, some in enumerate(matrix, row):
+        for number in range(column // LINE, (column + len(some) - 1) // LINE + 1):
+            begin = max(column, number * LINE)
+            cut = some[begin - column : (number + 1) * LINE - column]
+            yield Sheet(cut[None], at * _pieces(shape) + number, begin % LINE)
+
+
+def _pieces(shape: Sequence[int]) -> int:
+    """Return the number of lines in a row."""
+    return -(-max(1, *shape[-1:], 1) // LINE)
+
+
+def _line(index: Sequence[int], shape: Sequence[int]) -> int:
+    """Return the number of the line that has the element at an index."""
+    row = 0
+    for at, length in zip(index[:-1], shape[:-1], strict=True):
+        row = row * length + at
+    return row * _pieces(shape) + (index[-1] // LINE if index else 0)
+
+
+def _last_index(place: Box) -> list[int]:
+    return [first + size - 1 for first, size in zip(*place, strict=True)]
+
+
+def _lines_of_run(shape: Sequence[int], in_blocks: bool) -> int:
+    if in_blocks:
+        return max(1, math.prod(shape[:-1]) * _pieces(shape))
+    return max(1, RUN // min(LINE, max(1, *shape[-1:], 1)))
+
+
+# -- hashes ---------------------------------------------------------------------------------------
+
+
+def signed(number: int) -> int:
+    """Return an integer modulo 2^64, as an int64 has it."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+@lru_cache(maxsize=1 << 16)
+def hash_of(name: str) -> int:
+    return signed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big"))
+
+
+def bits_of(values: Tensor) -> Tensor:
+    """Return the bits of elements as signed integers of the same width."""
+    return values.view(_INTEGERS[values.itemsize])
+
+
+@lru_cache(maxsize=1 << 16)
+def factor_of(name: str, block: int) -> int:
+    """Return an odd number for 65,536 lines of a tensor."""
+    return hash_of(f"{block} {name}") | 1
+
+
+@lru_cache
+def weights_of(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return an odd number for each of 65,536 lines and columns: int64, shape (65536,) each. They
+    are numbers of the SplitMix64 generator (Steele et al. 2014)."""
+    x = torch.arange(1, 2 * LINE + 1, device="cpu") * signed(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * signed(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * signed(0x94D049BB133111EB)
+    lines, columns = (x ^ (x >> 31 & (1 << 33) - 1) | 1).to(device).tensor_split(2)
+    return lines, columns

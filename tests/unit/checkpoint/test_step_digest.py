@@ -1,0 +1,94 @@
+"""Digests of a step: equal for equal bits in every place, and different after one flipped bit."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import mp_optim
+from support.places import PLACES, settings_of
+
+SHAPES = {
+    "embedding": (700, 96),
+    "cube": (3, 5, 7),
+    "bias": (9,),
+    "long": (70_001,),
+    "wide": (3, 70_001),
+    "scalar": (),
+}
+FORMS = {
+    "fp32": {},
+    "8bit": {"state": "8bit"},
+    "remainders": {"main_params": "remainder16", "state": "bf16"},
+}
+
+
+def trained(steps=2, **settings):
+    generator = torch.Generator().manual_seed(3)
+    model = nn.Module()
+    for name, shape in SHAPES.items():
+        value = torch.randn(shape, generator=generator).bfloat16()
+        setattr(model, name, nn.Parameter(value.float() if name == "cube" else value))
+    optimizer = mp_optim.AdamW(model.named_parameters(), lr=1e-2, max_grad_norm=1.0, **settings)
+    for _ in range(steps):
+        for param in model.parameters():
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        optimizer.step()
+        optimizer.step_digest(sample=2)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_step_digest_is_equal_in_every_place(form, tmp_path):
+    digests = {}
+    for place in PLACES:
+        _, optimizer = trained(**FORMS[form], **settings_of(place, tmp_path))
+        found = optimizer.step_digest(sample=1, per_tensor=True)
+        assert found.grad_norm == optimizer.last_step.grad_norm
+        digests[place] = found, optimizer.step_digest(sample=5), dict(found.per_tensor)
+    assert all(each == digests["device"] for each in digests.values()), digests
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_step_digest_reads_every_element_once_in_as_many_steps_as_its_sample(form):
+    _, optimizer = trained(**FORMS[form])
+    whole = optimizer.step_digest(sample=1)
+    for sample in (2, 7):
+        parts = [optimizer.step_digest(sample, step=step) for step in range(3, 3 + sample)]
+        assert (sum(part.value for part in parts) - whole.value) % 2**64 == 0
+        assert sum(part.bytes_read for part in parts) == whole.bytes_read
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_step_digest_finds_any_flipped_bit_within_as_many_steps_as_its_sample(form):
+    model, optimizer = trained(**FORMS[form])
+    chance, sample = random.Random(form), 5
+    before = optimizer.step_digest(sample=1, per_tensor=True)
+    parts = [optimizer.step_digest(sample, step=step) for step in range(sample)]
+    for _ in range(25):
+        name = chance.choice([*SHAPES])
+        live = optimizer.state_of(optimizer.slots()[[*SHAPES].index(name)]).live()
+        tensors = {"param": getattr(model, name).data, **live}
+        key = chance.choice(sorted(tensors))
+        flat = tensors[key].view(-1).view(torch.uint8)
+        at, bit = chance.randrange(len(flat)), 1 << chance.randrange(8)
+        flat[at] ^= bit
+        after = optimizer.step_digest(sample=1, per_tensor=True)
+        pairs = zip(before.per_tensor.items(), after.per_tensor.values(), strict=True)
+        named = [entry for (entry, value), now in pairs if value != now]
+        equal = [part == optimizer.step_digest(sample, step=part.step) for part in parts]
+        flat[at] ^= bit
+        assert after != before and named, (name, key, at, bit)
+        assert all(entry.endswith(f".{name}") for entry in named)
+        assert equal.count(False) == 1
+    assert optimizer.step_digest(sample=1) == before
+
+
+@pytest.mark.parametrize("sample", [0, -1, 2.5])
+def test_step_digest_refuses_a_sample_that_is_not_a_positive_whole_number(sample):
+    _, optimizer = trained(steps=1)
+    with pytest.raises(ValueError, match=f"sample={sample}"):
+        optimizer.step_digest(sample)
