@@ -35,15 +35,7 @@ from torch import Tensor
 
 from mp_optim.core.identity import Slot, iter_slots, param_at
 from mp_optim.core.interrupted_step import HOST, ParkedTensors, wait_for
-from mp_optim.core.slot_state import (
-    STEP,
-    SlotState,
-    State,
-    check_fits,
-    is_scale,
-    scale_key,
-    without_keys,
-)
+from mp_optim.core.slot_state import STEP, SlotState, State, check_fits, scale_key, without_keys
 from mp_optim.core.tensors import same_memory
 from mp_optim.host.host_memory import same_values
 
@@ -274,7 +266,7 @@ class Assignment:
         self._fitted: State = {}
         self.stays: list[str] = []
         complete = given
-        exported = state.exported()
+        self._exported = exported = state.exported()
         # A saved state has other keys than the exported state, or codes in place of FP32 values.
         pairs = ((given.get(key), moment.stored.dtype) for key, moment in self._coded.items())
         has_codes = any(getattr(value, "dtype", None) == dtype for value, dtype in pairs)
@@ -303,43 +295,34 @@ class Assignment:
             value: the value in the stored layout.
             given: the value in the callers' layout.
         """
-        mine = self._kept.get(key)
-        if key in self._coded:
-            self._take_values(key, value)
-            return
+        mine, coded = self._kept.get(key), self._coded.get(key)
         if key == STEP or not isinstance(value, Tensor) or mine is None or value.is_meta:
             self._values[key] = given
             return
         if same_memory(value, mine):
             return
-        leaves = self._target(key, value, mine)
-        alike = (value.dtype, value.shape) == (mine.dtype, mine.shape)
-        if alike and leaves and value.stride() == mine.stride():
+        moves = self._moves(key, value, mine)
+        form = mine.dtype, mine.shape, mine.stride()
+        if moves and (value.dtype, value.shape, value.stride()) == form:
             wait_for(mine.device)
             self._state.check_values(key, value)
             self._memory[key] = value
             return
-        if leaves:
+        if moves:
             self._devices[key] = value.device
-        if is_scale(key) and alike and same_values(value.to(mine.device), mine):
-            return
-        if alike or not self._has_values(key, value):
-            self._values[key] = given
-
-    def _take_values(self, key: str, value: Any) -> None:
-        """Decide how to store FP32 values for a key that is stored in blocks."""
-        coded = self._coded[key]
-        present = coded.values()
-        check_fits(f"{self._name}.{key}", present, value)
-        if self._target(key, value, coded.stored):
-            self._devices[key] = value.device
+        if coded is None:
+            present = self._state.layout.take({key: self._exported[key]})[key]
+        else:
+            present = coded.values()
+            check_fits(f"{self._name}.{key}", present, value)
         if value.device == HOST:
             wait_for(present.device)
-        value = value.to(present.device, torch.float32)
-        if not same_values(value, present):
-            self._values[key] = coded.rounded(value)
+        value = value.to(present.device, value.dtype if coded is None else torch.float32)
+        alike = (value.dtype, value.shape) == (present.dtype, present.shape)
+        if not alike or not same_values(value, present):
+            self._values[key] = given if coded is None else coded.rounded(value)
 
-    def _target(self, key: str, value: Tensor, mine: Tensor) -> bool:
+    def _moves(self, key: str, value: Tensor, mine: Tensor) -> bool:
         """Return True to move the state to the value's device, and False to copy the value to the
         state's device.
 
@@ -359,15 +342,6 @@ class Assignment:
             f"{value.device}; assign a tensor on {self._home} or on the host, or move the "
             "parameter to move its state"
         )
-
-    def _has_values(self, key: str, value: Tensor) -> bool:
-        """True if state that is converted for the export already has these values."""
-        shown = self._state.layout.take({key: self._state.exported()[key]})[key]
-        if value.device == HOST:
-            wait_for(shown.device)
-        if value.shape != shown.shape or value.dtype != shown.dtype:
-            return False
-        return same_values(value.to(shown.device), shown)
 
     def write(self) -> None:
         """Write the checked values, and move state to the memory or device of the given tensors."""
