@@ -2,11 +2,11 @@
 rank owns.
 
 Parameters are stored in buckets one after another, in row-major order. A bucket is cut into one
-shard for each rank. The shards are equal, or cut between parameters. Every parameter and every
-shard starts at a multiple of :data:`SHARD_ALIGNMENT` elements.
+shard for each rank. Shards have equal sizes, or each shard has only whole parameters. Every
+parameter and every shard starts at a multiple of :data:`SHARD_ALIGNMENT` elements.
 
-Buckets are new memory, created without autograd and detached. So no tensor that autograd knows is
-flattened, and a bucket with one parameter does not share memory with the model's former tensor.
+A bucket is new memory without autograd history. So a bucket with one parameter does not share
+memory with the model's former tensor.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class ParamRange:
 
     Attributes:
         param: index of the parameter in the list that was planned.
-        start: index of its first element in the bucket.
-        numel: number of its elements.
+        start: index of the parameter's first element in the bucket.
+        numel: number of elements of the parameter.
     """
 
     param: int
@@ -47,7 +47,7 @@ class ParamRange:
 
     @property
     def elements(self) -> slice:
-        """The parameter's elements in the bucket, as a slice."""
+        """The slice of the bucket that contains the parameter's elements."""
         return slice(self.start, self.start + self.numel)
 
 
@@ -131,8 +131,8 @@ def plan_whole(sizes: Sequence[int], ranks: int) -> list[FlatBucketPlan]:
     whole matrices.
 
     The largest remaining parameter goes to the rank with the fewest elements (Graham's LPT rule:
-    the fullest shard is at most 4/3 of the best possible). A shard has the size of its parameters,
-    so a shard with an embedding costs the other ranks nothing.
+    the fullest shard is at most 4/3 of the best possible). Shards differ in size. So a large
+    embedding in one shard needs no padding in the shards of other ranks.
 
     Args:
         sizes: number of elements of each parameter. A parameter without elements is in no shard.
@@ -155,14 +155,14 @@ def plan_whole(sizes: Sequence[int], ranks: int) -> list[FlatBucketPlan]:
 
 @dataclass(slots=True)
 class Entry:
-    """One parameter of a bucket.
+    """One parameter of a bucket, and the elements of the parameter that this rank owns.
 
     Attributes:
         name: FQN of the parameter.
         param: the model's tensor, a view of the bucket.
-        placed: position in the bucket.
-        start: first element of the parameter that this rank owns.
-        stop: element after the last one that this rank owns.
+        placed: position of the parameter in the bucket.
+        start: index of the first element that this rank owns, in the flattened parameter.
+        stop: index after the last element that this rank owns.
         data: the view of the bucket that is the parameter's ``data``.
     """
 
@@ -182,9 +182,11 @@ class FlatBucket:
     Attributes:
         plan: positions of parameters and shards.
         rank: number of this rank, which owns one shard.
-        params: 1-D, ``plan.numel`` elements; the model's parameters are views of it.
+        params: values of all parameters, 1-D, ``plan.numel`` elements. The model's parameters are
+            views of this tensor.
         grad_dtype: dtype in which gradients are kept and communicated.
-        grads: this rank's own gradients, 1-D; None while ZeRO-2 keeps none.
+        grads: this rank's own gradients, 1-D, ``plan.numel`` elements; None while ZeRO-2 keeps no
+            gradients.
         owned_grads: reduced gradients of this rank's shard; a view of ``grads``, unless ``grads``
             is allocated anew in each backward pass.
         entries: the parameters.
@@ -209,12 +211,12 @@ class FlatBucket:
         return torch.zeros(numel, dtype=self.grad_dtype, device=self.params.device)
 
     def add(self, name: str, param: Tensor, placed: ParamRange) -> Entry:
-        """Add a parameter to the bucket.
+        """Add a parameter to the bucket, and return the parameter's entry.
 
         Args:
             name: FQN of the parameter.
             param: the model's tensor.
-            placed: its position, which is in the plan.
+            placed: position of the parameter in the plan of the bucket.
         """
         data = self.params[placed.elements].view(param.shape)
         fragment = self.plan.fragment(placed, self.rank)
@@ -222,13 +224,15 @@ class FlatBucket:
         return self.entries[-1]
 
     def local_grads(self) -> Tensor:
-        """Return this rank's own gradients, 1-D. Gradients that have not arrived are zero."""
+        """Return this rank's own gradients, 1-D, before the reduction. Gradients that have not
+        arrived are zero."""
         if self.grads is None:
             self.grads = self._zero_grads(self.plan.numel)
         return self.grads
 
     def local_grad(self, entry: Entry) -> Tensor:
-        """Return this rank's own gradient of one parameter, in the parameter's shape."""
+        """Return this rank's own gradient of one parameter before the reduction, in the parameter's
+        shape."""
         return self.local_grads()[entry.placed.elements].view(entry.data.shape)
 
     def owned_grad(self, entry: Entry) -> Tensor:
@@ -267,8 +271,8 @@ class FlatBucket:
 
 
 def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError, with the parameter and the cure, if a parameter cannot be a view of a flat
-    bucket.
+    """Raise ValueError if a parameter cannot be a view of a flat bucket. The message has the
+    parameter's name and the cure.
 
     Args:
         named: names and parameters.

@@ -1,11 +1,13 @@
 """Reductions and gathers of flat tensors among the ranks of a group.
 
-The ranks alone determine the order in which gradients are added, in one of two ways:
+Gradients are added in one of two ways. In each way the order of additions depends only on the
+ranks:
 
-- Exchange: each rank sends every other rank its shard. The owner adds in FP32 in the order of
-  ranks, and rounds once. The bits are the same on any backend. gloo supports only this way.
-- Collective: the backend's reduce-scatter (NCCL). It needs no memory to receive. Its order of
-  additions is its own, but always the same for the same bucket.
+- Exchange: each rank sends every other rank the shard that the other rank owns. The owner adds in
+  FP32 in the order of ranks, and rounds once. The bits are the same on any backend. gloo supports
+  only exchanges.
+- Collective: the backend's reduce-scatter (NCCL) needs no extra memory. The backend chooses the
+  order of additions, and the order is always the same for a bucket.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ _reduce_scatter: Callable[..., Any] = (
 
 
 def uses_exchange(group: ProcessGroup, device: torch.device, fp32_accumulation: bool) -> bool:
-    """True if ranks exchange gradients and add them here; False if the backend reduces them.
+    """True if ranks exchange gradients and add the gradients in this process; False if the backend
+    reduces gradients.
 
     Args:
         group: the ranks that reduce.
@@ -69,7 +72,7 @@ def start_reduction(
 
 
 class Flag:
-    """A reduction in progress of one bool: is it True on any rank? Collective.
+    """A reduction in progress of one bool, which is True if any rank passes True. Collective.
 
     Args:
         group: the ranks.
@@ -84,7 +87,7 @@ class Flag:
         self._work = start_collective(dist.all_reduce, self._flag, op=largest, group=group)
 
     def wait(self) -> bool:
-        """Return True if any rank passed True. Waits for all ranks."""
+        """Wait for all ranks. Return True if any rank passed True."""
         wait_for(self._work, self._group, self._device)
         return bool(self._flag.item())
 
@@ -99,9 +102,9 @@ _PADDING = 1.25
 
 @dataclass
 class Reduction:
-    """A reduction of a bucket in progress, by the backend; the arguments are those of
-    :func:`start_reduction`. Equal shards take one reduce-scatter. Other shards take one
-    reduction for each rank.
+    """A reduction of a bucket in progress, by the backend. :func:`start_reduction` describes the
+    arguments. Equal shards need one reduce-scatter. Shards of different sizes need one reduction
+    for each rank.
 
     Attributes:
         works: handles of the backend's collectives.
@@ -137,8 +140,8 @@ class Reduction:
                 self.works.append(start_collective(dist.reduce, part, to, op, group=self.group))
 
     def wait(self) -> None:
-        """Wait until this rank's shard is complete. On an accelerator, only work that is queued
-        later waits."""
+        """Wait until this rank's shard is complete. On an accelerator, the host does not wait; only
+        kernels that are queued later wait."""
         wait_for_all(self.works, self.group, self.grads.device)
         if self.add:
             self.owned += self.result
@@ -148,15 +151,15 @@ class Reduction:
 
 @dataclass
 class _Exchange(Reduction):
-    """A reduction of a bucket in progress, by an all-to-all: each rank sends every other rank its
-    shard.
+    """A reduction of a bucket in progress, by an all-to-all: each rank sends every other rank the
+    shard that the other rank owns.
 
-    A large shard is exchanged in several rounds. Its owner receives it from every rank, and in one
-    round this would take the memory of several whole buckets.
+    A large shard is exchanged in several rounds. The owner of a shard receives one copy from every
+    rank, so one round would need the memory of several whole buckets.
 
     Attributes:
-        received: shards that this rank receives in the present round.
-        sent: shards that this rank sends in the present round.
+        received: copies of this rank's shard that the present round receives.
+        sent: parts of the shards that the present round sends.
         fullest: number of elements of the largest shard.
         piece: number of elements of a shard that are exchanged in one round.
     """
@@ -218,8 +221,8 @@ class _Exchange(Reduction):
 
 
 def divide_(grads: Tensor, divisor: int) -> None:
-    """Divide gradients in place, each rounded once to its own dtype. This includes divisors that a
-    16-bit dtype does not hold (257 would be 256 in bfloat16)."""
+    """Divide gradients in place, and round each quotient once to the dtype of the gradients. A
+    divisor that a 16-bit dtype cannot represent (257 would be 256 in bfloat16) is used in FP32."""
     device = grads.device
     if torch.tensor(divisor, dtype=grads.dtype, device="cpu").item() == divisor:
         grads.div_(torch.full((), divisor, dtype=grads.dtype, device=device))
@@ -278,5 +281,4 @@ def broadcast(flat: Tensor, group: ProcessGroup) -> None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a tensor as uint8, because backends support different dtypes."""
     return tensor.view(torch.uint8)

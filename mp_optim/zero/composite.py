@@ -1,9 +1,9 @@
-"""Several optimizers as one: the member that has a slot serves calls about the slot, and all
-members serve calls about all slots.
+"""Several optimizers that step as one optimizer. A call about one slot goes to the member that has
+the slot; a call about all slots goes to all members.
 
 :class:`ChainedOptimizer` joins the dense and the expert optimizer of a mixture-of-experts model.
-The members share one gradient norm, one verdict and one loss scale. So either all parameters are
-stepped or none, and the loss scales of members cannot diverge.
+The members share one gradient norm, one verdict and one loss scale. So all parameters are stepped
+or no parameter is stepped, and the loss scales of the members stay equal.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _SUMMED = (
     "bytes_|muon_flops$|update_clipped_params$|reloaded_params$|.*_ms$|"
     "speculation_(hits|redone|stale)$"
 )
-"""Metrics that are added up over the members; other metrics are those of the first member."""
+"""Metrics that are added up over the members. For all other metrics the first member's value is
+returned."""
 
 
 class CompositeOptimizer(MegatronOptimizer):
@@ -119,7 +120,7 @@ class CompositeOptimizer(MegatronOptimizer):
 
     def share_settings(self) -> None:
         for member in self.members:
-            # The groups of this optimizer are those of its members, so only the members exchange
+            # The groups of this optimizer are the members' groups, so only the members exchange
             # settings.
             member.share_settings()
 
@@ -198,23 +199,23 @@ class CompositeOptimizer(MegatronOptimizer):
         return {**metrics[0], **totals}
 
     def _located(self, slot: Slot | None) -> Sequence[tuple[MegatronOptimizer, Slot | None]]:
-        """Return the member that has a slot, with the slot in its groups. For None, return all
-        members."""
+        """Return the member that has a slot, with the slot in that member's groups. For None,
+        return all members."""
         return [(member, None) for member in self.members] if slot is None else [self.locate(slot)]
 
 
 class ChainedOptimizer(CompositeOptimizer):
     """Several :class:`MegatronOptimizer` that step together.
 
-    ``param_groups`` are the members' own dicts, one member after the other. A change of a group
-    here is a change of the member's group.
+    ``param_groups`` contains the param groups of all members, one member after the other. The dicts
+    are the members' own, so a change of a setting here changes the member.
 
     Args:
         chained_optimizers: the members, at least one, all built with equal configs. The loss scaler
-            of the first becomes the scaler of all.
+            of the first member becomes the scaler of all members.
 
     Raises:
-        ValueError: there are no members, or their configs differ.
+        ValueError: there are no members, or the configs of members differ.
     """
 
     def __init__(self, chained_optimizers: Sequence[MegatronOptimizer]) -> None:
@@ -246,17 +247,20 @@ class ChainedOptimizer(CompositeOptimizer):
             if index < len(member.param_groups):
                 return member, Slot(index, slot.position)
             index -= len(member.param_groups)
-        raise IndexError(f"{slot} is not in the chain; use a slot of param_groups")
+        raise IndexError(
+            f"slot={slot}: the chain has {len(self.param_groups)} param groups and no such group; "
+            "use a slot from optimizer.slots()"
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the last member of the same kind, expert or dense
-        (``is_expert_parallel``).
+        """Add a param group to a member of the same kind, expert or dense (``is_expert_parallel``).
+        If several members fit, the last of these members gets the group.
 
         Args:
             param_group: ``params``, and hyperparameters that differ from the defaults.
 
         Raises:
-            ValueError: a parameter is already in a member; the message has its name.
+            ValueError: a parameter is already in a member; the message has the parameter's name.
         """
         if not self.members:  # torch's constructor adds the members' own groups.
             self.param_groups.append(param_group)

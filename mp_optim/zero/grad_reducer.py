@@ -1,13 +1,14 @@
-"""Reduction of gradients: from autograd into buckets, and from the buckets to the ranks that own
-them.
+"""Reduction of gradients: hooks move gradients from autograd into buckets, and collectives add the
+gradients of all ranks.
 
-A hook moves a parameter's gradient into its bucket. When all gradients of a bucket have arrived,
-the bucket is reduced: during backward (with ``overlap_grad_reduce`` or ZeRO-2), or at the step.
+A hook moves a parameter's gradient into the parameter's bucket. When all gradients of a bucket have
+arrived, the bucket is reduced: during backward (with ``overlap_grad_reduce`` or ZeRO-2), or at the
+step.
 
 All reductions of a process have one order, also across the members of a chain. Members (dense
-parameters, experts) often share a communicator, in which the n-th collective of one rank meets the
-n-th of another. With separate communicators on one device, NCCL may deadlock if ranks launch in
-different orders. So the order must not depend on the gradients that a rank has.
+parameters, experts) often share a communicator, and the backend pairs the n-th collective of one
+rank with the n-th of another rank. With separate communicators on one device, NCCL may deadlock if
+ranks launch in different orders. So the order must not depend on which gradients a rank has.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from mp_optim.zero.buckets import Entry, FlatBucket
 from mp_optim.zero.collectives import Flag, Reduction, all_gather, start_reduction, uses_exchange
 
 _IN_FLIGHT = 2
-"""Most reductions in progress during backward, if gradients are not kept (ZeRO-2) or if their
-completion is announced. This bounds the memory."""
+"""Largest number of reductions in progress during backward, if ZeRO-2 frees gradients or if a
+callback waits for reduced gradients. The limit bounds the memory."""
 _marks = itertools.count(1)
 
 
@@ -44,14 +45,14 @@ class GradReducer:
     """Hooks on parameters, and the state of each bucket's gradients, kept for the optimizer's life.
 
     Args:
-        buckets: the buckets, alike on all ranks.
+        buckets: the buckets, with equal plans on all ranks.
         first_used: for each bucket, the position in the model of the parameter that forward uses
-            first; it determines the order of reductions.
+            first. These positions determine the order of reductions.
         config: settings of the reduction.
         group: the ranks that reduce.
         divisor: divisor of averages.
-        guard: takes the name of an action and returns a context for its collectives, in which
-            errors name the missing ranks.
+        guard: takes the name of an action and returns a context for collectives. Errors in the
+            context name the missing ranks.
         check_use: called when a parameter's gradient arrives in backward.
 
     Attributes:
@@ -62,8 +63,8 @@ class GradReducer:
         rounds: number of backward passes that were reduced since :meth:`zero`.
         arrived: for each bucket, the indices of the parameters whose gradient arrived in this
             backward.
-        late: name of the first parameter whose gradient arrived after its bucket was reduced, until
-            :meth:`zero`; else empty.
+        late: name of the first parameter whose gradient arrived after its bucket was reduced; empty
+            if there is none since :meth:`zero`.
         synchronizes: False inside :meth:`no_sync`.
     """
 
@@ -107,8 +108,8 @@ class GradReducer:
     # -- hooks ----------------------------------------------------------------------------------
 
     def watch(self, index: int, entry: Entry) -> None:
-        """Register the hook on a parameter. A hook of an earlier optimizer has no effect after
-        this.
+        """Register this reducer's hook on a parameter. The hook of an earlier optimizer on the
+        parameter has no effect from now on.
 
         Args:
             index: index of the bucket.
@@ -145,11 +146,11 @@ class GradReducer:
             self.order.advance()
 
     def _collect(self, index: int, entry: Entry) -> None:
-        """Move a parameter's ``grad`` into its bucket. If the bucket was reduced already, drop the
-        gradient.
+        """Move a parameter's ``grad`` into the parameter's bucket. If the bucket was reduced
+        already, drop the gradient.
 
-        A dropped gradient does no harm if ``zero_grad()`` is called before the next step. A GAN's
-        generator gives such gradients to its discriminator.
+        A dropped gradient does no harm if ``zero_grad()`` is called before the next step. For
+        example, training a GAN's generator leaves gradients on the discriminator.
 
         Args:
             index: index of the bucket.
@@ -177,11 +178,15 @@ class GradReducer:
         self._waiting[index] = True
 
     def collect_all(self) -> bool:
-        """Move gradients into their buckets that no hook has seen, because the caller assigned
-        ``grad``. Return True if any bucket is still to be reduced.
+        """Move gradients that the caller assigned to ``grad`` into their buckets, because no hook
+        runs for an assignment.
+
+        Returns:
+            True if any bucket has gradients that are not reduced yet.
 
         Raises:
-            RuntimeError: a gradient of this step was dropped.
+            RuntimeError: a gradient of this step was dropped, because it arrived after the
+                reduction.
         """
         for index, bucket in enumerate(self.buckets):
             for entry in bucket.entries:
@@ -211,7 +216,8 @@ class GradReducer:
         bucket, config = self.buckets[index], self._config
         in_fp32 = config.reduce_scatter_with_fp32_accumulation
         exchange = uses_exchange(self.group, bucket.params.device, in_fp32)
-        # If all shards are gathered later, a complete shard is only a part, so it is not announced.
+        # With no_shard the shards are gathered later. A complete shard is then only a part of the
+        # gradients, so do not report the shard.
         announces = self.on_reduced is not None and not self._replicates
         if exchange or not self._keeps_grads or announces:
             self.order.wait(leave=_IN_FLIGHT - 1)
@@ -244,7 +250,7 @@ class GradReducer:
         Args:
             index: index of the bucket.
             work: the reduction.
-            is_wanted: False for no call of :attr:`on_reduced`.
+            is_wanted: False to wait without the call of :attr:`on_reduced`.
         """
         with self.guard(f"reducing the gradients of {_named(self.buckets[index])}"):
             work.wait()
@@ -253,10 +259,11 @@ class GradReducer:
 
     @in_own_modes
     def finish(self) -> None:
-        """Reduce all gradients that are not yet reduced since :meth:`zero`, and wait. Collective;
-        includes all reducers that share the order.
+        """Reduce all gradients that are not yet reduced since :meth:`zero`, and wait. Collective.
+        All reducers of a chain finish together.
 
-        Afterwards this rank's shards are complete, or with ``no_shard`` all gradients are.
+        Afterwards this rank's shards are complete. With ``no_shard`` the gradients of all elements
+        are complete.
         """
         self.order.finish()
         if self._replicates and not self._complete:
@@ -269,8 +276,8 @@ class GradReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context for backward passes that reduce nothing, and only add to this rank's own
-        gradients."""
+        """Return a context for backward passes that add to this rank's own gradients and reduce
+        nothing."""
         before, self.synchronizes = self.synchronizes, False
         try:
             yield
@@ -295,9 +302,9 @@ class GradReducer:
 
 
 class _Watched(NamedTuple):
-    """A parameter with a reducer's hook, and the attributes that the reducer set on it. The
-    reference is strong, because ``torch.utils.swap_tensors`` refuses parameters with weak
-    references."""
+    """A parameter with a reducer's hook, and the attributes that the reducer set on the parameter.
+    The reference to the parameter is strong, because ``torch.utils.swap_tensors`` refuses
+    parameters with weak references."""
 
     param: Any
     handle: RemovableHandle
@@ -306,8 +313,8 @@ class _Watched(NamedTuple):
 
 
 def _unwatch(watched: dict[int, _Watched]) -> None:
-    """Remove hooks and attributes from parameters. Attributes that another reducer has set since
-    stay."""
+    """Remove a reducer's hooks and attributes from parameters, except attributes that another
+    reducer has set since."""
     for param, handle, mark, grad in watched.values():
         handle.remove()
         if getattr(param, "reduced_by", None) == mark:
@@ -323,13 +330,13 @@ def _named(bucket: FlatBucket) -> str:
 
 
 class LaunchOrder:
-    """The order in which the buckets of some reducers are reduced. The bucket that backward
-    completes first is the first.
+    """The order in which the buckets of some reducers are reduced: the bucket that backward
+    completes first is reduced first.
 
-    NOTE: if buckets are reduced after every backward pass, a rank does not know how many passes the
-    other ranks have. So each pass begins with the reduction of one flag, which a rank in backward
-    starts without waiting. At the step, each rank takes part in further passes, with zeros, until
-    no rank begins another.
+    NOTE: if buckets are reduced after every backward pass, a rank does not know the number of
+    passes of other ranks. So each pass begins with the reduction of a flag, which a rank in
+    backward starts without waiting. At the step, each rank takes part in the passes of other ranks,
+    with gradients of zeros, until no rank begins another pass.
 
     Args:
         members: the reducers, in the same order on all ranks.
@@ -338,7 +345,7 @@ class LaunchOrder:
     Attributes:
         arrivals: lock for the arrival of a gradient, because backward has one thread for each
             device with parameters, and one for the CPU.
-        sequence: pairs of a member's index and the index of its bucket, in order.
+        sequence: pairs of a member's index and the index of a bucket of this member, in order.
         under_way: reductions in progress, with their reducers and buckets.
     """
 
@@ -348,7 +355,7 @@ class LaunchOrder:
             for number, member in enumerate(members)
             for index, place in enumerate(member.first_used)
         ]
-        # The references are weak, because each member keeps its order.
+        # Each reducer refers to its order, so strong references to the reducers would be a cycle.
         self._members: tuple[GradReducer, ...] = tuple(map(weakref.proxy, members))
         self._again = again
         self._groups = tuple(dict.fromkeys(member.group for member in members))
@@ -362,7 +369,7 @@ class LaunchOrder:
             member.order = self
 
     def begin_backward(self) -> None:
-        """Prepare for the gradients of a backward pass, when its first gradient arrives."""
+        """Prepare for a backward pass when the first gradient of the pass arrives."""
         if not self._in_backward:
             self._in_backward = True
             for member in self._members:
@@ -383,7 +390,7 @@ class LaunchOrder:
 
     def _end_of_backward(self) -> None:
         """Reduce the remaining buckets. A parameter without a gradient on this rank counts as zero,
-        because another rank may have a gradient of it."""
+        because another rank may have a gradient of the parameter."""
         self._in_backward = False
         if all(member.synchronizes for member in self._members):
             while self._next < len(self.sequence):
@@ -409,7 +416,8 @@ class LaunchOrder:
         self._heard()
 
     def _heard(self) -> None:
-        """Wait for this rank's flags. All other ranks have answered them by now."""
+        """Wait for the flags of this rank's backward passes. All other ranks have taken part by
+        now."""
         if self._announced:
             with self._members[0].guard("announcing a pass to reduce"):
                 for flag in self._announced:
@@ -417,8 +425,8 @@ class LaunchOrder:
             self._announced.clear()
 
     def _is_anything_left(self) -> bool:
-        """True if this rank has gradients to reduce; or if any rank has, when every backward pass
-        is reduced."""
+        """True if gradients are still to be reduced. If every backward pass is reduced, the ranks
+        ask each other."""
         of_members = [member.collect_all() for member in self._members]
         left = any(of_members)
         if not self._again:
@@ -431,8 +439,8 @@ class LaunchOrder:
         return left
 
     def restart(self) -> None:
-        """Begin another step. Wait for reductions in progress, but do not report them as complete,
-        because their gradients are cleared next."""
+        """Begin another step. Wait for reductions in progress without calling ``on_reduced``,
+        because the reduced gradients are cleared next."""
         while self.under_way:
             member, index, work = self.under_way.popleft()
             member.complete(index, work, is_wanted=False)
@@ -440,7 +448,7 @@ class LaunchOrder:
         self._next, self._in_backward = 0, False
 
     def wait(self, leave: int = 0) -> None:
-        """Wait for the oldest reductions.
+        """Wait for the oldest reductions in progress.
 
         Args:
             leave: number of reductions that may stay in progress.
@@ -458,15 +466,15 @@ def reduce_in_one_order(members: Sequence[GradReducer], again: bool) -> None:
         again: True if buckets are reduced after every backward pass.
 
     Raises:
-        ValueError: the order differs between ranks; the message names them.
+        ValueError: the order differs between ranks; the message names the ranks.
     """
     order = LaunchOrder(members, again)
     turns = [f"part {number}" for number, _ in order.sequence]
     groups = list(dict.fromkeys(member.group for member in members))
     ranks = [set(dist.get_process_group_ranks(group)) for group in groups]
     for group, members_of in zip(groups, ranks, strict=True):
-        # Only ranks that are in every group have the same list of members, so only those ranks
-        # compare the order.
+        # The groups of the members may have different ranks. Only ranks that are in every group
+        # have the same list of members, so only these ranks compare the order.
         inside = all(members_of <= other for other in ranks)
         if group.size() > 1 and (inside or not any(all(a <= b for b in ranks) for a in ranks)):
             host, what = torch.device("cpu"), "the order in which gradients are reduced"

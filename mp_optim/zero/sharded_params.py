@@ -1,5 +1,5 @@
-"""The model's parameters in flat buckets, and this rank's shard of each parameter: a plain tensor
-that is stepped, and the layout in which its state is exported and loaded."""
+"""The model's parameters in flat buckets, and this rank's shard of each parameter: the plain tensor
+that is stepped, and the layout in which the shard's state is exported and loaded."""
 
 from __future__ import annotations
 
@@ -49,13 +49,15 @@ class ParamShard:
     Attributes:
         name: FQN of the parameter.
         shape: shape of the parameter.
-        start: first element of this rank in the row-major flattened parameter.
-        stop: element after the last one of this rank.
-        tensor: the elements, a view of the bucket, 1-D. If a rule needs whole parameters, it has
-            the parameter's shape on the rank that steps it, and no rows on other ranks.
-        grad: reduced gradient of the elements; None if the parameter was frozen.
-        shown_whole: True if every rank steps the whole parameter. Its state is exported as plain
-            tensors of its shape.
+        start: index of this rank's first element in the flattened parameter (row-major).
+        stop: index after this rank's last element.
+        tensor: the elements, a view of the bucket, 1-D. For a rule that needs whole parameters, the
+            tensor has the parameter's shape on the rank that steps the parameter, and no rows on
+            other ranks.
+        grad: reduced gradient of the elements, in the shape of ``tensor``; None if the parameter
+            was frozen.
+        shown_whole: True if every rank steps the whole parameter. State is then exported as plain
+            tensors of the parameter's shape.
     """
 
     name: str
@@ -67,8 +69,8 @@ class ParamShard:
     shown_whole: bool
 
     def expose(self, key: str, value: Any) -> Any:
-        """Return a state tensor as a part of the whole parameter's state. Scalars and scales of
-        blocks are returned unchanged.
+        """Return a state tensor as a flat shard of the whole parameter's state. Scalars and scales
+        of blocks are returned unchanged.
 
         Args:
             key: state key of the tensor.
@@ -86,8 +88,8 @@ class ParamShard:
 
         Args:
             key: state key of the tensor.
-            value: the saved tensor: a shard of exactly these elements, or the state of the whole
-                parameter.
+            value: the saved tensor: a shard with exactly this rank's elements, or the state of the
+                whole parameter.
 
         Raises:
             ValueError: the value is a shard of other elements.
@@ -120,8 +122,8 @@ def _layout_of(groups: ParamGroups, shards: Mapping[Slot, ParamShard], slot: Slo
     """Return the layout that exports the state of this rank's elements as a part of the whole
     parameter's state.
 
-    After a load, the version counter of the model's parameter is incremented, because the buckets
-    detect writes by it. The next step gathers the parts of other ranks.
+    After a load, the version counter of the model's parameter is incremented, because a change of
+    the counter shows a write. The next step gathers the parts of other ranks.
 
     Args:
         groups: groups of the model's parameters.
@@ -150,12 +152,14 @@ def _layout_of(groups: ParamGroups, shards: Mapping[Slot, ParamShard], slot: Slo
 def in_forward_order(
     param_groups: ParamGroups, chunks: Sequence[nn.Module]
 ) -> list[tuple[int, Slot, Tensor]]:
-    """Return the trained parameters in the order in which forward is expected to use them: position
-    in the model, slot and parameter.
+    """Return the trained parameters in the order in which forward is expected to use them.
 
     Args:
         param_groups: groups of the model's parameters.
         chunks: modules that hold the parameters.
+
+    Returns:
+        For each parameter: position in the model, slot, and the parameter.
     """
     params = (param for chunk in chunks for param in chunk.parameters())
     places = {id(param): place for place, param in enumerate(params)}
@@ -168,8 +172,8 @@ def in_forward_order(
 
 
 class ShardedParams:
-    """Parameters in buckets. The constructor moves them there; later methods follow changes by
-    other code.
+    """The model's parameters as views of flat buckets. The constructor moves the parameters into
+    buckets. Later methods find parameters that other code replaced or moved.
 
     Args:
         param_groups: the optimizer's live groups of the model's parameters.
@@ -177,18 +181,18 @@ class ShardedParams:
         group: the ranks that share the buckets.
         chunks: modules that hold the parameters; see :class:`~mp_optim.DistributedOptimizer`.
         divisor: divisor of averaged gradients; see :class:`~mp_optim.DistributedOptimizer`.
-        guard: takes the name of an action and returns a context for its collectives, in which
-            errors name the missing ranks.
+        guard: takes the name of an action and returns a context for collectives. Errors in the
+            context name the missing ranks.
 
     Attributes:
         buckets: buckets of the trained parameters.
         reducer: reduces gradients between the ranks.
         gatherer: gathers parameters from the ranks.
-        shards: this rank's shards, in slot order.
-        tensors: this rank's tensors of each bucket.
+        shards: this rank's shards by slot, in slot order.
+        tensors: for each bucket, this rank's tensors.
         steps_everything: True if every rank steps all parameters.
         frozen: slots that were trained when the buckets were made, and are frozen now.
-        bytes: bytes that were reduced and gathered in the last step.
+        bytes: numbers of bytes that were reduced and gathered in the last step, by metric name.
         layout_of: returns the layout in which the state of a slot is exported.
     """
 
@@ -225,10 +229,11 @@ class ShardedParams:
         self._seen = ParamWatcher(all_params(param_groups))
 
     def _shard(self, slot: Slot, param: Tensor) -> ParamShard:
-        """Return this rank's part of a parameter, as a leaf tensor with its own version counter.
+        """Return this rank's part of a parameter. The part's tensor is a leaf with its own version
+        counter.
 
         The tensor is 1-D, except in two cases. If the rule needs whole parameters and this rank has
-        the whole parameter, the tensor has the parameter's shape. If it is empty, it has as many
+        the whole parameter, the tensor has the parameter's shape. An empty tensor has as many
         dimensions as the parameter.
         """
         name = slot_name(self._param_groups, slot)
@@ -258,8 +263,8 @@ class ShardedParams:
             owned = tensor.detach().clone()
         grad = None if owned is None else owned.view(tensor.shape)
         cast(Any, tensor).main_grad = grad
-        # If a rule communicates while it steps a parameter, all ranks must place the parameter
-        # alike.
+        # If a rule communicates while it steps a parameter, all ranks must step the parameter on
+        # the same kind of device.
         config, reads = self._config, RULES[self._config.optimizer].reads
         adds_up = reads == "sums" or config.muon_moment2_method is not None
         placed_alike = adds_up or (reads == "matrices" and not keeps_shape)
@@ -295,14 +300,15 @@ class ShardedParams:
     # -- gradients --------------------------------------------------------------------------------
 
     def hand_out_grads(self) -> list[Slot]:
-        """Set ``main_grad`` of this rank's tensors to the reduced gradients. If a parameter is
-        frozen now, set it to None.
+        """Set ``main_grad`` of this rank's tensors to the reduced gradients, or to None for
+        parameters that are frozen now.
 
         Returns:
             The slots of parameters that are trained now.
 
         Raises:
-            RuntimeError: a parameter is trained now and is in no bucket; the message has its name.
+            RuntimeError: a parameter is trained now and is in no bucket; the message has the
+                parameter's name.
         """
         trained: list[Slot] = []
         self.frozen = []
@@ -357,7 +363,7 @@ class ShardedParams:
         return bool(changed)
 
     def look(self) -> None:
-        """Record the present parameters as seen."""
+        """Record the present parameters, with which later calls of :meth:`follow` compare."""
         self._seen.look(all_params(self._param_groups))
 
     def gather_now(self) -> None:
@@ -389,8 +395,8 @@ class ShardedParams:
 
 
 def _shaped(flat: Tensor, param: Tensor) -> Tensor:
-    """Return a 1-D tensor in the parameter's shape if it has all elements. If it is empty, return
-    it with no rows, so that rules for matrices find a matrix."""
+    """Return a 1-D tensor in the parameter's shape if the tensor has all elements. Return an empty
+    tensor with no rows, so that rules for matrices get a matrix."""
     if flat.numel() == param.numel():
         return flat.view(param.shape)
     return flat if flat.numel() or not param.dim() else flat.view(0, *param.shape[1:])

@@ -1,8 +1,9 @@
-"""Transport of gradients to the ranks that own them, and of parameters back: by this package's
-buckets, or by Megatron's DistributedDataParallel.
+"""The two ways to move gradients to the ranks that own them, and parameters back: buckets of this
+package, or Megatron's DistributedDataParallel.
 
-Megatron's buffers are flat already, and its hooks reduce gradients and gather parameters, so both
-are used unchanged. Megatron is recognised by attributes, so it need not be installed.
+Megatron's buffers are flat already, and Megatron's hooks reduce gradients and gather parameters. So
+buffers and hooks are used unchanged. Megatron's modules are recognised by attributes, so Megatron
+need not be installed.
 """
 
 from __future__ import annotations
@@ -52,16 +53,16 @@ def _leave(
 
 
 class ParamGatherer:
-    """Gathers the parameters of buckets from their ranks.
+    """Gathers the parameters of buckets from the ranks that stepped them.
 
     Args:
         buckets: the buckets.
         group: the ranks that share the buckets.
-        modules: modules that hold the parameters, to gather while the next forward runs; empty to
-            wait at once. Each module waits for its own parameters, and for those of children
-            without a ``forward`` (``nn.ParameterDict``, ``nn.ParameterList``).
-        guard: takes the name of an action and returns a context for its collectives, in which
-            errors name the missing ranks.
+        modules: modules whose next forward waits for the parameters; empty to wait at once. Each
+            module waits for its own parameters, and for those of children without a ``forward``
+            (``nn.ParameterDict``, ``nn.ParameterList``).
+        guard: takes the name of an action and returns a context for collectives. Errors in the
+            context name the missing ranks.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class ParamGatherer:
         leave.atexit = False
 
     def look(self) -> None:
-        """Record the tensors that are the parameters now."""
+        """Record which bucket contains each of the present parameters."""
         self._bucket_of = {
             id(entry.param): index
             for index, bucket in enumerate(self._buckets)
@@ -98,7 +99,7 @@ class ParamGatherer:
 
     def start(self) -> None:
         """Start to gather all parameters. Collective. With overlap, :meth:`finish` or the next
-        forward waits; without overlap, wait now."""
+        forward waits; without overlap, this call waits."""
         self.finish()
         self.bytes_gathered = 0
         # Start with the last bucket, because forward uses its parameters first.
@@ -136,10 +137,11 @@ class ParamGatherer:
         self.finish()
 
     def check_use(self, entry: Entry) -> None:
-        """Check that forward waited for a parameter, when its gradient arrives in backward.
+        """Raise RuntimeError if forward did not wait for a parameter. Called when the parameter's
+        gradient arrives in backward.
 
         Raises:
-            RuntimeError: forward did not wait, so it may have used old values.
+            RuntimeError: forward did not wait, so forward may have used old values.
         """
         if self._waited_for is not None and id(entry.param) not in self._waited_for:
             raise RuntimeError(
@@ -167,10 +169,11 @@ def is_megatron_ddp(chunk: nn.Module) -> bool:
 
 
 class MegatronHooks:
-    """Gradients and parameters as the hooks of Megatron's modules reduce and gather them.
+    """The reducer and gatherer for Megatron's modules, whose own hooks reduce gradients and gather
+    parameters.
 
     The training loop calls ``finish_grad_sync``. If the modules' forward does not gather
-    parameters, they are gathered after the step.
+    parameters, :meth:`start` gathers them after the step.
 
     Args:
         chunks: Megatron's modules.
@@ -189,7 +192,8 @@ class MegatronHooks:
         return sum(bucket.local_grads().nbytes for bucket in self._buckets)
 
     def watch(self, index: int, entry: Entry) -> None:
-        """Raise RuntimeError, because the modules' hooks are on the parameter that was replaced."""
+        """Raise RuntimeError, because the hooks of Megatron's modules are on the parameter that was
+        replaced."""
         raise RuntimeError(
             f"{entry.name} was replaced after Megatron's DistributedDataParallel registered its "
             "hooks; wrap the model again"
@@ -199,7 +203,7 @@ class MegatronHooks:
         """Do nothing, because the modules' hooks find their parameters."""
 
     def start(self) -> None:
-        """Gather the parameters now, unless the hooks of the modules' forward do."""
+        """Gather the parameters now, unless a hook of the modules' forward gathers them."""
         self.bytes_gathered = sum(bucket.params.nbytes for bucket in self._buckets)
         for chunk in self._chunks:
             if not chunk.ddp_config.overlap_param_gather:

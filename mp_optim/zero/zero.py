@@ -42,13 +42,13 @@ from mp_optim.zero.transport import Reducer
 Build = Callable[[list[dict[str, Any]]], WrappedOptimizer]
 
 _OURS = "an optimizer"
-"""Name of the objects that ranks share, for errors."""
+"""The word for the compared object in errors about ranks that disagree."""
 
 
 class ReducedGrads(GradsOfMembers):
-    """This rank's part of the reduced gradients. The constructor reduces them.
+    """The reduced gradients of this rank's shards. The constructor reduces the gradients.
 
-    Settings are compared with the other ranks in the reduction of the norm.
+    The reduction of the norm also compares the settings of the ranks.
 
     Args:
         optimizer: the :class:`DistributedOptimizer`.
@@ -99,10 +99,10 @@ class ReducedGrads(GradsOfMembers):
 
 class DistributedOptimizer(CompositeOptimizer):
     """ZeRO over the ranks of ``process_groups.dp``. Collective: all of these ranks build, step and
-    clear the optimizer in the same order. They start from the parameters of the first rank.
+    clear the optimizer in the same order. All ranks start from the parameters of the first rank.
 
     ``state`` and ``state_dict`` have this rank's part, as flat shards with the parameters' shapes
-    (:class:`~mp_optim.core.flat_shard.FlatShard`). With ``no_shard`` they are plain tensors. A
+    (:class:`~mp_optim.core.flat_shard.FlatShard`). With ``no_shard`` state is plain tensors. A
     parameter that no rank used has a gradient of zeros.
 
     Args:
@@ -111,8 +111,9 @@ class DistributedOptimizer(CompositeOptimizer):
         grad_scaler: loss scale; None for 1.
         build: takes groups of this rank's tensors, and returns a precision wrapper over them.
         process_groups: ``dp`` is required.
-        model_chunks: modules that hold the parameters. Buckets are in the order of these modules,
-            and with ``overlap_param_gather`` their forwards wait for gathered parameters.
+        model_chunks: modules that hold the parameters. Buckets are in the order of these modules.
+            With ``overlap_param_gather`` the forwards of these modules wait for gathered
+            parameters.
         divisor: divisor of gradients with ``grad_reduce_op="avg"``; by default the number of ranks
             of ``dp``.
 
@@ -120,8 +121,9 @@ class DistributedOptimizer(CompositeOptimizer):
         shards: the precision wrapper of this rank's tensors, the only member.
 
     Raises:
-        ValueError: a parameter cannot be a view of a flat bucket; the message names it. Or model,
-            groups or config differ between ranks; the message has the rank and the difference.
+        ValueError: a parameter cannot be a view of a flat bucket; the message names the parameter.
+            Or model, groups or config differ between ranks; the message has the rank and the
+            difference.
     """
 
     grads_of = ReducedGrads
@@ -158,8 +160,8 @@ class DistributedOptimizer(CompositeOptimizer):
         self.groups_below = [self.shards.param_groups, *self.shards.groups_below]
         self.take_members([self.shards])
         _show_settings(self, sharded=not self._model.steps_everything)
-        # Backward waits for earlier reductions if there is a listener, so register one only if
-        # needed.
+        # With a callback, backward waits for earlier reductions. So register a callback only if
+        # work during backward needs it.
         if self.backward_schedulers:
             # The reducer must not keep this optimizer alive, so do not refer to `self`.
             shards, tensors = self.shards, self._model.tensors
@@ -179,7 +181,8 @@ class DistributedOptimizer(CompositeOptimizer):
         super().add_param_group(param_group)
 
     def share_settings(self) -> None:
-        # Exchange settings here, because the wrapper has its own groups.
+        # The wrapper has its own groups, so copy settings between the groups of this optimizer and
+        # the wrapper's groups.
         SlotKeyedOptimizer.share_settings(self)
 
     def locate(self, slot: Slot) -> tuple[MegatronOptimizer, Slot]:
@@ -189,16 +192,17 @@ class DistributedOptimizer(CompositeOptimizer):
 
     @property
     def grad_reducer(self) -> Reducer:
-        """The reducer of gradients."""
+        """The object that reduces gradients: this package's reducer, or the hooks of Megatron's
+        modules."""
         return self._model.reducer
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context for backward passes that reduce nothing, and only add to this rank's own
-        gradients. All passes of a step except the last belong inside.
+        """Return a context for all backward passes of a step except the last. Inside the context,
+        gradients are added on this rank and not reduced.
 
-        With ``optim_grads``, every backward pass outside of the context is reduced. Inside of it,
-        the gradients of all elements are kept until the next reduction.
+        With ``optim_grads``, every backward pass outside of the context is reduced. Inside the
+        context, the gradients of all elements are kept until the next reduction.
         """
         with self.grad_reducer.no_sync():
             yield
@@ -215,7 +219,7 @@ class DistributedOptimizer(CompositeOptimizer):
         """Clear ``grad``, ``main_grad`` and reduced gradients.
 
         Args:
-            set_to_none: ignored; ``grad`` becomes None.
+            set_to_none: ignored, for compatibility with torch; ``grad`` always becomes None.
         """
         super().zero_grad(set_to_none=True)
         self.grad_reducer.zero()
@@ -227,7 +231,8 @@ class DistributedOptimizer(CompositeOptimizer):
         self.finish_param_sync()
         if slot is None or not self._model.is_followed(slot):
             self._follow_buckets()
-        # Buckets do not detect writes without a new version, so the wrapper compares values.
+        # Buckets detect only writes that change a version counter, so the wrapper compares values,
+        # too.
         self.shards.make_current(slot, follow_only=follow_only)
 
     def _follow_buckets(self) -> None:
