@@ -93,7 +93,8 @@ def take_step(
             grads, verdict, judge = prepared
         with _UNTIMED if config.timers is None else _timed(config, "optimizer-inner-step"):
             _count(stack, verdict, judge)
-            # Phase 4: run.
+            # Phase 4: plan all launches, then run them. An error in a plan leaves all parameters
+            # unstepped.
             grads.plan(verdict)
             grads.run(verdict)
         if stack.grad_scaler is not None:
@@ -305,7 +306,7 @@ class Engine:
         executor: the executor of that optimizer.
         mains: the main params.
         table: the slot table of ``mains``.
-        overlap: scheduler of work during backward; None without such work.
+        overlap: scheduler of copies and steps during backward; None with ``offload_mode="sync"``.
         config: see :class:`mp_optim.OptimizerConfig`.
         param_groups: the wrapper's live groups.
         process_groups: the ranks that agree on the gradient norm.
@@ -406,7 +407,8 @@ class WrappedGrads(StepGrads):
     """
 
     measured: Tensor | None = None
-    """Sum of squares of each gradient, FP64, if :func:`measure_together` measured the gradients."""
+    """Sum of squares of each gradient, FP64, if :func:`take_steps` measured the gradients
+    of several tenants in one pass; else None."""
 
     def __init__(self, wrapper: Any) -> None:
         engine: Engine = wrapper.engine
@@ -481,10 +483,10 @@ class WrappedGrads(StepGrads):
 
 
 def _measure_together(several: Sequence[WrappedGrads]) -> None:
-    """Measure the gradients of several optimizers in one pass for each backend and device.
+    """Measure the gradients of several wrappers in one pass for each backend and device.
 
-    The sums of squares have the bits of separate passes. Gradients that backward measured are left
-    out.
+    The sums of squares have the bits of separate passes. If backward measured a gradient of a
+    wrapper, the wrapper's gradients are left out.
     """
     alike: dict[tuple[str, torch.device], list[tuple[WrappedGrads, CachedTensorList]]] = {}
     for each in several:

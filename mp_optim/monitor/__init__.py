@@ -1,8 +1,8 @@
-"""Observers of a step: options that watch, judge or publish steps.
+"""Observers of a step: options that watch steps, skip steps, or report changed weights.
 
 To add an observer, add a file to this folder and a row to ``OBSERVERS``. The step calls all
-observers and names none. A method of :class:`~mp_optim.MegatronOptimizer` finds its observer by the
-name in the row.
+observers of this table and names no observer. A method of :class:`~mp_optim.MegatronOptimizer`
+finds its observer by the name in the row.
 """
 
 from mp_optim.mixed_precision import MegatronOptimizer

@@ -17,7 +17,7 @@ from mp_optim.mixed_precision.observer import Observer
 from mp_optim.process_groups.missing_ranks import MissingRanksError
 
 OwnWeights = list[tuple[MainParams, Slot, Tensor]]
-"""The weights of the model before they were replaced, with the slot and its main params."""
+"""For each replaced weight: the main params of its wrapper, its slot, and a copy of the weight."""
 
 
 class AveragedWeights(Observer):
@@ -25,8 +25,8 @@ class AveragedWeights(Observer):
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Return a context in which the model has the averages of its main params
-        (:meth:`mp_optim.MegatronOptimizer.averaged_weights`)."""
+        """Return a context in which the model's parameters are the averages of the main params. See
+        :meth:`mp_optim.MegatronOptimizer.averaged_weights`."""
         stack = self.stack
         stack.make_current()
         for mains in stack.all_mains():

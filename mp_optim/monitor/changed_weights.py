@@ -1,5 +1,4 @@
-"""The elements of a model's weights that changed since the last publication
-(``changed_weights()``)."""
+"""The elements of a model's weights that changed since the last call of ``changed_weights()``."""
 
 from __future__ import annotations
 
@@ -30,19 +29,20 @@ the new values."""
 
 
 class WeightChanges(WeightObserver):
-    """Changes of each parameter since the last publication, kept for the wrapper's life.
+    """Records which elements of each parameter changed since the last publication (the last call of
+    ``changed_weights()``), for the wrapper's life.
 
     How changes are found depends on the parameter:
 
-    - If its kernels mark changes, it has a bitmap, in which a kernel sets the bit of each element
-      that it changes (``SlotUpdate.changed``). If other code writes the parameter, all of its
-      elements count as changed.
+    - If the step's kernels mark changes, the parameter has a bitmap. A kernel sets the bit of each
+      element that the kernel changes (``SlotUpdate.changed``). If other code writes the parameter,
+      all of its elements count as changed.
     - Any other trained parameter has a copy of its values at the last publication.
 
-    NOTE: a write by other code is found in one of two ways. A parameter with its own main param
+    NOTE: a write by other code is found in one of two ways. A parameter with a separate main param
     differs from the rounded main param, and :class:`MainParams` calls :meth:`weight_written`. A
-    parameter without one has a checksum, which is taken after each step and compared before the
-    next.
+    parameter without a separate main param has a checksum, which is taken after each step and
+    compared before the next step.
 
     Args:
         table: the slot table.
@@ -152,7 +152,7 @@ class WeightChanges(WeightObserver):
     # -- to publish -------------------------------------------------------------------------------
 
     def changed(self, full: bool, is_first: Callable[[Slot], bool]) -> Iterator[ChangedPart]:
-        """Yield this rank's part of a publication, parameter by parameter.
+        """Yield the changes of this rank's parameters, parameter by parameter.
 
         Args:
             full: True for all elements, changed or not.
@@ -179,8 +179,8 @@ class WeightChanges(WeightObserver):
         return elements[elements < flat.numel()].to(flat.device)
 
     def _part(self, index: int, elements: Tensor | None) -> ChangedPart:
-        """Return the changes of a parameter: copies of the values at some flat indices, and these
-        indices in the whole parameter."""
+        """Return the changes of a parameter: copies of the values at some flat indices, and the
+        indices of these values in the whole parameter."""
         param, flat = self._table.params[index], self._flat(index)
         values = flat.clone() if elements is None else flat[elements]
         region, where = region_of(param), elements
@@ -194,7 +194,7 @@ class WeightChanges(WeightObserver):
         return self._table.slots[index], region.shape, where, values
 
     def forget_published(self) -> None:
-        """Forget all changes, because they are published."""
+        """Forget all changes, after they were published."""
         self._written.clear()
         for bits in self._bits.values():
             bits.zero_()
@@ -208,10 +208,11 @@ class WeightChanges(WeightObserver):
 
 
 class ChangedWeights(Observer):
-    """Publications of the changed weights of a stack, while ``track_changes()`` is on.
+    """The changes of a stack's weights while ``track_changes()`` is on. Each call of
+    ``changed_weights()`` is a publication.
 
     Attributes:
-        run: name of this series of publications; a new one for each ``track_changes()``.
+        run: random name of this series of publications; each ``track_changes()`` makes a new name.
         number: number of publications so far.
         tracked: main params of each wrapper, with the changes of its weights; empty if tracking is
             off.
@@ -223,8 +224,8 @@ class ChangedWeights(Observer):
         self.tracked: list[tuple[MainParams, WeightChanges]] = []
 
     def track(self, on: bool) -> None:
-        """Start or stop tracking the weights that change
-        (:meth:`mp_optim.MegatronOptimizer.track_changes`)."""
+        """Start or stop recording which weights change. See
+        :meth:`mp_optim.MegatronOptimizer.track_changes`."""
         stack = self.stack
         stack.step_mark.check_lent("track_changes")
         stack.make_current()
@@ -253,8 +254,8 @@ class ChangedWeights(Observer):
         self.run, self.number = uuid.uuid4().hex, 0
 
     def publish(self, full: bool) -> WeightDelta:
-        """Return this rank's part of the changed weights
-        (:meth:`mp_optim.MegatronOptimizer.changed_weights`)."""
+        """Return this rank's part of the changed weights. See
+        :meth:`mp_optim.MegatronOptimizer.changed_weights`."""
         stack = self.stack
         if not self.tracked:
             raise RuntimeError(
@@ -271,8 +272,8 @@ class ChangedWeights(Observer):
                 name = mains.name(part[0])
                 if name not in parallel.copies:
                     patches.append(_patch_of(name, part, parallel))
-        # An exception below, also one from a signal handler, loses the changes. Then the next
-        # publication has all elements.
+        # If an exception or a signal handler interrupts the next lines, the changes are lost. Then
+        # the next publication has all elements.
         for _, changes in self.tracked:
             changes.is_lost = True
         for _, changes in self.tracked:
@@ -285,7 +286,8 @@ class ChangedWeights(Observer):
 
 
 def _patch_of(name: str, part: ChangedPart, parallel: ModelParallel) -> WeightPatch:
-    """Return the changes of a parameter with its name, shape and indices in the whole model."""
+    """Return the changes of a parameter as a patch, with name, shape and indices in the whole
+    model."""
     _, size, indices, values = part
     shape, partition = tuple(size), parallel.partitions.get(name)
     if partition is not None:

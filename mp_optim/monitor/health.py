@@ -1,7 +1,7 @@
 """Gradient health: the norm of each parameter's gradient, and the loss for the rolling skip rule.
 
-The sums of squares of single parameters are part of the global norm. They are kept and copied to
-the host together with the verdict, so the norms need no read of gradients and no wait.
+The global norm is computed from the sums of squares of single parameters. These sums are copied to
+the host together with the verdict, so the norms need no second read of gradients and no wait.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class GradientHealth(Observer):
         return self.norms_in(self.stack.counts.last_verdict(), top)
 
     def norms_in(self, verdict: Verdict, top: int | None = None) -> dict[str, float]:
-        """Return the largest gradient norms of a verdict by parameter name; empty if the verdict
-        has none.
+        """Return the largest gradient norms of a verdict by parameter name; empty if no norms were
+        kept.
 
         Args:
             verdict: verdict of a step.

@@ -2,15 +2,15 @@
 
 A value is a spike if it is above ``median + sigma_factor * spread`` of the last steps (the window).
 The spread is 1.4826 times the median distance from the median. For a normal distribution this
-equals the standard deviation. Unlike a mean and a standard deviation, which the first spike moves
-so far that a second one passes, it changes only if half of the window are spikes. The spread is at
-least 1/128 of the median, so that a window of equal values does not skip the next step.
+equals the standard deviation. A spike changes mean and standard deviation so much that a second
+spike would not be found. Median and spread change only if half of the window are spikes. The spread
+is at least 1/128 of the median, so that a window of equal values does not skip the next step.
 
 Every finite value enters the window, also the value of a skipped step. So a lasting change is
 skipped for at most half a window. Then the changed value is the median, and steps are taken again.
 
-If an accelerator forms the verdict, it also has the window, and nothing waits for the host. Sorting
-and single IEEE operations in FP64 give the same bits on every device.
+If an accelerator forms the verdict, the window is in accelerator memory, so the host does not wait.
+Sorting and single IEEE operations in FP64 give the same bits on every device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from mp_optim.mixed_precision.observer import Observer
 
 _TO_SIGMA = 1.4826
 _LEAST_SPREAD = 2.0**-7
-"""Smallest spread, as a fraction of the median."""
+"""Smallest spread, as a fraction of the median. Equal norms have no spread, and then every larger
+norm would be a spike."""
 _ENTRY, _WINDOW = "skip_step", "window"
 
 
@@ -93,7 +94,8 @@ class SkipRule(Observer):
         self.reported = total[:1] / total[1:]
 
     def begin_judging(self, device: torch.device) -> bool:
-        reported, self.reported = self.reported, None  # A reported loss counts for one step only.
+        # A reported loss counts for one step only, so forget the loss.
+        reported, self.reported = self.reported, None
         if not self.is_on:
             return False
         if self._window.device != device:
@@ -121,7 +123,8 @@ class SkipRule(Observer):
         self._next.copy_((self._next + usable) % self.length)
 
     def _limits(self) -> Tensor:
-        """Return the largest norm and the largest loss that are no spikes, shape (2,)."""
+        """Return the largest norm and the largest loss for which a step is taken: FP64, shape
+        (2,)."""
         count = (~self._window.isnan()).sum(dim=1, keepdim=True)
         middle = _median(self._window, count)
         spread = _median((self._window - middle).abs(), count) * _TO_SIGMA
@@ -197,11 +200,11 @@ def _is_window(value: Any) -> bool:
 
 
 def _median(rows: Tensor, count: Tensor) -> Tensor:
-    """Return the median of the numbers in each row, shape (rows, 1).
+    """Return the median of the numbers in each row, FP64, shape (rows, 1).
 
     Args:
         rows: FP64, shape (rows, length); nan stands for no number.
-        count: how many numbers each row has, shape (rows, 1).
+        count: number of numbers in each row, shape (rows, 1).
     """
     ordered = rows.sort(dim=1).values  # sort() puts nan last.
     low = ordered.gather(1, ((count - 1) // 2).clamp(min=0))

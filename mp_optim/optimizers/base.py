@@ -82,8 +82,8 @@ class StackOptimizer(WrappedOptimizer):
 
     rule = "adam"
     last_step: StepResult | None = None
-    """Result of the last step: whether the step was taken, and the gradient norm before
-    clipping. None before the first step."""
+    """Result of the last step: whether the step was taken, and the gradient norm before clipping.
+    None before the first step."""
     _own_scaler: MegatronGradScaler | None = None
 
     def __init__(
@@ -102,12 +102,13 @@ class StackOptimizer(WrappedOptimizer):
         config = config_of(self.rule, settings, [*inspect.signature(type(self)).parameters][1:])
         given = {**construction_of(config), **RULES[self.rule].fixed, **defaults}
         self._empty = RuleOptimizer(rule_of(config), [{"params": []}], **given)
-        """An optimizer of the rule without parameters, which checks settings before the executor
+        """An optimizer of the same rule without parameters. It checks settings before the executor
         is built."""
-        # These names exclude entries that a wrapper such as timm's Lookahead adds to ``defaults``
-        # later.
+        # Remember the names, because a wrapper such as timm's Lookahead adds entries to
+        # ``defaults`` later.
         self._of_rule = tuple(defaults)
-        # Skip WrappedOptimizer.__init__, which would build the executor now.
+        # Call the constructor of MegatronOptimizer, because the constructor of WrappedOptimizer
+        # would build the executor now.
         MegatronOptimizer.__init__(self, params, defaults, config, None)
         self._check_overrides_match()
         warn_of_missing_kernels(config.fused_backend, self.rule, self.param_groups)
@@ -120,7 +121,7 @@ class StackOptimizer(WrappedOptimizer):
 
     @property
     def stack(self) -> StackOptimizer:
-        """Build the executor if it is missing, and return this optimizer.
+        """This optimizer, with executor and main params. The first access builds both.
 
         Raises:
             TypeError: the dtype of a parameter is not supported; the message names the parameter.
@@ -156,7 +157,8 @@ class StackOptimizer(WrappedOptimizer):
             raise
 
     def keep_loss_scale(self, scaler: MegatronGradScaler | None) -> None:
-        """Scale the loss by a scaler of this optimizer, which state dicts include.
+        """Scale the loss by a scaler that belongs to this optimizer. State dicts contain the
+        scaler's state.
 
         Args:
             scaler: the loss scale of all steps without a ``GradScaler``; None for 1.
@@ -198,7 +200,8 @@ class StackOptimizer(WrappedOptimizer):
 
     # -- stepping ---------------------------------------------------------------------------------
 
-    # Dynamo must not trace the construction in the first step: the trace would hold its objects.
+    # torch.compile must not trace the first step, because the trace would keep the objects that the
+    # step builds.
     @_disable_dynamo
     def step(self, closure: Closure | None = None) -> Any:
         """Take one optimizer step.
@@ -226,8 +229,8 @@ class StackOptimizer(WrappedOptimizer):
         return loss
 
     def begin_step(self) -> None:
-        """Take the loss scale of a ``GradScaler``, check the parameter lists, and build the
-        executor if necessary."""
+        """Prepare a step: take the loss scale of a ``GradScaler``, check that param groups were not
+        edited, and build the executor at the first step."""
         scale = vars(self).get("grad_scale")
         if self._found_inf is None and not self._warned_of_fp16:
             self._warned_of_fp16 = True
@@ -252,8 +255,8 @@ class StackOptimizer(WrappedOptimizer):
 
     @property
     def found_inf(self) -> Tensor | None:
-        """Scalar that is not 0 if gradients hold an inf or nan. A ``GradScaler`` sets the
-        attribute for one step."""
+        """Tensor of one element that is not 0 if gradients hold an inf or nan; None without a
+        ``GradScaler``. A ``GradScaler`` sets this attribute for one step."""
         return self._found_inf
 
     @found_inf.setter
@@ -275,7 +278,7 @@ class StackOptimizer(WrappedOptimizer):
         self._found_inf = self._patched_step = None
 
     def _skip(self, closure: Closure | None = None) -> None:
-        """Stand in for :meth:`step` in one call after a ``GradScaler`` found an inf or nan."""
+        """Replace :meth:`step` for one call, after a ``GradScaler`` found an inf or nan."""
         self.last_step = StepResult(False, None, None, "GradScaler found an inf or nan")
 
     # -- groups -----------------------------------------------------------------------------------
@@ -337,7 +340,7 @@ class StackOptimizer(WrappedOptimizer):
             SlotKeyedOptimizer.forget_groups(self, count)
 
     def arranged(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """Split a param group of the caller by ``overrides``, and return the resulting groups."""
+        """Split a caller's param group by ``overrides``, and return the resulting groups."""
         return split_group(group, self._overrides) if self._overrides else [group]
 
     def _check_overrides_match(self) -> None:
@@ -395,8 +398,7 @@ class StackOptimizer(WrappedOptimizer):
         return super().state_dict(is_loading, full_precision=full_precision)
 
     def begins_anew(self, state_dict: Mapping[str, Any]) -> bool:
-        """Reset this optimizer if a state dict has no state, because the dict was saved before the
-        first step.
+        """Reset this optimizer if a state dict was saved before the first step and so has no state.
 
         After a reset, the next step initializes state from the model's weights.
 
@@ -416,7 +418,6 @@ class StackOptimizer(WrappedOptimizer):
     # -- copies -----------------------------------------------------------------------------------
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle with :meth:`__getstate__` and :meth:`__setstate__`, as torch's optimizers do."""
         return object.__reduce_ex__(self, protocol)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -450,7 +451,7 @@ class StackOptimizer(WrappedOptimizer):
 
 
 def _has_values(state: State, given: State) -> bool:
-    """True if all given values equal the values in a slot's state, regardless of their device."""
+    """True if a slot's state has all given values. The devices of tensors may differ."""
     return all(_is_same(state.get(key), value) for key, value in given.items())
 
 

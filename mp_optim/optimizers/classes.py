@@ -347,7 +347,8 @@ NamedTensor = tuple[str, Tensor]
 
 
 def by_rule(group: dict[str, Any], tables: Tables) -> list[dict[str, Any]]:
-    """Split a param group into a group of Muon's matrices and a group of AdamW's other parameters.
+    """Split a param group into a group of matrices for Muon and a group of other parameters for
+    AdamW.
 
     Args:
         group: param group with a list as ``params``.
@@ -355,7 +356,7 @@ def by_rule(group: dict[str, Any], tables: Tables) -> list[dict[str, Any]]:
 
     Returns:
         The groups that have parameters. A group with ``optimizer`` or ``use_muon=False`` is
-            returned whole.
+        returned as one group.
     """
     settings = {key: value for key, value in group.items() if key not in ("params", "use_muon")}
     chosen = group.get("optimizer", {False: "adam"}.get(group.get("use_muon", True)))

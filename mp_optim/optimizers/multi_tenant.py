@@ -68,7 +68,8 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
         self._kind, self._defaults = kind, defaults
         self._tenants: dict[str, StackOptimizer] = {}
         self._files: dict[str, Path | None] = {}
-        """The file with the state of each offloaded tenant; None for state in host memory."""
+        """The file with the state of each offloaded tenant, by name; None for state in host memory.
+        """
 
     def __getitem__(self, name: str) -> StackOptimizer:
         return self._tenants[name]
@@ -89,19 +90,19 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
         grad_scaler: MegatronGradScaler | None = None,
         **settings: Any,
     ) -> None:
-        """Add a tenant. On an error nothing is added. Other tenants are not changed.
+        """Add a tenant. After an error the optimizer has the same tenants as before.
 
         Args:
             name: a new name.
             params: parameters, named parameters or param groups; bf16, fp16 and FP32 in any mix.
-            grad_scaler: loss scale of this tenant alone, such as a ``DynamicGradScaler``; None
-                for 1.
+            grad_scaler: loss scale of this tenant alone, such as a ``DynamicGradScaler``; None for
+                1.
             settings: arguments of ``kind`` that differ from the defaults.
 
         Raises:
             TypeError: a setting is unknown.
-            ValueError: the name is taken, a setting is out of range, or another tenant has one of
-                the parameters, or has memory in common with one.
+            ValueError: the name is taken, a setting is out of range, or another tenant has a
+                parameter with the same memory.
         """
         if name in self._tenants:
             raise ValueError(
@@ -131,21 +132,24 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
     # -- steps ------------------------------------------------------------------------------------
 
     def step(self, names: str | Iterable[str] | None = None) -> dict[str, StepResult]:
-        """Step some tenants, each with the gradients of its parameters.
+        """Step some tenants, each with the gradients of its own parameters.
 
-        A tenant with an inf or nan in its gradients is skipped alone. A tenant that fails, for
-        example because a hyperparameter is out of range, does not stop the others.
+        If a tenant's gradients hold an inf or nan, only that tenant is skipped. A tenant that
+        fails, for example because a hyperparameter is out of range, does not stop the other
+        tenants.
 
         Args:
             names: one or more names; None for all tenants that are not offloaded.
 
         Returns:
-            By name, whether the step was taken, and the gradient norm before clipping.
+            The result of each tenant by name: whether the step was taken, and the gradient norm
+                before clipping.
 
         Raises:
-            ValueError: a name is unknown or given twice, or a tenant is offloaded; nothing was
+            ValueError: a name is unknown or given twice, or a tenant is offloaded; no tenant was
                 stepped.
-            TenantError: some tenants failed, with an exception for each; the others were stepped.
+            TenantError: some tenants failed; the error has the exception of each. All other tenants
+                were stepped.
         """
         alone: dict[str, StackOptimizer] = {}
         together: dict[str, StackOptimizer] = {}
@@ -186,9 +190,10 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
     # -- saving and offloading --------------------------------------------------------------------
 
     def save_tenant(self, name: str) -> dict[str, Any]:
-        """Return the state dict of a tenant, with its loss scale. ``kind`` alone loads it, too.
+        """Return the state dict of a tenant, with its loss scale. An optimizer of the class
+        ``kind`` loads this dict, too.
 
-        The tensors are the live ones: clone or save them before the tenant's next step.
+        The dict contains the live tensors: clone or save them before the tenant's next step.
 
         Raises:
             BrokenOffError: the tenant's last step was interrupted.
@@ -202,8 +207,8 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
         """Load a result of :meth:`save_tenant` into a tenant of any name with parameters of the
         same shapes. A refused state changes nothing.
 
-        Load the adapter's weights first: parameters with other values than the loaded main params
-        are overwritten, with a warning.
+        Load the adapter's weights before this call. If a parameter differs from the loaded main
+        param, the parameter is overwritten, with a warning.
 
         Args:
             name: name of the tenant.
@@ -296,7 +301,8 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
         return listed
 
     def _check_owners(self, new: StackOptimizer) -> None:
-        """Raise ValueError if a parameter of a new tenant starts where another tenant's does."""
+        """Raise ValueError if a parameter of a new tenant starts at the address of another tenant's
+        parameter."""
         places: dict[tuple[torch.device, int], str] = {}
         for slot, param in iter_slots(new.param_groups):
             places[_place(param)] = new.slot_name(slot)
@@ -315,19 +321,20 @@ def _place(param: Tensor) -> tuple[torch.device, int]:
 
 
 def _has_hooks(tenant: StackOptimizer) -> bool:
-    """True if hooks or a patch of ``step`` have to run with a tenant's step. A patch of a torch
-    scheduler only sets ``_opt_called``."""
+    """True if a tenant's ``step`` must be called by itself, because of hooks or a patch of
+    ``step``. The patch of a torch scheduler does not count, because it only sets
+    ``_opt_called``."""
     patch = vars(tenant).get("step")
     is_patched = patch is not None and not hasattr(patch, "_wrapped_by_lr_sched")
     own = tenant._optimizer_step_pre_hooks or tenant._optimizer_step_post_hooks
-    # A step of this package waits for saves by itself.
+    # A step of this package waits for background saves itself, so this hook is not needed.
     of_program = set(_global_optimizer_pre_hooks.values()) - {wait_before_torch_step}
     return bool(is_patched or own or of_program or _global_optimizer_post_hooks)
 
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Put a tenant's name before the message of an error."""
+    """Add a tenant's name to the message of an error."""
     try:
         yield
     except (TypeError, ValueError, RuntimeError) as error:
@@ -337,7 +344,7 @@ def _named(name: str) -> Iterator[None]:
 
 
 def _write(path: Path, tenant: StackOptimizer) -> None:
-    """Write a tenant's state to a new file, which is complete or missing after a crash."""
+    """Write a tenant's state to a new file. After a crash the file is complete or missing."""
     if path.exists():
         raise ValueError(f"path={str(path)!r}: this file exists; choose a new name")
     temporary = path.with_name(f".{path.name}.tmp")
@@ -348,11 +355,12 @@ def _write(path: Path, tenant: StackOptimizer) -> None:
 
 
 def _read(path: Path, tenant: StackOptimizer) -> None:
-    """Load a tenant's state from its file, delete the file, and keep the parameters' values."""
+    """Load a tenant's state from a file and delete the file. The parameters keep their values."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     params = [param for _, param in iter_slots(tenant.param_groups)]
     values = [param.detach().clone() for param in params]
-    # A remainder is joined with any weights, as in a step.
+    # The weights may differ from the weights at the save. As in a step, a remainder is joined with
+    # the present weights.
     load_checked(tenant, state, convert=True)
     for param, value in zip(params, values, strict=True):
         param.data.copy_(value)

@@ -34,7 +34,7 @@ _FORMS = {
     "8bit": ("int8", "uint8", "8", "8-bit", "8bits", "fp8", "float8"),
     "4bit": ("int4", "uint4", "4", "4-bit", "4bits", "nf4"),
 }
-"""Synonyms of each storage format, for "did you mean" hints."""
+"""Synonyms of each storage format, for the hint "did you mean" in errors."""
 _REMAINDER_BITS = {"fp32": None, "remainder16": 16, "remainder8": 8, "none": NO_REMAINDER.name}
 
 
@@ -135,7 +135,7 @@ _SAME = [
     # ``_form`` sets stochastic_rounding, because main_params="none" needs it.
     if name not in (*_OF_OFFLOADING, *_IN_WORDS, "stochastic_rounding")
 ]
-"""Settings passed unchanged to the config's field with the same name."""
+"""Settings whose value is also the value of the config's field with the same name."""
 _DEFAULTS: dict[str, Any] = {
     "overrides": None,
     "state": "fp32",
@@ -206,7 +206,7 @@ _ARGUMENT = {
     "store_param_remainders": "main_params",
     **{str(dtype): repr(name) for name, dtype in _STATES.items()},
 }
-"""The argument of an optimizer class for each name that errors of the config have."""
+"""The name of an optimizer class's argument for each config field that an error may name."""
 
 
 def config_of(
@@ -268,7 +268,7 @@ def _without_torchs(settings: Mapping[str, Any], arguments: Sequence[str]) -> di
 
 
 def _form(rule: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config's fields for the storage format of state and main params."""
+    """Return the config's fields for the storage formats of moments and main params."""
     dtype = _choice(chosen, "state", _STATES)
     bits = _choice(chosen, "main_params", _REMAINDER_BITS)
     rounding = chosen["stochastic_rounding"] or bits == NO_REMAINDER.name
