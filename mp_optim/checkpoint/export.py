@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from mp_optim.checkpoint.commit import replace_durably, sync
 from mp_optim.checkpoint.inventory import Models, chunks_of
 from mp_optim.core import iter_slots
-from mp_optim.core.flat_shard import FlatShard, PartitionShard, held_places, piece
+from mp_optim.core.flat_shard import FlatShard, PartitionShard, held_boxes, piece
 from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.core.names import named_params
 from mp_optim.core.partition import check_cover
@@ -174,7 +174,7 @@ def _joined(name: str, shard: PartitionShard, ranks: Ranks) -> Tensor:
     """Return a whole tensor from its shards on several ranks, on the rank that writes. Other
     ranks allocate no tensor of that size."""
     shape = tuple(shard.shape)
-    gathered = ranks.gather([(box, piece(shard, box).cpu()) for box in held_places(shard)])
+    gathered = ranks.gather([(box, piece(shard, box).cpu()) for box in held_boxes(shard)])
 
     def join() -> Tensor:
         boxes = {place: value for of_rank in gathered for place, value in of_rank}

@@ -30,7 +30,7 @@ from mp_optim.checkpoint.file_format import (
     read_index,
     read_manifest,
 )
-from mp_optim.core.flat_shard import held_places, piece
+from mp_optim.core.flat_shard import held_boxes, piece
 from mp_optim.core.partition import Box, any_overlap
 
 _STAGING_BYTES = 64 << 20
@@ -142,7 +142,7 @@ def plan_reading(tensors: Mapping[str, Tensor], version: Path, index: Index) -> 
     copies: dict[str, list[_Copy]] = {}
     for name, tensor in tensors.items():
         saved = index.entries[name]
-        for place in held_places(tensor):
+        for place in held_boxes(tensor):
             for copy in _copies(name, saved, place, piece(tensor, place)):
                 copies.setdefault(copy.box.file, []).append(copy)
     for of_file in copies.values():

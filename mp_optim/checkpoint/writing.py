@@ -47,7 +47,7 @@ from mp_optim.checkpoint.file_format import (
     file_sum,
     header,
 )
-from mp_optim.core.flat_shard import piece, places_of
+from mp_optim.core.flat_shard import boxes_of, piece
 from mp_optim.core.partition import Box, check_cover, whole_box
 from mp_optim.host import host_memory, leases
 from mp_optim.host.calls import in_background
@@ -95,7 +95,7 @@ def held_of(tensors: Mapping[str, Tensor]) -> tuple[Held, ...]:
     """Return the entries of this rank. Sharded entries are included even if this rank holds no
     element of them."""
     return tuple(
-        Held(name, tensor.dtype, tuple(tensor.shape), places_of(tensor))
+        Held(name, tensor.dtype, tuple(tensor.shape), boxes_of(tensor))
         for name, tensor in tensors.items()
     )
 

@@ -57,7 +57,7 @@ class FlatShard(Tensor):
         return shard
 
     @property
-    def places(self) -> tuple[Box, ...]:
+    def boxes(self) -> tuple[Box, ...]:
         """The boxes of the whole tensor that consist of this shard's elements, in order."""
         return boxes(self.shape, self.start, self.local.numel())
 
@@ -101,19 +101,19 @@ class FlatShard(Tensor):
                     chunk=_chunk(box), properties=properties, size=self.shape
                 ),
             )
-            for box in self.places
+            for box in self.boxes
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(box) for box in self.places if box.numel]
+        return [_chunk(box) for box in self.boxes if box.numel]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for box, view in box_views(self.local, self.places):
+        for box, view in box_views(self.local, self.boxes):
             if torch.Size(box.offsets) == index.offset:
                 return view
         raise ValueError(
             f"{index.fqn}: elements [{self.start}, {self.start + self.local.numel()}) of a tensor "
-            f"of shape {tuple(self.shape)} have no box at {index.offset}; request one of .places"
+            f"of shape {tuple(self.shape)} have no box at {index.offset}; request one of .boxes"
         )
 
     # -- called by torch --------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def _is_1_or_same(length: int, full: int) -> bool:
 # -- boxes of a tensor ----------------------------------------------------------------------------
 
 
-def places_of(tensor: Tensor) -> tuple[Box, ...] | None:
+def boxes_of(tensor: Tensor) -> tuple[Box, ...] | None:
     """Return the boxes of a sharded tensor that this rank has; None for a tensor that is not
     sharded.
 
@@ -312,7 +312,7 @@ def places_of(tensor: Tensor) -> tuple[Box, ...] | None:
         TypeError: the tensor is a ShardedTensor, which torch has replaced by DTensor.
     """
     if isinstance(tensor, FlatShard):
-        return tensor.places
+        return tensor.boxes
     if is_sharded_tensor(tensor):
         raise TypeError("a ShardedTensor cannot be saved or loaded; use DTensor")
     if not isinstance(tensor, PartitionShard) and not hasattr(tensor, "__create_chunk_list__"):
@@ -322,40 +322,40 @@ def places_of(tensor: Tensor) -> tuple[Box, ...] | None:
     if not tensor.numel():
         return (whole_box(tuple(tensor.shape)),)
     if isinstance(tensor, PartitionShard):
-        cuts = (tensor.partition.cuts(inside) for inside in held_places(tensor.held))
-        return tuple(place for some in cuts for _, place in some)
+        cuts = (tensor.partition.cuts(inside) for inside in held_boxes(tensor.held))
+        return tuple(box for some in cuts for _, box in some)
     chunks = tensor.__create_chunk_list__()
     return tuple(
         Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if 0 not in chunk.sizes
     )
 
 
-def held_places(tensor: Tensor) -> tuple[Box, ...]:
+def held_boxes(tensor: Tensor) -> tuple[Box, ...]:
     """Return the boxes of any tensor that this rank has; one box if the tensor is not sharded."""
-    places = places_of(tensor)
-    return (whole_box(tuple(tensor.shape)),) if places is None else places
+    parts = boxes_of(tensor)
+    return (whole_box(tuple(tensor.shape)),) if parts is None else parts
 
 
-def piece(tensor: Tensor, place: Box) -> Tensor:
+def piece(tensor: Tensor, box: Box) -> Tensor:
     """Return this rank's live elements of one box.
 
     Args:
         tensor: any tensor.
-        place: a box that :func:`held_places` returned.
+        box: a box that :func:`held_boxes` returned.
     """
     if isinstance(tensor, PartitionShard):
         dim = tensor.partition.dim
-        for inside in held_places(tensor.held):
+        for inside in held_boxes(tensor.held):
             for begin, cut in tensor.partition.cuts(inside):
-                if cut == place:
+                if cut == box:
                     return piece(tensor.held, inside).narrow(dim, begin, cut.sizes[dim])
     elif not hasattr(tensor, "__get_tensor_shard__"):
         return tensor.detach()
     if not tensor.numel():
-        return torch.empty(place.sizes, dtype=tensor.dtype, device="cpu")
+        return torch.empty(box.sizes, dtype=tensor.dtype, device="cpu")
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
-    shard: Tensor = tensor.__get_tensor_shard__(MetadataIndex("", torch.Size(place.offsets)))
+    shard: Tensor = tensor.__get_tensor_shard__(MetadataIndex("", torch.Size(box.offsets)))
     return shard.detach()
 
 

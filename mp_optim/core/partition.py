@@ -106,16 +106,16 @@ def _boxes(shape: tuple[int, ...], outer: tuple[int, ...], begin: int, end: int)
         yield from _boxes(shape[1:], (*outer, last), 0, end - last * inner)
 
 
-def box_views(flat: Tensor, places: Sequence[Box]) -> Iterator[tuple[Box, Tensor]]:
+def box_views(flat: Tensor, parts: Sequence[Box]) -> Iterator[tuple[Box, Tensor]]:
     """Yield each box of a range with a view of its elements.
 
     Args:
         flat: the elements of all boxes in order, 1-D.
-        places: the boxes.
+        parts: the boxes.
     """
-    pieces = flat.split_with_sizes([place.numel for place in places])
-    for place, piece in zip(places, pieces, strict=True):
-        yield place, piece.view(place.sizes)
+    pieces = flat.split_with_sizes([box.numel for box in parts])
+    for box, piece in zip(parts, pieces, strict=True):
+        yield box, piece.view(box.sizes)
 
 
 @dataclass(frozen=True)
@@ -237,16 +237,16 @@ def partition(
     return Partition(dim, (length // stride,) * stride, rank, size)
 
 
-def check_cover(name: str, shape: tuple[int, ...], places: Iterable[Box]) -> None:
+def check_cover(name: str, shape: tuple[int, ...], parts: Iterable[Box]) -> None:
     """Raise ValueError unless boxes cover every element of a tensor exactly once.
 
     Args:
         name: name of the tensor, for messages.
         shape: shape of the tensor.
-        places: distinct boxes.
+        parts: distinct boxes.
     """
-    places = list(places)
-    covered, wanted = sum(place.numel for place in places), math.prod(shape)
+    parts = list(parts)
+    covered, wanted = sum(box.numel for box in parts), math.prod(shape)
     if covered < wanted:
         raise ValueError(
             f"{name} of shape {shape}: the ranks that save hold {covered} of its {wanted} "
@@ -254,25 +254,25 @@ def check_cover(name: str, shape: tuple[int, ...], places: Iterable[Box]) -> Non
             "some of these ranks have ended, build model and optimizer again and load the last "
             "checkpoint"
         )
-    if covered > wanted or any_overlap(places):
+    if covered > wanted or any_overlap(parts):
         raise ValueError(
             f"{name} of shape {shape}: ranks hold parts that overlap but are not the same; give "
             "each rank its own part, or equal copies"
         )
 
 
-def any_overlap(places: Sequence[Box]) -> bool:
+def any_overlap(parts: Sequence[Box]) -> bool:
     """True if any two of some non-empty boxes of a tensor have a common element."""
-    if len(places) < 2:
+    if len(parts) < 2:
         return False
-    dims = range(len(places[0].offsets))
-    dim = max(dims, key=lambda at: len({place.offsets[at] for place in places}))
+    dims = range(len(parts[0].offsets))
+    dim = max(dims, key=lambda at: len({box.offsets[at] for box in parts}))
     active: list[Box] = []
-    for place in sorted(places, key=lambda one: one.offsets[dim]):
+    for box in sorted(parts, key=lambda one: one.offsets[dim]):
         active = [
-            other for other in active if other.offsets[dim] + other.sizes[dim] > place.offsets[dim]
+            other for other in active if other.offsets[dim] + other.sizes[dim] > box.offsets[dim]
         ]
-        if any(place.common(other) for other in active):
+        if any(box.common(other) for other in active):
             return True
-        active.append(place)
+        active.append(box)
     return False

@@ -447,7 +447,7 @@ class ParamLayout:
             for p in self.placements
         ]
 
-    def share(self, local: Tensor) -> int:
+    def numel_per_rank(self, local: Tensor) -> int:
         """Return the number of the parameter's elements divided by the number of ranks that share
         them, rounded up. The result is equal on all ranks.
 
@@ -470,7 +470,7 @@ class ParamLayout:
         """
         return self._move(local, self.placements, self._whole_matrices())
 
-    def own(self, whole: Tensor) -> Tensor:
+    def local_part(self, whole: Tensor) -> Tensor:
         """Return this rank's part of whole matrices that :meth:`gather` returned, without
         communication.
 

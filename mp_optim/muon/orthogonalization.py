@@ -123,7 +123,7 @@ def runs(
     split, elsewhere, here = [], [], []
     for index, (param, layout) in enumerate(zip_longest(params, layouts)):
         if layout is not None and layout.is_shared(blockwise):
-            split.append((index, layout.share(param)))
+            split.append((index, layout.numel_per_rank(param)))
         elif layout is not None and layout.device != param.device:
             elsewhere.append((index, param.numel()))
         else:
@@ -184,7 +184,7 @@ def directions(
         for index, (values, factor) in zip(wholes, found, strict=True):
             layout = layouts[index]
             if layout is not None and layout.is_shared(rule.blockwise):
-                values = layout.own(values)
+                values = layout.local_part(values)
             done[index] = Direction(values.to(rounded[index].device), factor)
     for groups, parts_of in split.items():
         some, layout = [rounded[index] for index in parts_of], layouts[next(iter(parts_of))]
