@@ -179,13 +179,14 @@ class Moment:
 
 @dataclass(frozen=True)
 class Hyperparameter:
-    """A hyperparameter of a rule. ``lr`` and ``weight_decay``, which all rules have, are not in the
-    table.
+    """One hyperparameter of a rule, with its checks and its fields of the config.
+
+    All rules also have ``lr`` and ``weight_decay``, which the table does not list.
 
     Attributes:
         name: name in constructors and param groups.
-        allowed: check of values in constructors and param groups; None if the rule itself checks
-            values.
+        allowed: check of values in constructors and param groups; None if the code of the rule
+            checks values.
         default: default of the rule's class.
         fields: fields of the config with the value, and their checks; several fields make a tuple.
         per_group: True if a param group may have its own value.
@@ -330,7 +331,7 @@ _LAMB = RuleSpec(
         Hyperparameter("use_nvlamb", as_flag, False, {"lamb_use_nvlamb": as_bool}),
         Hyperparameter("grad_averaging", as_flag, True, {"lamb_grad_averaging": as_bool}),
     ),
-    # The stack clips gradients itself with clip_grad, so LAMB must not clip them again.
+    # The stack clips gradients with clip_grad, so LAMB must not clip gradients again.
     fixed={"max_grad_norm": 0.0},
     reads="sums",
     trial={"eps": 1e-8},
@@ -355,8 +356,8 @@ _MUON = RuleSpec(
     "muon",
     (_MOMENTUM, _MOMENT2),
     (
-        # muon has no fields for betas and eps, because the fields of muon_scalar_optimizer set
-        # them.
+        # muon has no fields for betas and eps, because the config sets both for
+        # muon_scalar_optimizer, which steps the other parameters.
         replace(_BETAS, fields={}),
         replace(_EPS, fields={}),
         _BIAS_CORRECTION,

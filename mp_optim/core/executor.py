@@ -1,9 +1,9 @@
 """Executors: objects that step the tensors at some slots and keep the state of these slots.
 
-An executor is not a torch optimizer, but it has param groups with parameters and settings. A torch
-optimizer in front of it adds groups, exports state, and calls :meth:`Executor.step_slots`. A
-precision wrapper of that optimizer takes over the executor. After that the wrapper calls the
-executor, and the optimizer only exports state.
+An executor is not a torch optimizer, but has param groups with parameters and settings. A torch
+optimizer in front of the executor adds groups, exports state, and calls
+:meth:`Executor.step_slots`. A precision wrapper of that optimizer takes over the executor. After
+that the wrapper calls the executor, and the optimizer only exports state.
 
 There are three kinds of executors:
 
@@ -36,7 +36,7 @@ class Executor:
     """Steps slots from given gradients, and keeps the state of the slots for the optimizer's life.
 
     NOTE: an executor neither checks settings nor marks steps in ``step_mark``. The outermost
-    optimizer does both once per step, before it calls :meth:`step_slots`.
+    optimizer checks the settings and marks the step once, and then calls :meth:`step_slots`.
 
     Args:
         param_groups: the live groups; the optimizer in front of the executor adds to this list.
@@ -50,7 +50,7 @@ class Executor:
     writes_settings = False
     """True if a step may write settings into the param groups: learning rates and step counts."""
     clips = False
-    """True if a rule clips gradients by itself (:meth:`clipped`)."""
+    """True if the rule of this executor clips gradients (:meth:`clipped`)."""
 
     def __init__(self, param_groups: ParamGroups) -> None:
         self.param_groups = param_groups
@@ -123,8 +123,9 @@ class Executor:
     # -- steps ------------------------------------------------------------------------------------
 
     def clipped(self, updates: SlotUpdates, grad_norm: float) -> SlotUpdates:
-        """Return the updates with the multipliers of a rule that clips by itself (LAMB's
-        ``max_grad_norm``). Other rules return ``updates``.
+        """Return the updates of a step after the rule has clipped gradients (LAMB's
+        ``max_grad_norm``). The multipliers change, not the gradients. Other rules return
+        ``updates``.
 
         Args:
             updates: the updates of the step.
@@ -238,8 +239,8 @@ class Executor:
 
         Args:
             slot: the parameter.
-            source: local model parameter of any floating dtype. If it has the dtype of main params,
-                it becomes the main param itself. Otherwise its values are copied.
+            source: local model parameter of any floating dtype. A source in the dtype of main
+                params becomes the main param. Values of another dtype are copied to a new tensor.
         """
         main, dtype = source, self.main_dtype(source.dtype)
         if source.dtype != dtype:

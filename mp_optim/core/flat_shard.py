@@ -1,6 +1,6 @@
 """A rank's part of a tensor, as a checkpoint stores it: a flat range (:class:`FlatShard`), a
-tensor-parallel part (:class:`PartitionShard`), or a DTensor's local part. All of them are saved
-as boxes."""
+tensor-parallel part (:class:`PartitionShard`), or a DTensor's local part. A checkpoint saves each
+kind as boxes: rectangular parts of the whole tensor."""
 
 from __future__ import annotations
 
@@ -214,10 +214,10 @@ class PartitionShard(Tensor):
         return self.held[0] if self.is_stacked else self.held
 
     def with_held(self, held: Tensor) -> PartitionShard:
-        """Return another tensor's part at the position of this part.
+        """Return a part with the same position in the whole tensor, and with other values.
 
         Args:
-            held: this rank's part of the other tensor.
+            held: this rank's part, in the shape of the present part.
         """
         return PartitionShard(held, self.partition, self.is_stacked)
 
@@ -243,8 +243,8 @@ def as_partition(value: Any, partition: Partition | None, shape: torch.Size | No
 
     State that has the split dimension of the parameter is cut along this dimension. Other
     dimensions of the state may have size 1, as in the factors of Adafactor. State without the split
-    dimension belongs to this rank alone. It is saved as one entry of a stack over ranks, so a load
-    needs the same number of ranks.
+    dimension belongs to this rank alone. A checkpoint saves such state as one entry of a stack over
+    ranks, so a load needs the same number of ranks.
 
     Args:
         value: the state tensor.
@@ -314,7 +314,10 @@ def boxes_of(tensor: Tensor) -> tuple[Box, ...] | None:
     if isinstance(tensor, FlatShard):
         return tensor.boxes
     if is_sharded_tensor(tensor):
-        raise TypeError("a ShardedTensor cannot be saved or loaded; use DTensor")
+        raise TypeError(
+            f"ShardedTensor of shape {tuple(tensor.shape)}: torch has replaced this class; shard "
+            "the tensor as a DTensor (torch.distributed.tensor.distribute_tensor)"
+        )
     if not isinstance(tensor, PartitionShard) and not hasattr(tensor, "__create_chunk_list__"):
         return None
     if is_dtensor(tensor) and tensor.device_mesh.get_coordinate() is None:

@@ -25,8 +25,8 @@ class Slot(NamedTuple):
     """The identity of a parameter.
 
     Attributes:
-        group: index of its param group.
-        position: index in that group.
+        group: index of the parameter's group in ``param_groups``.
+        position: index of the parameter in the group's ``params``.
     """
 
     group: int
@@ -137,8 +137,8 @@ def edited_lists(sizes: Sequence[int], added: Sequence[int]) -> ValueError:
 
 
 def check_assigned(live: ParamGroups, groups: Any, defaults: Mapping[str, Any]) -> None:
-    """Raise ValueError if assigned groups cannot replace the live ones. Copy missing names from the
-    live groups into the assigned ones.
+    """Raise ValueError if assigned groups cannot replace the live groups. Copy missing names from
+    the live groups into the assigned groups.
 
     Args:
         live: the live groups.
@@ -227,8 +227,8 @@ def _agree(index: int, alike: Sequence[dict[str, Any]], seen: Sequence[Mapping[s
     news: dict[str, Any] = {}
     for group, before in zip(below, seen[1:], strict=True):
         if not group["params"]:
-            # An optimizer whose group is empty does not step it, so its settings for the group are
-            # ignored.
+            # An optimizer with an empty group steps no parameter of the group, so ignore the
+            # settings of that optimizer.
             continue
         for key, value in _changed(group, before).items():
             if key in by_caller:

@@ -28,8 +28,8 @@ class BrokenOffError(RuntimeError):
 
 
 _PARKED = (
-    "the optimizer is offloaded: call restore_from_cpu() before step(); it also moves back state "
-    "that optimizer.state[param][key] = ... moved to the host"
+    "step(): the optimizer is offloaded (by offload_to_cpu(), or by a CPU tensor assigned to "
+    "optimizer.state[param][key]); call restore_from_cpu() before step()"
 )
 
 
@@ -60,8 +60,8 @@ class StepMark:
     def touch(self) -> None:
         """Mark the stack as inconsistent until the step or load is complete.
 
-        Waits until background saves have copied the accelerator memory that they still need. Kernel
-        launches announce writes to host memory themselves.
+        Waits until background saves have copied the accelerator memory that the saves still read.
+        Kernel launches announce writes to host memory, so this method does not.
         """
         self.is_set = True
         if borrows:
@@ -73,10 +73,10 @@ class StepMark:
         self.plan_key = object()
 
     def open_state(self) -> None:
-        """Announce that any state may be written, by this package or by a caller with access to it.
+        """Announce that this package or a caller may write any state.
 
-        From then on, background saves read a copy. All writers of state call this first, except the
-        kernel launches of a step.
+        After this call, background saves read a copy of the state. All writers of state call this
+        method first, except the kernel launches of a step.
         """
         before_writing_all()
 

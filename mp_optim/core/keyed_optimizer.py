@@ -459,7 +459,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
         Args:
             slot: the parameter; None for all.
-            follow_only: True to do only the first, if the caller reads no state or loads all state.
+            follow_only: True for step 1 only, if the caller reads no state or loads all state.
 
         Raises:
             ValueError: a loaded remainder does not belong to its parameter's value; the message has

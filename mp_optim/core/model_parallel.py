@@ -79,10 +79,10 @@ class GlobalNames:
 
     Args:
         name_of: returns the name in the whole model for a local name; by default the local name.
-        known: the local names. If two of them would get the same name, both stay unchanged.
+        known: the local names. Two local names that would get the same name stay unchanged.
 
     Attributes:
-        twice: local names that would have got the same name as another.
+        twice: local names that stay unchanged, because two of them would get the same name.
     """
 
     def __init__(self, name_of: Callable[[str], str] = str, known: Iterable[str] = ()) -> None:

@@ -163,10 +163,10 @@ def without_wrappers(names: Iterable[str]) -> list[str]:
 
 
 def _only_once(forms: Mapping[str, str]) -> dict[str, str]:
-    """Return the names whose form no other name has, by form.
+    """Return names by form, without the names that share a form with another name.
 
     Args:
-        forms: names with their forms.
+        forms: form of each name.
     """
     counts = Counter(forms.values())
     return {form: name for name, form in forms.items() if counts[form] == 1}

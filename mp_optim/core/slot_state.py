@@ -128,8 +128,8 @@ class StateLayout:
 
 
 class StateStore:
-    """Base class of the stores in which executors keep state, in the form that they step. Each
-    method is about one slot.
+    """Base class of the stores in which executors keep state, in the dtypes that kernels step.
+    Each method reads or writes the state of one slot.
 
     This class keeps no state. An instance serves as the store of a parameter that was never
     trained.
@@ -216,9 +216,9 @@ class SlotState:
         """Return the state in the callers' layout: live tensors, and FP32 copies of 4-bit codes.
 
         Args:
-            in_blocks: False for FP32 copies of all state that is stored in blocks. If the layout
-                cuts the parameter, such state is always copied, because blocks start at this rank's
-                part.
+            in_blocks: False for FP32 copies of all state that is stored in blocks. A layout that
+                splits the parameter always exports copies, because blocks of 256 elements start at
+                this rank's first element.
         """
         if in_blocks and self.layout.is_as_stored:
             return self.layout.show(self._with_main(self.store.unpacked_state(self.slot)))
@@ -239,8 +239,8 @@ class SlotState:
     def coded(self) -> dict[str, Coded]:
         """Return the state that is stored in blocks, by key.
 
-        If the layout has no scales, such state is exported as FP32 copies, and a load of it may be
-        refused.
+        A layout without scales exports this state as FP32 copies. A load may refuse the copies,
+        because rounding them loses bits.
         """
         return self.store.coded_state(self.slot)
 

@@ -80,7 +80,7 @@ class Grid(NamedTuple):
         return tuple(reversed(found))
 
     def block(self, *first: int) -> range:
-        """Return the ranks whose first coordinates are the given ones."""
+        """Return the ranks that have the given coordinates along the first axes."""
         size = math.prod(self.shape[len(first) :])
         begin = 0
         for place, length in zip(first, self.shape, strict=False):
@@ -377,7 +377,7 @@ class FlatSplit:
     """The split of a flattened parameter over ranks.
 
     Attributes:
-        group: the ranks that share its elements.
+        group: the ranks over which the elements of the parameter are split.
         owned: the range of elements of each rank.
         partition_dim: dimension that tensor parallelism split before the parameter was flattened,
             if any.

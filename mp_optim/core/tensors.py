@@ -39,7 +39,7 @@ class CachedTensorList(list[Tensor]):
     Attributes:
         addresses: ``data_ptr`` of each tensor.
         sizes: ``numel`` of each tensor; may be copied from another list.
-        own_sizes: ``numel`` of each tensor; never copied.
+        own_sizes: ``numel`` of each tensor of this list, even if ``sizes`` is from another list.
         stored: True if no tensor's memory was freed (``untyped_storage().resize_(0)``).
         dtypes: set of the dtypes.
         devices: set of the devices.

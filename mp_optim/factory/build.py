@@ -39,7 +39,7 @@ from mp_optim.muon.muon import MuonRule
 from mp_optim.offload.hybrid import HybridDeviceOptimizer
 from mp_optim.param_groups.overrides import (
     ParamKey,
-    check_claims,
+    check_each_in_one_group,
     get_param_groups,
     get_standard_config_overrides,
 )
@@ -117,7 +117,7 @@ def build(request: StackRequest) -> MegatronOptimizer:
         if overrides is None:
             overrides = get_standard_config_overrides(config)
         param_groups = get_param_groups(chunks, config, overrides, request.expert_predicate)
-    check_claims(chunks, param_groups)
+    check_each_in_one_group(chunks, param_groups)
     _check_partitions(config, param_groups, groups_of)
     experts = [group for group in param_groups if group.get("is_expert_parallel", False)]
     dense = [group for group in param_groups if not group.get("is_expert_parallel", False)]

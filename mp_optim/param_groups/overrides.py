@@ -426,7 +426,7 @@ def split_group(
     return [part for part in split if part["params"]] or split
 
 
-def check_claims(
+def check_each_in_one_group(
     model_chunks: Sequence[nn.Module], param_groups: Sequence[Mapping[str, Any]]
 ) -> None:
     """Check that every trainable parameter is in exactly one param group.

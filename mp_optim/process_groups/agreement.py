@@ -202,8 +202,8 @@ class Ranks:
         def compare() -> None:
             if how := difference(described, range(self.size)):
                 raise ValueError(
-                    f"{what}: ranks call it differently: {how}. Call it with the same arguments on "
-                    "every rank; nothing was written"
+                    f"{what}: the ranks pass different arguments: {how}; pass the same arguments "
+                    "on every rank (nothing was written)"
                 )
 
         self.run_on_first(what, compare)

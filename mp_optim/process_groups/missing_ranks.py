@@ -8,9 +8,9 @@ message says only that it did not report.
 
 An error counts as a failure of communication if a collective raised it, whatever its text is.
 
-The store may outlive the process group, because torchrun's agent keeps it, and the next group has
-the same name. So the keys of notes contain a number that counts the calls of
-``init_process_group``: the number of the job's life.
+The store may outlive the process group, because torchrun's agent keeps the store, and the next
+group has the same name. So the keys of notes contain a generation: a number that counts the calls
+of ``init_process_group``.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ _STORE = 3.0
 """Seconds to wait for an answer of the store."""
 
 _joined: WeakSet[ProcessGroup] = WeakSet()
-"""The group of all processes, once this process has found the number of its life
-(:func:`announce`)."""
+"""The group of all processes, after :func:`announce` has found the group's generation."""
 _once_at_exit = functools.cache(atexit.register)
 _questions: list[futures.Future[bool]] = []
 """The last read of the store, whose result is True if any rank has written a note."""
@@ -65,15 +64,15 @@ class _CollectiveError(RuntimeError):
 
 
 def announce() -> None:
-    """Find the number of this life of the job, and register :func:`last_collectives.finish`. Not
-    collective; later calls return at once."""
+    """Find the generation of the present process group, and register
+    :func:`last_collectives.finish`. Not collective; later calls return at once."""
     _once_at_exit(last_collectives.finish)
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None or world in _joined:  # A test's stand-in for a process group has no store.
         return
     store, own = _get_default_store(), f"mp_optim/life/{dist.get_rank()}"
     life = store.add("mp_optim/life", 0)
-    # If this rank took part in the life with this number, that life is over: a new group exists.
+    # If this rank was in a group of this generation, a new group exists now, so count up.
     if store.add(own, 0) == life:
         life += 1
     for name in ("mp_optim/life", own):
@@ -82,11 +81,10 @@ def announce() -> None:
 
 
 def shared_store(topic: str) -> PrefixStore:
-    """Return the keys of the store under which the ranks share a topic in this life of the job."""
+    """Return a view of the store with the keys of one topic, for the present generation."""
     announce()
     store = _get_default_store()
-    # Read the number at each use. A rank that missed the last life learns from other ranks that it
-    # is over.
+    # Read the generation at each use, because other ranks may have counted up since.
     return PrefixStore(f"mp_optim/{store.add('mp_optim/life', 0)}/{topic}", store)
 
 
@@ -302,7 +300,7 @@ def _by_notes(notes: PrefixStore, ranks: Sequence[int], doing: str) -> str:
         time.sleep(0.1)
     missing, verdict = notes.get("verdict").decode().split(":", 1)
     if str(own) in missing.split():
-        return f"{verdict}; rank {own} is this one, which came too late"
+        return f"{verdict}; rank {own} is this process, which came too late"
     return verdict
 
 
@@ -317,8 +315,8 @@ def _all_noticed(notes: PrefixStore, ranks: Sequence[int]) -> str:
         for doing, some in ranks_doing.items()
     )
     return (
-        f"all of ranks {list(ranks)} noticed, at different places: {where}; did one of them call "
-        "step(), backward() or zero_grad() more often than the others?"
+        f"all of ranks {list(ranks)} noticed, at different places: {where}; call step(), "
+        "backward() and zero_grad() equally often on all ranks"
     )
 
 

@@ -16,7 +16,7 @@ from mp_optim import (
     get_standard_config_overrides,
 )
 from mp_optim.core.param_attributes import is_expert_param
-from mp_optim.param_groups.overrides import check_claims, get_param_groups
+from mp_optim.param_groups.overrides import check_each_in_one_group, get_param_groups
 
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)
 
@@ -53,7 +53,7 @@ def test_param_groups_separate_experts_and_norms_of_a_hugging_face_moe(mixtral):
     assert no_decay and all("norm" in name for name in no_decay)
     names = [name for group in groups for name in group["param_names"]]
     assert sorted(names) == sorted(name for name, _ in mixtral.named_parameters())
-    check_claims([mixtral], groups)
+    check_each_in_one_group([mixtral], groups)
 
 
 def test_expert_params_are_found_by_name_or_mark_but_not_shared_experts():
@@ -165,7 +165,9 @@ def test_factory_refuses_groups_that_miss_or_repeat_a_trainable_param():
     with pytest.raises(ValueError, match="bias is in 0 param groups"):
         get_megatron_optimizer(CONFIG, model, param_groups=[{"params": [model.weight]}])
     with pytest.raises(ValueError, match="weight is in 2 param groups"):
-        check_claims([model], [{"params": list(model.parameters())}, {"params": [model.weight]}])
+        check_each_in_one_group(
+            [model], [{"params": list(model.parameters())}, {"params": [model.weight]}]
+        )
 
 
 def test_factory_refuses_a_frozen_model_unless_param_groups_are_given():
