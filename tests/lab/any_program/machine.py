@@ -11,15 +11,25 @@ from typing import Any
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
-from lab.any_program import amp, breaking, gradients, leaving, nonsense, writes
+from lab import tenants
+from lab.any_program import amp, breaking, classes, gradients, leaving, nonsense, writes
 from lab.any_program.arithmetic import F
 from lab.any_program.operations import operation
 from lab.any_program.oracle import Group, Slot
 from lab.any_program.program import Program
 from lab.any_program.setups import PARAMS, REMAINDERS, SETTINGS, Param, Place, Settings, places
 from lab.any_program.starting import settings_of
-from lab.any_program.subject import as_tensor, expect_bits, name_of, need, refused
+from lab.any_program.subject import (
+    as_tensor,
+    dtype_of,
+    expect_bits,
+    name_of,
+    need,
+    random_values,
+    refused,
+)
 from mp_optim import OptimizerParamScheduler
 from mp_optim.kernels.native_library import set_host_threads
 from support.moved_by_hand import HELPERS
@@ -191,6 +201,40 @@ class AnyProgram(Program):
         held = breaking.interrupted(subject, self.oracle, calls[what], then, line)
         self.oracle = held
         subject.optimizer.zero_grad()
+
+    # -- other optimizers -------------------------------------------------------------------------
+
+    @operation(
+        rule=st.sampled_from(tuple(classes.CLASSES)),
+        params=st.lists(PARAMS, min_size=1, max_size=4),
+        place=places("bf16"),
+        form=st.sampled_from(tuple(classes.FORMS)),
+        choice=st.integers(0, 4 * len(classes.OVERRIDES) - 1),
+        seed=SEED,
+    )
+    def override(
+        self, rule: str, params: list[Param], place: Place, form: str, choice: int, seed: int
+    ) -> None:
+        """Settings by pattern at a class, in one of four draws."""
+        need(choice < len(classes.OVERRIDES))
+        classes.train(rule, params, replace(place, form=form), choice, seed)
+
+    @operation(
+        first=st.lists(PARAMS, min_size=1, max_size=3),
+        second=st.lists(PARAMS, min_size=1, max_size=3),
+        rare=st.integers(0, 3),
+        seed=SEED,
+    )
+    def host_tenants(self, first: list[Param], second: list[Param], rare: int, seed: int) -> None:
+        """Tenants of one optimizer, in one of four draws."""
+        need(rare == 0)
+        values: dict[str, dict[str, Tensor]] = {"first": {}, "second": {}}
+        for found, params in zip(values.values(), (first, second), strict=True):
+            for index, param in enumerate(params):
+                dtype = dtype_of(param, "bf16")
+                drawn = random_values(seed + index, param.shape, dtype).reshape(-1)
+                found[f"w{index}"] = as_tensor(drawn, param.shape, dtype, param.transposed)
+        tenants.compare_with_runs_alone(values, seed)
 
     @operation(full=st.sampled_from((False, False, True)))
     def publish_changes(self, full: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.layout_fuzz.by_class import groups_by_hand
 from lab.layout_fuzz.case import Case, Layer, Layout, Param
 from lab.layout_fuzz.holding import Place
 from lab.layout_fuzz.model import Network, dtype_of, gradient, initial, row_factors, used
@@ -41,7 +42,10 @@ class _Alone:
                 for param in layer.params
             },
         )
-        self.optimizer: Any = get_megatron_optimizer(config_of(case, Layout("alone")), self.model)
+        groups = groups_by_hand(case, self.model) if case.overrides else None
+        self.optimizer: Any = get_megatron_optimizer(
+            config_of(case, Layout("alone")), self.model, param_groups=groups
+        )
         self.sums: dict[int, _Sum] = {}
         for layer in case.layers:
             for param in layer.params:

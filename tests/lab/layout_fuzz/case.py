@@ -130,6 +130,9 @@ class Case:
         late: after each step a backward pass gives gradients that ``zero_grad`` clears, as the
             generator of a GAN gives its discriminator.
         shrinks: some of the ranks save alone before all do, as if the others had ended.
+        overrides: settings by pattern of names. Ranks give the overrides to an optimizer class, one
+            process steps param groups that are written by hand.
+        tenants: after training, ranks step their layers as tenants of one optimizer.
         layouts: the first trains until ``change``, saves a checkpoint, and the second loads it and
             goes on.
     """
@@ -157,6 +160,8 @@ class Case:
     publishes: tuple[int, ...] = ()
     late: bool = False
     shrinks: bool = False
+    overrides: tuple[tuple[str, Settings], ...] = ()
+    tenants: bool = False
     background: bool = False
     settings: Settings = ()
     bad: BadGradient | None = None

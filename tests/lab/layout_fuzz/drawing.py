@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+from lab.layout_fuzz.by_class import CLASSES, WORDS
 from lab.layout_fuzz.case import BadGradient, Case, Disagreement, Layout, Settings
 from lab.layout_fuzz.chance import Chance
 from lab.layout_fuzz.drawn_layouts import DrawnLayouts
@@ -122,7 +123,29 @@ class _Draw:
             "settings": self.settings(case),
             "publishes": self.publishes(steps),
         }
-        return case.with_(**changes, **self.writes(case, steps), **self.lives(case))
+        case = case.with_(**changes, **self.writes(case, steps), **self.lives(case))
+        return self.by_class(case)
+
+    def by_class(self, case: Case) -> Case:
+        """Draw tenants, and overrides for a class if no layout needs the factory."""
+        apart = random.Random(f"classes {self.seed}")
+        case = case.with_(tenants=apart.random() < 0.1)
+        needs_factory = any(layout.kind == "copies" for layout in case.layouts)
+        if apart.random() < 0.5 or needs_factory or case.rule not in CLASSES:
+            return case
+        name = apart.choice(case.layers).name
+        rate = ("lr", 2.0 ** apart.randint(-8, -4))
+        decay = ("weight_decay", apart.choice((0.0, 0.5)))
+        overrides = apart.choice(
+            (
+                ((f"{name}.*", (rate,)),),
+                (("*.w", (decay,)), (f"{name}.*", (rate,))),
+                ((f"*.c|*.b|{name}.w", (rate, decay)),),
+            )
+        )
+        precision = case.precision if case.precision in WORDS else "bf16"
+        plain: dict[str, Any] = {"threshold": math.inf, "zeros": False, "settings": ()}
+        return case.with_(precision=precision, overrides=overrides, averaged=(), **plain)
 
     def lives(self, case: Case) -> dict[str, bool]:
         """Whether gradients arrive late, and whether ranks save alone; drawn apart, so that nothing

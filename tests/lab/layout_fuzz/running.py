@@ -22,6 +22,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from lab import tenants
+from lab.layout_fuzz import by_class
 from lab.layout_fuzz.case import Case, Layer, Layout, Param
 from lab.layout_fuzz.holding import Place, placements_of
 from lab.layout_fuzz.model import Network, gradient, initial, row_factors, used
@@ -124,6 +126,8 @@ def _perform(case: Case, phase: int, rank: int, folder: str, outcome: Outcome) -
         outcome.stage = "checkpoint"
         checkpoint.load(folder, run.model, run.optimizer)
     run.train(case.phase(phase))
+    if case.tenants:
+        run.host_tenants(phase)
     if phase == 0 and case.shrinks:
         outcome.stage = "checkpoint"
         run.save_alone(folder)
@@ -160,7 +164,10 @@ class _Run:
         for what, others in OTHER_SETTINGS.items():
             if self._differs(what, -1):
                 vars(config).update(others)
-        self.optimizer: Any = get_megatron_optimizer(config, self.model, process_groups=groups)
+        if case.overrides:
+            self.optimizer: Any = by_class.built(case, layout, self.model, PLACES[layout.place])
+        else:
+            self.optimizer = get_megatron_optimizer(config, self.model, process_groups=groups)
 
     def _differs(self, what: str, step: int) -> bool:
         odd = self.case.disagreement
@@ -238,7 +245,7 @@ class _Run:
             self.outcome.losses.append(
                 [self._backward(step, part) for part in range(self.case.parts)]
             )
-            result = self.optimizer.step()
+            result = self.optimizer.step() or self.optimizer.last_step  # a class returns no result
             self.outcome.norms.append(result.grad_norm)
             self.outcome.successes.append(bool(result.success))
             self.outcome.zeros.append(result.num_zeros_in_grad)
@@ -339,6 +346,13 @@ class _Run:
                 return None
             self.optimizer.scale_loss(loss).backward()
         return float(loss.item())
+
+    def host_tenants(self, phase: int) -> None:
+        """Step copies of this rank's parameters as tenants, and compare them with runs alone."""
+        values: dict[str, dict[str, Tensor]] = {"even": {}, "odd": {}}
+        for number, (_, _, name) in enumerate(self._each()):
+            values[("even", "odd")[number % 2]][name] = self.model.get_parameter(name)
+        tenants.compare_with_runs_alone(values, self.case.seed + phase)
 
     def save_alone(self, folder: str) -> None:
         """Let all ranks but the last save, as if it had ended: the save is refused, or it is whole.
