@@ -308,7 +308,8 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
             places[_place(param)] = new.slot_name(slot)
         for owner, tenant in self._tenants.items():
             for slot, param in iter_slots(tenant.param_groups):
-                if param.numel() and (name := places.get(_place(param))) is not None:
+                # Parts without elements have no memory, and equal addresses.
+                if held_tensor(param).numel() and (name := places.get(_place(param))) is not None:
                     raise ValueError(
                         f"{name} is {tenant.slot_name(slot)} of tenant {owner!r}, too; give each "
                         "tenant parameters of its own"

@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import mp_optim
 from mp_optim import MultiTenantOptimizer, TenantError
 from mp_optim.mixed_precision import step
 from support.models import same_bits
+from support.one_rank import one_rank
 
 Params = list[nn.Parameter]
 NAN, SCALE = float("nan"), 1024.0
@@ -379,6 +382,19 @@ def test_multi_tenant_stays_offloaded_when_its_file_is_damaged(tmp_path: Path) -
 
 
 # -- refused calls --------------------------------------------------------------------------------
+
+
+def test_add_tenant_accepts_params_when_this_rank_has_none_of_their_elements() -> None:
+    """All parts without elements have the address 0."""
+    optimizer = MultiTenantOptimizer(lr=1e-2)
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,))
+        for name in "ab":
+            part: Any = DTensor.from_local(
+                torch.empty(0, 4), mesh, [Shard(0)], shape=torch.Size((1, 4)), stride=(4, 1)
+            )
+            optimizer.add_tenant(name, [nn.Parameter(part)])
+    assert list(optimizer) == ["a", "b"]
 
 
 @pytest.mark.parametrize(
