@@ -67,7 +67,8 @@ def _bits(optimizer: Any, params: list[tuple[str, nn.Parameter]]) -> dict[str, T
     for name, param in params:
         for key, value in optimizer.state[param].items():
             found[f"{key} of {name}"] = torch.as_tensor(value)
-    return {key: local(value) for key, value in found.items()}
+    # Views of bytes need a stride of 1, which a tensor of one element may not have.
+    return {key: torch.cat([local(value).flatten()]) for key, value in found.items()}
 
 
 def compare_with_runs_alone(tenants: Mapping[str, Mapping[str, Tensor]], seed: int) -> None:

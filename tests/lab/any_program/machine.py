@@ -433,14 +433,18 @@ class AnyProgram(Program):
         names = self.oracle.moment_names(slot)
         need(slot.bound and names and slot.model.size)
         name = names[number % len(names)]
-        where = self.subject, slot.name, name
-        tensor = self.kept_state.get(where) if held else None
+        where, is_copy = (self.subject, slot.name, name), slot.moments[name].scales is not None
+        tensor = self.kept_state.get(where) if held and not is_copy else None
+        state = self.subject.optimizer.state[self.subject.model.param(slot.name)]
         if tensor is None:
-            tensor = self.subject.optimizer.state[self.subject.model.param(slot.name)][name]
+            tensor = state[name]
         values = writes.of_moment(slot.moments[name].values(), how, seed, tensor.dtype)
-        writes.write_state(tensor, values, how)
+        if is_copy:  # A moment in few bits is shown as a copy that is read-only.
+            state[name] = torch.from_numpy(values.copy()).view(tensor.shape)
+        else:
+            writes.write_state(tensor, values, how)
         self.oracle.give_moment(slot, name, values)
-        if held:
+        if held and not is_copy:
             self.kept_state[where] = tensor
         if trains:
             self.subject.optimizer.zero_grad()
