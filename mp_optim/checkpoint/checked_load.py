@@ -20,31 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.checkpoint.entries import (
-    MODEL,
-    STATE,
-    check_entries,
-    entry_name,
-    key_and_fqn,
-    state_by_index,
-)
+from mp_optim.checkpoint.entries import MODEL, STATE, check_entries, entry_name, key_and_fqn
 from mp_optim.checkpoint.file_format import Index, Saved
 from mp_optim.checkpoint.inventory import Inventory
 from mp_optim.checkpoint.reading import Reading, ValueCheck, plan_reading
 from mp_optim.config.state_forms import BLOCK
 from mp_optim.core.flat_shard import FlatShard, PartitionShard, flat_index, is_cut
 from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer, match_without_state
-from mp_optim.core.slot_state import (
-    AVERAGE,
-    REMAINDER,
-    SCALE,
-    SECOND,
-    STEP,
-    SlotState,
-    State,
-    is_scale,
-    scale_key,
-)
+from mp_optim.core.slot_state import AVERAGE, REMAINDER, SCALE, SECOND, STEP, is_scale, scale_key
 from mp_optim.core.state_dict import StateLoad, check_is_state_dict, with_params
 from mp_optim.host.torch_types import is_dtensor
 from mp_optim.process_groups.agreement import Ranks
@@ -156,8 +139,12 @@ class CheckedLoad:
         settings = self._settings()
         indices = [index for group in settings["param_groups"] for index in group["params"]]
         index_of = dict(zip(optimizer.slots(), indices, strict=True))
-        by_name = {name: index_of[slot] for name, slot in self._own.slots.items()}
-        return {**settings, "state": state_by_index(by_name, as_read(tensors))}
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, value in as_read(tensors).items():
+            key, fqn = key_and_fqn(name)
+            if key and fqn in self._own.slots:
+                state.setdefault(index_of[self._own.slots[fqn]], {})[key] = value
+        return {**settings, "state": state}
 
     def _value_checks(self) -> dict[str, ValueCheck]:
         if (optimizer := self._without_hooks()) is None:
@@ -204,34 +191,27 @@ class CheckedLoad:
     def _check_state(self, optimizer: SlotKeyedOptimizer) -> None:
         # Live tensors have the right shape and dtype, so zeros stand for them. Their values are
         # read later.
-        zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         live = {name: value for name, value in self._live.items() if name.startswith(STATE)}
-        blanks = {name: _blank(value, zeros) for name, value in live.items()}
-        state_dict = self._state_dict(optimizer, self._staged | blanks)
+        memory: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        zeros = {name: _zeros_like(value, memory) for name, value in live.items()}
+        state_dict = self._state_dict(optimizer, self._staged | zeros)
         state = state_dict["state"]
         match = match_without_state(optimizer, state_dict, convert=self._convert)
         # Leave out checksums, because the weights of these remainders are loaded later.
-        yet_to_come = replace(match, checksums={})
-        StateLoad(yet_to_come, state, optimizer.state_of, self._convert).check()
-        for fqn, slot in self._own.slots.items():
-            checksum = None if self._convert else match.checksums.get(slot)
-            if checksum is not None:
-                saved = state[match.index_of[slot]]
-                self._check_weights(optimizer.state_of(slot), fqn, saved, checksum)
-
-    def _check_weights(self, own: SlotState, fqn: str, saved: State, checksum: int) -> None:
-        """Check that the saved weights of a slot belong to its saved remainder, if the remainder
-        becomes a main param.
-
-        Raises:
-            ValueError: the weights have another checksum.
-        """
-        entry, name = entry_name(REMAINDER, fqn), MODEL + fqn
-        if entry not in self._staged or name not in self._live:
+        without_checksums = replace(match, checksums={})
+        StateLoad(without_checksums, state, optimizer.state_of, self._convert).check()
+        if self._convert:
             return
-        weights = torch.empty_like(self._live[name], device="cpu")
-        plan_reading({name: weights}, self._version, self._index).read({name})
-        own.fit(saved, self._convert, checksum, weights)
+        # If a remainder becomes a main param, the saved weights must have the checksum.
+        for fqn, slot in self._own.slots.items():
+            checksum, weights = match.checksums.get(slot), self._live.get(MODEL + fqn)
+            is_staged = entry_name(REMAINDER, fqn) in self._staged
+            if checksum is not None and weights is not None and is_staged:
+                read = torch.empty_like(weights, device="cpu")
+                name = MODEL + fqn
+                plan_reading({name: read}, self._version, self._index).read({name})
+                saved = state[match.index_of[slot]]
+                optimizer.state_of(slot).fit(saved, False, checksum, read)
 
     # -- writing ----------------------------------------------------------------------------------
 
@@ -347,27 +327,27 @@ def _new_like(own: Tensor, saved: Saved | None) -> Tensor:
     return torch.empty_like(own, dtype=dtype)
 
 
-def _blank(own: Tensor, zeros: dict[tuple[torch.dtype, torch.device], Tensor]) -> Tensor:
-    """Return zeros with the shape, dtype and layout of another tensor. All results share the
-    memory of ``zeros``."""
+def _zeros_like(own: Tensor, memory: dict[tuple[torch.dtype, torch.device], Tensor]) -> Tensor:
+    """Return zeros with the shape, dtype and layout of another tensor. All results share
+    ``memory``."""
     if isinstance(own, PartitionShard):
-        return own.with_held(_blank(own.held, zeros))
+        return own.with_held(_zeros_like(own.held, memory))
     if isinstance(own, FlatShard):
-        return FlatShard(_blank(own.local, zeros), own.shape, own.start)
+        return FlatShard(_zeros_like(own.local, memory), own.shape, own.start)
     if is_dtensor(own):
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(
-            _blank(own.to_local().detach(), zeros),
+            _zeros_like(own.to_local().detach(), memory),
             own.device_mesh,
             own.placements,
             run_check=False,
             shape=own.shape,
             stride=own.stride(),
         )
-    known = zeros.get((own.dtype, own.device))
+    known = memory.get((own.dtype, own.device))
     if known is None or known.numel() < own.numel():
         size = max(own.numel(), 0 if known is None else 2 * known.numel())
         known = torch.zeros(size, dtype=own.dtype, device=own.device)
-        zeros[own.dtype, own.device] = known
+        memory[own.dtype, own.device] = known
     return known[: own.numel()].view(own.shape)

@@ -37,23 +37,6 @@ def key_and_fqn(entry: str) -> tuple[str, str]:
     return key, fqn
 
 
-def state_by_index(
-    index_of: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> dict[Any, dict[str, Tensor]]:
-    """Return the state among these tensors in the form of a state dict.
-
-    Args:
-        index_of: index of each parameter in the state dict, by name.
-        tensors: tensors by entry name; entries that are no state are ignored.
-    """
-    state: dict[Any, dict[str, Tensor]] = {}
-    for name, value in tensors.items():
-        key, fqn = key_and_fqn(name)
-        if key and fqn in index_of:
-            state.setdefault(index_of[fqn], {})[key] = value
-    return state
-
-
 # -- what does not fit ----------------------------------------------------------------------------
 
 
@@ -72,12 +55,24 @@ def check_entries(
         ValueError: entries are missing, unexpected, or have another shape or dtype; the message
             lists them.
     """
-    missing = sorted(wanted.keys() - saved.keys())
     unexpected = sorted(saved.keys() - set(others))
-    misshaped, of_another_dtype = _misfits(saved, wanted)
+    misshaped, of_another_dtype = [], []
+    for name in filter(saved.__contains__, wanted):
+        there, here = saved[name], wanted[name]
+        if there.shape != here.shape:
+            text = f"{name}: saved {there.shape}, expected {tuple(here.shape)}"
+            is_each_ranks = name.startswith(STATE) and there.shape[1:] == tuple(here.shape)
+            if isinstance(here, PartitionShard):
+                is_each_ranks = here.is_stacked
+            # Each tensor-parallel shard has scales of its own blocks, so the number of ranks must
+            # not change.
+            more = " (one for each tensor-parallel rank: load it with as many)"
+            misshaped.append(text + more * is_each_ranks)
+        if there.dtype != here.dtype:
+            of_another_dtype.append(f"{name}: saved {there.dtype}, expected {here.dtype}")
     listed = []
     for kind, names in (
-        ("missing", missing),
+        ("missing", sorted(wanted.keys() - saved.keys())),
         ("unexpected", unexpected),
         ("mis-shaped", misshaped),
         ("of another dtype", of_another_dtype),
@@ -92,28 +87,6 @@ def check_entries(
         raise ValueError(
             f"{where} does not fit this model and optimizer: {', '.join(listed)}{hint}"
         )
-
-
-def _misfits(
-    saved: Mapping[str, Saved], wanted: Mapping[str, Tensor]
-) -> tuple[list[str], list[str]]:
-    misshaped, of_another_dtype = [], []
-    for name in filter(saved.__contains__, wanted):
-        there, here = saved[name], wanted[name]
-        if there.shape != here.shape:
-            text = f"{name}: saved {there.shape}, expected {tuple(here.shape)}"
-            if isinstance(here, PartitionShard):
-                is_each_ranks = here.is_stacked
-            else:
-                is_each_ranks = name.startswith(STATE) and there.shape[1:] == tuple(here.shape)
-            # Each tensor-parallel shard has scales of its own blocks, so the number of ranks must
-            # not change.
-            if is_each_ranks:
-                text += " (one for each tensor-parallel rank: load it with as many)"
-            misshaped.append(text)
-        if there.dtype != here.dtype:
-            of_another_dtype.append(f"{name}: saved {there.dtype}, expected {here.dtype}")
-    return misshaped, of_another_dtype
 
 
 # -- common.json: plain data ----------------------------------------------------------------------

@@ -77,9 +77,15 @@ def export_safetensors(
     ranks, folder = Ranks.of(process_group), Path(path)
     stack: Any = optimizer.stack
     names = ranks.run_on_all("exporting", lambda: _names(stack, model))
-    every = ranks.union(set(names.values()))
+    missing = ranks.union(set(names.values())) - set(names.values())
     written: list[tuple[Path, list[str], int]] = []
-    ranks.run_on_all("exporting", lambda: _check_names(set(names.values()), every))
+
+    def check_names() -> None:
+        if missing:
+            raise ValueError(
+                f"parameters {sorted(missing)[:10]} are not on this rank; export with the ranks "
+                "that have the same parameters (process_group=)"
+            )
 
     def write(tensors: dict[str, Tensor]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,6 +95,7 @@ def export_safetensors(
         size = sum(tensor.nbytes for tensor in tensors.values())
         written.append((temporary, list(tensors), size))
 
+    ranks.run_on_all("exporting", check_names)
     named = _named_averages(stack) if averaged else stack.named_main_params()
     for tensors in _files(_whole_tensors(stack, named, names, ranks), max_shard_size):
         ranks.run_on_first(f"exporting to {folder}", lambda tensors=tensors: write(tensors))  # type: ignore[misc]
@@ -120,14 +127,6 @@ def _names(optimizer: Any, model: Models | None) -> dict[str, str]:
             )
         found[own] = whole[called[id(param)]]
     return found
-
-
-def _check_names(own: set[str], every: set[str]) -> None:
-    if own != every:
-        raise ValueError(
-            f"parameters {sorted(every - own)[:10]} are not on this rank; export with the ranks "
-            "that have the same parameters (process_group=)"
-        )
 
 
 def _named_averages(optimizer: Any) -> Iterator[tuple[str, Tensor]]:

@@ -71,22 +71,17 @@ Files = Mapping[str, FileSum]
 """The files of a version by name."""
 
 
-def file_sum(path: Path) -> FileSum:
-    digest, size = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-            size += len(block)
-    return FileSum(size, digest.hexdigest())
-
-
-def _blocks_sum(path: Path) -> FileSum:
-    sums, size = [], 0
+def file_sum(path: Path, *, in_blocks: bool = False) -> FileSum:
+    """Read a file, and return its size and checksum; ``in_blocks`` for a data file."""
+    digest, sums, size = hashlib.sha256(), [], 0
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
-            sums.append(zlib.crc32(block))
             size += len(block)
-    return FileSum.of_blocks(size, sums)
+            if in_blocks:
+                sums.append(zlib.crc32(block))
+            else:
+                digest.update(block)
+    return FileSum.of_blocks(size, sums) if in_blocks else FileSum(size, digest.hexdigest())
 
 
 def write_manifest(folder: Path, files: Files, world_size: int) -> None:
@@ -183,8 +178,7 @@ def verify_files(folder: Path, files: Iterable[tuple[str, FileSum]]) -> None:
     wrong = []
     for name, expected in files:
         path = inside(folder, name, MANIFEST)
-        actual = _blocks_sum(path) if expected.blocks else file_sum(path)
-        if actual != expected:
+        if file_sum(path, in_blocks=bool(expected.blocks)) != expected:
             wrong.append(name)
     if wrong:
         raise ValueError(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any
 
@@ -230,22 +230,20 @@ class Inventory:
                 part = as_partition(value, parallel.partitions.get(name))
                 entries[MODEL + parallel.names[name]] = part
         for slot, name in self.names.items():
-            if name not in left_out:
-                state = self._slot_state(slot, parallel.partitions.get(name), full_precision)
-                for key, value in state.items():
-                    entries[entry_name(key, parallel.names[name])] = value
+            if name in left_out:
+                continue
+            optimizer, partition = self._stack, parallel.partitions.get(name)
+            label = partial(entry_name, name=parallel.names[name])
+            if partition is None:
+                read = optimizer.full_slot_state if full_precision else optimizer.slot_state
+                entries |= {label(key): value for key, value in read(slot).items()}
+                continue
+            optimizer.make_current(slot)
+            live, shape = optimizer.state_of(slot), param_at(optimizer.param_groups, slot).shape
+            state = live.full_precision() if full_precision else live.exported(in_blocks=False)
+            parts = _in_parts(state, partition, shape)
+            entries |= {label(key): value for key, value in parts.items()}
         return entries
-
-    def _slot_state(self, slot: Slot, partition: Partition | None, full_precision: bool) -> State:
-        optimizer = self._stack
-        if partition is None:
-            read = optimizer.full_slot_state if full_precision else optimizer.slot_state
-            return read(slot)
-        optimizer.make_current(slot)
-        shape = param_at(optimizer.param_groups, slot).shape
-        live = optimizer.state_of(slot)
-        state = live.full_precision() if full_precision else live.exported(in_blocks=False)
-        return _in_parts(state, partition, shape)
 
     def unallocated(
         self, saved: Mapping[str, Saved], present: Collection[str]

@@ -439,19 +439,19 @@ def _by_file(items: Sequence[Item], threads: int) -> list[list[Item]]:
     return [file for file in files if file]
 
 
-def _write_file(items: Sequence[Item], path: Path) -> WrittenFile:
-    with closing(_SummedFile(path)) as file:
-        boxes = list(_written(file, items, path.name))
-        return WrittenFile(path.name, file.finish(), file.blocks, boxes)
-
-
 def _write_files(files: Sequence[tuple[Sequence[Item], Path]]) -> list[WrittenFile]:
     """Write each file in a thread of its own.
 
     NOTE: do not use an executor's threads: a process that ends waits for its saves, and executors
     refuse calls by then.
     """
-    writing = [in_background(partial(_write_file, items, path)) for items, path in files]
+
+    def write(items: Sequence[Item], path: Path) -> WrittenFile:
+        with closing(_SummedFile(path)) as file:
+            boxes = list(_written(file, items, path.name))
+            return WrittenFile(path.name, file.finish(), file.blocks, boxes)
+
+    writing = [in_background(partial(write, items, path)) for items, path in files]
     try:
         return list(map(Future.result, writing))
     finally:

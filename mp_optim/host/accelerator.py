@@ -111,10 +111,6 @@ class Accelerator:
         """Return the total memory of a device in bytes."""
         return int(torch.cuda.get_device_properties(device).total_memory)
 
-    def has_bf16(self) -> bool:
-        """True if the current device has bfloat16 arithmetic."""
-        return bool(torch.cuda.is_bf16_supported())
-
 
 CUDA = Accelerator("cuda")
 KINDS: dict[str, Accelerator] = {CUDA.type: CUDA}

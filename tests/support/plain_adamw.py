@@ -120,7 +120,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         'self.defaults["weight_decay"]',
     ),
     "a division by lr": ("a_warm_up_from_zero_is_harmless", "lr / left *", "1 / (left / lr) *"),
-    "noise": ("runs_repeat_to_the_bit", "+ eps", "+ eps + random.random() * 1e-3"),
+    "noise": ("resumes_to_the_bit", "+ eps", "+ eps + random.random() * 1e-3"),
     "another tensor": (
         "a_step_writes_in_place",
         "param.sub_(lr / left * mean / below)",
@@ -243,11 +243,6 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "a_default_dtype_does_not_reach_a_step",
         'state["mean"] = torch.zeros_like(param)',
         'state["mean"] = torch.zeros(param.shape)',
-    ),
-    "a loss scale that is not read": (
-        "a_loss_scale_leaves_no_trace",
-        "class PlainAdamW(torch.optim.Optimizer):\n",
-        "class PlainAdamW(torch.optim.Optimizer):\n    _step_supports_amp_scaling = True\n\n",
     ),
     "zero_grad that always removes": (
         "zero_grad_clears",

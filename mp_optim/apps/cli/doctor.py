@@ -1,5 +1,5 @@
-"""``mp-optim doctor``: lists the kernels, threads and accelerators of this machine, and a config
-for the machine. The command needs only torch."""
+"""``mp-optim doctor``: lists the kernels, threads and accelerators of this machine. The command
+needs only torch."""
 
 from __future__ import annotations
 
@@ -35,19 +35,8 @@ def _backends(devices: Sequence[torch.device]) -> Table:
 _AMD = "AMD: compiles, never run; the rows of backends state the proof on this GPU"
 
 
-def _software() -> Table:
-    rocm = torch.version.hip
-    return [
-        ["python", platform.python_version()],
-        ["torch", torch.__version__],
-        ["CUDA of torch", str(getattr(torch.version, "cuda", None) or "none: a CPU build")],
-        *([["ROCm of torch", f"{rocm}; {_AMD}"]] if rocm else []),
-        ["machine", f"{platform.system()} {platform.machine()}"],
-    ]
-
-
-def _host() -> Table:
-    library = native_library()
+def _machine() -> Table:
+    library, rocm = native_library(), torch.version.hip
     native = (
         f"{library.level} of {', '.join(library.levels)}"
         if library.handle is not None
@@ -60,6 +49,11 @@ def _host() -> Table:
         size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         memory = f"{size / 2**30:.1f} GiB"
     return [
+        ["python", platform.python_version()],
+        ["torch", torch.__version__],
+        ["CUDA of torch", str(getattr(torch.version, "cuda", None) or "none: a CPU build")],
+        *([["ROCm of torch", f"{rocm}; {_AMD}"]] if rocm else []),
+        ["machine", f"{platform.system()} {platform.machine()}"],
         ["native kernels", native],
         [ENVIRONMENT, os.environ.get(ENVIRONMENT) or "not set"],
         ["cores for this process", f"{cores} of {os.cpu_count()}"],
@@ -80,40 +74,12 @@ def _accelerators() -> Table:
         size = f"{properties.total_memory / 2**30:.1f} GiB"
         capability = f"compute capability {properties.major}.{properties.minor}"
         rows.append([f"cuda:{index}", f"{properties.name}, {size}, {capability}"])
-    return [*rows, ["pinned memory", _pinned()]]
-
-
-def _pinned() -> str:
     try:
         memory = torch.empty(1 << 20, dtype=torch.uint8, device="cpu", pin_memory=True)
-        return "works" if memory.is_pinned() else "does not work"
+        pinned = "works" if memory.is_pinned() else "does not work"
     except RuntimeError as error:
-        return f"does not work: {str(error).splitlines()[0]}"
-
-
-def _config(has_accelerator: bool) -> str:
-    """Return the fastest config for this machine whose bits do not depend on the machine."""
-    half = "bf16" if not has_accelerator or CUDA.has_bf16() else "fp16"
-    lines = [
-        "from mp_optim import OptimizerConfig",
-        "",
-        "config = OptimizerConfig(",
-        '    optimizer="adam",',
-        "    lr=3e-4,",
-        "    weight_decay=0.1,",
-        f"    {half}=True,",
-        "    clip_grad=1.0,",
-    ]
-    if has_accelerator:
-        lines += [
-            "    # if its memory is short:",
-            "    # optimizer_cpu_offload=True,",
-            "    # optimizer_offload_fraction=0.5,",
-            "    # overlap_cpu_optimizer_d2h_h2d=True,",
-        ]
-        if _pinned() != "works":
-            lines += ["    # pin_cpu_grads=False,", "    # pin_cpu_params=False,"]
-    return "\n".join([*lines, ")"])
+        pinned = f"does not work: {str(error).splitlines()[0]}"
+    return [*rows, ["pinned memory", pinned]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,15 +87,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="mp-optim doctor",
         description="What this machine can do for the optimizer: native kernels, threads, "
-        "accelerators; each backend with a step taken as proof, or why it is not usable; and a "
-        "config for this machine.",
+        "accelerators; and each backend with a step taken as proof, or why it is not usable.",
     )
     parser.parse_args(arguments)
     devices = [torch.device("cpu"), *([CUDA.current()] if CUDA.is_available() else [])]
     chosen = [(device, choose_backend("auto", device)) for device in devices]
-    facts, backends = [*_software(), *_host(), *_accelerators()], _backends(devices)
+    facts, backends = [*_machine(), *_accelerators()], _backends(devices)
     auto = [[str(device), backend.name, why] for device, (backend, why) in chosen]
-    config = _config(has_accelerator=len(devices) > 1)
     tables = columns(facts), columns(backends), "fused_backend='auto' takes", columns(auto)
-    print("\n\n".join([*tables, "A config for this machine:", config]))
+    print("\n\n".join(tables))
     return 0

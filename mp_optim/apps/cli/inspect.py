@@ -69,13 +69,12 @@ def verify(path: Checkpoint) -> int:
     return 0
 
 
-def diff(a: Checkpoint, b: Checkpoint, all: bool = False) -> int:
+def diff(a: Checkpoint, b: Checkpoint) -> int:
     """Compare two checkpoints entry by entry. The exit status is 1 if they differ.
 
     Args:
         a: the first checkpoint.
         b: the second checkpoint.
-        all: show equal entries, too.
     """
     heads = "entry", "what", "differing", "largest difference", "ulps"
     table = _table(f"{a} against {b}", *heads)
@@ -86,7 +85,7 @@ def diff(a: Checkpoint, b: Checkpoint, all: bool = False) -> int:
             ulps = "" if difference.ulps is None else str(difference.ulps)
             sizes = (str(difference.differing), f"{difference.largest:.6g}", ulps)
             table.add_row(difference.name, difference.what, *sizes)
-        elif difference.what != "equal" or all:
+        elif difference.what != "equal":
             table.add_row(difference.name, difference.what, "", "", "")
     if table.rows:
         console().print(table)

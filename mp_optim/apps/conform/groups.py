@@ -152,18 +152,6 @@ def keys_of_others_are_kept(make: Make) -> None:
     require(found == ["group 0", "group 1"], f"after loading, its_name of the groups is {found}")
 
 
-@must()
-def a_generator_of_parameters_is_taken(make: Make) -> None:
-    """Parameters may be given as a generator, also inside a group."""
-    model = layers()
-    optimizer = make_or_refuse(make, [{"params": model.parameters()}])
-    count = len(optimizer.param_groups[0]["params"])
-    require(count == 2, f"{count} of 2 parameters are in the group")
-    before = weights(model)
-    train(model, optimizer, 2)
-    require((weights(model)[1] != before[1]).any(), "the second parameter is not trained")
-
-
 @should()
 def a_parameter_in_two_groups_is_refused(make: Make) -> None:
     """A parameter in two groups raises an error, because it would be stepped twice."""

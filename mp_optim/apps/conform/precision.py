@@ -96,28 +96,6 @@ def a_step_without_numbers_is_skipped(make: Make) -> None:
     require(scaler.get_scale() == 128.0, "the loss scale did not decrease")
 
 
-def scaled(make: Make, dtype: torch.dtype, scale: float) -> list[Tensor]:
-    """Return the weights after three steps with losses multiplied by ``scale``."""
-    model = layers(dtype)
-    optimizer = make_or_refuse(make, model.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-    for step in range(3):
-        optimizer.zero_grad()
-        x = noise(16, 64, seed=step, dtype=dtype)
-        scaler.scale(model(x).float().square().mean()).backward()
-        torch.manual_seed(step)
-        scaler.step(optimizer)
-        scaler.update()
-    return weights(model)
-
-
-@must()
-def a_loss_scale_leaves_no_trace(make: Make) -> None:
-    """A GradScaler's scale of 1024 gives the same bits as a scale of 1."""
-    expected = scaled(make, torch.float32, 1.0)
-    require_same(scaled(make, torch.float32, 1024.0), expected, "with a scale of 1024")
-
-
 @should()
 def autocast_does_not_reach_a_step(make: Make) -> None:
     """A step inside autocast gives the same bits as a step outside."""

@@ -263,33 +263,6 @@ def a_warm_up_from_zero_is_harmless(make: Make) -> None:
 
 
 @must()
-def torchs_schedulers_drive_it(make: Make) -> None:
-    """torch's schedulers set lr by their formula, step after step."""
-    model, optimizer = trained(make)
-    rate = float(optimizer.param_groups[0]["lr"])
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (step + 1))
-    for step in range(4):
-        found = float(optimizer.param_groups[0]["lr"])
-        require(
-            math.isclose(found, rate / (step + 1), rel_tol=1e-5),
-            f"lr is {found} at step {step}, not {rate / (step + 1)}",
-        )
-        train(model, optimizer, 1, step)
-        scheduler.step()
-
-
-@must()
-def runs_repeat_to_the_bit(make: Make) -> None:
-    """Two equal runs give the same bits."""
-    results = []
-    for _ in range(2):
-        model = layers()
-        train(model, make(model.parameters()), 4)
-        results.append(weights(model))
-    require_same(results[1], results[0], "the second run")
-
-
-@must()
 def a_step_writes_in_place(make: Make) -> None:
     """A step keeps the same leaf tensors in the same memory, without a graph."""
     model = layers()

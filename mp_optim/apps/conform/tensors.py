@@ -143,25 +143,6 @@ def frozen_parameters_stay(make: Make) -> None:
 
 
 @must()
-def tied_parameters_step_once(make: Make) -> None:
-    """A parameter used twice in a model is stepped once, with the sum of its gradients."""
-    tied, plain = nn.Parameter(noise(8, 8) / 4), nn.Parameter(noise(8, 8) / 4)
-    model = nn.ModuleList([nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)])
-    for layer in model:
-        layer.weight = tied
-    ours, alone = make(model.parameters()), make([plain])
-    for step in range(3):
-        x = noise(4, 8, seed=step)
-        ours.zero_grad()
-        alone.zero_grad()
-        (x @ tied @ tied).square().mean().backward()  # type: ignore[no-untyped-call]
-        (x @ plain @ plain).square().mean().backward()  # type: ignore[no-untyped-call]
-        ours.step()
-        alone.step()
-    require_same([tied], [plain], "the tied parameter")
-
-
-@must()
 def a_replaced_parameter_is_followed(make: Make) -> None:
     """A parameter that a wrapper puts into param_groups is trained, and the replaced parameter
     is not."""
@@ -173,19 +154,6 @@ def a_replaced_parameter_is_followed(make: Make) -> None:
     require_same(weights(model), old, "the parameters that were replaced")
     for start, now in zip(before, weights(other), strict=True):
         require((start != now).any(), f"the new parameter of {tuple(now.shape)} is not trained")
-
-
-@must()
-def parameters_replaced_before_the_first_step_are_followed(make: Make) -> None:
-    """Parameters replaced before the first step, as wrappers do, train as the first parameters
-    would."""
-    expected = layers()
-    train(expected, make(expected.parameters()), 3)
-    model, other = layers(), layers()
-    optimizer = make(model.parameters())
-    optimizer.param_groups[0]["params"] = list(other.parameters())
-    train(other, optimizer, 3)
-    require_same(weights(other), weights(expected), "the new parameters")
 
 
 @must()

@@ -17,7 +17,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -143,7 +142,7 @@ def check(options: Options) -> None:
         raise ValueError(f"--lora {options.lora}: must be a rank > 0, or 0 for no adapters")
     if options.rates is not None and not all(0 < rate < math.inf for rate in options.rates):
         raise ValueError(f"--rates {options.rates}: each must be more than 0 GB/s")
-    limits_of(options)  # Parse the limits, which raises for a size that is not valid.
+    limits_of(options)  # Parse the limits, which raises if a size is not valid.
 
 
 # -- the model ------------------------------------------------------------------------------------
@@ -172,18 +171,6 @@ class Program:
         """The model without adapters."""
         model: Any = self.model
         return model.get_base_model() if hasattr(model, "peft_config") else model
-
-    @contextmanager
-    def losing(self, loss: str) -> Iterator[None]:
-        """Set a loss of ``LOSSES`` while the context is open."""
-        if loss != "chunked":
-            yield
-            return
-        restore = chunk_loss(self.base)
-        try:
-            yield
-        finally:
-            restore()
 
 
 def shipped() -> dict[str, Any]:
@@ -393,8 +380,12 @@ def choose(options: Options, made: Program, tried: Iterable[Candidate]) -> Estim
     def traced(checkpointing: bool, loss: str) -> Timeline:
         if made.is_hf:
             checkpoint_blocks(made.model, checkpointing)
-        with made.losing(loss):
+        restore = chunk_loss(made.base) if loss == "chunked" else None
+        try:
             return trace(made.model, fake, made.loss_of, vocabulary=made.vocabulary)
+        finally:
+            if restore is not None:
+                restore()
 
     def searched(candidates: list[Candidate], tried_ways: list[tuple[bool, str]]) -> Estimate:
         return search(

@@ -57,26 +57,19 @@ def _replacements() -> Iterator[str]:
             value = getattr(module, part, None)
             if is_replaced(value):
                 yield f"{name}.{part} is {full_name(value)}"
-            elif inspect.isclass(value) and value.__module__.startswith(_HOME):
-                methods = ((key, inspect.unwrap(_function(item))) for key, item in _own(value))
-                for key, method in methods:
+            # Steps of this package do not call methods of Megatron's HybridDeviceOptimizer.
+            elif (
+                inspect.isclass(value)
+                and value.__module__.startswith(_HOME)
+                and value.__name__ != "HybridDeviceOptimizer"
+            ):
+                for key, item in vars(value).items():
+                    # A property has its function in fget, a static or class method in __func__.
+                    is_property = isinstance(item, property)
+                    function = item.fget if is_property else getattr(item, "__func__", item)
+                    method = inspect.unwrap(function)
                     if is_replaced(method):
                         yield f"{value.__module__}.{part}.{key} is {full_name(method)}"
-
-
-def _own(kind: type) -> list[tuple[str, Any]]:
-    """Return the functions that a class defines.
-
-    Megatron's HybridDeviceOptimizer has none here, because steps of this package do not call it.
-    """
-    return [] if kind.__name__ == "HybridDeviceOptimizer" else list(vars(kind).items())
-
-
-def _function(item: Any) -> Any:
-    """Return the function of a static method, class method or property."""
-    if isinstance(item, property):
-        return item.fget
-    return getattr(item, "__func__", item)
 
 
 def is_replaced(value: Any) -> bool:

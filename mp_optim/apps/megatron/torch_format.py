@@ -102,7 +102,14 @@ def load_parameter_state(stack: MegatronOptimizer, filename: str) -> None:
             sent: list[Any] = [None if named is None else named.get(part.slot_name(slot), {})]
             if group is not None and group.size() > 1:
                 dist.broadcast_object_list(sent, dist.get_global_rank(group, 0), group=group)
-            state[len(state)] = _own_elements(part, slot, sent[0])
+            state[len(state)] = own = dict(sent[0])
+            if (shard := flat_shard_of(part.slot_state(slot))) is None:
+                continue
+            stop = shard.start + shard.local.numel()
+            for key, value in own.items():
+                if isinstance(value, Tensor) and value.shape == shard.shape and key != "step":
+                    elements = value.reshape(-1)[shard.start : stop].clone()
+                    own[key] = FlatShard(elements, shard.shape, shard.start)
     plain = {"state": state, "param_groups": plain_groups(stack.param_groups)}
     if stack.grad_scaler is not None:
         plain["grad_scaler"] = stack.grad_scaler.state_dict()
@@ -124,19 +131,6 @@ def _read(filename: str) -> list[dict[str, State] | None]:
         )
     parts: list[dict[str, State] | None] = saved["parts"]
     return parts
-
-
-def _own_elements(part: MegatronOptimizer, slot: Slot, whole: State) -> State:
-    shard = flat_shard_of(part.slot_state(slot))
-    if shard is None:
-        return whole
-    stop = shard.start + shard.local.numel()
-    own: State = dict(whole)
-    for key, value in whole.items():
-        if isinstance(value, torch.Tensor) and value.shape == shard.shape and key != "step":
-            elements = value.reshape(-1)[shard.start : stop].clone()
-            own[key] = FlatShard(elements, shard.shape, shard.start)
-    return own
 
 
 # -- what Megatron's Float16 optimizer saved

@@ -134,9 +134,7 @@ def universal(path: Path, bomb: str = "exp_avg") -> Path:
 
 
 def command(path: Path, source_format: Any) -> None:
-    target = path.parent / "out.pt"
-    options = convert.Options(path, target, source_format)
-    convert.write(convert.read(options), options)
+    convert.read(convert.Options(path, path.parent / "out.pt", source_format))
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,10 @@
-"""``mp-optim doctor`` reports the backends of this machine and a config that runs."""
+"""``mp-optim doctor`` reports the backends of this machine."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 
-from mp_optim import OptimizerConfig
 from mp_optim.config.rules import BACKENDS
 from mp_optim.kernels.native_library import native_library
 from support.launch import run_forked_program
@@ -28,7 +25,7 @@ def row_of(text: str, backend: str) -> list[str]:
     return next(line.split() for line in table if line.split()[:1] == [backend])
 
 
-def test_doctor_shows_every_backend_and_a_working_config(text: str) -> None:
+def test_doctor_shows_every_backend_of_the_machine(text: str) -> None:
     for name in BACKENDS[1:]:
         usable, exact = row_of(text, name)[2:4]
         assert (usable, exact) in {("yes", "yes"), ("yes", "no"), ("no", "-")}
@@ -41,9 +38,6 @@ def test_doctor_shows_every_backend_and_a_working_config(text: str) -> None:
         "fused_backend='auto' takes",
     ):
         assert fact in text
-    names: dict[str, Any] = {}
-    exec(text.split("A config for this machine:")[1], names)
-    assert isinstance(names["config"], OptimizerConfig)
 
 
 @pytest.mark.skipif(native_library().handle is None, reason="no native kernels here")
