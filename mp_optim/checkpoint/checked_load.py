@@ -1,11 +1,12 @@
-"""A load on one rank: check the files, check the values, and only then write.
+"""A load of a checkpoint on one rank: check the files, check the values, and only then write.
 
 All ranks finish each phase before any rank begins the next phase. So a checkpoint that one rank
-refuses has changed nothing on any rank. The write calls the caller's code (hooks, extra state of
-modules, foreign schedulers).
+refuses has changed nothing on any rank. The write calls the caller's code (load hooks,
+``set_extra_state`` of modules, ``load_state_dict`` of a scheduler).
 
-A checkpoint is read into the live tensors if their values cannot be refused. Otherwise it is read
-into new tensors, which are checked before any live tensor is written.
+Saved tensors whose values cannot be refused are read into the live tensors of the model and the
+optimizer. All other saved tensors are read into new tensors, whose values are checked before any
+live tensor is written.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from mp_optim.host.torch_types import is_dtensor
 from mp_optim.process_groups.agreement import Ranks
 
 _OTHER_KEYS = {"remainder": "master_param", "master_param": "remainder"}
-"""For each key of a main param or remainder, the other key under which a checkpoint may have the
-value."""
+"""State key under which a checkpoint may store a main param in place of a remainder, and the
+reverse."""
 _EXTRA_STATE = "_extra_state"
 """torch's key, in a module's state dict, for the value of the module's ``get_extra_state``."""
 
@@ -91,11 +92,12 @@ class CheckedLoad:
     # -- the files --------------------------------------------------------------------------------
 
     def check_files(self) -> None:
-        """Check names, shapes, dtypes, settings and files.
+        """Check names, shapes and dtypes of the saved tensors, the saved settings, and the
+        checksums of the files.
 
         Raises:
-            ValueError: entries do not fit this model and optimizer, files are damaged, or they hold
-                second moments that the optimizer refuses.
+            ValueError: the checkpoint does not fit the model and the optimizer, files are damaged,
+                or the optimizer refuses saved second moments.
         """
         for why in self._refused.values():
             raise ValueError(why)
@@ -122,8 +124,8 @@ class CheckedLoad:
         self._reading.check(self._value_checks())
 
     def _settings(self) -> dict[str, Any]:
-        """Return the saved state dict without state. Its groups have this rank's parameters in
-        the order of the optimizer's groups."""
+        """Return the saved state dict without state. Each param group has only parameters of this
+        rank, in the order of the optimizer's groups."""
         saved, groups = self._common["optimizer"], []
         for group in saved["param_groups"]:
             kept = [at for at, name in enumerate(group["param_names"]) if name in self._own.slots]
@@ -135,7 +137,7 @@ class CheckedLoad:
     def _state_dict(
         self, optimizer: SlotKeyedOptimizer, tensors: dict[str, Tensor]
     ) -> dict[str, Any]:
-        """Return the saved state dict with the state of these tensors."""
+        """Return the saved state dict with these tensors as state."""
         settings = self._settings()
         indices = [index for group in settings["param_groups"] for index in group["params"]]
         index_of = dict(zip(optimizer.slots(), indices, strict=True))
@@ -168,10 +170,10 @@ class CheckedLoad:
     # -- the values -------------------------------------------------------------------------------
 
     def check_values(self) -> None:
-        """Read state whose values may be refused into new memory, and check the values.
+        """Read state that the optimizer may refuse into new tensors, and check its values.
 
-        Hooks may change the loaded state, so an optimizer with hooks checks the state after the
-        hooks were called.
+        Load hooks may change the loaded state. So an optimizer with load hooks checks the state
+        later, after the hooks were called.
 
         Raises:
             ValueError: the optimizer refuses a value.
@@ -189,20 +191,21 @@ class CheckedLoad:
                 optimizer.state_of(slots[fqn]).check_values(key, value)
 
     def _check_state(self, optimizer: SlotKeyedOptimizer) -> None:
-        # Live tensors have the right shape and dtype, so zeros stand for them. Their values are
-        # read later.
+        # Live tensors have the right shape and dtype. Zeros stand for their values, which are read
+        # later.
         live = {name: value for name, value in self._live.items() if name.startswith(STATE)}
         memory: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         zeros = {name: _zeros_like(value, memory) for name, value in live.items()}
         state_dict = self._state_dict(optimizer, self._staged | zeros)
         state = state_dict["state"]
         match = match_without_state(optimizer, state_dict, convert=self._convert)
-        # Leave out checksums, because the weights of these remainders are loaded later.
+        # Leave out checksums, because the weights that belong to these remainders are loaded later.
         without_checksums = replace(match, checksums={})
         StateLoad(without_checksums, state, optimizer.state_of, self._convert).check()
         if self._convert:
             return
-        # If a remainder becomes a main param, the saved weights must have the checksum.
+        # A main param is joined from a remainder and the saved weights. The checksum shows whether
+        # both were saved together.
         for fqn, slot in self._own.slots.items():
             checksum, weights = match.checksums.get(slot), self._live.get(MODEL + fqn)
             is_staged = entry_name(REMAINDER, fqn) in self._staged
@@ -243,17 +246,16 @@ def _targets_of(
     *,
     convert: bool,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the tensors to read a checkpoint into, by the names of the entries: new tensors and
-    live tensors.
+    """Return the tensors to read a checkpoint into, by their names: new tensors and live tensors.
 
-    New tensors are for state that was saved in another form or is converted, for step numbers, and
-    for extra state of modules. Live tensors belong to the model and the optimizer.
+    New tensors are for state that was saved in another dtype or layout, for step counts, and for
+    extra state of modules. Live tensors belong to the model and the optimizer.
 
     Args:
         tensors: result of :meth:`~mp_optim.checkpoint.inventory.Inventory.entries`.
-        saved: the checkpoint's entries.
-        copies: entries that are not tensors of the optimizer.
-        convert: True to read tensors of the model of another dtype, too.
+        saved: the checkpoint's tensors, by name.
+        copies: names of tensors that are copies of the optimizer's state.
+        convert: True to read tensors of the model that were saved in another dtype, too.
     """
     staged: dict[str, Tensor] = {}
     live: dict[str, Tensor] = {}
@@ -267,7 +269,7 @@ def _targets_of(
             where = staged if is_staged else live
             where[name] = _new_like(value, saved.get(name)) if is_staged else value
         elif is_scale(key) and base in tensors and _differs(base, tensors[base], saved):
-            continue  # A scale is read together with its tensor, so it has no target of its own.
+            continue  # A scale is read together with its moment, so the scale needs no tensor here.
         elif differs or key == STEP:
             staged.update(_as_saved(name, value, saved))
         else:
@@ -277,8 +279,8 @@ def _targets_of(
 
 
 def as_read(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return read entries in the form of the model and the optimizer. If this rank has a shard
-    of a tensor, its scales are cut to the shard."""
+    """Return tensors that were read from a checkpoint in the form of the model and the optimizer.
+    If this rank has a shard of a tensor, the tensor's scales are cut to the shard."""
     result = dict(tensors)
     for name, value in tensors.items():
         key, fqn = key_and_fqn(name)
@@ -293,14 +295,14 @@ def as_read(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _differs(name: str, own: Tensor, saved: Mapping[str, Saved]) -> bool:
-    """True if an entry was saved in another dtype or layout."""
+    """True if a tensor was saved in another dtype or layout than ``own``."""
     if name not in saved:
         return not name.startswith(MODEL)
     return saved[name].dtype != own.dtype
 
 
 def _as_saved(name: str, own: Tensor, saved: Mapping[str, Saved]) -> dict[str, Tensor]:
-    """Return new tensors to read one state tensor into, under its saved names and in its saved
+    """Return new tensors to read one state tensor into, under the saved names and in the saved
     dtypes."""
     key, fqn = key_and_fqn(name)
     if name not in saved:
@@ -320,7 +322,7 @@ def _as_saved(name: str, own: Tensor, saved: Mapping[str, Saved]) -> dict[str, T
 
 
 def _new_like(own: Tensor, saved: Saved | None) -> Tensor:
-    """Return a tensor to read an entry into, with the layout of ``own`` and the saved dtype."""
+    """Return a new tensor with the layout of ``own`` and the saved dtype."""
     dtype = own.dtype if saved is None else saved.dtype
     if isinstance(own, PartitionShard):
         return own.with_held(torch.empty_like(own.held, dtype=dtype))
@@ -329,7 +331,7 @@ def _new_like(own: Tensor, saved: Saved | None) -> Tensor:
 
 def _zeros_like(own: Tensor, memory: dict[tuple[torch.dtype, torch.device], Tensor]) -> Tensor:
     """Return zeros with the shape, dtype and layout of another tensor. All results share
-    ``memory``."""
+    ``memory``, so that zeros for a whole model take the memory of its largest tensor."""
     if isinstance(own, PartitionShard):
         return own.with_held(_zeros_like(own.held, memory))
     if isinstance(own, FlatShard):

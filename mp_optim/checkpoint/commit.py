@@ -1,12 +1,12 @@
-"""The versions under a checkpoint's root, and the commit of a new version.
+"""The versions in a checkpoint directory, and the commit of a new version.
 
-- ``<root>/latest``: the name of the newest complete version.
-- ``<root>/version-<n>/``: a complete version; its manifest lists every file.
-- ``<root>/.version-<n>.*``: a version that is being written or deleted. The next save removes it.
+- ``<path>/latest``: the name of the newest complete version.
+- ``<path>/version-<n>/``: a complete version; its manifest lists every file.
+- ``<path>/.version-<n>.*``: a version that is being written or deleted. The next save deletes such
+  folders.
 
-A version is written under its temporary name, synced and renamed. Replacing ``latest`` makes the
-version the newest. If the process is killed before that, ``latest`` still names the previous
-version.
+A version is written under a temporary name, synced and renamed. Then ``latest`` is replaced. If the
+process is killed before that, ``latest`` still names the previous version.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LONGEST_NAME = 255
 
 
 def _numbered(root: Path) -> list[tuple[int, Path]]:
-    """Return the versions by number, complete or not."""
+    """Return the versions in a checkpoint directory by number, complete or not."""
     matched = [(_NAME.fullmatch(path.name), path) for path in root.glob(f"{_PREFIX}*")]
     return sorted((int(match[1]), path) for match, path in matched if match)
 
@@ -66,8 +66,8 @@ def begin(root: Path) -> Path:
 
 
 def publish(target: Path, keep: int | None) -> None:
-    """Make a version the newest, after all its files are written and synced. Then delete all
-    complete versions except the newest ``keep``."""
+    """Make a version the newest, after all files of the version are written and synced. Then delete
+    all complete versions except the newest ``keep``."""
     root = target.parent
     sync(staging_of(target))
     staging_of(target).rename(target)
@@ -159,7 +159,8 @@ def inside(folder: Path, name: str, named_by: str) -> Path:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the file's path to an OSError of ``write``. The error of a full disk has no path."""
+    """Add the file's path to an OSError that the context raises. The error of a full disk has no
+    path."""
     try:
         yield
     except OSError as error:
@@ -169,7 +170,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file's content, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -63,8 +63,8 @@ _KINDS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     Tensor: ("$tensor", _of_tensor, _tensor),
     nn.Parameter: ("$tensor", _of_tensor, _tensor),
 }
-"""For each type, the name of its kind, and two functions: to a value that JSON can hold, and
-back."""
+"""For each type: the name of the type in the file, a function to a value that JSON can hold, and
+the inverse function."""
 _RESTORED = {name: restore for name, _, restore in _KINDS.values()}
 
 
@@ -88,9 +88,10 @@ def as_json(common: Mapping[str, Any]) -> bytes:
 
 
 def _plain(value: Any, refused: set[str]) -> Any:
-    """Return a value that JSON can hold. Types that are not supported are added to ``refused``."""
+    """Return ``value`` as a value that JSON can hold. Add names of types that are not supported to
+    ``refused``."""
     if not isinstance(value, Tensor) and getattr(value, "ndim", 1) == 0:
-        # Schedulers store numpy numbers in their state, which JSON cannot hold.
+        # Schedulers store numpy numbers in their state, and JSON cannot hold such numbers.
         value = plain_setting(value)
     kind = type(value)
     if kind in _SAME_IN_JSON:
@@ -110,10 +111,11 @@ def _plain(value: Any, refused: set[str]) -> Any:
 
 
 def from_json(content: bytes) -> Any:
-    """Return the data from the text of :func:`as_json`. No function that the text names is called.
+    """Return the data from the content of ``common.json``. No function that the content names is
+    called.
 
     Raises:
-        Exception: the text does not come from :func:`as_json`.
+        Exception: :func:`as_json` did not write the content.
     """
 
     def restored(value: dict[str, Any]) -> Any:
@@ -124,7 +126,8 @@ def from_json(content: bytes) -> Any:
 
 
 def read_common(version: Path, files: Files) -> dict[str, Any]:
-    """Return the plain data of a version, after checks.
+    """Return the plain data of a version (param groups, loss scale, scheduler, ``extra``), after
+    checks.
 
     Raises:
         ValueError: the file is damaged, or has other objects than plain data.

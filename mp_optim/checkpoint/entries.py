@@ -1,4 +1,5 @@
-"""Entries of a checkpoint: their names, a check that they fit, and the plain data next to them."""
+"""Names of the tensors in a checkpoint, a check that these tensors fit a model and an optimizer,
+and the content of ``common.json``."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ def entry_name(key: str, name: str) -> str:
 
 
 def key_and_fqn(entry: str) -> tuple[str, str]:
-    """Return the key and the FQN in a name from :func:`entry_name`. Any other entry returns two
-    empty texts."""
+    """Return the state key and the FQN in a name from :func:`entry_name`. For any other name return
+    two empty texts."""
     if not entry.startswith(STATE):
         return "", ""
     key, _, fqn = entry.removeprefix(STATE).partition(".")
@@ -43,16 +44,16 @@ def key_and_fqn(entry: str) -> tuple[str, str]:
 def check_entries(
     where: object, saved: Mapping[str, Saved], wanted: Mapping[str, Tensor], others: Iterable[str]
 ) -> None:
-    """Check that the entries of a checkpoint fit.
+    """Check that the tensors of a checkpoint fit the tensors of this rank.
 
     Args:
         where: name of the checkpoint, for the error.
-        saved: entries of the checkpoint.
-        wanted: tensors to read on this rank.
-        others: names that any rank reads.
+        saved: tensors of the checkpoint, by name.
+        wanted: tensors to read on this rank, by name.
+        others: names of the tensors that any rank reads.
 
     Raises:
-        ValueError: entries are missing, unexpected, or have another shape or dtype; the message
+        ValueError: tensors are missing, unexpected, or have another shape or dtype; the message
             lists them.
     """
     unexpected = sorted(saved.keys() - set(others))
@@ -95,10 +96,10 @@ def check_entries(
 def packed(common: Mapping[str, Any], ranks: Ranks) -> bytes:
     """Return the content of ``common.json`` on the first rank, and b"" on the other ranks.
 
-    Its groups have the parameters of all ranks.
+    The param groups in the content have the parameters of all ranks.
 
     Raises:
-        ValueError: a value is not plain data; the message names its type.
+        ValueError: a value is not plain data; the message names the value's type.
     """
     optimizer = common["optimizer"]
     groups = [] if optimizer is None else optimizer["param_groups"]
@@ -117,8 +118,8 @@ def packed(common: Mapping[str, Any], ranks: Ranks) -> bytes:
 def _merged(
     groups: list[dict[str, Any]], others: Iterable[list[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """Return the first rank's groups and, with new numbers, groups of other ranks with
-    parameters that the first rank lacks."""
+    """Return the first rank's param groups, and groups of other ranks with the parameters that the
+    first rank does not have. Parameters of other ranks get new indices."""
     result = list(groups)
     seen = {name for group in groups for name in group["param_names"]}
     start = sum(len(group["params"]) for group in groups)

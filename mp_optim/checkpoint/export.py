@@ -104,8 +104,7 @@ def export_safetensors(
 
 
 def _names(optimizer: Any, model: Models | None) -> dict[str, str]:
-    """Return the name in the file of each of the optimizer's parameters, by the optimizer's own
-    name."""
+    """Return the name of each parameter in the file, by the optimizer's name of the parameter."""
     whole, groups = optimizer.model_parallel.names, optimizer.param_groups
     if model is None:
         for slot in optimizer.slots():
@@ -170,8 +169,8 @@ def _whole_tensors(
 
 
 def _joined(name: str, shard: PartitionShard, ranks: Ranks) -> Tensor:
-    """Return a whole tensor from its shards on several ranks, on the rank that writes. Other
-    ranks allocate no tensor of that size."""
+    """Return a whole tensor, joined from the shards of several ranks, on the first rank. Other
+    ranks get a meta tensor."""
     shape = tuple(shard.shape)
     gathered = ranks.gather([(box, piece(shard, box).cpu()) for box in held_boxes(shard)])
 
@@ -189,8 +188,8 @@ def _joined(name: str, shard: PartitionShard, ranks: Ranks) -> Tensor:
 
 
 def _files(named: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
-    """Group tensors into files of at most ``most`` bytes, in order. Without tensors there is one
-    empty group."""
+    """Group tensors into files of at most ``limit`` bytes in FP32, in order. Without tensors yield
+    one empty group."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in named:
         elements = sum(other.numel() for other in tensors.values()) + tensor.numel()

@@ -1,10 +1,11 @@
 """The files of a version other than the tensors: manifest, index, and metadata for torch's readers.
 
 Every value in these files is checked before use. ``manifest.json`` has the size and a checksum of
-each file. ``index.json`` has the entries. A tensor is saved in boxes, whose elements are raw bytes
-in row-major order, so that a reader needs no unpickler. The index also has a CRC-32 of each MiB of
-the tensors' files, so that a reader of some elements detects damage before it replaces anything.
-``.metadata`` is a pickle for ``torch.distributed.checkpoint``; this package never reads it.
+each file. ``index.json`` has the name, dtype and shape of each tensor. A tensor is saved as one or
+several boxes (slices), whose elements are raw bytes in row-major order. So a reader needs no
+unpickler. The index also has a CRC-32 of each MiB of the tensors' files. So a reader of some
+elements detects damage before any value is replaced. ``.metadata`` is a pickle for
+``torch.distributed.checkpoint``; this package never reads ``.metadata``.
 """
 
 from __future__ import annotations
@@ -72,7 +73,12 @@ Files = Mapping[str, FileSum]
 
 
 def file_sum(path: Path, *, in_blocks: bool = False) -> FileSum:
-    """Read a file, and return its size and checksum; ``in_blocks`` for a data file."""
+    """Return the size and the checksum of a file.
+
+    Args:
+        path: the file.
+        in_blocks: True for a data file, whose checksum is formed from the CRC-32 of each MiB.
+    """
     digest, sums, size = hashlib.sha256(), [], 0
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
@@ -85,7 +91,6 @@ def file_sum(path: Path, *, in_blocks: bool = False) -> FileSum:
 
 
 def write_manifest(folder: Path, files: Files, world_size: int) -> None:
-    """Write the manifest of a version into its folder."""
     sums = {}
     for name, entry in sorted(files.items()):
         sums[name] = {key: value for key, value in asdict(entry).items() if value != ""}
@@ -95,12 +100,12 @@ def write_manifest(folder: Path, files: Files, world_size: int) -> None:
 
 
 def read_manifest(folder: Path) -> Files:
-    """Return the files of a checkpoint, after a check that all files exist with their sizes.
+    """Return the files of a version, after a check that all files exist with the listed sizes.
 
     Raises:
-        FileNotFoundError: the manifest is missing, so the checkpoint is not complete.
+        FileNotFoundError: the manifest is missing, so the version is not complete.
         ValueError: files are missing or have another size, the manifest has another format, or a
-            name leaves the folder.
+            file name leaves the folder.
     """
     path = inside(folder, MANIFEST, str(folder))
     if not path.is_file():
@@ -133,8 +138,8 @@ def read_manifest(folder: Path) -> Files:
 def _read_text(path: Path) -> bytes:
     """Return the content of a text file.
 
-    Holes of a sparse file read as zero bytes, which text does not have. So the function uses no
-    more memory than the file has on disk.
+    A sparse file takes less of the disk than its size. Missing bytes read as zeros, which text does
+    not have. So a refusal of zeros limits the memory to the bytes on the disk.
 
     Raises:
         ValueError: the file has zero bytes.
@@ -149,8 +154,7 @@ def _read_text(path: Path) -> bytes:
 
 
 def read_checked(folder: Path, files: Files, name: str) -> bytes:
-    """Return the content of a text file, after a comparison with its checksum. Such files are
-    small, so every load compares them.
+    """Return the content of a text file, after a comparison with the manifest's checksum.
 
     Raises:
         ValueError: the manifest does not list the file, or has another checksum.
@@ -191,7 +195,7 @@ def verify_files(folder: Path, files: Iterable[tuple[str, FileSum]]) -> None:
 
 
 class SavedBox(NamedTuple):
-    """A box of a tensor in a file.
+    """Bytes of one box of a tensor in a data file.
 
     Attributes:
         place: offsets and sizes of the box in the tensor.
@@ -207,7 +211,7 @@ class SavedBox(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """An entry: the whole tensor's dtype and shape, and its boxes."""
+    """A tensor of a checkpoint: dtype and shape of the whole tensor, and its boxes in the files."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -220,7 +224,7 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class Index:
-    """The index of a checkpoint: entries by name, and the CRC-32 of each block of each file."""
+    """The index of a version: tensors by name, and the CRC-32 of each MiB of each data file."""
 
     entries: Mapping[str, Saved]
     sums: Mapping[str, Sequence[int]]
@@ -229,8 +233,8 @@ class Index:
 def as_json(index: Index) -> bytes:
     """Return the content of ``index.json``.
 
-    Most entries are one box with the whole tensor. Such an entry has dtype, shape, number of the
-    file and first byte.
+    Most tensors are saved whole, as one box. The content then has the dtype, the shape, the number
+    of the file and the first byte.
     """
     files = sorted(index.sums)
     number = {name: at for at, name in enumerate(files)}
@@ -253,7 +257,7 @@ def as_json(index: Index) -> bytes:
 
 
 def read_index(version: Path, files: Files) -> Index:
-    """Return the entries of a version, and their positions in its files.
+    """Return the names of a version's tensors, and the positions of the tensors in the files.
 
     Raises:
         ValueError: the index is damaged or not plain data.
@@ -283,17 +287,17 @@ def from_json(content: bytes, sizes: Mapping[str, int]) -> Index:
     try:
         plain = json.loads(content)
         if (plain["format"], plain["block_bytes"]) != (_INDEX_FORMAT, BLOCK_BYTES):
-            raise ValueError("it was written by another version of mp_optim")
+            raise ValueError("another version of mp_optim wrote the index")
         files = plain["files"]
         sums = dict(zip(files, plain["crc32"], strict=True))
         for name, blocks in sums.items():
             if not is_plain_name(name) or name not in sizes:
-                raise ValueError(f"it names the file {name!r}, which is not in the checkpoint")
+                raise ValueError(f"the file {name!r} of the index is not in the manifest")
             if len(blocks) != -(-sizes[name] // BLOCK_BYTES) or not _are_counts(blocks):
-                raise ValueError(f"it has no checksum for every block of {name}")
+                raise ValueError(f"checksums of MiBs of the file {name} are missing")
         entries = {name: _entry(entry, files) for name, entry in plain["entries"].items()}
     except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
+        raise ValueError(f"a value has another type ({type(error).__name__}: {error})") from error
     _check_saved(entries, sizes)
     return Index(entries, sums)
 
@@ -308,7 +312,7 @@ def _entry(plain: Any, files: list[str]) -> Saved:
     for offsets, lengths, number, start in where[0]:
         place = Box(_shape(tuple(offsets)), _shape(tuple(lengths)))
         if not _are_counts((number,)):
-            raise ValueError(f"it has the number of a file {number!r}")
+            raise ValueError(f"the file number {number!r} is not an integer >= 0")
         boxes.append(SavedBox(place, files[number], start, place.numel * dtype.itemsize))
     return Saved(dtype, shape, boxes)
 
@@ -317,21 +321,21 @@ def _entry(plain: Any, files: list[str]) -> Saved:
 def dtype_named(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"it has the dtype {name!r}")
+        raise ValueError(f"the dtype {name!r} is not a dtype of torch")
     return dtype
 
 
 @lru_cache(maxsize=4096)
 def _shape(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape from integers. Equal shapes are one object, to save memory."""
+    """Return a shape, after a check of its numbers. Equal shapes are one object, to save memory."""
     if not _are_counts(numbers):
-        raise ValueError(f"it has the shape or place {numbers}")
+        raise ValueError(f"the shape or offsets {numbers} are not integers >= 0")
     return numbers
 
 
 def _check_saved(entries: Mapping[str, Saved], sizes: Mapping[str, int]) -> None:
-    """Check that every box is inside its tensor, that its bytes are inside an existing file, and
-    that the boxes of a tensor hold all its elements.
+    """Check that every box is inside its tensor, that the box's bytes are inside an existing file,
+    and that the boxes of a tensor have all elements of the tensor.
 
     Raises:
         ValueError: a box or its bytes are outside, or elements are missing.
@@ -368,8 +372,8 @@ def _are_counts(values: Iterable[Any]) -> bool:
 
 
 def as_metadata(index: Index, folder: Path) -> bytes:
-    """Return the content of ``.metadata`` for files written by mp_optim. Equal metadata are one
-    object, so that they are pickled once."""
+    """Return the content of ``.metadata``, from which ``torch.distributed.checkpoint`` reads the
+    tensors. Equal metadata are one object, so that the pickle has the metadata once."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
@@ -420,7 +424,7 @@ _TENSOR, _STORAGE = object(), object()
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles ``_TENSOR`` as a contiguous tensor whose bytes follow the pickle."""
+    """Pickler that writes ``_TENSOR`` as a contiguous tensor whose bytes follow the pickle."""
 
     def __init__(self, file: io.BytesIO, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         super().__init__(file, protocol=_PICKLE_PROTOCOL)
@@ -444,7 +448,8 @@ class _Pickler(pickle.Pickler):
 
 @lru_cache(maxsize=4096)
 def header(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    """Return the bytes before the elements of a contiguous tensor."""
+    """Return the bytes that precede the elements of a contiguous tensor in a data file. With these
+    bytes ``torch.load`` can read the tensor."""
     buffer = io.BytesIO()
     system = {"protocol_version": PROTOCOL_VERSION, "little_endian": True}
     for part in (MAGIC_NUMBER, PROTOCOL_VERSION, system):

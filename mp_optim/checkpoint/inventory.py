@@ -1,5 +1,5 @@
-"""The inventory of a checkpoint: tensors of a model and an optimizer by name, and the slots of
-these names."""
+"""Tensors of a model and an optimizer under their names in a checkpoint, and the slots of these
+names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ Models = nn.Module | Sequence[nn.Module]
 
 
 def chunks_of(models: Models) -> list[nn.Module]:
-    """Return a model as a list of chunks."""
     return [models] if isinstance(models, nn.Module) else list(models)
 
 
@@ -85,13 +84,13 @@ class Inventory:
 
     @cached_property
     def chunks(self) -> list[tuple[str, nn.Module]]:
-        """Each chunk of the model, after the prefix of its parameter names."""
+        """The model's chunks, each with the prefix of its parameter names."""
         return prefixed(chunks_of(self.models))
 
     def _canonical(
         self, read: Callable[[nn.Module], Mapping[str, Any]] = nn.Module.state_dict
     ) -> Iterator[tuple[str, Any]]:
-        """Yield canonical names and values from each chunk.
+        """Yield values of each chunk by canonical name.
 
         Args:
             read: function from a chunk to its values by name; the default is the state dict.
@@ -105,7 +104,7 @@ class Inventory:
         """Yield the model's parameters by canonical name.
 
         Args:
-            twice: True to yield a tied parameter under each of its names, False for its first name
+            twice: True to yield a tied parameter under each of its names; False for the first name
                 only.
         """
         return self._canonical(
@@ -126,8 +125,8 @@ class Inventory:
         return params
 
     def param_entries(self) -> set[str]:
-        """Return the entries that are parameters. Buffers are left out, because modules write
-        them in forward."""
+        """Return the names of all parameters in a checkpoint. Buffers are left out, because modules
+        write buffers in forward."""
         return {MODEL + self.parallel.names[name] for name, _ in self._named_params(twice=True)}
 
     def plain(self) -> dict[str, Any]:
@@ -140,7 +139,7 @@ class Inventory:
         }
 
     def load_model(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
-        """Load values of :meth:`entries` and :meth:`plain` into the model."""
+        """Load tensors of :meth:`entries` and values of :meth:`plain` into the model."""
         state: dict[str, Any] = dict(plain)
         for name, value in tensors.items():
             if name.startswith(MODEL):
@@ -191,8 +190,8 @@ class Inventory:
         Warn once about parameters of the model that the optimizer does not train.
 
         Raises:
-            ValueError: two parameters have one name, or a parameter has another shape in the model
-                than in the optimizer; the message names the parameter.
+            ValueError: two parameters have one name, or a parameter's shape in the model differs
+                from its shape in the optimizer; the message names the parameter.
         """
         in_model, counts = dict(self._named_params(twice=True)), Counter(self.names.values())
         if twice := [name for name, count in counts.items() if count > 1]:
@@ -217,10 +216,11 @@ class Inventory:
     def entries(
         self, *, full_precision: bool = False, left_out: Collection[str] = ()
     ) -> dict[str, Tensor]:
-        """Return every tensor under its name in a checkpoint; the live tensor if no copy is needed.
+        """Return every tensor of the model and the optimizer under its name in a checkpoint.
+        Tensors are the live tensors where no copy is needed.
 
         Args:
-            full_precision: True for FP32 copies of state in fewer bits.
+            full_precision: True for FP32 copies of state that is stored in fewer bits.
             left_out: names on this rank of parameters to leave out.
         """
         parallel = self.parallel
@@ -250,8 +250,8 @@ class Inventory:
     ) -> dict[str, Tensor]:
         """Return new tensors for saved state that this rank has not allocated.
 
-        Such state belongs to optimizers that allocate state in their first step, or to parameters
-        that are frozen here. State of the parameter's shape is sharded as the parameter is.
+        Optimizers that allocate state in their first step, and parameters that are frozen here,
+        have no such state yet. State of the parameter's shape is sharded as the parameter is.
         """
         new: dict[str, Tensor] = {}
         for name, entry in saved.items():
@@ -269,7 +269,8 @@ class Inventory:
         return new
 
     def refused(self, saved: Iterable[str]) -> dict[str, str]:
-        """Return the entries whose state the optimizer refuses in any form, with the reasons."""
+        """Return the names of saved tensors that the optimizer refuses in any form, with the
+        reasons."""
         why_of = {
             name: why
             for name, slot in self.slots.items()
@@ -279,8 +280,7 @@ class Inventory:
         return {name: why_of[fqn] for name, fqn in fqns if fqn in why_of}
 
     def copies(self, tensors: Collection[str]) -> set[str]:
-        """Return the entries of ``tensors`` that are FP32 copies of state that is stored in
-        blocks."""
+        """Return the names in ``tensors`` of FP32 copies of state that is stored in blocks."""
         return {
             entry_name(key, name)
             for name, slot in self.slots.items()
@@ -292,11 +292,11 @@ class Inventory:
 
     def settings(self) -> dict[str, Any]:
         """Return the optimizer's state dict without state, with the names that parameters have in a
-        checkpoint. Check that the result loads into this optimizer.
+        checkpoint. Check that the optimizer could load the result.
 
         Raises:
-            ValueError: the state dict would not load; the message names the parameter or the
-                setting.
+            ValueError: the optimizer could not load the result; the message names the parameter or
+                the setting.
         """
         self.check_names()
         settings, names = self._stack.settings_dict(), iter(self.names.values())
@@ -311,14 +311,14 @@ class Inventory:
         return settings
 
     def matched_groups(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return saved groups with this rank's parameters in the order of the optimizer's
+        """Return saved param groups with this rank's parameters in the order of the optimizer's
         groups."""
         live, names = self._stack.param_groups, {slot: name for name, slot in self.slots.items()}
         return match_by_name(live, saved, names).as_groups(live)
 
     def without_checksums(self, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return param groups without the checksums of parameters that are sharded over ranks,
-        because a checksum is of the whole parameter."""
+        """Return param groups without the checksums of parameters that are sharded over ranks. Such
+        a checksum is of the whole parameter, which no rank has."""
         parts = {self.parallel.names[name] for name in self.parallel.partitions}
         result = list(map(dict, groups))
         for group in result:
@@ -328,11 +328,10 @@ class Inventory:
         return result
 
     def renamed(self, index: Index, common: dict[str, Any]) -> tuple[Index, dict[str, Any]]:
-        """Return a checkpoint's tensors and plain data with the names that parameters have on this
-        rank.
+        """Return the index and the plain data of a checkpoint with this rank's names of parameters.
 
-        Only parameters that were saved under the optimizer's own names are renamed: names from
-        another wrapper, or made-up names.
+        Other names were saved if another wrapper surrounded the model, or if the optimizer had no
+        names and made its own.
         """
         if self.optimizer is None:
             return index, common

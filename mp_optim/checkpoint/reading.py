@@ -1,5 +1,5 @@
-"""Reading tensors of a version: a rank checks all bytes that it will read before it replaces
-anything.
+"""Reading of a version's tensors: a rank checks all bytes that it will read before it replaces any
+value.
 
 :func:`open_checkpoint` reads tensors without a model.
 """
@@ -34,18 +34,18 @@ from mp_optim.core.flat_shard import held_boxes, piece
 from mp_optim.core.partition import Box, any_overlap
 
 _STAGING_BYTES = 64 << 20
-"""Bytes that are read at a time if elements have to be copied to their target, but at least one
-row."""
+"""Bytes that are read at a time if elements are copied to their tensor in a second step. At least
+one row is read."""
 
 ValueCheck = Callable[[Tensor], None]
-"""Function that raises ValueError if it refuses a value in a tensor."""
+"""Function that raises ValueError if the optimizer refuses a value in a tensor."""
 
 
 class _Copy(NamedTuple):
     """Elements of a saved box that are copied into a tensor.
 
     Attributes:
-        name: name of the entry.
+        name: name of the saved tensor.
         box: the saved box.
         part: offsets and sizes of the elements in the saved box.
         target: view of the tensor that receives the elements.
@@ -57,8 +57,8 @@ class _Copy(NamedTuple):
     target: Tensor
 
     def rows(self) -> tuple[int, int]:
-        """Return the first byte and the end of the rows of the box that have the elements. A row
-        is an index of the first dimension."""
+        """Return the first byte and the end byte of those rows of the box that have the elements. A
+        row is an index of the first dimension."""
         if not self.part.sizes:
             return self.box.start, self.box.start + self.box.length
         row = math.prod(self.box.place.sizes[1:]) * self.target.itemsize
@@ -68,11 +68,11 @@ class _Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """Copies that one rank reads from a version, by file, in the order of the bytes.
+    """Copies from the files of a version into tensors of one rank, in the order of the bytes.
 
     Attributes:
         version: folder of the version.
-        index: entries of the version.
+        index: names and positions of the version's tensors.
         copies: copies by file name.
     """
 
@@ -81,11 +81,11 @@ class Reading:
     copies: Mapping[str, Sequence[_Copy]]
 
     def check(self, value_checks: Mapping[str, ValueCheck]) -> None:
-        """Read the bytes of all copies and compare checksums; write nothing.
+        """Read the bytes of all copies and compare checksums. No tensor is written.
 
         Args:
-            value_checks: functions by entry name. Each function gets the entry's elements in 1-D
-                tensors of at most 1 MiB. A tensor may include neighbouring elements of the entry.
+            value_checks: functions by the name of the saved tensor. Each function gets the tensor's
+                elements in 1-D tensors of at most 1 MiB, which may include neighbouring elements.
 
         Raises:
             ValueError: bytes differ from the written bytes (the message names the file), or a value
@@ -116,7 +116,7 @@ class Reading:
         return block
 
     def read(self, names: Collection[str]) -> None:
-        """Copy the elements of these entries into their tensors."""
+        """Copy the elements of the named saved tensors into the tensors of this rank."""
         for name, copies in self.copies.items():
             with inside(self.version, name, INDEX).open("rb", buffering=BLOCK_BYTES) as file:
                 for copy in copies:
@@ -125,8 +125,8 @@ class Reading:
 
 
 def _check_values(check: ValueCheck, dtype: torch.dtype, data: bytes) -> bytes:
-    """Check the whole elements in some bytes. Return the bytes of the last element if it is not
-    complete."""
+    """Call ``check`` with the complete elements in some bytes, and return the remaining bytes. The
+    remaining bytes are the beginning of an element, and belong before the next bytes."""
     count = len(data) // dtype.itemsize
     if count:
         check(torch.frombuffer(bytearray(data), dtype=dtype, count=count))
@@ -134,7 +134,8 @@ def _check_values(check: ValueCheck, dtype: torch.dtype, data: bytes) -> bytes:
 
 
 def plan_reading(tensors: Mapping[str, Tensor], version: Path, index: Index) -> Reading:
-    """Find the saved elements for every element of tensors of the saved dtypes and shapes.
+    """Return copies that fill every element of some tensors from the files of a version. The
+    tensors have the saved dtypes and shapes.
 
     Raises:
         ValueError: the checkpoint lacks elements of a tensor; the message names the tensor.
@@ -164,8 +165,8 @@ def _copies(name: str, saved: Saved, place: Box, target: Tensor) -> list[_Copy]:
     count = sum(copy.part.numel for copy in result)
     if count != target.numel() or any_overlap(filled):
         raise ValueError(
-            f"{name}: the checkpoint does not hold each element of the box of {place.sizes} at "
-            f"{place.offsets} once; load another version"
+            f"{name}: the checkpoint does not have each element of the slice of shape "
+            f"{place.sizes} at offsets {place.offsets} once; load another version"
         )
     return result
 
@@ -174,7 +175,8 @@ def _read(file: BinaryIO, copy: _Copy, version: Path) -> None:
     begin, end = copy.rows()
     file.seek(begin)
     is_of_host = copy.target.device.type == "cpu" and copy.target.is_contiguous()
-    # Whole rows of the box are the elements of the target, so they are read without a copy.
+    # The elements are whole rows of the box, in the tensor's own order, so the bytes are read into
+    # the tensor.
     if is_of_host and copy.part.sizes[1:] == copy.box.place.sizes[1:]:
         _fill(file, byte_view(copy.target), version, copy)
         return
@@ -207,9 +209,9 @@ class Contents:
 
     Attributes:
         version: folder of the version.
-        entries: entries by name, sorted.
+        entries: tensors by name, sorted.
         files: files of the version by name.
-        index: entries and checksums of blocks.
+        index: positions of the tensors, and checksums of the files.
     """
 
     version: Path

@@ -1,6 +1,7 @@
-"""Checkpoints on disk: tensors of natural shape under FQNs, committed by one atomic rename.
+"""Save and load of checkpoints on disk. A checkpoint has each tensor whole, under its FQN, and
+becomes visible by one atomic rename.
 
-Layout of a checkpoint directory:
+Files in a checkpoint directory:
 
 - ``<path>/latest``: name of the newest complete version; replaced atomically.
 - ``<path>/version-<n>/``: files of tensors; .metadata; index.json; common.json; manifest.json.
@@ -188,7 +189,8 @@ def save(
         busy = {key for handle in list(_handles) if not handle.done() for key in handle.concerned}
         free = next(lane for n in itertools.count() if (lane := f"lane {n}") not in busy)
         lane = ranks.broadcast(free)
-        # The first rank's save in this lane is complete, so the save of this rank is, too.
+        # The first rank's save with this process group is complete, so the other ranks' saves are
+        # complete, too.
         finish_previous({lane})
         work = partial(_write, writing, content, target, keep, ranks.in_lane(lane, process_group))
         handle = SaveHandle(target, work, writing.wait_for_device, {*concerned, lane})
@@ -200,10 +202,10 @@ def save(
 
 
 def _checked_stack(call: str, path: Any, model: Any, optimizer: Any) -> SlotKeyedOptimizer | None:
-    """Return the stack of the optimizer that :func:`save` or :func:`load` was called with.
+    """Return the stack of the optimizer that the caller of :func:`save` or :func:`load` passed.
 
     Raises:
-        TypeError: an argument has another type, such as the type of another argument.
+        TypeError: an argument has another type, for example because arguments are in another order.
     """
     call, stack = f"; call {call}(path, model, optimizer)", getattr(optimizer, "stack", optimizer)
     if not isinstance(path, str | os.PathLike):
@@ -366,12 +368,12 @@ def _open(version: Path, verify: bool, ranks: Ranks) -> tuple[Index, dict[str, A
 class SaveHandle:
     """A save in the background.
 
-    A process that ends waits for its saves. If the process is killed, the previous checkpoint stays
-    the newest.
+    A process waits for its saves before it ends. If the process is killed during the save, the
+    previous checkpoint stays the newest.
 
     Attributes:
         path: directory of the version, which exists once the save is complete.
-        concerned: keys of the path, the model, the optimizer and the communication of the save.
+        concerned: keys of the path, the model, the optimizer and the process group of the save.
     """
 
     def __init__(
@@ -444,16 +446,16 @@ class SaveHandle:
 
 
 _handles: list[SaveHandle] = []
-"""Saves in the background that no later save has waited for."""
+"""Background saves whose errors no later save has raised yet."""
 
 
 def _concerned(
     path: Path, model: Models, stack: SlotKeyedOptimizer | None, group: ProcessGroup | None
 ) -> set[Hashable]:
-    """Return keys of all objects that two background saves must not share.
+    """Return keys of the objects that two background saves must not share: the path, the model's
+    chunks, the optimizer, and the caller's process group.
 
-    The keys identify the path (for a version, the path of its directory), the objects with leased
-    memory, and a process group of the caller.
+    Versions of one directory have one key.
     """
     objects: list[object] = [*chunks_of(model), stack, group]
     keys: set[Hashable] = {id(value) for value in objects if value is not None}
@@ -462,10 +464,10 @@ def _concerned(
 
 
 def finish_previous(concerned: Set[Hashable] | None = None) -> None:
-    """Wait for saves in the background, and raise their errors.
+    """Wait for background saves, and raise an error if a save failed.
 
     Args:
-        concerned: keys of the saves, as :func:`_concerned` makes them; None for all saves.
+        concerned: keys of the saves, from :func:`_concerned`; None for all saves.
 
     Raises:
         RuntimeError: a save failed, and no call has raised its error yet.
@@ -483,7 +485,8 @@ def finish_previous(concerned: Set[Hashable] | None = None) -> None:
 
 
 def wait_for_previous(concerned: Set[Hashable] | None = None) -> None:
-    """Wait for saves in the background without raising their errors. The next save raises them."""
+    """Wait for background saves, and raise no error. The next save raises the errors of failed
+    saves."""
     for handle in _those(concerned):
         handle._future.exception()
 

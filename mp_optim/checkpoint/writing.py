@@ -1,12 +1,13 @@
 """Writing of a checkpoint's tensors: first a plan, and then the files.
 
-The plan decides which rank writes which boxes, by pure functions of the ranks' entries. Ranks
-communicate only for the plan. Many ranks hold the same whole entries, so these entries form groups
-(sheets) by the beginning of their names. A rank sends only the sheets that the first rank does not
-have. Each rank also sends the boxes of the entries that are sharded.
+The plan decides which rank writes which boxes (slices of tensors). Pure functions compute the plan
+from the tensors that each rank has. Ranks communicate only for the plan. Many ranks have the same
+whole tensors, so descriptions of whole tensors form groups (sheets) by the beginning of their
+names. A rank sends only the sheets that the first rank does not have, and the boxes of its sharded
+tensors.
 
-Writing needs no other rank. So it can run in the background, from a snapshot of the boxes that this
-rank writes. Each writing thread has its own file, so that no thread waits for another thread.
+Ranks write independently. So the files can be written in the background, from a snapshot of the
+boxes. Each writing thread has its own file, so that no thread waits for another thread.
 """
 
 from __future__ import annotations
@@ -56,26 +57,28 @@ from mp_optim.host.leases import Lease, SaveBorrow, StagedBytes, is_plain, lease
 from mp_optim.process_groups.agreement import Ranks
 
 LENT_FROM = 16 << 10
-"""Bytes of a tensor above which a lease costs less than a copy."""
+"""Bytes of a tensor from which on a lease takes less time than a copy."""
 FILE_FROM = 16 << 20
-"""Bytes of tensors per data file. A smaller file would not pay for its thread."""
+"""Bytes of tensors in a data file, at least. A thread for a smaller file would take more time than
+it saves."""
 _MOST_FILES = 8
 _TINY = 64
-"""Largest bytes of equal tensors that a file has only once, such as step counts."""
+"""Largest bytes of tensors that a file has only once if they are equal, such as step counts."""
 _BUFFER = 4 * BLOCK_BYTES
-"""Bytes of a file whose checksums are computed, and that are written, at a time."""
+"""Bytes of a file that are summed and written at a time."""
 _BEGIN_EVERY = 32 << 20
-"""Bytes after which the disk starts to write, so that it does not write everything at the end."""
+"""Bytes after which the disk starts to write, so that the last sync does not wait for all bytes."""
 
 
 # -- who writes what ------------------------------------------------------------------------------
 
 _Form = tuple[torch.dtype, tuple[int, ...], str]
-"""Dtype and shape of an entry, and "whole" or "sharded"."""
+"""Dtype and shape of a tensor, and "whole" or "sharded"."""
 
 
 class Held(NamedTuple):
-    """An entry, and the boxes of it that a rank holds; None for the whole entry."""
+    """A tensor's name, dtype and shape, and the boxes of the tensor that a rank has. ``places`` is
+    None if the rank has the whole tensor."""
 
     name: str
     dtype: torch.dtype
@@ -84,16 +87,16 @@ class Held(NamedTuple):
 
 
 Sheets = Mapping[bytes, Sequence[Held]]
-"""Groups of entries that are equal on many ranks, by digest. One group has the sharded entries,
+"""Groups of tensors that are equal on many ranks, by digest. One group has the sharded tensors,
 without boxes."""
 
 Share = Mapping[str, Collection[Box]]
-"""The boxes that a rank writes, by the names of their entries."""
+"""The boxes that a rank writes, by the names of their tensors."""
 
 
 def held_of(tensors: Mapping[str, Tensor]) -> tuple[Held, ...]:
-    """Return the entries of this rank. Sharded entries are included even if this rank holds no
-    element of them."""
+    """Return descriptions of this rank's tensors. Sharded tensors are included even if this rank
+    has no element of them."""
     return tuple(
         Held(name, tensor.dtype, tuple(tensor.shape), boxes_of(tensor))
         for name, tensor in tensors.items()
@@ -101,8 +104,8 @@ def held_of(tensors: Mapping[str, Tensor]) -> tuple[Held, ...]:
 
 
 def sheets_of(held: Sequence[Held]) -> Sheets:
-    """Return one sheet for each beginning of the names of whole entries, and one sheet of the
-    sharded entries."""
+    """Return one group (sheet) for each beginning of the names of whole tensors, and one group of
+    the sharded tensors."""
     by_key: dict[str, list[Held]] = {}
     for entry in held:
         is_whole = entry.places is None
@@ -116,16 +119,16 @@ def sheets_of(held: Sequence[Held]) -> Sheets:
 def shares(
     sheets_of_ranks: Sequence[Sheets], shards_of_ranks: Sequence[Sequence[Held]]
 ) -> list[Share]:
-    """Return the boxes that each rank writes. Every element is written once, and bytes are spread
-    evenly.
+    """Return the boxes that each rank writes. Every element is written once, and ranks write about
+    equal bytes.
 
     Args:
-        sheets_of_ranks: sheets of each rank.
-        shards_of_ranks: sharded entries of each rank, with its boxes.
+        sheets_of_ranks: groups of tensors of each rank.
+        shards_of_ranks: sharded tensors of each rank, with the rank's boxes.
 
     Raises:
-        ValueError: ranks disagree about an entry, or their boxes do not cover it; the message names
-            the entry.
+        ValueError: ranks disagree about a tensor, or their boxes do not cover the tensor; the
+            message names the tensor.
     """
     sheets = {digest: sheet for own in sheets_of_ranks for digest, sheet in own.items()}
     ranks_of: dict[bytes, list[int]] = {}
@@ -162,11 +165,11 @@ def _check_agreement(
     ranks_of: Mapping[bytes, Sequence[int]],
     shards_of_ranks: Sequence[Sequence[Held]],
 ) -> None:
-    """Check that ranks agree about the entries.
+    """Check that ranks agree about the tensors.
 
     Raises:
-        ValueError: entries of one name differ between ranks, or the ranks together lack elements of
-            a sharded entry.
+        ValueError: tensors of one name differ between ranks, or the ranks together lack elements of
+            a sharded tensor.
     """
     seen: dict[str, tuple[_Form, int]] = {}
     boxes: dict[tuple[str, tuple[int, ...]], set[Box]] = {}
@@ -191,7 +194,7 @@ def _check_agreement(
 
 
 class Item(NamedTuple):
-    """A box to write, with its elements or the lease that they are read from."""
+    """A box to write. ``content`` has the elements, or is a lease of memory with the elements."""
 
     entry: Held
     place: Box
@@ -214,7 +217,7 @@ class Writing:
         folder: folder of the version.
         rank: number of this rank.
         items: boxes to write.
-        params: entries that are parameters of the model.
+        params: names of the model's parameters in the checkpoint.
     """
 
     folder: Path
@@ -227,9 +230,9 @@ class Writing:
         """Fix the bits to write: lease the optimizer's state and parameters on accelerators, and
         copy other tensors to the host.
 
-        NOTE: the model's tensors on the host are copied because any code may write them. Only this
-        package writes the optimizer's state, and announces its writes. Forward writes buffers, so
-        they are copied, too.
+        NOTE: Only this package writes the optimizer's state, and waits for leases before a write.
+        Any code may write the model's tensors on the host, and forward writes buffers. So the
+        model's host tensors and buffers are copied.
         """
         lendable = {
             at: value
@@ -249,9 +252,11 @@ class Writing:
         lent.start()
 
     def wait_for_device(self, timeout: float | None = None) -> bool:
-        """Wait until the save leases no tensor of an accelerator. Return True if that is so
-        before the timeout in seconds."""
-        lent = self._lent  # Keep a reference, because the save's thread may delete its own.
+        """Wait until the save leases no tensor of an accelerator. Return False if leases are left
+        after ``timeout`` seconds."""
+        lent = (
+            self._lent
+        )  # Keep a reference, because the thread of the save may delete the attribute meanwhile.
         return lent is None or lent.wait_for_devices(timeout)
 
     def give_back(self) -> None:
@@ -273,7 +278,7 @@ class Writing:
         return _write_files(list(zip(_by_file(self.items, threads), paths, strict=False)))
 
     def finish(self, written: list[WrittenFile]) -> dict[str, FileSum]:
-        """Write the index on the first rank, after all ranks have written.
+        """Write the index on the first rank, after all ranks have written their files.
 
         Args:
             written: the data files of all ranks.
@@ -303,7 +308,7 @@ def _lendable(item: Item) -> Tensor | None:
 
 
 def _lent_of_device(item: Item, lent: SaveBorrow, params: Collection[str]) -> StagedBytes | None:
-    """Lease the bytes of an item on an accelerator; return None if they cannot be leased."""
+    """Lease the bytes of a box on an accelerator; return None if the bytes cannot be leased."""
     value, name = item.content, item.entry.name
     if not isinstance(value, Tensor) or not is_plain(value) or not value.nbytes:
         return None
@@ -335,8 +340,8 @@ def _copied(item: Item, lent: SaveBorrow) -> Tensor:
 
 
 _plans: WeakKeyDictionary[dist.ProcessGroup, tuple[tuple[Held, ...], Share]] = WeakKeyDictionary()
-"""The entries of this rank at its last save with a process group, and the boxes that it wrote.
-The plan stays valid while no rank of the group holds other entries."""
+"""The tensors of this rank at its last save with a process group, and the boxes that the rank
+wrote. The plan stays valid while no rank of the group has other tensors."""
 
 
 def plan_writing(
@@ -347,18 +352,18 @@ def plan_writing(
     snapshot: bool,
     params: Collection[str] = (),
 ) -> Writing:
-    """Decide which boxes each rank writes. Equal entries of several ranks are written once.
+    """Decide which boxes each rank writes. Equal tensors of several ranks are written once.
 
     Args:
-        tensors: this rank's entries; the same names may be on several ranks.
+        tensors: this rank's tensors by name; several ranks may have equal names.
         folder: an empty directory that all ranks see.
         ranks: the ranks that save.
         snapshot: True if code may change the tensors after this call; see
             :meth:`Writing.take_snapshot`.
-        params: entries that are parameters of the model.
+        params: names of the model's parameters in ``tensors``.
 
     Raises:
-        ValueError: ranks disagree about an entry; the message names it.
+        ValueError: ranks disagree about a tensor; the message names the tensor.
     """
     doing = "planning a checkpoint"
     held = ranks.run_on_all(doing, lambda: held_of(tensors))
@@ -382,15 +387,15 @@ def plan_writing(
 
 
 def plan_together(held: Sequence[Held], ranks: Ranks, doing: str) -> Share:
-    """Return the boxes of this rank, which the first rank decides. Collective.
+    """Return the boxes that this rank writes. The first rank decides for all ranks. Collective.
 
     Args:
-        held: entries of this rank.
+        held: tensors of this rank.
         ranks: the ranks that share the boxes.
         doing: name of the action, for errors.
 
     Raises:
-        ValueError: ranks disagree about an entry; the message names it.
+        ValueError: ranks disagree about a tensor; the message names the tensor.
     """
     sheets = sheets_of(held)
     known = ranks.broadcast(set(sheets))
@@ -410,7 +415,7 @@ def plan_together(held: Sequence[Held], ranks: Ranks, doing: str) -> Share:
 def _items(
     tensors: Mapping[str, Tensor], held: Sequence[Held], share: Share | None
 ) -> Iterator[Item]:
-    """Yield the boxes that ``share`` has; None for all boxes of this rank."""
+    """Yield the boxes of this rank that are in ``share``; all boxes if ``share`` is None."""
     for entry in held:
         places = (whole_box(entry.shape),) if entry.places is None else entry.places
         for place in places:
@@ -423,8 +428,7 @@ def _items(
 
 
 def _by_file(items: Sequence[Item], threads: int) -> list[list[Item]]:
-    """Return the items grouped by file. Files have about equal bytes, and items keep their
-    order."""
+    """Return the boxes grouped by file. Files have about equal bytes. Boxes keep their order."""
     total = sum(item.content.nbytes for item in items)
     count = max(1, min(total // FILE_FROM, threads, _MOST_FILES))
     loads = [(0, number) for number in range(count)]
@@ -440,10 +444,10 @@ def _by_file(items: Sequence[Item], threads: int) -> list[list[Item]]:
 
 
 def _write_files(files: Sequence[tuple[Sequence[Item], Path]]) -> list[WrittenFile]:
-    """Write each file in a thread of its own.
+    """Write each file in its own thread.
 
-    NOTE: do not use an executor's threads: a process that ends waits for its saves, and executors
-    refuse calls by then.
+    NOTE: do not use an executor's threads. A process waits for its saves before it ends, and
+    executors refuse calls by then.
     """
 
     def write(items: Sequence[Item], path: Path) -> WrittenFile:
@@ -455,8 +459,10 @@ def _write_files(files: Sequence[tuple[Sequence[Item], Path]]) -> list[WrittenFi
     try:
         return list(map(Future.result, writing))
     finally:
-        futures.wait(writing)  # Wait after an error, too, because the memory may be freed next.
-        writing.clear()  # A reference to the future of this frame's error would be a cycle.
+        # Wait after an error, too, because the caller may free the memory next.
+        futures.wait(writing)
+        # An error refers to this frame, and this frame to the future of the error.
+        writing.clear()
 
 
 def _written(
@@ -515,8 +521,7 @@ class _SummedFile:
             left -= end - begin
 
     def _room(self, wanted: int) -> tuple[int, int]:
-        """Return begin and end of the space in the buffer for the next bytes, at most
-        ``wanted``."""
+        """Return begin and end of free space in the buffer, at most ``wanted`` bytes."""
         if self._used == _BUFFER:
             self._put()
         begin, end = self._used, min(_BUFFER, self._used + wanted)
@@ -525,12 +530,13 @@ class _SummedFile:
         return begin, end
 
     def _put(self) -> None:
-        """Compute the checksums of the filled buffer, and begin to write it."""
+        """Compute the checksums of the filled buffer, and start a write of the buffer in the
+        background."""
         data = byte_view(self._filled)[: self._used]
         for begin in range(0, len(data), BLOCK_BYTES):
             self.blocks.append(zlib.crc32(data[begin : begin + BLOCK_BYTES]))
         if self._writing is not None:
-            # NOTE: the other buffer may be filled only after its write has ended.
+            # NOTE: the other buffer may be filled only after the write of that buffer has ended.
             self._writing.result()
         self._writing = in_background(partial(self._write, data))
         self._filled, self._written = self._written, self._filled
@@ -542,14 +548,13 @@ class _SummedFile:
                 data = data[self._file.write(data) :]
             end = self._file.tell()
             if end - self._begun >= _BEGIN_EVERY and hasattr(os, "posix_fadvise"):
-                # With DONTNEED, Linux begins to write these pages now, because no code will read
-                # them.
+                # With DONTNEED, Linux writes these pages now. No code will read the pages.
                 count = end - self._begun
                 os.posix_fadvise(self._file.fileno(), self._begun, count, os.POSIX_FADV_DONTNEED)
                 self._begun = end
 
     def finish(self) -> FileSum:
-        """Write the remaining bytes and wait until all are on the disk."""
+        """Write the remaining bytes, and wait until all bytes are on the disk."""
         if self._used:
             self._put()
         if self._writing is not None:
@@ -573,13 +578,14 @@ experts from copies."""
 
 
 def check_replicas(params: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Check that parameters with one name have equal values on all ranks, because each is written
-    once. Collective.
+    """Check that parameters with one name have equal values on all ranks, because only one rank
+    writes each parameter. Collective.
 
-    A rank sends its digests only if they differ from the first rank's.
+    A rank sends its digests only if they differ from the first rank's digests.
 
     Args:
-        params: parameters by name. Only plain tensors are compared: a DTensor has its own layout.
+        params: parameters by name. Only plain tensors are compared, because a DTensor describes its
+            own layout.
         ranks: the ranks that save.
 
     Raises:
@@ -599,8 +605,8 @@ def check_replicas(params: Mapping[str, Tensor], ranks: Ranks) -> None:
 
 
 def _digests(params: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """Return a digest of sampled elements of each parameter. The samples of a device and dtype
-    are copied to the host together."""
+    """Return a digest of sampled elements of each parameter. Samples of one device and dtype are
+    copied to the host together."""
     samples: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for name, param in params.items():
         flat = param.detach().reshape(-1)
@@ -624,12 +630,12 @@ def _compare(digests_of_ranks: Sequence[Mapping[str, bytes] | None]) -> None:
             if digest != expected:
                 raise ValueError(
                     f"{name}: ranks {other} and {rank} have different values under this name, and "
-                    "one of the values would be lost. For shards of one tensor, set Megatron's "
-                    "tensor_model_parallel, partition_dim and partition_stride on it, and "
-                    "process_groups.tp (for experts expert_tp). For experts that every rank "
-                    "counts from 0, set process_groups.ep. For layers, set process_groups.pp and "
-                    "a layer_number on each layer. Otherwise pass global_names=, a function that "
-                    "returns the name in the whole model. All of these are arguments of "
-                    "get_megatron_optimizer (without an optimizer, of ModelParallel.of, for "
-                    "model_parallel=)"
+                    "a checkpoint has one value for each name. Set what distinguishes the ranks. "
+                    "Tensor parallelism: tensor_model_parallel, partition_dim and "
+                    "partition_stride of the parameter, and process_groups.tp (expert_tp for "
+                    "experts). Experts: process_groups.ep. Pipeline stages: process_groups.pp, "
+                    "and layer_number of each layer. Other layouts: global_names=, a function "
+                    "that returns the name in the whole model. Pass process_groups= and "
+                    "global_names= to get_megatron_optimizer, or without an optimizer to "
+                    "ModelParallel.of (model_parallel=)"
                 )

@@ -61,7 +61,7 @@ class StackRequest:
         process_groups: process groups of this rank.
         expert_predicate: ``(param, name) -> bool``, True for expert parameters; None for
             :func:`is_expert_param`.
-        param_groups: groups of the caller; None to make groups from the overrides.
+        param_groups: param groups of the caller; None to make groups from the overrides.
     """
 
     config: OptimizerConfig
@@ -78,16 +78,16 @@ class StackRequest:
         return next((local_tensor(param).device for param in params), torch.device("cpu"))
 
     def modules(self) -> Sequence[nn.Module]:
-        """Return the chunks; or, if the request has ``param_groups``, one module with their
-        parameters."""
+        """Return the chunks. If the request has ``param_groups``, return one module with the
+        parameters of these groups."""
         if self.param_groups is None:
             return self.chunks
         return [container_of(self.param_groups)]
 
 
 def container_of(groups: Iterable[Mapping[str, Any]]) -> nn.Module:
-    """Return a module with the parameters of param groups in their order, because the planner
-    reads modules."""
+    """Return a module with the parameters of param groups in their order. The memory planner reads
+    modules."""
     container = nn.Module()
     params = itertools.chain.from_iterable(group["params"] for group in groups)
     for index, param in enumerate(params):
@@ -135,8 +135,8 @@ def build(request: StackRequest) -> MegatronOptimizer:
         expert_tp=groups_of.expert_tp,
         dp=groups_of.expert_dp,
     )
-    # A rank without dense or expert parameters needs an empty optimizer for them, because the other
-    # ranks wait for this rank in the reductions of that optimizer.
+    # A rank without dense or expert parameters needs an empty optimizer for them. Otherwise the
+    # other ranks would wait for this rank in reductions.
     kinds = [
         (groups, where)
         for groups, where in ((dense, groups_of), (experts, expert_groups))
@@ -256,11 +256,11 @@ def _part(
     chunks: Sequence[nn.Module],
     data_parallel: int | None,
 ) -> MegatronOptimizer:
-    """Build the optimizer of the dense or of the expert parameters.
+    """Build the optimizer of the dense parameters, or of the expert parameters.
 
     Args:
-        data_parallel: number of ranks that compute gradients of the loss. Expert gradients are sums
-            over the tokens of these ranks, so they are divided by this number, too.
+        data_parallel: number of ranks that compute gradients of the loss. Gradients of experts are
+            sums over the tokens of these ranks, so they are divided by this number, too.
     """
     wrapper = Float16OptimizerWithFloat16Params if config.fp16 or config.bf16 else FP32Optimizer
 

@@ -1,4 +1,4 @@
-"""Public entry point: checks of the arguments, and choice of the offload fraction."""
+"""``get_megatron_optimizer``: checks of the arguments, and choice of the offload fraction."""
 
 from __future__ import annotations
 
@@ -140,8 +140,8 @@ def _check_model(config: OptimizerConfig, chunks: Sequence[nn.Module], param_gro
     trained = [(name, param) for name, param in named if param.requires_grad]
     for name, param in trained:
         check_attributes(name, param)
-    # One rank of several, such as a pipeline stage, may have no trainable parameters. So only a
-    # single process raises.
+    # One rank of several, such as a pipeline stage, may have no trainable parameters. So the error
+    # is raised only in a single process.
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if not trained and param_groups is None and alone:
         raise ValueError(
@@ -160,7 +160,7 @@ def _check_model(config: OptimizerConfig, chunks: Sequence[nn.Module], param_gro
 def _check_overrides_match(
     config: OptimizerConfig, chunks: Sequence[nn.Module], overrides: Mapping[ParamKey, Any] | None
 ) -> None:
-    """Raise ValueError if an override, except a standard one, matches no parameter."""
+    """Raise ValueError if an override matches no parameter. Standard overrides need not match."""
     if not overrides:
         return
     standard = {*get_standard_config_overrides(config)}
@@ -214,8 +214,7 @@ def _checked_groups(
 
 
 def _names(chunks: Sequence[nn.Module]) -> dict[int, tuple[set[str], str]]:
-    """Return two values by the id of each parameter: the names in its module, and its canonical
-    name."""
+    """Return by the id of each parameter: its names in its module, and its canonical name."""
     found: dict[int, tuple[set[str], str]] = {}
     for prefix, chunk in prefixed(chunks):
         own = dict(chunk.named_parameters(remove_duplicate=False))

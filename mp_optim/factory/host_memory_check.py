@@ -34,7 +34,7 @@ _MOST_PER_TENSOR = 64 << 10
 _MOST_WINDOWS = 11
 """Upper bound of windows, and of staging buckets, in host memory at the same time."""
 BESIDE = 1 / 32
-"""Share of a plan that is added for temporary tensors and allocators."""
+"""Share of a plan that is added to the plan for temporary tensors and allocators."""
 _DISK = "free disk space of "
 
 
@@ -63,7 +63,7 @@ def check_host_memory(request: StackRequest, *, is_class: bool = False) -> None:
     if all(bound <= limit.free for limit in _limits(config)):
         return
     with warnings.catch_warnings():
-        # Planning builds the stack, and the real build repeats its warnings.
+        # Planning builds the stack on the meta device. The real build repeats the warnings.
         warnings.simplefilter("ignore")
         try:
             plan = _host_plan(request)
@@ -91,8 +91,11 @@ def _limits(config: OptimizerConfig) -> list[MemoryLimit]:
 
 
 def _host_plan(request: StackRequest) -> MemoryPlan:
-    """Return the plan of a stack. For a model on the CPU, memory of the optimizer on the model's
-    device counts as host memory; the model itself and existing gradients are left out."""
+    """Return the plan of a stack's host memory.
+
+    For a model on the CPU, the optimizer's memory on the model's device is host memory. The plan
+    leaves out the model itself and existing gradients.
+    """
     config, (plan_of, _) = request.config, rank_planner(request)
     plan = plan_of(config)
     if request.device.type != "cpu":

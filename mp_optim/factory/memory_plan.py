@@ -57,7 +57,7 @@ class Memory:
 class MemoryPlan:
     """Memory that one rank needs, in bytes. Pinned memory includes its allocator's rounding.
 
-    A plan leaves out activations, temporary tensors, scales of float8 parameters, and rounding by
+    The plan leaves out activations, temporary tensors, scales of float8 parameters, and rounding by
     the accelerator's allocator.
 
     Attributes:
@@ -95,7 +95,8 @@ class MemoryPlan:
         )
 
     def rows(self) -> list[tuple[str, int, int, int, int]]:
-        """Return rows of (purpose, accelerator, pinned host, pageable host, disk) in bytes.
+        """Return one row for each purpose: (purpose, accelerator, pinned host, pageable host,
+        disk), in bytes.
 
         The last row has the totals.
         """
@@ -149,8 +150,7 @@ def plan_rank(
     else:
         stepped, model_params = named, sum(param.nbytes for _, param in named)
         trained = [param for _, param in named if param.requires_grad]
-        # Gradients have the parameter's dtype, except that gradients of 8-bit parameters have 16
-        # bits.
+        # Gradients have the parameter's dtype. Gradients of 8-bit parameters have 16 bits.
         grads = sum(param.numel() * max(param.itemsize, 2) for param in trained)
     model = nn.Module()
     # Write to ``_parameters``, because register_parameter() refuses names with dots.
@@ -191,8 +191,8 @@ _SHARDING = (
     *("data_parallel_sharding_strategy", "overlap_param_gather", "grad_reduce_in_fp32"),
     *("grad_reduce_op", "reduce_scatter_with_fp32_accumulation", "bucket_size"),
 )
-"""Fields of distributed optimizers. The plan resets them, because one rank's shard is stepped
-without other ranks."""
+"""Fields of distributed optimizers. The planner resets these fields, because it builds only one
+rank's shard."""
 
 
 def with_defaults(
@@ -217,8 +217,8 @@ def _sharded(
     ranks: int,
     expert_ranks: int,
 ) -> tuple[NamedParams, int, int]:
-    """Return the parameter shards of the first data-parallel rank, and the bytes of its parameters
-    and gradients.
+    """Return the parameter shards of the first data-parallel rank, the bytes of the rank's
+    parameters, and the bytes of its gradients.
 
     Only gradients that stay allocated between steps are counted.
     """
@@ -246,11 +246,11 @@ def _sharded(
 
 
 _WHAT = {REMAINDER: "main_params", AVERAGE: "averages"}
-"""Purposes in :class:`Memory` of state tensors that are not moments, by state key."""
+"""Purpose in :class:`Memory`, by state key. State with other keys counts as moments."""
 
 
 def memory_of(optimizer: MegatronOptimizer, config: OptimizerConfig) -> MemoryPlan:
-    """Return the bytes of an optimizer's tensors. Missing state is allocated.
+    """Return the bytes of an optimizer's tensors. State that is missing is allocated.
 
     Args:
         optimizer: optimizer, usually on the meta device.
@@ -269,7 +269,7 @@ def memory_of(optimizer: MegatronOptimizer, config: OptimizerConfig) -> MemoryPl
 
 
 def _reserves(member: WrappedOptimizer, config: OptimizerConfig) -> Iterator[tuple[str, str, int]]:
-    """Yield (kind of memory, purpose, bytes) of memory that the first step reserves."""
+    """Yield (kind of memory, purpose, bytes) of the memory that the first step reserves."""
     if not isinstance(member.executor, PlacedExecutor):
         return
     held, pins_mains = member.executor.stepper.host_bytes(), config.pin_cpu_params

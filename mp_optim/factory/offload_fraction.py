@@ -35,7 +35,8 @@ OFFLOADING = frozenset(
 
 
 def with_fraction(config: OptimizerConfig, fraction: float) -> OptimizerConfig:
-    """Return the config with another offload fraction; 0.0 also resets all fields for offloading.
+    """Return the config with another offload fraction. The fraction 0.0 also resets all fields that
+    only offloading reads.
 
     Args:
         config: config to change.
@@ -65,7 +66,7 @@ def least(
     Raises:
         ValueError: no fraction fits; the message has the needed bytes and other settings.
     """
-    # Try 0.0 separately: a small streamed share with large windows may need more memory than no
+    # Try 0.0 separately. A small streamed share with large windows may need more memory than no
     # offloading.
     low, high = 0, 0
     best = plan_of(with_fraction(config, 0.0))
@@ -152,21 +153,21 @@ def with_chosen_fraction(request: StackRequest) -> OptimizerConfig:
 def rank_planner(
     request: StackRequest,
 ) -> tuple[Callable[[OptimizerConfig], MemoryPlan], list[ProcessGroup]]:
-    """Return a function from a config to this rank's plan, and the process groups that shard
+    """Return a function from a config to this rank's memory plan, and the process groups that shard
     parameters.
 
-    The request's config decides whether the optimizer is distributed.
+    The config of the request decides whether the optimizer is distributed.
     """
     is_expert = request.expert_predicate or is_expert_param
-    # Frozen parameters are included, because the accelerator holds them.
+    # Frozen parameters are included, because the accelerator stores them.
     held = list(named_params(request.modules()))
     metas = {id(param): _on_meta(param) for _, param in held}
     named = [(name, metas[id(param)]) for name, param in held]
     experts = {name for name, param in held if is_expert(param, name)}
     groups, process_groups = request.param_groups, request.process_groups
     if groups is not None:
-        # The parameters are in the order of the groups, because ``modules`` made the module from
-        # them.
+        # ``modules`` made the module from the groups, so the parameters are in the order of the
+        # groups.
         own = iter(metas.values())
         groups = [{**each, "params": [next(own) for _ in each["params"]]} for each in groups]
     if request.config.is_distributed:
@@ -185,8 +186,7 @@ def rank_planner(
 
 
 def _on_meta(param: Tensor) -> nn.Parameter:
-    """Return a meta tensor for this rank's shard of a parameter, with the parameter's
-    attributes."""
+    """Return a meta tensor of the shape of this rank's shard, with the parameter's attributes."""
     values = torch.empty_like(local_tensor(param), device="meta")
     meta = nn.Parameter(values, requires_grad=param.requires_grad)
     for name, value in vars(param).items():

@@ -33,7 +33,7 @@ _MODULES = {
     "inspect": "mp_optim.apps.cli.inspect",
     "conform": "mp_optim.apps.conform.command",
 }
-"""The module of each command. Its ``main(arguments)`` returns the exit status."""
+"""The module of each command. The module's ``main(arguments)`` returns the exit status."""
 WIDE = 10_000
 _PACKAGES = {"yaml": "pyyaml"}
 
@@ -72,15 +72,15 @@ def status_of(command: Callable[[], int]) -> int:
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] == "mp_optim":
             raise
-        # An ImportError without a module name comes from transformers, which failed to import a
-        # model of its own.
+        # transformers raises an ImportError without a module name if a model of its own cannot be
+        # imported.
         if error.name is None:
             return _fail(f"{_sentence(error)} The cause: {_sentence(_first_cause(error))}")
         package = _PACKAGES.get(str(error.name), error.name)
         return _fail(f"this command needs {error.name}: pip install {package}")
     except BrokenPipeError:
-        # Redirect stdout, because Python flushes it once more when it exits and would print the
-        # error.
+        # Python flushes stdout once more at its exit and would print the error, so stdout is
+        # redirected.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
@@ -115,7 +115,7 @@ def hf_config(path: Path) -> Any:
         FileNotFoundError: the file or folder does not exist.
         ValueError: transformers cannot read the config.
     """
-    # Check the path first, because transformers would take a missing path for a name on the Hub.
+    # transformers would look up a missing path as a name on the Hub, so the path is checked first.
     if not path.exists():
         raise FileNotFoundError(f"--model {path}: no such file or folder")
     import transformers

@@ -32,7 +32,8 @@ Checkpoint = Annotated[
 
 
 def list_entries(path: Checkpoint, match: str = "") -> int:
-    """List the tensors of a checkpoint with dtype, shape, bytes and the boxes that ranks saved.
+    """List the tensors of a checkpoint with dtype, shape, bytes and the number of slices that ranks
+    saved.
 
     Args:
         match: show only names that contain this text.
@@ -70,7 +71,7 @@ def verify(path: Checkpoint) -> int:
 
 
 def diff(a: Checkpoint, b: Checkpoint) -> int:
-    """Compare two checkpoints entry by entry. The exit status is 1 if they differ.
+    """Compare two checkpoints tensor by tensor. The exit status is 1 if they differ.
 
     Args:
         a: the first checkpoint.
@@ -107,10 +108,10 @@ def main(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of one entry between two checkpoints.
+    """The difference of one tensor between two checkpoints.
 
     Attributes:
-        name: name of the entry.
+        name: name of the tensor.
         what: "equal" to the bit; "only in a", "only in b", "dtype", "shape"; or "values".
         differing: number of elements whose bits differ.
         largest: largest absolute difference; inf or nan if an infinity or a NaN differs.
@@ -125,7 +126,7 @@ class Difference:
 
 
 def compare(a: Contents, b: Contents) -> Iterator[Difference]:
-    """Yield the difference of each entry of two checkpoints, by name. At most two tensors are in
+    """Yield the difference of each tensor of two checkpoints, by name. At most two tensors are in
     memory at a time."""
     for name in sorted(a.entries.keys() | b.entries.keys()):
         entry, other = a.entries.get(name), b.entries.get(name)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 Make = Callable[..., torch.optim.Optimizer]
-"""``make(params, **settings)``: returns an optimizer of the checked class. These settings
-replace the user's settings of the same name."""
+"""Function ``make(params, **settings)`` that returns an optimizer of the checked class.
+``settings`` replace the user's settings of the same name."""
 
 LEVELS = ("must", "should")
 """Levels of checks.
@@ -70,7 +70,8 @@ Function = Callable[[Make], None]
 
 
 def must(*rules: str, level: str = "must") -> Callable[[Function], Function]:
-    """Register a check of level must. The check applies to ``rules``; to all rules if empty."""
+    """Decorator that registers a check of level ``level``. The check applies to optimizers of
+    ``rules``; to all optimizers if empty."""
 
     def registered(function: Function) -> Function:
         CHECKS[function.__name__] = Check(function, level, rules)
@@ -80,7 +81,8 @@ def must(*rules: str, level: str = "must") -> Callable[[Function], Function]:
 
 
 def should(*rules: str) -> Callable[[Function], Function]:
-    """Register a check of level should. The check applies to ``rules``; to all rules if empty."""
+    """Decorator that registers a check of level should. The check applies to optimizers of
+    ``rules``; to all optimizers if empty."""
     return must(*rules, level="should")
 
 
@@ -109,7 +111,8 @@ def layers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def backward(model: nn.Module, step: int, scale: float = 1.0) -> None:
-    """Add the gradients of one batch. The number of the step seeds the batch."""
+    """Add the gradients of one batch to the model's gradients. The number of the step seeds the
+    batch."""
     dtype = next(model.parameters()).dtype
     x, y = noise(16, 64, seed=2 * step, dtype=dtype), noise(16, 8, seed=2 * step + 1)
     loss = (model(x).float() - y).square().mean() * scale
@@ -137,7 +140,7 @@ def trained(
 
 def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
     """Multiply the learning rate of every group by ``factor``. An optimizer may have split its
-    groups, so no number is assumed."""
+    groups, so every group is changed."""
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * factor
 

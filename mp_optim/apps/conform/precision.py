@@ -1,4 +1,4 @@
-"""Checks of precision: bfloat16, float16, loss scales, autocast and compiled steps."""
+"""Checks of precision: bfloat16, float16, loss scales, autocast and default dtypes."""
 
 from __future__ import annotations
 

@@ -220,8 +220,8 @@ def weights_written_by_hand_are_kept(make: Make) -> None:
 
 
 def goes_on_as(make: Make, copied: Callable[[Any], Any]) -> None:
-    """Require that a copy of model and optimizer trains its own model as the original would. The
-    copy is made before the first step and again later."""
+    """Require that a copy of model and optimizer trains its own model exactly as the original. The
+    copy is made before the first step, and again after two steps."""
     model, optimizer = trained(make)
     for first in (0, 2):
         other, its_own = copied((model, optimizer))

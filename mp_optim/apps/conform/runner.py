@@ -1,6 +1,6 @@
-"""Runner of checks in separate processes, where a crash or a hang is a finding, too.
+"""Runner of checks in a separate process, where a crash or a hang is a finding, too.
 
-A process writes its findings to a file, line by line. A missing line identifies the check that
+The process writes its findings to a file, line by line. A missing line identifies the check that
 ended the process. :func:`command_of` returns the command that repeats one check alone.
 """
 

@@ -1,8 +1,8 @@
 """Import and export of optimizer state in formats of other libraries.
 
-Each format is a module of pure functions from and to :class:`ForeignState`, which has state by
-parameter name. :func:`import_state` and :func:`export_state` copy that state into and out of an
-optimizer.
+Functions read each format into :class:`ForeignState`, which has state by parameter name.
+:func:`import_state` copies such state into an optimizer, and :func:`export_state` copies an
+optimizer's state out.
 """
 
 from mp_optim.apps.convert.formats import (

@@ -63,19 +63,20 @@ def _loaded(options: Options) -> Any:
     content = load_plain_file(options.source)
     for part in filter(None, options.key.split(".")):
         if not isinstance(content, Mapping) or part not in content:
-            names = list(content) if isinstance(content, Mapping) else "no names"
+            names = sorted(map(str, content)) if isinstance(content, Mapping) else []
             raise ValueError(
-                f"--key {options.key}: {part!r} is not in {options.source}; it has {names}"
+                f"--key {options.key}: {options.source} has no key {part!r} there; "
+                + (f"write one of {names}" if names else "leave out --key")
             )
         content = content[part]
     return content
 
 
 def read(options: Options) -> foreign.ForeignState:
-    """Read the source, and check the memory that its tensors take.
+    """Read the source, and check that its tensors take no more memory than the file.
 
     Raises:
-        ValueError: the source has another format.
+        ValueError: the source has another format, or a tensor is larger than its bytes in the file.
     """
     try:
         state = _read(options)
@@ -93,8 +94,8 @@ def read(options: Options) -> foreign.ForeignState:
 
 
 def _check_memory(state: foreign.ForeignState) -> None:
-    """Raise ValueError for an expanded tensor, because it would take more bytes than the file
-    has."""
+    """Raise ValueError for an expanded tensor, because it would take more memory than the file has
+    bytes."""
     for name, tensors in state.state.items():
         for key, value in tensors.items():
             stored = value.untyped_storage().nbytes()

@@ -42,7 +42,7 @@ def from_torch(
         names: names of all parameters, in the order of the optimizer's param groups; not needed if
             the optimizer has named parameters.
         masters: FP32 main params of 16-bit parameters, by name.
-        step: number of steps taken, for optimizers that do not count them (SGD).
+        step: number of steps taken, for optimizers that count no steps (SGD).
 
     Raises:
         ValueError: names are missing, or masters belong to unknown parameters.
@@ -77,7 +77,7 @@ def to_torch(foreign: ForeignState) -> dict[str, Any]:
 
 
 def fp32_params(foreign: ForeignState) -> dict[str, Tensor]:
-    """Return the FP32 values by name, of all parameters that have an FP32 value."""
+    """Return FP32 values by parameter name. Parameters without an FP32 value are left out."""
     return {name: state[MASTER] for name, state in foreign.state.items() if MASTER in state}
 
 

@@ -1,7 +1,4 @@
-"""Optimizer state by parameter name, the common form of all formats.
-
-The state is imported into and exported from an optimizer, and read from a file or a checkpoint.
-"""
+"""Optimizer state by parameter name. All formats of other libraries are converted to this form."""
 
 from __future__ import annotations
 
@@ -64,7 +61,7 @@ class ForeignState:
 
     @property
     def names(self) -> list[str]:
-        """Return all names in order."""
+        """Names of all parameters, in the order of the groups."""
         return [name for group in self.groups for name in group.names]
 
     def with_masters(self, masters: Mapping[str, Tensor]) -> ForeignState:
@@ -255,7 +252,8 @@ def import_state(
 
 
 def _write_params(stack: Any, slots: Mapping[str, Slot], whole: dict[str, Tensor]) -> None:
-    # The optimizer keeps copies of FP32 parameters that the host steps, so the copies are set, too.
+    # The optimizer keeps copies of FP32 parameters that are stepped on the host, so the copies are
+    # set, too.
     stack.reload_model_params(whole)
     for name, value in whole.items():
         slot = slots[name]
@@ -318,10 +316,10 @@ def _like(label: str, param: Tensor, value: Tensor) -> Tensor:
 
 @in_own_modes
 def export_state(optimizer: SlotKeyedOptimizer) -> ForeignState:
-    """Return all state in FP32 with the FP32 value of every parameter.
+    """Return the state of all parameters in FP32, with the FP32 value of every parameter.
 
-    Tensors are whole; the call is collective for sharded parameters. Averages (``ema_decay``) are
-    not included, because other libraries' optimizers do not keep averages.
+    Tensors are whole. For sharded parameters the call is collective. Averages (``ema_decay``) are
+    left out, because other libraries' optimizers keep no averages.
 
     NOTE: tensors that the optimizer stores whole in FP32 are not copied. Write or clone them before
     the next step.
@@ -337,7 +335,7 @@ def export_state(optimizer: SlotKeyedOptimizer) -> ForeignState:
             if key not in (REMAINDER, AVERAGE)
         }
         state[name] = {key: _gathered(value) for key, value in found.items()}
-        # Adam of other libraries stores exp_avg even with beta1=0, but does not read it then.
+        # Other libraries' Adam stores exp_avg even with beta1=0, and does not read it.
         if "exp_avg_sq" in found:
             zeros = torch.zeros_like(state[name]["exp_avg_sq"])
             state[name].setdefault("exp_avg", zeros)

@@ -1,9 +1,9 @@
 """Reader of ``torch.save`` files from other programs, which may be malicious.
 
 The reader calls no function that a pickle names, and uses no more memory than the file has bytes.
-torch's safe unpickler alone would create objects of any size: ``bytearray(n)`` takes eight bytes in
-a file and n bytes in memory, and a compressed record takes a thousandth in the file. So each pickle
-is checked before torch reads it.
+torch's safe unpickler alone would create objects of any size. For example, ``bytearray(n)`` takes
+eight bytes in a file and n bytes in memory, and a compressed record may be a thousand times as
+large in memory. So each pickle is checked before torch reads it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _BY_NUMBER = {"complex", "_MEM_FORMAT_ENCODING"}
 """Names that a pickle may call with a number. Any other call with a number could allocate an
 object of that size."""
 _LEGACY_PICKLES = 5
-"""Number of pickles at the start of a file in torch's format before archives. Elements of
-tensors follow the pickles."""
+"""Number of pickles at the start of a file in torch's old format. The elements of tensors follow
+the pickles."""
 _ARCHIVE = b"PK\x03\x04"
 
 
@@ -103,9 +103,9 @@ def load_plain_file(path: str | os.PathLike[str]) -> Any:
 
 
 def _check_pickles(file: BinaryIO) -> None:
-    """Raise an exception unless torch may read the pickles of a file.
+    """Raise an exception if torch must not read the pickles of a file.
 
-    As in torch, a file is an archive if it begins like one.
+    A file with the first bytes of an archive is read as an archive, as torch does.
     """
     is_archive = file.read(len(_ARCHIVE)) == _ARCHIVE
     file.seek(0)

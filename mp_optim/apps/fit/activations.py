@@ -35,13 +35,13 @@ def allocated_bytes(size: int) -> int:
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes at a moment of a step.
+    """Bytes at one moment of forward or backward.
 
     Attributes:
         phase: "forward" or "backward".
-        activations: tensors saved for backward, and temporary tensors of an operation.
-        logits: those activations that have the vocabulary as a dimension.
-        grads: gradients of parameters that backward has computed.
+        activations: bytes of tensors saved for backward, and of temporary tensors of an operation.
+        logits: bytes of activations that have the vocabulary as last dimension.
+        grads: bytes of gradients that backward has computed.
     """
 
     phase: str
@@ -238,7 +238,7 @@ def as_fake(model: nn.Module) -> FakeTensorMode:
     """
     fake = FakeTensorMode()
     made: dict[int, nn.Parameter] = {}
-    # Keep references to the parameters, so that no other tensor gets their ids.
+    # Keep references to the replaced parameters, so that no other tensor gets their ids.
     originals = list(model.parameters())
     with fake:
         for module in model.modules():
@@ -329,7 +329,8 @@ def checkpoint_blocks(model: Any, on: bool = True) -> None:
     """
     how = {"use_reentrant": False, "preserve_rng_state": False}
     with warnings.catch_warnings():
-        # Ignore deprecations, because every version of transformers has these methods.
+        # Newer versions of transformers warn that these methods are deprecated, but only these
+        # methods exist in all versions.
         warnings.simplefilter("ignore", FutureWarning)
         if on:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)

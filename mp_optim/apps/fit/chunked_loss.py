@@ -1,6 +1,6 @@
-"""Loss of a causal language model without the logits of all tokens.
+"""Loss of a causal language model that computes the logits of some tokens at a time.
 
-The head multiplies some rows at a time, in forward and again in backward.
+The output layer multiplies these tokens in forward, and again in backward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HEAD_THEN_LOSS = re.compile(
 
 
 def can_chunk(model: Any) -> bool:
-    """True if the model's loss uses the product of its head unchanged.
+    """True if the model passes the output layer's product unchanged to its loss.
 
     Models that scale or cap their logits (Gemma, Granite, Cohere) are not supported.
     """

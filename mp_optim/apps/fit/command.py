@@ -96,9 +96,9 @@ class Options:
     attention: Literal["sdpa", "eager"] = "sdpa"
     """sdpa: fused attention. eager: attention that stores its weights."""
     main_params: Literal["exact", "remainder8", "none"] = "exact"
-    """exact: the bits of FP32 main params. remainder8: main params of 24 bits, 1 byte a
-    parameter less. none: only bfloat16 parameters, rounded stochastically. remainder8 and none
-    train to other bits than FP32 main params."""
+    """exact: the bits of FP32 main params. remainder8: main params of 24 bits, which take 1 byte a
+    parameter less. none: only bfloat16 parameters, rounded stochastically. With remainder8 and none
+    training has other bits than with FP32 main params."""
     reserve: str = "1GiB"
     """Assumed memory of each accelerator for CUDA, its libraries and rounding."""
     host_reserve: str = "4GiB"
@@ -134,7 +134,7 @@ def bytes_of(name: str, text: str, *, decimal: bool = False) -> int:
 
 
 def check(options: Options) -> None:
-    """Raise ValueError if a number among the options is not possible."""
+    """Raise ValueError if a number among the options is out of range, or a size is not valid."""
     for name in ("gpus", "seq", "batch", "accumulation"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} {getattr(options, name)}: must be at least 1")
@@ -142,7 +142,7 @@ def check(options: Options) -> None:
         raise ValueError(f"--lora {options.lora}: must be a rank > 0, or 0 for no adapters")
     if options.rates is not None and not all(0 < rate < math.inf for rate in options.rates):
         raise ValueError(f"--rates {options.rates}: each must be more than 0 GB/s")
-    limits_of(options)  # Parse the limits, which raises if a size is not valid.
+    limits_of(options)  # limits_of raises ValueError if a size is not valid.
 
 
 # -- the model ------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ _TUNED = re.compile(r"(-(hf|instruct|chat|base|it|sft|dpo|v\d+(\.\d+)?|\d{4}))+$
 
 
 def named(model: str) -> tuple[str, str]:
-    """Return the shipped name whose shape a model has, and the model's full name.
+    """Return the shipped name of a model with the same shape, and the model's full name.
 
     ``Qwen2.5-7B-Instruct`` has the shape and the organization of ``Qwen/Qwen2.5-7B``.
 
@@ -253,7 +253,8 @@ def _auto_class(architectures: Sequence[str]) -> str:
 
 
 def _program_of(options: Options) -> Program:
-    """Return the program of a function in a file. The function returns ``(model, loss_of)``."""
+    """Return the model and the loss of a function in a Python file. The function returns ``(model,
+    loss_of)``."""
     path, _, name = options.model.rpartition(":")
     spec = importlib.util.spec_from_file_location("model_to_fit", path)
     if spec is None or spec.loader is None or not Path(path).exists():
@@ -293,12 +294,12 @@ _PATH = "/mnt/nvme"
 
 
 def candidates(options: Options) -> Iterator[Candidate]:
-    """Yield settings in the order of preference.
+    """Yield settings in the order in which they are tried.
 
-    The first settings keep state on the accelerator. The next ones shard state over ranks, store it
-    in compact forms, and move a share of it to the host. The host's share is stepped there, then
-    streamed, which takes less of the host. The last settings store state on a disk. Gradients stay
-    on the accelerator until moving state alone is not enough.
+    The first settings store state on the accelerator. The next settings shard state over ranks,
+    store state in compact forms, and move a fraction of the state to the host. There the state is
+    first stepped on the host, then streamed, which needs less host memory. The last settings store
+    state on a disk. Gradients stay on the accelerator until moving state alone is not enough.
     """
     shards = options.gpus > 1
     forms = _FORMS[options.main_params]
@@ -327,7 +328,7 @@ def candidates(options: Options) -> Iterator[Candidate]:
 
 
 def ways(options: Options, made: Program) -> list[tuple[bool, str]]:
-    """Return pairs (checkpointing, loss), the fastest first."""
+    """Return pairs (checkpointing, loss) to try, the fastest first."""
     losses = [loss for loss in LOSSES if options.loss in (AUTO, loss)]
     if not (made.is_hf and can_chunk(made.base)):
         losses = ["model"]
@@ -417,9 +418,9 @@ def choose(options: Options, made: Program, tried: Iterable[Candidate]) -> Estim
 def as_data(found: Estimate, options: Options, made: Program) -> dict[str, Any]:
     """Return the answer as plain data; sizes are in bytes.
 
-    ``fits`` is true if the estimate fits. ``certain`` is true if the settings fit even with an
-    estimate that is too low by ``error``. ``slack`` is the largest such error with which the
-    settings fit.
+    ``fits`` is true if the estimate fits. ``certain`` is true if the settings fit even if the
+    estimate is too low by ``error``. ``slack`` is the largest share by which the estimate may be
+    too low.
     """
     limits = limits_of(options)
     missing = found.missing(limits)

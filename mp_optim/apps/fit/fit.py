@@ -115,10 +115,10 @@ class Estimate:
         return (limits.device - self.device) / max(self.device - limits.reserve, 1)
 
     def missing(self, limits: Limits, error: float = 0.0) -> dict[str, int]:
-        """Return the bytes beyond each limit, by memory; empty if the estimate fits.
+        """Return the missing bytes by kind of memory; empty if the estimate fits.
 
         Args:
-            limits: bytes of each memory.
+            limits: memory that the rank can use.
             error: share by which the estimate of the accelerator may be too low.
         """
         device = self.device + int(error * (self.device - limits.reserve))
@@ -199,14 +199,16 @@ def search(
     gathered: int,
     accumulates: bool = False,
 ) -> Estimate:
-    """Return the first candidate that fits, in the first way (checkpointing, loss) that fits.
+    """Return the estimate of the first candidate that fits, with the first pair (checkpointing,
+    loss) that fits.
 
-    The first pass accepts a candidate only if it would fit with an estimate that is too low by
-    :data:`ERROR`. The second pass accepts a candidate that fits by the estimate. If none fits, the
-    candidate with the least missing memory is returned; bytes of the accelerator count twice.
+    The first pass accepts a candidate only if it fits even with an estimate that is too low by
+    :data:`ERROR`. The second pass accepts a candidate that fits by the estimate. If no candidate
+    fits, the candidate with the least missing memory is returned. Missing bytes of the accelerator
+    count twice.
 
     A trace takes seconds. So a candidate that does not fit without activations is not traced, and
-    the last way, which needs least memory, is traced before the other ways.
+    the pair that needs least memory is traced before the other pairs.
     """
     listed = list(candidates)
     bare = Timeline([Moment("forward", 0, 0, 0)])
@@ -228,13 +230,14 @@ def search(
         )
 
     def lacks(found: Estimate) -> int:
-        # Host memory counts once and the accelerator twice, because host memory can be extended.
+        # Missing host memory counts once and missing accelerator memory twice, because host memory
+        # can be extended.
         missing = found.missing(limits)
         return sum(missing.values()) + missing.get("accelerator", 0)
 
     for error in (ERROR, 0.0):
         for at in range(len(listed)):
-            # Trace the way that needs least memory first: if it does not fit, no other way does.
+            # Trace the pair that needs least memory first. If it does not fit, no other pair fits.
             for way in (None, ways[-1]):
                 if estimated(at, way).missing(limits, error):
                     break

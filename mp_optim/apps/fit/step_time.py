@@ -41,8 +41,8 @@ class Machine:
 
 
 DESKTOP = Machine("PCIe 4, desktop, 2 channels DDR5-5600", 25 * GB, 25 * GB, 71.68 * GB, 907.2 * GB)
-"""A desktop with an RTX 4090. The rates are 0.8 (host) and 0.9 (device) of the memory bandwidth
-in the data sheets."""
+"""A desktop with an RTX 4090. The rates are 0.8 (host) and 0.9 (device) of the memory bandwidth in
+the data sheets."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class Form:
 
 
 def streamed(machine: Machine, form: Form, params: int) -> float:
-    """Return the seconds of a step of ``offload_place="streamed"``.
+    """Return the seconds of a step with ``offload_place="streamed"``.
 
     The device measures all gradients. Then windows of state are copied to the device, stepped and
-    copied back. These three stages process different windows at the same time, and the two copies
-    share the host's memory bandwidth.
+    copied back. The three stages process different windows at the same time. The two copies share
+    the bandwidth of the host's memory.
     """
     state, shared = params * form.state, machine.host / 2
     windows = max(math.ceil(state / WINDOW), 1)
@@ -84,10 +84,10 @@ def streamed(machine: Machine, form: Form, params: int) -> float:
 
 
 def on_host(machine: Machine, form: Form, params: int) -> float:
-    """Return the seconds of a step of ``offload_mode="sync"`` on the host.
+    """Return the seconds of a step with ``offload_mode="sync"`` on the host.
 
-    Buckets of gradients are copied to the host and measured. Then each bucket is stepped, and its
-    parameters are copied to the device.
+    Buckets of gradients are copied to the host and measured. Then each bucket is stepped, and the
+    bucket's parameters are copied to the device.
     """
     buckets = max(math.ceil(GRAD * params / BUCKET), min(params, 16))
     grads, up, down = params * GRAD, machine.up, machine.down

@@ -1,9 +1,8 @@
 """This package's optimizers in Megatron's own program: call :func:`install` before ``pretrain``.
 
 Or run ``python -m mp_optim.megatron pretrain_gpt.py ARGS``. A program that builds its optimizer
-itself can import the names of this module. Configs, keys, overrides and the scheduler are
-Megatron's own, accepted unchanged. Modules of this folder can be imported only if Megatron is
-installed.
+itself can import the names of this module. Megatron's configs, keys, overrides and scheduler are
+accepted unchanged. The module can be imported only if Megatron is installed.
 """
 
 import importlib

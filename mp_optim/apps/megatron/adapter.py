@@ -28,13 +28,13 @@ from mp_optim.zero.zero import DistributedOptimizer
 
 _CHUNK = re.compile(r"model(\d+)$")
 _OWN = ("_chunks", "_elsewhere", "_prepared", "init_state_fn")
-"""Attributes that belong to an adapter itself. All other attributes are the stack's."""
+"""Attributes that an adapter stores itself. All other attributes are read from and written to the
+stack."""
 
 
 @dataclass
 class _Prepared:
-    """The measured gradients of a step that is taken in several calls, and the decisions made so
-    far."""
+    """Measured gradients and decisions of a step that a program takes in several calls."""
 
     grads: StepGrads
     measurement: Measurement
@@ -69,10 +69,12 @@ class MegatronAdapter(torch.optim.Optimizer):
         self._chunks, self._elsewhere = list(chunks), elsewhere
 
     def __getattr__(self, name: str) -> Any:
-        # While the object is unpickled it has no stack yet, and a lookup would not end.
+        # An object that is being unpickled has no stack yet, so a lookup in the stack would not
+        # end.
         if name == "stack":
             raise AttributeError(name)
-        # Raise, because Megatron's callers use this attribute to recognize a chain.
+        # Megatron's callers recognize a chain by this attribute, so a part of a chain must not have
+        # it.
         if name == "chained_optimizers":
             raise AttributeError("a part of a chain has no chained_optimizers")
         return getattr(self.stack, name)
@@ -110,7 +112,6 @@ class MegatronAdapter(torch.optim.Optimizer):
         self.stack.add_param_group(param_group)
 
     def _get_state(self) -> Any:
-        """Return state by parameter, under the name that Megatron's callers use."""
         return self.stack.state
 
     # -- around a step
@@ -119,8 +120,8 @@ class MegatronAdapter(torch.optim.Optimizer):
         """Copy the model's current values into the main params.
 
         Args:
-            state_dict: values in full precision that replace the model's values: a Megatron
-                checkpoint (``model``, or ``model0`` and so on), or values by name; None for the
+            state_dict: FP32 values to copy in place of the model's values: a Megatron checkpoint
+                (with ``model``, or ``model0`` and so on), or values by parameter name; None for the
                 model's values.
         """
         named: dict[str, Any] = dict(state_dict or {})
@@ -141,7 +142,8 @@ class MegatronAdapter(torch.optim.Optimizer):
         self.stack.finish_param_sync()
 
     def has_grad_norm_group(self, grad_norm_group: str) -> bool:
-        """True if a parameter of this rank is clipped by the separate norm ``grad_norm_group``."""
+        """True if this rank has a parameter whose gradient is clipped by the separate norm
+        ``grad_norm_group``."""
         keys = (self.stack.norm_key(slot) for slot in self.stack.slots())
         return any(key.group == grad_norm_group for key in keys)
 
@@ -161,18 +163,20 @@ class MegatronAdapter(torch.optim.Optimizer):
         """Measure the gradients of this step.
 
         Returns:
-            True if a gradient is not finite. The step is then skipped, and the loss scale is
-                updated.
+            True if a gradient is not finite. Then the step is skipped, and the loss scale is
+            updated.
 
         Raises:
-            ValueError: an error that :meth:`step` would raise before any parameter is stepped.
+            ValueError: an argument or a gradient is not valid, as in :meth:`step`. No parameter was
+                changed.
         """
         stack = self.stack
         stack.check_lists()
         with stack.step_mark.step(stack):
             try:
                 grads = stack.grads_of(stack)
-            # Discard the jobs, so that the next step runs all of them again in this process.
+            # A worker of the backward failed. Discard its jobs, so that the next step runs all jobs
+            # in this thread.
             except WorkerError:
                 stack.discard_backward_work()
                 raise
@@ -288,9 +292,9 @@ class MegatronAdapter(torch.optim.Optimizer):
     def state_dict(self, is_loading: bool = False) -> Any:
         """Return the stack's state dict.
 
-        If data-parallel ranks shard the stack, the dict has only entries that are equal on all
-        ranks; :meth:`save_parameter_state` writes the sharded state. ``is_loading`` is ignored;
-        Megatron passes it.
+        If data-parallel ranks shard the state, the dict has only settings and the loss scale, and
+        :meth:`save_parameter_state` writes the sharded state. ``is_loading`` is ignored; Megatron
+        passes this argument.
         """
         return torch_format.common_state_dict(self.stack)
 
@@ -303,7 +307,7 @@ class MegatronAdapter(torch.optim.Optimizer):
         is_mapping, parts = isinstance(state_dict, Mapping), states_of_members(state_dict)
         if is_mapping and state_dict.get(torch_format.APART):
             torch_format.load_common(self.stack, state_dict)
-        # This key belongs to state of Megatron's Float16 optimizer.
+        # Only state of Megatron's Float16 optimizer has this key.
         elif any(COPIES in part for part in parts):
             torch_format.load_positional(self.stack, parts, convert=convert)
         elif is_mapping and REQUEST in state_dict:
@@ -328,7 +332,8 @@ class MegatronAdapter(torch.optim.Optimizer):
         torch_format.load_parameter_state(self.stack, filename)
 
     def save_state_dict_to_file(self, filename: str) -> None:
-        """Write all of this rank's state, as Megatron does for a layer-wise optimizer."""
+        """Write all state of this rank. Megatron's program calls this method for a layer-wise
+        optimizer."""
         torch.save(self.stack.state_dict(), filename)
 
     def load_state_dict_from_file(self, filename: str) -> None:
@@ -360,8 +365,8 @@ class MegatronAdapter(torch.optim.Optimizer):
                 written format, so that the checkpoint names its format.
 
         Raises:
-            ValueError: Megatron's format cannot hold this state, or is not supported; the message
-                names a format to use.
+            ValueError: Megatron's format does not support the optimizer's state, or the sharding
+                type is not supported; the message names a format to use.
         """
         # Import here, because the module needs Megatron.
         from mp_optim.apps.megatron import dist_checkpointing

@@ -1,9 +1,10 @@
 """Conversion of Megatron's ``OptimizerConfig`` to this package's config.
 
 Megatron sets every field for every optimizer, and reads only the fields of the chosen optimizer.
-This package's config refuses fields without effect, so they are left out. An unsupported field is
-accepted with Megatron's default, and refused by name with any other value. ``tools/write_docs.py``
-writes the table of docs/clients/megatron.md from this module.
+This package's config refuses fields without effect, so the conversion leaves such fields out. A
+field that this package does not support is accepted with Megatron's default, and refused by name
+with any other value. ``tools/write_docs.py`` writes the table of docs/clients/megatron.md from this
+module.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from mp_optim.host.calls import warn
 
 
 class Kind(Enum):
-    """The treatment of a Megatron field."""
+    """How this package treats a Megatron field."""
 
     SAME = "same"
     RENAMED = "other name"
@@ -221,7 +222,7 @@ def config_from_megatron(
     if config.optimizer == "lion":
         warn(_LION)
     settings |= own_settings
-    # The constructor below refuses an unknown optimizer by name.
+    # ``OptimizerConfig`` below refuses an unknown optimizer by name.
     is_known = settings["optimizer"] in RULES
     while is_known and (inert := inert_fields(ConfigFields(**settings))):
         settings = {key: settings[key] for key in settings if key not in inert}
@@ -229,8 +230,8 @@ def config_from_megatron(
 
 
 def _settings_of_streaming(config: Any) -> dict[str, Any]:
-    """Return settings for Megatron's fields that keep state in host memory and step it on the
-    device.
+    """Return settings for Megatron's fields that store state in host memory and step the state on
+    the device.
 
     Raises:
         ValueError: ``optimizer_cpu_offload`` is set, too. Megatron also refuses this combination.
@@ -275,14 +276,14 @@ def _accepted_fields(config: Any, meanings: Mapping[str, Meaning]) -> Iterator[t
 
 
 def _settings_of_ddp(chunk: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that Megatron's DDP config decides.
+    """Return the settings that the config of Megatron's DDP decides.
 
     Args:
         chunk: module wrapped in Megatron's DDP.
         settings: settings from Megatron's ``OptimizerConfig``.
 
     Raises:
-        ValueError: a field contradicts the settings; the message names it.
+        ValueError: a DDP field contradicts the settings; the message names the field.
     """
     kinds = ("buffers", "expert_parallel_buffers")
     buffers = [buffer for kind in kinds for buffer in getattr(chunk, kind, ())]

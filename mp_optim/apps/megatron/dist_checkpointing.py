@@ -1,9 +1,9 @@
 """Optimizer state for ``megatron.core.dist_checkpointing``, in the formats of Megatron's own
 optimizers.
 
-Two formats are written. Without a sharding type in the metadata, the format is that of Megatron's
-Float16 and FP32 optimizers: ``optimizer.state.fp32_param.<name>`` and the moments. With a sharding
-type, it is ``fully_reshardable`` of Megatron's distributed optimizer:
+Two formats are written. Without a sharding type in the metadata, the format is the format of
+Megatron's Float16 and FP32 optimizers: ``optimizer.state.fp32_param.<name>`` and the moments. With
+a sharding type, the format is ``fully_reshardable`` of Megatron's distributed optimizer:
 ``optimizer.state.param.<name>``. Both formats have whole parameters, so they load in any layout,
 with or without the distributed optimizer.
 
@@ -49,16 +49,17 @@ from mp_optim.mixed_precision import MegatronOptimizer
 from mp_optim.zero.zero import DistributedOptimizer
 
 SHARDING_TYPE = "distrib_optim_sharding_type"
-"""Key in Megatron's metadata for the format that its distributed optimizer writes or wrote."""
+"""Key in Megatron's metadata. The value names the format of a distributed optimizer's checkpoint.
+"""
 _NO_PREFIX = "chained_optim_avoid_prefix"
-"""Key in Megatron's metadata. If it is set, only names of parameters distinguish the parts of a
-chain."""
+"""Key in Megatron's metadata. If the value is True, the parts of a chain have no prefix in the
+names of tensors."""
 _RESHARDABLE, _BUCKETS = "fully_reshardable", "dp_reshardable"
 _WRITTEN_AS_RESHARDABLE = (_RESHARDABLE, _BUCKETS, "fully_sharded_model_space")
 _FLOAT16_MAIN, _DISTRIBUTED_MAIN = "fp32_param", "param"
 """Keys of a main param in Megatron's Float16 optimizer and in its distributed optimizer."""
 _STATE = "param_state"
-"""Key of the state tensors; each tensor then has a running index."""
+"""Key of the state tensors in a part's state dict. The tensors have the index of their slot."""
 
 ModelTensor = Any
 """One parameter of the model's sharded state dict: Megatron's ``ShardedTensor``, or a
@@ -94,14 +95,13 @@ def _key_of(part: MegatronOptimizer, slot: Slot, key: str, is_distributed: bool)
 
 @dataclass(frozen=True)
 class _Part:
-    """The parameters that one optimizer of Megatron's chain steps. All these parameters belong to
-    one part of the stack.
+    """The parameters that one optimizer of Megatron's chain steps.
 
     Attributes:
-        index: index of the part in the stack.
+        index: index of the part of the stack that has the parameters.
         part: the part of the stack.
         rule: rule of the parameters, if Megatron has one optimizer for each rule; else None.
-        elsewhere: settings of groups that only other ranks have.
+        elsewhere: settings of param groups that only other ranks have.
     """
 
     index: int
@@ -113,16 +113,16 @@ class _Part:
         return self.rule is None or group.get("optimizer") == self.rule
 
     def tensors(self, of_part: Mapping[int, Any]) -> dict[int, Any]:
-        """Return the tensors of this part's parameters, by the running index of their slots."""
+        """Return the tensors of this part's parameters, by the index of their slots."""
         groups = self.part.param_groups
         slots = enumerate(self.part.slots())
         held = {index for index, slot in slots if self.holds(groups[slot.group])}
         return {index: value for index, value in of_part.items() if index in held}
 
     def groups(self) -> list[SavedSettings]:
-        """Return the settings of this part's groups in Megatron's format.
+        """Return the settings of this part's param groups in Megatron's format.
 
-        Megatron's Muon has one group for all matrices, and does not name its rule.
+        Megatron's Muon has one group for all matrices, and the group does not name the rule.
         """
         live = zip(group_settings_of(self.part), self.part.param_groups, strict=True)
         here = [settings for settings, group in live if group["params"] and self.holds(group)]
@@ -143,15 +143,15 @@ _NOT_IN_MEGATRONS_MUON = ("optimizer", "qkv_split_shapes")
 def megatrons_parts(
     stack: MegatronOptimizer, elsewhere: Sequence[Sequence[SavedSettings]], *, is_distributed: bool
 ) -> list[_Part]:
-    """Return the parts of Megatron's chain in its order.
+    """Return the parts of Megatron's chain in Megatron's order.
 
-    The chain has the first part, and other parts with parameters on some rank. Without a
+    The chain has the first part, and each other part that has parameters on some rank. Without a
     distributed optimizer, Megatron's Muon and its scalar optimizer are separate parts. Muon's parts
-    come first; of each rule, the dense part comes before the expert part.
+    come first. For each rule, the dense part comes before the expert part.
 
     Args:
         stack: the stack.
-        elsewhere: for each part of the stack, the groups that only other ranks have.
+        elsewhere: for each part of the stack, the param groups that only other ranks have.
         is_distributed: True for the format of the distributed optimizer.
     """
     ours = list(zip(stack.chained_optimizers, elsewhere, strict=True))
@@ -215,10 +215,10 @@ def sharded_state_dict(
 
 
 def _common_step(stack: MegatronOptimizer) -> float | None:
-    """Return the number of steps of every slot; None if no slot is stepped.
+    """Return the number of steps that every slot has taken; None if no slot was stepped.
 
     Raises:
-        ValueError: two slots have different numbers; the message names them.
+        ValueError: two slots have taken different numbers of steps; the message names them.
     """
     first: tuple[str, float] | None = None
     for slot in stack.slots():
@@ -246,9 +246,9 @@ def _saved_part(
 
     Args:
         of_megatron: the part.
-        tensors: state tensors, by the running index of their slots.
+        tensors: state tensors, by the index of their slots.
         is_distributed: True for the format of the distributed optimizer.
-        step: number of steps of every slot; None for a rule without a count.
+        step: number of steps of every slot; None for a rule that counts no steps.
     """
     part = of_megatron.part
     stepped = {} if step is None else {"step": int(step)}
@@ -317,7 +317,8 @@ def _placed(
     states: Iterable[tuple[Slot, State, bool]],
     is_distributed: bool,
 ) -> Iterator[tuple[int, dict[str, ModelTensor]]]:
-    """Yield the index of each slot, and its sharded state tensors with the model's offsets.
+    """Yield the index of each slot, and the slot's state as sharded tensors with the offsets of the
+    model's tensors.
 
     Args:
         part: the part.
@@ -341,8 +342,8 @@ def _placed(
             prefix = f"optimizer.state.{called}"
             sharded = make_sharded_optimizer_tensor(of_param, value, prefix=prefix)
             if only_here:
-                # The last coordinate is the data-parallel rank; 0 makes this rank's tensor the
-                # saved one.
+                # The last coordinate is the data-parallel rank. Megatron saves the tensor of rank
+                # 0, so this rank's tensor gets a 0.
                 place = sharded.replica_id
                 first = (*place[:-1], 0) if isinstance(place, tuple) else 0
                 sharded = replace(sharded, replica_id=first)
@@ -362,9 +363,8 @@ def requested_state_dict(
     sharding_type: str | None,
     chunks: Sequence[nn.Module],
 ) -> dict[Any, Any]:
-    """Return the tensors for ``dist_checkpointing.load`` to fill.
-
-    The tensors are new and on the host. The stack copies them after all tensors have been checked.
+    """Return new host tensors for ``dist_checkpointing.load`` to fill. After a load, the stack
+    checks all tensors before it copies any.
 
     Raises:
         ValueError: a parameter is not in the model's state dict, or the format of the checkpoint is
@@ -397,10 +397,10 @@ def requested_state_dict(
 
 
 def _empty(part: MegatronOptimizer, slot: Slot) -> State:
-    """Return memory for loaded elements, with the initial values of a new optimizer.
+    """Return tensors for loaded state, with the initial values of a new optimizer.
 
-    The checkpoint may lack elements, such as a vocabulary's padding. They keep the model's values
-    and zero moments.
+    The checkpoint may lack elements, such as a vocabulary's padding. Such elements keep the model's
+    values and zero moments.
     """
     param = param_at(part.param_groups, slot)
     state: State = {}
@@ -418,11 +418,11 @@ def _empty(part: MegatronOptimizer, slot: Slot) -> State:
 def _requested_buckets(
     part: MegatronOptimizer, chunks: Sequence[nn.Module], prefix: str
 ) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """Return the request for a part in buckets: its settings, and the tensors by running index.
+    """Return the request for a part in buckets: the settings of the part, and tensors by the index
+    of their slots.
 
     Raises:
-        ValueError: the model has no buckets, Megatron stores Muon's matrices in another format, or
-            a parameter is in no bucket.
+        ValueError: the model has no buckets, the rule is Muon, or a parameter is in no bucket.
     """
     if part.config.optimizer == "muon":
         raise ValueError(
@@ -464,10 +464,10 @@ def _requested_buckets(
 def _places(
     chunks: Sequence[Any], domain: str, *, expert: bool
 ) -> Iterator[tuple[int, tuple[str, int, int]]]:
-    """Return the place of each parameter in Megatron's buffers, by parameter id.
+    """Yield (parameter id, position of the parameter in Megatron's buffers).
 
-    A place has three values: the key of the bucket's tensors, their length without padding at the
-    end, and the first element of the parameter in them.
+    A position has three values: the key of the bucket's tensors, their length without padding at
+    the end, and the first element of the parameter in the bucket.
     """
     attribute = "expert_parallel_buffers" if expert else "buffers"
     buffers = chain.from_iterable(getattr(chunk, attribute) for chunk in chunks)
@@ -482,11 +482,11 @@ def _places(
 def _bucket_tensors(
     part: MegatronOptimizer, slot: Slot, place: tuple[str, int, int]
 ) -> Iterator[tuple[str, Any]]:
-    """Return one tensor for each key, with the elements of this rank. A rank without elements
-    returns no tensor.
+    """Yield one tensor for each state key, with the elements of this rank. A rank without elements
+    yields no tensor.
 
     Args:
-        place: place from :func:`_places`.
+        place: position from :func:`_places`.
     """
     bucket, length, first = place
     for key, value in part.full_slot_state(slot).items():
@@ -517,12 +517,11 @@ def _bucket_tensors(
 
 
 def plain_state_dict(stack: MegatronOptimizer, loaded: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the result of ``dist_checkpointing.load`` as a plain state dict for the stack.
-
-    The stack's ``load_state_dict`` checks the whole dict before it writes any state.
+    """Convert the result of ``dist_checkpointing.load`` into a state dict for the stack's
+    ``load_state_dict``, which checks the whole dict before it writes any state.
 
     Raises:
-        ValueError: param groups do not match, or the number of steps is missing.
+        ValueError: the saved param groups do not match the stack's groups.
     """
     numbered = sorted(key for key in loaded if isinstance(key, int))
     parts: list[Mapping[str, Any]] = [loaded[key] for key in numbered] or [loaded]
@@ -548,10 +547,9 @@ def plain_state_dict(stack: MegatronOptimizer, loaded: Mapping[Any, Any]) -> dic
 
 
 def _loaded_step(parts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> float:
-    """Return the number of steps of a loaded state dict.
+    """Return the number of steps in a loaded state dict; 1 if the optimizer counts no steps.
 
-    Megatron stores the number under one of two keys. Optimizers without a count store no number,
-    and 1 is returned.
+    Megatron stores the number under ``common_step`` or in the param groups.
     """
     for part in parts:
         common = part.get("state", {}).get("common_step")
@@ -562,7 +560,7 @@ def _loaded_step(parts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[st
 
 
 def _as_shard(live: Any, elements: Tensor | None) -> Any:
-    """Return loaded elements in the form in which a stack exports its shard of a parameter.
+    """Return loaded elements as a shard of a parameter, in the type that the stack exports.
 
     Args:
         live: the stack's own tensor.

@@ -1,4 +1,5 @@
-"""Replacement of Megatron's factory by this package's, and wrappers with Megatron's arguments."""
+"""Replacement of Megatron's optimizer factories by this package's factories, and wrappers with
+Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ from mp_optim.zero import composite
 
 _HOME = "megatron.core.optimizer"
 _REQUIRED_GROUPS = ("dp", "expt_dp", "mp", "tp_ep_pp")
-"""Process groups that Megatron, too, requires in a collection."""
+"""Process groups that a collection must have. Megatron requires these groups, too."""
 _theirs: dict[str, Any] = {}
 """Megatron's own factories by name, while they are replaced."""
 _settings: dict[str, Any] = {}
@@ -72,8 +73,9 @@ def get_megatron_optimizer(
         )
     if type(model_chunks[0]).__name__ == "MimoModel":
         raise ValueError(
-            "MimoModel is not supported, because its modules are stepped one by one with a norm "
-            "computed outside; call uninstall() before it is built"
+            "model_chunks[0]=MimoModel: MimoModel steps its modules one by one and computes their "
+            "gradient norm itself, which this optimizer does not support; call "
+            "mp_optim.megatron.uninstall() before the program builds its optimizer"
         )
     optimizer = importlib.import_module(_HOME)
     if config_overrides is None:
@@ -137,10 +139,10 @@ The factories accept the arguments of Megatron's factories, from core 0.16 on.
 def _without_idle(
     overrides: Mapping[Any, Any], config: Any, chunks: Sequence[nn.Module]
 ) -> dict[Any, Any]:
-    """Return the overrides, except Megatron's standard overrides that match no parameter of the
-    model.
+    """Return the overrides without those of Megatron's standard overrides that match no parameter
+    of the model.
 
-    An override that the caller added must match a parameter.
+    An override that the caller added must match a parameter, so it is kept.
     """
     optimizer = importlib.import_module(_HOME)
     standard = {*optimizer.get_standard_config_overrides(config)}
@@ -185,8 +187,8 @@ def _is_expert(param: Tensor, name: str) -> bool:
 
 
 def install(**settings: Any) -> None:
-    """Replace Megatron's factories in all modules that import them. Call this function before
-    ``pretrain``.
+    """Replace Megatron's factories in all modules that have imported the factories. Call this
+    function before ``pretrain``.
 
     A second call only changes the settings.
 
@@ -219,12 +221,12 @@ def install(**settings: Any) -> None:
 
 
 def _present(name: str) -> Any:
-    """Return Megatron's factory; None if this version has no such factory, or its factory only
-    calls another.
+    """Return Megatron's factory; None if this version of Megatron has no such factory, or if the
+    factory only calls another factory.
 
     Raises:
         RuntimeError: the factory has arguments that are not supported, or a program has replaced
-            it; the message names it.
+            the factory; the message names it.
     """
     home, ours = _FACTORIES[name]
     try:
@@ -397,8 +399,8 @@ class ChainedOptimizer(MegatronAdapter):
 
     @property
     def chained_optimizers(self) -> list[MegatronAdapter]:
-        """The parts of the chain, the same objects at each read. A stack without members has one
-        part."""
+        """The parts of the chain. Each read returns the same objects. A stack without members has
+        one part."""
         stacks = self.stack.chained_optimizers
         members: list[MegatronAdapter] = self.__dict__.setdefault("_members", [])
         if [member.stack for member in members] != stacks:

@@ -1,6 +1,7 @@
-"""Functions and classes of Megatron's optimizer that a program has replaced.
+"""Check for functions and classes of Megatron's optimizer that a program has replaced.
 
-Param groups come from the program's own function. Any other replacement is refused by name.
+A program may replace the function that makes param groups: this package then uses the program's
+groups. Any other replacement is refused by name.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def check_replacements() -> None:
     call.
 
     Raises:
-        RuntimeError: the program has replaced some; the message names each of them and its module.
+        RuntimeError: the program has replaced a function or class; the message names all replaced
+            objects and their modules.
     """
     if found := sorted(set(_replacements())):
         raise RuntimeError(

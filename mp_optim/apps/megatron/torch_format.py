@@ -1,7 +1,7 @@
 """State of ``--ckpt-format torch``.
 
-State that is equal on every data-parallel rank is in the state dict. The first data-parallel rank
-writes the sharded state into a separate file.
+The state dict has the state that is equal on every data-parallel rank. The first data-parallel rank
+writes sharded state into a separate file.
 
 State of Megatron's Float16 optimizer is read, too: FP32 copies and moments by position in its param
 groups. Megatron identifies saved param groups by their settings, not by their order.
@@ -38,8 +38,8 @@ _FORMAT = "mp_optim parameter state 1"
 
 
 def common_state_dict(stack: MegatronOptimizer) -> dict[str, Any]:
-    """Return a stack's state dict. If state is sharded, the dict has only settings and loss
-    scale."""
+    """Return a stack's state dict. If ranks shard the state, the dict has only settings and the
+    loss scale."""
     parts = stack.chained_optimizers
     if not any(isinstance(part, DistributedOptimizer) for part in parts):
         return stack.state_dict()
@@ -206,14 +206,15 @@ _KIND = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 """Settings that distinguish groups in every version of Megatron."""
 _OF_THIS_RANK = ("params", "param_names", "param_checksums", "fqns")
 _NOT_IDENTITY = ("lr", "weight_decay", "step", *_OF_THIS_RANK)
-"""Settings that change during training or differ between ranks. They do not identify a group."""
+"""Settings that change during training or differ between ranks, so they do not identify a param
+group."""
 
 
 # -- settings of param groups
 
 
 def group_settings_of(part: MegatronOptimizer) -> list[SavedSettings]:
-    """Return the settings of a part's groups, without its parameters."""
+    """Return the settings of a part's param groups, without parameters."""
     return [
         {key: value for key, value in group.items() if key not in _OF_THIS_RANK}
         for group in plain_groups(part.param_groups)
@@ -221,7 +222,8 @@ def group_settings_of(part: MegatronOptimizer) -> list[SavedSettings]:
 
 
 def groups_elsewhere(stack: MegatronOptimizer) -> list[list[SavedSettings]]:
-    """Return the groups of each part that only other ranks have, such as experts of another stage.
+    """Return for each part the param groups that only other ranks have, such as experts of another
+    pipeline stage.
 
     The call is collective over all processes, as Megatron's factory is.
     """
@@ -256,14 +258,15 @@ def groups_with_settings(
 
 
 def matched_settings(live: SavedSettings, saved: Sequence[Mapping[str, Any]]) -> SavedSettings:
-    """Return the saved settings for a group: those of the most similar saved group of its kind.
+    """Return saved settings for a param group, from the most similar saved group with equal
+    multipliers of rate and decay.
 
-    Experts are a separate kind only in some layouts. So a dense group matches if no group of
+    Experts have separate groups only in some layouts. So a dense group matches if no group of
     experts was saved, and a group of experts matches a dense group in the same way.
 
     Raises:
-        ValueError: no group of its kind was saved, or two saved groups are equally similar; the
-            message names the settings.
+        ValueError: no such group was saved, or two saved groups are equally similar; the message
+            names the settings.
     """
     wanted = _identity(live).items()
     kind: list[Mapping[str, Any]] = []
@@ -272,9 +275,9 @@ def matched_settings(live: SavedSettings, saved: Sequence[Mapping[str, Any]]) ->
         kind = kind or list(alike)
     if not kind:
         raise ValueError(
-            f"no saved param group has {_kind_in_words(live)}; saved are "
-            f"{'; '.join(map(_kind_in_words, saved)) or 'none'}; use the overrides of the saved "
-            "run"
+            f"config_overrides: a param group has {_kind_in_words(live)}, and the saved groups "
+            f"have {'; '.join(map(_kind_in_words, saved)) or 'no settings'}; pass the "
+            "config_overrides of the saved run"
         )
     # With Muon, Megatron names only the scalar optimizer, so a group without a name is Muon's.
     if "optimizer" in live:
@@ -288,8 +291,8 @@ def matched_settings(live: SavedSettings, saved: Sequence[Mapping[str, Any]]) ->
     taken = [{key: group[key] for key in shared & group.keys()} for group in best]
     if any(settings != taken[0] for settings in taken[1:]):
         raise ValueError(
-            f"{len(best)} saved param groups have {_kind_in_words(live)} and match equally well; "
-            "use the overrides of the saved run"
+            f"config_overrides: {len(best)} saved param groups with different settings have "
+            f"{_kind_in_words(live)}; pass the config_overrides of the saved run"
         )
     return taken[0]
 
@@ -320,8 +323,8 @@ def whole_states(
 ) -> Iterator[tuple[Slot, State, bool]]:
     """Yield the state of every slot of a part that has state, as copies.
 
-    A save may still read the copies during the next step, because the step does not write to them.
-    The call is collective over the data-parallel ranks of a distributed part.
+    Steps do not write to the copies, so a background save may read them. The call is collective
+    over the data-parallel ranks of a distributed part.
 
     Args:
         part: the part.
@@ -330,8 +333,8 @@ def whole_states(
 
     Yields:
         Three values for each slot. The slot. Its FP32 tensors for the whole parameter on this
-            model-parallel rank, in their own memory, with ``step``; only ``step`` if another
-            data-parallel rank got the tensors. True if no other data-parallel rank has the tensors.
+        model-parallel rank, with ``step``; only ``step`` if another data-parallel rank got the
+        tensors. True if no other data-parallel rank has the tensors.
     """
     if not isinstance(part, DistributedOptimizer):
         yield from ((slot, _copied_state(part, slot), False) for slot in part.slots())
@@ -347,7 +350,7 @@ def whole_states(
     for slot, *of_ranks in zip(part.slots(), *ranges, strict=True):
         state = _copied_state(part, slot)
         if any(of_rank is None for of_rank in of_ranks):
-            # Every rank steps the whole parameter, so any rank can save it.
+            # Every rank steps the whole parameter, so any rank can save the state.
             yield slot, state, False
             continue
         counts = [count for _, count in of_ranks]
@@ -356,16 +359,15 @@ def whole_states(
 
 
 def flat_shard_of(state: State) -> FlatShard | None:
-    """Return a state tensor with some elements of its parameter on this rank; None if this rank
-    has all elements."""
+    """Return a state tensor of which this rank has only some elements; None if this rank has the
+    whole state."""
     return next((value for value in state.values() if isinstance(value, FlatShard)), None)
 
 
 def _copied_state(part: MegatronOptimizer, slot: Slot) -> State:
-    """Return a slot's state in FP32, with host tensors copied.
+    """Return a slot's state in FP32, with copies of host tensors.
 
-    Host tensors must be copied, because background saves of Megatron copy only tensors on
-    accelerators.
+    Background saves of Megatron copy only tensors on accelerators, so host tensors are copied here.
     """
     state = dict(part.full_slot_state(slot))
     for key, value in state.items():
@@ -390,8 +392,8 @@ def _put_together(state: State, ranges: Sequence[Range], rank: int, group: Proce
 def _gather(
     shards: Sequence[FlatShard], ranges: Sequence[Range], rank: int, group: ProcessGroup
 ) -> list[Tensor]:
-    """Return whole tensors from the shards of one parameter on ``rank``; None on the other
-    ranks."""
+    """Return whole tensors, joined from the shards of one parameter, on ``rank``; an empty list on
+    the other ranks."""
     is_nccl = "nccl" in str(dist.get_backend(group))
     device = CUDA.current() if is_nccl else torch.device("cpu")
     largest = max(count for _, count in ranges)

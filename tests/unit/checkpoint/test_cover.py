@@ -87,7 +87,7 @@ def test_load_refuses_boxes_that_do_not_cover_a_tensor_once(tmp_path: Path, boxe
 
 @pytest.mark.parametrize(
     ("dtype", "said"),
-    [("Tensor", "it has the dtype 'Tensor'"), ("float33", "float33"), (1, "index.json")],
+    [("Tensor", "the dtype 'Tensor' is not"), ("float33", "float33"), (1, "index.json")],
 )
 def test_load_refuses_unknown_dtypes_by_name(tmp_path: Path, dtype: Any, said: str) -> None:
     version = checkpoint.save(tmp_path, Holder(1.0), None)
