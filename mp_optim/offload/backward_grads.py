@@ -71,16 +71,11 @@ class GradSource(NamedTuple):
     fused_backend: str
 
 
-@dataclass(frozen=True)
-class ReleasableGrad:
+class ReleasableGrad(NamedTuple):
     """A gradient that may be removed from its parameter once the host has a copy."""
 
     param: Tensor
     grad: Tensor
-
-    def release(self) -> None:
-        """Remove the gradient from its parameter."""
-        self.param.grad = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +107,7 @@ class GradVersion:
         return cls(storage, grad.data_ptr(), writes_counted(grad), count, bits)
 
     def matches(self, grad: Tensor) -> bool:
-        """True if ``grad`` is the gradient of this version, and was not written after it."""
+        """True if ``grad`` is the gradient of this version, and no code has written to it since."""
         is_gone = self.storage.expired()  # type: ignore[no-untyped-call]
         return (
             self.version == writes_counted(grad)
@@ -291,8 +286,9 @@ class BackwardGrads:
         live = groups[slot.group]["params"] if slot.group < len(groups) else ()
         if not any(param is each for each in live[slot.position :][:1]):
             return  # The parameter was replaced, so the step ignores its gradient.
-        releasable = ReleasableGrad(param, grad) if _can_be_released(param, grad) else None
-        receive(slot, local_tensor(grad), releasable)
+        is_read = grad.dtype in GRADIENT_DTYPES and not (grad.is_meta or grad.requires_grad)
+        can_be_released = param.grad is grad and is_read and _is_laid_out_alike(param, grad)
+        receive(slot, local_tensor(grad), ReleasableGrad(param, grad) if can_be_released else None)
 
 
 def _hook(report: weakref.WeakMethod[Callable[[Slot], None]], slot: Slot) -> Callable[..., None]:
@@ -317,12 +313,6 @@ def _is_final(param: Tensor) -> bool:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return True
     return is_dtensor(param) and param.device_mesh.size() == dist.get_world_size()
-
-
-def _can_be_released(param: Tensor, grad: Tensor) -> bool:
-    """True if ``param.grad`` is ``grad``, with a supported dtype and the parameter's layout."""
-    is_read = grad.dtype in GRADIENT_DTYPES and not (grad.is_meta or grad.requires_grad)
-    return param.grad is grad and is_read and _is_laid_out_alike(param, grad)
 
 
 def _is_laid_out_alike(param: Tensor, grad: Tensor) -> bool:
@@ -431,7 +421,8 @@ class BackwardJob:
         self.updates = None
 
     def track_copies(self) -> None:
-        """Replace ``versions`` by the versions of the copies. The worker must be drained."""
+        """Record the versions of the copies of released gradients, once. A later write to a copy
+        then shows that the job's result is stale. The worker must be drained."""
         if self.releases and not self._tracks_copies:
             self._tracks_copies = True
             slots = zip(self.versions.items(), self.staged.grads, strict=True)
@@ -441,7 +432,8 @@ class BackwardJob:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Wait for the copies, and then add, measure and step as the job's attributes ask."""
+        """Wait for the copies. Then add gradients, compute sums of squares and step into the back
+        buffer, as the attributes of the job say."""
         if self.is_cancelled and not self.releases:
             self.updates = self._after = None
             return
@@ -485,13 +477,13 @@ class Destination(NamedTuple):
 
 
 class BackwardBucket:
-    """Some slots of a place, and the job begun on them during this backward. Only the caller's
-    thread uses a bucket; the worker gets a :class:`BackwardJob`.
+    """The gradients of some offloaded slots, and the job begun on these gradients during this
+    backward. Only the caller's thread uses a bucket; the worker gets a :class:`BackwardJob`.
 
     NOTE: staging memory and back buffer change owner only in the caller's thread. After
     ``Worker.submit`` the worker owns and fills this memory. Until the worker is drained, the caller
     must neither read nor write the memory, even if the job is cancelled. The job's results are
-    valid until ``BackwardScheduler.end_iteration``; after that, uploads may read the memory.
+    valid until ``BackwardScheduler.end_step``; after that, uploads may read the memory.
 
     Args:
         buckets: all buckets of the place.
@@ -530,10 +522,10 @@ class BackwardBucket:
 
 
 class ReleasedGrads:
-    """Copies of released gradients. No other copy of these gradients exists.
+    """The only copies of released gradients, which are in host memory.
 
-    NOTE: the worker writes ``held``; the caller may read ``held`` only after the worker was
-    drained.
+    NOTE: the worker writes the tensors in ``held``. The caller may read ``held`` only after the
+    worker was drained.
 
     Args:
         wait_for: waits until the worker has finished or dropped a job.
@@ -558,20 +550,20 @@ class ReleasedGrads:
         """Register a gradient that waits for its bucket.
 
         A gradient that will be added to a held copy leaves its parameter now. Otherwise autograd
-        would add the next gradient to it first, and sums in another order round differently.
+        would add the next gradient to this gradient first. Sums in another order round differently.
         """
         self.releasable.pop(slot, None)
         if found is None:
             return
         self.releasable[slot] = found
         if self._can_add(slot, grad):
-            found.release()
+            found.param.grad = None
 
     def take_from(self, bucket: BackwardBucket) -> dict[Slot, Tensor]:
         """Remove and return the gradients of a bucket that a job can release.
 
-        If the bucket has held copies, these are the gradients that can be added to held copies.
-        Otherwise these are all gradients, or none if one of them cannot be released.
+        If the bucket has held copies, only gradients that can be added to held copies are returned.
+        Otherwise all gradients are returned, or none if one gradient cannot be released.
         """
         for slot in list(bucket.waiting):
             found = self.releasable.get(slot)
@@ -642,7 +634,7 @@ class ReleasedGrads:
         from their parameters."""
         for slot, grad in zip(slots, grads, strict=True):
             self.held[slot] = grad
-            self.releasable.pop(slot).release()
+            self.releasable.pop(slot).param.grad = None
 
     def is_held(self, slot: Slot, grad: Tensor) -> bool:
         """True if ``grad`` is the held copy of a slot."""

@@ -53,7 +53,7 @@ from mp_optim.offload.backward_grads import (
     ReleasedGrads,
 )
 from mp_optim.offload.buckets import WAIT_WORKER, Buckets, BucketStep, Staging
-from mp_optim.offload.settings import HostStepSettings, OffloadedStep
+from mp_optim.offload.settings import HostStepSettings
 from mp_optim.offload.speculation import BackLaunch, SpeculativeStepper
 from mp_optim.rules.rule import Launch
 
@@ -93,7 +93,6 @@ class BackwardScheduler:
     """Begins jobs on offloaded slots during backward. In mode ``sync`` it begins no job.
 
     Args:
-        how: place and mode of the steps.
         executor: keeps the state of the slots.
         bind_tensors: updates the executor's tensors to the present tensors.
         settings: memory and copies of the steps.
@@ -118,7 +117,6 @@ class BackwardScheduler:
 
     def __init__(
         self,
-        how: OffloadedStep,
         executor: Executor,
         bind_tensors: Callable[[], object],
         settings: HostStepSettings,
@@ -126,7 +124,7 @@ class BackwardScheduler:
         speculation: SpeculativeStepper | None,
         label: Callable[[Sequence[Slot]], str],
     ) -> None:
-        self._how, self._executor, self._bind_tensors = how, executor, bind_tensors
+        self._executor, self._bind_tensors = executor, bind_tensors
         self._settings, self._timeline = settings, settings.timeline
         self._speculation, self._label = speculation, label
         self.runs_in_backward = self._releases = False
@@ -175,13 +173,13 @@ class BackwardScheduler:
             releases: True if gradients leave the device during backward.
         """
         self._settings, self._releases, self._plan = settings, releases, buckets
-        self.runs_in_backward = self._how.runs_in_backward and buckets is not None
+        self.runs_in_backward = settings.runs_in_backward and buckets is not None
         self.buckets, largest = [], 0
         if self.runs_in_backward and buckets is not None:
             indices = range(len(buckets.members))
             self.buckets = [BackwardBucket(buckets, index) for index in indices]
             for staging in buckets.staging:
-                largest = max(largest, staging.capacity // (1 + buckets.has_outputs))
+                largest = max(largest, staging.memory.capacity // (1 + buckets.has_outputs))
         self._bucket_of = {slot: bucket for bucket in self.buckets for slot in bucket.slots}
         self.grads.watch(offloaded if self.runs_in_backward else frozenset())
         make = partial(Staging, settings.transfer, largest, settings.pin_staging)
@@ -474,8 +472,8 @@ class BackwardScheduler:
         # Warn only in the first step with changed gradients.
         if 0 < stale == self.counts["stale_buckets"]:
             warn(
-                f"offload_mode={self._how.mode!r}: gradients changed after backward, so step() "
-                "copies and measures them again. If clip_grad_norm_ changed them, clip with "
+                f"offload_mode={self._settings.mode!r}: gradients changed after backward, so "
+                "step() copies and measures them again. If clip_grad_norm_ changed them, clip with "
                 "OptimizerConfig.clip_grad instead (HF Trainer: max_grad_norm=0; Lightning: "
                 "gradient_clip_val=None). metrics()['stale_buckets'] counts the buckets"
             )

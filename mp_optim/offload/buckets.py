@@ -25,7 +25,7 @@ no staging for gradients that are not released.
 :func:`plan_staging` cuts buckets and sizes staging, and
 :class:`~mp_optim.offload.speculation.DoubleBuffer` sizes the back buffer. The planner
 (``factory/memory_plan.py``) builds the same stack on the meta device, and reads :class:`HostBytes`
-from ``HostPart.host_bytes()``. ``tests/unit/offload/test_host_bytes.py`` and
+from ``Stepper.host_bytes()``. ``tests/unit/offload/test_host_bytes.py`` and
 ``test_combinations.py`` compare the plans with the allocations of a run.
 """
 
@@ -353,8 +353,9 @@ class StagedTensors:
 
 
 def _known(updates: SlotUpdates) -> _Known | None:
-    """Return lists that identify the shapes and dtypes of gradients and outputs without a loop
-    over tensors. Return None if the gradients are not one cached list of one dtype."""
+    """Return the sizes and the dtype of the gradients, and the outputs. Equal results mean equal
+    shapes and dtypes of all tensors, without a loop over tensors. Return None for gradients of
+    several dtypes, or in a list that does not cache sizes."""
     grads, outputs = updates.grads, updates.outputs
     if not isinstance(grads, CachedTensorList) or len(grads.dtypes) != 1:
         return None
@@ -381,6 +382,7 @@ class Staging:
     needs no wait: the transfer holds the memory until the copies are done.
 
     Attributes:
+        memory: the bytes, which are allocated at the first use.
         staged: the present tensors of each bucket.
         tickets: copies that may be in progress.
         is_kept: True if some tensors are the only copy of released gradients. These tensors keep
@@ -390,20 +392,10 @@ class Staging:
     def __init__(self, transfer: Transfer, num_bytes: int, pin: bool) -> None:
         self.transfer = transfer
         self._allocate = partial(transfer.empty_host, pin=pin)
-        self._memory = Block(num_bytes, self._allocate)
+        self.memory = Block(num_bytes, self._allocate)
         self.staged: dict[int, StagedTensors] = {}
         self.tickets: list[Any] = []
         self.is_kept = False
-
-    @property
-    def capacity(self) -> int:
-        """Bytes of this piece after its first use."""
-        return self._memory.capacity
-
-    @property
-    def allocated(self) -> int:
-        """Bytes of staging memory that are allocated now."""
-        return self._memory.allocated
 
     def tensors_for(self, bucket: int, updates: SlotUpdates) -> StagedTensors:
         """Return tensors for a bucket's updates, and copy nothing. Every step gets the same
@@ -412,23 +404,23 @@ class Staging:
         if staged is None or not staged.fit(updates):
             tensors = [*updates.grads, *_present(updates.outputs)]
             needed = sum(aligned_bytes(tensor.numel(), tensor.dtype) for tensor in tensors)
-            if needed > self.capacity or self.is_kept:
-                self._replace(max(needed, self.capacity))
-            staged = self.staged[bucket] = StagedTensors(updates, self._memory)
+            if needed > self.memory.capacity or self.is_kept:
+                self._replace(max(needed, self.memory.capacity))
+            staged = self.staged[bucket] = StagedTensors(updates, self.memory)
         return staged
 
     def landing_for(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Return tensors with the shapes and dtypes of gradients, from the beginning of the
         memory. No other tensor of the memory may be in use."""
         needed = sum(aligned_bytes(grad.numel(), grad.dtype) for grad in grads)
-        if needed > self.capacity:
+        if needed > self.memory.capacity:
             self._replace(needed)
-        self._memory.reset()
-        return [self._memory.take(grad.shape, grad.dtype) for grad in grads]
+        self.memory.reset()
+        return [self.memory.take(grad.shape, grad.dtype) for grad in grads]
 
     def _replace(self, num_bytes: int) -> None:
         self.staged.clear()
-        self._memory, self.is_kept = Block(num_bytes, self._allocate), False
+        self.memory, self.is_kept = Block(num_bytes, self._allocate), False
 
     def wait_until_free(self) -> None:
         """Wait until no copy reads or writes the memory."""
@@ -489,9 +481,10 @@ class BucketStep:
     def wait(self, timeline: StepTimeline) -> None:
         """Wait until the gradients are in staging memory.
 
-        NOTE: the host waits here for this bucket's download, because it reads the gradients next.
-        The download was started a bucket before, or in backward, and has run next to the arithmetic
-        since then.
+        NOTE: the host waits here for the download of this bucket, because the host reads the
+        gradients next. A gradient that backward copied needs no wait. With
+        ``overlap_cpu_optimizer_d2h_h2d`` the download was started before the previous bucket was
+        stepped.
         """
         if not self.is_downloaded:
             with timeline.stage(WAIT_COPIES):

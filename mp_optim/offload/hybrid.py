@@ -15,7 +15,7 @@ from mp_optim.host.transfer import Transfer, transfer_for
 from mp_optim.offload.backward_scheduler import occupy, worker_threads
 from mp_optim.offload.buckets import StepTimeline
 from mp_optim.offload.hybrid_executor import PlacedExecutor, is_of_rule
-from mp_optim.offload.settings import HostStepSettings, OffloadedStep, SlotStepper, only_accelerator
+from mp_optim.offload.settings import HostStepSettings, SlotStepper, only_accelerator
 from mp_optim.offload.state_storage import StateFile
 from mp_optim.offload.stepper import Stepper
 from mp_optim.rules.fused import FusedAdam
@@ -86,19 +86,22 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
         sub_optimizer_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        how = OffloadedStep(cast(Place, offload_place), offload_mode)
-        classes = how.classes(cpu_optimizer_cls, gpu_optimizer_cls)
+        place = cast(Place, offload_place)
+        offloaded_cls = gpu_optimizer_cls if place == "streamed" else cpu_optimizer_cls
+        classes: dict[Place, SlotStepper] = {"device": gpu_optimizer_cls, place: offloaded_cls}
         construction = sub_optimizer_kwargs or {}
         is_ours = any(map(is_of_rule, classes.values()))
         remainders = bool({**kwargs, **construction}.get("store_param_remainders", False))
         copies = param_update_in_fp32 or is_ours
-        executor = PlacedExecutor([], offload_fraction, how, copies, remainders)
+        executor = PlacedExecutor([], offload_fraction, copies, remainders)
         super().__init__(params, dict(kwargs), executor)
         device = only_accelerator(local_tensor(p).device for _, p in iter_slots(self.param_groups))
         file = None
         if optimizer_state_path is not None:
             file = StateFile(optimizer_state_path, is_planned=device.type == "meta")
         settings = HostStepSettings(
+            place=place,
+            mode=offload_mode,
             transfer=transfer if transfer is not None else transfer_for(device),
             timeline=StepTimeline(),
             set_up=partial(occupy, worker_threads(host_threads)),

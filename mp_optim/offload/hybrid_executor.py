@@ -48,14 +48,11 @@ from mp_optim.kernels.checksums import WrittenWeights
 from mp_optim.offload.backward_grads import GradSource
 from mp_optim.offload.backward_scheduler import BackwardScheduler
 from mp_optim.offload.buckets import HostSlot, plan_offload
-from mp_optim.offload.settings import HostStepSettings, OffloadedStep, SlotStepper
+from mp_optim.offload.settings import HostStepSettings, SlotStepper
 from mp_optim.offload.state_storage import StateFile
 from mp_optim.offload.stepper import Stepper
 from mp_optim.rules.rule import Rule
 from mp_optim.rules.rule_optimizer import RuleOptimizer, SlotOptimizer, executor_of
-
-Outputs = Sequence[Tensor | None]
-"""The tensor that receives each stepped value; None for a value that is stepped in place."""
 
 
 @dataclass
@@ -109,7 +106,6 @@ class PlacedExecutor(Executor):
     Args:
         param_groups: live groups; the optimizer adds the first groups before :meth:`build`.
         fraction: share of elements to offload (see :func:`~mp_optim.offload.buckets.plan_offload`).
-        how: place and mode of the offloaded slots.
         copies: True if 16-bit parameters are stepped through FP32 copies.
         remainders: True if the copy of a bfloat16 parameter is a remainder next to the parameter.
 
@@ -124,17 +120,13 @@ class PlacedExecutor(Executor):
 
     main_memory: Block
     _file: StateFile | None
+    _offload_place: Place
 
     def __init__(
-        self,
-        param_groups: ParamGroups,
-        fraction: float,
-        how: OffloadedStep,
-        copies: bool,
-        remainders: bool,
+        self, param_groups: ParamGroups, fraction: float, copies: bool, remainders: bool
     ) -> None:
         super().__init__(param_groups)
-        self.fraction, self._how = fraction, how
+        self.fraction = fraction
         self.optimizers: dict[Place, torch.optim.Optimizer] = {}
         self.executors: dict[Place, Executor] = {}
         # One optimizer may serve two places; this list has its executor once.
@@ -160,7 +152,7 @@ class PlacedExecutor(Executor):
             share_settings: copies settings between these groups and the groups of each place, as
                 long as no wrapper does so. The function must not keep the optimizer alive.
         """
-        offloaded = self._how.place
+        self._offload_place = settings.place
         self._assign(self.param_groups, self.fraction)
         self._file, size = settings.state_file, 0
         for slot, param in iter_slots(self.param_groups):
@@ -182,13 +174,13 @@ class PlacedExecutor(Executor):
         self.writes_settings = any(executor.writes_settings for executor in self._distinct)
         self.clips = any(executor.clips for executor in self._distinct)
         self._groups_are_known(indices)
-        part = self.executors[offloaded]
+        part = self.executors[settings.place]
         named = [(s, self.slot_name(s), p) for s, p in iter_slots(self.param_groups)]
-        self._how.check(part, named, self._is_offloaded, settings)
+        settings.check(part, named, self._is_offloaded)
         updates = weak_method(self._updates_in_backward)
         source = GradSource(self.param_groups, share_settings, updates, "auto")
         bind = weak_method(self._bind)
-        self.stepper = Stepper(self._how, part, self._slots_of_stepper(), bind, settings, source)
+        self.stepper = Stepper(part, self._slots_of_stepper(), bind, settings, source)
 
     # -- places and groups ------------------------------------------------------------------------
 
@@ -217,7 +209,7 @@ class PlacedExecutor(Executor):
         for group in groups:
             placed = []
             for index, param in enumerate(group["params"], start):
-                place: Place = self._how.place if index in hosted else "device"
+                place: Place = self._offload_place if index in hosted else "device"
                 is_stepped_itself = _is_stepped_in_place(
                     place, param.dtype, self._stepped_dtype(param.dtype)
                 )
@@ -243,10 +235,6 @@ class PlacedExecutor(Executor):
     def host_slots(self) -> Sequence[Slot]:
         return self.stepper.copied_slots()
 
-    def executor_at(self, place: Place) -> Executor:
-        """Return the executor of a place."""
-        return self.executors[place]
-
     def marks_changes(self, slot: Slot) -> bool:
         place, stepper = self.place(slot), self.stepper
         # Kernels do not mark changes of slots in windows, or of steps that may be rolled back.
@@ -256,7 +244,7 @@ class PlacedExecutor(Executor):
         return is_whole and executor.marks_changes(slot)
 
     def backend_and_reason(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
-        return self.executor_at(place).backend_and_reason(group, place, device)
+        return self.executors[place].backend_and_reason(group, place, device)
 
     def _group_of(self, index: int, place: Place, is_ours: bool) -> dict[str, Any]:
         """Return a group for the optimizer of a place. An optimizer of this package gets all
@@ -284,20 +272,17 @@ class PlacedExecutor(Executor):
                 if positions := self._positions(place, index):
                     executor.has_only(index, positions)
                     executor.step_together(index, [positions])
-            self._release_others(index)
+                optimizer = self.optimizers.get(place)
+                if len(self.optimizers) == 1 or not isinstance(optimizer, SlotOptimizer):
+                    continue
+                # An optimizer of this package has all slots of a group, and would keep replaced
+                # tensors of other places alive. So replace these tensors by tensors without memory.
+                params = optimizer.param_groups[index]["params"]
+                for position in set(range(len(params))).difference(positions):
+                    with torch.no_grad():
+                        params[position] = torch.empty_like(params[position], device="meta")
         _adopt_defaults(self.param_groups, [executor.param_groups for executor in self._distinct])
         self.use_mark(self.step_mark)
-
-    def _release_others(self, index: int) -> None:
-        """Replace slots of other places by tensors without memory. An optimizer of this package
-        has all slots of a group, and would keep replaced tensors alive."""
-        for place, optimizer in self.optimizers.items():
-            if len(self.optimizers) == 1 or not isinstance(optimizer, SlotOptimizer):
-                continue
-            params, here = optimizer.param_groups[index]["params"], self._positions(place, index)
-            for position in set(range(len(params))).difference(here):
-                with torch.no_grad():
-                    params[position] = torch.empty_like(params[position], device="meta")
 
     def group_added(self) -> None:
         """Place the parameters of an added group, by the fraction and policy of the first
@@ -396,15 +381,6 @@ class PlacedExecutor(Executor):
             # memory, and are written by no other code.
             stays = stays and _is_own(param)
         self._bound_from = sources if stays else ()
-
-    def _note_written(self) -> None:
-        """Record checksums of offloaded parameters after a step, so that writes by other code
-        are found."""
-        # If all tensors are bound, the optimizer's own tensors are stepped, and no copy is
-        # compared.
-        if not self._bound_from:
-            slots = self._summed()
-            self._written.note(slots, list(map(self._local, slots)))
 
     def _summed(self) -> list[Slot]:
         """Return the slots whose FP32 copies are compared with their parameters by checksums."""
@@ -512,14 +488,9 @@ class PlacedExecutor(Executor):
 
     # -- stepping ---------------------------------------------------------------------------------
 
-    def _with_outputs(self, updates: SlotUpdates) -> SlotUpdates:
-        """Return the updates with the tensor that receives each stepped value. A wrapper sets
-        these tensors itself."""
-        make = partial(self._outputs_of, updates)
-        outputs = updates.slots.part("outputs", (updates.outputs,), make)
-        return updates if outputs is updates.outputs else replace(updates, outputs=outputs)
-
-    def _outputs_of(self, updates: SlotUpdates) -> Outputs:
+    def _outputs_of(self, updates: SlotUpdates) -> Sequence[Tensor | None]:
+        """Return the tensor that receives each stepped value, or None for a value that is stepped
+        in place. A wrapper sets these tensors itself."""
         if all(self._placed_at(slot).is_stepped_itself for slot in updates.slots):
             return updates.outputs
         return list(map(self._output, updates.slots, updates.outputs))
@@ -542,9 +513,16 @@ class PlacedExecutor(Executor):
 
     def step_slots(self, updates: SlotUpdates) -> None:
         self._bind()
-        updates = self._with_outputs(updates)
+        make = partial(self._outputs_of, updates)
+        outputs = updates.slots.part("outputs", (updates.outputs,), make)
+        if outputs is not updates.outputs:
+            updates = replace(updates, outputs=outputs)
         self.stepper.step_slots(updates, self.executors["device"])
-        self._note_written()
+        # If all tensors are bound, the optimizer's own tensors are stepped, and no copy is
+        # compared. Otherwise checksums show the next step which parameters other code wrote.
+        if not self._bound_from:
+            slots = self._summed()
+            self._written.note(slots, list(map(self._local, slots)))
 
     def finish_step(self) -> None:
         for executor in self._distinct:
@@ -586,7 +564,7 @@ def work_in_backward(
         ValueError: gradients cannot be released.
     """
     stepper = stepper_of(executor)
-    if stepper is None or not stepper.how.runs_in_backward:
+    if stepper is None or not stepper.settings.runs_in_backward:
         if releases:
             raise ValueError(
                 "release_gradients=True: the inner optimizer copies no gradients during backward; "

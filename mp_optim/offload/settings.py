@@ -22,11 +22,17 @@ NamedParam = tuple[Slot, str, Tensor]
 """A slot, and the name and the parameter of the slot."""
 
 
+SlotStepper = type[torch.optim.Optimizer] | Rule
+"""A torch optimizer class, or a rule, which a :class:`RuleOptimizer` steps."""
+
+
 @dataclass(frozen=True)
 class HostStepSettings:
-    """Memory, copies and threads of the host part.
+    """Place, mode, memory, copies and threads of the steps of offloaded slots.
 
     Attributes:
+        place: ``host`` or ``streamed``.
+        mode: ``sync``, ``overlap`` or ``speculative``: the jobs that the host does during backward.
         transfer: interface for copies between host and device.
         timeline: records the time of stages.
         set_up: called once in the worker thread.
@@ -36,8 +42,13 @@ class HostStepSettings:
         pin_staging: True to page-lock staging memory.
         pin_mains: True to page-lock the back buffer of main params, and state in windows.
         state_file: stores main params and state on a disk; None for host memory.
+
+    Raises:
+        ValueError: place or mode is unknown, or ``bucket_bytes`` is less than 1.
     """
 
+    place: Place
+    mode: str
     transfer: Transfer
     timeline: StepTimeline
     set_up: Callable[[], None]
@@ -49,49 +60,18 @@ class HostStepSettings:
     state_file: StateFile | None = None
 
     def __post_init__(self) -> None:
-        if self.bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes={self.bucket_bytes}: must be at least 1")
-
-
-SlotStepper = type[torch.optim.Optimizer] | Rule
-"""A torch optimizer class, or a rule, which a :class:`RuleOptimizer` steps."""
-
-
-@dataclass(frozen=True)
-class OffloadedStep:
-    """Place and mode of the steps of offloaded slots.
-
-    Attributes:
-        place: ``host`` or ``streamed``.
-        mode: ``sync``, ``overlap`` or ``speculative``: the jobs that the host does during backward.
-
-    Raises:
-        ValueError: place or mode is unknown.
-    """
-
-    place: Place
-    mode: str
-
-    def __post_init__(self) -> None:
         check_field("offload_mode", self.mode)
         check_field("offload_place", self.place)
+        if self.bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes={self.bucket_bytes}: must be at least 1")
 
     @property
     def runs_in_backward(self) -> bool:
         """True if ``mode`` starts work during backward, before the step."""
         return self.mode != "sync"
 
-    def classes(self, host: SlotStepper, device: SlotStepper) -> dict[Place, SlotStepper]:
-        """Return the optimizer class or rule of each place: the device, and the place of
-        offloaded slots."""
-        return {"device": device, self.place: device if self.place == "streamed" else host}
-
     def check(
-        self,
-        executor: Executor,
-        params: Sequence[NamedParam],
-        is_offloaded: Callable[[Slot], bool],
-        settings: HostStepSettings,
+        self, executor: Executor, params: Sequence[NamedParam], is_offloaded: Callable[[Slot], bool]
     ) -> None:
         """Check that the executor supports this place and mode for the offloaded parameters.
 
@@ -99,33 +79,28 @@ class OffloadedStep:
             executor: the executor of the optimizer.
             params: slots and parameters.
             is_offloaded: returns True for an offloaded slot.
-            settings: settings of the steps on the host.
 
         Raises:
             ValueError: the executor does not support the place or the mode; the message names the
                 class or the parameter.
         """
         here = [param for param in params if is_offloaded(param[0])]
-        if settings.state_file is not None:
+        if self.state_file is not None:
             _check_windows(executor, here, "optimizer_state_path", "leave it out")
         elif self.place != "host":
             _check_windows(executor, here, f"offload_place={self.place!r}", "use 'host'")
         elif self.mode == "speculative":
-            _check_speculative(executor, params)
-
-
-def _check_speculative(executor: Executor, params: Sequence[NamedParam]) -> None:
-    if not isinstance(executor, RuleExecutor):
-        raise ValueError(
-            f"offload_mode='speculative': {executor.label} cannot step into a second buffer; use "
-            "an optimizer of this package, or set offload_mode='overlap'"
-        )
-    for name in _collective(executor, params):
-        raise ValueError(
-            f"offload_mode='speculative': {executor.label} steps {name}, which is split over "
-            "ranks, with a collective, which could interleave with collectives of backward; set "
-            "offload_mode='overlap'"
-        )
+            if not isinstance(executor, RuleExecutor):
+                raise ValueError(
+                    f"offload_mode='speculative': {executor.label} cannot step into a second "
+                    "buffer; use an optimizer of this package, or set offload_mode='overlap'"
+                )
+            for name in _collective(executor, params):
+                raise ValueError(
+                    f"offload_mode='speculative': {executor.label} steps {name}, which is split "
+                    "over ranks, with a collective, which could interleave with collectives of "
+                    "backward; set offload_mode='overlap'"
+                )
 
 
 def _check_windows(

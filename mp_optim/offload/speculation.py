@@ -1,4 +1,4 @@
-"""Steps before the verdict, into a back buffer of main params and moments.
+"""Steps into a back buffer of main params and moments, before clipping and skipping are decided.
 
 Present values stay while a step during backward writes the back buffer. Tensors stay the same
 objects: publishing a step gives the tensors the memory of the back buffer, and their former memory
@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from mp_optim.core import CachedTensorList, Slot, SlotUpdates, all_same, param_at
-from mp_optim.host.host_memory import Block, TensorSpec, aligned_bytes
+from mp_optim.host.host_memory import Block, aligned_bytes
 from mp_optim.host.leases import give_memory
 from mp_optim.host.transfer import Transfer
 from mp_optim.kernels.kernel_args import MAIN
@@ -85,27 +85,25 @@ class DoubleBuffer:
     Args:
         transfer: allocates host memory.
         pin: True to page-lock the memory of main params.
+
+    Attributes:
+        blocks: memory of main params under True, and of state under False.
     """
 
     def __init__(self, transfer: Transfer, pin: bool = False) -> None:
         self._transfer, self._pin = transfer, pin
-        self._blocks: dict[bool, Block] = {}
+        self.blocks: dict[bool, Block] = {}
         self._buffered: dict[Key, _BufferedTensor] = {}
 
     def reserve(self, live: Mapping[Key, Tensor]) -> tuple[int, int]:
         """Plan host memory for copies of these tensors, unless it is planned already. Return the
         bytes after the first use, for main params and for state."""
-        for is_main in () if self._blocks else (True, False):
+        for is_main in () if self.blocks else (True, False):
             tensors = [live[key] for key in live if _is_main(key) == is_main]
             allocate = partial(self._transfer.empty_host, pin=self._pin and is_main)
             size = sum(aligned_bytes(each.numel(), each.dtype) for each in tensors)
-            self._blocks[is_main] = Block(size, allocate)
-        return self._blocks[True].capacity, self._blocks[False].capacity
-
-    @property
-    def allocated(self) -> int:
-        """Bytes of host memory that are allocated for the back buffer now."""
-        return sum(block.allocated for block in self._blocks.values())
+            self.blocks[is_main] = Block(size, allocate)
+        return self.blocks[True].capacity, self.blocks[False].capacity
 
     def launches(self, launches: Sequence[Launch]) -> list[BackLaunch]:
         """Return launches into the back buffer. Return none if a tensor is not contiguous,
@@ -141,15 +139,10 @@ class DoubleBuffer:
             # tensor may have either piece of memory, so take the other piece.
             back = pair.front if pair.back.data_ptr() == live.data_ptr() else pair.back
         else:
-            back = self._take(_is_main(key), form)
+            memory = self.blocks[_is_main(key)]
+            back = memory.with_room(aligned_bytes(live.numel(), live.dtype)).take(*form)
         self._buffered[key] = _BufferedTensor(live, live.data, back)
         return self._buffered[key]
-
-    def _take(self, is_main: bool, form: TensorSpec) -> Tensor:
-        """Return memory for the back buffer of a main param, or of other state."""
-        shape, dtype = form
-        size = aligned_bytes(shape.numel(), dtype)
-        return self._blocks[is_main].with_room(size).take(shape, dtype)
 
     def swap(self, keys: Iterable[Key]) -> None:
         """Exchange the memory of these tensors and of the back buffer."""
@@ -185,7 +178,7 @@ first number, and resumes from the second number on: verdicts are still compared
 
 
 class SpeculativeStepper:
-    """Steps buckets of the host part into their back buffers, and publishes the results.
+    """Steps buckets of offloaded slots into back buffers, and publishes the results.
 
     Attributes:
         is_on: False while speculation pauses.
@@ -209,7 +202,8 @@ class SpeculativeStepper:
     @property
     def allocated_bytes(self) -> int:
         """Bytes of host memory that are allocated for back buffers now."""
-        return sum(buffer.allocated for buffer in self._back_buffers)
+        blocks = (block for buffer in self._back_buffers for block in buffer.blocks.values())
+        return sum(block.allocated for block in blocks)
 
     def reserved(self) -> list[tuple[int, int]]:
         """Return the bytes of the back buffer of each bucket, for main params and for state."""
@@ -233,10 +227,6 @@ class SpeculativeStepper:
         if any(map(self._executor.is_collective, staged)):
             return ()
         return self._launches(bucket, self._executor.plan(staged))
-
-    def planned(self, steps: Sequence[BucketStep]) -> dict[int, list[Launch]]:
-        """Return the launches of each bucket's step with the present settings."""
-        return {step.bucket: self._executor.plan(step.staged) for step in steps}
 
     def _launches(self, bucket: int, planned: Sequence[Launch]) -> Sequence[BackLaunch]:
         """Return launches of a bucket into its back buffer; none if the bucket cannot be stepped
@@ -291,8 +281,6 @@ class SpeculativeStepper:
 
     def publish(self, step: BucketStep, launches: Sequence[BackLaunch]) -> None:
         """Swap back buffer and live tensors, and upload the parameters."""
-        if not launches:
-            return
         self._executor.step_mark.touch()
         with self._timeline.stage("publish", step.label):
             for launch in launches:

@@ -44,10 +44,10 @@ def blocks_bytes(num_bytes: int) -> int:
 
 @dataclass
 class _Segment:
-    """A mapped part of the file.
+    """Bytes of the file that are mapped into memory.
 
     Attributes:
-        begin: offset in the file.
+        begin: offset of the first byte in the file.
         used: number of bytes in use.
     """
 
@@ -55,15 +55,6 @@ class _Segment:
     mapping: mmap.mmap
     memory: Tensor
     used: int = 0
-
-    @property
-    def left(self) -> int:
-        return self.memory.numel() - self.used
-
-    def offset_of(self, tensor: Tensor) -> int | None:
-        inside = tensor.data_ptr() - self.memory.data_ptr()
-        is_here = inside >= 0 and inside + tensor.nbytes <= self.memory.numel()
-        return self.begin + inside if is_here else None
 
 
 class StateFile:
@@ -136,7 +127,7 @@ class StateFile:
 
     def _with_room(self, size: int) -> _Segment:
         for segment in self._segments:
-            if size <= segment.left:
+            if size <= segment.memory.numel() - segment.used:
                 return segment
         self.reserve(self.capacity + max(size, 1))
         return self._segments[-1]
@@ -148,10 +139,10 @@ class StateFile:
     def offset_of(self, tensor: Tensor) -> int | None:
         """Return the offset of a contiguous tensor in the file; None if the tensor is stored
         elsewhere, or is empty."""
-        if tensor.nbytes:
-            for segment in self._segments:
-                if (offset := segment.offset_of(tensor)) is not None:
-                    return offset
+        for segment in self._segments if tensor.nbytes else ():
+            inside = tensor.data_ptr() - segment.memory.data_ptr()
+            if 0 <= inside <= segment.memory.numel() - tensor.nbytes:
+                return segment.begin + inside
         return None
 
     # -- the mapping, and transfers past it -------------------------------------------------------

@@ -40,7 +40,7 @@ from mp_optim.offload.buckets import (
     Staging,
     TransferBytes,
 )
-from mp_optim.offload.settings import HostStepSettings, OffloadedStep
+from mp_optim.offload.settings import HostStepSettings
 from mp_optim.offload.speculation import BackLaunch, SpeculativeStepper
 from mp_optim.offload.streaming import WindowPipeline, disk_bytes, held_forms, state_bytes
 from mp_optim.offload.window_plan import IN_FLIGHT
@@ -51,7 +51,6 @@ class Stepper:
     """The offloaded slots of an optimizer, cut into buckets or windows, and their steps.
 
     Args:
-        how: place and mode of the steps.
         executor: keeps the state of the slots and steps them.
         slots: slots in the order in which their gradients are expected.
         bind_tensors: updates the executor's tensors to the present tensors.
@@ -74,23 +73,22 @@ class Stepper:
 
     def __init__(
         self,
-        how: OffloadedStep,
         executor: Executor,
         slots: Sequence[HostSlot],
         bind_tensors: Callable[[], object],
         settings: HostStepSettings,
         source: GradSource,
     ) -> None:
-        self.how, self.settings, self._executor = how, settings, executor
+        self.settings, self._executor = settings, executor
         self.timeline = settings.timeline
         self.label = partial(_label_of, executor)
         self._bind_tensors = bind_tensors
-        self._has_windows = how.place == "streamed" or settings.state_file is not None
+        self._has_windows = settings.place == "streamed" or settings.state_file is not None
         self.speculation: SpeculativeStepper | None = None
-        if how.mode == "speculative" and not self._has_windows:
+        if settings.mode == "speculative" and not self._has_windows:
             self.speculation = SpeculativeStepper(self._rule_executor, settings.timeline)
         self.schedule = BackwardScheduler(
-            how, executor, bind_tensors, settings, source, self.speculation, self.label
+            executor, bind_tensors, settings, source, self.speculation, self.label
         )
         self.releases = False
         self.transfer_bytes = TransferBytes()
@@ -99,24 +97,19 @@ class Stepper:
         self.cut_buckets(slots)
 
     @property
-    def transfer(self) -> Transfer:
-        """The interface that copies tensors between host and device."""
-        return self.settings.transfer
-
-    @property
     def _rule_executor(self) -> RuleExecutor:
-        # ``OffloadedStep.check`` refuses windows and back buffers for any other executor.
+        # ``HostStepSettings.check`` refuses windows and back buffers for any other executor.
         assert isinstance(self._executor, RuleExecutor)
         return self._executor
 
     def place_of(self, slot: Slot) -> Place:
         """Return the place where a slot is stepped."""
-        return self.how.place if slot in self._offloaded else "device"
+        return self.settings.place if slot in self._offloaded else "device"
 
     def copied_slots(self) -> Sequence[Slot]:
         """Return the slots whose parameters are written by copies, not by a kernel of the step."""
         is_in_place = self.pipeline is None and self.buckets is None
-        is_copied = self.how.place == "host" and not is_in_place
+        is_copied = self.settings.place == "host" and not is_in_place
         return [each.slot for each in self.slots] if is_copied else ()
 
     # -- cutting ----------------------------------------------------------------------------------
@@ -155,23 +148,21 @@ class Stepper:
         file, allocate = settings.state_file, partial(allocate_contiguous, allocate=zeroed)
         slots = [slot.slot for slot in self.slots]
         executor.rows.allocators = dict.fromkeys(slots, file.zeros if file else allocate)
-        return WindowPipeline(
-            executor, self.how.place, settings, self.label, self.slots, self.releases
-        )
+        return WindowPipeline(executor, settings, self.label, self.slots, self.releases)
 
     def _new_buckets(self) -> Buckets | None:
         """Return new buckets; None if no gradient is copied to staging memory."""
-        settings, in_backward = self.settings, self.how.runs_in_backward
+        settings = self.settings
         # A step reads gradients of a model in host memory in place.
-        is_copied = self.how.place == "host" and not settings.transfer.is_same_place
+        is_copied = settings.place == "host" and not settings.transfer.is_same_place
         if self.pipeline is None:
-            is_needed = in_backward or is_copied
+            is_needed = settings.runs_in_backward or is_copied
         else:
-            is_needed = in_backward and (is_copied or self.releases)
+            is_needed = settings.runs_in_backward and (is_copied or self.releases)
         if not is_needed:
             return None
         return Buckets(
-            self.how.mode,
+            settings.mode,
             self.slots,
             settings.bucket_bytes,
             settings.pipelined,
@@ -277,7 +268,7 @@ class Stepper:
         steps = buckets.steps(updates, self.transfer_bytes)
         self.schedule.find_copied(steps)
         # Mark the gradients as complete now, so that no download waits for the device's step.
-        mark = self.transfer.mark()
+        mark = self.settings.transfer.mark()
         ahead, in_back = self.speculation, {}
         if ahead is not None and self.schedule.speculates:
             in_back = self._fill_back_buffers(ahead, steps, mark)
@@ -292,7 +283,7 @@ class Stepper:
         if steps:
             # NOTE: the device waits for the uploads, the host does not. The wait cannot be later,
             # because the device's next operations read the parameters.
-            self.transfer.join()
+            self.settings.transfer.join()
 
     def _fill_back_buffers(
         self, ahead: SpeculativeStepper, steps: Sequence[BucketStep], mark: Any
@@ -355,12 +346,14 @@ class Stepper:
                 held = held._replace(back_mains=mains, back_state=state)
         pieces = () if self.buckets is None else self.buckets.staging
         windows = () if self.pipeline is None else self.pipeline.host_bytes()
-        return held._replace(staging=tuple(piece.capacity for piece in pieces), windows=windows)
+        return held._replace(
+            staging=tuple(piece.memory.capacity for piece in pieces), windows=windows
+        )
 
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory held in ``step()``, in addition to gradients and parameters."""
-        if self.how.place != "streamed" or self.pipeline is None or not self.slots:
+        if self.settings.place != "streamed" or self.pipeline is None or not self.slots:
             return 0
         return sum(self.pipeline.sizes[:IN_FLIGHT])
 
@@ -374,7 +367,7 @@ class Stepper:
     def released_bytes(self) -> int:
         """Bytes on the device that ``release_gradients`` saves, in the dtype of the model."""
         elements = {slot.slot: slot for slot in self.slots}
-        if self.buckets is None or not self.how.runs_in_backward:
+        if self.buckets is None or not self.settings.runs_in_backward:
             return 0
         sizes = []
         for bucket in self.buckets.members:
@@ -393,7 +386,7 @@ class Stepper:
         if self._state_bytes[0] != self._state_bytes[1]:
             self._state_bytes = self._bytes_of_state()
         return {
-            "staging": (planned, sum(piece.allocated for piece in staging)),
+            "staging": (planned, sum(piece.memory.allocated for piece in staging)),
             "back buffers": (held.back, 0 if ahead is None else ahead.allocated_bytes),
             "windows": (sum(held.windows), 0 if pipeline is None else pipeline.storage.allocated),
             "main params and state": self._state_bytes,
@@ -424,14 +417,18 @@ class Stepper:
         """Return notes for ``describe()`` about how the slots are stepped."""
         file = self.settings.state_file
         of_file = () if file is None else file.notes()
-        return tuple(dict.fromkeys((*self._own_notes(), *of_file, *self.transfer.notes())))
+        return tuple(dict.fromkeys((*self._own_notes(), *of_file, *self.settings.transfer.notes())))
 
     def _own_notes(self) -> Iterator[str]:
         if self.pipeline is not None and self.slots:
             yield self.pipeline.note()
-        if self.how.place == "host" and self.how.runs_in_backward and self.buckets is not None:
+        if (
+            self.settings.place == "host"
+            and self.settings.runs_in_backward
+            and self.buckets is not None
+        ):
             yield (
-                f"host: offload_mode {self.how.mode}, {len(self.buckets.members)} "
+                f"host: offload_mode {self.settings.mode}, {len(self.buckets.members)} "
                 f"buckets of at most {self.settings.bucket_bytes:,} bytes, "
                 f"{self.host_bytes().back:,} bytes double buffer"
                 + (", gradients released" if self.releases else "")
@@ -452,7 +449,7 @@ class Stepper:
         planned, allocated = map(sum, zip(*memory.values(), strict=True))
         found = self.timeline.metrics()
         found |= {"planned_host_bytes": planned, "resident_host_bytes": allocated}
-        if self.how.runs_in_backward:
+        if self.settings.runs_in_backward:
             found |= self.schedule.counts
         if self.settings.state_file is not None:
             found["bytes_read"] = self.transfer_bytes.read

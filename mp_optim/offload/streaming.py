@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from mp_optim.core import Slot, SlotUpdates
-from mp_optim.core.executor import Place
 from mp_optim.core.slot_state import AVERAGE, REMAINDER
 from mp_optim.host.host_memory import TensorSpec, aligned_bytes
 from mp_optim.host.transfer import Transfer
@@ -58,8 +57,7 @@ class WindowPipeline:
 
     Args:
         executor: executor of the slots.
-        place: place where the slots are stepped.
-        settings: memory and copies of the steps.
+        settings: place, memory and copies of the steps.
         label: returns a label for some slots, for errors and the timeline.
         slots: the slots.
         carries_grads: True if gradients of streamed slots may be in host memory.
@@ -74,14 +72,13 @@ class WindowPipeline:
     def __init__(
         self,
         executor: RuleExecutor,
-        place: Place,
         settings: HostStepSettings,
         label: Callable[[Sequence[Slot]], str],
         slots: Sequence[HostSlot],
         carries_grads: bool,
     ) -> None:
-        self.place, self._executor, self._label = place, executor, label
-        self._is_host = place == "host"
+        self._executor, self._label = executor, label
+        self._is_host = settings.place == "host"
         self._stage = "host_step" if self._is_host else "stream_step"
         self._lag = HostWindows.lag if self._is_host else DeviceRing.lag
         self._slots, self._carries_grads = slots, carries_grads
@@ -249,11 +246,13 @@ class WindowPipeline:
         copies: WindowCopies,
         step_device: Callable[[], None],
     ) -> None:
-        """Step all windows. The device's slots are stepped during the first copy."""
+        """Step all windows of a step, each while the next window is copied. The slots that stay on
+        the device are stepped while the first window is copied."""
         try:
             coming = opened.read_window(0)
-            # NOTE: a copy that is queued behind a window's copy waits for all of that window. So
-            # host data of queued steps is uploaded first; a window waits for no step.
+            # NOTE: uploads run one after the other. So numbers that the device's steps read are
+            # uploaded before the first window. Behind the window, these steps would wait for all
+            # bytes of the window.
             if isinstance(copies, HostWindows):
                 resident = copies.bring(coming)
                 step_device()

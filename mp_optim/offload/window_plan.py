@@ -1,4 +1,5 @@
-"""Plans of windows, from sizes alone: the pieces of launches that are in memory at a time.
+"""Cut the launches of a step into windows: main params and state that are in memory at the same
+time.
 
 A window is filled in the order of the launches. A tensor that fits into a window is never cut. A
 larger tensor is cut at blocks of 256 elements if its rule allows cuts, and at multiples of these
@@ -159,9 +160,10 @@ def _pieces(
 ) -> Iterator[Piece]:
     for launch, planned in enumerate(launches):
         for index, main in enumerate(planned.lists.main):
-            held, extra = _held(planned.lists, index), along(planned, index)
-            if in_place(planned, index):
-                del held[MAIN]
+            held = {key: tensors[index] for key, tensors in planned.lists.state.items()}
+            if not in_place(planned, index):
+                held = {MAIN: main, **held}
+            extra = along(planned, index)
             size = form.bytes_of(held, extra)
             if size <= most:
                 yield Piece(launch, index, 0, main.numel(), True, held, extra, size)
@@ -183,11 +185,6 @@ def _pieces(
                         "or more. No parameter was stepped"
                     )
                 yield Piece(launch, index, start, count, False, *parts, size)
-
-
-def _held(lists: TensorLists, index: int) -> dict[str, Tensor]:
-    state = {key: tensors[index] for key, tensors in lists.state.items()}
-    return {MAIN: lists.main[index], **state}
 
 
 def cut_all(tensors: Tensors, start: int, count: int) -> Tensors:

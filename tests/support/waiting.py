@@ -137,6 +137,6 @@ def _steps(optimizer: Any) -> Iterator[Tensor]:
     for part in optimizer.chained_optimizers:
         executor = part.executor
         if isinstance(executor, PlacedExecutor):
-            executor = executor.executor_at("device")
+            executor = executor.executors["device"]
         for group in executor.rows.groups:
             yield group.steps

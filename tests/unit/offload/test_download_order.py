@@ -45,7 +45,7 @@ def test_offload_step_downloads_before_the_device_step_ends(
     model, optimizer = build_mode(mode, "fp32", 0.6, experts=False, clip_grad=0.0)
     (hybrid,), events = hybrids(optimizer), list[Event]()
     hybrid.stepper.use_transfer(RecordingTransfer(events), bucket_bytes=64)
-    device = hybrid.executor.executor_at("device")
+    device = hybrid.executor.executors["device"]
     step_slots = device.step_slots
 
     def recorded(*arguments: Any, **settings: Any) -> None:

@@ -165,7 +165,7 @@ def apply_event(model, optimizer, event):
         optimizer.scale_loss(model(tokens_of(79))).backward()
     elif event == "cut buckets":
         for hybrid in hybrids(optimizer):
-            hybrid.stepper.use_transfer(hybrid.stepper.transfer)
+            hybrid.stepper.use_transfer(hybrid.stepper.settings.transfer)
     elif event == "look at gradients":
         list(optimizer.named_gradients())
     elif event == "broken off":

@@ -95,7 +95,7 @@ def test_released_gradients_occupy_at_most_two_buckets_during_backward(
     for release in (False, True):
         model, optimizer, most = deep(mode, release)
         (hybrid,), (schedule,) = hybrids(optimizer), schedules(optimizer)
-        hybrid.stepper.use_transfer(hybrid.stepper.transfer, 4 * model[0].weight.nbytes)
+        hybrid.stepper.use_transfer(hybrid.stepper.settings.transfer, 4 * model[0].weight.nbytes)
         with delays([wait]):
             for step in range(5):
                 if step == 3:

@@ -165,7 +165,7 @@ def fetched_number(simulation):
     settings = {"cpu_optimizer_cls": FusedAdam, "gpu_optimizer_cls": FusedAdam}
     optimizer = HybridDeviceOptimizer([torch.nn.Parameter(torch.ones(1))], 1.0, **settings)
     optimizer.stepper.use_transfer(transfer_for(device_at(DEVICE)))
-    return fetch(optimizer.stepper.transfer, value)().item() == 3.0
+    return fetch(optimizer.stepper.settings.transfer, value)().item() == 3.0
 
 
 def download_of_a_transfer_that_is_dropped(simulation):
