@@ -49,11 +49,12 @@ from mp_optim.host.host_memory import Block, aligned_bytes
 from mp_optim.host.transfer import Transfer
 
 SMALLEST = 4 << 20
-"""Smallest staging bytes of a bucket; the fixed costs of smaller buckets dominate."""
+"""Smallest staging bytes of a bucket. Below this size a bucket's fixed costs exceed the time of
+its copies."""
 
 PER_ROUND = 16
 """Number of buckets of a model, within the limits of size. The last bucket is complete only at
-the end of backward, so its copies cannot be hidden."""
+the end of backward. So more buckets leave fewer bytes to copy after backward."""
 
 
 class HostBytes(NamedTuple):
@@ -221,8 +222,8 @@ ARITHMETIC = ("host_add", "host_measure", "host_step")
 
 
 class Span(NamedTuple):
-    """One stage of one thread, in seconds of ``time.perf_counter``. ``label`` names the slots of
-    the stage."""
+    """The time of one stage in one thread, in seconds of ``time.perf_counter``. ``label`` names the
+    slots that the stage worked on."""
 
     stage: str
     thread: str
@@ -295,8 +296,8 @@ class StepTimeline:
 
 @dataclass
 class TransferBytes:
-    """Bytes that the last step copied between accelerator and host (down and up), and read from
-    and wrote to a disk."""
+    """Bytes that the last step moved: gradients to the host (``down``), parameters to the
+    accelerator (``up``), and state from and to a disk (``read`` and ``written``)."""
 
     down: int = 0
     up: int = 0
@@ -304,7 +305,6 @@ class TransferBytes:
     written: int = 0
 
     def add(self, down: int = 0, up: int = 0, read: int = 0, written: int = 0) -> None:
-        """Add numbers of bytes to the counts."""
         self.down, self.up = self.down + down, self.up + up
         self.read, self.written = self.read + read, self.written + written
 

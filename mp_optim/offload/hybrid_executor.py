@@ -1,5 +1,5 @@
-"""The executor of HybridDeviceOptimizer. For each slot it has the place, the tensor that is
-stepped, and the executor that steps the tensor.
+"""The executor of HybridDeviceOptimizer, which stores the place of each slot, the tensor that is
+stepped, and the executor that steps this tensor.
 
 Tensors in ``param_groups`` may be replaced at any time. Before a step, and before state is read,
 the executors of the places get the present tensors: tensors of ``param_groups``, or copies that
@@ -192,7 +192,6 @@ class PlacedExecutor(Executor):
         return self._placed_at(slot).place != "device"
 
     def _positions(self, place: Place, group: int) -> list[int]:
-        """Return the positions of a group's slots at a place."""
         of_group = enumerate(self._placed[group])
         return [position for position, placed in of_group if placed.place == place]
 
@@ -377,8 +376,8 @@ class PlacedExecutor(Executor):
             stays_there = _is_own(before) and same_memory(before, now)
             if before is not now and not stays_there:
                 executor.step_instead(slot, now)
-            # Bind again next time unless all tensors belong to this package: only those keep their
-            # memory, and are written by no other code.
+            # Other code may write a model's parameter or replace its memory. So the next call binds
+            # again unless all tensors belong to this package.
             stays = stays and _is_own(param)
         self._bound_from = sources if stays else ()
 
@@ -496,8 +495,8 @@ class PlacedExecutor(Executor):
         return list(map(self._output, updates.slots, updates.outputs))
 
     def _output(self, slot: Slot, output: Tensor | None) -> Tensor | None:
-        """Return the tensor that receives the stepped value. If this executor made the stepped
-        copy, the parameter receives it."""
+        """Return the tensor that receives the stepped value: the parameter, if this executor steps
+        a copy of the parameter."""
         if self._placed_at(slot).is_stepped_itself:
             return output
         return local_tensor(param_at(self.param_groups, slot))

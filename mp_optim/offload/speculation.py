@@ -4,10 +4,10 @@ Present values stay while a step during backward writes the back buffer. Tensors
 objects: publishing a step gives the tensors the memory of the back buffer, and their former memory
 becomes the back buffer. Nothing has to be undone to discard a step.
 
-A speculated step is right if the verdict's multiplier is the predicted multiplier (inverse loss
-scale, clip coefficient 1) and nothing is skipped. A wrong step costs the time of a step that was
-hidden under backward and one more copy of the state; a right step saves the whole arithmetic of
-``step()``. So speculation pays well below even odds, and pauses only if it nearly always fails.
+A speculated step is right if gradients are neither clipped nor skipped, so that the multiplier is
+the inverse loss scale. A right step saves the whole arithmetic of ``step()``. A wrong step costs
+arithmetic that ran next to backward, and one more copy of the state. So speculation saves time even
+if fewer than half of the predictions are right, and pauses only if nearly all predictions fail.
 """
 
 from __future__ import annotations
@@ -163,7 +163,6 @@ def _inputs(planned: Launch) -> tuple[object, ...]:
 
 
 def _stepped(planned: Launch) -> list[Tensor]:
-    """Return main params and moments of a launch."""
     moments = [tensor for tensors in planned.lists.state.values() for tensor in tensors]
     return [*planned.lists.main, *moments]
 
@@ -295,6 +294,6 @@ class SpeculativeStepper:
         this step."""
         paused = not self.is_on
         self._outcomes.append(was_right)
-        if len(self._outcomes) == WINDOW:  # Fewer verdicts do not change the decision.
+        if len(self._outcomes) == WINDOW:
             self.is_on = sum(self._outcomes) >= (_RESUME_AT if paused else _PAUSE_BELOW)
         return paused

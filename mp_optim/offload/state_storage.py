@@ -1,8 +1,8 @@
 """Storages of main params and state between steps: host memory, or a file.
 
 ``open_windows`` begins the windows of a step, one step at a time. ``read_window`` returns a window
-with its tensors in host memory. ``write_window`` starts to write the window back; its memory must
-not be written after this call. ``close_windows`` waits until all windows are stored.
+whose tensors are in host memory. ``write_window`` starts to store the window; the caller must not
+write to the window's memory after this call. ``close_windows`` waits until all windows are stored.
 ``window_sizes`` returns the bytes of each window that is in memory at a time. Its arguments are the
 sizes of slots, the bytes of the largest tensor that cannot be cut (``smallest``), and the number of
 windows in use (``lag``).
@@ -37,7 +37,7 @@ FLUSHED_EVERY = 256 << 20
 
 
 def blocks_bytes(num_bytes: int) -> int:
-    """Return the bytes of a tensor in the file: whole blocks, so that no block belongs to two
+    """Round the bytes of a tensor up to whole blocks of the file, so that no block belongs to two
     tensors."""
     return -(-num_bytes // DISK_BLOCK) * DISK_BLOCK
 

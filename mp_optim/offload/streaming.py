@@ -5,11 +5,15 @@ The storage (:mod:`~mp_optim.offload.state_storage`) has the windows in host mem
 stepped there (:class:`HostWindows`), or in a ring of device memory (:class:`DeviceRing`), which
 copies windows to the device and back.
 
-The caller calls ``bring`` for each window, which returns the window's tensors where they are
-stepped. It calls ``arrive`` before it uses the tensors, and steps them. It calls ``send_back``
-after all operations on them are queued. Before a window is stepped, the window ``lag`` positions
-earlier must have been copied back (``wait_for``), because the next window takes its memory.
-``wait`` ends all copies. ``up`` and ``down`` are bytes that were copied between accelerator and
+For each window the pipeline calls these methods of :class:`HostWindows` or :class:`DeviceRing`:
+
+- ``bring`` starts to copy the window, and returns the tensors that will be stepped.
+- ``arrive`` waits until the copy is complete.
+- ``send_back`` starts to copy the stepped tensors back.
+- ``wait_for`` waits until the window ``lag`` positions earlier is copied back, because the next
+  window takes the memory of that window.
+
+``wait`` ends all copies. ``up`` and ``down`` count bytes that were copied between accelerator and
 host.
 """
 
@@ -135,7 +139,6 @@ class WindowPipeline:
         return size + aligned_bytes(numel, slot.dtype) if self._is_host else size
 
     def _slot_bytes(self, slot: HostSlot) -> int:
-        """Return the bytes of a slot in a window."""
         size = self.storage.form.forms_bytes(held_forms(self._executor, slot).values())
         return size + self._along_bytes(slot, slot.numel)
 
@@ -183,7 +186,7 @@ class WindowPipeline:
     def steps(
         self, updates: SlotUpdates, on_host: Collection[Slot], step_device: Callable[[], None]
     ) -> None:
-        """Step window by window.
+        """Step the slots window by window.
 
         Args:
             updates: updates of the slots.
@@ -287,8 +290,8 @@ class WindowPipeline:
 
 
 def held_forms(executor: RuleExecutor, slot: HostSlot) -> dict[str, TensorSpec]:
-    """Return the shapes and dtypes of the tensors that are stored for a slot: its state, and its
-    main param unless the main param is on the device."""
+    """Return the shapes and dtypes of a slot's stored tensors: state, and the main param unless
+    the main param is on the device."""
     forms = executor.rows.specs(slot.slot)
     if slot.is_stepped_in_place:
         del forms[MAIN]
@@ -378,8 +381,8 @@ class DeviceRing:
     """Steps windows in device memory. Gradients of a window are in host memory until the window is
     copied.
 
-    NOTE: an upload does not wait on the device for operations queued since the ring was made,
-    because the former contents of its memory are on the host by then (``wait_for``). So uploads
+    NOTE: an upload waits on the device only for operations queued before the ring was made. The
+    former contents of the upload's memory are on the host by then (``wait_for``). So uploads
     overlap with all steps. Downloads are complete after :meth:`wait`.
 
     Args:
