@@ -28,7 +28,7 @@ _NORM_ATTRIBUTES = (
 
 ShownMains = dict[Slot, tuple[Any, Tensor]]
 """For each slot whose parameter has a ``main_param`` attribute, the parameter and its main param.
-Weak references are not possible: ``torch.utils.swap_tensors`` refuses parameters that have any."""
+Weak references are not possible: ``torch.utils.swap_tensors`` refuses their targets."""
 
 
 def shown_mains_of(owner: object) -> ShownMains:

@@ -56,7 +56,7 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 def boxes(shape: tuple[int, ...], start: int, count: int) -> tuple[Box, ...]:
     """Return elements ``[start, start + count)`` of a row-major tensor as disjoint boxes, in order.
 
-    Each box is contiguous in row-major order, and their number is at most ``2 * len(shape) - 1``.
+    Each box is contiguous in row-major order. There are at most ``2 * len(shape) - 1`` boxes.
     An empty range has no boxes. An empty tensor has one empty box, so that checkpoints record it.
 
     Args:
@@ -175,7 +175,7 @@ class Partition:
         return result
 
     def whole_index(self, index: Tensor, shape: Sequence[int]) -> Tensor:
-        """Convert row-major indices in a part to row-major indices in the whole.
+        """Convert row-major indices in a part to row-major indices in the whole tensor.
 
         Args:
             index: indices of elements in the part.

@@ -38,7 +38,7 @@ def check_quantized(name: str, param: Tensor) -> None:
 
     Args:
         name: FQN of the parameter, for messages.
-        param: any parameter; one that is not quantized passes.
+        param: the parameter; a parameter that is not quantized passes.
 
     Raises:
         TypeError: the parameter is a DTensor.
@@ -79,8 +79,8 @@ def check_quantized(name: str, param: Tensor) -> None:
 def dequantized(param: Any) -> Tensor:
     """Return the values of a quantized parameter in new FP32 memory of the same shape and device.
 
-    Transformer Engine may keep the values from which a parameter was quantized
-    (``get_high_precision_init_val``). Then return these values.
+    If Transformer Engine still has the values from which the parameter was quantized
+    (``get_high_precision_init_val``), return those values.
     """
     with torch.no_grad():
         if _brings_its_own(param):

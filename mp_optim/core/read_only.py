@@ -14,13 +14,14 @@ _READ_ONLY = (
 
 
 class ReadOnlyTensor(Tensor):
-    """A copy whose writers get an error, because a write to a copy would be lost.
+    """A copy of state that raises for writes, because a write to a copy would be lost.
 
-    NOTE: The tensor is made in inference mode, in which torch refuses operations in place. This
-    class adds the ways around that check: ``.data``, ``detach()`` and numpy.
+    NOTE: the tensor is created in inference mode, and torch refuses operations in place on such
+    tensors. This class also refuses writes through ``.data``, ``detach()`` and numpy, which torch
+    allows.
     """
 
-    # Results of operations are plain tensors.
+    # With this setting, results of operations are plain tensors, which callers may write.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def detach(self) -> ReadOnlyTensor:

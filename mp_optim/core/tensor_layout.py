@@ -44,7 +44,7 @@ def parts_of_range(part: Boxes, first: int, stop: int, matrices: int) -> list[Bo
     entries of the stack are equal parts of the matrices.
 
     Args:
-        part: the part of its matrix that each entry of the stack has.
+        part: the boxes of a matrix that each entry of the stack has.
         first: first element of the range.
         stop: end of the range.
         matrices: number of matrices in the stack.
@@ -94,7 +94,7 @@ class MatrixParts:
     grid.
 
     Attributes:
-        grid: the ranks. Each has a part of each matrix, which may be empty.
+        grid: the ranks. Each rank has a part of each matrix, which may be empty.
         rows: number of rows of a whole matrix.
         columns: number of columns of a whole matrix.
         parts: for each matrix, the part of each rank, in grid order.
@@ -170,7 +170,7 @@ def _blocks(rows: int, columns: int, dim: int, ranks: int, blocks: tuple[int, ..
     blocks = blocks or ((rows, columns)[dim],)
     cuts = [Partition(dim, blocks, rank, ranks).cuts for rank in range(ranks)]
     whole = [Box((0, 0), (rows, columns))]
-    # Each row stores its elements of all blocks, so cut row by row.
+    # Memory has a row's elements of all blocks before the next row, so cut row by row.
     if dim == 1 and len(blocks) > 1:
         whole = [Box((row, 0), (1, columns)) for row in range(rows)]
     return [tuple(cut for box in whole for _, cut in cuts_of_rank(box)) for cuts_of_rank in cuts]
@@ -412,7 +412,7 @@ class ParamLayout:
     Attributes:
         device: device of the model's tensor, independent of the place where the parameter is
             stepped.
-        mesh: the device mesh over which the tensor is split; None if it is not on a mesh.
+        mesh: the device mesh over which the tensor is split; None without a mesh.
         placements: placement along each mesh dimension.
         shape: shape of the whole parameter on the mesh. For a flat range, the shape of the
             flattened tensor, which may be a tensor-parallel part.
@@ -448,12 +448,12 @@ class ParamLayout:
         ]
 
     def numel_per_rank(self, local: Tensor) -> int:
-        """Return the number of the parameter's elements divided by the number of ranks that share
-        them, rounded up. The result is equal on all ranks.
+        """Return the number of the parameter's elements divided by the number of ranks over which
+        the elements are split, rounded up. The result is equal on all ranks.
 
         Args:
-            local: this rank's tensor; if it is the whole parameter, its number of elements is
-                returned.
+            local: this rank's tensor. If the parameter is not split, return the number of elements
+                of this tensor.
         """
         if self.flat is not None:
             return math.ceil(math.prod(self.shape) / self.flat.group.size())
@@ -480,7 +480,7 @@ class ParamLayout:
         return self._move(whole, self._whole_matrices(), self.placements)
 
     def is_shared(self, blockwise: bool) -> bool:
-        """True if matrices are split over ranks that have to gather them.
+        """True if ranks have to gather the matrices, because each rank has a part of a matrix.
 
         Args:
             blockwise: True if the parts on a mesh or of tensor-parallel ranks are treated as

@@ -53,8 +53,8 @@ class CachedTensorList(list[Tensor]):
     def hold(self) -> CachedTensorList:
         """Keep the present memory of the tensors alive, and return this list.
 
-        A list that is reused in many steps needs this: its addresses stay valid even if a tensor
-        gets other memory (``tensor.data = ...``).
+        A list that is reused in many steps needs this call, so that its addresses stay valid even
+        if a tensor gets other memory (``tensor.data = ...``).
         """
         self.held = tuple(map(Tensor.detach, self))
         self.addresses = array("Q", list(map(Tensor.data_ptr, self.held)))
@@ -167,7 +167,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def whole_tensor(tensor: DTensor) -> Tensor:
     """Return the full tensor of a DTensor. Collective.
 
-    A shard on the host is copied to the mesh's device first, because the collective needs it there.
+    A shard on the host is copied to the mesh's device first, because the collective runs there.
     """
     there: Any = tensor.to(tensor.device_mesh.device_type)
     whole: Tensor = there.full_tensor()
@@ -214,8 +214,8 @@ def have_grad_only(params: Sequence[Tensor]) -> bool:
 def local_grad(param: Tensor, grad: Tensor) -> Tensor:
     """Return this rank's part of a parameter's gradient.
 
-    If a DTensor's gradient has other placements than its parameter, it is redistributed first,
-    which is collective. For example, tensor parallelism leaves ``Partial`` gradients, which are
+    If a DTensor's gradient has other placements than its parameter, the gradient is redistributed
+    first, by a collective. For example, tensor parallelism leaves ``Partial`` gradients, which are
     summed.
     """
     if is_dtensor(param) and is_dtensor(grad) and grad.placements != param.placements:
@@ -257,8 +257,8 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def follow(main: Tensor, local: Tensor, name: str) -> bool:
-    """Copy the model's value into elements of a main param that do not round to it. Other elements
-    keep their extra bits. Waits for the tensors' devices.
+    """Copy the model's value into each element of a main param that does not round to that value.
+    Other elements keep their extra bits. Waits for the tensors' devices.
 
     Args:
         main: the main param; written in place.
@@ -286,7 +286,7 @@ def continue_from(
     *,
     may_read: bool = True,
 ) -> None:
-    """Copy the model's value into elements of main params that do not round to it.
+    """Copy the model's value into each element of main params that does not round to that value.
 
     Does not wait for accelerators. NaN equals NaN; all other values are compared bit for bit.
 
@@ -296,8 +296,8 @@ def continue_from(
             is the model's own tensor.
         changed: one uint8 bitmap for each main param; all of its bits are set if any element
             changes.
-        may_read: True to compare main params in host memory first, so that equal ones are not
-            written.
+        may_read: True to compare main params in host memory first, so that equal main params are
+            not written.
     """
     before_writing(mains)
     for index, (main, weight) in enumerate(zip(mains, weights, strict=True)):
@@ -305,7 +305,7 @@ def continue_from(
             continue
         pieces: Iterable[tuple[Tensor, Tensor]] = [(main, weight)]
         if main.is_cpu and main.is_contiguous() and weight.is_contiguous():
-            # A piece fits the CPU's cache, so its second read does not go to memory.
+            # A piece fits the CPU's cache, so the second read of a piece does not go to memory.
             split = (torch.split(tensor.view(-1), _PIECE) for tensor in (main, weight))
             pieces = zip(*split, strict=True)
         for part, here in pieces:
@@ -359,8 +359,8 @@ class ParamWatcher:
     """Fingerprints of parameters, by which a replaced, moved or reshaped parameter is found
     (``param.data = ...`` included).
 
-    New memory at the address of freed memory counts as unchanged. This is safe, because the old
-    memory had no alias, or it would not have been freed.
+    New memory at the address of freed memory counts as unchanged. That is safe, because memory is
+    freed only when no other tensor uses that memory.
 
     Attributes:
         params: the tensors.

@@ -84,7 +84,7 @@ class StepPlan(tuple[Slot, ...]):
         other sources.
 
         NOTE: a part and its sources must not refer to the caller. The caller may own this plan, and
-        a reference cycle would keep both alive.
+        a reference cycle would keep caller and plan alive.
 
         Args:
             name: name of the part, unique in the code.
@@ -104,7 +104,7 @@ class SlotUpdate(NamedTuple):
     Attributes:
         slot: the parameter's slot.
         grad: local gradient in any floating dtype, on the device where the slot is stepped. An
-            executor that places slots also accepts the gradient on its own device.
+            executor that places slots also accepts a gradient on the model's device.
         multiplier: factor of the gradient, rounded to FP32: inverse loss scale times clip
             coefficient. A :class:`DeviceMultiplier` for backends that read the factor from device
             memory.
@@ -114,8 +114,8 @@ class SlotUpdate(NamedTuple):
         shard_groups: process groups over which the parameter is split, for rules that need norms of
             whole parameters. Empty if the local tensor is the whole parameter.
         stream: random stream of the parameter in the lower 32 bits, and the index of the first
-            local element above them (:func:`stream_of`). None derives the stream from the slot's
-            name.
+            local element in the upper 32 bits (:func:`stream_of`). None derives the stream from the
+            slot's name.
         layout: device and split of the model's own tensor, for rules that need whole matrices. None
             if the stepped tensor is the whole parameter, on its device.
         changed: bitmap of the row-major local elements (``mp_optim/core/weight_delta.py``), padded

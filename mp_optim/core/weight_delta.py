@@ -74,7 +74,7 @@ class WeightDelta:
         part: index of this part of the model.
         parts: number of parts.
         watched: number of tracked elements, changed or not.
-        patches: new values of each parameter that has any. The tensors are copies.
+        patches: one entry for each parameter with new values. The tensors are copies.
     """
 
     run: str
@@ -245,7 +245,7 @@ _PLACES = [1 << bit for bit in range(8)]
 
 
 def bits_set(bits: Tensor) -> Tensor:
-    """Return the indices of the bits that are set, ascending, int64."""
+    """Return the indices of the set bits of a uint8 bitmap, ascending, int64."""
     places = torch.tensor(_PLACES, dtype=torch.uint8, device=bits.device)
     if 4 * int(bits.count_nonzero()) > bits.numel():
         return (bits[:, None] & places).view(-1).nonzero().view(-1)

@@ -34,7 +34,7 @@ _PATIENCE = 5.0
 """Seconds to wait for the description of another rank. Within this time every live rank has noticed
 a disagreement."""
 _GRACE = 2.0
-"""Seconds that the rank with the answer waits until the other ranks have read it."""
+"""Most seconds that the rank with the answer waits for the other ranks to read the answer."""
 
 _companions: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _lanes: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
@@ -62,9 +62,8 @@ class Ranks:
     """A process group as checkpoints use it. Without ``torch.distributed`` there is one rank.
 
     Attributes:
-        group: the process group; None for a single rank. For all processes of the job it is a
-            separate gloo group, so that the collectives of a background save and of the training do
-            not mix.
+        group: the process group; None for a single rank. For all processes of the job, a separate
+            gloo group, so that the collectives of a background save and of the training do not mix.
         rank: number of this rank in the group.
         size: number of ranks.
     """
@@ -96,8 +95,10 @@ class Ranks:
         return cls(group, dist.get_rank(group), size)
 
     def in_lane(self, lane: str, given: dist.ProcessGroup | None) -> Ranks:
-        """Return the same ranks with another process group, which only saves of one lane use.
-        Collective.
+        """Return these ranks with the process group of a lane. Collective.
+
+        A lane has at most one background save at a time. Saves of several lanes do not wait for
+        each other, because each lane has its own process group.
 
         Args:
             lane: name of the lane.
