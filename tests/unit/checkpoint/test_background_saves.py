@@ -103,7 +103,9 @@ def random_settings(seed, folder):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_background_save_has_bits_of_its_call_while_training_goes_on(tmp_path, reader, seed):
+def test_background_save_writes_the_state_of_the_call_when_training_continues(
+    tmp_path, reader, seed
+):
     chance, mode, form, settings = random_settings(seed, tmp_path)
     fraction = chance.choice([0.6, 1.0])
     settings["adversarial"] = mode != "sync"
@@ -151,7 +153,7 @@ def scale_rows(optimizer):
 
 
 @pytest.mark.parametrize("write", [write_all, write_mains, write_view, load_other, scale_rows])
-def test_background_save_copies_state_before_other_writers(tmp_path, reader, write):
+def test_background_save_writes_old_state_when_the_caller_changes_state(tmp_path, reader, write):
     model, optimizer = build("bf16", 0.5)
     run(model, optimizer, 2)
     versions = save_twice(tmp_path, model, optimizer, reader)
@@ -161,7 +163,7 @@ def test_background_save_copies_state_before_other_writers(tmp_path, reader, wri
 
 
 @pytest.mark.parametrize("how", ["data", "reload", "followed", "moved"])
-def test_background_save_has_bits_of_its_call_when_other_code_writes_the_model(
+def test_background_save_writes_old_weights_when_other_code_changes_the_model(
     tmp_path, reader, how
 ):
     model, optimizer = build("bf16", 0.5)
@@ -181,7 +183,7 @@ def test_background_save_has_bits_of_its_call_when_other_code_writes_the_model(
     assert_equal_versions(*versions, reader)
 
 
-def test_background_save_has_bits_of_its_call_when_the_model_moves(tmp_path, reader):
+def test_background_save_writes_old_state_when_the_model_changes_its_device(tmp_path, reader):
     with simulated_accelerator() as simulation:
         model = torch.nn.Linear(16, 16, dtype=torch.bfloat16)
         optimizer = mp_optim.AdamW(model.parameters(), lr=0.1)
@@ -201,7 +203,7 @@ def test_background_save_has_bits_of_its_call_when_the_model_moves(tmp_path, rea
 
 
 @pytest.mark.parametrize("then", ["step", "reload"])
-def test_background_save_of_torch_optimizer_has_bits_of_its_call(tmp_path, reader, then):
+def test_background_save_writes_old_state_when_a_torch_optimizer_steps(tmp_path, reader, then):
     model = torch.nn.Linear(8, 8, dtype=torch.bfloat16)
     optimizer = HybridDeviceOptimizer(
         model.named_parameters(),

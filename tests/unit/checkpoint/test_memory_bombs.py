@@ -144,7 +144,7 @@ def command(path: Path, source_format: Any) -> None:
         *(("legacy", reader) for reader in list(FOREIGN)[1:]),
     ],
 )
-def test_foreign_state_is_refused_before_it_takes_memory(
+def test_from_file_refuses_a_small_file_that_asks_for_a_gibibyte_of_memory(
     tmp_path: Path, kind: str, reader: str
 ) -> None:
     with warnings.catch_warnings():

@@ -140,7 +140,7 @@ def test_checkpoint_takes_names_from_the_model_for_unnamed_parameters(tmp_path: 
 
 
 @pytest.mark.parametrize("own", ["_orig_mod.{}", "mine.{}", None])
-def test_checkpoint_loads_when_saved_under_names_of_the_optimizer(
+def test_checkpoint_load_finds_state_that_was_saved_under_param_group_names(
     own: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, called = plain(), (own or "{}").format

@@ -65,7 +65,7 @@ def test_get_megatron_optimizer_names_config_fields_when_host_memory_is_short(gr
 
 
 @pytest.mark.parametrize("of_ranks", [1, 4])
-def test_host_memory_check_accepts_need_plus_one_32nd(grant, of_ranks):
+def test_host_memory_check_passes_when_memory_exceeds_the_need_by_a_32nd(grant, of_ranks):
     model = params()
     for param in model:
         param.grad = torch.ones_like(param)
@@ -140,7 +140,7 @@ print("trained")
 """
 
 
-def test_adamw_trains_under_a_data_limit_with_settings_its_error_names():
+def test_adamw_trains_under_a_data_limit_with_settings_that_the_error_names():
     refusal, trained = run_forked_program("-c", _UNDER_A_LIMIT).splitlines()
     assert re.search(r"RLIMIT_DATA \(ulimit -d\) .* set offload_mode='sync', or ", refusal)
     assert trained == "trained"

@@ -7,7 +7,7 @@ from mp_optim.host.leases import sums_of_bits
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 2047, 2048, 2055, 4096, 5003])
-def test_sums_of_bits_change_when_a_bit_flips_or_bytes_move(size):
+def test_device_checksum_changes_when_a_bit_flips_or_bytes_move(size):
     values = torch.randint(0, 256, (size,), dtype=torch.uint8)
     sums = sums_of_bits(values)
     assert sums.equal(sums_of_bits(values.clone()))

@@ -30,13 +30,13 @@ def host(tmp_path):
         ({"LOCAL_WORLD_SIZE": "many"}, 64, "64 cores"),
     ],
 )
-def test_share_of_divides_cores_among_local_ranks(host, seen, threads, reason):
+def test_host_share_divides_cores_among_local_ranks(host, seen, threads, reason):
     share = share_of(host.seen_by(**seen))
     assert share.threads == threads and share.reason.startswith(reason)
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_share_of_is_limited_by_the_cgroup_cpu_quota(host, version):
+def test_host_share_is_limited_by_the_cgroup_cpu_quota(host, version):
     if version == 1:
         host.write("proc/self/cgroup", "4:cpu,cpuacct:/docker/ab")
         host.write("sys/fs/cgroup/cpu,cpuacct/docker/ab/cpu.cfs_quota_us", "400000")

@@ -48,7 +48,9 @@ def runtime() -> Iterator[LockingRuntime]:
 
 
 @pytest.mark.parametrize("size", [1, mmap.PAGESIZE, REGISTERED_FROM + 1, SIZE])
-def test_page_locked_locks_only_its_pages_until_freed(runtime: LockingRuntime, size: int) -> None:
+def test_page_locked_memory_locks_only_allocated_pages_until_freed(
+    runtime: LockingRuntime, size: int
+) -> None:
     before = locked_bytes()
     memory = page_locked(size, CUDA)
     pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE

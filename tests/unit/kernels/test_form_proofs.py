@@ -84,7 +84,7 @@ def test_triton_steps_as_reference_when_a_form_is_wrong(
     assert all(map(torch.equal, found, trained("adamw", "reference")))
 
 
-def test_choosing_triton_runs_no_kernel_before_the_first_step(
+def test_choose_backend_runs_no_triton_kernel_before_the_first_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("triton")

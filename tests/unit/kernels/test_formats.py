@@ -177,7 +177,9 @@ def test_codecs_store_finite_values_as_finite(dtype: torch.dtype, noise: Noise |
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**48))
-def test_noise_of_a_part_equals_noise_of_its_own_stream(seed: int, stream: int, start: int) -> None:
+def test_noise_words_are_equal_for_an_offset_and_for_the_derived_stream(
+    seed: int, stream: int, start: int
+) -> None:
     part, device = Noise(seed, stream, start), torch.device("cpu")
     whole = Noise(seed, part.own_stream)
     assert torch.equal(part.words(300, device), whole.words(300, device))

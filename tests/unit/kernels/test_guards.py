@@ -281,7 +281,7 @@ def test_batches_cut_tensors_below_2_to_the_31_elements() -> None:
     assert sum(sizes) == 2**31 + 10 and max(sizes) < MOST_ELEMENTS
 
 
-def test_runs_of_fills_each_run_up_to_the_limit() -> None:
+def test_kernel_batches_are_filled_up_to_the_element_limit() -> None:
     sizes = enumerate([2, 2, 1, 3, 9, 4])
     assert list(batching.runs_of(sizes, 4)) == [[0, 1], [2, 3], [4], [5]]
 

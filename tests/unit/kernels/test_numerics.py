@@ -108,7 +108,7 @@ def test_step_has_same_bits_for_any_batch_size(cls: Any, monkeypatch: pytest.Mon
     assert all(result == results[0] for result in results)
 
 
-def test_output_is_rounded_to_nearest_even_for_strided_tensors() -> None:
+def test_sgd_rounds_bf16_output_to_nearest_even_for_strided_tensors() -> None:
     main = torch.tensor([[1 + 2**-8, 1 + 3 * 2**-8], [2.0, -1 - 2**-8]])
     before = main + 1.0
     output = torch.empty(2, 2, dtype=torch.bfloat16).t().copy_(before)
@@ -152,7 +152,7 @@ def fp64_adam(
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB])
-def test_100_steps_stay_close_to_fp64(cls: Any, backend: str) -> None:
+def test_fused_optimizer_stays_close_to_fp64_for_100_steps(cls: Any, backend: str) -> None:
     generator = torch.Generator().manual_seed(0)
     main = torch.randn(4096, generator=generator)
     exact, m, v = main.double(), torch.zeros(4096).double(), torch.zeros(4096).double()

@@ -139,7 +139,7 @@ def test_auto_falls_back_when_an_installation_is_broken(
         )
 
 
-def test_proof_names_the_error_when_a_kernel_raises(
+def test_backend_self_test_quotes_the_error_when_an_apex_kernel_raises(
     accelerator: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any) -> None:

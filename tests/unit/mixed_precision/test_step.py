@@ -169,7 +169,9 @@ def test_step_names_the_parameter_when_its_gradient_is_sparse():
 
 
 @pytest.mark.parametrize(("backend", "fraction"), [("auto", 0.5), ("triton", 0.0)])
-def test_step_uses_new_memory_when_state_was_parked_and_restored(backend, fraction, monkeypatch):
+def test_step_gives_equal_bits_after_offload_to_cpu_and_restore_from_cpu(
+    backend, fraction, monkeypatch
+):
     def state(optimizer):
         return [
             v for s in optimizer.state_dict()["state"].values() for k, v in s.items() if k != "step"

@@ -52,7 +52,7 @@ def even_rows(x, v, beta2):
 @pytest.mark.parametrize(
     "shape", [(12, 20), (20, 12), (7, 300), (1, 9), (9, 1), (3, 8, 5)], ids=str
 )
-def test_normuon_matches_its_numpy_formula_for_each_shape_and_backend(shape, backend):
+def test_normuon_matches_a_numpy_formula_for_each_shape_and_backend(shape, backend):
     grads = [random(*shape, seed=1 + step) for step in range(5)]
     found, optimizer = stepped(random(*shape), grads, backend=backend)
     p = random(*shape).double().numpy()

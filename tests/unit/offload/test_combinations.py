@@ -207,9 +207,7 @@ def test_disk_offload_reads_state_once_per_step_and_never_during_backward(
 
 
 @pytest.mark.parametrize("folder", [False, True], ids=["memory", "disk"])
-def test_streaming_uploads_a_released_gradient_once_with_its_window(
-    tmp_path: Path, folder: bool
-) -> None:
+def test_streaming_uploads_a_released_gradient_once_per_step(tmp_path: Path, folder: bool) -> None:
     how = {"offload_place": "streamed", "offload_mode": "overlap", "release_gradients": True}
     model, optimizer = build(tmp_path if folder else None, **how, **ON_DISK)
     elements = sum(param.numel() for param in model.parameters())

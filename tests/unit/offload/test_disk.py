@@ -80,7 +80,7 @@ def test_disk_step_leaves_no_page_cached_when_direct_io_is_available(tmp_path, p
     assert moved["disk_wait_ms"] > 0
 
 
-def test_disk_offload_needs_its_folder_at_construction_but_not_afterwards(tmp_path):
+def test_disk_offload_needs_the_folder_only_at_construction(tmp_path):
     folder = tmp_path / "state"
     with pytest.raises(FileNotFoundError, match="the folder does not exist; create it"):
         build(folder)

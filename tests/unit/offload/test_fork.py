@@ -77,7 +77,7 @@ def writes_what_it_holds(params, optimizer, held, saved):
 
 @pytest.mark.parametrize(("place", "before"), [("host", 1), ("streamed", 0)])
 @pytest.mark.parametrize("work", [steps, loads, scales, reads, saves, writes_what_it_holds])
-def test_forked_child_is_refused_and_leaves_its_parents_disk_state_unchanged(
+def test_disk_offload_refuses_calls_in_a_forked_child_and_keeps_parent_state(
     tmp_path, place, before, work
 ):
     expected, alone = build(None, "host")
@@ -115,7 +115,7 @@ def backward(params, seed):
 
 @pytest.mark.parametrize("work", ["step", "discard_backward_work", "zero_grad"])
 @pytest.mark.parametrize(("place", "mode"), [("host", "overlap"), ("streamed", "overlap")])
-def test_fork_between_backward_and_step_leaves_the_parents_training_unchanged(
+def test_disk_offload_trains_equally_when_forked_between_backward_and_step(
     tmp_path, place, mode, work
 ):
     expected, alone = build(None, "host")

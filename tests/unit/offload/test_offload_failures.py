@@ -118,7 +118,7 @@ def test_step_changes_no_bucket_when_a_kernel_raises_after_the_clip(monkeypatch)
     assert_trains_like(pair, other)
 
 
-def test_step_keeps_its_bits_when_the_worker_is_slow(monkeypatch):
+def test_step_gives_equal_bits_when_the_worker_thread_is_slow(monkeypatch):
     pair, other = pair_before_step("speculative", experts=False)
     run_job = BackwardJob.run
     monkeypatch.setattr(BackwardJob, "run", lambda job: (time.sleep(0.15), run_job(job)))

@@ -92,7 +92,7 @@ def trained(
     "after", [clip_to(math.inf), clip_to(1e6), replaced], ids=["inf", "large", "clone"]
 )
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_writes_that_change_no_bit_keep_backward_work_of_the_host(
+def test_step_keeps_backward_work_when_gradient_writes_change_no_bit(
     precision: str, after: AfterBackward, adversarial: bool
 ) -> None:
     for mode in MODES:

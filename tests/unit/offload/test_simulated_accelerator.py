@@ -99,7 +99,7 @@ def check(schedule):
     assert not run.wrong_bits(plain_outcome(schedule))
 
 
-def test_audits_of_the_worker_are_compared_after_it_is_drained(monkeypatch):
+def test_audit_compares_results_only_after_the_worker_thread_has_finished(monkeypatch):
     def late(*arguments):
         time.sleep(0.05)  # The worker finishes the bucket before the prediction.
         return predicted(*arguments)

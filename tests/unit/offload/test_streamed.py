@@ -160,7 +160,7 @@ def test_streaming_refuses_unsupported_optimizers_by_name(fields, message):
         build(**fields)
 
 
-def test_streaming_accepts_the_window_size_that_its_refusal_names():
+def test_streaming_accepts_the_window_size_that_the_error_names():
     with pytest.raises(ValueError, match=r"; set stream_window_bytes=\d+ or more") as error:
         build(optimizer="lamb")
     needed = int(re.search(r"big needs (\d+) bytes", str(error.value))[1])

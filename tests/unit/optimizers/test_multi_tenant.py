@@ -181,7 +181,7 @@ class Server:
 
 
 @pytest.mark.parametrize("kind", [mp_optim.AdamW, mp_optim.Lion])
-def test_multi_tenant_gives_bits_of_a_run_alone_in_any_order_of_calls(
+def test_multi_tenant_gives_the_bits_of_one_optimizer_per_tenant_in_any_call_order(
     kind: Any, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
@@ -313,7 +313,9 @@ def test_multi_tenant_reads_gradients_of_all_tenants_in_one_pass(
 # -- lives ----------------------------------------------------------------------------------------
 
 
-def test_multi_tenant_frees_state_at_once_when_a_tenant_leaves_or_rests(tmp_path: Path) -> None:
+def test_multi_tenant_frees_state_at_once_when_a_tenant_is_removed_or_offloaded(
+    tmp_path: Path,
+) -> None:
     optimizer, params = adapters()
     gone = []
     for name in "ab":

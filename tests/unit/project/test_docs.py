@@ -109,7 +109,7 @@ def test_docs_show_or_link_every_example_program():
 
 
 @each_document
-def test_docs_equal_their_generated_parts(document):
+def test_docs_contain_up_to_date_generated_parts(document):
     text = document.read_text()
     assert write_docs.page(text) == text, "run: python tools/write_docs.py"
 
@@ -268,7 +268,7 @@ def test_process_page_lists_every_environment_variable_that_is_read():
 
 
 @each_document
-def test_commands_of_the_docs_parse_with_their_programs(document):
+def test_docs_commands_are_accepted_by_the_argument_parsers(document):
     """Scripts exist, and programs accept the printed arguments."""
     for line in commands_in(document):
         words = shlex.split(line, comments=True)
@@ -302,7 +302,7 @@ def test_docs_name_only_existing_mp_optim_commands(document):
     [("tools/fit_published.py", "docs/fit.md"), ("tools/fit_table.py", "docs/fit.md")],
 )
 @pytest.mark.slow
-def test_fit_page_equals_the_output_of_its_tools(tool, document):
+def test_fit_page_shows_the_present_output_of_the_tools(tool, document):
     written = run_forked_program(*tool.split(), timeout=1800)
     text = (ROOT / document).read_text()
     for part in written.strip().split("\n\n"):

@@ -9,7 +9,7 @@ import pytest
 from check_prose import Passage, habits_of
 
 
-def test_prose_rates_stay_below_their_ceilings() -> None:
+def test_check_prose_passes_for_all_texts_of_the_repository() -> None:
     assert check_prose.exceeded(check_prose.rates(check_prose.passages())) == []
 
 
@@ -29,7 +29,7 @@ def test_prose_rates_stay_below_their_ceilings() -> None:
         ("Copy " + "a word " * 30, "long sentence"),
     ],
 )
-def test_prose_check_counts_each_habit_once(text: str, habit: str) -> None:
+def test_check_prose_counts_a_habit_once_when_a_text_has_the_habit(text: str, habit: str) -> None:
     assert habits_of(Passage("docstrings", Path("a.py"), 1, text))[habit] == 1
 
 
@@ -41,5 +41,5 @@ def test_prose_check_counts_each_habit_once(text: str, habit: str) -> None:
         "True if the tensor is contiguous.\n\nArgs:\n    one: elements.\n    two: bytes.",
     ],
 )
-def test_prose_check_counts_nothing_in_plain_text(text: str) -> None:
+def test_check_prose_counts_no_habit_when_a_text_is_plain(text: str) -> None:
     assert not habits_of(Passage("docstrings", Path("a.py"), 1, text))

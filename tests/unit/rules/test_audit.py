@@ -74,7 +74,7 @@ def audited_step(params, optimizer):
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.3, 0.02])
-def test_audit_draws_elements_at_its_rate(rate):
+def test_audit_checks_elements_at_the_given_rate(rate):
     sizes = [300, 0, 1, 256, 70_000, 5_000]
     ends = list(accumulate(map(blocks_of, sizes)))
     times, draws = [torch.zeros(size) for size in sizes], 4000 if rate < 1.0 else 20

@@ -28,7 +28,7 @@ def updates(value: float = 1.0, **extra: Any) -> list[SlotUpdate]:
 
 
 @pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB])
-def test_fused_state_stays_with_its_slot_and_refuses_a_new_shape(cls: Any) -> None:
+def test_fused_optimizer_keeps_state_when_a_param_is_replaced_by_equal_shape(cls: Any) -> None:
     optimizer = cls(pair())
     optimizer.step_slots(updates())
     before = optimizer.slot_state(A)["exp_avg"].clone()

@@ -70,7 +70,7 @@ def test_wrapper_refuses_swapped_params_and_steps_nothing(make, order):
 
 @pytest.mark.parametrize("make", [hybrid])
 @pytest.mark.parametrize("order", ORDERS)
-def test_hybrid_state_stays_at_its_position_when_params_are_swapped(make, order):
+def test_hybrid_optimizer_keeps_state_by_position_when_params_are_swapped(make, order):
     params = [nn.Parameter(torch.full((3,), float(value))) for value in range(4)]
     optimizer = make(params)
 

@@ -26,7 +26,7 @@ def test_save_refuses_state_that_cannot_be_loaded(tmp_path):
     assert checkpoint.load(tmp_path, *build("bf16")) == {"step": 1}
 
 
-def test_refused_load_changes_nothing(tmp_path):
+def test_checkpoint_load_changes_nothing_when_the_scheduler_is_refused(tmp_path):
     def schedule(optimizer, **settings):
         return OptimizerParamScheduler(
             optimizer, 0.0, 1e-2, 0.0, 0, 10, "cosine", 0.0, 0.0, 0, "constant", **settings

@@ -14,7 +14,7 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rule", RULES)
-def test_plain_tensor_parallel_parts_have_the_bits_of_one_process(ranks, rule, layout):
+def test_muon_gives_tensor_parallel_parts_the_bits_of_one_process(ranks, rule, layout):
     for rank in ranks:
         wanted, found = rank[f"{rule}, expected"], rank[f"{rule}, {layout}"]
         differing = [name for name in CUTS if not same_bits(found[name], wanted[name])]
@@ -22,6 +22,6 @@ def test_plain_tensor_parallel_parts_have_the_bits_of_one_process(ranks, rule, l
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_plain_parts_refuse_unsupported_rules_by_name(ranks, what):
+def test_muon_refuses_speculation_and_wrong_strides_for_tensor_parallel_parts(ranks, what):
     for rank in ranks:
         assert REFUSED[what].says in rank[f"refused {what}"]

@@ -129,7 +129,7 @@ def assert_helper_keeps_bits(form, place, helper):
 
 
 @pytest.mark.parametrize("form", ["fp32", pytest.param("bf16-8bit8", marks=pytest.mark.slow)])
-def test_state_moved_by_hand_is_saved_and_loaded_where_it_is(simulation, form):
+def test_load_state_dict_keeps_state_on_the_host_when_the_caller_moved_state(simulation, form):
     model, optimizer = build(form)
     train(model, optimizer, 2)
     before = found(model, optimizer)

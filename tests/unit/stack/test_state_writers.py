@@ -233,7 +233,9 @@ def test_state_assignment_names_negative_squares_for_8bit_state() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"offload": 1.0, "offload_mode": "speculative"}])
-def test_step_follows_state_replaced_by_transposed_memory(settings: dict[str, object]) -> None:
+def test_adamw_gives_equal_bits_when_a_moment_is_replaced_by_a_transposed_tensor(
+    settings: dict[str, object],
+) -> None:
     weights = []
     for transposed in (lambda value: value.t(), lambda value: value.t().contiguous()):
         param = nn.Parameter(torch.arange(64.0).reshape(8, 8))

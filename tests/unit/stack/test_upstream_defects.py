@@ -156,7 +156,7 @@ def test_deepspeed_7948_step_writes_flat_views_without_autograd_errors(fraction)
     (flat * 2).sum().backward()  # Autograd still accepts the buffer.
 
 
-def test_h10_f6_load_refuses_state_without_main_params():
+def test_load_state_dict_refuses_state_without_main_params():
     model, optimizer = build("bf16", 0.5, experts=False)
     plain = torch.optim.AdamW(list(model.named_parameters()))
     model(tokens_of(0)).backward()
@@ -167,7 +167,7 @@ def test_h10_f6_load_refuses_state_without_main_params():
         )
 
 
-def test_h15_hybrid_step_calls_its_closure_once():
+def test_hybrid_optimizer_calls_the_closure_once_per_step():
     params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
     calls = []
 

@@ -176,7 +176,7 @@ def test_sharding_error_names_the_fix_when_calls_come_in_a_wrong_order(ranks):
         assert found["waited by hand"] == "no error"
 
 
-def test_rank_without_gradients_joins_each_reduction(ranks):
+def test_sharded_step_gives_equal_bits_when_ranks_run_different_backward_counts(ranks):
     """All ranks must run collectives in one order, but a rank does not know how many gradients the
     other
     ranks have."""
@@ -185,7 +185,7 @@ def test_rank_without_gradients_joins_each_reduction(ranks):
         assert nothing == zeros == ranks[0]["passes of some"][0]
 
 
-def test_sharding_trains_when_some_parts_exist_on_few_ranks(ranks):
+def test_chained_optimizer_steps_when_ranks_have_different_numbers_of_parts(ranks):
     """Ranks with an equal part share that part."""
     assert [rank["parts of some"] for rank in ranks] == ["no error"] * 4
 

@@ -394,7 +394,7 @@ class _Fails(torch.autograd.Function):
         raise RuntimeError("backward broke off")
 
 
-def test_step_launches_all_reductions_that_a_failed_backward_began(monkeypatch):
+def test_sharded_step_finishes_the_reductions_of_a_backward_that_raised(monkeypatch):
     """Other ranks have launched every reduction of the pass."""
     model = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
     optimizer = sharded(model, strategy="optim_grads", overlap_grad_reduce=True, bucket_size=300)

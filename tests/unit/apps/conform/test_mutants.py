@@ -17,7 +17,7 @@ def test_conform_passes_a_correct_optimizer(name: str) -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_conform_check_fails_for_its_wrong_adamw(mutant: str) -> None:
+def test_conform_check_fails_for_the_adamw_with_the_defect(mutant: str) -> None:
     status, finding = outcome_of(MUTANTS[mutant][0], built(mutant))
     assert status == FAILS and finding
 

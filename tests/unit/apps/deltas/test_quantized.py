@@ -148,7 +148,7 @@ def train_step(model, optimizer, step):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_delta_quantizer_keeps_a_receiver_equal_through_skips_resumes_and_a_lost_reader(form):
+def test_delta_quantizer_keeps_a_receiver_equal_after_skips_and_a_resume(form):
     model, optimizer = fp16_trainer()
     optimizer.track_changes()
     quantizer, saved, skipped = DeltaQuantizer(form, NAMES), None, 0

@@ -40,7 +40,7 @@ def build(**settings: Any) -> tuple[nn.Module, Any]:
     return model, core.get_megatron_optimizer(config, [model])
 
 
-def test_install_replaces_names_imported_before_and_after() -> None:
+def test_megatron_install_replaces_factory_names_in_programs_imported_earlier() -> None:
     theirs = core.get_megatron_optimizer
     program = ModuleType("a_training_program")
     program.get_megatron_optimizer = theirs  # type: ignore[attr-defined]

@@ -56,7 +56,7 @@ def put(patch: pytest.MonkeyPatch, part: str) -> None:
 
 
 @pytest.mark.parametrize("part", [part for part in LISTED if LISTED[part] == "refused"])
-def test_install_and_build_refuse_a_replaced_part_by_name(
+def test_megatron_install_names_a_replaced_megatron_function_that_is_not_supported(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = rf"{part.rpartition('.')[2]} is .*test_patches\.(own|OwnAdam)"
@@ -74,7 +74,7 @@ def test_install_and_build_refuse_a_replaced_part_by_name(
         megatron.install()
 
 
-def test_installed_factory_uses_param_groups_of_a_replaced_function(
+def test_get_megatron_optimizer_calls_a_replaced_get_param_groups_after_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     megatron.install()

@@ -105,7 +105,9 @@ def test_sharded_checkpoint_resumes_to_the_bit_with_each_setting(
 
 
 @pytest.mark.parametrize("run", ["bf16", "offloaded", "shared out", "shared out, fp32"])
-def test_sharded_background_save_has_the_values_of_its_call(run: str, tmp_path: Path) -> None:
+def test_sharded_background_save_writes_old_values_when_training_continues(
+    run: str, tmp_path: Path
+) -> None:
     """Megatron's writer reads host tensors after the call, so the call has to copy state."""
     model, optimizer = built(**RUNS[run])
     gpt.train(model, optimizer, range(3))
