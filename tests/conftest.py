@@ -36,7 +36,8 @@ _QUICK = (
     *("offload/test_step_plans.py", "optimizers/test_same_bits.py"),
     *("stack/test_contract.py", "stack/test_placement_invariance.py"),
     "stack/test_upstream_defects.py",
-    *("kernels/test_conformance.py", "kernels/test_formats.py", "rules/test_rules.py"),
+    *("kernels/test_conformance.py", "kernels/test_formats.py", "kernels/test_native.py"),
+    "rules/test_rules.py",
 )
 """Folders and files below ``tests/unit`` that ``-m quick`` runs: within three minutes they find a
 fault in code that everything else uses."""

@@ -30,9 +30,7 @@ from support.layouts import local
 warnings.filterwarnings("ignore")
 
 FORMS: dict[str, dict[str, Any]] = {
-    "32 bits": {},
     "16 bits": {"main_params": "remainder16"},
-    "16 bits, bf16": {"state": "bf16", "main_params": "remainder16"},
     "16 bits, 8bit": {"state": "8bit", "main_params": "remainder16"},
     "8 bits, 4bit": {"state": "4bit", "main_params": "remainder8"},
 }
@@ -43,9 +41,7 @@ PLACES: tuple[dict[str, Any], ...] = (
 )
 """Places of the saved state, and of the optimizers that load it."""
 CASES = [
-    ("32 bits", False),
     ("16 bits", True),
-    ("16 bits, bf16", False),
     ("16 bits, 8bit", True),
     ("8 bits, 4bit", True),
     ("8 bits, 4bit", False),
@@ -143,7 +139,7 @@ def by_own_files(form: str, is_sharded: bool, folder: Path) -> bool:
         if "remainder" in state["state"][index]:
             state["state"][index]["remainder"] = optimizer.state[param]["remainder"]
     other[1].load_state_dict(state)
-    wanted = {"32": set(), "16": {"int16"}, "8 ": {"int8"}}[form[:2]]
+    wanted = {"16": {"int16"}, "8 ": {"int8"}}[form[:2]]
     found = same((model, optimizer), target) and same((model, optimizer), other)
     return kinds == wanted and found
 

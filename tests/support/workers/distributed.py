@@ -1,9 +1,8 @@
 """Four gloo processes train data-parallel with all, some or no state sharded.
 
-The first 2, 3 or 4 ranks form the data-parallel group of a case; each rank has other data.
+Each rank has other data.
 """
 
-import dataclasses
 import gc
 import hashlib
 import warnings
@@ -14,41 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mp_optim import (
-    ChainedOptimizer,
-    MegatronOptimizer,
-    ProcessGroups,
-    checkpoint,
-    get_megatron_optimizer,
-)
+from mp_optim import ChainedOptimizer, MegatronOptimizer, ProcessGroups, get_megatron_optimizer
 from mp_optim.apps.fit.model_plan import Layout, plan
 from mp_optim.core.flat_shard import FlatShard
 from mp_optim.zero.collectives import start_reduction
 from support.as_rank import as_rank, error_of
 from support.models import DTYPES, config_for, is_expert
 
-STEPS = 3
-SETTINGS: dict[str, dict[str, Any]] = {
-    "no_shard": {},
-    "optim": {},
-    "optim_grads": {},
-    "optim-overlap": {"overlap_grad_reduce": True, "overlap_param_gather": True},
-    "optim_grads-overlap": {"overlap_grad_reduce": True, "overlap_param_gather": True},
-    "no_shard-overlap": {"overlap_grad_reduce": True},
-    "optim-whole": {"use_layer_wise_distributed_optimizer": True, "bucket_size": None},
-}
 BYTES = [("no_shard", False), ("optim", False), ("optim", True), ("optim_grads", False)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    ranks: int
-    precision: str
-    layout: str
-    fraction: float = 0.0
-    microbatches: int = 1
-    clip: float = 1.0
-    mode: str = "sync"
 
 
 class SmallMoE(nn.Module):
@@ -88,43 +60,22 @@ def tokens_of(step: int, rank: int, part: int) -> Tensor:
     )
 
 
-def build(case: Case, group: dist.ProcessGroup, **more: Any) -> tuple[SmallMoE, MegatronOptimizer]:
-    model = SmallMoE(DTYPES[case.precision.split("-")[0]])
+def build(
+    precision: str, strategy: str, group: dist.ProcessGroup, **more: Any
+) -> tuple[SmallMoE, MegatronOptimizer]:
+    model = SmallMoE(DTYPES[precision])
     settings = {
         "use_distributed_optimizer": True,
-        "data_parallel_sharding_strategy": case.layout.split("-")[0],
+        "data_parallel_sharding_strategy": strategy,
         "bucket_size": 1500,
-        "clip_grad": case.clip,
-        **({"offload_mode": case.mode} if case.fraction else {}),
-        **SETTINGS[case.layout],
         **more,
     }
-    config = config_for(case.precision, case.fraction, **settings)
     return model, get_megatron_optimizer(
-        config, model, expert_predicate=is_expert, process_groups=ProcessGroups(dp=group)
+        config_for(precision, **settings),
+        model,
+        expert_predicate=is_expert,
+        process_groups=ProcessGroups(dp=group),
     )
-
-
-def train(
-    model: SmallMoE, optimizer: Any, case: Case, rank: int, steps: range = range(STEPS)
-) -> dict[str, Any]:
-    losses, norms = [], []
-    for step in steps:
-        optimizer.zero_grad()
-        for part in range(case.microbatches):
-            last = part == case.microbatches - 1
-            with optimizer.no_sync() if not last else torch.enable_grad():
-                loss = model(tokens_of(step, rank, part), rank % 2 == 1)
-                optimizer.scale_loss(loss).backward()
-                losses.append(loss.item())
-        norms.append(optimizer.step().grad_norm)
-    optimizer.finish_param_sync()
-    return {
-        "losses": losses,
-        "norms": norms,
-        "params": digest(model.state_dict()),
-        "hits": optimizer.metrics().get("speculation_hits", 0),
-    }
 
 
 def digest(tensors: dict[str, Tensor]) -> str:
@@ -133,25 +84,6 @@ def digest(tensors: dict[str, Tensor]) -> str:
         for _, value in sorted(tensors.items())
     )
     return hashlib.sha256(data).hexdigest()
-
-
-def cases() -> list[Case]:
-    """Return cases of some kinds; all cases of a kind have equal bits. ``lab.layout_fuzz`` covers
-    random
-    layouts."""
-    found = [Case(3, "bf16", layout, 0.5) for layout in SETTINGS]
-    found += [Case(4, "fp32", layout) for layout in ("no_shard", "optim")]
-    found += [
-        Case(2, "bf16", layout, fraction, microbatches=2, clip=0.0, mode=mode)
-        for layout, fraction, mode in (
-            ("no_shard", 1.0, "sync"),
-            ("no_shard", 1.0, "speculative"),
-            ("optim", 0.5, "overlap"),
-            ("optim", 0.5, "speculative"),
-            ("optim_grads-overlap", 1.0, "speculative"),
-        )
-    ]
-    return found
 
 
 def fraction_for_all(rank: int, group: dist.ProcessGroup) -> list[float | str]:
@@ -260,29 +192,9 @@ def goes_to_owners(rank: int, group: dist.ProcessGroup, divisor: int, add: bool)
     return torch.equal(owned, (12.0 * each + 18.0)[first:last] / divisor + add)
 
 
-def resumed(rank: int, layout: str, group: dist.ProcessGroup, folder: Path) -> dict[str, Any]:
-    case = Case(4, "bf16", layout, 0.5)
-    model, optimizer = build(case, group)
-    train(model, optimizer, case, rank, range(2))
-    torch.save([model.state_dict(), optimizer.state_dict()], f"{folder}/state-{layout}-{rank}.pt")
-    checkpoint.save(f"{folder}/{layout}", model, optimizer)
-    results = {"straight": train(model, optimizer, case, rank, range(2, 4))}
-    model, optimizer = build(case, group)
-    weights, state = torch.load(f"{folder}/state-{layout}-{rank}.pt", weights_only=True)
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(state)
-    results["state_dict"] = train(model, optimizer, case, rank, range(2, 4))
-    for other in ("optim", "optim_grads", "no_shard", "optim-whole"):
-        case = dataclasses.replace(case, layout=other)
-        model, optimizer = build(case, group)
-        checkpoint.load(f"{folder}/{layout}", model, optimizer)
-        results[f"checkpoint to {other}"] = train(model, optimizer, case, rank, range(2, 4))
-    return results
-
-
 def other_ranges(group: dist.ProcessGroup) -> str:
-    _, optimizer = build(Case(4, "bf16", "optim"), group)
-    _, other = build(Case(4, "bf16", "optim"), group, bucket_size=700)
+    _, optimizer = build("bf16", "optim", group)
+    _, other = build("bf16", "optim", group, bucket_size=700)
     return error_of(lambda: other.load_state_dict(optimizer.state_dict()))
 
 
@@ -294,7 +206,7 @@ def whole_state(group: dist.ProcessGroup) -> bool:
             param.shape, generator=torch.Generator().manual_seed(param.numel())
         ).to(param.dtype)
     alone.step()
-    sharded, optimizer = build(Case(4, "bf16", "optim"), group)
+    sharded, optimizer = build("bf16", "optim", group)
     sharded.load_state_dict(model.state_dict())
     optimizer.load_state_dict(alone.state_dict())
     mains = dict(alone.named_main_params())
@@ -348,15 +260,18 @@ def bytes_of(layout: str, fp32_reduce: bool, group: dist.ProcessGroup) -> dict[s
 
 
 def misuse(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
-    case = Case(4, "bf16", "optim-overlap")
+    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
     found = {}
-    model, optimizer = build(case, group)
+    model, optimizer = build("bf16", "optim", group, **overlap)
     loss = model(tokens_of(0, rank, 0), False)
     loss.backward(retain_graph=True)
     loss.backward()
     found["second backward"] = error_of(optimizer.step)
-    model, optimizer = build(case, group)
-    train(model, optimizer, case, rank, range(1))
+    model, optimizer = build("bf16", "optim", group, **overlap)
+    optimizer.zero_grad()
+    model(tokens_of(0, rank, 0), False).backward()
+    optimizer.step()
+    optimizer.finish_param_sync()
     model(tokens_of(0, rank, 0), False).backward()
     found["no zero_grad"] = error_of(optimizer.step)
     optimizer.zero_grad()
@@ -374,7 +289,7 @@ def misuse(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
 def passes_of_some(rank: int, group: dist.ProcessGroup) -> list[tuple[float, str]]:
     found = []
     for idle in (False, True):
-        model, optimizer = build(Case(4, "fp32", "optim_grads"), group)
+        model, optimizer = build("fp32", "optim_grads", group)
         for step in range(3):
             optimizer.zero_grad()
             for part in range(3):
@@ -439,14 +354,9 @@ def main(folder: Path) -> Any:
         for name, both in {"expert_dp": ((0, 2), (1, 3)), "ep": ((0, 1), (2, 3))}.items()
     }
     own = {"expert_dp": halves["expert_dp"][rank % 2], "ep": halves["ep"][rank // 2]}
-    results: dict[str, Any] = {
-        repr(case): train(*build(case, groups[case.ranks]), case, rank)
-        for case in cases()
-        if rank < case.ranks
-    }
+    results: dict[str, Any] = {}
     results["forgotten groups"] = forgotten_groups(own)
     results["duplicates"] = [duplicates(rank, layout, own) for layout in ("no_shard", "optim")]
-    results["resumed"] = resumed(rank, "optim", groups[4], folder)
     results["sums"] = sums_are_in_the_order_of_ranks(rank, groups[4])
     results["fraction"] = fraction_for_all(rank, groups[4])
     results["start"] = starts_alike(rank, groups[4])

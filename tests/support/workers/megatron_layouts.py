@@ -29,11 +29,9 @@ ZERO = {"use_distributed_optimizer": True}
 HOST = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "one": ({}, {}),
-    "tp 2, zero": ({"tp": 2}, ZERO),
-    "pp 2, ep 2": ({"pp": 2, "ep": 2}, HOST),
+    "tp 2, zero": ({"tp": 2}, {**ZERO, **HOST}),
     "pp 2, virtual, zero": ({"pp": 2, "virtual": 2}, ZERO),
     "tp 2, ep 2": ({"tp": 2, "ep": 2, "expert_tp": 1}, ZERO),
-    "one again, zero": ({}, {**ZERO, **HOST}),
 }
 
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from mp_optim import (
     ModelParallel,
@@ -316,76 +315,6 @@ def names(root: Path, rank: int, world: dist.ProcessGroup) -> dict[str, Any]:
     return found
 
 
-def sharded_too(root: Path, rank: int) -> list[bool]:
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    groups, tp = ProcessGroups.from_device_mesh(mesh), mesh["tp"].get_group()
-    settings = {"bf16": True, "use_distributed_optimizer": True}
-    config = OptimizerConfig(lr=1e-2, clip_grad=0.0, **settings)
-
-    def parts(seed: int) -> tuple[nn.Module, Any]:
-        values = wholes(torch.bfloat16, tuple(CUTS))
-        values = {name: value + seed for name, value in values.items()}
-        model = model_of(values, tp.rank(), 2)
-        return model, get_megatron_optimizer(config, model, process_groups=groups)
-
-    sharded, again = parts(0), parts(1)
-    whole, plain = build({"bf16": True}, None), build({"bf16": True}, tp, seed=1)
-    train(*sharded)
-    train(*whole)
-    checkpoint.save(root / "sharded", *sharded)
-    checkpoint.load(root / "sharded", *again)
-    resumed = same(snapshot(*again), snapshot(*sharded))
-    checkpoint.load(root / "sharded", *plain)
-    found = [resumed, parts_are_of(snapshot(*whole), snapshot(*plain), tp.rank())]
-    checkpoint.save(root / "plain", *plain)
-    four = build({"bf16": True}, dist.group.WORLD, seed=1)
-    checkpoint.load(root / "plain", *four)
-    checkpoint.save(root / "four", *four)
-    again = parts(1)
-    checkpoint.load(root / "four", *again)
-    found.append(same(snapshot(*again), snapshot(*sharded)))
-    both = parts(1)[0]
-    for name, part in list(both.named_parameters()):
-        spread = distribute_tensor(part.detach(), mesh["dp"], [Shard(0)])
-        both[name] = nn.Parameter(spread)
-        for key in ("tensor_model_parallel", "partition_dim", "partition_stride"):
-            setattr(both[name], key, getattr(part, key, None))
-    unsharded = OptimizerConfig(lr=1e-2, clip_grad=0.0, bf16=True)
-    split = both, get_megatron_optimizer(unsharded, both, process_groups=groups)
-    checkpoint.load(root / "four", *split)
-    checkpoint.save(root / "split", *split)
-    again = parts(1)
-    checkpoint.load(root / "split", *again)
-    found.append(same(snapshot(*again), snapshot(*sharded)))
-    mixed = error_of(lambda: checkpoint.save(root / "mixed", *unlike(sharded, rank)))
-    return [*found, "part 0 of 2): ranks 0 and 2 have different values" in mixed]
-
-
-def compact_too(root: Path) -> list[bool]:
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    groups, tp = ProcessGroups.from_device_mesh(mesh), mesh["tp"].get_group()
-    settings = {"bf16": True, **COMPACT, **EIGHT_BITS}
-    sharded = {**settings, "use_distributed_optimizer": True}
-    config = OptimizerConfig(lr=1e-2, clip_grad=0.0, **sharded)
-
-    def parts(seed: int) -> tuple[nn.Module, Any]:
-        values = wholes(torch.bfloat16, ("vector",))
-        model = model_of({"vector": values["vector"] + seed}, tp.rank(), 2)
-        return model, get_megatron_optimizer(config, model, process_groups=groups)
-
-    pair, again = parts(0), parts(1)
-    whole = build(settings, None, ("vector",), seed=1)
-    trained = build(settings, None, ("vector",))
-    train(*pair)
-    train(*trained)
-    checkpoint.save(root / "parts", *pair)
-    checkpoint.load(root / "parts", *whole)
-    found = [same(snapshot(*whole), snapshot(*trained))]
-    checkpoint.save(root / "whole", *whole)
-    checkpoint.load(root / "whole", *again)
-    return [*found, same(snapshot(*again), snapshot(*pair))]
-
-
 class Tied(nn.Module):
     def __init__(self, stage: int | None, fill: float = 0.5) -> None:
         super().__init__()
@@ -447,21 +376,11 @@ def other_weights(root: Path, rank: int, world: dist.ProcessGroup) -> list[Any]:
     return [text, same(snapshot(*again), before)]
 
 
-def unlike(pair: tuple[nn.Module, Any], rank: int) -> tuple[nn.Module, Any]:
-    with torch.no_grad():
-        next(pair[0].parameters()).add_(rank // 2)
-    return pair
-
-
 def main(folder: Path) -> Any:
     rank, root, world = dist.get_rank(), folder, dist.group.WORLD
     assert world is not None
     if dist.get_world_size() == 4:
-        result: dict[str, Any] = {
-            "sharded": sharded_too(root / "sharded", rank),
-            "compact": compact_too(root / "compact"),
-            "tied": tied(root / "tied"),
-        }
+        result: dict[str, Any] = {"tied": tied(root / "tied")}
     else:
         result = {
             "sizes": sizes(root / "sizes", rank, world),

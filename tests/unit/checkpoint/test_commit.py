@@ -194,24 +194,6 @@ def gate(monkeypatch):
         save_load.finish_previous()
 
 
-@pytest.mark.parametrize("form", ["bf16", "bf16-8bit8", "fp16"])
-def test_background_save_keeps_its_values_while_training_continues(tmp_path, gate, form):
-    model, optimizer = build(form, 0.5)
-    train(model, optimizer, 2)
-    extra = {"list": [1]}
-    handle = checkpoint.save(tmp_path, model, optimizer, extra=extra, asynchronous=True)
-    extra["list"].append(2)
-    expected = train(model, optimizer, 3, start=2)
-    assert not handle.done() and names(tmp_path) == [".version-1.incomplete"]
-    with pytest.raises(TimeoutError):
-        handle.wait(0.01)
-    gate.set()
-    assert handle.wait() == handle.path == tmp_path / "version-1"
-    model, optimizer = build(form, 1.0, seed=8)
-    assert checkpoint.load(tmp_path, model, optimizer, verify=True) == {"list": [1]}
-    assert train(model, optimizer, 3, start=2) == expected
-
-
 def test_background_save_does_not_wait_for_another_optimizer_and_path(tmp_path, monkeypatch):
     opened, write = threading.Event(), writing.Writing.write
 

@@ -75,19 +75,6 @@ def test_load_changes_nothing_when_any_file_is_damaged(damaged_copy, data):
         path.write_bytes(content)
 
 
-@pytest.mark.parametrize("place", ["first", "middle", "last"])
-def test_load_names_the_file_when_one_bit_of_a_tensor_is_flipped(damaged_copy, place):
-    path = damaged_copy.file("__0_0.distcp")
-    content = bytearray(path.read_bytes())
-    at = {"first": 300, "middle": len(content) // 2, "last": len(content) - 1}[place]
-    path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-    try:
-        error = damaged_copy.load()
-        assert error is not None and "__0_0.distcp" in str(error)
-    finally:
-        path.write_bytes(content)
-
-
 @pytest.mark.parametrize("elements", [1, BLOCK_BYTES // 4 + 3, 5 * BLOCK_BYTES // 8])
 @pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
 def test_load_finds_a_flipped_bit_in_every_block_of_a_tensor(tmp_path, elements, place):
@@ -107,7 +94,6 @@ def test_load_finds_a_flipped_bit_in_every_block_of_a_tensor(tmp_path, elements,
 
 
 def test_torch_distributed_checkpoint_reads_our_checkpoints(tmp_path):
-    """torch reads every entry, also with the torch tool that needs no model."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 

@@ -91,14 +91,6 @@ def four_ranks(tmp_path_factory):
     return results_of_ranks("partitions", 4, folder, timeout=120)
 
 
-def test_tensor_parallel_parts_resume_under_a_distributed_optimizer(four_ranks):
-    assert [rank["sharded"] for rank in four_ranks] == [[True] * 5] * 4
-
-
-def test_compact_tensor_parallel_parts_resume_under_a_distributed_optimizer(four_ranks):
-    assert [rank["compact"] for rank in four_ranks] == [[True, True]] * 4
-
-
 def test_pipeline_stages_with_a_tied_embedding_resume(four_ranks):
     assert [rank["tied"] for rank in four_ranks] == [[True, True]] * 4
 
@@ -112,7 +104,6 @@ def test_pipeline_stages_with_a_tied_embedding_resume(four_ranks):
 )
 @settings(deadline=None, max_examples=60)
 def test_partition_cuts_cover_the_whole_tensor_once(before, blocks, after, size, data):
-    """The expected parts are cut block by block with torch."""
     dim, local = len(before), [*before, sum(blocks), *after]
     shape = [*before, sum(blocks) * size, *after]
     whole = torch.arange(torch.Size(shape).numel()).view(shape)

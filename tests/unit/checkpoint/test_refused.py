@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from mp_optim import BrokenOffError, OptimizerParamScheduler, checkpoint
+from mp_optim import BrokenOffError, checkpoint
 from mp_optim.checkpoint.common import as_json, from_json
 from support.forged import replaced
 from support.launch import results_of_ranks
@@ -232,34 +232,6 @@ def test_optimizer_refuses_steps_after_user_code_failed_a_load(
     train(model, optimizer, 1, start=1)
 
 
-def test_load_changes_nothing_when_scheduler_settings_differ(tmp_path: Path) -> None:
-    model, optimizer = build("bf16", 0.5, seed=1)
-    train(model, optimizer, 2)
-
-    def scheduler(top: float) -> OptimizerParamScheduler:
-        times = {"lr_warmup_steps": 1, "lr_decay_steps": 9, "wd_incr_steps": 9}
-        return OptimizerParamScheduler(
-            optimizer,
-            init_lr=0.0,
-            max_lr=top,
-            min_lr=0.0,
-            lr_decay_style="linear",
-            start_wd=0,
-            end_wd=0,
-            wd_incr_style="constant",
-            use_checkpoint_opt_param_scheduler=False,
-            **times,
-        )
-
-    checkpoint.save(tmp_path, model, optimizer, scheduler(0.5))
-    train(model, optimizer, 1)
-    ours = scheduler(0.25)
-    before = {**print_of(model, optimizer), "ours": ours.state_dict()}
-    with pytest.raises(ValueError, match="max_lr"):
-        checkpoint.load(tmp_path, model, optimizer, ours)
-    assert differing(before, {**print_of(model, optimizer), "ours": ours.state_dict()}) == []
-
-
 def twice(common: dict[str, Any]) -> None:
     groups = common["optimizer"]["param_groups"]
     groups.append(dict(groups[0]))
@@ -293,7 +265,6 @@ def other_weights(common: dict[str, Any]) -> None:
 def test_load_refuses_plain_data_that_does_not_fit(
     tmp_path: Path, damage: Callable[[Any], None], form: str, message: str
 ) -> None:
-    """Each case damages ``common.json``. The last case loads remainders as main params."""
     model, optimizer = build(form, seed=1)
     train(model, optimizer, 2)
     version = checkpoint.save(tmp_path, model, optimizer)
@@ -307,23 +278,6 @@ def test_load_refuses_plain_data_that_does_not_fit(
     with pytest.raises(ValueError, match=message):
         checkpoint.load(tmp_path, model, optimizer)
     assert differing(before, print_of(model, optimizer)) == []
-
-
-def test_load_state_dict_refuses_remainders_when_weights_differ(tmp_path: Path) -> None:
-    source = build("bf16-remainder", seed=1)
-    train(*source, 2)
-    state = source[1].state_dict()
-    model, optimizer = build("bf16", seed=7)
-    before = print_of(model, optimizer)
-    with pytest.raises(ValueError, match="differ from those with which their remainders"):
-        optimizer.load_state_dict(state)
-    assert differing(before, print_of(model, optimizer)) == []
-    model.load_state_dict(source[0].state_dict())
-    optimizer.load_state_dict(state)
-    full = source[1].state_dict(full_precision=True)["state"]
-    for index, saved in optimizer.state_dict()["state"].items():
-        if "master_param" in saved:  # The FP32 parameter has no main param.
-            assert torch.equal(saved["master_param"], full[index]["master_param"])
 
 
 def test_load_fails_on_all_ranks_when_one_refuses(tmp_path: Path) -> None:

@@ -1,16 +1,8 @@
 """Folders of checkpoint versions, and the sizes of exported files."""
 
-import json
-
-import pytest
-import torch
-from safetensors.torch import load_file
-from torch import nn
-
-from mp_optim import checkpoint, get_megatron_optimizer
+from mp_optim import checkpoint
 from mp_optim.checkpoint.commit import begin, complete_versions, staging_of
 from mp_optim.checkpoint.file_format import MANIFEST
-from mp_optim.config import OptimizerConfig
 
 
 def version(root, number):
@@ -37,33 +29,3 @@ def test_versions_are_sorted_by_number(tmp_path):
         and not (tmp_path / ".version-7.incomplete").exists()
     )
     assert (tmp_path / "version-3.old").is_dir()
-
-
-@pytest.mark.parametrize(
-    ("limit", "files"),
-    [
-        (40, ["ab", "c", "d"]),
-        (39, ["a", "b", "c", "d"]),
-        (1, ["a", "b", "c", "d"]),
-        (136, ["abc", "d"]),
-        (139, ["abc", "d"]),
-        (140, ["abcd"]),
-    ],
-)
-def test_export_safetensors_fills_each_file_up_to_the_limit(tmp_path, limit, files):
-    sizes = {
-        "a": 5,
-        "b": 5,
-        "c": 24,
-        "d": 1,
-    }  # FP32 elements; "c" needs 96 bytes, more than the smaller limits.
-    model = nn.ParameterDict({name: nn.Parameter(torch.ones(size)) for name, size in sizes.items()})
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), model)
-    written = checkpoint.export_safetensors(tmp_path, optimizer, max_shard_size=limit)
-    assert [sorted(load_file(path)) for path in written] == [sorted(names) for names in files]
-    if len(files) > 1:
-        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-        assert index["metadata"]["total_size"] == 4 * sum(sizes.values())
-        assert index["weight_map"] == {
-            name: path.name for path, names in zip(written, files, strict=True) for name in names
-        }

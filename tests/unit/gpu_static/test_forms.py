@@ -22,7 +22,6 @@ def static(cache: Path, *options: str) -> str:
 
 @pytest.mark.slow
 def test_compiled_kernels_give_recorded_bits_for_each_rule(tmp_path: Path) -> None:
-    """Run the self-test of the library on compiled kernels."""
     assert "sm_90: same bits as reference;" in static(tmp_path, "--proof", "--arches", "90")
 
 

@@ -57,7 +57,6 @@ WRITES = st.lists(st.tuples(BLOCKS, BLOCKS), max_size=5)
 )
 @given(writes=WRITES)
 def test_direct_file_reads_back_any_written_blocks(tmp_path, direct, writes):
-    """Compare with a byte tensor in memory."""
     with pytest.MonkeyPatch.context() as patch:
         if not direct:
             refuse_direct(patch)
@@ -138,7 +137,6 @@ def test_direct_file_says_that_it_buffers_when_o_direct_is_refused(tmp_path, mon
 
 
 def test_direct_file_keeps_source_memory_until_its_write_ends(tmp_path):
-    """One thread runs the write before the read."""
     data, back = aligned(64 * PIECE), aligned(64 * PIECE)
     data.copy_(random_bytes(64 * PIECE))
     with closing(DirectFile(tmp_path, 64 * PIECE, threads=1, piece_bytes=PIECE)) as file:
@@ -222,7 +220,6 @@ file.close()
 
 
 def test_direct_file_names_ulimit_when_the_file_size_limit_is_reached(tmp_path):
-    """The file works again after the error."""
     making, writing = run_forked_program("-c", LIMITED, str(tmp_path)).splitlines()
     for line in (making, writing):
         assert "File too large" in line and "ulimit -f" in line and str(tmp_path) in line

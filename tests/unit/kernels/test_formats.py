@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lab.any_program import arithmetic
-from mp_optim.config.state_forms import BLOCK, UINT4
+from mp_optim.config.state_forms import BLOCK
 from mp_optim.kernels.codecs import SECOND, Noise, decode, encode_, join, split_
 from mp_optim.kernels.state_format import moment_specs
-from mp_optim.rules.fused import FusedAdam
 
 BLOCKED = [
     (torch.float16, False),
@@ -229,23 +228,3 @@ def test_stochastic_remainders_are_unbiased() -> None:
     split_(value, param, remainder, Noise(7, 8))
     assert set(remainder.tolist()) == {0, 1}
     assert float(remainder.double().mean()) == pytest.approx(0.25, abs=0.01)
-
-
-@pytest.mark.parametrize(
-    ("settings_", "names"),
-    [
-        ({"exp_avg_dtype": torch.float64}, "exp_avg_dtype=torch.float64: must be one of"),
-        ({"exp_avg_sq_dtype": UINT4}, "exp_avg_sq_dtype=torch.uint4: must be one of"),
-        ({"param_remainder_bits": 12}, "param_remainder_bits=12: must be 16 or 8"),
-        ({"seed": -1}, "seed=-1"),
-        (
-            {"backend": "torch", "store_param_remainders": True},
-            "backend='torch' keeps main params in float32",
-        ),
-    ],
-)
-def test_fused_adam_names_a_storage_format_that_does_not_exist(
-    settings_: dict[str, object], names: str
-) -> None:
-    with pytest.raises(ValueError, match=names):
-        FusedAdam([torch.ones(1)], **settings_)

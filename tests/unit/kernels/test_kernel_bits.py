@@ -116,7 +116,6 @@ def test_kernels_have_bits_of_reference_for_every_dtype(kernels: Kernels, case: 
 def test_kernels_step_noise_averages_and_parts_without_reference(
     kernels: Kernels, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second list starts inside of a parameter, with random rounding and averages."""
     compact = Case(torch.float32, None, torch.int8, (torch.int8, torch.uint8))
     for case in (
         replace(compact, average=torch.bfloat16),

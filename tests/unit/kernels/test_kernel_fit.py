@@ -52,7 +52,6 @@ def given_back(tensor):
 @pytest.mark.parametrize("form", CASES)
 @pytest.mark.parametrize("trouble", [sliced, given_back])
 def test_kernels_refuse_lists_with_a_shorter_or_freed_tensor(name, form, trouble):
-    """Each column is damaged in turn, after the sizes of the list were cached."""
     backend, scalars = backend_of(name), AdamScalars.at(GROUP, 2)
     for column in columns_of(lists_of(1, SIZES, KEYS["adam"], CASES[form])):
         lists = lists_of(1, SIZES, KEYS["adam"], CASES[form])

@@ -14,7 +14,6 @@ from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.kernels import choose_backend, forget, multi_tensor, proof_of, selection
 from mp_optim.kernels.reference import ReferenceBackend
 from mp_optim.rules.fused import FusedAdam
-from mp_optim.rules.rule_optimizer import RuleOptimizer
 from support.standins.gpu import Gpu
 
 CPU = torch.device("cpu")
@@ -210,38 +209,6 @@ def test_config_refuses_rules_and_state_formats_that_a_backend_lacks(
     with pytest.raises(ValueError) as caught:
         OptimizerConfig(lr=0.1, **settings)
     assert words in str(caught.value)
-
-
-def test_optimizer_classes_refuse_rules_and_formats_that_apex_lacks(standins: Gpu) -> None:
-    with pytest.raises(
-        ValueError, match="fused_backend='apex': has no kernels for optimizer='lion'"
-    ):
-        RuleOptimizer("lion", [torch.zeros(3)], backend="apex")
-    with pytest.raises(ValueError, match="exp_avg_dtype="):
-        FusedAdam([torch.zeros(3)], backend="apex", exp_avg_dtype=torch.bfloat16)
-
-
-def test_transformer_engine_steps_its_compact_state(standins: Gpu) -> None:
-    model = nn.Linear(8, 8).bfloat16()
-    config = OptimizerConfig(
-        lr=0.01,
-        bf16=True,
-        use_precision_aware_optimizer=True,
-        exp_avg_dtype="bf16",
-        exp_avg_sq_dtype="bf16",
-        clip_grad=0.0,
-        fused_backend="transformer_engine",
-    )
-    optimizer = get_megatron_optimizer(config, model)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    del standins.calls[:]
-    optimizer.step()
-    assert (
-        set(standins.calls) >= {"multi_tensor_adam_param_remainder"}
-        and "multi_tensor_adam" not in standins.calls
-    )
-    assert standins.damage == []
 
 
 def test_fused_adam_refuses_transformer_engine_without_remainder_kernels(

@@ -57,7 +57,7 @@ def bits(value: Any) -> Any:
     )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.lists(squares, min_size=2, max_size=4),
     scales,
@@ -142,19 +142,10 @@ WATCHED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("precision", "rule", "settings"),
-    [
-        ("fp16", "adam", {}),
-        ("bf16", "adam", {"cautious_wd": True}),
-        ("bf16", "lamb", {}),
-        ("bf16-remainder", "sgd", {}),
-        ("bf16", "lion", {}),
-    ],
+    ("precision", "rule"), [("fp16", "adam"), ("bf16", "lamb"), ("bf16-remainder", "sgd")]
 )
-def test_triton_step_does_not_synchronize_when_all_observers_are_on(
-    precision, rule, settings, monkeypatch
-):
-    model, optimizer = small(precision, optimizer=rule, **settings, **WATCHED)
+def test_triton_step_does_not_synchronize_when_all_observers_are_on(precision, rule, monkeypatch):
+    model, optimizer = small(precision, optimizer=rule, **WATCHED)
     # These steps build kernel tables and prove the kernels of first and later steps.
     for seed in (8, 9):
         give_grads(model, optimizer, seed)
@@ -231,10 +222,8 @@ def seven_steps(
 @pytest.mark.parametrize(
     ("precision", "settings"),
     [
-        ("bf16", {}),
         ("fp16", {"hysteresis": 1, "loss_scale_window": 2}),
-        ("fp32", {"optimizer": "lamb"}),
-        ("bf16", {"optimizer": "sgd", "clip_grad": 0.0}),
+        ("fp32", {"optimizer": "lamb", "clip_grad": 0.0}),
         ("bf16-stochastic", {}),
     ],
 )

@@ -94,7 +94,6 @@ CASES = [
 
 @pytest.mark.parametrize(("precision", "rule"), CASES)
 def test_step_has_host_bits_under_cuda_division(precision: str, rule: str) -> None:
-    """A step covers the rules' formulas, the norm, clipping and the codes of compact state."""
     on_host = state_after(precision, rule, contextlib.nullcontext())
     as_cuda = state_after(precision, rule, DividesAsCuda())
     assert len(on_host) == len(as_cuda)

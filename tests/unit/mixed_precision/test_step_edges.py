@@ -68,7 +68,6 @@ def test_lamb_clips_to_the_smaller_of_clip_grad_and_max_grad_norm(
 @pytest.mark.parametrize("form", ["bf16-remainder", "bf16-8bit8"])
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 def test_main_param_rounds_to_any_bf16_value_written_to_the_parameter(form, fraction):
-    """All 65,536 bfloat16 values are written over remainders of other values."""
     patterns = (
         torch.arange(-(2**15), 2**15, dtype=torch.int32)
         .to(torch.int16)

@@ -148,14 +148,6 @@ def test_muon_gives_a_matrix_equal_bits_alone_and_beside_other_matrices(products
         assert torch.equal(together[at], *trained([at])), shapes[at]
 
 
-@pytest.mark.parametrize("kind", COEFFICIENT_TYPES)
-def test_newton_schulz_brings_singular_values_near_one_after_ten_steps(kind):
-    values = torch.linalg.svdvals(
-        orthogonalize(random(40, 60), coefficients(kind, 10), torch.float32)
-    )
-    assert values.min() > 0.65 and values.max() < 1.25
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_batched_newton_schulz_matches_the_loop_over_matrices(dtype):
     stack, polynomials = random(3, 24, 16), coefficients("quintic", 5)
@@ -204,29 +196,16 @@ def test_muon_scales_its_update_by_shape_for_each_scale_mode():
         torch.testing.assert_close(moved[1], moved[0] / 2)
 
 
-def test_muon_keeps_params_finite_when_gradients_are_zero_tiny_or_huge():
-    for size in (0.0, 1e-30, 1e30):
-        found, _ = stepped(torch.ones(4, 6), [torch.full((4, 6), size)])
-        assert found.isfinite().all()
-
-
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"momentum": 1.0}, r"momentum=1\.0: must be a finite number in \[0, 1\)"),
-        ({"scale_mode": "big"}, "scale_mode='big': must be one of"),
         ({"coefficient_type": "cubic"}, "coefficient_type='cubic'"),
         (
             {"coefficient_type": "quintic", "num_ns_steps": 6},
             "num_ns_steps=6: coefficient_type='quintic' is a cycle of 5",
         ),
-        ({"num_ns_steps": 0}, "num_ns_steps=0"),
         ({"fp32_matmul_prec": "high"}, "fp32_matmul_prec='high'"),
-        ({"tp_mode": "distributed"}, "tp_mode='distributed'"),
-        ({"ns_method": "fast"}, "ns_method='fast': must be one of"),
         ({"optimizer": "lion"}, "optimizer='lion': is not a rule of this optimizer"),
-        ({"extra_scale_factor": 0.0}, "extra_scale_factor"),
-        ({"weight_decay": -1.0}, "weight_decay"),
     ],
 )
 def test_muon_rule_refuses_bad_setting_by_name(settings, reason):
@@ -241,21 +220,6 @@ def test_muon_rule_names_a_vector_parameter_when_refusing_it():
         )
     with pytest.raises(ValueError, match="scalar_optimizer='sgd'"):
         MuonRule("sgd")
-
-
-@pytest.mark.parametrize(
-    ("form", "error"), [("bfloat16", 0.02), ("float16", 0.003), ("uint8", 0.05), ("uint4", 0.5)]
-)
-def test_muon_steps_close_to_fp32_when_momentum_is_compact(form, error):
-    grads = [random(16, 24, seed=step) for step in range(10)]
-    full, _ = stepped(random(16, 24), grads, fp32_matmul_prec="highest")
-    compact, optimizer = stepped(
-        random(16, 24), grads, fp32_matmul_prec="highest", exp_avg_dtype=getattr(torch, form)
-    )
-    assert (compact - full).norm() < error * (full - random(16, 24)).norm()
-    kept = optimizer.state_dict()["state"][0]["momentum_buffer"].dtype
-    codes = {"uint8": torch.int8, "uint4": torch.float32}  # 4-bit state is saved in FP32.
-    assert kept == codes.get(form, getattr(torch, form))
 
 
 def test_newton_schulz_keeps_fp32_bits_when_torch_matmul_precision_is_medium():

@@ -165,7 +165,6 @@ def test_triton_muon_kernels_match_the_reference_bits_for_every_state_form(
 @needs_kernels
 @pytest.mark.parametrize("momentum", [0.95, 0.5, 0.2])
 def test_muon_momentum_rounds_once_from_fp64_when_magnitudes_differ(momentum: float) -> None:
-    """Product and sum are computed in FP64 and rounded once."""
     shape = (40, 64)
     scale = torch.logspace(-6, 6, 64)
     grads = [values(shape, 1, torch.float32) * scale, values(shape, 2, torch.float32)]

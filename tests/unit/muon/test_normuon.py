@@ -92,22 +92,6 @@ def test_muon_rule_refuses_invalid_normuon_settings_by_name(settings, message):
         RuleOptimizer(MuonRule(), [nn.Parameter(torch.zeros(2, 3))], **{**NORMUON, **settings})
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"muon_moment2_method": "adamuon"}, "must be one of .*; a second moment per element"),
-        ({"muon_moment2_method": "normon"}, "did you mean 'normuon'"),
-        (
-            {"muon_moment2_method": "normuon", "muon_tp_mode": "blockwise"},
-            "muon_moment2_method='normuon': needs the rows of whole matrices",
-        ),
-    ],
-)
-def test_config_refuses_invalid_muon_moment2_method_by_name(fields, message):
-    with pytest.raises(ValueError, match=message):
-        OptimizerConfig(optimizer="muon", lr=0.1, **fields)
-
-
 def test_muon_refuses_normuon_when_turned_on_after_a_step():
     param = nn.Parameter(random(4, 6))
     optimizer = RuleOptimizer(MuonRule(), [param], **SETTINGS)

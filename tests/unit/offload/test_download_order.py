@@ -41,7 +41,6 @@ class RecordingTransfer(Transfer):
 def test_offload_step_downloads_before_the_device_step_ends(
     mode: str, begun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two cases: backward started no work, or the caller discarded that work."""
     model, optimizer = build_mode(mode, "fp32", 0.6, experts=False, clip_grad=0.0)
     (hybrid,), events = hybrids(optimizer), list[Event]()
     hybrid.stepper.use_transfer(RecordingTransfer(events), bucket_bytes=64)

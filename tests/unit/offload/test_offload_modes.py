@@ -53,8 +53,6 @@ def overflow_at(*steps):
 
 LONG_RUNS = {
     "clip off": {"settings": {"clip_grad": 0.0}},
-    "clip never, 7 groups": {"groups": 7, "settings": {"clip_grad": 1e6}},
-    "clip sometimes": {"settings": {"clip_grad": 0.16}, "scale": spikes},
     "clip sometimes, 7 groups, 4 micro-batches": {
         "groups": 7,
         "settings": {"clip_grad": 0.16},
@@ -63,11 +61,6 @@ LONG_RUNS = {
         "use_no_sync": True,
     },
     "clip always, 4 micro-batches": {"settings": {"clip_grad": 1e-3}, "micro": 4},
-    "skip threshold": {
-        "groups": 7,
-        "settings": {"clip_grad": 0.0, "grad_norm_skip_threshold": 0.3},
-        "scale": spikes,
-    },
     "fp16, overflows": {
         "precision": "fp16",
         "scale": lambda step: 1e30 if step in (5, 6, 70) else spikes(step),
@@ -98,7 +91,7 @@ def test_offload_modes_give_equal_bits_over_many_steps(name, steps):
             outcomes = [success for _, success, _ in results]
         assert now[0] == expected[0], mode
         assert differing(now[1], expected[1]) == [], mode
-    if "skip" in name or "overflow" in name:
+    if "overflow" in name:
         assert 0 < outcomes.count(False) < 0.3 * steps
     if "always" in name:
         assert counts(optimizer, "paused") > steps - 20
@@ -235,7 +228,6 @@ def run_events(mode, events, waits=(), precision="bf16", **settings):
 def test_offload_modes_give_equal_bits_after_random_events_before_the_step(
     data, releases, waits, **settings
 ):
-    """The worker is delayed at random."""
     kinds = st.sampled_from(RELEASABLE if releases else EVENTS)
     events = data.draw(st.lists(kinds, min_size=1, max_size=8))
     expected = run_events("sync", events, **settings)
@@ -373,7 +365,6 @@ def test_speculation_changes_nothing_when_a_huge_gradient_is_skipped():
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 def test_sync_offload_stages_no_bytes_when_the_model_is_in_host_memory(precision, fraction):
-    """The step also continues from gradients and weights written apply_event two steps."""
 
     def trained(share):
         model, optimizer = build(precision, share, experts=False)

@@ -48,8 +48,6 @@ def same_as_sync(mode, run_it, precision="bf16", fraction=0.7, **settings):
 
 
 class Deep(nn.ModuleList):
-    """Layers of one size."""
-
     def __init__(self, depth=12, width=32):
         torch.manual_seed(0)
         layers = (nn.Linear(width, width, bias=False) for _ in range(depth))
@@ -154,7 +152,6 @@ def test_step_refuses_a_second_gradient_when_the_first_was_released(mode):
 
 @each_early
 def test_gradients_are_not_released_when_backward_creates_a_graph(mode):
-    """The program may differentiate these gradients again."""
 
     def run_it(model, optimizer):
         for step in range(3):

@@ -130,7 +130,6 @@ def test_step_repeats_backward_work_when_gradient_bits_change_afterwards(
 def test_step_uses_gradients_assigned_by_hand_after_an_interrupted_step(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The signal arrives after gradients were measured before any write; no backward follows."""
     bits = []
     for name in ("sync", mode):
         model, optimizer = build_mode(name, "fp32", 1.0, experts=False, adversarial=False)

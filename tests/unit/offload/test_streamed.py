@@ -39,7 +39,6 @@ def test_offload_to_cpu_keeps_addresses_and_bits_when_state_is_streamed():
 def test_streaming_rounds_like_the_device_when_a_param_exceeds_the_window(
     tmp_path: Path, on_disk: bool
 ) -> None:
-    """Each piece of the parameter draws its own random bits."""
 
     def stepped(**place: Any) -> torch.Tensor:
         torch.manual_seed(0)

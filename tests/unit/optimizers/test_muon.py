@@ -13,9 +13,6 @@ from torch import nn
 import mp_optim
 from mp_optim import OptimizerConfig
 
-# Both multiply bfloat16 matrices in the same order; measured difference: 1.4e-7.
-TOLERANCE = 2e-6
-
 
 class Net(nn.Module):
     def __init__(self) -> None:
@@ -26,24 +23,6 @@ class Net(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.lm_head(self.hidden(self.embed_tokens(tokens)))
-
-
-@pytest.mark.parametrize("adjust", [{}, "original", "match_rms_adamw"])
-def test_muon_steps_matrices_like_torch_muon_for_each_adjust_lr_fn(
-    adjust: str | dict[str, str],
-) -> None:
-    chosen = {"adjust_lr_fn": adjust} if isinstance(adjust, str) else adjust
-    weights = []
-    for library in (mp_optim, torch.optim):
-        torch.manual_seed(2)
-        layer = nn.Linear(24, 16, bias=False)
-        optimizer = library.Muon(layer.named_parameters(), lr=1e-2, **chosen)
-        for _ in range(10):
-            optimizer.zero_grad()
-            layer(torch.randn(32, 24)).square().mean().backward()
-            optimizer.step()
-        weights.append(layer.weight)
-    assert torch.allclose(*weights, rtol=0.0, atol=TOLERANCE)
 
 
 class OddlyNamed(nn.Module):
@@ -157,7 +136,6 @@ def test_muon_follows_the_rule_that_a_param_group_names(mark: dict[str, object])
 
 
 def test_muon_steps_3d_experts_as_matrix_stacks_but_not_convolutions() -> None:
-    """The weight of a convolution has three dimensions as well."""
     marked = nn.Parameter(torch.ones(2, 4, 4))
     marked.allreduce = False  # Megatron marks an expert by this attribute.
     named = [

@@ -40,7 +40,6 @@ def test_missing_ranks_error_names_exactly_the_silent_ranks(outcomes, scenario):
 
 
 def test_missing_ranks_keeps_errors_raised_outside_of_collectives():
-    """The place where an error was raised decides, not its text."""
     with one_rank():
         with (
             pytest.raises(RuntimeError, match="Connection timed out") as raised,

@@ -269,7 +269,6 @@ def test_process_page_lists_every_environment_variable_that_is_read():
 
 @each_document
 def test_docs_commands_are_accepted_by_the_argument_parsers(document):
-    """Scripts exist, and programs accept the printed arguments."""
     for line in commands_in(document):
         words = shlex.split(line, comments=True)
         if words[1] == "tests/lab":

@@ -112,7 +112,6 @@ def test_float8_codes_do_not_change_when_quantized_again() -> None:
 def test_float8_training_gives_equal_bits_for_every_offload_fraction(
     precision: str, optimizer: str
 ) -> None:
-    """The cases cover loss scales, skipped steps and compact states."""
     settings = {
         "optimizer": optimizer,
         **({"initial_loss_scale": 2.0**20} if precision == "fp16" else {}),
@@ -226,7 +225,6 @@ def test_float8_step_continues_from_values_loaded_into_the_model(fraction: float
 
 
 def test_step_continues_when_a_bf16_param_is_replaced_by_a_float8_param() -> None:
-    """The parameter is replaced again by a bfloat16 one afterwards."""
     weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
     half = nn.Parameter(weight.bfloat16())
     stack = get_megatron_optimizer(config_for("bf16"), nn.ParameterList([half]))

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from mp_optim.core import Slot, SlotUpdate
 from mp_optim.rules.fused import FusedAdam, FusedLAMB
-from mp_optim.rules.rule_optimizer import RuleOptimizer
 
 A, B = Slot(0, 0), Slot(0, 1)
 
@@ -45,37 +44,6 @@ def test_step_slots_steps_only_given_slots_and_counts_empty_params() -> None:
     optimizer.step_slots([SlotUpdate(Slot(0, i), torch.ones_like(mains[i])) for i in (0, 2, 3)])
     assert [optimizer.slot_state(Slot(0, i))["step"].item() for i in range(4)] == [1, 0, 1, 1]
     assert torch.equal(mains[1], torch.ones(3)) and mains[3].item() < 2.0
-
-
-def test_step_calls_the_closure_once_and_skips_missing_gradients() -> None:
-    used, unused = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
-    calls: list[bool] = []
-
-    def closure() -> Tensor:
-        calls.append(torch.is_grad_enabled())
-        loss = (used * 2).sum()
-        loss.backward()
-        return loss
-
-    assert RuleOptimizer("sgd", [used, unused], lr=0.5).step(closure).item() == 4.0
-    assert calls == [True] and used.tolist() == [0.0, 0.0] and unused.tolist() == [1.0, 1.0]
-
-
-def test_load_matches_groups_by_param_name_when_their_order_differs() -> None:
-    first, second = pair()
-    saved_from = FusedAdam(
-        [{"params": [("a", first)], "lr": 0.1}, {"params": [("b", second)], "lr": 0.2}]
-    )
-    saved_from.step_slots(
-        [SlotUpdate(Slot(0, 0), torch.ones(4)), SlotUpdate(Slot(1, 0), torch.full((2, 3), 2.0))]
-    )
-    saved = copy.deepcopy(saved_from.state_dict())
-    loaded = FusedAdam([{"params": [("b", second.clone())]}, {"params": [("a", first.clone())]}])
-    loaded.load_state_dict(saved)
-    for here, there in ((Slot(0, 0), Slot(1, 0)), (Slot(1, 0), Slot(0, 0))):
-        mine, theirs = loaded.slot_state(here), saved_from.slot_state(there)
-        assert mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
-    assert [group["lr"] for group in loaded.param_groups] == [0.2, 0.1]
 
 
 @pytest.mark.parametrize("moments", [torch.float32, torch.uint8])

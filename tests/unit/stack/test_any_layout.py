@@ -113,7 +113,6 @@ def test_remainders_saved_by_one_process_load_into_sharded_params(pool, kind):
 
 @pytest.mark.parametrize("precision", ["bf16-fp16", "bf16-8bit"])
 def test_blockwise_momentum_loads_on_a_rank_that_owns_no_row_of_a_matrix(pool, precision):
-    """The rank has no scales, and their shape has no rows."""
     layout = Layout(
         "copies", (("dp", 2),), settings=(("use_layer_wise_distributed_optimizer", True),)
     )
@@ -158,7 +157,6 @@ def test_layout_fuzzer_reports_a_learning_rate_off_by_one_bit(pool, world, rule,
 
 @pytest.mark.parametrize(("what", "message"), [("dies", "exit status -6"), ("sleeps", "Timeout")])
 def test_layout_fuzzer_reports_a_dead_or_hanging_rank_and_continues(what, message):
-    """The next case runs in new processes."""
     with Pool(short_timeout=2.0) as fragile:
         assert not attempt(fragile, ADAM).faults
         patience, fragile.patience = fragile.patience, 4.0

@@ -24,9 +24,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 registry = pytest.importorskip("pytorch_optimizer")
 
-OF_GROUPS = ("prodigy", "dadaptadan", "dadaptlion", "asgd")
+OF_GROUPS = ("prodigy", "dadaptlion", "asgd")
 """Optimizers whose steps depend on values that they write into a group, besides a count."""
-OTHERS = ("adan", "came", "novograd", "shampoo", "soap")
+OTHERS = ("came", "shampoo")
 """Optimizers with several moments, factored or matrix state, or scalars per parameter."""
 STEPS = 6
 
@@ -95,8 +95,7 @@ def test_foreign_optimizer_follows_its_fp32_losses_on_a_bf16_model(name):
     plain = model_of(torch.float32)
     expected, _ = train(alone(name, list(plain.parameters())), plain, range(STEPS))
     losses, _ = train(*built(name, torch.bfloat16), range(STEPS))
-    # dadaptadan overshoots and magnifies every difference.
-    assert losses == pytest.approx(expected, rel=0.5 if name == "dadaptadan" else 0.03)
+    assert losses == pytest.approx(expected, rel=0.03)
 
 
 @pytest.mark.parametrize("way", ["state dict", "checkpoint"])

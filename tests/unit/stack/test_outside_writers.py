@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import mp_optim
 from support.models import same_bits
-from support.offload import MODES, build_mode, differing, finish_backward_work, run, snapshot
 from support.places import PLACES, settings_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "outside_writes.md"
@@ -165,29 +163,3 @@ def step_with_gradients(optimizer: torch.optim.Optimizer, param: Tensor) -> None
     (param * param).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-OF_GRADIENTS = [name for name in WRITERS if "swap_tensors" not in name]
-
-
-@pytest.mark.parametrize("adversarial", [True, False], ids=["accelerator", "host"])
-@pytest.mark.parametrize("name", OF_GRADIENTS)
-def test_step_uses_gradients_written_after_backward(name: str, adversarial: bool) -> None:
-    def after(model: nn.Module, step: int) -> None:
-        finish_backward_work(optimizer)
-        if step % 3 == 2:
-            with torch.no_grad():
-                WRITERS[name](model.dense.grad)
-
-    expected = None
-    for mode in MODES:
-        model, optimizer = build_mode(
-            mode, "fp32", 1.0, experts=False, adversarial=adversarial, clip_grad=0.5
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            results = run(model, optimizer, 7, after_backward=after)
-        bits = snapshot(model, optimizer)
-        if expected is None:
-            expected, expected_results = bits, results
-        assert differing(bits, expected) == [] and results == expected_results, mode

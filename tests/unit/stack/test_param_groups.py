@@ -89,80 +89,12 @@ OPTIMIZERS: dict[str, tuple[torch.dtype, Callable[[Named], Any]]] = {
 }
 
 
-def made_in_inference_mode() -> nn.Parameter:
-    with torch.inference_mode():
-        return nn.Parameter(torch.zeros(2))
-
-
 def late(dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.ones(2, 2, dtype=dtype))
 
 
-REFUSED: dict[str, tuple[Callable[[torch.dtype], dict[str, Any]], str]] = {
-    "lr": (lambda dtype: {"params": [("late", late(dtype))], "lr": -1.0}, "lr=-1.0"),
-    "betas": (
-        lambda dtype: {"params": [("late", late(dtype))], "betas": (2.0, 0.9)},
-        "betas|beta parameter",
-    ),
-    "inference": (lambda dtype: {"params": [("late", made_in_inference_mode())]}, "inference_mode"),
-    "the second is float64": (
-        lambda dtype: {"params": [("late", late(dtype)), ("x", late(torch.float64))]},
-        r"x is (torch\.)?float64",
-    ),
-}
-
-
-def everything(optimizer: Any, params: list[nn.Parameter]) -> list[Tensor]:
-    state = optimizer.state_dict()
-    tensors = [
-        value
-        for slot in state["state"].values()
-        for value in slot.values()
-        if isinstance(value, Tensor)
-    ]
-    return [tensor.detach().clone() for tensor in [*tensors, *params]]
-
-
 def alike(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(map(same_bits, a, b))
-
-
-REFUSED_AT_STEP = ("inference", "the second is float64")
-"""Errors that some optimizers raise only at the first step, because parameters may be replaced
-until
-then."""
-PAIRS = [
-    (kind, what)
-    for kind in OPTIMIZERS
-    for what in REFUSED
-    if not (what in REFUSED_AT_STEP and kind in ("AdamW, new", "FusedAdam", "Hybrid"))
-    and (kind, what) != ("over torch's", "betas")  # torch accepts any betas.
-]
-
-
-@pytest.mark.parametrize(("kind", "what"), PAIRS)
-def test_add_param_group_changes_nothing_when_refused(kind: str, what: str) -> None:
-    dtype, build = OPTIMIZERS[kind]
-    group, message = REFUSED[what]
-    ends = []
-    for adds in (True, False):
-        pair = Pair(dtype)
-        optimizer = build(list(pair.named_parameters()))
-        if kind != "AdamW, new":
-            stepped(optimizer)
-        groups = copy.deepcopy([{**g, "params": []} for g in optimizer.param_groups])
-        params = list(pair.parameters())
-        if adds:
-            with pytest.raises((TypeError, ValueError), match=message):
-                optimizer.add_param_group(group(dtype))
-            now = [{**g, "params": []} for g in optimizer.param_groups]
-            assert now == groups
-        stepped(optimizer)
-        more = late(dtype)
-        optimizer.add_param_group({"params": [("more", more)], "lr": 0.2})
-        stepped(optimizer)
-        ends.append(everything(optimizer, [*params, more]))
-    assert alike(*ends)
 
 
 def test_muon_add_param_group_adds_no_part_when_a_param_is_known() -> None:

@@ -83,37 +83,6 @@ def test_step_names_a_param_whose_memory_has_a_new_shape(
     assert torch.equal(p.detach(), (before[0].float() - 1).to(dtype))
 
 
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "turned": lambda t: t.transpose(0, 1),
-    "channels last": lambda t: t.contiguous(memory_format=torch.channels_last),
-    "channels last in place": lambda t: t.as_strided(t.shape, (32, 1, 8, 2)),
-    "copied": lambda t: t.clone(),
-    "flipped": lambda t: t.flip(0),
-}
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("how", LAYOUTS)
-def test_step_matches_torch_after_param_memory_changes_layout(
-    how: str, dtype: torch.dtype, place: dict[str, Any]
-) -> None:
-    def trained(make: Any, **settings: Any) -> list[Tensor]:
-        p = nn.Parameter(torch.arange(64.0).to(dtype).view(2, 2, 4, 4))
-        q = nn.Parameter(torch.ones(64, dtype=dtype))
-        optimizer = make([("p", p), ("q", q)], lr=1.0, **settings)
-        for step in range(3):
-            values = torch.arange(64.0).add(step).to(dtype).view(p.shape)
-            p.grad, q.grad = values, torch.ones_like(q)
-            optimizer.step()
-            p.grad = None
-            if step == 1:
-                p.data = LAYOUTS[how](p.data)
-        return [p.detach(), q.detach()]
-
-    for got, expected in zip(trained(mp_optim.SGD, **place), trained(torch.optim.SGD), strict=True):
-        assert torch.equal(got, expected)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_step_follows_a_param_changed_to_16_or_32_bits_and_refuses_64(
     dtype: torch.dtype, place: dict[str, Any]

@@ -27,7 +27,6 @@ def test_conform_has_at_least_40_wrong_adamws() -> None:
 
 
 def test_conform_fails_plain_adamw_only_in_unpromised_checks() -> None:
-    """PlainAdamW steps 16-bit parameters in 16 bits and does not check shapes of loaded state."""
     checks = Subject("support.plain_adamw.PlainAdamW", rule="adamw").checks()
     outcomes = {check.name: outcome_of(check.name, built())[0] for check in checks}
     assert {name for name, status in outcomes.items() if status not in (PASSES, OTHER)} == {

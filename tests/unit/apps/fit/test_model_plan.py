@@ -164,7 +164,6 @@ SEVEN_BILLION = [ParamSpec(f"layer{index}.weight", (4096, 4096)) for index in ra
 
 @pytest.mark.parametrize("limit", [24, 12])
 def test_plan_names_gib_and_fitting_settings_when_a_model_does_not_fit(limit: int) -> None:
-    """7 billion parameters do not fit a GPU of 24 GiB, nor one of 12 GiB."""
     config = OptimizerConfig(lr=1e-5, bf16=True)
     with pytest.raises(ValueError, match="on the host the accelerator still") as caught:
         smallest_fraction(SEVEN_BILLION, config, gpu_memory=limit * GIB)

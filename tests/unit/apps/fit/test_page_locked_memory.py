@@ -144,7 +144,6 @@ def pieces_of(elements: int) -> dict[str, list[int]]:
 
 
 def test_page_locked_pieces_take_less_than_82_percent_of_a_power_of_two() -> None:
-    """docs/process.md prints the sizes of main params."""
     found = {
         name: (sum(map(power_of_two, pieces)), sum(map(page_locked_bytes, pieces)))
         for name, pieces in pieces_of(7 * 10**9).items()

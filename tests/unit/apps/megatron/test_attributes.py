@@ -56,7 +56,6 @@ def test_package_reads_megatron_attributes_listed_as_read(owner: str) -> None:
 
 
 def test_attribute_list_refuses_the_parameter_attributes_that_the_package_refuses() -> None:
-    """Tests in ``tests/unit/core`` show that each entry point refuses these attributes."""
     assert names("parameter", "refused") == REFUSED.keys()
 
 

@@ -60,7 +60,6 @@ def dynamic(scale: float, growth: int, hysteresis: int) -> Any:
 
 
 def test_float16_optimizer_continues_a_megatron_grad_scaler() -> None:
-    """The scaler counted two clean steps and one overflow, so the next step changes the scale."""
     for found_inf, expected in ((False, 2048.0), (True, 512.0)):
         theirs = dynamic(1024.0, growth=2, hysteresis=1)
         model = TinyMoE(torch.float16, experts=False)

@@ -265,8 +265,6 @@ def test_sharded_state_dict_refuses_dp_reshardable_with_muon() -> None:
 
 @pytest.mark.parametrize("run", ["bf16", "experts", "fp16"])
 def test_legacy_state_of_megatron_resumes_with_our_optimizer(run: str, tmp_path: Path) -> None:
-    """Parameters are matched by position in their groups. The tolerance covers a different order of
-    sums."""
     settings, _ = OF_THEIRS[run]
     path = tmp_path / "legacy.pt"
     with gpt.CudaIsCpu():
