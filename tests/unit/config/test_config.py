@@ -1,7 +1,6 @@
 import dataclasses
 
 import pytest
-import torch
 
 from mp_optim import OptimizerConfig
 
@@ -54,17 +53,6 @@ def test_config_suggests_nearest_field_when_name_is_unknown():
         OptimizerConfig(average_in_collective=True)
     with pytest.raises(TypeError, match=r"optimizer_cuda_graph.*not captured.*leave it out"):
         OptimizerConfig(lr=0.1, optimizer_cuda_graph=True)
-
-
-@pytest.mark.parametrize("name", ["bfloat16", "torch.bfloat16", "bf16", torch.bfloat16])
-def test_config_converts_dtype_names_to_torch_dtypes(name):
-    assert OptimizerConfig(bf16=True, params_dtype=name).params_dtype is torch.bfloat16
-
-
-def test_config_accepts_offload_fraction_of_zero():
-    assert OptimizerConfig(
-        optimizer_cpu_offload=True, optimizer_offload_fraction=0.0
-    ).optimizer_cpu_offload
 
 
 def test_config_has_megatron_defaults_and_copies_like_a_dataclass():

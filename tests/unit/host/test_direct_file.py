@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import functools
 import os
-import shutil
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mp_optim.host.direct_file import DISK_BLOCK, DirectFile
-from support.launch import end_forked_program, run_forked_program
+from support.launch import run_forked_program
 
 PIECE = 16 * DISK_BLOCK
 SIZE = 3 * PIECE + 5 * DISK_BLOCK
@@ -145,34 +144,6 @@ def test_direct_file_keeps_source_memory_until_its_write_ends(tmp_path):
         del source
         file.read_into(back, 0).wait()
     assert torch.equal(back, data)
-
-
-def test_direct_file_leaves_no_file_when_the_process_is_killed(tmp_path):
-    program = (
-        "import os, signal, sys, torch\n"
-        "from mp_optim.host.direct_file import DirectFile\n"
-        "file = DirectFile(sys.argv[1], 1 << 24)\n"
-        "memory = torch.ones((1 << 24) + 4096, dtype=torch.uint8)\n"
-        "file.write_from(memory[-memory.data_ptr() % 4096 :][: 1 << 24], 0)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    assert end_forked_program("-c", program, str(tmp_path)).returncode == -9
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_direct_file_keeps_its_data_when_the_folder_is_deleted(tmp_path):
-    folder = tmp_path / "state"
-    folder.mkdir()
-    data, back = aligned(2 * PIECE), aligned(2 * PIECE)
-    data.copy_(random_bytes(2 * PIECE))
-    with closing(DirectFile(folder, data.numel())) as file:
-        file.write_from(data, 0).wait()
-        shutil.rmtree(folder)
-        file.read_into(back, 0).wait()
-        assert torch.equal(back, data)
-    with pytest.raises(FileNotFoundError, match="create it, or choose another folder") as error:
-        DirectFile(folder, 10)
-    assert str(folder) in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mp_optim import Float16OptimizerWithFloat16Params, FusedAdam, FusedLAMB, HybridDeviceOptimizer
+from mp_optim import Float16OptimizerWithFloat16Params, HybridDeviceOptimizer
 from support.models import build, config_for, same_bits, tokens_of, train
 
 
@@ -81,59 +81,6 @@ def test_step_adds_main_params_when_the_model_is_cast_to_bf16():
     model.bfloat16()
     with pytest.raises(TypeError, match="FP32Optimizer takes float32"):
         train(model, optimizer, 1)
-
-
-@pytest.mark.parametrize("fraction", [0.0, 0.4, 1.0])
-def test_colossalai_6401_lamb_gives_equal_bits_with_mixed_placement(fraction):
-    """The first step must move params and moments in every placement."""
-    torch.manual_seed(1)
-    weights = [torch.randn(7, 5), torch.randn(9), torch.randn(3, 3)]
-
-    def run(build_optimizer):
-        params = [nn.Parameter(w.clone()) for w in weights]
-        optimizer = build_optimizer(params)
-        for step in range(3):
-            for i, p in enumerate(params):
-                p.grad = (
-                    torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i)) * 5
-                )
-            optimizer.step()
-        return params, optimizer
-
-    kwargs = {"lr": 1e-2, "weight_decay": 0.01, "max_grad_norm": 1.0}
-    one, reference = run(lambda ps: FusedLAMB(ps, **kwargs))
-    mixed, hybrid = run(
-        lambda ps: HybridDeviceOptimizer(ps, fraction, FusedLAMB, FusedLAMB, **kwargs)
-    )
-    for a, b, w in zip(mixed, one, weights, strict=True):
-        assert same_bits(a.detach(), b.detach())
-        assert not torch.equal(a.detach(), w)
-        assert same_bits(hybrid.state[a]["exp_avg"], reference.state[b]["exp_avg"])
-        assert hybrid.state[a]["exp_avg"].abs().max() > 0 and hybrid.state[a]["step"] == 3
-
-
-def test_deepspeed_7905_hybrid_uses_the_settings_of_every_group():
-    params = [nn.Parameter(torch.ones(4)) for _ in range(7)]
-    groups = [
-        {
-            "params": [p],
-            "lr": 0.1 * (i + 1),
-            "betas": (0.5 + i / 20, 0.9),
-            "eps": 1e-8 * (i + 1),
-            "weight_decay": 0.01 * i,
-            "bias_correction": i % 2 == 0,
-        }
-        for i, p in enumerate(params)
-    ]
-    hybrid = HybridDeviceOptimizer([dict(g) for g in groups], 0.5, lr=1.0)
-    for p in params:
-        p.grad = torch.full((4,), 0.3)
-    hybrid.step()
-    for p, group in zip(params, groups, strict=True):
-        alone = nn.Parameter(torch.ones(4))
-        alone.grad = torch.full((4,), 0.3)
-        FusedAdam([{**group, "params": [alone]}]).step()
-        assert same_bits(p.detach(), alone.detach())
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])

@@ -151,44 +151,6 @@ def test_sharded_checkpoint_of_megatron_resumes_with_our_optimizer(
     assert gpt.train(model, optimizer, range(3, 6)) == pytest.approx(expected, rel=1e-4)
 
 
-class AsMegatronSavesMuon:
-    """Saves param groups in the form of Megatron's layer-wise optimizer. Only groups of the scalar
-    optimizer name their rule, and each group has the settings of its rule only."""
-
-    OF_MUON = ("momentum", "nesterov", "num_ns_steps", "scale_mode", "qkv_split_shapes")
-    OF_ADAM = ("betas", "eps")
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-
-    def sharded_state_dict(self, *arguments: Any, **settings: Any) -> Any:
-        saved = self.optimizer.sharded_state_dict(*arguments, **settings)
-        for group in saved["optimizer"]["param_groups"]:
-            of_muon = group["optimizer"] == "muon"
-            for key in self.OF_ADAM if of_muon else self.OF_MUON:
-                group.pop(key, None)
-            if of_muon:
-                del group["optimizer"]
-        return saved
-
-
-def test_sharded_muon_checkpoint_resumes_with_group_keys_of_megatron(tmp_path: Path) -> None:
-    settings = {**RUNS["muon"], **SHARED}
-    model, optimizer = built(**settings)
-    gpt.train(model, optimizer, range(3))
-    gpt.save(tmp_path, model, AsMegatronSavesMuon(optimizer), {TYPE: RESHARDABLE})
-    saved = dist_checkpointing.load_tensors_metadata(str(tmp_path))
-    of_muon = {key for key in saved if ".momentum_buffer." in key}
-    for key in of_muon:
-        assert key.replace(".momentum_buffer.", ".fp32_param.") in saved
-    for key in {key for key in saved if ".exp_avg." in key}:
-        assert key.replace(".exp_avg.", ".param.") in saved
-    expected = gpt.train(model, optimizer, range(3, 6))
-    model, optimizer = built(**settings)
-    gpt.load(tmp_path, model, optimizer)
-    assert of_muon and gpt.train(model, optimizer, range(3, 6)) == expected
-
-
 def chain_of_megatron(model: nn.Module, rules: dict[str, str]) -> Any:
     named = {f"module.{name}": rule for name, rule in rules.items()}
 
