@@ -102,7 +102,7 @@ def random_settings(seed, folder):
     return chance, mode, form, settings
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(10))
 def test_background_save_writes_the_state_of_the_call_when_training_continues(
     tmp_path, reader, seed
 ):

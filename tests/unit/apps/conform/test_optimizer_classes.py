@@ -46,8 +46,7 @@ def test_optimizer_classes_pass_conform_checks_of_every_level(name: str) -> None
     "settings",
     [
         {"state": "8bit", "main_params": "remainder16"},
-        {"offload": 1.0, "offload_mode": "speculative"},
-        {"state": "bf16", "stochastic_rounding": True, "ema_decay": 0.9},
+        {"offload": 1.0, "offload_mode": "speculative", "ema_decay": 0.9},
     ],
     ids=str,
 )
