@@ -25,7 +25,7 @@ no staging for gradients that are not released.
 :func:`plan_staging` cuts buckets and sizes staging, and
 :class:`~mp_optim.offload.speculation.DoubleBuffer` sizes the back buffer. The planner
 (``factory/memory_plan.py``) builds the same stack on the meta device, and reads :class:`HostBytes`
-from ``Stepper.host_bytes()``. ``tests/unit/offload/test_host_bytes.py`` and
+from ``Stepper.host_bytes()``. ``tests/unit/apps/fit/test_page_locked_memory.py`` and
 ``test_combinations.py`` compare the plans with the allocations of a run.
 """
 
