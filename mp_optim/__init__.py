@@ -5,6 +5,7 @@ import mp_optim.monitor  # noqa: F401  registers the observers of every optimize
 from mp_optim import checkpoint
 from mp_optim.apps.deltas import apply_delta
 from mp_optim.apps.fit.model_plan import plan
+from mp_optim.apps.replay import record_step
 from mp_optim.checkpoint.digests import StepDigest
 from mp_optim.config import AdamOptimizerConfig, OptimizerConfig, SGDOptimizerConfig
 from mp_optim.core.interrupted_step import BrokenOffError
@@ -86,4 +87,5 @@ __all__ = [
     "get_mup_config_overrides",
     "get_standard_config_overrides",
     "plan",
+    "record_step",
 ]

@@ -233,19 +233,56 @@ class Sheet(NamedTuple):
         Args:
             name: name of the tensor.
         """
-        lines, columns = self.values.shape
-        of_lines, of_columns = weights_of(self.values.device)
-        of_columns = of_columns[self.column : self.column + columns]
-        bits, total, begin = bits_of(self.values), 0, self.line
-        while begin < self.line + lines:
-            # The products of few elements stay in the cache, and a factor is of 65,536 lines.
-            first = begin % LINE
-            stop = min(self.line + lines, begin + max(1, LINE // columns), begin + LINE - first)
-            sums = (bits[begin - self.line : stop - self.line] * of_columns).sum(1)
-            part = (sums * of_lines[first : first + stop - begin]).sum()
-            total += int(part) * factor_of(name, begin // LINE)
-            begin = stop
+        total = 0
+        for some in self.split():
+            lines, columns = weights_of(self.values.device)
+            lines, columns = lines[some.line % LINE :], columns[some.column :]
+            count, width = some.values.shape
+            sums = (bits_of(some.values) * columns[:width]).sum(1)
+            total += int((sums * lines[:count]).sum()) * factor_of(name, some.line // LINE)
         return total
+
+    def split(self) -> Iterator[Sheet]:
+        """Yield parts of the sheet whose products stay in the cache, and whose lines have one
+        factor (:func:`factor_of`)."""
+        begin, end = self.line, self.line + len(self.values)
+        while begin < end:
+            most = max(1, LINE // self.values.shape[1])
+            stop = min(end, begin + most, begin + LINE - begin % LINE)
+            yield Sheet(self.values[begin - self.line : stop - self.line], begin, self.column)
+            begin = stop
+
+
+def changed_element(name: str, tensor: Tensor, difference: int) -> tuple[int, float] | None:
+    """Return row-major index and value of the only element that another tensor has with other bits;
+    None if several elements differ.
+
+    Args:
+        name: name of the tensor.
+        tensor: the whole tensor; elements of at most 4 bytes.
+        difference: digest of the other tensor minus the digest of ``tensor``.
+    """
+    shape, width = tuple(tensor.shape), 1 << (8 * tensor.itemsize - 1)
+    found: list[tuple[int, int]] = []
+    for sheet in sheets(tensor.detach(), whole_box(shape), shape):
+        for some in sheet.split():
+            lines, columns = weights_of(tensor.device)
+            lines, columns = lines[some.line % LINE :], columns[some.column :]
+            factor = pow(factor_of(name, some.line // LINE), -1, 1 << 64)
+            of_lines = inverse(lines[: len(some.values)]) * signed(difference * factor)
+            changes = of_lines[:, None] * inverse(columns[: some.values.shape[1]])
+            bits = bits_of(some.values) + changes
+            # The difference must be of two integers of the element's width.
+            small = (changes.abs() < 2 * width) & (bits >= -width) & (bits < width)
+            for line, column in small.nonzero().tolist():
+                row, number = divmod(some.line + line, _pieces(shape))
+                at = row * (shape[-1] if shape else 1) + number * LINE + some.column + column
+                found.append((at, int(bits[line, column])))
+    if len(found) != 1:
+        return None
+    index, value = found[0]
+    integer = torch.tensor([value], dtype=_INTEGERS[tensor.itemsize], device="cpu")
+    return index, integer.view(tensor.dtype).item()
 
 
 def sheets(tensor: Tensor, place: Box, shape: tuple[int, ...], row: int = 0) -> Iterator[Sheet]:
@@ -333,3 +370,11 @@ def weights_of(device: torch.device) -> tuple[Tensor, Tensor]:
     x = (x ^ (x >> 27 & (1 << 37) - 1)) * signed(0x94D049BB133111EB)
     lines, columns = (x ^ (x >> 31 & (1 << 33) - 1) | 1).to(device).tensor_split(2)
     return lines, columns
+
+
+def inverse(odd: Tensor) -> Tensor:
+    """Return the inverses of odd int64 numbers modulo 2^64, by Newton's method."""
+    x = odd
+    for _ in range(5):  # 3 bits are right at the start, and each step doubles their number.
+        x = x * (2 - odd * x)
+    return x

@@ -23,6 +23,7 @@ COMMANDS = {
     "fit": "whether a model can be trained on a machine, activations included, and what to type",
     "convert": "optimizer state from torch, Megatron, apex and DeepSpeed, and to torch",
     "inspect": "list, verify and compare checkpoints",
+    "replay": "carry out a recorded step again on a CPU, and name what differs",
     "conform": "check any torch optimizer for what training programs rely on",
 }
 _MODULES = {
@@ -31,6 +32,7 @@ _MODULES = {
     "fit": "mp_optim.apps.fit.command",
     "convert": "mp_optim.apps.convert.command",
     "inspect": "mp_optim.apps.cli.inspect",
+    "replay": "mp_optim.apps.replay",
     "conform": "mp_optim.apps.conform.command",
 }
 """The module of each command. The module's ``main(arguments)`` returns the exit status."""

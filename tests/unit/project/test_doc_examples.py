@@ -115,8 +115,8 @@ def test_checkpoint_examples_of_the_docs_run(tmp_path, monkeypatch):
         assert words[:2] == ["mp-optim", "inspect"] and main(words[1:]) == 0
 
 
-def test_audit_example_of_the_docs_restores_weights_after_a_fault(capsys, tmp_path):
-    settings, goes_back, digest = blocks_of("audit.md", "python")
+def test_audit_example_of_the_docs_restores_weights_after_a_fault(capsys, tmp_path, monkeypatch):
+    settings, goes_back, digest, record = blocks_of("audit.md", "python")
     names = {}
     exec(settings, names)
     config = dataclasses.replace(names["config"], audit_rate=1.0, audit_action="raise")
@@ -134,6 +134,9 @@ def test_audit_example_of_the_docs_restores_weights_after_a_fault(capsys, tmp_pa
     assert all(map(torch.equal, model.parameters(), saved))
     exec(digest, names)
     assert f"value={optimizer.step_digest().value}" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    exec(record, names)
+    assert main(["replay", "record"]) == 0
 
 
 def test_settings_examples_of_the_docs_set_the_overrides(capsys):
