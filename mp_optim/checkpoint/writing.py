@@ -50,7 +50,8 @@ from mp_optim.checkpoint.file_format import (
 )
 from mp_optim.core.flat_shard import boxes_of, piece
 from mp_optim.core.partition import Box, check_cover, whole_box
-from mp_optim.host import host_memory, leases
+from mp_optim.host import host_memory
+from mp_optim.host.accelerator import accelerator_of
 from mp_optim.host.calls import in_background
 from mp_optim.host.host_share import host_share
 from mp_optim.host.leases import Lease, SaveBorrow, StagedBytes, is_plain, lease_tensors
@@ -312,7 +313,7 @@ def _lent_of_device(item: Item, lent: SaveBorrow, params: Collection[str]) -> St
     value, name = item.content, item.entry.name
     if not isinstance(value, Tensor) or not is_plain(value) or not value.nbytes:
         return None
-    if value.is_complex() or not leases.can_stage(value):
+    if value.is_complex() or accelerator_of(value.device) is None:
         return None
     borrow = lent.of_device(value.device)
     if value.nbytes < LENT_FROM:

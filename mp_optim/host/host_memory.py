@@ -78,26 +78,17 @@ _allocations = itertools.count()
 
 
 def touch(memory: Tensor) -> None:
-    """Write one byte per page of 1-D uint8 memory, so that the operating system allocates all pages
-    now.
+    """Write one byte per page of 1-D uint8 memory, with as many threads as torch has.
 
-    The pieces are small enough that torch does not split them over threads.
+    Otherwise the runtime that page-locks the memory would allocate all pages in one thread. A
+    piece is small enough that torch does not split the piece over threads.
     """
-    for piece in torch.split(memory, _TOUCHED_AT_ONCE):
-        piece[::_PAGE].zero_()
-
-
-def touch_together(memory: Tensor) -> None:
-    """Write one byte per page with as many threads as torch has.
-
-    Otherwise the runtime that page-locks the memory would touch all pages in one thread.
-    """
-    pieces = torch.split(memory, _TOUCHED_AT_ONCE)
+    pieces = [piece[::_PAGE] for piece in torch.split(memory, _TOUCHED_AT_ONCE)]
     if len(pieces) == 1:
-        touch(memory)
+        pieces[0].zero_()
         return
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        list(threads.map(touch, pieces))
+        list(threads.map(Tensor.zero_, pieces))
 
 
 _PAGE = 4096
@@ -119,11 +110,6 @@ def as_tensor(value: Any) -> Tensor:
 def is_on_host(tensor: Tensor) -> bool:
     """True if a tensor is in host memory."""
     return tensor.device.type == "cpu"
-
-
-def empty_host_tensor() -> Tensor:
-    """Return an FP32 host tensor, shape (0,), as a placeholder."""
-    return torch.zeros(0, dtype=torch.float32, device="cpu")
 
 
 @in_own_modes
@@ -153,15 +139,8 @@ def tensor_in(memory: Tensor, start: int, shape: torch.Size, dtype: torch.dtype)
     first = memory.storage_offset() + start
     piece = storage[first : first + shape.numel() * dtype.itemsize]
     tensor = torch.empty(0, dtype=dtype, device=memory.device)
-    return tensor.set_(piece, 0, shape, _contiguous_strides(shape))
-
-
-def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
-    strides, size = [], 1
-    for length in reversed(shape):
-        strides.append(size)
-        size *= max(length, 1)
-    return tuple(reversed(strides))
+    strides = torch.empty(shape, device="meta").stride()
+    return tensor.set_(piece, 0, shape, strides)
 
 
 class Block:
@@ -292,18 +271,7 @@ def page_locked(num_bytes: int, device: torch.device) -> Tensor:
         memory.madvise(mmap.MADV_DONTFORK)
     values = (ctypes.c_char * num_bytes).from_buffer(memory, start)
     address = ctypes.addressof(values)
-    touch_together(torch.frombuffer(values, dtype=torch.uint8))
-    _register(accelerator, address, num_bytes, device)
-    # NOTE: only _release may unmap the memory. A forked child may have other memory at this
-    # address, and a copy may be running when the interpreter exits, so neither unmaps.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
-    owner = os.getpid()
-    finalizer = weakref.finalize(values, _release, memory, address, accelerator, device, owner)
-    finalizer.atexit = False
-    return torch.frombuffer(values, dtype=torch.uint8)
-
-
-def _register(accelerator: Accelerator, address: int, num_bytes: int, device: torch.device) -> None:
+    touch(torch.frombuffer(values, dtype=torch.uint8))
     try:
         with accelerator.on(device):
             refusal = accelerator.register(address, num_bytes)
@@ -312,6 +280,13 @@ def _register(accelerator: Accelerator, address: int, num_bytes: int, device: to
     if refusal is not None:
         _forget_error(device)
         raise PageLockError(refusal)
+    # NOTE: only _release may unmap the memory. A forked child may have other memory at this
+    # address, and a copy may be running when the interpreter exits, so neither unmaps.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+    owner = os.getpid()
+    finalizer = weakref.finalize(values, _release, memory, address, accelerator, device, owner)
+    finalizer.atexit = False
+    return torch.frombuffer(values, dtype=torch.uint8)
 
 
 _dropped: list[tuple[mmap.mmap, int, Accelerator, torch.device, int]] = []

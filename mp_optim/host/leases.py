@@ -29,9 +29,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mp_optim.host import host_memory
-from mp_optim.host.accelerator import accelerator_of
 from mp_optim.host.calls import in_own_modes, writes_counted
-from mp_optim.host.host_memory import Block, aligned_bytes, empty_host_tensor
+from mp_optim.host.host_memory import Block, aligned_bytes
 from mp_optim.host.host_share import host_share
 from mp_optim.host.transfer import Transfer, transfer_for
 
@@ -107,7 +106,7 @@ class Lease:
                 raise _written_by_others(self._what)
             self._read += to.nbytes
             if self._read == self.nbytes:
-                self._read_from(empty_host_tensor())
+                self._read_from(torch.empty(0, dtype=torch.uint8, device="cpu"))
 
     @in_own_modes
     def copy_rest(self, take: Take) -> None:
@@ -143,12 +142,6 @@ class Lease:
 
 
 # -- memory of accelerators -----------------------------------------------------------------------
-
-
-def can_stage(tensor: Tensor) -> bool:
-    """True if a tensor is on an accelerator, so a background thread copies the tensor to the
-    host."""
-    return accelerator_of(tensor.device) is not None
 
 
 def sums_of_bits(values: Tensor) -> Tensor:
@@ -563,12 +556,7 @@ def lease_tensors(tensors: Sequence[Tensor]) -> SaveBorrow:
 def _watch_torch_optimizers() -> None:
     # NOTE: never remove the hook. Removing it while a step in another thread runs the hooks would
     # make that step fail.
-    register_optimizer_step_pre_hook(wait_before_torch_step)
-
-
-def wait_before_torch_step(*_: Any) -> None:
-    """Wait until saves have read all accelerator memory: torch's hook before a step."""
-    wait_for_devices()
+    register_optimizer_step_pre_hook(wait_for_devices)
 
 
 def give_memory(tensor: Tensor, memory: Tensor) -> None:
@@ -614,8 +602,12 @@ def before_writing_all() -> None:
     wait_for_devices()
 
 
-def wait_for_devices() -> None:
-    """Wait until saves read no accelerator's memory any more."""
+def wait_for_devices(*_: Any) -> None:
+    """Wait until saves read no accelerator's memory any more.
+
+    torch also calls this function as a hook before each step of any optimizer, with arguments that
+    the function ignores.
+    """
     for lease_set in tuple(borrows):
         lease_set.wait_for_devices()
 

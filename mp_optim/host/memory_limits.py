@@ -41,7 +41,9 @@ def memory_limits(host: Host) -> list[MemoryLimit]:
     host share is divided by ``Host.local_ranks``. Memory that ranks have allocated already counts
     as part of their shares. So the result does not depend on which rank allocates first.
     """
-    shared = [*_cgroup_limits(host), *_available(host)]
+    shared, memory = [*_cgroup_limits(host)], _fields(host, "proc/meminfo")
+    if "MemAvailable" in memory and "MemTotal" in memory:
+        shared.append(MemoryLimit("MemAvailable", memory["MemTotal"], memory["MemAvailable"]))
     ranks = host.local_ranks()
     if ranks > 1:
         resident = _resident_bytes(host, ranks)
@@ -72,12 +74,6 @@ def _cgroup_limits(host: Host) -> Iterator[MemoryLimit]:
             stat = _fields(host, folder / "memory.stat")
             used -= sum(stat.get(key, 0) for key in _CACHE[cache])
             yield MemoryLimit(f"{name} of /{folder}", limit, limit - max(used, 0))
-
-
-def _available(host: Host) -> Iterator[MemoryLimit]:
-    found = _fields(host, "proc/meminfo")
-    if "MemAvailable" in found and "MemTotal" in found:
-        yield MemoryLimit("MemAvailable", found["MemTotal"], found["MemAvailable"])
 
 
 def _share(limit: MemoryLimit, ranks: int, resident: tuple[int, int] | None) -> MemoryLimit:

@@ -144,5 +144,5 @@ def _lion(batch: TensorLists, s: LionScalars, multiplier: float) -> None:
     write_mains(batch, p)
 
 
-TEXTS: dict[str, Callable[..., None]] = {"adam": _adam, "sgd": _sgd, "lion": _lion}
+ELEMENT_STEPS: dict[str, Callable[..., None]] = {"adam": _adam, "sgd": _sgd, "lion": _lion}
 """Function that steps a batch of tensors, by name of the rule."""

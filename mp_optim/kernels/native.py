@@ -136,7 +136,8 @@ class NativeBackend(ReferenceBackend):
         self.library = library
 
     def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: float) -> None:
-        given = _given(rule, scalars, multiplier)
+        numbers = [multiplier, *map(getattr, repeat(scalars), scalars.__slots__)]
+        given = rule.encode(), (ctypes.c_float * len(numbers))(*numbers), len(numbers)
         if (known := prepared_launch(lists, rule)) is not None:
             if lists.follows and not known.launch.tensors.follows:
                 continue_from(lists.main, lists.output, lists.changed)
@@ -236,12 +237,6 @@ class NativeBackend(ReferenceBackend):
         table = NativeTable.of_one(steady)
         self.library.call("mp_measure", byref(table.tensors), sums.data_ptr(), None, thread_count())
         return sums
-
-
-def _given(rule: str, scalars: Any, multiplier: float) -> tuple[bytes, Any, int]:
-    """Return a rule's name, and its scalars as arguments of the kernels: array and length."""
-    numbers = [multiplier, *map(getattr, repeat(scalars), scalars.__slots__)]
-    return rule.encode(), (ctypes.c_float * len(numbers))(*numbers), len(numbers)
 
 
 def values_of(structure: type[ctypes.Structure], scalars: Any, multiplier: float) -> Any:

@@ -28,7 +28,7 @@ from mp_optim.kernels.chunking import (
 )
 from mp_optim.kernels.codecs import decode, encode_
 from mp_optim.kernels.element_rules import (
-    TEXTS,
+    ELEMENT_STEPS,
     average,
     average_squares,
     bound,
@@ -112,7 +112,7 @@ class ReferenceBackend:
         for _, batch in batches(lists):
             if batch.follows:
                 continue_from(batch.main, batch.output)
-            TEXTS[rule](batch, scalars, multiplier)
+            ELEMENT_STEPS[rule](batch, scalars, multiplier)
 
     def prove_at_first_use(self) -> None:
         """Compare each form of a kernel with ``reference`` before the first step that uses the
@@ -244,7 +244,7 @@ def step_with(
         multiplier: factor of the gradients.
     """
     scalars = RULE_SCALARS[rule].at(group, step)
-    if rule in TEXTS:
+    if rule in ELEMENT_STEPS:
         backend.step(rule, lists, scalars, multiplier)
     else:
         method: Callable[..., None] = getattr(backend, rule)

@@ -404,17 +404,3 @@ def _more_bits(label: str) -> str:
         f"{label}.{MASTER}: saved with more bits than a bfloat16 parameter and an 8-bit remainder "
         "hold; load with convert=True, or set param_remainder_bits=16"
     )
-
-
-def stepped_without(label: str, moment: str, decided: str) -> ValueError:
-    """Return the error for a stepped slot that lacks a moment, which depends on earlier gradients.
-
-    Args:
-        label: param group and slot.
-        moment: name of the missing moment.
-        decided: the setting that requires the moment, with its value.
-    """
-    return ValueError(
-        f"{label} was stepped without {moment}, which {decided} requires, so nothing was stepped "
-        "now; restore the former setting, or set the new value before the group's first step"
-    )

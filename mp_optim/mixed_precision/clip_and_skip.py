@@ -462,8 +462,8 @@ def _transfer(device: torch.device) -> Transfer:
 # - If the host decides to skip, ``WrappedGrads.run`` (``mixed_precision/step.py``) calls no
 #   executor. So no slot counts the step.
 # - If the device decides, ``RuleExecutor.run_step`` counts the step as taken. If
-#   ``DeviceVerdict.wait`` reads that the step was skipped, ``RuleState.settle`` subtracts the step
-#   before any code reads a count.
+#   ``DeviceVerdict.wait`` reads that the step was skipped, ``RuleState.subtract_skipped``
+#   subtracts the step before any code reads a count.
 # - A speculative step during backward is counted only when ``SpeculativeStepper.publish``
 #   (``offload/speculation.py``) swaps the buffers, and the buffers of a skipped step are not
 #   swapped. With a slot on the host, ``PlacedExecutor.verdict_device`` returns None, so the host

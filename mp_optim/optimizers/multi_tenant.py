@@ -19,7 +19,7 @@ from mp_optim.core.interrupted_step import BrokenOffError
 from mp_optim.core.keyed_optimizer import load_checked
 from mp_optim.core.slot_state import without_keys
 from mp_optim.core.tensors import held_tensor
-from mp_optim.host.leases import wait_before_torch_step
+from mp_optim.host.leases import wait_for_devices
 from mp_optim.mixed_precision import MegatronGradScaler, StepResult
 from mp_optim.mixed_precision.step import errors_kept, take_steps
 from mp_optim.optimizers.base import StackOptimizer
@@ -329,7 +329,7 @@ def _has_hooks(tenant: StackOptimizer) -> bool:
     is_patched = patch is not None and not hasattr(patch, "_wrapped_by_lr_sched")
     own = tenant._optimizer_step_pre_hooks or tenant._optimizer_step_post_hooks
     # A step of this package waits for background saves itself, so this hook is not needed.
-    of_program = set(_global_optimizer_pre_hooks.values()) - {wait_before_torch_step}
+    of_program = set(_global_optimizer_pre_hooks.values()) - {wait_for_devices}
     return bool(is_patched or own or of_program or _global_optimizer_post_hooks)
 
 

@@ -30,12 +30,12 @@ from mp_optim.core import (
 )
 from mp_optim.core.executor import Executor, Place
 from mp_optim.core.interrupted_step import StepMark
-from mp_optim.core.slot_state import SlotState
+from mp_optim.core.slot_state import REMAINDER, SlotState
 from mp_optim.core.tensors import continue_from
 from mp_optim.host.calls import in_own_modes
 from mp_optim.host.leases import before_writing, borrows
 from mp_optim.kernels import Backend, choose_backend
-from mp_optim.kernels.codecs import Noise, mix
+from mp_optim.kernels.codecs import Noise, join, mix
 from mp_optim.kernels.kernel_args import RULE_SCALARS, TensorLists, contiguous, contiguous_outputs
 from mp_optim.kernels.state_format import StatePrecision
 from mp_optim.rules.audit import Audit, AuditError
@@ -187,7 +187,7 @@ class RuleExecutor(Executor):
                 self.carry_out(launch)
             rows.groups[plan.group].count(plan.positions)
             if isinstance(multiplier := launches[0].multiplier, DeviceMultiplier):
-                rows.unsettled.append((rows.groups[plan.group], plan.positions, multiplier))
+                rows.pending_skips.append((rows.groups[plan.group], plan.positions, multiplier))
 
     def plan(self, updates: SlotUpdates) -> list[Launch]:
         """Return the launches that :meth:`step_slots` would carry out now.
@@ -210,8 +210,8 @@ class RuleExecutor(Executor):
             updates: updates of the step.
             has_copies: True to copy the settings of the groups into the launches.
         """
-        if self.rows.unsettled:
-            self.rows.settle()
+        if self.rows.pending_skips:
+            self.rows.subtract_skipped()
         make = partial(_by_group, updates.slots, self.rows.groups)
         plans = updates.slots.part("groups", (self.step_mark.plan_key,), make)
         found = []
@@ -429,7 +429,7 @@ class RuleExecutor(Executor):
         return SlotState(self.rows, slot, self.slot_name(slot))
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
-        self.rows.settle()
+        self.rows.subtract_skipped()
         self.rows.allocate_state(slots)
 
     def memory_moved(self, slot: Slot | None = None) -> None:
@@ -463,8 +463,11 @@ class RuleExecutor(Executor):
 
     @in_own_modes
     def main_param(self, slot: Slot) -> Tensor:
-        is_split = self.rows.is_split(self.rows.stepped(slot).dtype)
-        return self.rows.full_main(slot) if is_split else self.stepped(slot)
+        main = self.rows.stepped(slot)
+        if not self.rows.is_split(main.dtype):
+            return self.stepped(slot)
+        remainder = self.rows.uncounted_live(slot).get(REMAINDER)
+        return join(main, None if remainder is None else remainder.to(main.device))
 
     def set_main_param(self, slot: Slot, value: Tensor) -> None:
         self.rows.set_main_param(slot, value)

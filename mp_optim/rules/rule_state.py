@@ -42,7 +42,7 @@ from mp_optim.core.tensors import ParamWatcher
 from mp_optim.host.calls import in_own_modes
 from mp_optim.host.host_memory import TensorSpec, allocate_contiguous, as_tensor, zeros
 from mp_optim.host.leases import give_memory
-from mp_optim.kernels.codecs import is_blocked, join, split_
+from mp_optim.kernels.codecs import is_blocked, split_
 from mp_optim.kernels.kernel_args import MAIN
 from mp_optim.kernels.state_format import (
     StatePrecision,
@@ -52,7 +52,6 @@ from mp_optim.kernels.state_format import (
     full_precision,
     moment_specs,
     shape_of,
-    stepped_without,
     unpacked,
 )
 from mp_optim.rules.rule import Rule
@@ -205,11 +204,6 @@ class GroupState:
         for kept in sets:
             kept.forget()
 
-    def was_stepped(self, position: int) -> bool:
-        """True if the step count of a slot is above 0."""
-        # Use tolist(), because item() synchronizes a device even for a CPU tensor.
-        return bool(self.steps[position : position + 1].tolist()[0] > 0)
-
     def count(self, positions: Sequence[int], by: int = 1) -> None:
         """Add ``by`` to the step counts of the slots at some positions."""
         kept = self._set_of[positions[0]]
@@ -268,8 +262,8 @@ class RuleState(StateStore):
     Attributes:
         groups: state of each group.
         allocators: function that allocates the host memory of a slot's state, by slot.
-        unsettled: counted steps that a multiplier on the device may still skip; :meth:`settle`
-            corrects the counts.
+        pending_skips: counted steps that a multiplier on the device may still skip, until
+            :meth:`subtract_skipped` corrects the counts.
         parked: tensors that were moved to the host until they are restored.
     """
 
@@ -279,7 +273,7 @@ class RuleState(StateStore):
         self.rule, self.precision, self.param_groups = rule, precision, param_groups
         self.groups: list[GroupState] = []
         self.allocators: dict[Slot, Allocate] = {}
-        self.unsettled: list[tuple[GroupState, list[int], DeviceMultiplier]] = []
+        self.pending_skips: list[tuple[GroupState, list[int], DeviceMultiplier]] = []
         self.parked = ParkedTensors()
 
     def name(self, slot: Slot) -> str:
@@ -296,17 +290,17 @@ class RuleState(StateStore):
 
     # -- counts of steps --------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def subtract_skipped(self) -> None:
         """Subtract the steps that the device skipped from the step counts."""
-        unsettled, self.unsettled = self.unsettled, []
-        for group_state, positions, multiplier in unsettled:
+        pending, self.pending_skips = self.pending_skips, []
+        for group_state, positions, multiplier in pending:
             if multiplier.skipped():
                 group_state.count(positions, -1)
 
     def recover(self) -> None:
         """Discard pending corrections of step counts after an interrupted step. A load replaces the
         counts."""
-        self.unsettled = []
+        self.pending_skips = []
         self.replaced()
 
     def replaced(self, slot: Slot | None = None) -> None:
@@ -332,7 +326,7 @@ class RuleState(StateStore):
 
         The step count is exact: pending skips of the device are subtracted first.
         """
-        self.settle()
+        self.subtract_skipped()
         return self.uncounted_live(slot)
 
     def uncounted_live(self, slot: Slot) -> State:
@@ -394,20 +388,17 @@ class RuleState(StateStore):
 
     def _missing(self, slot: Slot, main: Tensor) -> dict[str, TensorSpec]:
         """Return shape and dtype of the state tensors that a slot needs and does not have."""
-        state = self.groups[slot.group].slots[slot.position]
+        group_state, position = self.groups[slot.group], slot.position
         specs = self._state_specs(slot, (main.shape, main.dtype))
+        state = group_state.slots[position]
         missing = {key: spec for key, spec in specs.items() if key not in state}
-        if missing and self.groups[slot.group].was_stepped(slot.position):
+        # Use tolist(), because item() synchronizes a device even for a CPU tensor.
+        if missing and group_state.steps[position : position + 1].tolist()[0] > 0:
             # A new moment of a stepped slot would lack earlier gradients, so do not allocate one.
             moments = self._names(slot.group)
             late = {key for name in moments for key in (name, scale_key(name))}
             missing = {key: spec for key, spec in missing.items() if key not in late}
         return missing
-
-    def deciding_setting(self, group: dict[str, Any]) -> str:
-        """Return the setting that decides which moments are stored, as text for messages."""
-        name = self.rule.of(group).deciding_setting(group)
-        return f"{name}={group[name]!r}" if name in group else self.rule.name
 
     def _state_specs(
         self, slot: Slot, main: TensorSpec, check: bool = True
@@ -598,9 +589,14 @@ class RuleState(StateStore):
             self.allocate_state([Slot(index, position) for position in positions])
         for position in positions:
             if key not in group_state.slots[position]:
-                decided = self.deciding_setting(self.param_groups[index])
-                name = self.name(Slot(index, position))
-                raise stepped_without(f"param_groups[{index}]: {name}", key, decided)
+                group = self.param_groups[index]
+                name = self.rule.of(group).deciding_setting(group)
+                required = f"{name}={group[name]!r}" if name in group else self.rule.name
+                raise ValueError(
+                    f"param_groups[{index}]: {self.name(Slot(index, position))} was stepped "
+                    f"without {key}, which {required} requires, so nothing was stepped now; "
+                    "restore the former setting, or set the new value before the group's first step"
+                )
         return group_state.tensors(key, positions)
 
     # -- main params ----------------------------------------------------------------------------
@@ -616,21 +612,18 @@ class RuleState(StateStore):
     def has_no_fp32_main(self, slot: Slot) -> bool:
         return self.precision.has_no_main_params and self.is_split(self.stepped(slot).dtype)
 
-    def full_main(self, slot: Slot) -> Tensor:
-        """Return an FP32 copy of a main param, joined from parameter and remainder."""
-        main = self.stepped(slot)
-        return join(main, _beside(main, self.uncounted_live(slot).get(REMAINDER)))
-
     def set_main_param(self, slot: Slot, value: Tensor) -> None:
         """Copy a value of any floating dtype into a slot's main param."""
         main, state = self.stepped(slot), self.live_state(slot)
         if not self.is_split(main.dtype):
             main.copy_(value)
             return
-        beside = _beside(main, state.get(REMAINDER))
+        remainder = state.get(REMAINDER)
+        # An offloaded remainder is on another device than its parameter, so split into a copy.
+        beside = None if remainder is None else remainder.to(main.device)
         split_(value.to(main.device, torch.float32), main, beside)
-        if beside is not None:
-            state[REMAINDER].copy_(beside)
+        if remainder is not None and beside is not None:
+            remainder.copy_(beside)
 
     # -- exported and loaded state ---------------------------------------------------------------
 
@@ -685,8 +678,3 @@ class RuleState(StateStore):
         for key, tensor in self.live_state(slot).items():
             if key != REMAINDER:  # Keep the remainder, because it is a part of the main param.
                 tensor.zero_()
-
-
-def _beside(main: Tensor, remainder: Tensor | None) -> Tensor | None:
-    """Return a remainder on its parameter's device. An offloaded remainder is copied."""
-    return None if remainder is None else remainder.to(main.device)

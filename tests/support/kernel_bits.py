@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mp_optim.core.weight_delta import bits_differ, bits_set
-from mp_optim.kernels.element_rules import TEXTS
+from mp_optim.kernels.element_rules import ELEMENT_STEPS
 from mp_optim.kernels.kernel_args import MAIN, TensorLists, bitmap_bytes
 from mp_optim.kernels.reference import ReferenceBackend
 from support.kernel_cases import GROUP, LONE, PASSES, Case, into_other_memory, lists_of, step_with
@@ -188,7 +188,7 @@ def check_drawn(
     }
     served = case.rest is None or case.output in (None, torch.bfloat16)
     served &= case.noisy or case.average != torch.bfloat16  # Other settings mark all weights.
-    marks = backend.marks_changes and rule.split()[-1] in TEXTS and served
+    marks = backend.marks_changes and rule.split()[-1] in ELEMENT_STEPS and served
     controls = ["host", "device", "flag"]
     on_device = backend.takes_device_multipliers and not muon
     check(

@@ -14,7 +14,7 @@ from torch import Tensor
 from mp_optim.config.state_forms import BLOCK, blocks_of
 from mp_optim.core.slot_state import AVERAGE, REMAINDER, scale_key
 from mp_optim.kernels.codecs import Noise, encode_, is_blocked, split_
-from mp_optim.kernels.element_rules import TEXTS
+from mp_optim.kernels.element_rules import ELEMENT_STEPS
 from mp_optim.kernels.kernel_args import (
     MAIN,
     RULE_SCALARS,
@@ -164,7 +164,7 @@ def step_with(
     step: int,
     multiplier: float | Tensor,
 ) -> Tensor | None:
-    if rule in TEXTS:
+    if rule in ELEMENT_STEPS:
         backend.step(rule, lists, RULE_SCALARS[rule].at(group, step), multiplier)
     elif rule == "muon_momentum":
         momenta = TensorLists([], lists.grad, lists.state, lists.output, lists.noise)

@@ -295,7 +295,8 @@ class TritonBackend(ReferenceBackend):
     def lamb_moments(
         self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier
     ) -> Tensor:
-        sums = torch.zeros(len(lists.main), 2, dtype=torch.float64, device=_device_of(lists))
+        device = lists.grad[0].device if lists.grad else torch.device("cpu")
+        sums = torch.zeros(len(lists.main), 2, dtype=torch.float64, device=device)
         flags = Flags(scalars.decay != 0.0, scalars.l2 != 0.0)
 
         def call(backend: ReferenceBackend, some: TensorLists, value: Any, _: Any) -> Tensor:
@@ -380,10 +381,6 @@ def _keep(rule: str, part: AlikeLists, launches: Launches) -> None:
     by_grads = {} if known is None or len(known.launch) >= MOST_LAUNCHES else known.launch
     by_grads[CachedTensorList.of(part.lists.grad).addresses.tobytes()] = launches
     prepare_launch(rule, part, model_tensors(part.lists), by_grads)
-
-
-def _device_of(lists: TensorLists) -> torch.device:
-    return lists.grad[0].device if lists.grad else torch.device("cpu")
 
 
 def _tried(backend: ReferenceBackend, multiplier: Multiplier, device: torch.device) -> Any:
