@@ -33,7 +33,7 @@ class Accelerator:
         return torch.cuda.is_available()
 
     def is_initialized(self) -> bool:
-        """True if this process has used a device. False in a forked child of such a process."""
+        """True if this process has used a device. A forked child of such a process gets False."""
         return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
     def current(self) -> torch.device:

@@ -98,7 +98,8 @@ except TypeError:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which matrix products on a device keep the dtype of their operands."""
+    """Return a context in which the operands' dtype is the dtype of matrix products on a device,
+    even inside ``torch.autocast``."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
@@ -107,9 +108,9 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 def weak_method(method: Callable[P, T]) -> Callable[P, T | None]:
     """Return a function that calls a bound method but does not keep the method's object alive.
 
-    An optimizer passes its methods to its parts in this form. With plain bound methods, part and
-    optimizer would keep each other alive until the garbage collector runs. The function returns
-    None if the object was deleted.
+    An optimizer passes its methods to other objects in this form. With plain bound methods, those
+    objects and the optimizer would keep each other alive until the garbage collector runs. The
+    function returns None if the method's object was deleted.
     """
     found = weakref.WeakMethod(method)
 

@@ -1,11 +1,11 @@
-"""File for state that does not fit into memory. Several threads read and write windows of state in
-pieces, without the page cache.
+"""File for state that does not fit into memory. Several threads read and write the file without the
+page cache.
 
-The file is not a checkpoint. After it is opened, the file has no name. So the operating system
-frees the file when the process ends, and incomplete state cannot be mistaken for a checkpoint.
+The file is not a checkpoint. The constructor removes the file's name. So the operating system frees
+the disk space when the process ends, and incomplete state cannot be mistaken for a checkpoint.
 
-Only the process that created the file can use it. A forked child's writes to tensors in the file
-stay in the child's memory.
+Only the process that created the file can use the file. A forked child's writes to tensors in the
+file stay in the child's memory.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class DirectFile:
 
     def _opened_directly(self) -> int:
         """Return a file descriptor that bypasses the page cache, or the buffered descriptor if the
-        file system does not support that."""
+        file system refuses ``O_DIRECT``."""
         if not _O_DIRECT:
             self.why = "this system has no O_DIRECT"
             return self._buffered
@@ -223,8 +223,8 @@ class DirectFile:
         free = system.f_bavail * system.f_frsize
         # A file system that does not know its size reports 0 blocks, so skip the check there.
         if system.f_blocks and num_bytes > free:
-            # Check before allocating, because some file systems fill the disk before they report an
-            # error.
+            # Check the free space before allocating, because some file systems fill the disk before
+            # they report an error.
             asked = f"{num_bytes} bytes requested, {free} free"
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {asked}")
         if num_bytes and hasattr(os, "posix_fallocate"):
@@ -241,9 +241,10 @@ class DirectFile:
         blocks = (offset, size, memory.data_ptr())
         if not (is_readable and is_inside) or any(number % DISK_BLOCK for number in blocks):
             raise ValueError(
-                f"{what} {self.path}: bytes {offset} to {offset + size} of {self.num_bytes} with "
-                f"a tensor at address {memory.data_ptr()} on {memory.device}; pass a contiguous "
-                f"host tensor, and whole blocks of {DISK_BLOCK} bytes inside the file"
+                f"offset={offset}: {what} bytes {offset} to {offset + size} of {self.num_bytes} in "
+                f"{self.path} with a tensor on {memory.device} at address {memory.data_ptr()}, but "
+                f"transfers have whole blocks of {DISK_BLOCK} bytes inside the file; pass a "
+                f"contiguous host tensor, and multiples of {DISK_BLOCK} as offset, size and address"
             )
         # Each call references its part of the memory, so the memory stays allocated if the caller
         # drops the ticket.

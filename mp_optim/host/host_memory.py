@@ -51,7 +51,7 @@ def zeros_host(num_bytes: int) -> Tensor:
 
 
 def mapped(num_bytes: int, alignment: int = 1) -> tuple[mmap.mmap, int]:
-    """Map zeroed memory, with huge pages if the system supports them.
+    """Map zeroed memory, with huge pages if the system supports huge pages.
 
     Returns:
         The mapping, and the offset of the first usable byte, a multiple of ``alignment``.
@@ -148,7 +148,8 @@ class Block:
 
     Args:
         num_bytes: size in bytes.
-        allocate: returns a 1-D uint8 tensor of a given number of bytes. :meth:`take` calls it once.
+        allocate: returns a 1-D uint8 tensor of a given number of bytes. The first :meth:`take`
+            calls this function.
     """
 
     def __init__(self, num_bytes: int, allocate: Callable[[int], Tensor] = zeros_host) -> None:
@@ -168,12 +169,12 @@ class Block:
         return self.capacity - self._used
 
     def with_room(self, num_bytes: int) -> Block:
-        """Return this block if it has ``num_bytes`` left, else a new block of that size."""
+        """Return this block if the block has ``num_bytes`` left, else a new block of that size."""
         return self if num_bytes <= self.left else Block(num_bytes, self._allocate)
 
     @in_own_modes
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return the next contiguous tensor. Its values are those that ``allocate`` wrote.
+        """Return the next contiguous tensor of the block, with the values that ``allocate`` wrote.
 
         Raises:
             ValueError: the block has too few bytes left.

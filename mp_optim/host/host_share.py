@@ -104,8 +104,8 @@ class Host:
 
 
 def share_of(host: Host) -> HostShare:
-    """Return a rank's share of its host. A rank that the launcher bound to cores gets all of these
-    cores."""
+    """Return a rank's share of the host's cores. A rank that the launcher bound to cores gets all
+    these cores."""
     cores, ranks, quota = host.cores(), host.local_ranks(), host.quota()
     if host.of_parent is not None and host.affinity < host.of_parent:
         threads, reason = cores, f"bound to {cores} cores"

@@ -37,8 +37,8 @@ from mp_optim.host.transfer import Transfer, transfer_for
 WINDOW = 32 << 20
 """Size in bytes of a thread's page-locked window, into which pieces are copied."""
 MOST_THREADS = 3
-"""Largest number of copying threads. With three, the bus transfers one piece while other pieces are
-copied from windows to ordinary memory."""
+"""Largest number of copying threads. With three threads, the bus transfers one piece while two
+other pieces are copied from windows to ordinary memory."""
 _PIECE = 256 << 20
 """Size in bytes of one allocation for copies. Pages that are never written occupy no memory."""
 _COLUMNS = 256
@@ -181,7 +181,8 @@ class Windows:
         return self.transfer.empty_host(num_bytes, pin=True)
 
     def put(self, window: Tensor) -> None:
-        """Make a window available again. The caller ensures that no copy uses it."""
+        """Make a window available for later calls of :meth:`take`. The caller ensures that no copy
+        uses the window."""
         with self._lock:
             self._free.append(window)
 
@@ -468,8 +469,8 @@ class SaveBorrow:
         end = 0
         for lease in sorted(self.leases, key=lambda lease: lease.address):
             if lease.address < end:
-                # Two tensors with common memory cannot be found by address, so copy the second one
-                # now.
+                # Two leases with common memory cannot be told apart by address, so copy the second
+                # tensor now.
                 lease.copy_rest(self.take)
             else:
                 self._apart.append(lease)
@@ -554,8 +555,8 @@ def lease_tensors(tensors: Sequence[Tensor]) -> SaveBorrow:
 
 @cache
 def _watch_torch_optimizers() -> None:
-    # NOTE: never remove the hook. Removing it while a step in another thread runs the hooks would
-    # make that step fail.
+    # NOTE: never remove the hook. Removing the hook while a step in another thread runs all hooks
+    # would make that step fail.
     register_optimizer_step_pre_hook(wait_for_devices)
 
 

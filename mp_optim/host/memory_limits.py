@@ -97,7 +97,8 @@ def _share(limit: MemoryLimit, ranks: int, resident: tuple[int, int] | None) -> 
 def _resident_bytes(host: Host, ranks: int) -> tuple[int, int] | None:
     """Return the bytes that this rank holds, and the bytes that all ranks of the host hold.
 
-    None if the ranks are not the children of this process's parent, as torchrun starts them.
+    None if the ranks are not child processes of this process's parent. torchrun starts ranks as
+    child processes of one parent.
     """
     status = _status(host, "self")
     parent, me = status.get("PPid", 0), status.get("Pid", os.getpid())

@@ -243,7 +243,7 @@ def _wait_for(
     under_way: Iterable[deque[_Copies]], accelerator: Accelerator, device: torch.device
 ) -> None:
     """Wait for copies in progress when a transfer is deleted."""
-    # A forked child has not initialized the accelerator, so synchronizing there would fail.
+    # A forked child has not initialized the accelerator, so synchronizing in the child would fail.
     if accelerator.is_initialized():
         with accelerator.on(device):
             for copies in itertools.chain(*under_way):

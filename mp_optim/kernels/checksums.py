@@ -78,10 +78,10 @@ def _weights(start: int, count: int, device: torch.device) -> Tensor:
 class WrittenWeights:
     """Checksums of model weights after the last step, computed on the devices of the weights.
 
-    A kernel compares a weight with its main param if both are on one device. A main param on the
-    host would have to be copied first, and so would a quantized weight. So the weight's device
-    computes a checksum after a step and before the next step. Only if the checksums differ, the
-    weight is compared with its main param.
+    A kernel can compare a weight with its main param only if both tensors are on one device and the
+    weight is not quantized. For other weights, the weight's device computes a checksum after a step
+    and before the next step. A weight is copied and compared with its main param only if the two
+    checksums differ.
     """
 
     def __init__(self) -> None:

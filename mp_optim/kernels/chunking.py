@@ -78,7 +78,7 @@ def _batch(lists: TensorLists, cuts: Sequence[_Cut]) -> tuple[list[int], TensorL
 def runs_of(sizes: Iterable[tuple[int, int]], most: int) -> Iterator[list[int]]:
     """Yield runs of consecutive indices whose tensors have at most ``most`` elements together.
 
-    A larger tensor has a run of its own.
+    A tensor with more than ``most`` elements is the only tensor of a run.
 
     Args:
         sizes: index and number of elements of each tensor.
@@ -127,8 +127,8 @@ def write_outputs(lists: TensorLists) -> None:
 
 
 def mark_written(lists: TensorLists) -> None:
-    """Increase the versions of tensors that a kernel wrote, because autograd cannot detect such
-    writes."""
+    """Increase the versions of tensors that a kernel wrote, because autograd cannot detect writes
+    of a kernel."""
     tell_autograd(model_tensors(lists))
 
 

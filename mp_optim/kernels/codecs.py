@@ -192,9 +192,9 @@ def encode_again_(value: Tensor, stored: Tensor, scale: Tensor | None, second: b
     """Store FP32 values like :func:`encode_`, but store values decoded from 8-bit codes without
     loss.
 
-    Stochastic rounding can store the largest value of a block as the second-largest code. The scale
-    of such a block is its largest value divided by that code, which :func:`encode_` would not
-    choose.
+    Stochastic rounding can store the largest value of a block as the second-largest code. The
+    block's scale is then the largest value divided by that code. :func:`encode_` would choose
+    another scale.
     """
     encode_(value, stored, scale, second)
     codes = 255 if second else 127
@@ -304,7 +304,8 @@ def _packed(codes: Tensor) -> Tensor:
 
 
 def store_average(value: Tensor, stored: Tensor, noise: Noise | None) -> None:
-    """Store FP32 averages as FP32, or as bfloat16 with stochastic rounding if there is noise."""
+    """Store FP32 averages as FP32, or as bfloat16. Rounding to bfloat16 is stochastic with
+    ``noise``, else to nearest."""
     if noise is None or stored.dtype == torch.float32:
         stored.copy_(value)
         return
@@ -321,8 +322,8 @@ def join(param: Tensor, remainder: Tensor | None) -> Tensor:
 
     Args:
         param: bfloat16 parameter.
-        remainder: int16 or int8 tensor of the same shape; None for a parameter alone. The remainder
-            of a zero is ignored, and so is a positive remainder of an infinity.
+        remainder: int16 or int8 tensor of the parameter's shape; None for a parameter alone. The
+            remainder of a zero is ignored. A positive remainder of an infinity is ignored, too.
     """
     if remainder is None:
         return param.float()

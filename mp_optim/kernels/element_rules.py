@@ -1,4 +1,5 @@
-"""Rules that step each element independently, in torch operations: the definition of their bits.
+"""Update rules that step each element independently, in torch operations. These functions define
+the bits of the rules.
 
 :mod:`mp_optim.kernels.kernel_args` computes the scalars of a step.
 """
@@ -57,7 +58,12 @@ def bound(value: Tensor, *made_of: Tensor) -> None:
 
 
 def bound_all(values: Sequence[Tensor], made_of: Lists) -> None:
-    """Call :func:`bound` for each tensor with its input."""
+    """Clamp infinite results of finite inputs in each tensor, in place (:func:`bound`).
+
+    Args:
+        values: results.
+        made_of: input of each result, in the result's shape.
+    """
     for value, part in zip(values, made_of, strict=True):
         bound(value, part)
 

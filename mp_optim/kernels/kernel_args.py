@@ -138,8 +138,8 @@ def contiguous(tensors: CachedTensorList) -> CachedTensorList:
 def contiguous_outputs(outputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """Return the list if all tensors are contiguous, else a new list with contiguous copies.
 
-    A copy has the values of its tensor, because a step that the device skips does not write the
-    copy.
+    A copy has the values of its tensor, because a step that the device skips writes no values into
+    the copy.
     """
     if isinstance(outputs, CachedTensorList) and outputs.contiguous:
         return outputs
@@ -295,11 +295,12 @@ class LambScalars(StepInputs):
     def ratio(self, param_square: float, update_square: float) -> float:
         """Return the trust ratio times the learning rate, rounded to FP32.
 
-        It is lr * ||p|| / ||u|| if the rule adapts and both norms are positive, else lr.
+        The result is lr * ||p|| / ||u|| if the rule adapts and the norms of p and u are positive,
+        else lr.
 
         Args:
-            param_square: sum of squares of the parameter.
-            update_square: sum of squares of the update.
+            param_square: sum of squares of the parameter p.
+            update_square: sum of squares of the update u.
         """
         if not self.adapts or param_square == 0.0 or update_square == 0.0:
             return fp32(self.lr)
@@ -445,7 +446,7 @@ def prepared_launch(lists: TensorLists, rule: str) -> PreparedLaunch | None:
 
 
 def prepare_launch(rule: str, part: AlikeLists, written: list[Tensor], launch: Any) -> None:
-    """Cache a launch for :func:`prepared_launch` if it covers its lists completely."""
+    """Cache a launch for :func:`prepared_launch` if the launch covers all tensors of its lists."""
     lists, kind = part.lists, part.kind
     if lists.prepared is None or not isinstance(part.indices, range):
         return

@@ -122,7 +122,8 @@ class StatePrecision:
 def moment_specs(name: str, shape: torch.Size, dtype: torch.dtype) -> dict[str, TensorSpec]:
     """Return shape and dtype of the tensors that store a moment, by key.
 
-    These are the moment's tensor (1-D bytes for 4-bit codes), and scales in a block format.
+    The tensors are the moment's tensor (1-D bytes for 4-bit codes), and the scales of a block
+    format.
 
     Args:
         name: name of the moment.
@@ -248,7 +249,8 @@ def fitted(
         widths = (mine[REMAINDER].dtype if REMAINDER in mine else None, remainder.dtype)
         narrows = widths == (torch.int8, torch.int16)
         if narrows and not convert and bool((remainder & 0xFF).any()):
-            # Raise here, because the later check depends on the present weights.
+            # Refuse an int16 remainder that does not fit into int8 now. The check of the joined
+            # main param reads the present weights, so that check could miss the loss.
             raise ValueError(_more_bits(label))
     if MASTER in result and REMAINDER in mine:
         result.pop(REMAINDER, None)

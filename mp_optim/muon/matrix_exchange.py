@@ -280,11 +280,11 @@ def _are_in_order(parts: Sequence[Boxes], columns: int) -> bool:
 # -- owners of matrices: computed from integers, so that every rank has the same plan --------------
 
 BATCH_BYTES = 64 << 20
-"""Largest number of bytes of whole matrices that a rank receives in a batch. A larger matrix is a
-batch of its own."""
+"""Largest number of bytes of whole matrices that a rank receives in a batch. A larger matrix is the
+only matrix of a batch."""
 LEAST_BATCH_BYTES = 1 << 20
-"""Smallest limit in bytes of a batch. Above it, a rank's matrices are divided into four batches, so
-that three of them are sent during products."""
+"""Smallest limit in bytes of a batch. With a larger limit, a rank's matrices are divided into four
+batches, so that three batches are sent during products."""
 _BATCHES = 4
 
 

@@ -84,8 +84,8 @@ def iterate_grams(x: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
 
 
 def _factor(gram: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
-    """Return the product of the factors P of one or two steps, computed from G before the first of
-    them."""
+    """Return the product of the factors P of one or two steps, computed from the matrix G before
+    the first of these steps."""
     (a, b, c), *second = polynomials
     change = _add_product(gram, gram, gram, beta=b, alpha=c)
     factor = change.clone()

@@ -41,7 +41,7 @@ from mp_optim.muon.newton_schulz import orthogonalize_each
 _DTYPES = {"medium": torch.bfloat16, "highest": torch.float32}
 _TOGETHER = 1 << 26
 """Largest number of elements of parameters that are orthogonalized together. Each parameter needs
-memory for its rounded momentum and its direction."""
+memory for a rounded momentum and for a direction."""
 _TOGETHER_ON_HOST = 15 << 20
 """Largest number of bytes that a process orthogonalizes together on the host. Small batches reuse
 memory, whereas the operating system clears new memory page by page."""
@@ -397,8 +397,8 @@ class _Param:
     def norms(self, rule: Orthogonalization, digits: Tensor, top: float) -> Tensor:
         """Update the second moment, and return squared norms as digits that ranks can add.
 
-        The norms are those of separately orthogonalized parts, before and after rows are divided by
-        the roots of the moment.
+        The squared norms are returned for each separately orthogonalized part: first before, then
+        after the rows are divided by the roots of the moment.
 
         Args:
             rule: settings of the group.

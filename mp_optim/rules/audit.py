@@ -62,11 +62,13 @@ class _Alarm(Exception):
 
 
 class AuditError(_Alarm, RuntimeError):
-    """A step's bits differ from its repetition, and ``audit_action`` is ``"raise"``."""
+    """Error with ``audit_action="raise"``: the bits of a step differ from the repetition of the
+    step."""
 
 
 class AuditWarning(_Alarm, UserWarning):
-    """A step's bits differ from its repetition, and training continues."""
+    """Warning with ``audit_action="warn"``: the bits of a step differ from the repetition of the
+    step. Training continues."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ class Check:
     is_on_host: bool
 
     def mismatches(self, name_of: Callable[[Slot], str]) -> Iterator[Mismatch]:
-        """Yield the elements whose bits differ from the repetition."""
+        """Yield the elements with other bits than the repetition of the step has."""
         expected = self.repeat(self.given())
         for key, tensors in self.found().items():
             for number, (mine, other) in enumerate(
@@ -210,8 +212,8 @@ class Audit:
         # Worker threads append while the training thread removes, so the container is a thread-safe
         # deque.
         self._pending: deque[Check] = deque()
-        # These samples wait until their copies from an accelerator are complete, at the latest one
-        # step.
+        # Samples in this list wait for their copies from an accelerator to complete, for at most
+        # one step.
         self._on_the_way: list[Check] = []
         self._transfers: dict[torch.device, Transfer] = {}
 
@@ -333,7 +335,7 @@ def _rank() -> int:
 
 
 def _seed(step: int, slots: Sequence[Slot], firsts: Sequence[int]) -> int:
-    """Return the 32-bit seed of a launch's sample. It differs by step, rank, parameter and
+    """Return the 32-bit seed of a launch's sample. Seeds differ by step, rank, parameter and
     window."""
     seed = 0
     for number in (step, _rank(), *chain.from_iterable(slots), *firsts):
@@ -398,7 +400,7 @@ def _repeated(
 
 
 def _differing(found: Tensor, expected: Tensor) -> list[int]:
-    """Return the indices of elements whose bits differ. Two NaNs count as equal
+    """Return the indices of the elements with other bits than expected. Two NaNs count as equal
     (docs/numerics.md)."""
     bits = _BITS_OF_SIZE[found.itemsize]
     differ = found.view(bits) != expected.view(bits)

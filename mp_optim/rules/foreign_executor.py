@@ -260,7 +260,7 @@ def _in_form_of(live: Any, saved: Any, device: torch.device | None) -> Any:
 
 
 def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return state with lists built from items with keys such as ``key[0]``."""
+    """Build the lists of a state from items with keys such as ``key[0]``, and return the state."""
     nested: dict[str, Any] = {}
     lists: dict[str, dict[int, Any]] = {}
     for key, value in leaves.items():

@@ -123,8 +123,8 @@ class Rule(ABC):
         return RULES[self.name].moment_names
 
     def deciding_setting(self, group: Settings) -> str:
-        """Return the name of the setting on which :meth:`moments` depends; empty if there is
-        none."""
+        """Return the name of the setting on which :meth:`moments` depends; empty if the moments
+        depend on no setting."""
         return ""
 
     def reads_steps(self, group: Settings) -> bool:

@@ -148,8 +148,8 @@ class RuleExecutor(Executor):
             is_fixed = not any(isinstance(value, Tensor) for value in values)
             checked.values, checked.rule = values if is_fixed else [], self.rule.of(group)
             moments = checked.rule.moments(group)
-            # A launch is reused only if the tuple of names is the same object, so keep the old
-            # tuple.
+            # Keep the old tuple if the names are equal, because a launch is reused only if the
+            # tuple is the same object.
             if checked.moments != moments:
                 checked.moments = moments
 

@@ -90,7 +90,7 @@ class SlotSet:
     def forget(self) -> None:
         """Drop the lists and the launch, because a tensor or its memory was replaced.
 
-        The lists would keep the old memory allocated.
+        Kept lists would keep the old memory allocated.
         """
         self.watched = CachedTensorList()
         self.lists: dict[str, CachedTensorList] = {}
@@ -394,7 +394,7 @@ class RuleState(StateStore):
         missing = {key: spec for key, spec in specs.items() if key not in state}
         # Use tolist(), because item() synchronizes a device even for a CPU tensor.
         if missing and group_state.steps[position : position + 1].tolist()[0] > 0:
-            # A new moment of a stepped slot would lack earlier gradients, so do not allocate one.
+            # A new moment of a stepped slot would lack earlier gradients, so leave moments out.
             moments = self._names(slot.group)
             late = {key for name in moments for key in (name, scale_key(name))}
             missing = {key: spec for key, spec in missing.items() if key not in late}
@@ -504,7 +504,8 @@ class RuleState(StateStore):
     # -- memory that callers replaced -------------------------------------------------------------
 
     def bring_home(self, mains: CachedTensorList) -> None:
-        """Move main params back to their device of the last step, unless they are offloaded."""
+        """Move main params back to their device of the last step. Offloaded main params stay on the
+        host."""
         for main, before in zip(mains, mains.held, strict=False):
             if main.device != before.device and id(main) not in self.parked.homes:
                 give_memory(main, main.data.to(before.device))
@@ -556,8 +557,8 @@ class RuleState(StateStore):
     def stored_keys(
         self, index: int, positions: Sequence[int], mains: CachedTensorList
     ) -> list[tuple[str, ...]]:
-        """Return, for each main param of a group, the keys of the state tensors that are stepped
-        with it."""
+        """Return, for each main param of a group, the keys of the state tensors that a step of this
+        main param uses."""
         regions, moments = self.groups[index].regions, self._names(index)
         of_each = [
             (moments, self.precision.is_small(regions[position].shape.numel()), main.dtype)
@@ -585,7 +586,8 @@ class RuleState(StateStore):
         group_state = self.groups[index]
         try:
             return group_state.tensors(key, positions)
-        except KeyError:  # New settings may require a moment that no slot has yet, so allocate it.
+        # New settings may require a moment that no slot has yet, so allocate the moment.
+        except KeyError:
             self.allocate_state([Slot(index, position) for position in positions])
         for position in positions:
             if key not in group_state.slots[position]:

@@ -397,7 +397,7 @@ def _ratios(scalars: LambScalars, sums: Tensor, numbers: Tensor) -> Tensor:
     """Return the learning rate times the trust ratio of each tensor, computed in double: FP32,
     shape (n,).
 
-    It is lr * ||p|| / ||u|| if the rule adapts and both norms are positive, else lr.
+    A value is lr * ||p|| / ||u|| if the rule adapts and the norms of p and u are positive, else lr.
     """
     lr = numbers[RATE : RATE + 2].view(torch.float64)
     if not scalars.adapts:

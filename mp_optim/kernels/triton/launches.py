@@ -161,8 +161,8 @@ addresses."""
 Multiplier = float | Tensor
 """Factor of the gradients: a number, or an FP32 tensor on the tensors' device, shape (1,) or (2,).
 
-The second element of a tensor is a flag; if it is not 0, nothing is written. The device can compute
-a tensor without synchronization.
+The second element of a tensor is a flag. If the flag is not 0, the step writes nothing. The device
+can compute the tensor without synchronization.
 """
 
 

@@ -43,14 +43,14 @@ class FormProofs:
     def holds(
         self, form: Any, backend: ReferenceBackend, part: AlikeLists, shift: int, trial: Trial
     ) -> bool:
-        """True if a form of a kernel has the bits of ``reference``. Warn at the first use if it has
-        not.
+        """True if a form of a kernel has the bits of ``reference``. The first use of a form with
+        other bits warns.
 
         Args:
-            form: key that is equal for all launches of the form. Its first entry is the kernel's
+            form: key that is equal for all launches of the form. The first entry is the kernel's
                 name.
             backend: the backend with the kernels.
-            part: lists of the launch. The trial has lists of the same dtypes.
+            part: lists of the launch. The trial has lists of equal dtypes.
             shift: number of elements between a multiple of 16 bytes and the start of each trial
                 tensor.
             trial: calls the backend's method on trial lists.

@@ -32,8 +32,8 @@ MOST_ROWS = 64
 """Largest number of cached rows of scalars: enough for all calls of one step."""
 
 _WIDE = LaunchDtypes._fields
-"""Columns that kernels read 16 bytes at a time if all addresses are aligned. Scales are not in
-it."""
+"""Columns that kernels read 16 bytes at a time if all addresses are aligned. The columns of scales
+are not included."""
 _COLUMNS = (
     *("grad", "main", "remainder", "moment1", "moment2"),
     *("scale1", "scale2", "output", "average"),
@@ -182,8 +182,8 @@ class Tables:
         """Return a plan with True for the tensors at multiples of 16 bytes, and a plan with False
         for the tensors at the indices ``odd``.
 
-        If one of them would be empty, only the other plan is returned. A tensor of the other plan
-        has size 0, so no program steps it.
+        A plan without tensors is left out. In each of two plans, the tensors of the other plan have
+        size 0, so no program steps these tensors.
         """
         sizes = CachedTensorList.of(tensors).sizes
         if len(odd) in (0, len(tensors)):

@@ -15,12 +15,12 @@ INFINITY = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 # Bounds are given as bits, because magnitudes are compared as integers.
 MOST_BFLOAT16 = tl.constexpr(0x7F7F0000)
-# Decoded codes are finite up to LARGEST, whose bits these are.
+# This number has the bits of LARGEST. Decoded codes are finite up to LARGEST.
 MOST_IN_BLOCKS = tl.constexpr(0x7F7FE000)
 LARGEST = tl.constexpr(2.0**128 * (1.0 - 2.0**-11))
 # From 2^65 on, the decoded square of a root is infinite.
 INFINITE_ROOT = tl.constexpr(0x60000000)
-TINY = tl.constexpr((127 - 100) << 23)  # A block whose values are all below 2^-100 has scale 0.
+TINY = tl.constexpr((127 - 100) << 23)  # A block has scale 0 if all its values are below 2^-100.
 # Adding and subtracting this number rounds |x| < 2^22 to the nearest even integer.
 ROUNDER = tl.constexpr(1.5 * 2.0**23)
 
@@ -145,7 +145,7 @@ def bounded(x, made_of_finite):
 
 @triton.jit
 def finite_within(value, MOST: tl.constexpr):
-    """Clamp finite values to a magnitude. The magnitude is passed as its bits."""
+    """Clamp finite values to a magnitude. ``MOST`` has the magnitude's bits."""
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & MAGNITUDE
     above = (magnitude > MOST) & (magnitude < INFINITY)
@@ -184,8 +184,8 @@ def sixteen_bits(words, ROOT: tl.constexpr):
 
 
 class Moment(NamedTuple):
-    """Pointers to a stored moment and its scales; None for a pointer that the launch does not
-    have."""
+    """Pointers to a stored moment and to the moment's scales. A pointer is None if the launch has
+    no such tensor."""
 
     stored: Any
     scales: Any
@@ -349,7 +349,7 @@ def byte_codes(scaled, good, words, TYPE: tl.constexpr, ROOT: tl.constexpr):
         codes = ((scaled + ROUNDER) - ROUNDER).to(tl.int32)
     if ROOT:
         codes = tl.minimum(tl.maximum(codes, tl.where(good, 1, 0)[:, None]), 255).to(TYPE)
-    elif TYPE == tl.uint8:  # The store packs 4-bit codes, so they stay int32 here.
+    elif TYPE == tl.uint8:  # Keep 4-bit codes as int32. The store packs two codes into a byte.
         codes = tl.minimum(tl.maximum(codes, -7), 7)
     else:
         codes = tl.minimum(tl.maximum(codes, -127), 127).to(TYPE)
@@ -361,10 +361,10 @@ def byte_codes(scaled, good, words, TYPE: tl.constexpr, ROOT: tl.constexpr):
 
 @triton.jit
 def read_main(chunk, tile, FOLLOWS: tl.constexpr):
-    """Load main params and return them in FP32, joined with remainders if the launch has some.
+    """Load main params and return FP32 values. Stored remainders are joined with their parameters.
 
-    With FOLLOWS, a main param that does not round to the model's weight in the output takes the
-    weight.
+    With FOLLOWS, a main param is replaced by the model's weight in the output if the main param
+    does not round to this weight.
     """
     raw = fetch_tile(chunk.main, tile)
     if chunk.rest is None:
@@ -434,8 +434,8 @@ def lone(value, words, TYPE: tl.constexpr):
 def joined(high, low, REMAINDER: tl.constexpr):
     """Join upper halves, given as FP32 bits, with remainders, and return FP32 values.
 
-    The remainder of a zero is ignored, and so is a positive remainder of an infinity, which would
-    make a NaN.
+    The remainder of a zero is ignored. A positive remainder of an infinity is ignored, too, because
+    the sum of bits would be a NaN.
     """
     if REMAINDER == tl.int8:
         low = low << 8

@@ -159,8 +159,8 @@ def even_count(count, ALIGNED: tl.constexpr):
 
     The masks of such a chunk are equal in runs of 16 elements, so masked accesses are wide, too.
 
-    NOTE: use this count in code of its own. If both counts were branches of one condition, the
-    compiler would merge the code, for a count of unknown divisibility.
+    NOTE: use this count in separate code. If this count and the general count were branches of one
+    condition, the compiler would merge the code, for a count of unknown divisibility.
     """
     even = 0
     if ALIGNED:
@@ -218,8 +218,8 @@ def gradient(chunk, main, tile, l2, HAS_L2: tl.constexpr):
 
 @triton.jit
 def decayed(p, u, decay, FLAGS: tl.constexpr):
-    """Return decayed main params. With cautious decay, an element does not decay if the step moves
-    it away from 0."""
+    """Return decayed main params. With cautious decay, an element decays only if the step does not
+    move the element away from 0."""
     if FLAGS.has_decay:
         if FLAGS.cautious_wd:
             is_opposed = ((p > 0.0) & (u < 0.0)) | ((p < 0.0) & (u > 0.0))
@@ -242,7 +242,7 @@ def place_average(column, tensor, start, TYPE: tl.constexpr, ALIGNED: tl.constex
 
 
 def _name(launch):
-    """Return the name of a launch in profiles: that of its rule."""
+    """Return the name of a launch in profiles: the name of the launch's rule."""
     return launch.constants["RULE"].__name__
 
 
