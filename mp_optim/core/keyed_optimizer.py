@@ -139,8 +139,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def added_whole(self) -> Iterator[None]:
-        """Return a context that adds a group. If the block raises, the group is removed here and in
-        the optimizers below."""
+        """Return a context in which the caller adds a group. If the block raises, the group is
+        removed from this optimizer and from the optimizers below."""
         self.check_lists()
         count = len(self.param_groups)
         try:
@@ -207,7 +207,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         """Return the state tensors of a slot by key, as state dicts have them. Missing state is
         allocated.
 
-        The tensors are the live ones, except 4-bit moments, which are FP32 copies.
+        The tensors are those that steps write, except 4-bit moments, which are FP32 copies.
 
         Args:
             slot: index of the param group, and position in the group.
@@ -309,7 +309,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     def offload_to_cpu(self) -> None:
         """Move main params and moments to host memory, until :meth:`restore_from_cpu`.
 
-        A step before that raises RuntimeError. Gradients are not freed.
+        A step raises RuntimeError while the tensors are in host memory. Gradients are not freed.
         """
         # Announce the write first, or a background save would keep the accelerator's memory.
         self.step_mark.open_state()
@@ -372,8 +372,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     def state_dict(self, *, full_precision: bool = False) -> dict[str, Any]:
         """Return the state and settings: ``{"state": {index: {...}}, "param_groups": [...]}``.
 
-        State tensors are the live ones, as in torch, so clone or save them before the next step.
-        Settings are copies.
+        State tensors are the tensors that steps write, as in torch. Clone or save these tensors
+        before the next step. Settings are copies.
 
         Two kinds of tensors are copies: 4-bit moments (in FP32), and 16-bit remainders if
         ``torch.distributed`` is initialized (in int32, because collectives do not support int16).
@@ -416,7 +416,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             hooked = post_hook(self, result)
             result = result if hooked is None else hooked
-        return {**result, **self.saved_beside()}
+        return {**result, **self.extra_entries()}
 
     def load_state_dict(self, state_dict: dict[str, Any], *, convert: bool = False) -> None:
         """Load a state dict that :meth:`state_dict` returned. Parameters are matched by FQN if both
@@ -467,8 +467,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         """
         self.step_mark.open_state()
 
-    def begins_anew(self, state_dict: Mapping[str, Any]) -> bool:
-        """Drop all state if the state dict has none. Return True if so.
+    def drops_all_state(self, state_dict: Mapping[str, Any]) -> bool:
+        """Drop all state if the state dict has no state. Return True if the state was dropped.
 
         Args:
             state_dict: the state dict to load.
@@ -478,20 +478,21 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         """
         return False
 
-    def saved_beside(self) -> dict[str, Any]:
+    def extra_entries(self) -> dict[str, Any]:
         """Return entries of a state dict in addition to state and param groups."""
         return {}
 
-    def check_beside(self, state_dict: Mapping[str, Any], *, convert: bool) -> None:
-        """Raise ValueError unless :meth:`load_beside` can load the state dict; write nothing.
+    def check_extra_entries(self, state_dict: Mapping[str, Any], *, convert: bool) -> None:
+        """Raise ValueError unless :meth:`load_extra_entries` can load the state dict. Write
+        nothing.
 
         Args:
             state_dict: the saved state dict.
             convert: True to keep the present loss scale if no loss scale was saved.
         """
 
-    def load_beside(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the entries that :meth:`saved_beside` returned."""
+    def load_extra_entries(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the entries that :meth:`extra_entries` returned."""
 
     def param_checksums(self) -> list[int | None]:
         """Return, for every slot, a checksum of the parameter with which its remainder is valid.
@@ -525,7 +526,7 @@ def load_checked(
         state_dict = state_dict if hooked is None else hooked
     check_is_state_dict(state_dict)
     written: list[str] = []
-    if not optimizer.begins_anew(state_dict):
+    if not optimizer.drops_all_state(state_dict):
         # Exchange settings first, because settings decide which state exists.
         optimizer.share_settings()
         optimizer.make_current(follow_only=True)
@@ -536,7 +537,7 @@ def load_checked(
             load.write()
             match.write_settings(optimizer.param_groups)
             optimizer.share_settings()
-            optimizer.load_beside(state_dict)
+            optimizer.load_extra_entries(state_dict)
             written = load.write_model()
         # Warn last: if warnings are errors, the load is complete by then.
         load.warn_of_averages()
@@ -562,5 +563,5 @@ def match_without_state(
     live, names = optimizer.param_groups, optimizer.model_parallel.names
     saved = names.groups_in(state_dict["param_groups"], live)
     match = checked_match(live, saved, optimizer.check_settings)
-    optimizer.check_beside(state_dict, convert=convert)
+    optimizer.check_extra_entries(state_dict, convert=convert)
     return match

@@ -3,10 +3,10 @@
 ``optimizer.state[param]`` returns the same object while the caller holds it, and every lookup reads
 the present state. Values that a caller assigns to its keys are stored or refused:
 
-- A tensor of the exported shape is stored. If it is on the slot's device, its values are copied.
+- A tensor of the exported shape is stored. Values of a tensor on the slot's device are copied.
 - A host tensor for state that is stepped on an accelerator *moves* the state: the slot uses the
   given memory, and the accelerator memory is freed. Assigning an accelerator tensor or calling
-  ``restore_from_cpu()`` moves the state back. A step before that raises RuntimeError.
+  ``restore_from_cpu()`` moves the state back. A step raises RuntimeError until then.
 - State that is stepped on the host, or stored in a file, stays there, and so do step counts. The
   values of an assigned accelerator tensor are copied, with one warning.
 - Moments in float16, 8 or 4 bits are exported as read-only FP32 copies. Assigned FP32 values are
@@ -55,7 +55,7 @@ class ShownState(MutableMapping[str, Any], _dict):  # type: ignore[misc]
     def __init__(
         self, read: Callable[[], State], write: Callable[[State], None], reset: Callable[[], None]
     ) -> None:
-        # dict.copy() returns an empty dict if the base class has no entries.
+        # Fill the base class, too: without entries there, dict.copy() returns an empty dict.
         super().__init__(read())
         self._read, self._write, self._reset = read, write, reset
 
@@ -327,7 +327,8 @@ class Assignment:
         state's device.
 
         Raises:
-            ValueError: neither is possible; the message has the key and the devices.
+            ValueError: the state cannot move to the value's device; the message has the key and the
+                devices.
         """
         if value.device == mine.device:
             return False

@@ -538,21 +538,21 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     def param_checksums(self) -> list[int | None]:
         return [checksum for mains in self.all_mains() for checksum in mains.checksums()]
 
-    def saved_beside(self) -> dict[str, Any]:
+    def extra_entries(self) -> dict[str, Any]:
         scaler = self.grad_scaler
         beside = {} if scaler is None else {"grad_scaler": scaler.state_dict()}
         for observer in self.observers.values():
             beside |= observer.state_dict()
         return beside
 
-    def check_beside(self, state_dict: Mapping[str, Any], *, convert: bool) -> None:
+    def check_extra_entries(self, state_dict: Mapping[str, Any], *, convert: bool) -> None:
         scaler, scale = self.grad_scaler, state_dict.get("grad_scaler")
         if scaler is not None and (scale or not convert):
             scaler.check_state_dict(scale)
         for observer in self.observers.values():
             observer.check_state_dict(state_dict)
 
-    def load_beside(self, state_dict: Mapping[str, Any]) -> None:
+    def load_extra_entries(self, state_dict: Mapping[str, Any]) -> None:
         if self.grad_scaler is not None and state_dict.get("grad_scaler"):
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
             self.remember_scale()

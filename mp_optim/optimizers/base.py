@@ -397,7 +397,7 @@ class StackOptimizer(WrappedOptimizer):
         self.grad_scaler = self._own_scaler
         return super().state_dict(is_loading, full_precision=full_precision)
 
-    def begins_anew(self, state_dict: Mapping[str, Any]) -> bool:
+    def drops_all_state(self, state_dict: Mapping[str, Any]) -> bool:
         """Reset this optimizer if a state dict was saved before the first step and so has no state.
 
         After a reset, the next step initializes state from the model's weights.
