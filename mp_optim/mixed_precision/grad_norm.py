@@ -20,7 +20,6 @@ from torch.distributed import ProcessGroup
 from mp_optim.core import CachedTensorList
 from mp_optim.kernels import choose_backend
 from mp_optim.kernels.sums import Groups, index_on, reduce_over, reduce_rows, sum_in_pairs
-from mp_optim.process_groups.missing_ranks import all_gather
 
 MAIN_NORM = "main"
 EXCLUDED = "excluded"
@@ -195,8 +194,7 @@ def agree(
         local: sum of squares of this rank's gradients for each norm key.
         zeros: number of zero gradient elements for each key, or None.
         group: the ranks that agree on the norm; None for this process alone.
-        names: names of the norm groups of all ranks of ``group``, in one order
-            (:func:`norm_groups`).
+        names: sorted names of the norm groups of all ranks of ``group``.
         numbers: for some keys, a number that must be equal on the ranks that share parameters.
         copies: for some keys, further groups of ranks on which this number must be equal.
         params: sum of squares of each parameter's gradient, or None; returned unchanged.
@@ -270,15 +268,6 @@ def _over_shards(
     total, squares = packed[-2:]
     term, square = terms
     return packed, (total - float(ranks * term)).abs() + (squares - float(ranks * square)).abs()
-
-
-def norm_groups(keys: Iterable[NormKey], group: ProcessGroup | None) -> list[str]:
-    """Return the sorted names of the norm groups that any rank of ``group`` has. All ranks get the
-    same list. Collective."""
-    names = {MAIN_NORM, EXCLUDED, *(key.group for key in keys)}
-    if group is not None:
-        names = set().union(*all_gather(group, "comparing the names of norm groups", names))
-    return sorted(names)
 
 
 def of_parameters(sums: Tensor, indices: Sequence[int], split_over: Sequence[Groups]) -> Tensor:

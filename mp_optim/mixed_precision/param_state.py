@@ -87,11 +87,6 @@ class Agreement:
         self.expected: dict[Slot, int] = {}
         self.written: set[Slot] = set()
 
-    def forget(self, slot: Slot) -> None:
-        """Remove the records of a slot before it is loaded again."""
-        self.expected.pop(slot, None)
-        self.written.discard(slot)
-
 
 def check_weights(
     checksums: Mapping[Slot, int],
@@ -219,7 +214,8 @@ class ParamState(SlotState):
                 )
 
     def load(self, state: State) -> None:
-        self.agreement.forget(self.slot)
+        self.agreement.expected.pop(self.slot, None)
+        self.agreement.written.discard(self.slot)
         is_narrowed = MASTER in state and self.executor.stepped(self.slot).dtype == torch.bfloat16
         if is_narrowed and not stands_for(state[MASTER], self._local):
             # Record the slot now, because load() splits the value into parameter and remainder.

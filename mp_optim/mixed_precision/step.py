@@ -50,7 +50,6 @@ from mp_optim.mixed_precision.grad_norm import (
     count_zeros,
     measure,
     measure_rest,
-    norm_groups,
     of_parameters,
     pairwise_sum_on_host,
     total_by_key,
@@ -59,6 +58,7 @@ from mp_optim.mixed_precision.main_params import MainParams
 from mp_optim.mixed_precision.observer import Observer
 from mp_optim.mixed_precision.slot_table import SlotTable
 from mp_optim.offload.backward_scheduler import BackwardScheduler, CollectedGrads, WorkerError
+from mp_optim.process_groups.missing_ranks import all_gather
 from mp_optim.process_groups.process_groups import ProcessGroups
 
 _HOST = torch.device("cpu")
@@ -386,7 +386,10 @@ class Engine:
         if config.log_num_zeros_in_grad:
             zeros = count_zeros(grads, keys, all_keys, device)
         if self.norm_names is None or ranks is None:
-            self.norm_names = norm_groups(all_keys, ranks)
+            names = {MAIN_NORM, EXCLUDED, *(key.group for key in all_keys)}
+            if ranks is not None:
+                names.update(*all_gather(ranks, "comparing the names of norm groups", names))
+            self.norm_names = sorted(names)
         numbers = common.numbers(config, self.param_groups, keys, all_keys, over, self.compared)
         if self.keeps_param_sums:
             split_over = [(*over, *split) for split in self.table.split_over]
