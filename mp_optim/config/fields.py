@@ -116,7 +116,7 @@ class ConfigFields:
     """True to decay the parameter itself (AdamW). False adds the decay to the gradient."""
     cautious_wd: bool = False
     """Cautious weight decay (adam, lion, muon; Chen et al. 2025): an element decays only if the
-    update does not move it away from 0. May be set per param group."""
+    update does not move the element away from 0. May be set per param group."""
     sgd_momentum: float = 0.9
     """Decay per step of the momentum (sgd)."""
     lion_beta1: float = 0.95
@@ -304,8 +304,8 @@ class ConfigFields:
 
     @property
     def elementwise_rule(self) -> str:
-        """The rule that ``fused_backend`` implements. For muon it is the rule of the other
-        parameters, because torch computes muon's matrix products."""
+        """The rule that ``fused_backend`` implements. For muon that is ``muon_scalar_optimizer``,
+        because torch computes muon's matrix products."""
         return self.muon_scalar_optimizer if self.optimizer == "muon" else self.optimizer
 
 

@@ -65,8 +65,8 @@ class SettingError(ValueError):
 # -- fields ---------------------------------------------------------------------------------------
 
 Check = Callable[[Any], Any]
-"""Function that converts a value to the type of its setting. A ValueError lists the allowed
-values if the function cannot convert."""
+"""Function that converts a value to the type of a setting. If that is not possible, the function
+raises a ValueError that lists the allowed values."""
 
 
 @dataclass(frozen=True)

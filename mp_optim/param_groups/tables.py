@@ -57,9 +57,9 @@ def _by_name(name: str, *, is_table: bool) -> bool:
 class Tables:
     """Registry of the embeddings and output layers of some modules.
 
-    Megatron's attribute ``is_embedding_or_output_parameter`` decides if it is set. Otherwise the
-    modules decide that hold the parameter or are tied to it: ``nn.Embedding`` and similar, and the
-    module from Hugging Face's ``get_output_embeddings()``. The name decides last.
+    If a parameter has Megatron's attribute ``is_embedding_or_output_parameter``, the attribute
+    decides. Otherwise the modules that hold the parameter decide: ``nn.Embedding`` and similar
+    classes, and the module from Hugging Face's ``get_output_embeddings()``. The name decides last.
 
     Args:
         chunks: modules to search; without modules, attributes and names decide.
