@@ -88,8 +88,8 @@ def _tell_one_by_one(written: list[Tensor]) -> None:
 
 
 tell_autograd: Callable[[list[Tensor]], None] = increment_version
-"""Increase the versions of tensors that a kernel wrote, because autograd cannot detect such writes.
-"""
+"""Increase the versions of tensors that a kernel wrote, because autograd cannot detect writes of
+kernels."""
 try:
     increment_version([])
 # Before torch 2.7, increment_version takes one tensor and no list, so call it for each tensor.

@@ -80,8 +80,8 @@ _allocations = itertools.count()
 def touch(memory: Tensor) -> None:
     """Write one byte per page of 1-D uint8 memory, with as many threads as torch has.
 
-    Otherwise the runtime that page-locks the memory would allocate all pages in one thread. A
-    piece is small enough that torch does not split the piece over threads.
+    Otherwise the runtime that page-locks the memory would allocate all pages in one thread. A piece
+    is small enough that torch does not split the piece over threads.
     """
     pieces = [piece[::_PAGE] for piece in torch.split(memory, _TOUCHED_AT_ONCE)]
     if len(pieces) == 1:
@@ -282,7 +282,8 @@ def page_locked(num_bytes: int, device: torch.device) -> Tensor:
         _forget_error(device)
         raise PageLockError(refusal)
     # NOTE: only _release may unmap the memory. A forked child may have other memory at this
-    # address, and a copy may be running when the interpreter exits, so neither unmaps.
+    # address, so a child must not unmap. A copy may be running when the interpreter exits, so the
+    # exit must not unmap either.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
     owner = os.getpid()
     finalizer = weakref.finalize(values, _release, memory, address, accelerator, device, owner)
@@ -309,7 +310,7 @@ def _release(
         if accelerator.unregister(address):
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(memory))
         else:
-            # Keep the memory mapped, because the runtime still has it registered.
+            # Keep the memory mapped, because the runtime still has the memory registered.
             _forget_error(device)
 
 

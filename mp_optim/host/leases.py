@@ -135,7 +135,7 @@ class Lease:
     def _notice_writes(self) -> None:
         """Detect writes without :func:`before_writing`, by comparing the tensor's version."""
         # If the tensor has other memory now, only the save uses the leased memory, so no write can
-        # reach it.
+        # reach the leased memory.
         live = self._watched
         if live is not None and live.data_ptr() == self.address:
             self._is_lost = writes_counted(live) != self._version
@@ -245,7 +245,7 @@ class _DeviceLease:
         """Count ``num_bytes`` more bytes as copied. After the last byte, release the accelerator's
         memory."""
         # If the tensor has other memory now, only the save uses the leased memory, so no write can
-        # reach it.
+        # reach the leased memory.
         tensor = self._tensor
         if tensor is not None and tensor.data_ptr() == self._address:
             self.is_written |= writes_counted(tensor) != self._version
@@ -287,7 +287,7 @@ class DeviceBorrow:
     stream, and start after the work that was queued before. So the amount of page-locked memory is
     bounded, and copying does not wait for the disk.
 
-    NOTE: readers reference this object until they have read all bytes. So it keeps no leases of
+    NOTE: readers reference this object until all bytes are read. So this object keeps no leases of
     large tensors.
     """
 
@@ -574,7 +574,7 @@ def before_writing(*lists: Iterable[Tensor | None]) -> None:
     written.
 
     For tensors on accelerators, wait until saves have read all accelerator memory. Without a save
-    in progress this returns at once.
+    in progress the function returns at once.
 
     Args:
         *lists: lists of tensors; None entries are skipped.

@@ -42,7 +42,7 @@ class Transfer:
 
         Args:
             num_bytes: size in bytes.
-            pin: True for page-locked memory if the accelerator supports it.
+            pin: True for page-locked memory if the accelerator supports page-locked memory.
         """
         return zeros_host(num_bytes)
 

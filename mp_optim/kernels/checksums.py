@@ -101,8 +101,7 @@ class WrittenWeights:
         return key in self._sums
 
     def forget(self, key: Hashable | None = None) -> None:
-        """Delete a checksum, so that the weight is compared with its main param before the next
-        step.
+        """Delete a checksum, so that the next step compares the weight with the main param.
 
         Args:
             key: key of the weight; None for all weights.

@@ -36,8 +36,8 @@ def batches(lists: TensorLists, most: float = math.inf) -> Iterator[tuple[list[i
 
     Args:
         lists: tensor lists.
-        most: largest number of views in a batch. They have at most :func:`piece_elements` elements
-            together.
+        most: largest number of views in a batch. The views of a batch have at most
+            :func:`piece_elements` elements together.
     """
     limit = piece_elements(lists.main[0].device) if lists.main else 1
     cuts: list[_Cut] = []

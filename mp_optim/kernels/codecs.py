@@ -1,4 +1,4 @@
-"""Compact storage formats of optimizer state, as functions without side effects on other state.
+"""Compact storage formats of optimizer state, as functions that change only their arguments.
 
 docs/numerics.md, "Compact states", specifies the formats. A moment is stored as float32, as
 bfloat16, or in blocks of 256 row-major elements with one FP32 scale each. Elements of blocks are
@@ -162,7 +162,7 @@ def encode_(
 
     Float16 is always rounded to nearest. Decoding a block format and storing the result again gives
     the same bits. Finite values stay finite, except that the square of a large gradient in a second
-    moment may become infinite. Other values of its block do not become NaN.
+    moment may become infinite. Other values of the block do not become NaN.
 
     Args:
         value: FP32 values, 1-D.

@@ -85,7 +85,8 @@ def denominators(v: Lists, s: AnyAdam) -> Lists:
 
 
 def descend(p: Lists, steps: Sequence[Tensor], decay: float, cautious: bool) -> None:
-    """Compute p = (p - decay*p) - step in place. With decay 0 the term is left out, because 0 * inf
+    """Compute p = (p - decay*p) - step in place. With decay 0 the decay term is left out, because 0
+    * inf
     is NaN.
 
     Args:

@@ -457,7 +457,7 @@ def prepare_launch(rule: str, part: AlikeLists, written: list[Tensor], launch: A
 
 
 def continued(lists: TensorLists, kind: LaunchDtypes | None) -> TensorLists:
-    """Set main params to the weights in ``output`` to which they do not round.
+    """Set main params to the weights in ``output`` to which the main params do not round.
 
     Does nothing if a kernel compares the weights.
 
@@ -612,7 +612,6 @@ def bitmap_bytes(numel: int) -> int:
 def _misfit(
     name: str, tensors: Sequence[Tensor], expected: Sequence[int], dtype: torch.dtype
 ) -> str:
-    """Return an error text about the first tensor that does not fit."""
     for place, (tensor, size) in enumerate(zip(tensors, expected, strict=False)):
         held = tensor.untyped_storage().nbytes()
         is_misfit = (tensor.numel(), tensor.dtype) != (size, dtype)

@@ -123,7 +123,7 @@ class NativeTable:
 
 
 class NativeBackend(ReferenceBackend):
-    """Backend that calls the compiled kernels. ``reference`` computes steps that they do not
+    """Backend that calls the compiled kernels. ``reference`` computes steps that the kernels do not
     support."""
 
     name = "native"

@@ -245,7 +245,6 @@ def set_thread_share(threads: int | None) -> None:
 
 
 def _checked(threads: Any) -> int:
-    """Check a number of threads, and return it as an int."""
     try:
         number = 0 if isinstance(threads, bool) else operator.index(threads)
     except TypeError:

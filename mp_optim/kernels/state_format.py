@@ -185,7 +185,7 @@ def coded(
         stored: the stored tensor.
         scale: the scales.
         shape: shape of the moment in FP32.
-        check: called with new values before they are written.
+        check: called with new values before the values are written.
     """
     second = key == SECOND
 

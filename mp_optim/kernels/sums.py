@@ -105,7 +105,8 @@ def _next_power(value: int) -> int:
 
 
 def _sum_batch(tensors: Sequence[Tensor], blocks: int) -> Tensor:
-    """Return sums of tensors of at most ``blocks`` blocks each. ``blocks`` is a power of two."""
+    """Return sums of squares of tensors with at most ``blocks`` blocks each. ``blocks`` is a power
+    of two."""
     padded = torch.zeros(
         len(tensors), blocks * SUM_BLOCK, dtype=torch.float64, device=tensors[0].device
     )

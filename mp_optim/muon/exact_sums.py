@@ -221,7 +221,7 @@ def over_shards(
     Args:
         values: contiguous tensors of one dtype, one for each parameter. A tensor without groups is
             returned unchanged.
-        shard_groups: for each parameter, the process groups over which it is sharded.
+        shard_groups: for each parameter, the process groups over which the parameter is sharded.
         largest_of: True for the maximum, False for the sum.
         doing: description of the reduction, for the error if a rank is missing.
     """

@@ -320,7 +320,7 @@ def assign(costs: Sequence[int], held: Sequence[Sequence[int]], loads: Sequence[
 
     Returns:
         A rank for each matrix. The loads of two ranks differ by at most the largest cost, unless
-        they differed by more before.
+        the loads of these ranks differed by more before.
     """
     loads, owners = list(loads), [0] * len(costs)
     for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):

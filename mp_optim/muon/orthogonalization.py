@@ -111,9 +111,9 @@ def runs(
 ) -> Iterator[tuple[list[int], bool]]:
     """Yield runs of parameters that are orthogonalized together.
 
-    A run has the indices of its parameters, and True if these parameters are whole and on the
-    device of their products. Runs of sharded parameters depend only on the shapes of whole
-    parameters, so they are equal on all ranks with shards.
+    A run has the indices of parameters, and True if these parameters are whole and on the device of
+    the matrix products. Runs of sharded parameters depend only on the shapes of whole parameters,
+    so they are equal on all ranks with shards.
 
     Args:
         params: this rank's tensors.
@@ -244,7 +244,6 @@ def pieces_of(rule: Orthogonalization, rows: int, columns: int) -> list[tuple[in
 
 
 def _query_groups(parts: tuple[int, ...], rows: int) -> int:
-    """Return the number of query groups of a fused matrix."""
     groups, left = divmod(rows, sum(parts))
     if left:
         raise ValueError(
@@ -423,7 +422,7 @@ class _Param:
         return empty.index_add_(2, index, of_rows)
 
     def scale(self, rule: Orthogonalization, norms: Tensor, top: float) -> None:
-        """Scale the direction in place, so that the optimizer can subtract it from the
+        """Scale the direction in place, so that the optimizer can subtract the direction from the
         parameter."""
         before = root(digits_to_values(norms[:2], top))
         after = root(bounded_values(norms[2:], self._most(rule)))

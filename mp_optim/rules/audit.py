@@ -356,7 +356,8 @@ def _copies(columns: Mapping[str, Sequence[Tensor | None]], runs: Sequence[Run])
 
 
 def _brought(pieces: Pieces, transfer: Transfer | None) -> Callable[[], Pieces]:
-    """Start to copy pieces to the host in one transfer, and return a function that waits for them.
+    """Start to copy pieces to the host in one transfer, and return a function that waits for the
+    copies.
 
     Pieces on the host are not copied.
     """

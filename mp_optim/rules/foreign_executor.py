@@ -1,7 +1,7 @@
 """Executor over a torch optimizer of another package, which gets FP32 gradients in ``.grad``.
 
-The other optimizer keys its state by tensors. This module converts the state to tensors by slot
-and key, and back.
+The other optimizer keys its state by tensors. This module converts the state to tensors by slot and
+key, and back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mp_optim.host.host_memory import as_tensor
 class ForeignExecutor(Executor, StateStore):
     """Executor over an optimizer of another package.
 
-    That optimizer keys its state by tensors. When a tensor in ``param_groups`` is replaced, the
+    The other optimizer keys state by tensors. When a tensor in ``param_groups`` is replaced, the
     executor moves the state to the new tensor.
 
     Args:

@@ -55,7 +55,7 @@ class GroupPlan(NamedTuple):
         group: index of the group.
         members: selection of the updates of these slots.
         positions: position of each slot in the group.
-        together: the set with exactly these slots; None if no set has them.
+        together: the set with exactly these slots; None if no set has exactly these slots.
     """
 
     group: int
@@ -218,7 +218,13 @@ class RuleExecutor(Executor):
         for plan in plans:
             chosen = updates if len(plans) == 1 else plan.members.take(updates)
             group = self.param_groups[plan.group]
-            settings = settings_now(group) if has_copies else group
+            settings = group
+            if has_copies:
+                # Copy tensors of one element as numbers, because other code may write the tensors.
+                settings = {
+                    key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+                    for key, value in group_settings(group).items()
+                }
             found.append((plan, self._plan_group(plan, chosen, settings)))
         return found
 
@@ -254,8 +260,8 @@ class RuleExecutor(Executor):
             may_stay = planned.lists.main is mains and planned.lists.output is planned.outputs
             is_live = settings is self.param_groups[index]
             if together is not None and mains is together.mains and may_stay and is_live:
-                # Remove gradients and step plan from the kept launch, because it would keep both
-                # allocated.
+                # Remove gradients and step plan from the kept launch, because the kept launch would
+                # keep both objects allocated.
                 lists = replace(planned.lists, grad=[])
                 together.launch = planned._replace(updates=_NO_UPDATES, lists=lists)
                 together.sources = sources
@@ -354,8 +360,8 @@ class RuleExecutor(Executor):
             self.backend_for(device)[0].announce(launch.lists, scalars, device)
 
     def carry_out(self, launch: Launch) -> None:
-        """Step the tensors of a launch. Any thread may call this, because it reads no field of the
-        executor that a step changes."""
+        """Step the tensors of a launch. Any thread may call this method, because the method reads
+        no field of the executor that a step changes."""
         if borrows:
             lists = launch.lists
             before_writing(launch.mains, lists.main, *lists.state.values())
@@ -442,7 +448,7 @@ class RuleExecutor(Executor):
 
         Raises:
             ValueError: state has another shape or dtype now. The message names slot and key. The
-                former memory is restored, if it is known.
+                former memory is restored, if the former memory is known.
         """
         for index, group_state in enumerate(self.rows.groups):
             for kept in group_state.sets:
@@ -492,14 +498,6 @@ def check_backend(backend: str, kernels: str, how: StatePrecision) -> None:
         field, reason = refused
         value = backend if field == "fused_backend" else getattr(how, field)
         raise ValueError(f"{field}={value!r}: {reason}")
-
-
-def settings_now(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a group's settings, with one-element tensors as numbers."""
-    return {
-        key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        for key, value in group_settings(group).items()
-    }
 
 
 def _by_group(slots: StepPlan, groups: Sequence[GroupState]) -> list[GroupPlan]:

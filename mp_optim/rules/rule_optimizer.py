@@ -40,8 +40,8 @@ E = TypeVar("E", bound=Executor)
 
 
 class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
-    """Torch optimizer over an executor. It adds param groups, passes the parameters' gradients to
-    the executor, and shows the executor's state.
+    """Torch optimizer over an executor. The optimizer adds param groups, passes the parameters'
+    gradients to the executor, and shows the executor's state.
 
     Args:
         params: parameters, named parameters or param groups.

@@ -73,8 +73,8 @@ class SlotSet:
         forms: shape, dtype and device of these state tensors when they were last checked.
         count: number of steps, if all slots have the same number; else None.
         mains: the stepped tensors; None if unknown.
-        seen: fingerprints of the stepped tensors if they are a model's parameters, whose memory
-            other code may replace (``param.data = ...``).
+        seen: fingerprints of the stepped tensors if a model's parameters are stepped. Other code
+            may replace the memory of parameters (``param.data = ...``).
         lists: state tensors of all slots, by key.
         launch: the last launch over all slots, without gradients and updates; None if unknown.
         sources: the objects from which ``launch`` was made. If a step has the same objects, it
@@ -110,7 +110,7 @@ class GroupState:
         slots: state tensors of each slot by key; empty before the slot's state is first used.
         mains: for each slot, the tensor for which the state was last allocated or checked.
         shapes: shape of each tensor in ``mains`` at that time.
-        is_shown: True if callers have references to state tensors, so they may replace memory.
+        is_shown: True if callers have references to state tensors, so callers may replace memory.
         sets: the sets of slots that are stepped together. Each slot is in one set.
         rule: rule that steps the group.
         values: the settings that were checked last. Empty if a setting is a tensor, because other
@@ -147,7 +147,8 @@ class GroupState:
         self.sets = list(dict.fromkeys(self._set_of))
 
     def set_at(self, positions: Sequence[int]) -> SlotSet | None:
-        """Return the set with exactly the slots at these positions; None if no set has them."""
+        """Return the set with exactly the slots at these positions; None if no set has exactly
+        these slots."""
         kept = self._set_of[positions[0]]
         is_whole = positions is kept.positions or positions == kept.positions
         return kept if is_whole else None
@@ -237,7 +238,7 @@ class GroupState:
         return counts
 
     def _forget_counts(self) -> None:
-        """Drop cached counts after other code wrote to step counts.
+        """Drop cached counts because other code wrote to step counts.
 
         A slot's ``step`` tensor is a view, so a write increases the version of ``steps``.
         """
@@ -350,7 +351,8 @@ class RuleState(StateStore):
             for key, value in state.items()
             if key != STEP and value.device != home and id(value) not in self.parked.homes
         ]
-        # Replace the memory and keep the tensor object, because callers may have references to it.
+        # Replace the memory and keep the tensor object, because callers may have references to the
+        # object.
         for value in away:
             give_memory(value, value.data.to(home))
         if missing or away:
@@ -678,5 +680,6 @@ class RuleState(StateStore):
 
     def reset_state(self, slot: Slot) -> None:
         for key, tensor in self.live_state(slot).items():
-            if key != REMAINDER:  # Keep the remainder, because it is a part of the main param.
+            # Keep the remainder, because the remainder is a part of the main param.
+            if key != REMAINDER:
                 tensor.zero_()

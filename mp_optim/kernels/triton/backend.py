@@ -64,7 +64,7 @@ Launches = tuple[Sequence[Tensor | None], list[tuple[Plan, bool]]]
 
 
 class TritonBackend(ReferenceBackend):
-    """Backend that launches Triton's kernels. ``reference`` computes steps that they do not
+    """Backend that launches Triton's kernels. ``reference`` computes steps that the kernels do not
     support.
 
     Attributes:

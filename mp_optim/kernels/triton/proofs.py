@@ -77,7 +77,7 @@ class FormProofs:
 
 
 def _compare(backend: ReferenceBackend, part: AlikeLists, shift: int, trial: Trial) -> str:
-    """Return the reason why a form's bits differ from ``reference``; empty if they are equal."""
+    """Return the reason why a form's bits differ from ``reference``; empty for equal bits."""
     (_, kind, lists), device = part, part.lists.grad[0].device
     assert kind is not None
     state = {key: some[0].dtype for key, some in lists.state.items() if some}

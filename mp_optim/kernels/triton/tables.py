@@ -1,6 +1,6 @@
 """Tables of addresses and sizes on a device, cached by their content.
 
-A table is copied to the device only if no table with the same content is there.
+A table is copied to the device only if no table with equal content is on the device.
 """
 
 from __future__ import annotations

@@ -9,5 +9,5 @@ program's chunk and calls the rule (``RULE``).
 
 Every arithmetic operation is one IEEE operation (docs/numerics.md): ``div_rn`` and ``sqrt_rn``, and
 no contraction (``enable_fp_fusion=False`` at launch). No operation has two scalar arguments,
-because the interpreter would compute it in double.
+because the interpreter would compute such an operation in double.
 """
