@@ -280,7 +280,18 @@ class PlacedExecutor(Executor):
                 for position in set(range(len(params))).difference(positions):
                     with torch.no_grad():
                         params[position] = torch.empty_like(params[position], device="meta")
-        _adopt_defaults(self.param_groups, [executor.param_groups for executor in self._distinct])
+        parts = [executor.param_groups for executor in self._distinct]
+        device, host = group_settings(parts[0][-1]), group_settings(parts[-1][-1])
+        for key in (device.keys() & host.keys()) - self.param_groups[-1].keys():
+            if device[key] != host[key]:
+                raise ValueError(
+                    f"{key}={device[key]!r}: the optimizer class of the host has the default "
+                    f"{host[key]!r}; pass {key} to both classes"
+                )
+        for part in parts:
+            for group, of_part in zip(self.param_groups, part, strict=True):
+                for key, value in group_settings(of_part).items():
+                    group.setdefault(key, value)
         self.use_mark(self.step_mark)
 
     def group_added(self) -> None:
@@ -582,24 +593,3 @@ def work_in_backward(
         stepper.release_gradients()
     stepper.schedule.grads.use_source(source)
     return stepper.schedule
-
-
-def _adopt_defaults(groups: ParamGroups, parts: Sequence[ParamGroups]) -> None:
-    """Copy hyperparameters that the optimizers of the places filled in into the groups, so that
-    callers can change them.
-
-    Raises:
-        ValueError: the two classes' defaults differ, so that a parameter's hyperparameters would
-            depend on its place.
-    """
-    device, host = group_settings(parts[0][-1]), group_settings(parts[-1][-1])
-    for key in (device.keys() & host.keys()) - groups[-1].keys():
-        if device[key] != host[key]:
-            raise ValueError(
-                f"{key}={device[key]!r}: the optimizer class of the host has the default "
-                f"{host[key]!r}; pass {key} to both classes"
-            )
-    for part in parts:
-        for group, of_part in zip(groups, part, strict=True):
-            for key, value in group_settings(of_part).items():
-                group.setdefault(key, value)

@@ -13,7 +13,7 @@ make, or made from other values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from functools import partial
 from itertools import groupby
@@ -415,24 +415,20 @@ class Stepper:
 
     def notes(self) -> tuple[str, ...]:
         """Return notes for ``describe()`` about how the slots are stepped."""
-        file = self.settings.state_file
-        of_file = () if file is None else file.notes()
-        return tuple(dict.fromkeys((*self._own_notes(), *of_file, *self.settings.transfer.notes())))
-
-    def _own_notes(self) -> Iterator[str]:
+        settings = self.settings
+        notes: list[str] = []
         if self.pipeline is not None and self.slots:
-            yield self.pipeline.note()
-        if (
-            self.settings.place == "host"
-            and self.settings.runs_in_backward
-            and self.buckets is not None
-        ):
-            yield (
-                f"host: offload_mode {self.settings.mode}, {len(self.buckets.members)} "
-                f"buckets of at most {self.settings.bucket_bytes:,} bytes, "
+            notes.append(self.pipeline.note())
+        if settings.place == "host" and self.schedule.runs_in_backward:
+            notes.append(
+                f"host: offload_mode {settings.mode}, {len(self.schedule.buckets)} "
+                f"buckets of at most {settings.bucket_bytes:,} bytes, "
                 f"{self.host_bytes().back:,} bytes double buffer"
                 + (", gradients released" if self.releases else "")
             )
+        if settings.state_file is not None:
+            notes += settings.state_file.notes()
+        return tuple(dict.fromkeys((*notes, *settings.transfer.notes())))
 
     def metrics(self) -> dict[str, float]:
         """Return milliseconds of the last step's stages, host memory, and counts of buckets.
