@@ -85,9 +85,9 @@ def denominators(v: Lists, s: AnyAdam) -> Lists:
 
 
 def descend(p: Lists, steps: Sequence[Tensor], decay: float, cautious: bool) -> None:
-    """Compute p = (p - decay*p) - step in place. With decay 0 the decay term is left out, because 0
-    * inf
-    is NaN.
+    """Compute p = (p - decay*p) - step in place.
+
+    With decay 0 the decay term is left out, because 0 times infinity is NaN.
 
     Args:
         p: main params.
