@@ -38,7 +38,7 @@ the suite compares with the native kernels bit for bit, takes the same steps."""
 CHOOSE_THEMSELVES = (*("native", "sanitizers", "triton", "conformance", "guards"), "muon_passes")
 """Tests of kernels and rules that a level of the process changes nothing for."""
 NAME_BACKENDS = (
-    *("averages", "cautious", "exact_sums", "kernel_fit", "large_gradients"),
+    *("cautious", "exact_sums", "kernel_fit", "large_gradients"),
     *("missing_kernels", "normuon", "self_test"),
 )
 """Those that a missing level changes nothing for: what is not native's in them names another
