@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from mp_optim.apps.convert.formats import COPIES, states_of_members
 from mp_optim.apps.convert.torch_files import load_plain_file
@@ -152,6 +153,25 @@ class MegatronAdapter(torch.optim.Optimizer):
         """The last step's norms of gradients that are clipped separately, by name."""
         norms = self.stack.counts.last_verdict().norms
         return {key: norms[key] for key in norms if key not in (MAIN_NORM, EXCLUDED)}
+
+    def get_grad_stats_parallel_group(self) -> ProcessGroup | None:
+        """Return the ranks that compute the gradient norm together; None for this rank alone.
+
+        Raises:
+            ValueError: the dense and the expert part have different process groups.
+        """
+        if not self.grads_states_parallel_group_is_shared():
+            raise ValueError(
+                "the dense and the expert part have different groups for the gradient norm; call "
+                "this method on each of chained_optimizers"
+            )
+        ranks = self.stack.chained_optimizers[0].norm_ranks()
+        return ranks[0] if ranks else None
+
+    def grads_states_parallel_group_is_shared(self) -> bool:
+        """True if all parts compute the gradient norm over the same ranks."""
+        members = [member.norm_ranks() for member in self.stack.chained_optimizers]
+        return all(ranks == members[0] for ranks in members)
 
     # -- a step in parts, for callers that coordinate several optimizers: gradients are prepared,
     # their norm is asked for and clipped, and they are stepped with. Nothing is written between:

@@ -23,7 +23,12 @@ from support import megatron_gpt as gpt  # noqa: E402
 TYPE = "distrib_optim_sharding_type"
 RESHARDABLE, BUCKETS = "fully_reshardable", "dp_reshardable"
 THEIRS = core.get_megatron_optimizer
-OURS = megatron.get_megatron_optimizer
+
+
+def OURS(*arguments: Any) -> Any:
+    """Call our factory by its module, because megatron.uninstall() replaces names of the factory
+    in other modules."""
+    return megatron.get_megatron_optimizer(*arguments)
 
 
 @pytest.fixture(autouse=True)

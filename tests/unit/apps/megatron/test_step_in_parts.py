@@ -192,7 +192,7 @@ def test_get_canonical_lr_for_logging_returns_lr_of_the_config() -> None:
 
 def test_get_megatron_optimizer_refuses_mimo_models() -> None:
     mimo = type("MimoModel", (nn.Linear,), {})(2, 2)
-    with pytest.raises(ValueError, match="with a norm computed outside"):
+    with pytest.raises(ValueError, match="computes their gradient norm itself"):
         megatron.get_megatron_optimizer(core.OptimizerConfig(lr=1.0), [mimo])
 
 
