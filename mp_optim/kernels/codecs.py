@@ -108,8 +108,8 @@ class Noise:
 
     @property
     def own_stream(self) -> int:
-        """Stream with which a kernel that counts from element 0 computes this object's random
-        bits."""
+        """Stream for kernels that count elements from 0: with this stream, such a kernel computes
+        the random bits of this object."""
         if not self.start:
             return self.stream
         x = (mix(self.seed ^ self.stream) + self.start * _GOLDEN) & _MASK
@@ -189,8 +189,8 @@ def encode_(
 
 
 def encode_again_(value: Tensor, stored: Tensor, scale: Tensor | None, second: bool) -> None:
-    """Store FP32 values like :func:`encode_`, but store values decoded from 8-bit codes without
-    loss.
+    """Store FP32 values like :func:`encode_`, but keep blocks exact that were decoded from 8-bit
+    codes.
 
     Stochastic rounding can store the largest value of a block as the second-largest code. The
     block's scale is then the largest value divided by that code. :func:`encode_` would choose
@@ -273,7 +273,8 @@ def _code_scale(top: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     scale of 4-bit codes is rounded down: the largest value then has code 7 with any rounding, so
     storing decoded values again gives the same scale.
     """
-    # Divide by a tensor, because a GPU multiplies by the reciprocal of a plain number.
+    # Divide by a tensor. For a division by a number, a GPU multiplies by the number's reciprocal,
+    # which gives other bits.
     quotient = top / torch.full_like(top, levels)
     up = 0 if levels == _FOUR_BITS else 0xFF
     scale = ((quotient.view(torch.int32) + up) & -0x100).view(torch.float32)
@@ -285,8 +286,8 @@ def _codes(scaled: Tensor, low: int, high: int, noise: Noise | None) -> Tensor:
     moment."""
     if noise is not None:
         bits = _sixteen(noise, scaled, second=low == 0).float()
-        # The scale of 4-bit codes is never 0, so with half a unit added a decoded value keeps its
-        # code.
+        # Add half a unit, so that the random number is never 0. A decoded 4-bit value divided by
+        # its scale may be slightly below its code, and then still gets this code.
         if high == _FOUR_BITS:
             bits += 0.5
         scaled = (scaled + bits * 2.0**-16).floor_()
@@ -294,7 +295,8 @@ def _codes(scaled: Tensor, low: int, high: int, noise: Noise | None) -> Tensor:
 
 
 def _packed(codes: Tensor) -> Tensor:
-    """Pack whole numbers from -7 to 7, two in a byte. The last run is padded with zeros."""
+    """Pack whole numbers from -7 to 7, two in a byte, in runs of 64 numbers. The last run is padded
+    with zeros."""
     runs = torch.nn.functional.pad(codes.int() & 15, (0, -codes.numel() % PACKED))
     low, high = runs.view(-1, 2, PACKED // 2).unbind(1)
     return (low | high << 4).reshape(-1)

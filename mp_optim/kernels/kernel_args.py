@@ -150,9 +150,9 @@ def contiguous_outputs(outputs: Sequence[Tensor | None]) -> Sequence[Tensor | No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """Inputs of a step's scalars, for libraries whose kernels compute scalars.
+    """Settings and number of a step, for libraries with kernels that compute scalars themselves.
 
-    A base class keeps these fields out of ``__slots__`` of the subclass, which lists the scalars.
+    The fields are in a base class, because ``__slots__`` of a subclass lists only the scalars.
     """
 
     given_lr: float
@@ -457,7 +457,8 @@ def prepare_launch(rule: str, part: AlikeLists, written: list[Tensor], launch: A
 
 
 def continued(lists: TensorLists, kind: LaunchDtypes | None) -> TensorLists:
-    """Set main params to the weights in ``output`` to which the main params do not round.
+    """Set main params to the model's weights in ``output``, where a main param does not round to
+    the weight.
 
     Does nothing if a kernel compares the weights.
 
@@ -552,7 +553,7 @@ def column_names(moments: tuple[str, ...]) -> dict[str, str]:
 def columns_of(
     lists: TensorLists, kind: LaunchDtypes, moments: tuple[str, ...]
 ) -> dict[str, Sequence[Any]]:
-    """Return lists of equal dtypes by the kernels' names of their tensors."""
+    """Return lists of equal dtypes by the names that kernels use for their tensors."""
     names = column_names(moments)
     columns: dict[str, Sequence[Any]] = {"grad": lists.grad}
     if lists.main:
@@ -569,12 +570,14 @@ def columns_of(
 
 
 def check_fit(kind: LaunchDtypes, columns: Mapping[str, CachedTensorList]) -> None:
-    """Check lists before a kernel uses their addresses, because kernels access any address.
+    """Check tensor lists before their addresses go to a kernel, because kernels do not check
+    addresses.
 
     Args:
         kind: expected dtypes.
-        columns: lists by the names of :class:`LaunchDtypes`, ``scale1``, ``scale2`` and
-            ``changed``. Lists with current values have the prefix ``from_``.
+        columns: tensor lists. Keys are the fields of :class:`LaunchDtypes`, and ``scale1``,
+            ``scale2`` and ``changed``. A key with the prefix ``from_`` has the tensors that a step
+            reads when it writes its results to other tensors.
 
     Raises:
         ValueError: a tensor has an unexpected dtype or number of elements, or its storage is too
@@ -590,7 +593,8 @@ def check_fit(kind: LaunchDtypes, columns: Mapping[str, CachedTensorList]) -> No
             dtype, expected = torch.uint8, _sizes(numbers, "bits")
         else:
             dtype, expected = getattr(kind, column), sized.sizes
-            # A byte of a first moment has two codes, so expect half as many bytes as elements.
+            # A first moment in uint8 has 4-bit codes, two in a byte, so expect half as many bytes
+            # as elements.
             if dtype == torch.uint8 and column == "moment1":
                 expected = _sizes(numbers, "packed")
         fits = tensors.own_sizes == expected and tensors.dtypes <= {dtype}

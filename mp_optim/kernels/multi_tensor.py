@@ -50,8 +50,8 @@ MOST_ELEMENTS = 2**31 - 1 - CHUNK_ELEMENTS
 """Largest number of elements of a tensor, because the kernels have 32-bit indices."""
 
 MOST_TENSORS = 1024
-"""Largest number of tensors per call. Transformer Engine has about 20,000 handles, and uses one for
-each tensor of a call."""
+"""Largest number of tensors per call. Transformer Engine has about 20,000 tensor handles per
+process, and uses a handle for each tensor of a call."""
 
 KERNEL_DEVICE = CUDA.type
 """Device type on which the kernels run."""
@@ -135,8 +135,10 @@ class MultiTensorBackend(ReferenceBackend):
         dtypes: Sequence[torch.dtype],
         *arguments: Any,
     ) -> Any:
-        """Call a kernel of the library with a new overflow flag, which no earlier launch can have
-        set."""
+        """Call a kernel of the library with a new overflow flag.
+
+        An earlier launch may have set its flag, and some kernels do nothing if their flag is set.
+        """
         check_launch(f"{self.name}: {name}", lists, dtypes)
         device = lists[0][0].device
         with current_device(device):
@@ -145,7 +147,7 @@ class MultiTensorBackend(ReferenceBackend):
             return getattr(self.library, name)(CHUNK_ELEMENTS, flag, tensors, *arguments)
 
     def scaled(self, grads: Sequence[Tensor], multiplier: float) -> list[Tensor]:
-        """Return FP32(g) * multiplier as new tensors, for one batch."""
+        """Return FP32(g) * multiplier for each gradient of a batch, as new FP32 tensors."""
         fresh = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
         dtypes = [grads[0].dtype, torch.float32]
         self.launch("multi_tensor_scale", [grads, fresh], dtypes, multiplier)
@@ -254,7 +256,7 @@ _QUIET_NAN = 0x7FC0
 
 
 def load_transformer_engine() -> TransformerEngineBackend:
-    """Import Transformer Engine's extension, after its package, which loads the core library.
+    """Import Transformer Engine's package, which loads the core library, then its torch extension.
 
     Raises:
         Exception: the installation is missing or broken. The error may be of any class.
@@ -295,16 +297,17 @@ class TransformerEngineBackend(MultiTensorBackend):
         if REMAINDER in batch.state:
             name, rests = "multi_tensor_adam_param_remainder", batch.state[REMAINDER]
             high, low = _bits_of(batch.main, rests)
-            # Clear the remainder of a zero, because the kernel would borrow from it and compute a
-            # NaN.
+            # Set the remainder of a zero to 0. For a zero with a negative remainder, the kernel
+            # would subtract 1 from the zero's bits, which gives a NaN.
             _give_back(low.masked_fill_((high & 0x7FFF) == 0, 0), rests)
             lists = [*lists, rests]
         elif outputs:
             lists = [grads, outputs, first, second, batch.main]
         self.launch(name, lists, [tensors[0].dtype for tensors in lists], *_adam_arguments(s))
         if REMAINDER in batch.state:
-            # CUDA's NaN, 0x7fffffff, is split into a bfloat16 zero and a negative remainder, which
-            # no other value has. Replace this zero by a NaN, or the NaN would be lost.
+            # The kernel splits CUDA's NaN, 0x7fffffff, into a bfloat16 zero and a negative
+            # remainder. No other result has these bits. Replace this zero by a NaN, or the NaN
+            # would be lost.
             high, low = _bits_of(batch.main, rests)
             hidden = ((high & 0x7FFF) == 0) & (low < 0)
             _give_back(high.masked_fill_(hidden, _QUIET_NAN).view(torch.bfloat16), batch.main)

@@ -114,8 +114,11 @@ class NativeTable:
         return table
 
     def take(self, lists: TensorLists) -> None:
-        """Set the gradients of the next launch, which have the dtypes and sizes of the last
-        gradients."""
+        """Set the gradients and the average weight of the next launch.
+
+        The gradients must have the dtypes and sizes of the last gradients, because other fields
+        stay unchanged.
+        """
         assert isinstance(lists.grad, CachedTensorList)
         self._arrays["grad"] = lists.grad.addresses
         self.tensors.grad = lists.grad.addresses.buffer_info()[0]
@@ -231,7 +234,7 @@ class NativeBackend(ReferenceBackend):
         if not steady.contiguous:
             steady = CachedTensorList(tensor.contiguous() for tensor in steady)
         if steady.own_sizes != steady.sizes or not steady.stored:
-            # Call check_fit() for its error, which names the tensor that does not fit.
+            # Raise the error of check_fit(), which names the tensor that does not fit.
             check_fit(LaunchDtypes(steady[0].dtype), {"grad": steady})
         sums = torch.empty(len(steady), dtype=torch.float64, device="cpu")
         table = NativeTable.of_one(steady)
@@ -240,7 +243,10 @@ class NativeBackend(ReferenceBackend):
 
 
 def values_of(structure: type[ctypes.Structure], scalars: Any, multiplier: float) -> Any:
-    """Return a C structure with those scalars of a rule that are fields of the structure."""
+    """Return a C structure whose fields have the values of the rule's scalars of the same name.
+
+    Scalars without a field are left out. The field ``l2`` is 0 for a rule without ``l2``.
+    """
     known = {"multiplier": multiplier, "l2": 0.0}
     known |= {name: getattr(scalars, name) for name in scalars.__slots__}
     return structure(**{name: known[name] for name, *_ in structure._fields_})

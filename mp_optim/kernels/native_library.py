@@ -188,11 +188,12 @@ def _gomp() -> ctypes.CDLL | None:
 
 
 def limit_openmp(threads: int) -> None:
-    """Limit the number of threads of torch's operations in the calling thread.
+    """Set the number of threads that torch's operations use in the calling thread.
 
     Does nothing if torch does not use GNU's OpenMP.
     """
-    # torch sets a new thread's number at its first query and would overwrite a number set before.
+    # The first query in a new thread makes torch set its own number for that thread. So query
+    # first, or torch would overwrite the number that is set below.
     torch.get_num_threads()
     set_threads = getattr(_gomp(), "omp_set_num_threads", None)
     if set_threads is not None:
@@ -209,7 +210,8 @@ _host_threads: int | None = None
 
 
 class _Here(threading.local):
-    """Number of kernel threads for calls from the present thread (:func:`set_thread_share`)."""
+    """Number of kernel threads for calls from one thread (:func:`set_thread_share`); None for the
+    process's number."""
 
     threads: int | None = None
 

@@ -1,8 +1,9 @@
 """The arithmetic of docs/numerics.md in torch operations.
 
-Every operation is one IEEE operation in FP32, rounded once. Operations that contract (addcmul,
-addcdiv, lerp, ``alpha=``) must not be used. Square roots are computed in FP64, because torch's FP32
-square root on the CPU is not correctly rounded.
+Every operation is one IEEE operation in FP32, rounded once. Operations that multiply and add with a
+single rounding on some devices (addcmul, addcdiv, lerp, ``alpha=``) must not be used in FP32.
+Square roots are computed in FP64, because torch's FP32 square root on the CPU is not correctly
+rounded.
 """
 
 from __future__ import annotations
@@ -115,14 +116,19 @@ class ReferenceBackend:
             ELEMENT_STEPS[rule](batch, scalars, multiplier)
 
     def prove_at_first_use(self) -> None:
-        """Compare each form of a kernel with ``reference`` before the first step that uses the
-        form.
+        """Compare each kernel with ``reference`` before the first step that uses the kernel with
+        new compile-time constants.
 
-        Only for backends with ``by_form`` in ``selection``.
+        Only for backends with ``by_form`` in ``selection``. Other backends do nothing.
         """
 
     def announce(self, lists: TensorLists, scalars: Any, device: torch.device) -> None:
-        """Copy the scalars to a device, before parts of these lists are stepped there."""
+        """Copy the scalars of a step to a device before windows of the lists are copied to the
+        device.
+
+        Otherwise the scalars would arrive after all bytes of the first window. Does nothing for a
+        backend that passes scalars as arguments.
+        """
 
     # -- LAMB -------------------------------------------------------------------------------------
 
@@ -276,15 +282,16 @@ def _averaged(lists: TensorLists, index: int, scalars: MuonScalars, multiplier: 
 
 
 def _blend(start: Tensor, end: Tensor, factor: float, from_end: bool, out: Tensor) -> None:
-    """Write ``start`` plus a multiple of ``end - start``, computed like ``torch.lerp``, to ``out``.
+    """Write a value between two tensors to ``out``, computed like ``torch.lerp``.
 
-    Overflows of finite values are clamped. The product is exact in FP64, so the result equals a
-    fused multiply-add on any device. Orthogonalized values are rounded to bfloat16, which would
-    amplify differences in the last bit.
+    The value is ``start + factor * (end - start)``, or ``end + factor * (end - start)`` with
+    ``from_end``. Overflows of finite values are clamped. The product is exact in FP64, so the
+    result equals a fused multiply-add on any device. Orthogonalized values are rounded to bfloat16,
+    which would amplify differences in the last bit.
 
     Args:
         factor: factor of the difference.
-        from_end: True to add the product to ``end`` instead.
+        from_end: True to add the product to ``end``, False to add the product to ``start``.
     """
     piece = piece_elements(out.device)
     for at in range(0, out.numel(), piece):

@@ -35,12 +35,13 @@ class _Source:
     """Loader and devices of a backend.
 
     Attributes:
-        load: returns the backend, or the reason why it is not available. An exception is a reason,
-            too.
+        load: returns the backend, or the reason why it is not available. A raised error counts as a
+            reason.
         devices: returns the device types on which the kernels run; None for all types.
-        missing: reason for each Python module that may not be installed.
+        missing: reason to report if a Python module is not installed, by the module's name.
         by_form: True if the backend compares each form of its kernels with ``reference`` at the
-            form's first use, and uses ``reference`` for a form with other bits.
+            form's first use, and uses ``reference`` for a form with other bits. A form is a kernel
+            with its compile-time constants.
     """
 
     load: Callable[[], Backend | str]
@@ -99,8 +100,11 @@ def candidates(device: torch.device) -> tuple[str, ...]:
 
 
 def forget() -> None:
-    """Delete all results of self-tests, because a library was installed after the process
-    started."""
+    """Delete all results of self-tests.
+
+    Call this function after a library was installed in a running process. The next call of
+    :func:`choose_backend` then finds the library.
+    """
     _proven.cache_clear()
     choose_backend.cache_clear()
 
@@ -111,8 +115,8 @@ def proof_of(name: str, device: torch.device, by_form: bool = True) -> SelfTest:
     Args:
         name: name of the backend.
         device: device of the step.
-        by_form: True to trust kernels that are compared at the first use of each form; False to
-            test such kernels now.
+        by_form: True to report kernels as exact without a test if each form is compared at its
+            first use; False to test such kernels now.
     """
     return _proven(name, device, by_form)[1]
 
@@ -152,8 +156,8 @@ def _loaded(name: str, device: torch.device) -> Backend | str:
 def choose_backend(name: str, device: torch.device, rule: str = "") -> tuple[Backend, str]:
     """Return the backend for ``fused_backend=name`` on a device, and the reason.
 
-    ``auto`` chooses the first of :func:`candidates` with the bits of ``reference``. Another name is
-    used where its kernels run. In the other place (host or accelerator), ``auto`` chooses.
+    ``auto`` chooses the first of :func:`candidates` with the bits of ``reference``. Another backend
+    is used on the device types on which its kernels run. On other device types, ``auto`` chooses.
 
     Args:
         name: value of ``fused_backend``.
@@ -193,7 +197,11 @@ def choose_backend(name: str, device: torch.device, rule: str = "") -> tuple[Bac
 
 
 def _serving_device(name: str, device: torch.device) -> torch.device:
-    """Return the device if the backend's kernels run there, else a device on which they run."""
+    """Return the device if the backend's kernels run on the device's type, else a device of a type
+    on which the kernels run.
+
+    Without a GPU, the given device is returned also for a backend that needs a GPU.
+    """
     devices = _SOURCES[name].devices
     if devices is None or device.type in devices():
         return device
@@ -227,7 +235,7 @@ def check_serves(name: str, device: torch.device) -> None:
     """Raise if a named backend has no kernels for the device of the parameters.
 
     Raises:
-        ValueError: the backend has none. The message names the backend and the device.
+        ValueError: the backend has no such kernels. The message names the backend and the device.
     """
     if name in _SOURCES:
         devices = _SOURCES[name].devices

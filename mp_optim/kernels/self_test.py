@@ -1,8 +1,9 @@
 """Self-test of a backend before it writes a parameter.
 
 The self-test compares a small step of each rule with ``reference``. The tests of the package cover
-more sizes, alignments and dtypes. Kernels that are compiled on this machine are compared form by
-form instead (:mod:`~mp_optim.kernels.triton.proofs`).
+more sizes, alignments and dtypes. Triton's kernels are compiled on this machine, once for each form
+(a kernel with its compile-time constants). Each form is compared when a step first uses it instead
+(:mod:`~mp_optim.kernels.triton.proofs`).
 """
 
 from __future__ import annotations
@@ -210,7 +211,7 @@ def trial_lists(
         device: device of all tensors.
         sizes: number of elements of each tensor.
         shift: number of elements between a multiple of 16 bytes and the start of each tensor.
-        last_grad: factor of the last gradient.
+        last_grad: factor of the last tensor's gradient. A tiny factor tests denormal squares.
     """
     kind, state = form.kind, dict[str, list[Tensor]]()
     whole = [values_of(size, 2 * index, device) for index, size in enumerate(sizes)]

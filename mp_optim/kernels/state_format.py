@@ -249,7 +249,7 @@ def fitted(
         widths = (mine[REMAINDER].dtype if REMAINDER in mine else None, remainder.dtype)
         narrows = widths == (torch.int8, torch.int16)
         if narrows and not convert and bool((remainder & 0xFF).any()):
-            # Refuse an int16 remainder that does not fit into int8 now. The check of the joined
+            # Refuse an int16 remainder with values that int8 loses. The later check of the joined
             # main param reads the present weights, so that check could miss the loss.
             raise ValueError(_more_bits(label))
     if MASTER in result and REMAINDER in mine:
@@ -303,9 +303,10 @@ def _can_be_read(saved: Tensor, scale: Any, convert: bool) -> bool:
 
 
 def shape_of(key: str, stored: Tensor, main: Tensor) -> torch.Size:
-    """Return the shape of a stored moment in FP32.
+    """Return the shape in FP32 of a stored moment.
 
-    4-bit codes with the right number of bytes have the main param's shape.
+    4-bit codes are stored as 1-D bytes. If the number of bytes fits the main param, the result is
+    the main param's shape; otherwise the shape of ``stored``.
     """
     fits = is_packed(key, stored.dtype) and stored.shape == (packed_bytes(main.numel()),)
     return main.shape if fits else stored.shape

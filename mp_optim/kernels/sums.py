@@ -2,9 +2,9 @@
 
 A tensor's row-major elements are divided into blocks of 1024, padded with zeros. A block has 8 rows
 of 128 squares. The rows are added one after another, then the 128 sums by halving (``x[:64] +
-x[64:]`` and so on). Sums of blocks are added in adjacent pairs, padded with zeros. So each aligned
-run of a power of two of blocks can be summed separately. The sums of a parameter's shards are
-all-reduced over the ranks with these shards.
+x[64:]`` and so on). Sums of blocks are added in adjacent pairs, padded with zeros. So a run of 2^k
+blocks that starts at a multiple of 2^k blocks can be summed separately. The sums of a parameter's
+shards are all-reduced over the ranks with these shards.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def combine_pieces(owners: Sequence[int], pieces: Tensor, count: int) -> Tensor:
     Args:
         owners: index of each piece's tensor. The pieces of a tensor are in order; a tensor without
             pieces has sum 0.
-        pieces: FP64, shape (len(owners), k): k independent sums for each piece.
+        pieces: FP64, shape (len(owners), k): for each piece, k sums that are added separately.
         count: number of tensors.
 
     Returns:
@@ -84,8 +84,8 @@ def _index(values: Iterable[int], like: Tensor) -> Tensor:
 def root(values: Tensor) -> Tensor:
     """Return correctly rounded square roots of FP64 values, on the values' device.
 
-    torch's square roots are correctly rounded on a GPU. On a CPU one in 150 is off by a unit in the
-    last place.
+    torch's FP64 square root is correctly rounded on a GPU, but on a CPU one result in 150 is off by
+    a unit in the last place. So Python computes the roots on a CPU.
     """
     if values.device.type != "cpu":
         return values.sqrt()
@@ -96,7 +96,7 @@ def root(values: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def index_on(device: torch.device, indices: tuple[int, ...]) -> Tensor:
-    """Return int64 indices on a device. The copy is cached, because copying synchronizes."""
+    """Return int64 indices on a device, cached because a copy to a GPU synchronizes."""
     return torch.tensor(indices, dtype=torch.long, device=device)
 
 
@@ -132,11 +132,11 @@ def sum_in_pairs(values: Tensor) -> Tensor:
 
 
 def by_dtype(tensors: CachedTensorList, sum_alike: Callable[[CachedTensorList], Tensor]) -> Tensor:
-    """Return the sum of each tensor: FP64, shape (n,), by a function for tensors of one dtype.
+    """Group tensors by dtype, and return the sum of each tensor: FP64, shape (n,).
 
     Args:
         tensors: tensors on one device.
-        sum_alike: returns the sums of tensors of one dtype, FP64, shape (k,).
+        sum_alike: computes the sums of k tensors of one dtype: FP64, shape (k,).
     """
     device = tensors[0].device if tensors else torch.device("cpu")
     sums = torch.empty(len(tensors), dtype=torch.float64, device=device)
@@ -160,7 +160,7 @@ def _sum_large(tensor: Tensor, piece: int) -> Tensor:
 def _row_major(tensor: Tensor, start: int, stop: int) -> Tensor:
     """Return the elements from ``start`` to ``stop``, in row-major order, 1-D.
 
-    Of a strided tensor, at most two rows more than needed are copied.
+    Of a strided tensor, only slices along dimension 0 that have these elements are copied.
     """
     while tensor.shape[0] == 1 and tensor.dim() > 1:
         tensor = tensor[0]

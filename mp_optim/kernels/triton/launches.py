@@ -207,7 +207,8 @@ def step_form(
     aligned: bool,
     chunk: int,
 ) -> KernelForm:
-    """Return the kernel with these compile-time constants, created once."""
+    """Return the kernel with these compile-time constants. Equal constants return one cached
+    object."""
     constants = {
         "RULE": rule,
         "FLAGS": flags,
@@ -222,8 +223,10 @@ def step_form(
 
 
 def on_host(multiplier: Multiplier, flag: Tensor | None = None) -> float | None:
-    """Return the multiplier as a number; None if a flag forbids writing. Synchronizes with the
-    device."""
+    """Return the multiplier as a number; None if a flag on the device forbids the step to write.
+
+    Synchronizes if the multiplier or the flag is a tensor on a device.
+    """
     if flag is not None and flag.item():
         return None
     if not isinstance(multiplier, Tensor):

@@ -1,4 +1,7 @@
-"""Comparison of each form of the kernels with ``reference``, when a step first uses the form."""
+"""Comparison of the kernels with ``reference``, when a step first uses a form of a kernel.
+
+A form is a kernel with its compile-time constants, on a device and with an alignment.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ SIZES = (0, 1, 257, 1024 + 256 + 16, 16384, 2 * 8192 + 2048 + 3)
 
 NOTE: change these sizes together with the kernels. A whole tile has 1024 elements. The rest of a
 tensor that ends at a multiple of 16 has its own branch. Steps have chunks of 8192 elements, sums
-have chunks of 16384.
+have chunks of 4096.
 """
 INTERPRETED_SIZES = (0, 257)
 """Numbers of elements for interpreted kernels, which need no whole tiles: no compiler can
@@ -37,7 +40,7 @@ class FormProofs:
     def __init__(self) -> None:
         self.is_on = False
         self.is_right: dict[Any, bool] = {}
-        # A trial may use another form, so the lock must be reentrant.
+        # A trial may use another form and compare that form, too, so the lock must be reentrant.
         self._lock = threading.RLock()
 
     def holds(

@@ -195,7 +195,8 @@ class Tables:
         return found
 
     def plan_of(self, sizes: array[int], chunk: int, device: torch.device) -> Plan:
-        """Return the cached plan for tensors of these sizes, in chunks of ``chunk`` elements."""
+        """Return the cached plan for tensors of these sizes, divided into chunks of ``chunk``
+        elements."""
         key = sizes.tobytes(), chunk, device
         return self._remembered(key, lambda: Plan(self, sizes, chunk, device))
 
@@ -239,8 +240,11 @@ class Tables:
         return table.pin_memory().to(device, non_blocking=True)
 
     def _remembered(self, key: Hashable, build: Callable[[], _Value]) -> _Value:
-        """Return the cached value of a content, or build the value. The least recently used value
-        is dropped if all values together are too large."""
+        """Return the cached value of a key, or build and cache the value.
+
+        If all cached values together need too much memory, the least recently used values are
+        dropped.
+        """
         value: Any = self._of_content.pop(key, None)
         if value is None:
             value = build()

@@ -1,7 +1,8 @@
 """Reading, rounding and writing of stored values: ``kernels/codecs.py`` as Triton functions.
 
-bfloat16 is read and written as its 16 bits, int16, because the interpreter would truncate where a
-GPU rounds. No other value is stored as int16.
+bfloat16 is read and written as its 16 bits, int16, because Triton's interpreter would truncate
+where a GPU rounds. So :func:`widened` and :func:`narrowed` take int16 for bfloat16. 16-bit
+remainders are int16, too, but do not pass through these functions.
 """
 
 from typing import Any, NamedTuple
@@ -52,7 +53,7 @@ def place(column, tensor, start, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def fetch(pointer, offsets, count, MASKED: tl.constexpr):
-    """Load stored elements; 0 from element ``count`` on."""
+    """Load stored elements. The result is 0 for elements from index ``count`` on."""
     if MASKED:
         raw = tl.load(pointer + offsets, mask=offsets < count, other=0)
     else:
@@ -91,7 +92,7 @@ class Tile(NamedTuple):
 
 @triton.jit
 def fetch_tile(pointer, tile):
-    """Load the stored elements of a tile; 0 from the chunk's end on."""
+    """Load the stored elements of a tile. The result is 0 for elements after the chunk's end."""
     if tile.masked:
         raw = tl.load(pointer + tile.offsets, mask=tile.inside, other=0)
     else:
@@ -287,8 +288,8 @@ def encoded(value, words, TYPE: tl.constexpr, ROOT: tl.constexpr):
     """Return codes, shape (blocks, 256), and scales, shape (blocks,), of FP32 values."""
     if ROOT:
         value = tl.sqrt_rn(value)
-    # Compare magnitudes as integers: their order is the same, with inf above all numbers and NaN
-    # above inf.
+    # Compare the bits of magnitudes as integers. Larger magnitudes have larger bits, inf has larger
+    # bits than all numbers, and NaN larger bits than inf.
     top = tl.max(value.to(tl.int32, bitcast=True) & MAGNITUDE, axis=1)
     if ROOT:
         top = tl.where(top == INFINITY, INFINITE_ROOT, top)
@@ -406,7 +407,7 @@ def write_main(value, chunk, tile):
 
 @triton.jit
 def write_average(value, chunk, tile):
-    """Move averages towards FP32 main params. bfloat16 averages are rounded stochastically."""
+    """Move averages towards FP32 main params, and round a bfloat16 average stochastically."""
     TYPE: tl.constexpr = chunk.average.dtype.element_ty
     mean = widened(fetch_tile(chunk.average, tile))
     mean = tl.where(chunk.weight == 1.0, value, mean + (value - mean) * chunk.weight)
@@ -419,8 +420,10 @@ def write_average(value, chunk, tile):
 
 @triton.jit
 def lone(value, words, TYPE: tl.constexpr):
-    """Return main params without remainders in their stored dtype. bfloat16 is rounded
-    stochastically."""
+    """Return main params without remainders in their stored dtype.
+
+    bfloat16 is rounded stochastically with random bits, else to nearest even.
+    """
     if TYPE != tl.int16:
         raw = value
     elif words is None:

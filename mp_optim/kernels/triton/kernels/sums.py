@@ -1,7 +1,8 @@
 """Sums of squares in FP64 in the order of ``kernels/sums.py``.
 
-A reduction in a fixed order is built from halvings of two elements, because the sum of two elements
-does not depend on their order. Triton does not define the order of longer reductions.
+Each ``tl.sum`` adds only two elements, because the sum of two elements does not depend on their
+order. Triton does not define the order in which ``tl.sum`` adds more elements. So sums of more
+elements are computed in several calls.
 """
 
 import triton
@@ -13,8 +14,8 @@ from mp_optim.kernels.triton.kernels.tiles import even_count, located
 
 @triton.jit
 def lanes_added(x, ROWS: tl.constexpr):
-    """Add columns of shape (ROWS, 128) by halving (``x[:64] + x[64:]`` and so on); return shape
-    (ROWS,)."""
+    """Add the 128 columns of ``x``, shape (ROWS, 128), by halving (``x[:, :64] + x[:, 64:]`` and so
+    on). Return shape (ROWS,)."""
     x = tl.sum(tl.reshape(x, (ROWS, 2, 64)), axis=1)
     x = tl.sum(tl.reshape(x, (ROWS, 2, 32)), axis=1)
     x = tl.sum(tl.reshape(x, (ROWS, 2, 16)), axis=1)
@@ -60,8 +61,10 @@ def chunk_sums(
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Store the sum of squares of this program's chunk, which has a power of two of blocks of
-    1024."""
+    """Store the sum of squares of this program's chunk of CHUNK elements.
+
+    CHUNK is 1024 times a power of two, so that the sums of chunks can be added in pairs.
+    """
     tensor, start, count = located(owners, firsts, sizes, None, CHUNK)
     pointer = place(tensors, tensor, start, TYPE, ALIGNED)
     even = even_count(count, ALIGNED)
@@ -90,7 +93,7 @@ def _chunk_sum(pointer, count, BLOCKS: tl.constexpr, MASKED: tl.constexpr):
 def run_sums(
     owners, firsts, starts, counts, sums, results, COLUMNS: tl.constexpr, RUN: tl.constexpr
 ):
-    """Store the sums, column by column, of this program's run of up to RUN rows of ``sums``."""
+    """Add up to RUN rows of ``sums`` that belong to one tensor, and store one sum per column."""
     program = tl.program_id(0)
     tensor = tl.load(owners + program)
     at = (program - tl.load(firsts + tensor)) * RUN

@@ -41,8 +41,12 @@ def direction(p, m, v, scalars, FLAGS: tl.constexpr):
 
 @triton.jit
 def rows_added(total, value, tile, ROWS: tl.constexpr):
-    """Return the sums so far, shape (ROWS, 128), plus the squares of two more rows of 128, in
-    order."""
+    """Add the squares of two rows of 128 values, one row after the other, to the sums so far.
+
+    Args:
+        total: FP64 sums, shape (ROWS, 128).
+        value: FP32 values, shape (ROWS, 256): two rows for each sum.
+    """
     if tile.masked:
         value = tl.where(tile.inside, value, 0.0)
     square = value.to(tl.float64)
@@ -53,8 +57,8 @@ def rows_added(total, value, tile, ROWS: tl.constexpr):
 
 @triton.jit
 def lamb_moments(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """Update LAMB's moments, and store the sums of p^2 and u^2 of this program's chunk in
-    ``made``."""
+    """Update LAMB's moments, and store the sums of p^2 and u^2 of this program's chunk in the table
+    ``chunk.made``."""
     if chunk.count == CHUNK:
         p_sum, u_sum = _moments_chunk(chunk, FLAGS, CHUNK // 1024, False)
     else:
