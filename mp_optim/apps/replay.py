@@ -122,8 +122,9 @@ def _checked(optimizer: Any) -> MegatronOptimizer:
     config, size = stack.config, Ranks.of().size
     if size > 1 and RULES[config.optimizer].reads != "elements":
         raise ValueError(
-            f"optimizer={config.optimizer!r} on {size} ranks: sums over ranks have another order "
-            "in one process; record a step of one process"
+            f"optimizer={config.optimizer!r} on {size} ranks: a replay runs in one process, which "
+            f"adds sums in another order than {size} ranks, so its bits would differ; record a "
+            "step of a run with one process"
         )
     if config.fused_backend in ("torch", "apex", "transformer_engine"):
         raise ValueError(

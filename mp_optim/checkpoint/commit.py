@@ -92,10 +92,11 @@ def newest(path: Path) -> Path:
         return path
     pointer, complete = path / LATEST, [version.name for version in complete_versions(path)]
     if not pointer.is_file():
-        do = f"load one of the complete versions {complete} by its own path"
         raise FileNotFoundError(
-            f"no complete checkpoint under {path}: the file {LATEST} is missing; "
-            f"{do if complete else 'pass the path of another checkpoint'}"
+            f"{path}: the file {LATEST}, which names the newest version, is missing; load one of "
+            f"the complete versions {complete} by its own path"
+            if complete
+            else f"no complete checkpoint under {path}; pass the path of another checkpoint"
         )
     try:
         with inside(path, LATEST, str(path)).open("rb") as file:

@@ -413,10 +413,10 @@ def as_metadata(index: Index, folder: Path) -> bytes:
 
 # -- tensors in data files ------------------------------------------------------------------------
 #
-# Raw elements behind a header with which ``torch.load`` reads them, too: that of ``torch.save(...,
-# _use_new_zipfile_serialization=False)``, whose elements come last and raw. It depends on the dtype
-# and the shape alone, so it is made once for all tensors that share them: writing a small tensor is
-# two copies, where ``torch.save`` takes hundreds of microseconds.
+# A tensor's raw elements follow a header, so that ``torch.load`` can read the tensor. The header is
+# that of ``torch.save(..., _use_new_zipfile_serialization=False)``, which writes elements last and
+# raw. A header depends only on dtype and shape, so tensors of equal dtype and shape share one
+# header. Writing a small tensor takes two copies; ``torch.save`` takes hundreds of microseconds.
 
 _PICKLE_PROTOCOL = 2  # torch.load's safe unpickler reads only this protocol.
 _KEY = "0"

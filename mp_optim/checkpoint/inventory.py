@@ -205,9 +205,9 @@ class Inventory:
             if name in in_model and in_model[name].shape != param.shape:
                 raise ValueError(
                     f"{name} has the shape {tuple(in_model[name].shape)} in the model and "
-                    f"{tuple(param.shape)} in the optimizer, which does not train the model's; "
-                    "build the optimizer after the last change of the model "
-                    "(resize_token_embeddings)"
+                    f"{tuple(param.shape)} in the optimizer: the model's parameter was replaced "
+                    "after the optimizer was built, and is not trained; build the optimizer after "
+                    "the last change of the model (resize_token_embeddings)"
                 )
         ModelParams([chunk for _, chunk in self.chunks]).warn_of_untrained(self._stack)
 

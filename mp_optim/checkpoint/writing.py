@@ -255,9 +255,8 @@ class Writing:
     def wait_for_device(self, timeout: float | None = None) -> bool:
         """Wait until the save leases no tensor of an accelerator. Return False if leases are left
         after ``timeout`` seconds."""
-        lent = (
-            self._lent
-        )  # Keep a reference, because the thread of the save may delete the attribute meanwhile.
+        # The thread of the save may set the attribute to None between two reads, so read it once.
+        lent = self._lent
         return lent is None or lent.wait_for_devices(timeout)
 
     def give_back(self) -> None:

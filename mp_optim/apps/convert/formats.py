@@ -106,8 +106,9 @@ def from_apex(
     counts = [len(group.names) for group in foreign.groups]
     if [len(group) for group in masters] != counts:
         raise ValueError(
-            f"masters of {[len(group) for group in masters]} parameters for groups of {counts} "
-            "(apex's add_param_group adds no masters); pass the masters of every group"
+            f"masters= has {[len(group) for group in masters]} tensors per group, but the state "
+            f"dict's groups have {counts} parameters; pass the masters of every group (apex's "
+            "add_param_group does not add them to param_groups_master)"
         )
     copies = {
         name: tensor

@@ -363,8 +363,9 @@ def hf_loss(batch: Batch) -> Callable[[nn.Module], Tensor]:
             return given(pixel_values=pixels, labels=labels).loss  # type: ignore[no-any-return]
         if inner.main_input_name != "input_ids":
             raise ValueError(
-                f"{type(inner).__name__} has the input {inner.main_input_name}; pass a function "
-                "that returns the model and its loss, as --model file.py:function"
+                f"{type(inner).__name__} takes {inner.main_input_name}, but only input_ids and "
+                "pixel_values can be made up; pass --model file.py:function, a function that "
+                "returns the model and a function that computes its loss"
             )
         _check_positions(inner, batch.seq)
         tokens = torch.zeros((batch.size, batch.seq), dtype=torch.long, device="cpu")

@@ -95,9 +95,12 @@ def config_from(options: Options) -> OptimizerConfig:
     if options.optimizer is None:
         return config_of("adam", words | ({"offload": 1.0} if "offload_mode" in words else {}))
     if words:
+        passed = ", ".join(
+            "--" + name.replace("_", "-") for name in given if getattr(options, name)
+        )
         raise ValueError(
-            f"--optimizer {options.optimizer} has all settings; leave out {', '.join(words)}, or "
-            "the file"
+            f"--optimizer {options.optimizer} sets the whole config, so these options cannot be "
+            f"combined with it: {passed}; leave out either these options or --optimizer"
         )
     import yaml
 

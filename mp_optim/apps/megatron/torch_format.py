@@ -275,9 +275,9 @@ def matched_settings(live: SavedSettings, saved: Sequence[Mapping[str, Any]]) ->
         kind = kind or list(alike)
     if not kind:
         raise ValueError(
-            f"config_overrides: a param group has {_kind_in_words(live)}, and the saved groups "
-            f"have {'; '.join(map(_kind_in_words, saved)) or 'no settings'}; pass the "
-            "config_overrides of the saved run"
+            f"config_overrides: no saved param group matches a group with {_kind_in_words(live)}; "
+            f"the saved groups have {'; '.join(map(_kind_in_words, saved)) or 'no settings'}; pass "
+            "the config_overrides of the saved run"
         )
     # With Muon, Megatron names only the scalar optimizer, so a group without a name is Muon's.
     if "optimizer" in live:
