@@ -67,7 +67,7 @@ def losses_in(written: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("machine", ["24GB", "16GB"])
-def test_full_finetune_example_reduces_its_loss_on_each_machine(
+def test_full_finetune_example_reduces_its_loss_with_the_settings_for_each_machine(
     machine: str, tmp_path: Path
 ) -> None:
     disk = str(tmp_path) if machine == "24GB" else ""

@@ -229,7 +229,7 @@ def test_client_config_classes_build_an_optimizer_that_trains(name: str) -> None
     trained(model, config_classes()[name](lr=1e-2).build(taken))
 
 
-def test_miles_lines_replace_the_factory_that_its_module_imports(
+def test_miles_lines_of_the_docs_replace_the_factory_that_miles_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The module imports Megatron's function by name after ``install()``."""

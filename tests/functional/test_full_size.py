@@ -70,7 +70,7 @@ def test_full_size_param_count_is_within_1_percent_of_the_published_count(name: 
 
 
 @each_model
-def test_full_size_params_are_each_in_one_group(name: str) -> None:
+def test_full_size_params_are_each_in_exactly_one_param_group(name: str) -> None:
     _, model = config_and_model(name)
     grouped = [id(param) for group in groups_of(name) for param in group["params"]]
     assert sorted(grouped) == sorted(id(param) for param in model.parameters())

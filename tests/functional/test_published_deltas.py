@@ -42,7 +42,9 @@ def result(process: subprocess.Popen[str]) -> dict[str, float]:
 @pytest.mark.parametrize(
     "steps", [pytest.param(120), pytest.param(500, marks=pytest.mark.slow)], ids=str
 )
-def test_deltas_keep_both_processes_bit_equal_when_each_is_killed(tmp_path, steps, codes):
+def test_deltas_keep_generator_weights_equal_to_the_trainer_when_a_process_is_killed(
+    tmp_path, steps, codes
+):
     trainer = start("train", tmp_path, "--steps", str(steps), *codes)
     generator = start("generate", tmp_path, *codes)
     try:

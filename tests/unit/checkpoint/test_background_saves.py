@@ -103,7 +103,7 @@ def random_settings(seed, folder):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_background_save_writes_the_state_of_the_call_when_training_continues(
+def test_background_save_writes_the_state_of_the_save_call_when_training_continues(
     tmp_path, reader, seed
 ):
     chance, mode, form, settings = random_settings(seed, tmp_path)
@@ -183,7 +183,7 @@ def test_background_save_writes_old_weights_when_other_code_changes_the_model(
     assert_equal_versions(*versions, reader)
 
 
-def test_background_save_writes_old_state_when_the_model_changes_its_device(tmp_path, reader):
+def test_background_save_writes_old_state_when_the_model_moves_to_a_device(tmp_path, reader):
     with simulated_accelerator() as simulation:
         model = torch.nn.Linear(16, 16, dtype=torch.bfloat16)
         optimizer = mp_optim.AdamW(model.parameters(), lr=0.1)
@@ -257,7 +257,7 @@ def use_small_files(monkeypatch):
     monkeypatch.setattr(writing, "host_share", lambda: share)
 
 
-def test_save_of_several_files_has_contents_of_one_file(tmp_path, monkeypatch):
+def test_save_into_several_files_has_the_contents_of_a_save_into_one_file(tmp_path, monkeypatch):
     model, optimizer = build("bf16", 0.5)
     run(model, optimizer, 1)
     one = checkpoint.save(tmp_path / "one", model, optimizer)
@@ -272,7 +272,7 @@ def test_save_of_several_files_has_contents_of_one_file(tmp_path, monkeypatch):
     assert differing(snapshot(*other), snapshot(model, optimizer)) == []
 
 
-def test_save_leaves_nothing_when_one_of_several_files_fails(tmp_path, monkeypatch):
+def test_save_leaves_no_file_when_one_of_several_files_cannot_be_written(tmp_path, monkeypatch):
     model, optimizer = build("bf16", 0.5)
     run(model, optimizer, 1)
     use_small_files(monkeypatch)

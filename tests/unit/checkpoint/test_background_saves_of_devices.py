@@ -87,7 +87,7 @@ def name_of(schedule):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=name_of)
-def test_background_save_writes_device_state_as_it_was_when_save_was_called(tmp_path, schedule):
+def test_background_save_writes_device_state_of_the_time_when_save_was_called(tmp_path, schedule):
     plain = trained(schedule.plain)
     expected = saved_plainly(plain, tmp_path / "plain")
     with on_device(schedule, tmp_path / "later") as (run, handle, saves):
@@ -190,7 +190,9 @@ WRITERS = [
         (step_in_parts, {"place": "streamed", "is_on_disk": True}),
     ],
 )
-def test_writers_wait_for_background_save_of_devices(tmp_path, write, place):
+def test_code_that_writes_state_waits_for_a_background_save_of_device_tensors(
+    tmp_path, write, place
+):
     fraction = 0.3 if write is write_what_is_handed_out else 1.0
     schedule = Schedule(fraction=fraction, mode="sync", averages=write is write_averages, **place)
     expected = saved_plainly(trained(schedule.plain), tmp_path / "plain")
@@ -202,7 +204,7 @@ def test_writers_wait_for_background_save_of_devices(tmp_path, write, place):
         assert differences(expected, handle.wait()) == []
 
 
-def test_background_save_fails_when_data_of_a_parameter_is_written(tmp_path):
+def test_background_save_fails_when_code_writes_through_param_data(tmp_path):
     with simulated_accelerator() as simulation, saves_of(simulation) as saves:
         run = trained(Schedule(fraction=1.0), simulation)
         handle = checkpoint.save(tmp_path, run.model, run.optimizer, asynchronous=True)

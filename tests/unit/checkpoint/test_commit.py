@@ -132,7 +132,9 @@ def test_load_error_lists_missing_unexpected_and_mis_shaped_tensors(tmp_path):
     checkpoint.load(tmp_path, module(a=2, b=3, c=(4, 1)).bfloat16(), None, convert=True)
 
 
-def test_reload_model_params_follows_weights_loaded_without_an_optimizer(tmp_path, trained):
+def test_reload_model_params_updates_main_params_after_a_load_without_an_optimizer(
+    tmp_path, trained
+):
     model, optimizer = trained
     checkpoint.save(tmp_path, model, optimizer, extra={"step": 2})
     other, fresh = build("bf16", 1.0, seed=5)
@@ -194,7 +196,9 @@ def gate(monkeypatch):
         save_load.finish_previous()
 
 
-def test_background_save_does_not_wait_for_another_optimizer_and_path(tmp_path, monkeypatch):
+def test_background_save_does_not_wait_for_a_save_of_another_optimizer_to_another_path(
+    tmp_path, monkeypatch
+):
     opened, write = threading.Event(), writing.Writing.write
 
     def held(self):

@@ -54,7 +54,9 @@ def cut(version: Path, name: str, boxes: Boxes) -> None:
 
 
 @pytest.mark.parametrize("boxes", WHOLE.values(), ids=WHOLE.keys())
-def test_load_reads_boxes_that_cover_a_tensor_once(tmp_path: Path, boxes: Boxes) -> None:
+def test_load_reads_a_tensor_when_saved_boxes_cover_each_element_once(
+    tmp_path: Path, boxes: Boxes
+) -> None:
     version = checkpoint.save(tmp_path, Holder(1.0), None)
     cut(version, "model.weight", boxes)
     target = Holder(2.0)
@@ -63,7 +65,9 @@ def test_load_reads_boxes_that_cover_a_tensor_once(tmp_path: Path, boxes: Boxes)
 
 
 @pytest.mark.parametrize("boxes", BROKEN.values(), ids=BROKEN.keys())
-def test_load_refuses_boxes_that_do_not_cover_a_tensor_once(tmp_path: Path, boxes: Boxes) -> None:
+def test_load_refuses_a_tensor_when_saved_boxes_do_not_cover_each_element_once(
+    tmp_path: Path, boxes: Boxes
+) -> None:
     version = checkpoint.save(tmp_path, Holder(1.0), None)
     cut(version, "model.weight", boxes)
     target = Holder(2.0)
@@ -92,7 +96,9 @@ def test_load_refuses_unknown_dtypes_by_name(tmp_path: Path, dtype: Any, said: s
 
 
 @pytest.mark.parametrize("form", ["bf16", "bf16-8bit"])
-def test_load_changes_nothing_when_boxes_of_state_overlap(tmp_path: Path, form: str) -> None:
+def test_load_changes_nothing_when_saved_boxes_of_a_state_tensor_overlap(
+    tmp_path: Path, form: str
+) -> None:
     version = checkpoint.save(tmp_path, *build(form, seed=1))
     content: Any = (version / "index.json").read_bytes()
     entries = json.loads(content)["entries"]

@@ -32,7 +32,7 @@ def shrunk(tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_save_keeps_last_version_when_ranks_of_the_optimizer_are_gone(shrunk, layout):
+def test_save_by_fewer_ranks_keeps_the_last_version_and_fails_when_state_is_sharded(shrunk, layout):
     folder, found = shrunk
     errors = [found[f"{layout} {size}"] for size in (2, 1)]
     if layout == "no_shard":  # Each rank holds all state.

@@ -109,7 +109,9 @@ def version(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("shape", [[LARGE], [0, 1 << 70], [-1], ["4"], LARGE])
-def test_load_refuses_plain_data_tensors_without_their_bytes(version: Path, shape: Any) -> None:
+def test_load_refuses_plain_data_tensors_when_shape_and_bytes_do_not_match(
+    version: Path, shape: Any
+) -> None:
     common = json.loads((version / "common.json").read_text())
     common["extra"] = {"$tensor": ["float32", shape, "AAAA"]}
     replaced(version, "common.json", json.dumps(common).encode())
@@ -163,7 +165,7 @@ def test_convert_refuses_expanded_tensors_before_copying_them(tmp_path: Path, ke
     refused(tmp_path / "state.pt", "1073741824", FOREIGN["convert"])
 
 
-def test_load_plain_file_copies_tensors_once(tmp_path: Path) -> None:
+def test_load_plain_file_takes_at_most_160_mib_for_a_tensor_of_64_mib(tmp_path: Path) -> None:
     state = {"exp_avg": torch.ones(16 << 20)}  # 64 MiB
     torch.save(state, tmp_path / "state.pt")
     state.clear()
@@ -175,7 +177,9 @@ def test_load_plain_file_copies_tensors_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint8"])
-def test_load_refuses_tensors_larger_than_their_boxes(version: Path, dtype: str) -> None:
+def test_load_refuses_index_entries_with_a_huge_shape_and_no_stored_boxes(
+    version: Path, dtype: str
+) -> None:
     index = json.loads((version / "index.json").read_text())
     index["entries"]["optimizer.state.more.dense"] = [dtype, [LARGE], []]
     replaced(version, "index.json", json.dumps(index).encode())

@@ -26,7 +26,7 @@ def test_tensor_parallel_parts_are_saved_as_whole_parameters(ranks, name, what):
     assert [rank["sizes"][name][what] for rank in ranks] == [True, True]
 
 
-def test_compact_moments_of_parts_load_when_cut_at_block_ends(ranks):
+def test_compact_moments_of_tensor_parallel_parts_load_when_parts_end_at_blocks(ranks):
     for rank in ranks:
         assert rank["compact"]["vector"] == [True, "no error", True]
         resumed, text, _ = rank["compact"]["fused"]
@@ -50,7 +50,7 @@ def test_tensor_parallel_model_saves_and_loads_without_an_optimizer(ranks):
         ("one name", "global_names makes one name of layers.0.local_experts.0"),
     ],
 )
-def test_save_refuses_indistinguishable_parts_with_ways_out(ranks, what, text):
+def test_save_refuses_parts_with_equal_names_or_wrong_partition_attributes(ranks, what, text):
     for rank in ranks:
         assert rank["refused"][what].startswith("ValueError: ")
         assert text in rank["refused"][what]

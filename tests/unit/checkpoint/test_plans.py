@@ -62,7 +62,7 @@ def planned(held_of_ranks):
         ),
     ],
 )
-def test_save_plan_refuses_one_name_for_two_tensors(other, said):
+def test_save_plan_refuses_two_different_tensors_with_one_name(other, said):
     own = Held("w", torch.float32, (4, 2))
     with pytest.raises(ValueError, match=said):
         planned([(own,), (other,)])

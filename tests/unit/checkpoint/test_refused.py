@@ -262,7 +262,7 @@ def other_weights(common: dict[str, Any]) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_load_refuses_plain_data_that_does_not_fit(
+def test_load_refuses_common_json_entries_that_do_not_fit_the_optimizer(
     tmp_path: Path, damage: Callable[[Any], None], form: str, message: str
 ) -> None:
     model, optimizer = build(form, seed=1)

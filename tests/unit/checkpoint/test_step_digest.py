@@ -42,7 +42,7 @@ def trained(steps=2, **settings):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_step_digest_is_equal_in_every_place(form, tmp_path):
+def test_step_digest_is_equal_for_every_offload_place(form, tmp_path):
     digests = {}
     for place in PLACES:
         _, optimizer = trained(**FORMS[form], **settings_of(place, tmp_path))
@@ -53,7 +53,7 @@ def test_step_digest_is_equal_in_every_place(form, tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_step_digest_reads_every_element_once_in_as_many_steps_as_its_sample(form):
+def test_step_digest_reads_every_element_once_in_sample_steps(form):
     _, optimizer = trained(**FORMS[form])
     whole = optimizer.step_digest(sample=1)
     for sample in (2, 7):
@@ -63,7 +63,7 @@ def test_step_digest_reads_every_element_once_in_as_many_steps_as_its_sample(for
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_step_digest_finds_any_flipped_bit_within_as_many_steps_as_its_sample(form):
+def test_step_digest_finds_any_flipped_bit_within_sample_steps(form):
     model, optimizer = trained(**FORMS[form])
     chance, sample = random.Random(form), 5
     before = optimizer.step_digest(sample=1, per_tensor=True)

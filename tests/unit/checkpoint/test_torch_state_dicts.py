@@ -35,7 +35,7 @@ def test_state_dict_widens_remainders_and_load_refuses_values_beyond_16_bits(one
 
 
 @pytest.mark.parametrize("way", ["state", "load_slot_state"])
-def test_slot_narrows_a_32_bit_remainder_when_loaded(way):
+def test_load_slot_state_and_state_assignment_narrow_a_32_bit_remainder_to_16_bits(way):
     source, target = build("bf16-8bit", seed=1), build("bf16-8bit", seed=7)
     train(*source, 2)
     state = dict(source[1].state[source[0].dense])

@@ -92,7 +92,7 @@ def steps_to_finite_numbers(config: OptimizerConfig) -> None:
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_config_names_field_or_trains_to_finite_numbers_for_any_value(field: str) -> None:
+def test_config_refuses_any_value_by_field_name_or_trains_to_finite_numbers(field: str) -> None:
     did_something, stepped = False, set()
     for value in VALUES:
         for settings in OTHER_SETTINGS:

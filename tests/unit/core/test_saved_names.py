@@ -222,7 +222,7 @@ def test_checkpoint_names_the_argument_when_arguments_are_swapped(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-def test_set_optimizer_state_dict_refuses_rounding_that_convert_allows() -> None:
+def test_set_optimizer_state_dict_refuses_state_that_needs_convert_true() -> None:
     for named in (True, False):
         model, other = plain(), plain()
         optimizer, fresh = built(model, named), built(other, named, state="bf16")

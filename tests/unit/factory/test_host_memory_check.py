@@ -102,7 +102,7 @@ def test_get_megatron_optimizer_refuses_state_file_larger_than_free_disk_space(
         get_megatron_optimizer(config, nn.ParameterList(params()))
 
 
-def test_host_memory_check_refuses_unless_switched_off(grant, monkeypatch):
+def test_host_memory_check_refuses_a_step_without_memory_unless_switched_off(grant, monkeypatch):
     grant(MIB)
     model = params()
     with pytest.raises(ValueError, match="or shard the state over more ranks, train"):
@@ -140,7 +140,7 @@ print("trained")
 """
 
 
-def test_adamw_trains_under_a_data_limit_with_settings_that_the_error_names():
+def test_adamw_trains_under_rlimit_data_with_settings_that_its_refusal_names():
     refusal, trained = run_forked_program("-c", _UNDER_A_LIMIT).splitlines()
     assert re.search(r"RLIMIT_DATA \(ulimit -d\) .* set offload_mode='sync', or ", refusal)
     assert trained == "trained"

@@ -39,7 +39,7 @@ def test_compiled_kernels_have_bits_of_reference_on_each_target(
     assert printed.count(" forms, 0 not in the list;") == len(arches), printed
 
 
-def test_kernel_list_has_every_rule_and_each_form_once() -> None:
+def test_recorded_kernel_list_has_every_rule_and_no_form_twice() -> None:
     known = forms.read()
     assert len(known) == len(set(known))
     kernels = {form.kernel for form in known}

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton's assembler is for Linux")
 
 
-def test_triton_compiles_no_kernel_after_the_first_8_steps(tmp_path: Path) -> None:
+def test_triton_compiles_no_kernel_after_step_8_of_an_adam_program(tmp_path: Path) -> None:
     """The program uses one kernel of Adam and two kernels of sums. It has two groups, changing
     learning
     rates and missing gradients."""

@@ -22,7 +22,7 @@ def names_of_cuda(path: Path) -> Iterator[int]:
             yield node.lineno
 
 
-def test_package_names_torch_cuda_only_in_host_accelerator() -> None:
+def test_package_uses_torch_cuda_only_in_the_module_host_accelerator() -> None:
     named = {
         str(path.relative_to(PACKAGE)): lines
         for path in PACKAGE.rglob("*.py")

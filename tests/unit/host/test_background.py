@@ -11,7 +11,7 @@ def failing() -> None:
     raise ValueError("told")
 
 
-def test_in_background_returns_or_raises_and_reuses_its_threads():
+def test_in_background_returns_results_raises_errors_and_reuses_threads():
     threads = set()
     for number in range(50):
         result, thread = in_background(
@@ -24,7 +24,7 @@ def test_in_background_returns_or_raises_and_reuses_its_threads():
         in_background(failing).result(timeout=30)
 
 
-def test_in_background_runs_a_call_while_another_is_stuck():
+def test_in_background_runs_a_call_while_another_call_does_not_return():
     gate = threading.Event()
     stuck = in_background(gate.wait)
     assert in_background(lambda: "done").result(timeout=30) == "done"

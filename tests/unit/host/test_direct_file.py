@@ -127,7 +127,9 @@ def _in_memory(folder: Path) -> bool:
     return mounts[max(mounts, key=len)] in ("tmpfs", "ramfs")
 
 
-def test_direct_file_says_that_it_buffers_when_o_direct_is_refused(tmp_path, monkeypatch):
+def test_direct_file_repr_says_buffered_when_the_file_system_refuses_o_direct(
+    tmp_path, monkeypatch
+):
     refuse_direct(monkeypatch)
     with closing(DirectFile(tmp_path, 10)) as file:
         assert not file.direct
@@ -135,7 +137,7 @@ def test_direct_file_says_that_it_buffers_when_o_direct_is_refused(tmp_path, mon
         assert "buffered (the file system" in repr(file)
 
 
-def test_direct_file_keeps_source_memory_until_its_write_ends(tmp_path):
+def test_direct_file_keeps_source_memory_until_the_write_ends(tmp_path):
     data, back = aligned(64 * PIECE), aligned(64 * PIECE)
     data.copy_(random_bytes(64 * PIECE))
     with closing(DirectFile(tmp_path, 64 * PIECE, threads=1, piece_bytes=PIECE)) as file:

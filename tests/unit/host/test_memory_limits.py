@@ -95,7 +95,7 @@ def test_memory_limits_give_equal_shares_when_other_ranks_allocated_first(host, 
     assert free(host, 4) == {"MemAvailable, which 4 ranks share": 24 * GIB}
 
 
-def test_memory_limits_divide_the_total_when_other_ranks_are_not_found(host):
+def test_memory_limits_give_a_rank_its_share_of_the_total_when_other_ranks_are_unknown(host):
     host.write("proc/meminfo", f"MemTotal: {100 << 20} kB\nMemAvailable: {90 << 20} kB")
     assert free(host, 4) == {"MemAvailable, which 4 ranks share": 25 * GIB}
     host.write("proc/meminfo", f"MemTotal: {100 << 20} kB\nMemAvailable: {9 << 20} kB")

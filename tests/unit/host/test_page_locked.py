@@ -79,7 +79,7 @@ def test_page_locked_memory_is_unregistered_once_before_unmapping(runtime: Locki
     assert not is_mapped(address)
 
 
-def test_page_locked_memory_freed_during_a_capture_is_unregistered_later(
+def test_page_locked_memory_freed_during_a_graph_capture_is_unregistered_after_it_ends(
     runtime: LockingRuntime,
 ) -> None:
     """The garbage collector may free memory at any time; a wait for the device would end the

@@ -318,7 +318,7 @@ def test_sum_of_squares_has_promised_accuracy_for_any_dtype_and_strides(
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("rule", ["adam", "lamb", "sgd"])
-def test_backend_makes_nan_where_reference_does_when_a_gradient_is_not_finite(
+def test_backend_gives_nan_in_the_elements_of_reference_when_a_gradient_is_not_finite(
     candidate: Candidate, rule: str, bad: float
 ) -> None:
     ours, theirs = (
@@ -386,7 +386,7 @@ def test_optimizer_steps_strided_params_and_skips_those_without_gradient(
 
 
 @pytest.mark.parametrize("output", [torch.bfloat16, None])
-def test_step_raises_version_of_every_written_parameter(
+def test_step_increases_the_tensor_version_of_every_written_parameter(
     candidate: Candidate, output: torch.dtype | None
 ) -> None:
     lists = lists_of("adam", candidate.device, torch.bfloat16, output, sizes=(40, 7))

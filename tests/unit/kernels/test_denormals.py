@@ -87,7 +87,7 @@ def test_reference_has_same_bits_when_the_calling_thread_flushes_denormals() -> 
 
 
 @needs_kernels
-def test_audit_names_the_mode_when_threads_of_torch_flush_denormals() -> None:
+def test_audit_names_the_denormal_mode_when_threads_of_torch_flush_denormals() -> None:
     def work() -> list[str]:
         torch.set_flush_denormal(True)
         start_pool()

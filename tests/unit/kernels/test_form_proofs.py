@@ -41,7 +41,7 @@ def triton() -> Iterator[Any]:
     backend.proofs = before
 
 
-def test_triton_compares_sum_of_squares_once_per_gradient_dtype(triton: Any) -> None:
+def test_triton_compares_sum_of_squares_with_reference_once_per_gradient_dtype(triton: Any) -> None:
     for dtype in (torch.bfloat16, torch.bfloat16, torch.float32):
         grads = [torch.ones(100, dtype=dtype)]
         assert float(triton.sum_of_squares(grads)) == 100.0
@@ -63,7 +63,9 @@ def trained(name: str, backend: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_triton_compares_only_kernel_forms_that_the_optimizer_uses(triton: Any, name: str) -> None:
+def test_triton_compares_with_reference_only_the_kernel_forms_that_a_step_uses(
+    triton: Any, name: str
+) -> None:
     found, expected = trained(name, "triton"), trained(name, "reference")
     passes = [form[0] for form in triton.proofs.is_right if form[0] != "sum_of_squares"]
     assert passes == CLASSES[name][2]
@@ -71,7 +73,7 @@ def test_triton_compares_only_kernel_forms_that_the_optimizer_uses(triton: Any, 
 
 
 @pytest.mark.parametrize("trouble", ["wrong", "raises"])
-def test_triton_steps_as_reference_when_a_form_is_wrong(
+def test_triton_warns_and_steps_with_the_bits_of_reference_when_a_kernel_is_wrong(
     triton: Any, trouble: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def launch_part(*arguments: Any) -> None:

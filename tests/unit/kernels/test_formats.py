@@ -130,7 +130,7 @@ def in_four_bits(x: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize(("dtype", "second"), BLOCKED)
 @given(seed=seeds, n=st.integers(1, 1500))
 @settings(max_examples=30, deadline=None)
-def test_codecs_equal_numpy_and_err_by_at_most_half_a_code(
+def test_codecs_equal_numpy_and_round_by_at_most_half_a_code(
     dtype: torch.dtype, second: bool, seed: int, n: int
 ) -> None:
     value = values(seed, n).square() if second else values(seed, n)
@@ -176,7 +176,7 @@ def test_codecs_store_finite_values_as_finite(dtype: torch.dtype, noise: Noise |
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**48))
-def test_noise_words_are_equal_for_an_offset_and_for_the_derived_stream(
+def test_noise_own_stream_gives_the_words_of_a_stream_and_its_offset(
     seed: int, stream: int, start: int
 ) -> None:
     part, device = Noise(seed, stream, start), torch.device("cpu")

@@ -120,7 +120,9 @@ def test_apex_stand_in_refuses_a_step_count_that_is_a_tensor(standins: Gpu) -> N
         )
 
 
-def test_stand_ins_refuse_or_damage_host_memory_like_their_libraries(standins: Gpu) -> None:
+def test_apex_stand_in_refuses_and_transformer_engine_stand_in_damages_host_memory(
+    standins: Gpu,
+) -> None:
     standins.device = "cuda"
     with pytest.raises(RuntimeError, match="expected input to be on cuda"):
         amp_c.module().multi_tensor_adam(CHUNK_ELEMENTS, flag(), raw(lists(5)), *adam_args())
@@ -152,7 +154,9 @@ def test_backend_launches_one_dtype_per_list_for_mixed_gradients(standins: Gpu, 
     assert standins.damage == []
 
 
-def test_check_launch_refuses_lists_that_kernels_do_not_check(standins: Gpu) -> None:
+def test_check_launch_refuses_tensor_lists_of_wrong_length_dtype_stride_or_device(
+    standins: Gpu,
+) -> None:
     good, full = [[torch.zeros(4)], [torch.zeros(4)]], [torch.float32] * 2
     check_launch("k", good, full)
     bad: list[Any] = [
@@ -228,7 +232,9 @@ def test_bf16_model_keeps_small_updates_in_main_params(standins: Gpu, name: str)
     assert name in str(optimizer.describe())
 
 
-def test_backend_steps_by_reference_when_a_moment_dtype_has_no_kernel(standins: Gpu) -> None:
+def test_backend_uses_the_reference_backend_when_a_moment_dtype_has_no_kernel(
+    standins: Gpu,
+) -> None:
     for dtypes in (
         (torch.bfloat16, torch.float32),
         (torch.float32, torch.bfloat16),
@@ -285,7 +291,9 @@ def test_kernel_batches_are_filled_up_to_the_element_limit() -> None:
     assert list(batching.runs_of(sizes, 4)) == [[0, 1], [2, 3], [4], [5]]
 
 
-def test_transformer_engine_steps_4010_tensors_within_its_handle_limit(standins: Gpu) -> None:
+def test_transformer_engine_steps_4010_tensors_like_reference_despite_the_handle_limit(
+    standins: Gpu,
+) -> None:
     assert MOST_TENSORS * 5 < te.HANDLES
     ours, theirs = (lists(*[2] * 4010, output=torch.bfloat16) for _ in range(2))
     backend_of("transformer_engine").step("adam", ours, AdamScalars.at(GROUP, 1), 1.0)
@@ -293,7 +301,7 @@ def test_transformer_engine_steps_4010_tensors_within_its_handle_limit(standins:
     assert_close(ours, theirs)
 
 
-def test_apex_lamb_steps_large_gradients_without_its_clipping(standins: Gpu) -> None:
+def test_apex_lamb_does_not_clip_large_gradients_inside_the_kernel(standins: Gpu) -> None:
     """apex divides every gradient by infinity when max_grad_norm is 0."""
     ours, theirs = lists(200), lists(200)
     ours.grad[0].mul_(1e4), theirs.grad[0].mul_(1e4)
@@ -308,7 +316,7 @@ def test_apex_lamb_steps_large_gradients_without_its_clipping(standins: Gpu) -> 
     assert optimizer.optimizer.param_groups[0]["max_grad_norm"] == 0.0
 
 
-def test_sharded_lamb_steps_by_reference_when_apex_is_chosen(standins: Gpu) -> None:
+def test_sharded_lamb_uses_the_reference_backend_when_apex_is_chosen(standins: Gpu) -> None:
     """The kernel uses the norm of the shard, which differs from the parameter's norm."""
     results = []
     for name in ("apex", "reference"):
@@ -382,7 +390,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_transformer_engine_guards_take_constant_operations_for_any_tensor_count(
+def test_transformer_engine_step_runs_equally_many_guard_operations_for_any_tensor_count(
     standins: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = te.modules()["transformer_engine_torch"]
@@ -476,7 +484,7 @@ def test_step_count_of_an_empty_shard_increases(standins: Gpu, name: str) -> Non
     assert [int(optimizer.slot_state(Slot(g, 0))["step"]) for g in (0, 1)] == [1, 1]
 
 
-def test_apex_refuses_host_parameters_that_reference_steps(
+def test_apex_refuses_host_parameters_and_reference_steps_host_parameters(
     standins: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ColossalAI #6401 and #6418 copy host parameters to the GPU and update the copy only."""

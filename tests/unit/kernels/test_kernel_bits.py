@@ -113,7 +113,7 @@ def test_kernels_have_bits_of_reference_for_every_dtype(kernels: Kernels, case: 
 
 
 @pytest.mark.parametrize("rule", ["adam", "lamb"])
-def test_kernels_step_noise_averages_and_parts_without_reference(
+def test_kernels_step_parts_with_noise_and_averages_without_calling_reference(
     kernels: Kernels, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compact = Case(torch.float32, None, torch.int8, (torch.int8, torch.uint8))
@@ -174,7 +174,9 @@ def test_kernels_store_a_tiny_second_moment_as_the_smallest_code(
 
 @pytest.mark.repeats
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_kernels_read_every_half_and_round_like_torch(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_kernels_read_every_16_bit_float_and_round_like_torch(
+    kernels: Kernels, dtype: torch.dtype
+) -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     read = lambda: TensorLists([torch.zeros(2**16)], [every], {}, [None])  # noqa: E731
     main = kernels.both("sgd", read, {**PLAIN, "lr": 1.0}, 1).main[0].cpu()

@@ -144,7 +144,7 @@ def test_triton_has_the_bits_of_reference_after_large_gradients(
 @pytest.mark.parametrize("state", ["fp16", "8bit", "4bit"])
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_infinite_second_moment_affects_only_its_element_in_a_block(
+def test_infinite_second_moment_changes_no_other_element_of_a_quantization_block(
     state: str, noisy: bool, backend: str
 ) -> None:
     noisy = noisy and state != "fp16"

@@ -46,7 +46,9 @@ def said_by(folder: Path, how: str, **environment: str) -> str:
 
 
 @pytest.mark.parametrize("how", [STACK, CLASS], ids=["stack", "class"])
-def test_missing_native_kernels_warn_once_at_construction(without_compiler: Path, how: str) -> None:
+def test_construction_warns_once_when_native_kernels_are_missing(
+    without_compiler: Path, how: str
+) -> None:
     said = said_by(without_compiler, how, MP_OPTIM_NATIVE="")
     assert said.count("native kernels are missing") == 1
     assert said.startswith("<string>"), "the warning points at the caller's line"
@@ -54,7 +56,9 @@ def test_missing_native_kernels_warn_once_at_construction(without_compiler: Path
     assert "install a wheel" in said and "MP_OPTIM_NATIVE=off" in said
 
 
-def test_missing_native_kernels_do_not_warn_when_switched_off(without_compiler: Path) -> None:
+def test_construction_does_not_warn_when_native_kernels_are_switched_off(
+    without_compiler: Path,
+) -> None:
     assert said_by(without_compiler, STACK, MP_OPTIM_NATIVE="off") == ""
 
 

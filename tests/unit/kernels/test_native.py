@@ -40,7 +40,7 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("threads", [1, 5])
-def test_native_bits_do_not_depend_on_threads(threads: int) -> None:
+def test_native_bits_do_not_depend_on_the_number_of_threads(threads: int) -> None:
     set_host_threads(threads)
     backend = NativeBackend(LIBRARY)
     for n in (131_072, 131_073, 400_003):
@@ -55,7 +55,7 @@ def test_native_bits_do_not_depend_on_threads(threads: int) -> None:
             check(backend, "adam", [150_000, 1], case)
 
 
-def test_native_steps_by_reference_when_output_or_seeds_are_not_supported(
+def test_native_uses_the_reference_backend_when_output_or_seeds_are_not_supported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Native kernels support neither FP32 outputs with remainders nor several noise seeds in a
@@ -86,7 +86,7 @@ def test_native_steps_by_reference_when_output_or_seeds_are_not_supported(
         assert_same_lists(ours, theirs)
 
 
-def test_native_sums_are_right_when_several_threads_call() -> None:
+def test_native_sum_of_squares_is_right_when_several_threads_call() -> None:
     grads = [[torch.full((200_000,), float(i))] for i in range(1, 5)]
     found: dict[int, float] = {}
 
@@ -124,7 +124,9 @@ def test_native_library_raises_python_errors_for_bad_arguments() -> None:
         NativeLibrary(None, "why").set_level("avx2")
 
 
-def test_library_has_no_kernels_when_the_cpu_has_no_level(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_library_has_no_kernels_when_the_cpu_has_no_avx2_avx512_or_neon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     empty = SimpleNamespace(
         mp_abi=lambda: native_library_file._ABI, mp_level=lambda: b"", mp_levels=lambda: b""
     )

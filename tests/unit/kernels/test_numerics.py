@@ -128,7 +128,7 @@ def test_sum_of_squares_adds_in_the_documented_order(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_sum_of_squares_is_nan_or_inf_when_an_element_is(bad: float) -> None:
+def test_sum_of_squares_is_nan_or_inf_when_an_element_is_nan_or_inf(bad: float) -> None:
     big, small = torch.ones(300_000), torch.ones(3)
     big[-1] = bad
     found = sum_of_squares([big, small]).tolist()

@@ -34,7 +34,7 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, module: Any) -> None:
     forget()
 
 
-def test_auto_skips_backends_with_other_bits(accelerator: Gpu) -> None:
+def test_auto_skips_backends_that_differ_from_the_bits_of_reference(accelerator: Gpu) -> None:
     backend, why = choose_backend("auto", CPU)
     assert backend.name == "reference"
     for name in (*LIBRARIES, "torch"):
@@ -153,7 +153,9 @@ def test_backend_self_test_quotes_the_error_when_an_apex_kernel_raises(
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_describe_prints_deviation_of_the_named_backend(standins: Gpu, name: str) -> None:
+def test_describe_prints_the_deviation_of_the_chosen_backend_from_reference(
+    standins: Gpu, name: str
+) -> None:
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, fused_backend=name), nn.Linear(4, 4))
     text = str(optimizer.describe())
     assert (
@@ -174,7 +176,7 @@ def test_choose_backend_refuses_apex_without_a_gpu(
             choose_backend("apex", CPU)
 
 
-def test_choose_backend_falls_back_to_reference_where_apex_does_not_run(
+def test_choose_backend_falls_back_to_reference_on_a_device_without_apex_kernels(
     standins: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accelerator = torch.device("meta")  # stands for a device without apex kernels

@@ -49,12 +49,12 @@ def one_bit_off(tensor: Tensor) -> None:
     tensor.copy_(torch.nextafter(tensor, torch.full_like(tensor, torch.inf)))
 
 
-def test_self_test_finds_a_correct_backend_exact() -> None:
+def test_self_test_reports_a_correct_backend_as_exact() -> None:
     proof = proven(lambda lists: None)
     assert proof.usable and proof.exact and proof.reason == "same bits as reference"
 
 
-def test_self_test_finds_the_auto_backend_exact() -> None:
+def test_self_test_reports_the_auto_backend_as_exact() -> None:
     assert prove(choose_backend("auto", CPU)[0], CPU).exact
 
 
@@ -72,7 +72,7 @@ def test_self_test_finds_a_wrong_bit_of_any_rule(first: int, rule: str) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize(("factor", "usable"), [(1.0 + 2.0**-22, True), (1.01, False)])
-def test_wrong_native_kernel_writes_no_parameter_under_auto(
+def test_auto_uses_no_native_kernel_when_the_native_kernel_is_wrong(
     factor: float, usable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``auto`` takes ``reference``; a named backend is refused if its deviation is large."""

@@ -57,7 +57,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch, no_tables_yet: None) -> None:
     monkeypatch.setattr("mp_optim.kernels.triton.tables.RUN", 4)
 
 
-def test_triton_sums_of_several_rounds_equal_reference(small_chunks: None) -> None:
+def test_triton_sums_equal_reference_when_a_sum_takes_several_rounds(small_chunks: None) -> None:
     sizes = [0, 1024 * 4, 1024 * 16 + 1, 18_000, 5]
     grads = lists_of(5, sizes, (), Case(torch.float32)).grad
     ours = [grad.to(DEVICE) for grad in grads]
@@ -125,7 +125,7 @@ def test_triton_steps_both_ends_of_a_tensor_beyond_2_to_the_31_elements(count: i
 
 
 @pytest.mark.parametrize("rule", list(KEYS))
-def test_step_writes_nothing_when_the_flag_on_the_device_is_set(rule: str) -> None:
+def test_triton_step_writes_nothing_when_the_skip_flag_on_the_device_is_set(rule: str) -> None:
     case = Case(rest=torch.int16, moments=(torch.int8, torch.bfloat16))
     ours, theirs = (on_device(lists_of(1, [2500, 7], KEYS[rule], case)) for _ in range(2))
     skip = torch.tensor([0.37, 1.0], device=DEVICE)
@@ -138,7 +138,7 @@ def test_step_writes_nothing_when_the_flag_on_the_device_is_set(rule: str) -> No
     assert_same_lists(ours, theirs)
 
 
-def test_lamb_apply_has_same_bits_for_ratios_on_the_device() -> None:
+def test_triton_lamb_apply_gives_equal_bits_for_trust_ratios_on_device_and_host() -> None:
     ours, theirs = (on_device(lists_of(1, [2500, 7, 9], KEYS["lamb"], Case())) for _ in range(2))
     scalars, ratios = LambScalars.at(GROUP, 2), [0.5, 0.25, 0.125]
     for lists in (ours, theirs):
@@ -150,7 +150,7 @@ def test_lamb_apply_has_same_bits_for_ratios_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_lamb_forms_ratios_on_the_device_with_host_bits(decay: float) -> None:
+def test_triton_lamb_computes_trust_ratios_on_the_device_with_host_bits(decay: float) -> None:
     sizes, group = [2500, 7, 0, 300, 9], {**GROUP, "weight_decay": decay, "lr": 0.1}
     ours, theirs = (lists_of(1, sizes, KEYS["lamb"], Case()) for _ in range(2))
     for lists in (ours, theirs):

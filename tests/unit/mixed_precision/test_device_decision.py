@@ -65,7 +65,7 @@ def bits(value: Any) -> Any:
     st.sampled_from([math.inf, 1e-3, 1.0, 1e10]),
     st.one_of(st.none(), st.integers(0, 2**40)),
 )
-def test_device_decision_has_bits_of_host_decision_for_any_sums(
+def test_decision_on_the_device_has_the_bits_of_a_host_decision_for_any_gradient_sums(
     sums, scale, clip, threshold, zeros
 ):
     names = [EXCLUDED, MAIN_NORM, "mtp", "other"][: len(sums)]
@@ -227,7 +227,7 @@ def seven_steps(
         ("bf16-stochastic", {}),
     ],
 )
-def test_training_has_host_bits_when_the_device_decides_each_step(
+def test_training_has_host_bits_when_the_device_decides_whether_to_skip_each_step(
     precision, settings, monkeypatch, caplog
 ):
     device = seven_steps(caplog, precision, False, **settings)
@@ -261,7 +261,7 @@ def test_training_has_host_bits_when_the_device_decides_each_step(
         lambda o: o.optimizer.full_slot_state(Slot(0, 0)),
     ],
 )
-def test_skipped_device_step_is_undone_when_state_is_read(look):
+def test_reading_state_resets_step_counters_when_the_device_skipped_the_step(look):
     model, optimizer = small()
     give_grads(model, optimizer, 0)
     optimizer.step()
@@ -298,7 +298,7 @@ def test_hybrid_optimizer_does_not_synchronize_when_nothing_is_offloaded(monkeyp
     assert [float(s["step"]) for s in inner.state_dict()["state"].values()] == [2.0, 2.0]
 
 
-def test_step_result_is_a_tuple_that_settles_when_first_read():
+def test_step_result_is_a_tuple_whose_values_are_fetched_once_when_first_read():
     reads: list[int] = []
     result = StepResult.later(lambda: reads.append(1) or (True, 2.5, None, ""))
     assert len(result) == 3 and not reads and not result.is_known
@@ -335,7 +335,7 @@ def test_device_decision_launches_at_most_25_kernels(scaled: bool) -> None:
     assert len(launches.names) <= (25 if scaled else 22), launches.names
 
 
-def test_count_zeros_launches_fewer_kernels_than_gradients() -> None:
+def test_count_zeros_launches_at_most_17_kernels_for_20_gradients() -> None:
     key, other = NormKey(), NormKey(EXCLUDED)
     grads = [torch.eye(3).bfloat16() for _ in range(20)]
     keys = [key, other] * 10

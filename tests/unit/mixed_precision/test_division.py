@@ -46,7 +46,7 @@ def coefficients() -> Tensor:
 
 
 @pytest.mark.parametrize("compute", [float8_scales, mean_of_sums, coefficients])
-def test_quotients_have_host_bits_under_cuda_division(compute: Callable[[], Tensor]) -> None:
+def test_quotients_have_host_bits_in_the_cuda_division_mode(compute: Callable[[], Tensor]) -> None:
     expected = compute()
     with DividesAsCuda():
         assert torch.equal(compute(), expected)
@@ -93,7 +93,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("precision", "rule"), CASES)
-def test_step_has_host_bits_under_cuda_division(precision: str, rule: str) -> None:
+def test_step_has_host_bits_in_the_cuda_division_mode(precision: str, rule: str) -> None:
     on_host = state_after(precision, rule, contextlib.nullcontext())
     as_cuda = state_after(precision, rule, DividesAsCuda())
     assert len(on_host) == len(as_cuda)

@@ -53,7 +53,7 @@ def wave(number: int) -> float:
     return 1.0 + 0.25 * math.sin(1.7 * number)
 
 
-def test_skip_limit_equals_median_and_deviation_of_recent_norms():
+def test_skip_limit_equals_the_formula_of_median_and_deviation_of_recent_norms():
     param, optimizer = build_one_param()
     norms: list[float] = []
     for number in range(40):
@@ -64,7 +64,7 @@ def test_skip_limit_equals_median_and_deviation_of_recent_norms():
         assert result.success
 
 
-def test_skip_rule_skips_spikes_after_half_a_window():
+def test_skip_rule_skips_a_norm_spike_only_after_half_a_window_of_norms():
     param, optimizer = build_one_param()
     for number in range(7):
         step(param, optimizer, wave(number))

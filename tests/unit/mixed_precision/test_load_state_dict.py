@@ -240,7 +240,7 @@ def test_step_refuses_remainders_and_changes_nothing_when_weights_differ(precisi
     assert not [w for w in recwarn if "written from" in str(w.message)]
 
 
-def test_load_state_dict_drops_remainders_of_other_weights_on_request():
+def test_step_succeeds_when_remainders_of_other_weights_were_dropped():
     model, optimizer = build("bf16-remainder")
     train(model, optimizer, 3)
     saved = copy.deepcopy(optimizer.state_dict())

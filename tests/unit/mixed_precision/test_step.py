@@ -63,7 +63,7 @@ def test_clip_uses_the_norm_of_each_norm_group():
     assert optimizer.metrics()["grad_norm/mtp"] == pytest.approx(100.0)
 
 
-def test_grad_norm_excludes_shared_params_but_their_nan_skips_the_step():
+def test_grad_norm_excludes_shared_params_but_nan_in_a_shared_param_skips_the_step():
     model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(1)), "b": nn.Parameter(torch.zeros(1))})
     model["b"].shared = True
     optimizer = get_megatron_optimizer(config_for("fp32"), model)

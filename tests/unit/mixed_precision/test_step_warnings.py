@@ -129,7 +129,9 @@ def test_step_warns_again_when_a_good_step_ended_consecutive_skips(clip_grad: fl
         assert warned(stack.step) == []
 
 
-def test_skip_warning_names_the_gradient_on_its_pipeline_stage(tmp_path: Path) -> None:
+def test_skip_warning_names_the_gradient_only_on_the_rank_of_its_pipeline_stage(
+    tmp_path: Path,
+) -> None:
     for rank, found in enumerate(results_of_ranks("standstill", 2, tmp_path)):
         assert found["stub"] is True
         culprit = "the gradient of stage1 holds" if rank == 1 else "on another rank"
@@ -137,7 +139,7 @@ def test_skip_warning_names_the_gradient_on_its_pipeline_stage(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
-def test_step_warns_once_when_torch_clips_gradients_after_early_steps(mode: str) -> None:
+def test_step_warns_once_when_torch_clips_gradients_already_used_during_backward(mode: str) -> None:
     model = regression()
     stack = get_megatron_optimizer(
         OptimizerConfig(
@@ -168,7 +170,7 @@ def test_step_warns_once_when_torch_clips_gradients_after_early_steps(mode: str)
     assert "clip_grad_norm_" in message and stack.metrics()["stale_buckets"] >= 4
 
 
-def test_step_warning_has_the_file_of_the_caller():
+def test_step_warning_points_to_the_file_of_the_caller():
     model = nn.Linear(4, 4)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3), model)
     with pytest.warns(UserWarning, match="has a gradient") as caught:

@@ -31,7 +31,7 @@ def loads_of(owners, costs, ranks):
 
 @few
 @given(st.lists(st.integers(0, 50), max_size=20), st.integers(1, 5))
-def test_matrix_owners_balance_ranks_within_one_matrix(costs, ranks):
+def test_matrix_owners_balance_costs_of_ranks_within_the_cost_of_one_matrix(costs, ranks):
     held = [[index % 3] * ranks for index in range(len(costs))]
     owners = assign(costs, held, [0] * ranks)
     loads = loads_of(owners, costs, ranks)

@@ -238,7 +238,7 @@ def test_newton_schulz_keeps_fp32_bits_when_torch_matmul_precision_is_medium():
 @pytest.mark.parametrize(
     "shape", [(0, 8), (8, 0), (0, 0), (3, 0, 8), (0, 4, 4), (2, 8, 0)], ids=str
 )
-def test_muon_counts_a_step_and_changes_no_other_when_a_matrix_is_empty(shape, parts):
+def test_muon_counts_a_step_and_changes_no_other_matrix_when_a_matrix_is_empty(shape, parts):
     empty, other = nn.Parameter(torch.zeros(shape)), nn.Parameter(random(8, 8))
     alone = nn.Parameter(random(8, 8))
     both = RuleOptimizer(MuonRule(), [empty, other], lr=0.1, qkv_split_shapes=parts)

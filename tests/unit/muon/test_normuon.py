@@ -129,7 +129,7 @@ def trained(net, optimizer, steps):
 @pytest.mark.parametrize(
     "offload", [{}, {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}]
 )
-def test_normuon_trains_alike_by_config_by_class_and_after_a_resume(offload, tmp_path):
+def test_normuon_trains_alike_when_built_by_config_built_by_class_or_resumed(offload, tmp_path):
     fields = {
         "muon_moment2_method": "normuon",
         "muon_beta2": 0.8,
@@ -156,7 +156,7 @@ def test_normuon_trains_alike_by_config_by_class_and_after_a_resume(offload, tmp
     assert all(map(torch.equal, after, trained(plain, torch_shaped, range(6))))
 
 
-def test_load_names_the_missing_normuon_moment_when_the_checkpoint_lacks_it(tmp_path):
+def test_load_names_the_normuon_moment_when_a_checkpoint_lacks_the_moment(tmp_path):
     nets = [model(), model()]
     without, wants = (
         get_megatron_optimizer(

@@ -234,7 +234,7 @@ def test_streaming_refuses_a_window_too_small_for_a_released_gradient() -> None:
         build(**how, offload_mode="overlap", release_gradients=True)
 
 
-def test_step_names_a_parameter_that_was_cut_while_its_gradient_waited() -> None:
+def test_step_error_names_a_parameter_that_shrank_after_its_first_backward() -> None:
     model, optimizer = build(offload_mode="speculative", clip_grad=0.0)
     train(model, optimizer, 2)
     optimizer.zero_grad()

@@ -80,7 +80,7 @@ def test_disk_step_leaves_no_page_cached_when_direct_io_is_available(tmp_path, p
     assert moved["disk_wait_ms"] > 0
 
 
-def test_disk_offload_needs_the_folder_only_at_construction(tmp_path):
+def test_disk_offload_needs_the_state_folder_only_at_construction(tmp_path):
     folder = tmp_path / "state"
     with pytest.raises(FileNotFoundError, match="the folder does not exist; create it"):
         build(folder)
@@ -128,9 +128,7 @@ def failing(move, after, error=errno.EIO):
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 @pytest.mark.parametrize("place", ["host", "streamed"])
-def test_disk_error_in_a_step_refuses_further_steps_until_a_load(
-    tmp_path, monkeypatch, place, call
-):
+def test_step_refuses_after_a_disk_error_in_a_step_until_a_load(tmp_path, monkeypatch, place, call):
     model, optimizer = build(tmp_path, place=place)
     train(model, optimizer, 2)
     weights = copy.deepcopy(model.state_dict())
@@ -149,7 +147,7 @@ def test_disk_error_in_a_step_refuses_further_steps_until_a_load(
     assert differing(train(model, optimizer, 2, 2), expected) == []
 
 
-def test_disk_error_before_the_first_window_leaves_training_unchanged(tmp_path, monkeypatch):
+def test_disk_error_before_the_first_read_window_leaves_training_unchanged(tmp_path, monkeypatch):
     model, optimizer = build(tmp_path, fraction=0.7)
     train(model, optimizer, 2)
     monkeypatch.setattr(os, "preadv", failing(os.preadv, after=0))
@@ -215,7 +213,9 @@ def test_resume_gives_equal_bits_when_the_process_is_killed_in_a_disk_write(tmp_
         ({"window": 4096}, "smallest part of .* needs 18432 bytes; set stream_window"),
     ],
 )
-def test_disk_offload_refuses_unsupported_settings_by_name(tmp_path, fields, message):
+def test_disk_offload_refuses_windows_too_small_and_settings_without_effect(
+    tmp_path, fields, message
+):
     with pytest.raises(ValueError, match=message):
         build(tmp_path, **fields)
     assert list(tmp_path.iterdir()) == []

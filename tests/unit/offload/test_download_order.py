@@ -38,7 +38,7 @@ class RecordingTransfer(Transfer):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("begun", [False, True])
-def test_offload_step_downloads_before_the_device_step_ends(
+def test_offload_downloads_do_not_wait_for_the_device_step(
     mode: str, begun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = build_mode(mode, "fp32", 0.6, experts=False, clip_grad=0.0)

@@ -32,7 +32,9 @@ def stepped(settings: dict[str, Any], steps: int = 3) -> tuple[nn.Module, torch.
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_metrics_show_planned_host_bytes_as_allocated_after_steps(settings: dict[str, Any]) -> None:
+def test_metrics_show_equal_planned_and_resident_host_bytes_after_steps(
+    settings: dict[str, Any],
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         _, optimizer = stepped(settings)

@@ -324,7 +324,7 @@ def test_gradient_hooks_follow_replaced_params_and_end_with_the_optimizer():
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_speculation_changes_nothing_when_one_element_is_not_finite(precision, bad):
+def test_speculation_changes_nothing_when_one_gradient_element_is_not_finite(precision, bad):
     model, optimizer = build_mode("speculative", precision, clip_grad=0.0)
     run(model, optimizer, 3)
     before = snapshot(model, optimizer)

@@ -224,7 +224,7 @@ def test_release_gradients_refuses_params_with_main_grad():
         get_megatron_optimizer(config, model)
 
 
-def test_release_gradients_refuses_an_optimizer_that_waits_for_step():
+def test_release_gradients_refuses_an_optimizer_that_copies_no_gradients_in_backward():
     model = TinyMoE(DTYPES["bf16"])
     inner = HybridDeviceOptimizer(model.parameters(), 1.0, FusedAdam, FusedAdam, lr=1e-3)
     config = config_for("bf16", 1.0, offload_mode="overlap", release_gradients=True)

@@ -435,7 +435,7 @@ def test_simulated_accelerator_reports_each_wait_that_is_left_out(site, with_eve
     assert is_wrong, "the bits were right in every schedule"
 
 
-def test_simulated_accelerator_finds_nothing_with_every_wait(with_every_wait):
+def test_simulated_accelerator_reports_nothing_when_no_wait_is_left_out(with_every_wait):
     assert [found for _, found, _ in with_every_wait] == [(False, False)] * len(SCENARIOS)
 
 

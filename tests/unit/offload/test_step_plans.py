@@ -58,14 +58,18 @@ def test_buckets_are_filled_to_the_byte_limit_and_never_beyond():
         (0, 0, 1),
     ],
 )
-def test_bucket_size_is_a_sixteenth_of_the_model_within_both_limits(total, most, bucket):
+def test_bucket_size_is_a_sixteenth_of_the_model_between_smallest_and_largest_size(
+    total, most, bucket
+):
     assert fitting_bucket_bytes(total, most) == bucket
 
 
 @pytest.mark.parametrize(
     ("threads", "share"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 6), (9, 6), (16, 12), (64, 48)]
 )
-def test_worker_leaves_two_threads_and_a_quarter_to_backward(threads, share, monkeypatch):
+def test_worker_leaves_the_larger_of_two_threads_and_a_quarter_to_backward(
+    threads, share, monkeypatch
+):
     whole = HostShare(threads, "made up")
     monkeypatch.setattr(cores, "host_share", lambda: whole)
     assert worker_threads(None) == share and worker_threads(5) == 5

@@ -154,7 +154,7 @@ def test_streaming_holds_three_windows_on_the_device_in_a_step_and_none_after(fo
         ({"window": 100}, "stream_window_bytes=100: must be a whole number"),
     ],
 )
-def test_streaming_refuses_unsupported_optimizers_by_name(fields, message):
+def test_streaming_refuses_windows_too_small_and_settings_without_effect(fields, message):
     with pytest.raises(ValueError, match=message):
         build(**fields)
 

@@ -40,7 +40,7 @@ def submit(worker, *jobs):
     return jobs
 
 
-def test_worker_discards_at_once_when_idle(worker):
+def test_worker_keeps_its_thread_when_discard_is_called_without_jobs(worker):
     worker.discard()
     (job,) = submit(worker, HeldJob())
     worker.drain()

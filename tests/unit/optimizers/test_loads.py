@@ -218,7 +218,9 @@ def test_save_refuses_a_path_that_is_a_file_and_keeps_the_file(tmp_path: Path) -
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.filterwarnings("ignore:float16 parameters are stepped without")
-def test_step_without_a_grad_scaler_divides_by_no_earlier_scale(dtype: torch.dtype) -> None:
+def test_step_without_a_grad_scaler_ignores_the_scale_of_an_earlier_step(
+    dtype: torch.dtype,
+) -> None:
     def run(scales: bool) -> list[Tensor]:
         param = nn.Parameter(torch.ones(4, dtype=dtype))
         optimizer = mp_optim.SGD([("w", param)], lr=0.125)

@@ -217,7 +217,7 @@ def test_multi_tenant_overflow_shrinks_only_the_loss_scale_of_its_tenant() -> No
     assert float(optimizer.scale_loss("b", one)) == 32.0
 
 
-def test_multi_tenant_steps_others_when_a_kernel_of_one_fails(
+def test_multi_tenant_steps_other_tenants_when_a_kernel_of_one_tenant_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     optimizer, params = adapters()
@@ -334,7 +334,7 @@ def test_multi_tenant_frees_state_at_once_when_a_tenant_is_removed_or_offloaded(
     assert len(gone) == 6 and optimizer["c"].state[params["c"][0]]["exp_avg"] is kept
 
 
-def test_multi_tenant_reuses_launches_of_others_when_a_tenant_joins_or_leaves(
+def test_multi_tenant_reuses_launches_of_other_tenants_when_a_tenant_joins_or_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     optimizer, params = adapters()
@@ -355,7 +355,7 @@ def test_multi_tenant_reuses_launches_of_others_when_a_tenant_joins_or_leaves(
     assert len(planned) == 1
 
 
-def test_multi_tenant_works_with_torch_schedulers_when_one_tenant_is_scheduled() -> None:
+def test_torch_scheduler_of_one_tenant_changes_no_learning_rate_of_other_tenants() -> None:
     optimizer, params = adapters()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer["a"], gamma=0.5)
     for some in params.values():
@@ -369,7 +369,7 @@ def test_multi_tenant_works_with_torch_schedulers_when_one_tenant_is_scheduled()
     assert [params[name][0].grad is None for name in "ab"] == [True, False]
 
 
-def test_multi_tenant_stays_offloaded_when_its_file_is_damaged(tmp_path: Path) -> None:
+def test_tenant_stays_offloaded_when_the_file_of_the_tenant_is_damaged(tmp_path: Path) -> None:
     optimizer, _ = adapters()
     optimizer.offload_tenant("a", tmp_path / "a")
     content = (tmp_path / "a").read_bytes()
@@ -427,7 +427,7 @@ def test_add_tenant_accepts_params_when_this_rank_has_none_of_their_elements() -
     ],
 )
 @pytest.mark.parametrize("place", ["host", "disk"])
-def test_multi_tenant_changes_nothing_when_it_refuses_a_call(
+def test_multi_tenant_changes_nothing_when_a_call_is_refused(
     call: Any, error: type[Exception], message: str, place: str, tmp_path: Path
 ) -> None:
     optimizer, params = adapters()

@@ -118,7 +118,7 @@ def test_muon_warns_when_neither_names_nor_modules_identify_embeddings() -> None
 
 
 @pytest.mark.parametrize("mark", [{"optimizer": "adam"}, {"use_muon": False}])
-def test_muon_follows_the_rule_that_a_param_group_names(mark: dict[str, object]) -> None:
+def test_muon_uses_the_optimizer_that_a_param_group_names(mark: dict[str, object]) -> None:
     net = Net()
     groups = [
         {"params": [net.hidden.weight], "use_muon": True, "optimizer": "muon"},

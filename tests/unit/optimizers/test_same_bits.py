@@ -60,7 +60,7 @@ def train(layers: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     decay=st.sampled_from([0.0, 0.1]),
 )
 @settings(max_examples=40, deadline=None, derandomize=True)
-def test_classes_give_the_bits_of_the_factory_for_random_settings(
+def test_optimizer_classes_give_the_bits_of_the_factory_for_random_settings(
     rule: Any, dtype: Any, form: str, main: str, offload: float, mode: str, limit: Any, decay: float
 ) -> None:
     how = {"offload_place": mode} if mode == "streamed" else {"offload_mode": mode}

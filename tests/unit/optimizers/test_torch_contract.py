@@ -46,7 +46,7 @@ def losses(
     return result
 
 
-def test_classes_do_not_clip_by_default() -> None:
+def test_optimizer_classes_do_not_clip_by_default() -> None:
     params = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
     for param in params:
         param.grad = torch.full((4,), 50.0)

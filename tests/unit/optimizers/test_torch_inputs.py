@@ -60,7 +60,9 @@ def trained(make: Any, kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("name", "given"), CASES)
-def test_classes_step_like_torch_for_inputs_of_torchs_own_suite(name: str, given: Any) -> None:
+def test_optimizer_classes_step_like_torch_for_inputs_of_torchs_test_suite(
+    name: str, given: Any
+) -> None:
     ours, theirs = getattr(mp_optim, name), INFOS[name].optim_cls
     if name != "Adafactor" and (refused := REFUSED & given.kwargs.keys()):
         with pytest.raises((ValueError, TypeError), match=refused.pop()):
@@ -73,7 +75,7 @@ def test_classes_step_like_torch_for_inputs_of_torchs_own_suite(name: str, given
 
 
 @pytest.mark.parametrize(("name", "error"), ERRORS)
-def test_classes_refuse_inputs_that_torch_refuses(name: str, error: Any) -> None:
+def test_optimizer_classes_refuse_inputs_that_torch_refuses(name: str, error: Any) -> None:
     given = error.optimizer_error_input
     with pytest.raises(REFUSALS):
         optimizer = getattr(mp_optim, name)(given.params, **given.kwargs)

@@ -56,7 +56,7 @@ def test_param_groups_separate_experts_and_norms_of_a_hugging_face_moe(mixtral):
     check_each_in_one_group([mixtral], groups)
 
 
-def test_expert_params_are_found_by_name_or_mark_but_not_shared_experts():
+def test_expert_params_are_found_by_name_or_allreduce_attribute_except_shared_experts():
     param = nn.Parameter(torch.ones(1))
     assert is_expert_param(param, "mlp.experts.down_proj")
     assert not is_expert_param(param, "mlp.shared_experts.experts.w")

@@ -76,7 +76,7 @@ def test_scheduler_raises_weight_decay_along_the_chosen_ramp(style, expected):
     assert at(1000, wd_incr_style=style)["weight_decay"] == 0.1
 
 
-def test_scheduler_applies_limits_of_each_group_and_fills_tensor_rates():
+def test_scheduler_applies_limits_of_each_group_and_writes_tensor_rates_in_place():
     rate = torch.zeros(())
     holder = Holder(
         {"max_lr": 2.0, "min_lr": 0.5, "wd_mult": 0.0},
@@ -90,7 +90,7 @@ def test_scheduler_applies_limits_of_each_group_and_fills_tensor_rates():
     assert third["lr"] is rate and float(rate) == pytest.approx(0.2)
 
 
-def test_scheduler_load_sets_step_and_rates_at_once_and_when_repeated():
+def test_scheduler_load_sets_step_and_rates_alike_when_called_once_or_twice():
     scheduler = OptimizerParamScheduler(Holder(), **BASE)
     scheduler.step(30)
     state = scheduler.state_dict()
@@ -142,7 +142,7 @@ def rates(optimizer):
 
 @pytest.mark.parametrize("order", ["O", "S", "OS", "SO"])
 @pytest.mark.parametrize("whose", ["new", "saved"])
-def test_scheduler_follows_the_flag_when_loads_come_in_any_order(order, whose):
+def test_scheduler_rates_follow_the_override_flag_for_any_order_of_loads(order, whose):
     first, saved = stage(6.0, 0.5)
     saved.step(40)
     flag = {"new": "override_opt_param_scheduler", "saved": "use_checkpoint_opt_param_scheduler"}

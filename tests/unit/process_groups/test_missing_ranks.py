@@ -49,7 +49,7 @@ def test_missing_ranks_keeps_errors_raised_outside_of_collectives():
         assert raised.type is RuntimeError
 
 
-def test_optimizer_opens_no_port_when_it_has_ranks():
+def test_optimizer_opens_no_port_when_a_process_group_is_initialized():
     printed = run_forked_program("-c", _PROGRAM)
     before, after = printed.splitlines()[-2:]
     assert before == after
@@ -73,7 +73,7 @@ print(listening())
 """
 
 
-def test_differing_ranks_are_named_when_rank_0_and_its_store_end_first(outcomes):
+def test_every_rank_names_the_rank_with_another_lr_when_rank_0_ends_first(outcomes):
     for rank in range(RANKS):
         error = outcomes[f"{DISAGREE.name}-{rank}"]["told"]
         assert error.startswith("ValueError: the ranks that share parameters")

@@ -42,7 +42,7 @@ def test_process_groups_are_read_from_device_mesh_dim_names(tmp_path):
             )
 
 
-def test_agreement_frees_the_frames_of_a_failure_at_once(tmp_path):
+def test_agree_on_largest_frees_local_variables_of_a_failed_call_at_once(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     held = []
 

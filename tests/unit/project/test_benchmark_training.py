@@ -44,7 +44,7 @@ def records(folder: Path, part: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", ["E", "DA", "BC"])
-def test_benchmark_training_records_every_row_once_in_a_miniature(
+def test_benchmark_training_records_every_row_once_in_a_miniature_run(
     parts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rival that is not installed or refuses a CPU has a record with that cause."""

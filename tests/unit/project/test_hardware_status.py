@@ -82,5 +82,5 @@ def test_messages_state_hardware_status_only_as_in_gpu_json() -> None:
         "modelled: never measured on a GPU",
     ],
 )
-def test_hardware_sentence_outside_gpu_marks_is_reported(sentence: str) -> None:
+def test_status_scan_reports_a_hardware_sentence_outside_the_gpu_marks(sentence: str) -> None:
     assert contradictions(f"A page.\n\n- {sentence}\n") != []

@@ -158,7 +158,7 @@ def test_float8_training_reaches_the_bf16_loss_within_2_percent(
     assert abs(ends[1] - ends[0]) < 0.02 * ends[0]
 
 
-def test_float8_codes_move_after_many_updates_below_their_resolution() -> None:
+def test_float8_codes_change_after_many_updates_below_float8_resolution() -> None:
     model = nn.Linear(8, 8, bias=False).bfloat16()
     nn.init.constant_(model.weight, 1.0)
     quantize_weights(model, rowwise=True)

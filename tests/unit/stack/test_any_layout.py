@@ -127,7 +127,7 @@ def test_blockwise_momentum_loads_on_a_rank_that_owns_no_row_of_a_matrix(pool, p
     assert attempt(pool, case) == Verdict()
 
 
-def test_layout_fuzzer_draws_the_same_case_for_a_number():
+def test_layout_fuzzer_draws_equal_cases_for_equal_case_numbers():
     cases = [draw(number) for number in range(300)]
     assert cases == [draw(number) for number in range(300)]
     assert eval(repr(cases[7]).replace("inf", "math.inf"), {**globals(), "math": math}) == cases[7]

@@ -37,7 +37,7 @@ def test_save_stores_the_result_of_state_dict_hooks(tmp_path):
     assert common["mark"] == 1 and not any("state" in key for key in common)
 
 
-def test_chained_optimizer_refuses_no_parts_and_different_configs():
+def test_chained_optimizer_refuses_an_empty_list_and_parts_with_different_configs():
     def part(**settings):
         return FP32Optimizer(
             FusedAdam([nn.Parameter(torch.ones(1))]), config_for("fp32", **settings)
@@ -78,7 +78,7 @@ def test_step_starts_and_stops_megatron_timers():
         ]
 
 
-def test_stack_refuses_copy_and_pickle():
+def test_megatron_optimizer_refuses_copy_and_pickle():
     _, optimizer = build("bf16")
     for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="load_state_dict"):
@@ -92,7 +92,7 @@ def test_float16_wrapper_refuses_fp16_without_a_grad_scaler():
         )
 
 
-def test_factory_refuses_changed_configs_and_wrong_argument_types():
+def test_factory_refuses_invalid_values_set_on_a_config_and_wrong_argument_types():
     config = config_for("fp32")
     config.optimizer = "adamw"
     with pytest.raises(ValueError, match=r"optimizer='adamw'.*did you mean 'adam'"):

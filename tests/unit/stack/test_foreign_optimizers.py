@@ -33,7 +33,7 @@ class Counting(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("members", [1, 2])
-def test_state_dict_names_foreign_state_that_belongs_to_no_parameter(members):
+def test_state_dict_refuses_foreign_state_that_belongs_to_no_parameter(members):
     params = [nn.Parameter(torch.ones(3)) for _ in range(members)]
     config = config_for("fp32", clip_grad=0.0)
     parts = [FP32Optimizer(Counting([param], lr=0.1), config) for param in params]

@@ -179,7 +179,7 @@ def test_foreign_settings_are_copied_between_inner_and_outer_groups():
     assert inner["growth_rate"] == 1.0 and inner["d"] == outer["d"]
 
 
-def test_hybrid_refuses_foreign_parts_that_adapt_different_rates():
+def test_hybrid_optimizer_refuses_prodigy_that_adapts_different_rates_on_host_and_device():
     model = model_of(torch.float32)
     cls = registry.Prodigy
     optimizer = HybridDeviceOptimizer(list(model.parameters()), 0.5, cls, cls, lr=1.0)

@@ -45,7 +45,7 @@ def test_offload_fractions_give_equal_bits_on_a_gpu(precision, rule):
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("limit", [math.inf, 1e-2])
-def test_backward_work_is_kept_on_a_gpu_when_a_clip_changes_no_bit(limit):
+def test_gpu_step_repeats_backward_work_only_when_a_clip_changes_gradient_bits(limit):
     settings = {"clip_grad": 0.0, "clip_to": limit, "steps": 12}
     expected, params, _ = run("bf16", 0.0, **settings)
     for mode in ("overlap", "speculative"):
@@ -143,7 +143,9 @@ def steady(kind, **settings):
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_gpu_step_does_not_synchronize_and_changes_no_bit(kind, monkeypatch):
+def test_step_decided_on_the_gpu_does_not_synchronize_and_has_the_bits_of_a_host_decision(
+    kind, monkeypatch
+):
     results, params, optimizer = steady(kind)
     assert optimizer.executor.verdict_device() is not None
     assert not all(success for success, _, _ in results)

@@ -82,7 +82,9 @@ def wrap(params):
     ],
     ids=["partial", "max", "unknown"],
 )
-def test_construction_names_a_dtensor_placement_without_a_value(mesh, build, placement, message):
+def test_construction_refuses_a_dtensor_param_with_partial_or_unknown_placement(
+    mesh, build, placement, message
+):
     param = torch.nn.Parameter(
         DTensor.from_local(torch.ones(4, 2), mesh, [Replicate(), Replicate()], run_check=False)
     )

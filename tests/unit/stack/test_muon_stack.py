@@ -133,7 +133,7 @@ def trained(model, optimizer):
 
 @pytest.mark.parametrize("style", ["config", "torch"])
 @pytest.mark.parametrize("marked", ["0", "1"])
-def test_use_muon_false_gives_a_matrix_to_adam(style, marked):
+def test_muon_gives_a_matrix_with_use_muon_false_to_adam(style, marked):
     def build(by_mark):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 6, bias=False))
@@ -182,7 +182,9 @@ def one_process():
 
 
 @pytest.mark.parametrize("case", SHARED)
-def test_muon_divides_products_over_ranks_with_the_bits_of_one_process(ranks, one_process, case):
+def test_muon_divides_matrix_products_over_ranks_with_the_bits_of_one_process(
+    ranks, one_process, case
+):
     """ZeRO turns a missing gradient into zeros."""
     expected = one_process[() if case in muon_worker.ZERO else muon_worker.LATE]
     found = [rank["shares"][case] for rank in ranks if case in rank["shares"]]

@@ -97,7 +97,7 @@ def alike(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(map(same_bits, a, b))
 
 
-def test_muon_add_param_group_adds_no_part_when_a_param_is_known() -> None:
+def test_muon_add_param_group_adds_no_param_when_one_param_is_in_a_group_already() -> None:
     optimizer = mp_optim.Muon([("w", late(torch.float32))], lr=0.1)
     for built in (False, True):
         if built:
@@ -221,7 +221,7 @@ ADDITIONS: dict[str, Any] = {
     [{}, {"offload": 0.5, "offload_mode": "speculative", "state": "8bit"}],
     ids=["plain", "offloaded"],
 )
-def test_param_groups_may_change_until_the_first_step_after_state_is_read(
+def test_param_groups_may_be_added_before_the_first_step_when_state_was_read(
     settings: dict[str, Any], addition: str
 ) -> None:
     """Lightning's BaseFinetuning assigns more groups after Lightning has read the state."""
@@ -272,7 +272,9 @@ SWITCHES = ["maximize", "amsgrad", "capturable", "differentiable"]
 
 @pytest.mark.parametrize("switch", SWITCHES)
 @pytest.mark.parametrize("rule", RULES)
-def test_torch_switches_without_support_are_refused_at_every_entry(rule: str, switch: str) -> None:
+def test_unsupported_torch_switches_are_refused_by_construction_added_groups_and_loads(
+    rule: str, switch: str
+) -> None:
     build = getattr(mp_optim, rule)
     with pytest.raises(ValueError, match=f"{switch}=True"):
         build([{"params": [("w", late(torch.float32))], switch: True}])

@@ -11,7 +11,7 @@ from support.models import AdversarialTransfer, build, same_bits, train
 from support.offload import hybrids, params_of
 
 
-def test_save_refuses_state_that_cannot_be_loaded(tmp_path):
+def test_save_refuses_extra_objects_that_are_not_plain_data(tmp_path):
     model, optimizer = build("bf16")
     checkpoint.save(tmp_path, model, optimizer, extra={"step": 1})
     with pytest.raises(ValueError, match="numbers, strings, tensors"):

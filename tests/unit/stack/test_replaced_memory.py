@@ -84,7 +84,7 @@ def test_step_names_a_param_whose_memory_has_a_new_shape(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_step_follows_a_param_changed_to_16_or_32_bits_and_refuses_64(
+def test_step_follows_a_param_changed_to_16_or_32_bits_and_refuses_64_bits(
     dtype: torch.dtype, place: dict[str, Any]
 ) -> None:
     for other in (torch.float32, torch.bfloat16, torch.float64):

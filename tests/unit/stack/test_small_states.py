@@ -28,7 +28,9 @@ def test_small_state_threshold_counts_whole_params_when_sharded(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_small_state_has_the_bits_of_one_process(ranks: list[dict[str, Any]], layout: str) -> None:
+def test_small_params_have_moments_with_the_bits_of_one_process_when_sharded(
+    ranks: list[dict[str, Any]], layout: str
+) -> None:
     for rank in ranks:
         for name, moment in rank[layout]["moments"].items():
             assert same_bits(moment, rank["alone"]["moments"][name]), name

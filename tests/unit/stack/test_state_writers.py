@@ -192,7 +192,7 @@ def test_state_in_few_bits_raises_when_a_write_would_be_lost(state: str) -> None
     assert same_bits(torch.load(buffer), optimizer.state[param]["exp_avg"])
 
 
-def test_state_assignment_names_negative_squares_for_8bit_state() -> None:
+def test_assigning_negative_exp_avg_sq_to_8bit_state_raises_and_changes_nothing() -> None:
     param = nn.Parameter(torch.ones(300))
     optimizer = mp_optim.AdamW([("w", param)], state="8bit")
     param.grad = torch.ones_like(param)

@@ -51,7 +51,7 @@ def test_grad_norm_counts_tensor_parallel_duplicates_and_tied_params_once(ranks)
         assert rank["duplicates"] == [pytest.approx(expected, rel=1e-12)] * 2
 
 
-def test_sharded_load_cuts_whole_state_and_refuses_other_shard_ranges(ranks):
+def test_sharded_load_takes_shards_of_whole_state_and_refuses_other_shard_ranges(ranks):
     assert all(
         "shard has elements [" in rank["other ranges"]
         and "mp_optim.checkpoint" in rank["other ranges"]
@@ -82,7 +82,7 @@ def test_sharded_memory_and_traffic_match_the_documented_formula(ranks, layout, 
         assert sent == pytest.approx((grads + back) * found["params"], rel=0.02)
 
 
-def test_sharding_error_names_the_fix_when_calls_come_in_a_wrong_order(ranks):
+def test_sharding_error_names_the_cause_when_calls_come_in_a_wrong_order(ranks):
     for rank in ranks:
         found = rank["misuse"]
         for how in ("second backward", "no zero_grad"):

@@ -109,7 +109,7 @@ def test_sharded_step_warns_when_no_backward_ran(strategy):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_param_shard_takes_its_rows_of_whole_parameter_scales(first):
+def test_param_shard_localize_returns_the_scales_of_the_rows_of_the_shard(first):
     start, shape = first * SHARD_ALIGNMENT, torch.Size((4, SHARD_ALIGNMENT))
     owned = torch.empty(2 * SHARD_ALIGNMENT)
     shard = ParamShard("w", shape, start, start + owned.numel(), owned, None, shown_whole=False)

@@ -21,7 +21,7 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout, what", CASES)
-def test_shared_write_names_the_rank_with_other_values_and_changes_nothing(ranks, layout, what):
+def test_scale_rows_names_the_rank_with_other_factors_and_changes_nothing(ranks, layout, what):
     runs = [rank[f"{layout} {what}"] for rank in ranks]
     for run in runs:
         if what == "nothing":
@@ -35,7 +35,7 @@ def test_shared_write_names_the_rank_with_other_values_and_changes_nothing(ranks
 
 
 @pytest.mark.parametrize("what", ALONE)
-def test_shared_write_names_a_rank_that_calls_alone(ranks, what):
+def test_scale_rows_and_averaged_weights_name_the_rank_that_calls_alone(ranks, what):
     for rank in ranks:
         assert f"rank {ODD} was {ALONE[what]}" in rank[what]
         assert "each of ranks 0, 2 was reducing the gradients" in rank[what]

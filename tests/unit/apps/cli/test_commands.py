@@ -93,7 +93,7 @@ def test_cli_exits_silently_when_its_output_pipe_is_closed() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 141
 
 
-def test_plan_prints_table_and_smallest_fraction_that_fits(
+def test_plan_prints_a_table_and_the_smallest_offload_fraction_that_fits(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     memory = ("--gpu-memory", "1", "--host-memory", "2")

@@ -25,7 +25,7 @@ def row_of(text: str, backend: str) -> list[str]:
     return next(line.split() for line in table if line.split()[:1] == [backend])
 
 
-def test_doctor_shows_every_backend_of_the_machine(text: str) -> None:
+def test_doctor_shows_whether_each_backend_is_usable_and_exact(text: str) -> None:
     for name in BACKENDS[1:]:
         usable, exact = row_of(text, name)[2:4]
         assert (usable, exact) in {("yes", "yes"), ("yes", "no"), ("no", "-")}

@@ -81,7 +81,7 @@ def test_fit_names_missing_bytes_when_a_model_does_not_fit(
     assert re.match(r"does not fit: .* lacks 0\.\d\d GiB of accelerator", capsys.readouterr().out)
 
 
-def test_fit_counts_gradients_of_adapters_only_with_lora(
+def test_fit_counts_only_gradients_of_adapters_when_lora_is_set(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ("--model", config, "--gpu", "4GB", "--ram", "8GB")
@@ -144,7 +144,7 @@ def one_billion(tmp_path: Path) -> Path:
         ("3.1GiB", "6.5GB", "exact", {"offload_mode": "overlap", "release_gradients": True}),
     ],
 )
-def test_fit_streams_state_when_host_memory_is_the_limit(
+def test_fit_streams_8bit_state_when_host_memory_is_short(
     gpu: str,
     ram: str,
     main_params: str,
@@ -165,7 +165,7 @@ def test_fit_streams_state_when_host_memory_is_the_limit(
 @pytest.mark.parametrize(
     ("rates", "place"), [((25, 25, 72, 907, 3), "streamed"), ((1, 1, 500, 907, 3), "host")]
 )
-def test_fit_chooses_the_faster_offload_place_when_both_fit(
+def test_fit_chooses_the_faster_offload_place_when_host_and_streamed_fit(
     rates: tuple[int, ...], place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine = ("--gpu", "5.1GiB", "--ram", "64GB", "--reserve", "0GB", "--rates", *rates)

@@ -45,13 +45,13 @@ def recorded(folder, rule="AdamW", change=lambda model, optimizer: None, **setti
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_replay_finds_equal_bits_after_a_recorded_step(rule, tmp_path, capsys):
+def test_replay_reports_equal_bits_when_it_repeats_a_recorded_step(rule, tmp_path, capsys):
     recorded(tmp_path, rule)
     assert main(["replay", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "every bit is as it was recorded\n"
 
 
-def test_replay_finds_equal_bits_of_a_clipped_fp16_step(tmp_path):
+def test_replay_reports_equal_bits_when_the_recorded_fp16_step_was_clipped(tmp_path):
     model = model_of(torch.float16)
     config = mp_optim.OptimizerConfig(fp16=True, lr=1e-3, clip_grad=0.1, initial_loss_scale=64.0)
     optimizer = mp_optim.get_megatron_optimizer(config, model)
@@ -98,7 +98,7 @@ def test_replay_names_the_tensor_when_a_file_of_the_record_is_damaged(tmp_path, 
     assert main(["replay", str(tmp_path)]) == 0
 
 
-def test_replay_repeats_steps_of_two_ranks_with_zero_in_one_process(tmp_path, capsys):
+def test_replay_in_one_process_repeats_a_step_of_two_ranks_that_shard_state(tmp_path, capsys):
     results_of_ranks("recording", 2, tmp_path)
     assert main(["replay", str(tmp_path / "equal")]) == 0
     assert main(["replay", str(tmp_path / "second")]) == 0
@@ -108,7 +108,7 @@ def test_replay_repeats_steps_of_two_ranks_with_zero_in_one_process(tmp_path, ca
     assert lines[0].startswith("gradient norm: ") and ", element " in lines[1]
 
 
-def test_record_step_refuses_optimizers_and_blocks_that_cannot_be_repeated(tmp_path):
+def test_record_step_refuses_foreign_optimizers_and_blocks_without_a_step(tmp_path):
     model = model_of()
     foreign = mp_optim.Adafactor(model.named_parameters())
     for optimizer in (torch.optim.AdamW(model.parameters()), foreign):

@@ -40,7 +40,7 @@ def test_conform_reports_a_failure_when_a_check_crashes_or_hangs() -> None:
     }
 
 
-def test_conform_reports_a_refusal_unless_it_changed_a_parameter() -> None:
+def test_conform_reports_a_refused_step_unless_the_step_changed_a_parameter() -> None:
     class Refusing(built()):  # type: ignore[misc]
         def step(self, closure: Any = None) -> Any:
             for param in self.param_groups[0]["params"]:

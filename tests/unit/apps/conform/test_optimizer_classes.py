@@ -59,7 +59,9 @@ def test_adamw_passes_conform_checks_with_each_setting(settings: dict[str, objec
 
 @pytest.mark.parametrize("state", ["8bit", "4bit"])
 @pytest.mark.parametrize("name", ["AdamW", "Lion"])
-def test_compact_states_keep_weights_when_gradients_are_zero(name: str, state: str) -> None:
+def test_optimizers_with_compact_state_keep_weights_when_gradients_are_zero(
+    name: str, state: str
+) -> None:
     subject = Subject(f"mp_optim.{name}", {"state": state})
     assert outcomes(subject, {"zero_gradients_move_nothing"}).popitem()[1] == (PASSES, "")
 

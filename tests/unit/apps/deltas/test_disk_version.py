@@ -82,7 +82,9 @@ def step(model, optimizer):
 
 
 @pytest.mark.parametrize("form", [None, "fp8_block", "fp8_row"])
-def test_disk_version_brings_an_engines_checkpoint_to_the_published_weights(tmp_path, form):
+def test_save_disk_version_updates_a_checkpoint_of_an_engine_to_the_published_weights(
+    tmp_path, form
+):
     model, optimizer = trainer()
 
     def published():
@@ -107,7 +109,7 @@ def test_disk_version_brings_an_engines_checkpoint_to_the_published_weights(tmp_
     assert all(not bits_differ(engine.tensors[n], t).numel() for n, t in published().items())
 
 
-def test_disk_version_is_refused_when_publication_is_full_or_weights_moved_on(tmp_path):
+def test_save_disk_version_refuses_full_publications_and_weights_newer_than_the_delta(tmp_path):
     model, optimizer = trainer()
     settings = {"version": 1, "compress": zlib.compress}
     full = optimizer.changed_weights(full=True)

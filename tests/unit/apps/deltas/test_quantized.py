@@ -93,7 +93,7 @@ def test_quantized_weights_have_the_codes_of_the_formula_for_millions_of_values(
     assert count > 2_500_000 * len(sizes)
 
 
-def test_quantized_weights_have_the_codes_of_torchao_for_its_reference_forms():
+def test_quantized_weights_have_the_codes_of_torchao_for_fp8_and_nvfp4():
     primitives = pytest.importorskip("torchao.quantization.quant_primitives")
     nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
     weight = spread_weights((1280, 1024), 0.02, 0)
@@ -111,7 +111,7 @@ def test_quantized_weights_have_the_codes_of_torchao_for_its_reference_forms():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_quantized_weights_hold_zero_weights_as_zero_codes(form):
+def test_quantized_weights_store_zeros_as_zero_codes_with_positive_scales(form):
     found = quantized_weights({"q_proj.weight": torch.zeros(4, 32).bfloat16()}, form, NAMES)
     codes, *scales = found.values()
     assert not codes.view(torch.uint8).any()
@@ -151,7 +151,7 @@ def train_step(model, optimizer, step):
 
 @pytest.mark.parametrize("steps", [200, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("form", FORMS)
-def test_delta_quantizer_keeps_a_receiver_equal_after_skips_and_a_resume(form, steps):
+def test_delta_quantizer_keeps_a_receiver_equal_after_skipped_steps_and_a_resume(form, steps):
     model, optimizer = fp16_trainer()
     optimizer.track_changes()
     quantizer, saved, skipped = DeltaQuantizer(form, NAMES), None, 0
@@ -217,7 +217,7 @@ def test_delta_quantizer_sends_a_whole_block_only_when_its_scale_changes(form, c
         assert larger == {"q_proj.weight": all_codes, scale: 1}
 
 
-def test_delta_quantizer_merges_the_parts_of_ranks():
+def test_delta_quantizer_merges_the_deltas_of_ranks_and_refuses_an_incomplete_set():
     model = Model().bfloat16()
     optimizer = mp_optim.AdamW(model.named_parameters(), lr=1e-4)
     optimizer.track_changes()

@@ -128,7 +128,7 @@ def test_plan_divides_parameters_among_tensor_expert_and_fsdp2_ranks() -> None:
     assert params(dp=4, ep=4, sharding="fsdp2") == 16 * 32 + 16 + 2 * 16 * 32
 
 
-def test_smallest_fraction_fits_and_the_next_smaller_does_not() -> None:
+def test_smallest_fraction_fits_in_memory_and_a_64th_less_does_not() -> None:
     specs = [ParamSpec(f"layer{index}.weight", (128, 128)) for index in range(64)]
     config = OptimizerConfig(lr=1e-3, bf16=True)
     limit = 10 * 2**20
@@ -163,7 +163,9 @@ SEVEN_BILLION = [ParamSpec(f"layer{index}.weight", (4096, 4096)) for index in ra
 
 
 @pytest.mark.parametrize("limit", [24, 12])
-def test_plan_names_gib_and_fitting_settings_when_a_model_does_not_fit(limit: int) -> None:
+def test_plan_error_names_gib_and_memory_saving_settings_when_a_model_does_not_fit(
+    limit: int,
+) -> None:
     config = OptimizerConfig(lr=1e-5, bf16=True)
     with pytest.raises(ValueError, match="on the host the accelerator still") as caught:
         smallest_fraction(SEVEN_BILLION, config, gpu_memory=limit * GIB)
@@ -208,7 +210,7 @@ def test_auto_offload_fraction_is_the_smallest_that_fits(share: float) -> None:
     assert dataclasses.replace(used.accelerator, model_params=0, grads=0) == real.accelerator
 
 
-def test_auto_offload_fraction_names_the_argument_when_impossible() -> None:
+def test_auto_offload_fraction_error_names_the_argument_when_none_can_be_chosen() -> None:
     with pytest.raises(ValueError, match=r"gpu_memory=1000: .*'1000GiB'"):
         get_megatron_optimizer(auto(gpu_memory=1000), linears())
     with pytest.raises(ValueError, match="param_groups="):

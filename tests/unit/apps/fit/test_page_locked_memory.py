@@ -143,7 +143,7 @@ def pieces_of(elements: int) -> dict[str, list[int]]:
     }
 
 
-def test_page_locked_pieces_take_less_than_82_percent_of_a_power_of_two() -> None:
+def test_page_locked_pieces_take_less_than_82_percent_of_power_of_two_allocations() -> None:
     found = {
         name: (sum(map(power_of_two, pieces)), sum(map(page_locked_bytes, pieces)))
         for name, pieces in pieces_of(7 * 10**9).items()

@@ -55,7 +55,7 @@ def test_package_reads_megatron_attributes_listed_as_read(owner: str) -> None:
     assert not names(owner, "read") - words_of_the_package() - by_torch
 
 
-def test_attribute_list_refuses_the_parameter_attributes_that_the_package_refuses() -> None:
+def test_attribute_list_marks_exactly_the_refused_parameter_attributes_as_refused() -> None:
     assert names("parameter", "refused") == REFUSED.keys()
 
 

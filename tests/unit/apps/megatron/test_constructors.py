@@ -19,7 +19,7 @@ from mp_optim.apps import megatron  # noqa: E402
 
 
 @pytest.mark.parametrize("half", ["fp16", "bf16"])
-def test_float16_optimizer_trains_alike_with_a_config_of_megatron(half: str) -> None:
+def test_float16_optimizer_trains_alike_with_a_config_of_megatron_and_our_config(half: str) -> None:
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[half]
     scaler = megatron.ConstantGradScaler(64.0) if half == "fp16" else None
     model, other = TinyMoE(dtype, experts=False), TinyMoE(dtype, experts=False)
@@ -59,7 +59,7 @@ def dynamic(scale: float, growth: int, hysteresis: int) -> Any:
     return scaler
 
 
-def test_float16_optimizer_continues_a_megatron_grad_scaler() -> None:
+def test_float16_optimizer_updates_the_loss_scale_like_a_given_megatron_grad_scaler() -> None:
     for found_inf, expected in ((False, 2048.0), (True, 512.0)):
         theirs = dynamic(1024.0, growth=2, hysteresis=1)
         model = TinyMoE(torch.float16, experts=False)

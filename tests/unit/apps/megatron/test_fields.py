@@ -87,7 +87,7 @@ def in_ddp(**settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", of_kind(Kind.DDP, DDP_FIELDS, DistributedDataParallelConfig))
-def test_install_leaves_reductions_to_megatrons_ddp(name: str) -> None:
+def test_config_from_megatron_ignores_reduction_settings_of_megatron_ddp(name: str) -> None:
     value = other_than(getattr(DistributedDataParallelConfig(), name))
     config = OptimizerConfig(lr=1e-3)
     chunks = [in_ddp(**{name: value})]

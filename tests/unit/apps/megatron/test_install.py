@@ -70,7 +70,7 @@ def test_install_names_unknown_arguments_of_a_newer_factory(
 
 
 @pytest.mark.usefixtures("installed")
-def test_install_trains_like_equal_settings_of_our_config() -> None:
+def test_installed_factory_trains_like_our_factory_with_equal_settings() -> None:
     from mp_optim import get_megatron_optimizer
 
     model, optimizer = build(clip_grad=0.5, weight_decay=0.1)
@@ -82,7 +82,7 @@ def test_install_trains_like_equal_settings_of_our_config() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_installed_optimizer_answers_calls_of_the_training_loop() -> None:
+def test_installed_optimizer_supports_the_calls_of_megatrons_training_loop() -> None:
     model, optimizer = build()
     parts = optimizer.chained_optimizers
     assert len(parts) == 2
@@ -179,7 +179,9 @@ def scheduled(optimizer: Any, model: nn.Module) -> tuple[list[Any], list[float]]
     ],
     ids=str,
 )
-def test_step_needs_the_rate_of_a_scheduler_when_config_has_no_lr(settings: dict[str, Any]) -> None:
+def test_step_raises_until_a_scheduler_sets_lr_when_the_config_has_no_lr(
+    settings: dict[str, Any],
+) -> None:
     model, optimizer = build(lr=None, **settings)
     assert any(group["lr"] is None for group in optimizer.param_groups)
     before = [param.detach().clone() for param in model.parameters()]
@@ -215,7 +217,7 @@ def test_get_megatron_optimizer_names_a_missing_process_group(missing: str) -> N
         )
 
 
-def test_get_megatron_optimizer_accepts_standard_overrides_without_a_match() -> None:
+def test_get_megatron_optimizer_accepts_only_standard_overrides_that_match_no_param() -> None:
     config = core.OptimizerConfig(lr=1e-2)
     overrides = core.get_standard_config_overrides(config)
     model = nn.Linear(2, 2, bias=False)

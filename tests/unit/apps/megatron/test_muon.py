@@ -38,7 +38,7 @@ def test_muon_steps_whole_matrices_of_megatrons_ddp(ranks: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_muon_resumes_each_rank_from_its_own_file(ranks: list[Any], rank: int) -> None:
+def test_muon_resumes_with_equal_bits_from_one_file_per_rank(ranks: list[Any], rank: int) -> None:
     for name, value in ranks[rank]["gone on"].items():
         assert torch.equal(ranks[rank]["resumed"][name], value), name
 

@@ -25,7 +25,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_loaded_parameters_are_the_parts_of_each_megatron_layout(
+def test_checkpoint_load_gives_each_rank_the_parameter_parts_of_its_megatron_layout(
     ranks: list[Any], layout: str
 ) -> None:
     for rank in ranks:
@@ -34,18 +34,20 @@ def test_loaded_parameters_are_the_parts_of_each_megatron_layout(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_own_checkpoint_saves_the_loaded_values(ranks: list[Any], layout: str) -> None:
+def test_checkpoint_saves_the_loaded_values_in_each_megatron_layout(
+    ranks: list[Any], layout: str
+) -> None:
     assert [rank[layout][2] for rank in ranks] == [[]] * 4
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_own_checkpoint_resumes_to_the_bit_in_each_megatron_layout(
+def test_checkpoint_resumes_with_equal_bits_in_each_megatron_layout(
     ranks: list[Any], layout: str
 ) -> None:
     assert [rank[layout][3] for rank in ranks] == [True] * 4
 
 
-def test_installed_optimizer_saves_and_loads_own_checkpoints(tmp_path: Path) -> None:
+def test_installed_optimizer_resumes_from_our_checkpoint_with_equal_losses(tmp_path: Path) -> None:
     def build() -> tuple[Any, Any]:
         model = TinyMoE(torch.bfloat16)
         config = core.OptimizerConfig(lr=1e-2, bf16=True)

@@ -247,7 +247,7 @@ def test_legacy_state_of_megatron_resumes_with_our_optimizer(run: str, tmp_path:
     assert gpt.train(model, optimizer, range(3, 6)) == pytest.approx(expected, rel=1e-4)
 
 
-def test_legacy_state_with_other_groups_is_refused_and_changes_nothing() -> None:
+def test_load_refuses_legacy_megatron_state_with_other_groups_and_changes_nothing() -> None:
     with gpt.CudaIsCpu():
         model, optimizer = built(THEIRS)
         gpt.train(model, optimizer, range(2))
@@ -337,7 +337,9 @@ def joined(folder: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["shared", "split"])
-def test_sharded_checkpoint_of_two_processes_resumes_in_one(name: str, of_two_ranks: Path) -> None:
+def test_sharded_checkpoint_of_two_processes_loads_in_one_process(
+    name: str, of_two_ranks: Path
+) -> None:
     expected = joined(of_two_ranks, name)
     model, optimizer = built()
     gpt.load(of_two_ranks / name, model, optimizer)
@@ -353,7 +355,9 @@ def test_sharded_checkpoint_of_two_processes_resumes_in_one(name: str, of_two_ra
         assert torch.equal(flat, expected[key]), key
 
 
-def test_load_changes_nothing_when_state_is_missing(tmp_path: Path) -> None:
+def test_load_of_a_sharded_state_dict_changes_nothing_when_a_moment_is_missing(
+    tmp_path: Path,
+) -> None:
     model, optimizer = built()
     gpt.train(model, optimizer, range(2))
     gpt.save(tmp_path, model, optimizer, {})

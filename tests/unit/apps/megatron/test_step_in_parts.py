@@ -52,7 +52,9 @@ def by_parts(optimizer: Any) -> tuple[bool, float | None]:
     ],
     ids=["clipped", "unclipped", "overflows", "constant_scale", "offloaded"],
 )
-def test_step_in_parts_has_bits_of_a_whole_step(settings: dict[str, Any]) -> None:
+def test_prepare_grads_and_step_with_ready_grads_have_the_bits_of_step(
+    settings: dict[str, Any],
+) -> None:
     (whole, at_once), (cut, in_parts) = build(**settings), build(**settings)
     for step in range(20):
         backward(whole, at_once, step)
@@ -67,7 +69,9 @@ def test_step_in_parts_has_bits_of_a_whole_step(settings: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("half", ["fp16", "bf16"])
-def test_distributed_step_in_parts_has_bits_of_a_whole_step(half: str) -> None:
+def test_prepare_grads_and_step_with_ready_grads_have_the_bits_of_step_when_sharded(
+    half: str,
+) -> None:
     with one_rank():
         settings = {half: True, "use_distributed_optimizer": True}
         (whole, at_once), (cut, in_parts) = build(**settings), build(**settings)
@@ -122,7 +126,7 @@ def asks(name: str) -> Callable[[Any], Any]:
 
 
 @pytest.mark.parametrize("name", ["get_grad_norm", "step_with_ready_grads"])
-def test_step_in_parts_refuses_calls_before_prepare_grads(name: str) -> None:
+def test_calls_that_use_prepared_gradients_raise_before_prepare_grads(name: str) -> None:
     _, optimizer = build()
     with pytest.raises(RuntimeError, match=rf"^{name}: no gradients are prepared"):
         asks(name)(optimizer)
@@ -164,7 +168,7 @@ def test_step_with_ready_grads_needs_clip_grad_norm_when_clipping_is_on() -> Non
     assert not same_bits(before, model.dense)
 
 
-def test_reload_model_params_takes_full_precision_values_of_a_state_dict() -> None:
+def test_reload_model_params_copies_fp32_values_of_a_state_dict_into_main_params() -> None:
     model, optimizer = build()
     exact = {
         f"module.{name}": param.detach().float() * (1 + 2**-12)
