@@ -9,9 +9,9 @@ unchanged. The version alone misses writes through ``grad.data``, foreign kernel
 foreach operations on a DTensor. Gradients in host memory are compared with the copies that the
 worker used, bit by bit, at every step.
 
-The result of a job is used only if the step would compute it from the same gradients, settings,
-step numbers, main params and moments. So a change between backward and ``step()`` costs at most
-repeated work.
+The step uses a job's result only if gradients, settings, step numbers, main params and moments are
+those that the job used. So a change between backward and ``step()`` costs at most a repetition of
+the job.
 
 With ``release_gradients`` gradients leave the device, and the host has the only copy. The first
 gradient of a slot is copied into its bucket's staging memory, where the step reads it. Gradients of
@@ -195,7 +195,11 @@ class BackwardGrads:
         _remove(self._hooks)
 
     def ready(self, params: Sequence[Tensor] | None) -> None:
-        """Report the gradients of some parameters in slot order; None for all parameters."""
+        """Report the present gradients of some parameters to the receiver, in slot order.
+
+        Args:
+            params: the parameters; None for all parameters with hooks.
+        """
         if params is None:
             slots = list(self._watched)
         # Look up each parameter, so that the time does not depend on the number of watched slots.
@@ -253,7 +257,7 @@ class BackwardGrads:
     def is_same(
         self, slot: Slot, version: GradVersion, grad: Tensor, staged: Tensor | None
     ) -> bool:
-        """True if a job measured this gradient of a slot, as the gradient is now.
+        """True if the gradient of a slot has not changed since a job measured it.
 
         Each gradient is compared with its copy once, because the step uses the measured gradients
         next.
@@ -316,7 +320,8 @@ def _is_final(param: Tensor) -> bool:
 
 
 def _is_laid_out_alike(param: Tensor, grad: Tensor) -> bool:
-    """True if the local tensor of a gradient belongs to the local tensor of its parameter."""
+    """True if the local tensors of a gradient and its parameter have the same elements: both are
+    DTensors with equal placements, or both are plain tensors."""
     if is_dtensor(param) and is_dtensor(grad):
         return grad.placements == param.placements
     return not (is_dtensor(param) or is_dtensor(grad))
@@ -350,8 +355,9 @@ def _words(tensor: Tensor) -> Tensor | None:
 
 @dataclass(eq=False)
 class BackwardJob:
-    """A job for the worker thread: it copies gradients of one bucket, and may measure and step
-    them.
+    """A job of the worker thread on the gradients of one bucket. :meth:`prepare` starts the copies
+    to the host, and :meth:`run` waits for the copies. The job may also measure the gradients and
+    step into the back buffer.
 
     NOTE: the caller's thread makes the job and may cancel it. The worker's thread runs the job, and
     writes :attr:`sums`, :attr:`stepped` and :attr:`is_done` once, as its last action. The caller
@@ -360,7 +366,7 @@ class BackwardJob:
     Attributes:
         label: names of the slots, for errors.
         owner: memory that gradients are copied into. No two jobs use this memory at once.
-        updates: updates with the gradients, until the job has run.
+        updates: updates with the gradients; None once the job has dropped its gradients.
         staged: updates with the copies on the host.
         versions: versions of the gradients, by slot.
         back: launches into the back buffer, which ``step_ahead`` carries out; empty if the job only
@@ -370,8 +376,9 @@ class BackwardJob:
             sums. Gradients that stay on a device are measured there.
         landing: memory for gradients of a further micro-batch, which are added to ``staged``; None
             for the first micro-batch.
-        releases: True if ``staged`` will be the only copy of the gradients. The caller prepares
-            such a job, and the job copies and adds even if it is cancelled.
+        releases: True if ``staged`` will be the only copy of the gradients. The caller's thread
+            calls :meth:`prepare` for such a job, and the job copies and adds even if it is
+            cancelled.
         sums: sum of squares of each gradient, FP64; None if the job did not measure.
         stepped: True if the back buffer holds the step.
         is_done: True if the complete gradients are on the host.
@@ -406,7 +413,8 @@ class BackwardJob:
         self._ticket: Any = None
 
     def prepare(self) -> None:
-        """Start the copies, unless the worker started them during the previous job."""
+        """Start the copies of the gradients to the host. Do nothing if the copies were started
+        before."""
         if self._is_prepared:
             return
         if self.updates is not None and (self.releases or not self.is_cancelled):
@@ -415,8 +423,8 @@ class BackwardJob:
         self._is_prepared = True
 
     def release_grads(self) -> None:
-        """Wait until the gradients are on the host, and drop the job's references. Only the
-        caller's thread calls this, for a job that releases gradients."""
+        """Wait until the gradients are on the host, and drop the job's reference to the gradients
+        on the device. Only the caller's thread calls this, for a job that releases gradients."""
         self.owner.transfer.wait(self._ticket)
         self.updates = None
 
@@ -465,7 +473,7 @@ class Destination(NamedTuple):
         memory: the staging memory.
         staged: the updates with the copies that are kept.
         landing: memory of copies that are added to the kept copies; None for a first micro-batch,
-            whose copies are kept themselves.
+            which is copied to ``staged`` directly.
         in_place: True if the kept copies are in the bucket's staging memory, where the step reads
             gradients.
     """
@@ -615,7 +623,8 @@ class ReleasedGrads:
         """Start the copies of a job, after the copies of the previous job are done and its
         gradients are released.
 
-        The next bucket fills meanwhile, so the gradients of two buckets are on the device.
+        Backward fills the next bucket during these copies. So the device has the gradients of two
+        buckets at a time.
         """
         self.finish()
         job.prepare()
@@ -650,8 +659,8 @@ class ReleasedGrads:
             if self.is_held(slot, grad):
                 here.add(index)
                 if grad.data_ptr() != read.data_ptr():
-                    # NOTE: no upload reads this memory, because it was freed for a download since
-                    # the last step, or is new.
+                    # NOTE: this write needs no wait, because no upload reads the memory: it is new,
+                    # or a download since the last step waited until it was free.
                     read.copy_(grad)
         return frozenset(here)
 

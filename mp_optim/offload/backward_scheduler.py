@@ -8,12 +8,16 @@ functions:
    :meth:`BackwardScheduler.on_grad_ready`, which adds the gradient to its bucket.
 2. If the bucket is complete, :meth:`BackwardScheduler._begin` makes a
    :class:`~mp_optim.offload.backward_grads.BackwardJob` and submits it to the :class:`Worker`.
-3. The worker copies the gradients to staging memory. The worker also measures gradients that are in
-   host memory, and gradients that leave the device. The device measures all other gradients.
+3. The worker calls :meth:`BackwardJob.prepare`, which starts the copies to staging memory in the
+   gradient's dtype (:meth:`Staging.download`), and :meth:`BackwardJob.run`, which waits for the
+   copies. With ``release_gradients`` the caller's thread calls ``prepare``. ``run`` also measures
+   gradients that are in host memory, and gradients that leave the device. The device measures all
+   other gradients.
 4. ``step()`` calls :meth:`BackwardScheduler.collect`, which waits for the worker.
 5. :meth:`BackwardScheduler.find_copied` compares gradients with the versions that the job recorded.
    A changed gradient is copied again.
-6. :class:`~mp_optim.offload.stepper.Stepper` steps the buckets.
+6. :meth:`Stepper._step_in_place` steps each bucket (the kernel converts gradients to FP32).
+   :meth:`BucketStep.upload` copies the parameters to the device.
 
 With ``"speculative"`` the worker also measures every gradient, and steps each bucket into a back
 buffer, as if the step were neither clipped nor skipped.
@@ -81,8 +85,8 @@ class CollectedGrads(NamedTuple):
 
     Attributes:
         held: gradients that left their parameters and are in host memory, by slot.
-        sums: sums of squares, by slot, of gradients that the worker measured and that did not
-            change.
+        sums: sums of squares by slot. They are of gradients in host memory that the worker measured
+            and that did not change afterwards.
     """
 
     held: Mapping[Slot, Tensor]
@@ -90,7 +94,7 @@ class CollectedGrads(NamedTuple):
 
 
 class BackwardScheduler:
-    """Begins jobs on offloaded slots during backward. In mode ``sync`` it begins no job.
+    """Begins jobs on offloaded slots during backward. In mode ``sync`` no job begins.
 
     Args:
         executor: keeps the state of the slots.
@@ -112,7 +116,8 @@ class BackwardScheduler:
         grads: reports gradients as they arrive, and compares them with the gradients of jobs.
         is_last_microbatch: True if arriving gradients are complete.
         phase: phase of this iteration.
-        speculates: True if gradients are stepped as soon as they are on the host; False when idle.
+        speculates: True if gradients are stepped as soon as they are on the host; False in phase
+            IDLE.
     """
 
     def __init__(
@@ -154,7 +159,8 @@ class BackwardScheduler:
         self._expected = fetch(self._settings.transfer, inverse_scale)
 
     def _predicted_multiplier(self) -> float:
-        """Return the multiplier of gradients in FP32 if nothing is clipped or skipped."""
+        """Return the multiplier of gradients for a step that is neither clipped nor skipped,
+        rounded to FP32."""
         return 1.0 if self._expected is None else fp32(float(self._expected()))
 
     def use_buckets(
@@ -197,7 +203,7 @@ class BackwardScheduler:
             slot: the slot of the gradient.
             grad: the local gradient. The step gets this gradient, or its copy on the host if it is
                 released.
-            found: the gradient with its parameter, if the gradient may be released.
+            found: the gradient with its parameter, if the gradient may be released; else None.
         """
         # NOTE: backward has a thread for each device that has parameters, and one for the CPU. So
         # gradients of two threads may arrive at once.
@@ -217,8 +223,8 @@ class BackwardScheduler:
             if self._releases:
                 released = self.released
                 if slot in released.held and slot in released.releasable and slot in bucket.waiting:
-                    # Begin now, because gradients are added to the held copy one after the other,
-                    # in order.
+                    # Begin a job now, because the worker must add the slot's previous gradient to
+                    # the held copy before this gradient.
                     self._begin_jobs([bucket])
                 released.register(slot, grad, found)
             bucket.waiting[slot] = grad
@@ -253,8 +259,8 @@ class BackwardScheduler:
             self._failure.__cause__ = error
 
     def _settings_are_refused(self) -> bool:
-        """True if a check refuses the executor's settings, before or after they are shared with
-        the groups."""
+        """True if the executor refuses its settings, before or after it gets the settings of the
+        optimizer that takes the step."""
         try:
             self._executor.check_groups()
             self.grads.source.share_settings()
@@ -285,8 +291,8 @@ class BackwardScheduler:
         updates = self.grads.source.updates(grads, self._multiplier)
         if not updates:
             return
-        # NOTE: a cancelled job of this bucket may still run, and write to the bucket's staging
-        # memory. This thread must not write to that memory. Jobs of one bucket run one after the
+        # NOTE: a cancelled job of this bucket may still write to the bucket's staging memory, so
+        # this thread must not write there. The worker runs the jobs of a bucket one after the
         # other.
         destination = (
             released.destination_for(updates, bucket)
@@ -303,8 +309,8 @@ class BackwardScheduler:
             destination.memory,
             updates,
             destination.staged,
-            # On an accelerator the host cannot compare its copy with the gradient at the step, so
-            # sums of the gradient's bits are kept.
+            # At the step, the host cannot compare its copy with a gradient on an accelerator. So
+            # record sums of the gradient's bits, too.
             self.grads.versions(updates, with_bits=not (releases or transfer.is_same_place)),
             launches,
             choose_backend(self.grads.source.fused_backend, _HOST)[0].sum_of_squares,
@@ -325,8 +331,8 @@ class BackwardScheduler:
     # -- between backward and step ----------------------------------------------------------------
 
     def collect(self) -> CollectedGrads:
-        """Wait for the jobs begun during backward, and return their results. The step's time begins
-        here.
+        """Wait for the jobs begun during backward, and return their results. The timeline of the
+        step begins here.
 
         NOTE: the caller waits for the worker. The wait cannot be later, because the verdict reads
         the sums of the jobs, and the worker owns staging memory and back buffers until it is
@@ -357,7 +363,8 @@ class BackwardScheduler:
         return CollectedGrads(self.released.held, dict(self._sums()))
 
     def _sums(self) -> Iterator[tuple[Slot, float]]:
-        """Yield the sums of squares of gradients that did not change since they were measured."""
+        """Yield slot and sum of squares of each gradient in host memory that did not change since a
+        job measured the gradient."""
         self.grads.forget_comparisons()
         for job in [bucket.job for bucket in self.buckets if bucket.job is not None]:
             compares = self._settings.transfer.is_same_place and not job.releases
@@ -372,7 +379,8 @@ class BackwardScheduler:
                     yield slot, value
 
     def _finish_jobs(self) -> None:
-        """Wait for all jobs, after adding the last gradients to the held copies."""
+        """Begin jobs that add the last released gradients to the held copies. Then wait for all
+        jobs."""
         if self._releases:
             self._begin_jobs(filter(self.released.has_held, self.buckets))
         if self._failure is not None:
@@ -449,8 +457,8 @@ class BackwardScheduler:
     # -- in step ----------------------------------------------------------------------------------
 
     def find_copied(self, steps: Sequence[BucketStep]) -> None:
-        """Mark the gradients that backward copied to the host and that did not change since, so
-        that the step does not copy them."""
+        """Record in ``steps`` which gradients backward copied to the host. The step copies only the
+        other gradients, and gradients that changed after their copy."""
         if not self.runs_in_backward:
             return
         stale = 0
@@ -460,7 +468,8 @@ class BackwardScheduler:
             if self.released.held:
                 step.downloaded = self.released.put_in_place(step.updates, step.staged)
             job = bucket.job
-            # If the job's tensors did not fit these updates, the step has just made new tensors.
+            # Skip a job that copied into other tensors. Its tensors did not fit these updates, so
+            # the step has just made new tensors.
             if job is None or not job.is_done or job.staged.grads is not step.staged.grads:
                 continue
             compares = self._settings.transfer.is_same_place and not job.releases
@@ -479,8 +488,8 @@ class BackwardScheduler:
             )
 
     def gradients_on_host(self, updates: SlotUpdates) -> dict[Slot, Tensor]:
-        """Return gradients that windows read from host memory: released gradients, and unchanged
-        copies."""
+        """Return, by slot, the gradients that windows read from host memory: released gradients,
+        and copies of gradients that did not change after backward."""
         found: dict[Slot, Tensor] = {}
         routes = () if self._plan is None else self._plan.routes(updates.slots)
         for index, _, selection in routes:
@@ -502,14 +511,15 @@ class BackwardScheduler:
     ) -> dict[int, Sequence[BackLaunch]]:
         """Return the launches of buckets whose back buffers hold this step, by bucket.
 
-        Count these buckets as hits. Count buckets whose gradients are unchanged, but whose result
-        is another, as redone.
+        These buckets count as hits. A bucket counts as redone if its gradients are unchanged but
+        its back buffer holds another result.
         """
         found: dict[int, Sequence[BackLaunch]] = {}
         for step in steps:
             bucket, now = self.buckets[step.bucket], planned[step.bucket]
             job, was_trusted = bucket.job, bucket.is_trusted
-            # The step is about to overwrite the back buffer, unless the buffer is a hit.
+            # The step overwrites the back buffer next, unless the buffer is a hit. So a later step
+            # must not trust the buffer.
             bucket.is_trusted = False
             if job is None or not (job.stepped and step.is_downloaded):
                 continue
@@ -588,8 +598,8 @@ class Worker:
         self._last = None
 
     def discard(self) -> None:
-        """Drop the jobs that are queued, and wait for the job in progress. Its error is dropped,
-        too."""
+        """Drop the jobs that are queued, and wait for the job in progress. An error of that job is
+        dropped, too."""
         if self._pid == os.getpid():
             running = [future for _, future in self._begun if not future.cancel()]
             for future in running:
@@ -606,8 +616,9 @@ def _run(job: BackwardJob) -> None:
     job.prepare()
     following = job.following
     if following is not None and following.owner is not job.owner:
-        # Copies of the next job run next to this job's arithmetic. An error is dropped here,
-        # because the next job raises it under its own label.
+        # Start the copies of the next job, so that they overlap with this job's arithmetic. Drop an
+        # error here, because the next job starts the copies again and raises the error under its
+        # own label.
         with contextlib.suppress(Exception):
             following.prepare()
     job.run()
@@ -624,9 +635,10 @@ def _stop(pool: DaemonExecutor, pid: int) -> None:
 def worker_threads(host_threads: int | None) -> int:
     """Return the number of kernel threads of the worker: ``host_threads`` if it is set.
 
-    Otherwise two threads of this rank's share of the host are left to the main thread and autograd,
-    and a quarter to the data loader. Memory bandwidth bounds an optimizer, so the last quarter
-    would not make a step faster.
+    The default is three quarters of this rank's share of the host's threads, so that the data
+    loader keeps a quarter. From a small share, two threads are left to the main thread and
+    autograd. Memory bandwidth bounds an optimizer, so the last quarter would not make a step
+    faster.
     """
     if host_threads:
         return host_threads

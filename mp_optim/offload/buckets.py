@@ -16,9 +16,9 @@ a bucket by itself.
 With ``sync`` a model in host memory has no staging: a step reads and writes its gradients and
 parameters in place. A plan on the meta device is for an accelerator and counts the staging.
 
-Slots in windows have no staging with ``sync``. In the other modes they have staging for the
-gradients of all buckets: on the host with ``optimizer_state_path``, and streamed with
-``release_gradients``. Slots in windows have no back buffer. Host memory holds
+Slots in windows never have a back buffer, and have no staging with ``sync``. In the other modes
+they have staging for the gradients of all buckets if the host steps the windows
+(``optimizer_state_path``), or if gradients are released. Host memory holds
 :func:`~mp_optim.offload.state_storage.windows_held` windows of a file. A model in host memory has
 no staging for gradients that are not released.
 
@@ -82,7 +82,7 @@ class HostBytes(NamedTuple):
 
     @property
     def back(self) -> int:
-        """Bytes of the back buffer."""
+        """Total bytes of the back buffer: main params and state."""
         return sum(self.back_mains) + sum(self.back_state)
 
 
@@ -125,7 +125,8 @@ def plan_staging(
         pipelined: ``overlap_cpu_optimizer_d2h_h2d``.
         has_outputs: True if parameters are staged, too.
     """
-    # Ranks that reduce together have equal shares, so they cut equal buckets.
+    # Use shares, not local sizes. Ranks that reduce together have equal shares, so all of them cut
+    # equal buckets.
     shared = [2 * slot.share * slot.dtype.itemsize for slot in slots]
     bucket_bytes = most if mode == "sync" else fitting_bucket_bytes(sum(shared), most)
     buckets = plan_buckets([slot.slot for slot in slots], shared, bucket_bytes)
@@ -133,8 +134,8 @@ def plan_staging(
     for slot in slots:
         taken[slot.slot] = tensors * aligned_bytes(slot.numel, slot.dtype)
     needed = [sum(map(taken.__getitem__, bucket)) for bucket in buckets]
-    # In a step one bucket is copied to the host, one is stepped and one is copied to the device.
-    # Backward copies all buckets to the host.
+    # A pipelined step needs three pieces: one bucket is copied to the host, one is stepped and one
+    # is copied to the device. Backward needs a piece for every bucket.
     in_step = 3 if pipelined else 1
     # Use the largest size for each piece, because each piece serves every bucket in turn.
     if mode == "sync" and len(needed) > in_step:
@@ -165,7 +166,7 @@ def plan_buckets(
 
 
 def fitting_bucket_bytes(total: int, most: int) -> int:
-    """Return the bytes of staging memory that each bucket has.
+    """Return the largest staging bytes of a bucket for copies during backward.
 
     Small buckets begin early in backward. Large buckets have fewer fixed costs.
 
@@ -467,7 +468,8 @@ class BucketStep:
         """Start the download of the gradients.
 
         Args:
-            after: mark of the transfer at which the gradients are complete.
+            after: result of ``Transfer.mark()``, taken after the code that computes the gradients
+                was queued. The download starts after that code has run.
         """
         if self.is_downloaded:
             return
@@ -491,7 +493,7 @@ class BucketStep:
                 self.staging.transfer.wait(self.ticket)
 
     def upload(self) -> None:
-        """Start to copy the parameters to their outputs."""
+        """Start to copy the stepped parameters from staging memory to the device."""
         wanted = _present(self.updates.outputs)
         ticket = self.staging.transfer.upload(wanted, _present(self.staged.outputs))
         self.staging.tickets.append(ticket)

@@ -236,7 +236,8 @@ class PlacedExecutor(Executor):
 
     def marks_changes(self, slot: Slot) -> bool:
         place, stepper = self.place(slot), self.stepper
-        # Kernels do not mark changes of slots in windows, or of steps that may be rolled back.
+        # No kernel records the changes of slots in windows, or of steps into a back buffer, which
+        # may be discarded.
         is_whole = place == "device" or (stepper.pipeline is None and stepper.speculation is None)
         executor = self.executors[place]
         executor.step_instead(slot, self._stepped(slot))
@@ -339,8 +340,8 @@ class PlacedExecutor(Executor):
     def recover(self) -> None:
         for executor in self._distinct:
             executor.recover()
-        # Allocate other back buffers, because half a swap may have left two tensors with one
-        # memory.
+        # Allocate other back buffers, because an interrupted swap may have left two tensors in the
+        # same memory.
         self._cut_buckets()
 
     def memory_moved(self, slot: Slot | None = None) -> None:

@@ -96,8 +96,8 @@ class DoubleBuffer:
         self._buffered: dict[Key, _BufferedTensor] = {}
 
     def reserve(self, live: Mapping[Key, Tensor]) -> tuple[int, int]:
-        """Plan host memory for copies of these tensors, unless it is planned already. Return the
-        bytes after the first use, for main params and for state."""
+        """Plan host memory for copies of these tensors, unless it is planned already. The first use
+        allocates the memory. Return the planned bytes of main params and of state."""
         for is_main in () if self.blocks else (True, False):
             tensors = [live[key] for key in live if _is_main(key) == is_main]
             allocate = partial(self._transfer.empty_host, pin=self._pin and is_main)
@@ -211,7 +211,8 @@ class SpeculativeStepper:
     def _reserve(self, index: int) -> tuple[int, int]:
         live: dict[Key, Tensor] = {}
         for slot in self._buckets[index]:
-            # NOTE: do not call state_of(), which compares audits: the worker may still add samples.
+            # NOTE: do not call state_of() here. It compares audits, and the worker may still add
+            # samples.
             tensors = {**self._executor.rows.live_state(slot)}
             tensors[MAIN] = param_at(self._executor.param_groups, slot)
             for key in tensors.keys() - {"step"}:
@@ -248,14 +249,16 @@ class SpeculativeStepper:
         hits: Mapping[int, Sequence[BackLaunch]],
         mark: Any,
     ) -> dict[int, Sequence[BackLaunch]]:
-        """Step every bucket into its back buffer, except the buckets in ``hits``. Return launches
-        by bucket; none for a bucket that has to be stepped in place.
+        """Step every bucket into its back buffer, except the buckets in ``hits``, whose back
+        buffers hold this step already. Return the launches of all buckets, also of the buckets
+        in ``hits``; empty for a bucket that has to be stepped in place.
 
         Args:
             steps: the buckets of the step.
             planned: launches of each bucket in this step.
             hits: launches of buckets whose back buffers hold this step already.
-            mark: mark of the transfer at which the gradients are complete.
+            mark: result of ``Transfer.mark()``, taken after the code that computes the gradients
+                was queued. Downloads of gradients start after that code has run.
 
         Raises:
             RuntimeError: a step failed; the optimizer did not change.

@@ -60,10 +60,11 @@ class _Segment:
 class StateFile:
     """A file on a local disk from which tensors are cut one after the other, each once.
 
-    NOTE: Linux keeps a mapping and direct transfers of one file consistent unless they use a page
-    at the same time. Before a direct read Linux writes changes of the mapping, and around a direct
-    write it drops the pages. :meth:`flush_mapping` does so beforehand. So direct transfers happen
-    within ``step()``, after :meth:`flush_mapping`, and no other code may use the tensors then.
+    NOTE: the file is accessed in two ways: tensors are in a mapping of the file, and a step also
+    transfers bytes directly, past the page cache. Linux keeps both consistent unless both use a
+    page at the same time. Therefore :meth:`flush_mapping` first writes the changed pages and drops
+    them. Direct transfers happen only within ``step()``, after that call, and no other code may use
+    the tensors meanwhile.
 
     Args:
         folder: the folder in which the first :meth:`reserve` makes the file.
@@ -148,8 +149,8 @@ class StateFile:
     # -- the mapping, and transfers past it -------------------------------------------------------
 
     def check_owner(self) -> None:
-        """Raise RuntimeError in a forked child, as
-        :meth:`~mp_optim.host.direct_file.DirectFile.check_owner` does."""
+        """Raise RuntimeError if this process is a forked child, because the file changes with the
+        steps of the parent."""
         if self._file is not None:
             self._file.check_owner()
 
@@ -412,7 +413,7 @@ class FileStorage:
     def open_windows(self, windows: Sequence[Window], sizes: Sequence[int]) -> FileWindows:
         self.file.check_owner()
         self.file.flush_mapping()
-        if self._memory is None:  # All steps use this memory.
+        if self._memory is None:  # Keep the memory for all later steps.
             (size,) = self.host_bytes(sizes)
             self._memory = self._transfer.empty_host(size, self._pin)
         begin = -self._memory.data_ptr() % DISK_BLOCK

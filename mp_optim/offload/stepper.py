@@ -7,8 +7,8 @@ slots window by window.
 
 With ``offload_mode="overlap"`` or ``"speculative"``, backward has copied gradients before
 ``step()`` begins. :mod:`~mp_optim.offload.backward_scheduler` decides which copies are used. The
-bits of a step do not depend on backward: the step repeats a copy or an update that backward did not
-make, or made from other values.
+bits of a step do not depend on backward: the step itself makes each copy or update that backward
+did not make, or made from other values.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Stepper:
         )
         self.releases = False
         self.transfer_bytes = TransferBytes()
-        # Purposes of host memory that a warning has named.
+        # Purposes of host memory with a warning, so that each purpose is warned of only once.
         self._reported: set[str] = set()
         self.cut_buckets(slots)
 
@@ -153,7 +153,8 @@ class Stepper:
     def _new_buckets(self) -> Buckets | None:
         """Return new buckets; None if no gradient is copied to staging memory."""
         settings = self.settings
-        # A step reads gradients of a model in host memory in place.
+        # If the model is in host memory, a step reads gradients in place and needs no staging
+        # memory.
         is_copied = settings.place == "host" and not settings.transfer.is_same_place
         if self.pipeline is None:
             is_needed = settings.runs_in_backward or is_copied
@@ -267,7 +268,8 @@ class Stepper:
         queued. Back buffers that backward began to fill are completed and published."""
         steps = buckets.steps(updates, self.transfer_bytes)
         self.schedule.find_copied(steps)
-        # Mark the gradients as complete now, so that no download waits for the device's step.
+        # Take the mark before the device's step is queued. Otherwise downloads of gradients would
+        # start only after that step.
         mark = self.settings.transfer.mark()
         ahead, in_back = self.speculation, {}
         if ahead is not None and self.schedule.speculates:
@@ -288,8 +290,8 @@ class Stepper:
     def _fill_back_buffers(
         self, ahead: SpeculativeStepper, steps: Sequence[BucketStep], mark: Any
     ) -> dict[int, Sequence[BackLaunch]]:
-        """Step every bucket into its back buffer, unless backward did so. Return launches by
-        bucket, none for a bucket that has to be stepped in place."""
+        """Step every bucket into its back buffer, unless backward did so. Return the launches of
+        all buckets; empty for a bucket that has to be stepped in place."""
         planned = {step.bucket: self._rule_executor.plan(step.staged) for step in steps}
         hits = self.schedule.hits(steps, planned)
         try:
@@ -301,8 +303,13 @@ class Stepper:
     def _step_in_place(
         self, steps: Sequence[BucketStep], mark: Any, begin: Callable[[], None]
     ) -> None:
-        """Step main params and state of each bucket, with gradients that are complete at ``mark``.
-        Call ``begin`` after the first copies have started."""
+        """Step main params and state of each bucket on the host, and upload the parameters.
+
+        Args:
+            steps: the buckets that are stepped in place.
+            mark: see :meth:`BucketStep.start`.
+            begin: called after the first copies of gradients have started.
+        """
         depth = 1
         if self.settings.pipelined:
             depth = len(steps) if self.schedule.runs_in_backward else 2
@@ -334,8 +341,8 @@ class Stepper:
     # that a background save or the system's huge pages add.
 
     def host_bytes(self) -> HostBytes:
-        """Return the bytes of host memory after all slots have been stepped, with gradients of
-        the model's dtypes."""
+        """Return the sizes of the host memory that this stepper holds once every slot has been
+        stepped. Assumes gradients in the model's dtypes; with wider gradients staging grows."""
         held = HostBytes(())
         if self.pipeline is not None and self.settings.state_file is None:
             held = state_bytes(self._rule_executor, self.slots)

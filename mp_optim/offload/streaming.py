@@ -13,8 +13,8 @@ For each window the pipeline calls these methods of :class:`HostWindows` or :cla
 - ``wait_for`` waits until the window ``lag`` positions earlier is copied back, because the next
   window takes the memory of that window.
 
-``wait`` ends all copies. ``up`` and ``down`` count bytes that were copied between accelerator and
-host.
+``wait`` waits until all copies are complete. ``up`` and ``down`` count bytes that were copied
+between accelerator and host.
 """
 
 from __future__ import annotations
@@ -191,8 +191,7 @@ class WindowPipeline:
         Args:
             updates: updates of the slots.
             on_host: slots whose gradients are in host memory.
-            step_device: steps the device's slots; called after the copy of the first window has
-                started.
+            step_device: steps the device's slots; called once, before the first window is stepped.
         """
         launches = self._executor.plan(updates)
         may_cut = [self._executor.is_elementwise(each.settings) for each in launches]
@@ -249,17 +248,17 @@ class WindowPipeline:
         copies: WindowCopies,
         step_device: Callable[[], None],
     ) -> None:
-        """Step all windows of a step, each while the next window is copied. The slots that stay on
-        the device are stepped while the first window is copied."""
+        """Step all windows of a step, each while the next window is copied. ``step_device`` is
+        called before the first window is stepped."""
         try:
             coming = opened.read_window(0)
-            # NOTE: uploads run one after the other. So numbers that the device's steps read are
-            # uploaded before the first window. Behind the window, these steps would wait for all
-            # bytes of the window.
             if isinstance(copies, HostWindows):
                 resident = copies.bring(coming)
                 step_device()
             else:
+                # NOTE: uploads to the device run in order. So upload the scalars that the device's
+                # steps read before the first window. Queued behind the window, they would arrive
+                # only after all of its bytes, and the steps would wait.
                 step_device()
                 for launch in launches:
                     self._executor.announce(launch, copies.device)
@@ -381,9 +380,9 @@ class DeviceRing:
     """Steps windows in device memory. Gradients of a window are in host memory until the window is
     copied.
 
-    NOTE: an upload waits on the device only for operations queued before the ring was made. The
-    former contents of the upload's memory are on the host by then (``wait_for``). So uploads
-    overlap with all steps. Downloads are complete after :meth:`wait`.
+    NOTE: on the device, an upload waits only for operations queued before the ring was made, so
+    uploads overlap with all steps. Before an upload starts, ``wait_for`` has waited until the
+    former contents of its device memory are on the host. Downloads are complete after :meth:`wait`.
 
     Args:
         transfer: interface for copies.

@@ -28,7 +28,7 @@ GRAD, OUTPUT = "grad", "output"
 IN_FLIGHT = 3
 """Windows on the device: one is copied up, one is stepped, and one is copied down."""
 SMALLEST_WINDOW = 4096
-"""Bytes of a window that holds a block of 256 elements of every format of state."""
+"""Smallest size of a window in bytes: 256 elements with state of any format fit into this size."""
 
 Tensors = Mapping[str, Tensor]
 """Tensors of some elements by key: the main param under ``MAIN``, and state under its keys. A
@@ -92,11 +92,11 @@ class WindowForm:
         return size + sum(aligned_bytes(each.numel(), each.dtype) for each in along.values())
 
     def cuts(self, dtypes: Mapping[str, torch.dtype]) -> tuple[int, int]:
-        """Return the cut of a tensor: the number of elements at whose multiples it is cut, and the
-        bytes of these elements.
+        """Return the number of elements in the smallest piece of a tensor, and the bytes of this
+        piece. A tensor is cut only at multiples of this number.
 
-        In a file the elements are whole blocks for each dtype. The dtypes may be empty for a
-        parameter that is stepped in place.
+        In a file a piece fills whole blocks for each dtype. The dtypes may be empty for a parameter
+        that is stepped in place.
         """
         sizes = [_block_bytes(key, dtype) for key, dtype in dtypes.items()]
         count = max(1, self.unit // min(sizes, default=self.unit)) if self.unit > ALIGNMENT else 1
@@ -104,7 +104,8 @@ class WindowForm:
 
     def elements_that_fit(self, held: Tensors, along: Tensors, most: int) -> int:
         """Return the largest number of elements of a tensor that fit into ``most`` bytes. The
-        number is a multiple of the cut, and leaves space for the alignment of each tensor."""
+        number is a multiple of the number in :meth:`cuts`, and leaves space for the alignment of
+        each tensor."""
         elements, num_bytes = self.cuts({key: each.dtype for key, each in held.items()})
         num_bytes += sum(elements * each.itemsize for each in along.values())
         ends = self.unit * (len(held) + len(along)) if self.unit == ALIGNMENT else 0
