@@ -264,9 +264,9 @@ def _read(scalars: Sequence[Tensor], more: Tensor | None) -> tuple[list[float], 
 
 # -- on the device --------------------------------------------------------------------------------
 #
-# The verdict as numbers that kernels read there, and that the host reads when it has to. Every
-# operation is one IEEE operation in FP64 (root, product, quotient, comparison) and one rounding to
-# FP32, so the bits are those of the host's.
+# The device forms a verdict for kernels, and the host reads the verdict only if it needs numbers.
+# Every operation is one IEEE operation in FP64 (root, product, quotient, comparison) and one
+# rounding to FP32, so device and host compute the same bits.
 
 
 @dataclass(eq=False)
@@ -450,7 +450,10 @@ def _transfer(device: torch.device) -> Transfer:
 
 # -- counts ---------------------------------------------------------------------------------------
 #
-# A skipped step changes nothing except counts of skipped steps. There are two kinds of counts:
+# A skipped step writes no parameter, moment, average or step count of a slot. It does change the
+# loss scale, the skip rule's window, the speculation record and ``StepCounts``.
+#
+# There are two kinds of counts:
 #
 # - ``StepCounts`` below counts the steps of a stack, and the skipped steps by cause. The members of
 #   a composite share the counts of the composite.
@@ -461,9 +464,9 @@ def _transfer(device: torch.device) -> Transfer:
 #
 # - If the host decides to skip, ``WrappedGrads.run`` (``mixed_precision/step.py``) calls no
 #   executor. So no slot counts the step.
-# - If the device decides, ``RuleExecutor.run_step`` counts the step as taken. If
-#   ``DeviceVerdict.wait`` reads that the step was skipped, ``RuleState.subtract_skipped``
-#   subtracts the step before any code reads a count.
+# - If the device decides, ``RuleExecutor.run_step`` counts the step as taken.
+#   ``RuleState.subtract_skipped``, which runs before the next plan and before any read of state,
+#   waits for the verdict (``DeviceVerdict.wait``) and subtracts the step.
 # - A speculative step during backward is counted only when ``SpeculativeStepper.publish``
 #   (``offload/speculation.py``) swaps the buffers, and the buffers of a skipped step are not
 #   swapped. With a slot on the host, ``PlacedExecutor.verdict_device`` returns None, so the host

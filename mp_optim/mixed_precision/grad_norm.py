@@ -217,9 +217,8 @@ def agree(
             )
         number = None if numbers is None else numbers.get(key)
         if zeros is None and number is None and not key.shard_groups:
-            totals[key.group] += (
-                value  # No other rank has a shard of these parameters, so the sum is complete.
-            )
+            # No other rank has a shard of these parameters, so the sum is complete.
+            totals[key.group] += value
             continue
         # Always reduce two scalars. A rank that counts zeros may share parameters with a rank that
         # does not, and both must reduce the same number of scalars.
@@ -256,8 +255,9 @@ def _over_shards(
     ranks = math.prod(group.size() for group in (*key.shard_groups, *copies))
     terms: tuple[int, ...] = ()
     if number is not None:
-        # FP64 adds this many low bits of the number, and their square, exactly over these ranks. If
-        # the two sums are those of equal numbers, all numbers are equal (Cauchy and Schwarz).
+        # The sums of this many low bits of the number, and of their squares, are exact in FP64 over
+        # these ranks. If both sums are those of equal numbers, all numbers are equal (Cauchy and
+        # Schwarz).
         kept = number & ((1 << (53 - ranks.bit_length()) // 2) - 1)
         terms = kept, kept * kept
     packed = torch.stack([*values, *(torch.full_like(values[0], term) for term in terms)])

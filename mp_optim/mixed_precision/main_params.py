@@ -515,8 +515,8 @@ class MainParams:
         self._hand_out(slot)
         param, name, executor = self.param(slot), self.name(slot), self.executor
         below, stepped = executor.state_of(slot), executor.stepped(slot)
-        # A parameter without an FP32 main param is FP32 itself, or its main param is stored with a
-        # remainder.
+        # A slot has an FP32 main param, unless the parameter is FP32 itself or the main param is
+        # stored as a remainder.
         has_fp32_main = separate and param.dtype != torch.float32
         has_fp32_main = has_fp32_main and stepped.dtype == torch.float32
         is_shown = has_fp32_main or below.store.has_no_fp32_main(below.slot)

@@ -214,9 +214,9 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         """True if gradients that arrive in backward are complete, so that ``offload_mode`` may use
         them before ``step()``.
 
-        Set this to False for all micro-batches except the last. Otherwise the offloaded part begins
-        with incomplete gradients and repeats its computation after the later micro-batches. The
-        result is the same, but a step takes longer.
+        Set this to False for all micro-batches except the last. Otherwise jobs during backward use
+        incomplete gradients, and are repeated after the later micro-batches. The result is the
+        same, but a step takes longer.
         """
         return all(scheduler.is_last_microbatch for scheduler in self.backward_schedulers)
 
@@ -392,8 +392,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         weights are dropped.
 
         Args:
-            state_dict: full-precision values by FQN; the main params and parameters with these
-                names take them. None for no values.
+            state_dict: full-precision values by FQN. They replace the main params and parameters of
+                these names. None for no values.
 
         Raises:
             ValueError: ranks that share parameters pass different values; the message names the
@@ -421,7 +421,11 @@ class MegatronOptimizer(SlotKeyedOptimizer):
                 module.reshard()
 
     def take_model_params(self, values: Mapping[str, Any]) -> None:
-        """Do the same as :meth:`reload_model_params` without a comparison between ranks."""
+        """Do the same as :meth:`reload_model_params` without a comparison between ranks.
+
+        Args:
+            values: full-precision values by FQN.
+        """
         for mains in self.all_mains():
             mains.reload(values)
 
@@ -492,8 +496,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         per_tensor: bool = False,
         process_group: ProcessGroup | None = None,
     ) -> StepDigest:
-        """Return a digest of parameters, main params and state after a step. Every rank calls this
-        method. Nothing is computed if no code calls it.
+        """Return a digest of parameters, main params and state after a step. Collective over
+        ``process_group``. Steps themselves compute no digest.
 
         Equal bits have equal digests, whatever the number of ranks and the places of the state
         (GPU, host, disk). One changed element always changes the digest. Several changed elements
@@ -501,8 +505,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         blocks (8 bits, 4 bits, fp16) counts with its FP32 values.
 
         Args:
-            sample: in each step the digest reads about one of ``sample`` runs of at most 262,144
-                elements. ``sample`` steps in a row read each element once. 1 reads everything.
+            sample: each call reads about 1/``sample`` of the elements, in runs of at most 262,144.
+                Calls in ``sample`` successive steps read each element once. 1 reads everything.
             step: number of the step, which selects the sample; None for the number of steps since
                 this optimizer was built.
             per_tensor: True to return the digest of each tensor, too.

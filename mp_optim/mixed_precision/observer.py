@@ -68,7 +68,7 @@ class Observer:
         return False
 
     def judge(self, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """Judge a step on the device of its norm.
+        """Decide whether to skip a step. The decision is computed on the device of ``norm``.
 
         Args:
             norm: gradient norm of the step, FP64, shape ().

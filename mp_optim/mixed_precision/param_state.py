@@ -61,8 +61,8 @@ def as_sharded(local: Tensor, param: Tensor, key: str = "") -> Tensor:
 
 
 def stands_for(main: Tensor, param: Tensor) -> bool:
-    """True if a parameter has the value of its FP32 main param, rounded to nearest even. With a
-    remainder, halves may also be rounded away from zero."""
+    """True if a parameter is its FP32 main param, rounded to nearest even. A bfloat16 parameter may
+    also be rounded to nearest with ties away from zero, as a step with remainders rounds."""
     if same_values(main.to(device=param.device, dtype=param.dtype), param):
         return True
     if param.dtype != torch.bfloat16 or main.dtype != torch.float32:
@@ -190,8 +190,8 @@ class ParamState(SlotState):
         state = self.layout.take(saved)
         is_tied = self._belongs_to_weights(state) and not self._keeps_remainder()
         if checksum is not None and is_tied and not convert:
-            # Compare the checksum, because a remainder may be loaded before the weights of the same
-            # save.
+            # The weights of the save may be loaded after the remainder. Then ``weights`` has the
+            # values that the parameter will get, and their checksum is compared.
             beside = self._local if weights is None else weights
             check_weights({self.slot: checksum}, lambda _: beside, lambda _: self.name)
         # If the stepped tensor is bfloat16, fitted() joins the remainder instead.

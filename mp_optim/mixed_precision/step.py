@@ -93,8 +93,9 @@ def take_step(
             grads, verdict, judge = prepared
         with _UNTIMED if config.timers is None else _timed(config, "optimizer-inner-step"):
             _count(stack, verdict, judge)
-            # Phase 4: plan all launches, then run them. An error in a plan leaves all parameters
-            # unstepped.
+            # Phase 4. RuleExecutor builds all launches in plan(), so an error there leaves all
+            # parameters unstepped. Executors of offloaded slots and of foreign optimizers build
+            # launches in run(), when other slots may have been stepped.
             grads.plan(verdict)
             grads.run(verdict)
         if stack.grad_scaler is not None:
@@ -104,13 +105,13 @@ def take_step(
 
 @in_own_modes
 def take_steps(stacks: Mapping[str, Any], errors: dict[str, Exception]) -> dict[str, StepResult]:
-    """Take one step of each of several precision wrappers: each phase for all of them, then the
-    next phase.
+    """Step several precision wrappers. Each phase runs for all wrappers before the next phase
+    begins.
 
     One pass reads the gradients of all wrappers. An error of one wrapper does not stop the others.
 
     Args:
-        stacks: the wrappers by name. Their configs have no timers.
+        stacks: the wrappers by name. ``timers`` of their configs are not used.
         errors: gets the errors by name.
 
     Returns:
@@ -162,7 +163,8 @@ def _collect(stack: Any) -> Any:
     """Phase 1: return the gradients of a step, a :class:`StepGrads`."""
     try:
         return stack.grads_of(stack)
-    # If one worker fails, the jobs of all workers are done again in this process.
+    # If the worker of one wrapper fails, discard the jobs of all wrappers. The next step() repeats
+    # these jobs.
     except WorkerError:
         stack.discard_backward_work()
         raise
@@ -173,8 +175,8 @@ def _decide(stack: Any, grads: StepGrads) -> tuple[AnyVerdict, Observer | None]:
     host, if any."""
     config, device = stack.config, grads.verdict_device
     measurement = grads.sums(on_host=device is None)
-    # If kernels read the verdict on the device of the measurement and the loss
-    # scale, form the verdict there, so that no host waits for it.
+    # ``device`` is where kernels can read the verdict (None: nowhere). If the measurement and the
+    # loss scale are there, too, form the verdict there, so that the host does not wait.
     scaling = () if stack.grad_scaler is None else (stack.grad_scaler.inv_scale,)
     if device is not None:
         scalars = [*measurement.sums.values(), *scaling]
@@ -263,7 +265,8 @@ class StepGrads(ABC):
 
     @abstractmethod
     def plan(self, verdict: AnyVerdict) -> None:
-        """Prepare the launches of :meth:`run`. No parameter is stepped."""
+        """Prepare the launches of :meth:`run`, if the executor supports that. No parameter is
+        stepped."""
 
     @abstractmethod
     def run(self, verdict: AnyVerdict) -> None:

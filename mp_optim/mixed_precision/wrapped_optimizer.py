@@ -202,7 +202,8 @@ class WrappedOptimizer(MegatronOptimizer):
 
     def recover(self) -> None:
         super().recover()
-        # Main params may differ from their weights after an interrupted step.
+        # After an interrupted step, main params may differ from their weights although the
+        # checksums of weights are unchanged. So forget the checksums.
         self.engine.mains.written.forget()
 
     # -- main params and metrics -------------------------------------------------------------------

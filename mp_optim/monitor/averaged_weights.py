@@ -43,8 +43,8 @@ class AveragedWeights(Observer):
                 swap_in(stack, own)
                 stack.show_written_params()
                 yield
-            # The weights of missing ranks cannot be restored, so the stack stays marked as
-            # inconsistent.
+            # If ranks are missing, this rank cannot make its weights visible to them. So leave the
+            # stack marked as inconsistent.
             except MissingRanksError:
                 are_there = False
                 raise

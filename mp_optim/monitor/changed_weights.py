@@ -78,7 +78,8 @@ class WeightChanges(WeightObserver):
             frozen: True to compare parameters that are not trained, too.
         """
         table = self._table
-        # A group was added since the last call. All elements of its parameters count as changed.
+        # Slots from self._count on belong to groups added since the last call, if any. All their
+        # elements count as changed.
         self._written.update(range(self._count, len(table.slots)))
         self._count = len(table.slots)
         alone = self._alone(frozen or table.has_main != self._had_main)
@@ -87,8 +88,8 @@ class WeightChanges(WeightObserver):
         self._written.update(alone[at] for at in changed)
         self._sums.note([alone[at] for at in changed], [weights[at] for at in changed])
         once = self._exposed.union(filter(self._sums.knows, range(self._count)))
-        # Other parameters have a checksum because a caller got their state: compare these once. A
-        # parameter that only checksums can compare keeps its checksum.
+        # Any other parameter has a checksum only because a caller got its state and may write it.
+        # Compare that checksum once, then drop it. Parameters in _alone() keep their checksums.
         once.difference_update(self._alone(frozen=True))
         for index in once:
             if self._sums.changed([index], [self._table.weight_at(index)]):

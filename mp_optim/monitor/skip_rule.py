@@ -2,9 +2,10 @@
 
 A value is a spike if it is above ``median + sigma_factor * spread`` of the last steps (the window).
 The spread is 1.4826 times the median distance from the median. For a normal distribution this
-equals the standard deviation. A spike changes mean and standard deviation so much that a second
-spike would not be found. Median and spread change only if half of the window are spikes. The spread
-is at least 1/128 of the median, so that a window of equal values does not skip the next step.
+spread equals the standard deviation. Mean and standard deviation are not used, because one spike
+changes them so much that a second spike would not be found. Median and spread change only if half
+of the window are spikes. The spread is at least 1/128 of the median, so that a window of equal
+values does not skip the next step.
 
 Every finite value enters the window, also the value of a skipped step. So a lasting change is
 skipped for at most half a window. Then the changed value is the median, and steps are taken again.
@@ -177,8 +178,8 @@ class SkipRule(Observer):
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a saved window. If the saved window is longer than this one, load its newest steps;
-        without a saved window, empty this one."""
+        """Load the window of a state dict. If the saved window is longer than :attr:`length`, only
+        its newest steps are loaded. A state dict without a window empties the present window."""
         self._window.fill_(math.nan)
         self._next.zero_()
         if (saved := state_dict.get(_ENTRY)) is not None:

@@ -438,10 +438,11 @@ class StackOptimizer(WrappedOptimizer):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # Call the constructor without overrides: these groups are split already, and a schedule may
+        # have changed their settings. The overrides are put back below, for groups that are added
+        # later.
         settings = {key: value for key, value in state["settings"].items() if key != "overrides"}
         StackOptimizer.__init__(self, state["param_groups"], state["hyperparameters"], settings)
-        # Build without overrides, because these groups are split already, and a schedule may have
-        # changed their settings.
         self._given_settings = state["settings"]
         self._overrides = keys_of_patterns(state["settings"].get("overrides") or {}, self.rule)
         self.defaults.update(state["defaults"])
@@ -470,7 +471,8 @@ class AmpLossScale(ConstantGradScaler):
     """
 
     def __init__(self, scale: Tensor) -> None:
-        # The base class stores its scale on the host, because a copy to a device would synchronize.
+        # 1.0 is a placeholder on the host, which the next line replaces. Building it on the scale's
+        # device would copy, and so synchronize.
         super().__init__(1.0)
         self._scale = scale.detach().reshape(1)
 

@@ -63,7 +63,7 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
     """
 
     def __init__(self, kind: type[StackOptimizer] = AdamW, **defaults: Any) -> None:
-        of_groups = {"overrides"}  # They need parameters to match.
+        of_groups = {"overrides"}  # Without parameters to match, overrides would raise.
         kind([{"params": []}], **without_keys(defaults, of_groups))  # A wrong default raises here.
         self._kind, self._defaults = kind, defaults
         self._tenants: dict[str, StackOptimizer] = {}
@@ -308,7 +308,7 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
             places[_place(param)] = new.slot_name(slot)
         for owner, tenant in self._tenants.items():
             for slot, param in iter_slots(tenant.param_groups):
-                # Parts without elements have no memory, and equal addresses.
+                # Tensors without elements have no memory, and all of them have the address 0.
                 if held_tensor(param).numel() and (name := places.get(_place(param))) is not None:
                     raise ValueError(
                         f"{name} is {tenant.slot_name(slot)} of tenant {owner!r}, too; give each "
@@ -328,7 +328,8 @@ def _has_hooks(tenant: StackOptimizer) -> bool:
     patch = vars(tenant).get("step")
     is_patched = patch is not None and not hasattr(patch, "_wrapped_by_lr_sched")
     own = tenant._optimizer_step_pre_hooks or tenant._optimizer_step_post_hooks
-    # A step of this package waits for background saves itself, so this hook is not needed.
+    # Leave out this package's hook, because a step of this package waits for background saves
+    # itself.
     of_program = set(_global_optimizer_pre_hooks.values()) - {wait_for_devices}
     return bool(is_patched or own or of_program or _global_optimizer_post_hooks)
 
@@ -360,8 +361,8 @@ def _read(path: Path, tenant: StackOptimizer) -> None:
     state = torch.load(path, map_location="cpu", weights_only=True)
     params = [param for _, param in iter_slots(tenant.param_groups)]
     values = [param.detach().clone() for param in params]
-    # The weights may differ from the weights at the save. As in a step, a remainder is joined with
-    # the present weights.
+    # Other code may have written the weights since the save. So load with convert=True, which joins
+    # remainders with the present weights and does not raise.
     load_checked(tenant, state, convert=True)
     for param, value in zip(params, values, strict=True):
         param.data.copy_(value)

@@ -241,7 +241,9 @@ def finish_sum(total: Tensor, owned: Tensor, divisor: int, add: bool) -> None:
         divisor: divisor of the sum.
         add: True to add to the shard instead of replacing it.
     """
-    if divisor != 1:  # Divide by a tensor, because CUDA multiplies by the reciprocal of a number.
+    # CUDA divides by a Python number as a product with the reciprocal, which rounds twice. So
+    # divide by a tensor.
+    if divisor != 1:
         total /= torch.full_like(total, divisor)
     if add:
         total += owned

@@ -98,8 +98,8 @@ class GradReducer:
         LaunchOrder([self], again=not self._keeps_grads)
         self.has_gradients, self.late = False, ""
         self.bytes_reduced = self.grad_bytes_gathered = 0
-        self._entries: dict[int, Entry] = {}  # The mark of a hook finds its entry.
-        self._watched: dict[int, _Watched] = {}  # The id of an entry finds its parameter.
+        self._entries: dict[int, Entry] = {}  # Keyed by the number that a parameter's hook has.
+        self._watched: dict[int, _Watched] = {}  # Keyed by the id of an entry.
         weakref.finalize(self, _unwatch, self._watched).atexit = False
         for index, bucket in enumerate(buckets):
             for entry in bucket.entries:
@@ -216,8 +216,8 @@ class GradReducer:
         bucket, config = self.buckets[index], self._config
         in_fp32 = config.reduce_scatter_with_fp32_accumulation
         exchange = uses_exchange(self.group, bucket.params.device, in_fp32)
-        # With no_shard the shards are gathered later. A complete shard is then only a part of the
-        # gradients, so do not report the shard.
+        # With no_shard a complete shard is only a part of the gradients until finish() gathers all
+        # shards. So do not report the shard.
         announces = self.on_reduced is not None and not self._replicates
         if exchange or not self._keeps_grads or announces:
             self.order.wait(leave=_IN_FLIGHT - 1)
@@ -234,7 +234,8 @@ class GradReducer:
                 add=self._reduced[index],
             )
         if not self._keeps_grads:
-            # The reduction keeps the gradients alive for as long as it needs them.
+            # Drop this reference, so that the memory is freed as soon as the reduction has dropped
+            # its own reference.
             bucket.grads = None
         self._reduced[index], self._waiting[index] = True, False
         self._complete = False
@@ -290,7 +291,8 @@ class GradReducer:
         self.order.restart()
         for index, bucket in enumerate(self.buckets):
             if not self._keeps_grads:
-                # The next reduction overwrites this rank's shard, so it needs no zeros.
+                # Zeros for this rank's shard are not needed, because the next reduction overwrites
+                # the shard.
                 bucket.grads = None
             elif bucket.grads is not None:
                 bucket.grads.zero_()
@@ -395,7 +397,7 @@ class LaunchOrder:
         if all(member.synchronizes for member in self._members):
             while self._next < len(self.sequence):
                 self._launch_next()
-            if self._again:  # Another backward may add to the same shards.
+            if self._again:  # The next backward pass adds to the same shards.
                 self._next = 0
 
     def _launch_next(self) -> None:
@@ -416,8 +418,8 @@ class LaunchOrder:
         self._heard()
 
     def _heard(self) -> None:
-        """Wait for the flags of this rank's backward passes. All other ranks have taken part by
-        now."""
+        """Wait for the flags of this rank's backward passes. The wait is short, because all other
+        ranks have taken part in these passes by now."""
         if self._announced:
             with self._members[0].guard("announcing a pass to reduce"):
                 for flag in self._announced:
@@ -425,13 +427,13 @@ class LaunchOrder:
             self._announced.clear()
 
     def _is_anything_left(self) -> bool:
-        """True if gradients are still to be reduced. If every backward pass is reduced, the ranks
-        ask each other."""
+        """True if gradients are still to be reduced. If buckets are reduced after every backward
+        pass, the ranks compare their answers. Collective in that case."""
         of_members = [member.collect_all() for member in self._members]
         left = any(of_members)
         if not self._again:
             return left
-        if self._next > 0:  # A backward that failed may have started the pass, so finish it.
+        if self._next > 0:  # A failed backward pass may have left buckets to reduce, so finish it.
             return True
         with self._members[0].guard("asking for another pass to reduce"):
             for group in self._groups:

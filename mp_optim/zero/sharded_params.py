@@ -279,7 +279,7 @@ class ShardedParams:
         )
         set_shard_info(tensor, info)
         attributes = norm_attributes(param)
-        # A flat shard does not have the dimensions that these attributes describe.
+        # These attributes describe dimensions of the parameter, which a flat shard does not have.
         if tensor.shape != param.shape:
             for of_shape in ("partition_dim", "partition_stride", "partition_sizes"):
                 attributes.pop(of_shape, None)
@@ -337,7 +337,8 @@ class ShardedParams:
     # -- parameters -------------------------------------------------------------------------------
 
     def is_followed(self, slot: Slot) -> bool:
-        """True if the parameter at a slot is unchanged since the last :meth:`look`."""
+        """True if the parameter at a slot was neither replaced nor moved since the last
+        :meth:`look`."""
         param = self._param_groups[slot.group]["params"][slot.position]
         return self._seen.is_same(self._index[slot], param)
 
@@ -396,7 +397,7 @@ class ShardedParams:
 
 def _shaped(flat: Tensor, param: Tensor) -> Tensor:
     """Return a 1-D tensor in the parameter's shape if the tensor has all elements. Return an empty
-    tensor with no rows, so that rules for matrices get a matrix."""
+    tensor with the parameter's dimensions but no rows, so that rules for matrices get a matrix."""
     if flat.numel() == param.numel():
         return flat.view(param.shape)
     return flat if flat.numel() or not param.dim() else flat.view(0, *param.shape[1:])

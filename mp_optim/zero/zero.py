@@ -68,7 +68,8 @@ class ReducedGrads(GradsOfMembers):
         ]
         optimizer.share_settings()
         super().__init__(optimizer)
-        # A parameter without a backward pass on this rank has a gradient of zeros.
+        # Every trained slot has a gradient here, zeros without a backward pass on this rank. So ask
+        # the reducer whether backward produced any gradient.
         self.has_any = reducer.has_gradients
 
     def sums(self, on_host: bool = False) -> Measurement:
@@ -160,8 +161,8 @@ class DistributedOptimizer(CompositeOptimizer):
         self.groups_below = [self.shards.param_groups, *self.shards.groups_below]
         self.take_members([self.shards])
         _show_settings(self, sharded=not self._model.steps_everything)
-        # With a callback, backward waits for earlier reductions. So register a callback only if
-        # work during backward needs it.
+        # A callback makes backward wait for earlier reductions. So register one only if jobs during
+        # backward need it.
         if self.backward_schedulers:
             # The reducer must not keep this optimizer alive, so do not refer to `self`.
             shards, tensors = self.shards, self._model.tensors
@@ -231,15 +232,16 @@ class DistributedOptimizer(CompositeOptimizer):
         self.finish_param_sync()
         if slot is None or not self._model.is_followed(slot):
             self._follow_buckets()
-        # Buckets detect only writes that change a version counter, so the wrapper compares values,
-        # too.
+        # Buckets detect only parameters that were replaced or moved. The wrapper compares values,
+        # and so finds all other writes.
         self.shards.make_current(slot, follow_only=follow_only)
 
     def _follow_buckets(self) -> None:
         """Copy parameters that were replaced or moved into the buckets."""
         self.finish_param_sync()
         if self._model.follow():
-            # State may be read before the next step, so refresh the main params on the host now.
+            # State may be read before the next step, so refresh the main params of the changed
+            # parameters now.
             self.shards.make_current(follow_only=True)
             self._model.look()
 
