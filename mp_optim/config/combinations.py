@@ -45,7 +45,8 @@ def check_config(config: ConfigFields) -> None:
     try:
         coefficients(config.muon_coefficient_type, config.muon_num_ns_steps)
     except ValueError as error:
-        raise ValueError(f"muon_{error}") from None
+        text = str(error).replace("coefficient_type=", "muon_coefficient_type=")
+        raise ValueError(f"muon_{text}") from None
     _check_precision(config)
     if config.cautious_wd:
         if refused := cautious_decay_refusal(config.fused_backend):
@@ -208,8 +209,9 @@ _NEEDS: tuple[tuple[str, str, Holds], ...] = (
         lambda c: c.is_distributed,
     ),
 )
-"""Fields, the settings that these fields need, and a test of a config for these settings.
-Without the settings, a run would take more memory than expected, or its replicas would diverge."""
+"""Names of fields, the settings that these fields need (as text of an error), and a test whether a
+config has these settings. If such a field were ignored, a run would take more memory than
+expected, or its replicas would diverge."""
 
 
 def inert_fields(config: ConfigFields) -> dict[str, str]:

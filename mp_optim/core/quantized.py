@@ -70,9 +70,10 @@ def check_quantized(name: str, param: Tensor) -> None:
     )
     if not fits:
         raise ValueError(
-            f"{name}.fp8_scale has shape {tuple(scale.shape)}; use () for one scale, or "
-            f"{param.ndim} dimensions: the number of blocks along each, at most the parameter's "
-            f"{tuple(param.shape)}"
+            f"{name}.fp8_scale has shape {tuple(scale.shape)}, and the parameter "
+            f"{tuple(param.shape)}; give the scale shape () for one scale of the whole parameter, "
+            f"or {param.ndim} dimensions for one scale per block. Each dimension is the number of "
+            "blocks along it, from 1 to the parameter's size"
         )
 
 

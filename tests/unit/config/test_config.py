@@ -28,7 +28,7 @@ STRATEGY = "data_parallel_sharding_strategy"
         ({"overlap_grad_reduce": True}, "has no effect without use_distributed_optimizer"),
         ({"use_layer_wise_distributed_optimizer": True, STRATEGY: "no_shard"}, "contradicts"),
         ({"muon_momentum": 0.9}, "muon_momentum=0.9: has no effect with optimizer='adam'"),
-        ({**MUON, "muon_num_ns_steps": 6}, "muon_num_ns_steps=6: coefficient_type='quintic'"),
+        ({**MUON, "muon_num_ns_steps": 6}, "muon_num_ns_steps=6: muon_coefficient_type='quintic'"),
         ({**MUON, "muon_tp_mode": "distributed"}, "order of additions depends on the ranks"),
         ({**MUON, "muon_fp32_matmul_prec": "high"}, "TF32"),
         ({**MUON, "lion_beta1": 0.5}, "lion_beta1=0.5: .* and muon_scalar_optimizer='adam'"),

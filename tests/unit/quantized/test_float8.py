@@ -391,8 +391,8 @@ def float8_param(*shape: int) -> nn.Parameter:
             "0.fp8_scale is torch.float64 on cpu, but must be float32 on cpu",
         ),
         (torch.ones(3), r"0.fp8_scale has shape \(3,\)"),
-        (torch.ones(9, 1), r"at most the parameter's \(8, 4\)"),
-        (torch.ones(0, 1), "the number of blocks along each"),
+        (torch.ones(9, 1), r"and the parameter \(8, 4\); give the scale shape"),
+        (torch.ones(0, 1), "is the number of blocks along it, from 1"),
     ],
 )
 def test_factory_names_a_float8_scale_of_wrong_shape_or_dtype(
