@@ -105,7 +105,8 @@ class ConfigFields:
     loss_scale_window: int = 1000
     """Number of consecutive steps without overflow after which the loss scale doubles."""
     hysteresis: int = 2
-    """Number of consecutive overflows after which the loss scale halves."""
+    """Number of consecutive overflows after which the loss scale halves. Every further consecutive
+    overflow halves the scale again."""
     adam_beta1: float = 0.9
     """Decay per step of the first moment (adam, lamb)."""
     adam_beta2: float = 0.999
@@ -166,8 +167,9 @@ class ConfigFields:
     grad_norm_skip_threshold: float = math.inf
     """Gradient norm above which a step is skipped."""
     skip_step_sigma_factor: float = math.inf
-    """Number of sigma above the median of the last steps. A step with a higher gradient norm or
-    loss (``optimizer.health.report_loss``) is skipped. 6 is usual; inf skips no step."""
+    """Limit of the gradient norm and of the loss (``optimizer.health.report_loss``): number of
+    sigma above the median of the last steps. A step above the limit is skipped. Sigma is 1.4826
+    times the median distance from the median. 6 is usual; inf skips no step."""
     skip_step_rolling_interval_length: int = 128
     """Number of last steps in the median of ``skip_step_sigma_factor``. Skipping begins when
     half of these steps are recorded."""
@@ -272,8 +274,8 @@ class ConfigFields:
     host_threads: int | None = None
     """Number of threads of the native host kernels in the whole process, regardless of
     ``OMP_NUM_THREADS``. The default is one thread per core of this rank's share of the host
-    (``describe()`` shows the number). During backward (``offload_mode``), two threads fewer work
-    for the optimizer, and at least a quarter fewer."""
+    (``describe()`` shows the number). With the default, steps during backward (``offload_mode``)
+    use two threads fewer, or three quarters of the threads if that is less."""
     timers: Callable[..., Any] | None = None
     """Megatron's timers. ``timers(name, log_level=1)`` returns an object with
     ``start(barrier=)`` and ``stop()``. The name ``optimizer-clip-main-grad`` covers norm and

@@ -1,7 +1,7 @@
 """OptimizerConfig: the settings of an optimizer under Megatron's names.
 
-Four names of torch and Hugging Face are accepted as aliases of fields. Every field has an effect in
-some config.
+Four names of torch and Hugging Face are accepted as aliases of fields. The config has no field that
+is ignored in every case: each field has an effect in some config.
 """
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ _FIELDS = {
     "gradient_accumulation_steps accumulate_grad_batches": _MICRO_BATCHES,
     "params model parameters": _MODEL,
 }
-"""The field of OptimizerConfig, or the procedure, for each name in other libraries."""
+"""The field of OptimizerConfig, or the procedure to use instead, for each name in other libraries.
+"""
 FIELDS = by_name(_FIELDS)
 
 _SHARE = "offload=1.0, another share, or 'auto'"
@@ -95,7 +96,8 @@ ARGUMENTS = {
     ),
     _MODEL: "params",
 }
-"""The argument of the optimizer classes for each field or procedure of :data:`FIELDS`."""
+"""The argument of the optimizer classes for each value of :data:`FIELDS`: for a field of
+OptimizerConfig, or for a procedure such as gradient accumulation."""
 
 NO_GRAPHS = (
     "steps are not captured in CUDA graphs (docs/decisions.md); leave it out, or False in "

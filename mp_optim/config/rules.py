@@ -307,7 +307,7 @@ _MOMENTUM = Moment("momentum_buffer")
 _MOMENT2 = Moment(
     "moment2_buffer", None, lambda shape: torch.Size([*shape[:-1], 1]), elementwise=False
 )
-"""One FP32 value for each row of a matrix."""
+"""Muon's second moment: one FP32 value for each row of a matrix."""
 
 _BETAS = _tuned("betas", as_betas, (0.9, 0.999), adam_beta1=BETA, adam_beta2=BETA)
 _EPS = _tuned("eps", NOT_NEGATIVE, 1e-8, adam_eps=RATE)
@@ -439,8 +439,8 @@ class Capability:
 
     Attributes:
         rules: rules with kernels.
-        others_by_reference: True if ``reference`` steps other rules, which ``describe()`` shows;
-            False if other rules are refused.
+        others_by_reference: True if the backend ``reference`` steps the rules without kernels, and
+            ``describe()`` shows this; False if a config with such a rule is refused.
         compact: True if every storage format, stochastic rounding and ``cautious_wd`` are
             supported.
         bf16_state: rules that support bfloat16 for all moments, and 16-bit remainders; read only if

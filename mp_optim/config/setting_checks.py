@@ -262,7 +262,9 @@ def as_timers(value: Any) -> Any:
         raise ValueError(reason)
     try:
         inspect.signature(value).bind("optimizer-inner-step", log_level=1)
-    # The callable has other parameters, or has no signature to inspect.
+    # bind() raises TypeError if the callable has other parameters. signature() raises one of these
+    # errors if the callable has no signature to inspect. Refuse both, because a step could not call
+    # such timers.
     except (TypeError, ValueError):
         raise ValueError(reason) from None
     return value

@@ -31,7 +31,7 @@ class StateForm:
         asked: value of the config's field, if it differs from ``dtype``.
         in_blocks: True if each :data:`BLOCK` elements have an FP32 scale.
         packed: True if a byte holds two codes; the tensor then has one dimension.
-        is_rounded: True if ``stochastic_rounding`` applies to it.
+        is_rounded: True if ``stochastic_rounding`` applies to the format.
     """
 
     words: str

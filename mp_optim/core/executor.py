@@ -39,7 +39,8 @@ class Executor:
     optimizer checks the settings and marks the step once, and then calls :meth:`step_slots`.
 
     Args:
-        param_groups: the live groups; the optimizer in front of the executor adds to this list.
+        param_groups: list of param groups, which is not copied; the optimizer in front of the
+            executor adds groups to this list.
 
     Attributes:
         label: class name that users know, for messages.
@@ -79,7 +80,8 @@ class Executor:
         del self.param_groups[count:], self.sizes[count:]
 
     def has_only(self, group: int, positions: Sequence[int]) -> None:
-        """Restrict a group to some of its slots. Callers still use positions in the full group.
+        """Restrict a group to some of its slots. Positions in later calls still count in the full
+        group.
 
         Args:
             group: index of the param group.
@@ -88,14 +90,14 @@ class Executor:
         """
 
     def step_together(self, group: int, sets: Sequence[Sequence[int]]) -> None:
-        """Cache one launch for each of these sets of slots, and one for the remaining slots of the
-        group.
+        """Cache one kernel launch for each given set of slots, and one launch for the remaining
+        slots of the group.
 
         Most steps contain all slots of a set, so the launch of the set is reused.
 
         Args:
             group: index of the param group.
-            sets: positions in the group.
+            sets: sets of positions in the group.
         """
 
     def all_groups(self) -> list[ParamGroups]:
@@ -104,7 +106,7 @@ class Executor:
         return [self.param_groups]
 
     def use_mark(self, mark: StepMark) -> None:
-        """Use the consistency flag of the layer above."""
+        """Use the consistency flag of the layer above, in place of this executor's flag."""
         self.step_mark = mark
 
     def recover(self) -> None:
@@ -138,8 +140,8 @@ class Executor:
         """Step the given slots, each at most once, and write their outputs."""
 
     def plan_step(self, updates: SlotUpdates) -> Any:
-        """Prepare as much of :meth:`step_slots` as possible. Return the argument of
-        :meth:`run_step`. Nothing is stepped."""
+        """Prepare as much of :meth:`step_slots` as possible, without stepping any slot. Return the
+        argument of :meth:`run_step`."""
         return updates
 
     def run_step(self, planned: Any) -> None:
@@ -223,11 +225,12 @@ class Executor:
     # -- main params: the stepped tensors, FP32 unless a subclass stores another dtype ------------
 
     def stepped(self, slot: Slot) -> Tensor:
-        """Return the tensor that is stepped for a slot."""
+        """Return the tensor that a step updates for a slot: the main param, or the parameter itself
+        if there is no separate main param."""
         return param_at(self.param_groups, slot)
 
     def step_instead(self, slot: Slot, tensor: Tensor) -> None:
-        """Replace the tensor that is stepped for a slot."""
+        """Replace the tensor that a step updates for a slot, for example by a main param."""
         self.param_groups[slot.group]["params"][slot.position] = tensor
 
     def main_dtype(self, dtype: torch.dtype) -> torch.dtype:

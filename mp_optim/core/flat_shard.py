@@ -340,7 +340,8 @@ def held_boxes(tensor: Tensor) -> tuple[Box, ...]:
 
 
 def piece(tensor: Tensor, box: Box) -> Tensor:
-    """Return this rank's live elements of one box.
+    """Return this rank's elements of one box, detached from autograd. The result is a view, so a
+    load may write to the tensor through the view.
 
     Args:
         tensor: any tensor.
@@ -380,7 +381,8 @@ def is_cut(tensor: Tensor) -> bool:
 
 
 def flat_index(tensor: Tensor) -> Tensor:
-    """Return the row-major index in the whole tensor of each element of a rank's part."""
+    """Return the row-major index in the whole tensor of each element of a rank's part: int64, on
+    the CPU, in the shape of the part."""
     if isinstance(tensor, PartitionShard):
         inside = flat_index(tensor.held)
         return tensor.partition.whole_index(inside, tensor.held.shape)

@@ -1,4 +1,4 @@
-"""Slots: the position of a parameter in the param groups is its identity, not the tensor there.
+"""Slots: a parameter is identified by its position in the param groups, not by its tensor.
 
 Mixed precision, FSDP2 and tensor parallelism replace tensors, but the pair ``(group, position)``
 stays. All state in this package is keyed by slot. This module also checks param groups that callers

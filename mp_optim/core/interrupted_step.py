@@ -23,8 +23,8 @@ from mp_optim.host.leases import before_writing_all, borrows, give_memory, wait_
 
 
 class BrokenOffError(RuntimeError):
-    """A step, load or scaling was interrupted, so some parameters are changed and others are
-    not."""
+    """A step, a load or ``scale_rows_`` was interrupted, so some parameters are changed and others
+    are not."""
 
 
 _PARKED = (
@@ -38,13 +38,14 @@ class StepMark:
 
     NOTE: code calls :meth:`touch`, in the thread of the step, before it writes main params, state,
     model parameters or the loss scale. Writes to back buffers need no call, because no other code
-    reads them.
+    reads back buffers.
 
     Attributes:
-        is_set: True from the first write of a step or load until it is complete.
-        parked: tensors that are moved to the host; steps raise until they are restored.
-        plan_key: source of all parts of step plans and of all facts that steps reuse; another
-            object makes them stale.
+        is_set: True from the first write of a step or load until the step or load is complete;
+            stays True after an interrupt.
+        parked: tensors that are moved to the host; steps raise until the tensors are restored.
+        plan_key: cache key of all data that steps reuse, compared by identity; a new object makes
+            the cached data stale.
         refusal: reason why steps, saves and loads raise RuntimeError now; empty if they are
             allowed.
     """
@@ -68,15 +69,15 @@ class StepMark:
             wait_for_devices()
 
     def invalidate_plans(self) -> None:
-        """Make all values stale that steps reuse. Called after slots, their tensors, places or
+        """Make all data stale that steps have cached. Called after slots, their tensors, places or
         buckets changed."""
         self.plan_key = object()
 
     def open_state(self) -> None:
-        """Announce that this package or a caller may write any state.
+        """Prepare for writes to any state, by this package or by a caller.
 
-        After this call, background saves read a copy of the state. All writers of state call this
-        method first, except the kernel launches of a step.
+        State that a background save has not read yet is copied, and the save reads the copy. All
+        writers of state call this method first, except the kernel launches of a step.
         """
         before_writing_all()
 
@@ -90,8 +91,8 @@ class StepMark:
 
     @contextmanager
     def lent(self, borrower: str) -> Iterator[None]:
-        """Return a context in which steps, saves and loads raise, because the model has other
-        weights.
+        """Return a context in which steps, saves and loads raise, because the model's weights are
+        replaced for a while.
 
         Args:
             borrower: name of the optimizer's method that replaced the weights.
@@ -104,8 +105,8 @@ class StepMark:
             self._lent_to = ""
 
     def check_lent(self, doing: str) -> None:
-        """Raise RuntimeError if the model has other weights now, or another thread is inside a step
-        or load.
+        """Raise RuntimeError if the model's weights are replaced now (:meth:`lent`), or another
+        thread is inside a step or load.
 
         Args:
             doing: name of the refused call, for the message.
@@ -121,14 +122,15 @@ class StepMark:
             raise _under_way(doing, "another thread")
 
     def check(self, doing: str) -> None:
-        """Raise if a step was interrupted or is under way, or if the model has other weights now.
+        """Raise if a step was interrupted or is under way, or if the model's weights are replaced
+        now (:meth:`lent`).
 
         Args:
             doing: name of the refused call, for the message.
 
         Raises:
-            BrokenOffError: an earlier step, load or scaling was interrupted.
-            RuntimeError: a step or load is under way, or the model has other weights now.
+            BrokenOffError: an earlier step, load or ``scale_rows_`` was interrupted.
+            RuntimeError: a step or load is under way, or the model's weights are replaced now.
         """
         self.check_lent(doing)
         if self.is_set and self._writer is not None:
@@ -143,8 +145,8 @@ class StepMark:
 
     @contextmanager
     def step(self, layer: object, *, is_load: bool = False) -> Iterator[None]:
-        """Mark a step, a scaling of rows or a load, from its first write to its end. Nested calls
-        of lower layers do nothing.
+        """Return a context for all writes of a step, a load or ``scale_rows_``. If the block ends
+        without an error, the stack is consistent again. Nested calls of lower layers do nothing.
 
         Args:
             layer: the optimizer of the stack that steps.
@@ -152,8 +154,9 @@ class StepMark:
                 was interrupted.
 
         Raises:
-            BrokenOffError: an earlier step was interrupted.
-            RuntimeError: main params or state are moved to the host, or another step is under way.
+            BrokenOffError: an earlier step was interrupted, and this is not a load.
+            RuntimeError: a step is not allowed now, because main params or state are moved to the
+                host, another step is under way, or the model's weights are replaced.
         """
         outermost, thread = self._writer or (layer, 0)
         if outermost is not layer and thread == get_ident():

@@ -60,8 +60,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     """The param groups, in one list object for the optimizer's life. torch's constructor assigns
     and fills ``param_groups``, so a subclass sets this attribute first."""
     _sizes: list[int]
-    """The number of parameters of each group; empty until :meth:`lists_are_known`. A subclass sets
-    this attribute before it calls this constructor."""
+    """The number of parameters of each group; empty until :meth:`lists_are_known` is called. A
+    subclass sets this attribute before it calls this constructor."""
     groups_below: Sequence[ParamGroups] = ()
     grad_scaler: Any = None
     model_parallel: ModelParallel = ModelParallel()
@@ -91,7 +91,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         self.executor.allocate_state(slots)
 
     def home(self, slot: Slot) -> torch.device:
-        """Return the device on which a slot is stepped: its parameter's device, or the host."""
+        """Return the device that stores main param and state of a slot between steps: its
+        parameter's device, or the host."""
         return self.executor.home(slot, param_at(self.param_groups, slot))
 
     def memory_moved(self, slot: Slot | None = None) -> None:
@@ -181,7 +182,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     # -- interrupted steps ------------------------------------------------------------------------
 
     def use_mark(self, mark: StepMark) -> None:
-        """Use the consistency flag of the layer above."""
+        """Use the consistency flag of the layer above, in place of this layer's flag."""
         self.step_mark = mark
         self.executor.use_mark(mark)
 
@@ -281,7 +282,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
                 self._told_of_host = True
                 warn(
                     f"optimizer.state: {self.slot_name(slot)} ({', '.join(assignment.stays)}) was "
-                    "assigned on an accelerator, but is stepped on the host: the values were "
+                    "assigned on an accelerator, but is stored on the host: the values were "
                     "copied, and the state stays on the host. Remove the code that moves optimizer "
                     "state to the accelerator, or lower offload_fraction"
                 )
@@ -320,8 +321,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     @in_own_modes
     def restore_from_cpu(self) -> None:
         """Move main params and moments from host memory back to their accelerators, after
-        :meth:`offload_to_cpu` or an assignment to ``optimizer.state``. State that is stepped on
-        the host stays there."""
+        :meth:`offload_to_cpu` or an assignment to ``optimizer.state``. Offloaded state stays
+        in host memory."""
         self.step_mark.parked.restore()
         self.memory_moved()
 

@@ -258,7 +258,8 @@ def _numbering(params: Iterable[str], chunks: _NamedChunks, groups: ProcessGroup
         for name, pattern in itertools.product(params, _EXPERTS):
             if found := pattern.match(name):
                 indices.setdefault(found[1], set()).add(int(found[2]))
-        # Experts whose indices have gaps keep their local names.
+        # The product below numbers experts correctly only if local indices are 0, 1, 2, ... Experts
+        # with other indices keep their local names.
         experts = {
             path: ep.rank() * len(each)
             for path, each in indices.items()
@@ -329,11 +330,13 @@ def _partitions(
             continue
         mesh = param.device_mesh.mesh.flatten().tolist() if is_dtensor(param) else []
         if {*mesh}.issuperset(dist.get_process_group_ranks(ranks)):
-            # The DTensor describes this split itself, so the parameter needs no partition.
+            # The mesh has all tensor-parallel ranks, so the DTensor itself describes the split, and
+            # the parameter needs no partition.
             continue
         stride = partition_stride(param)
         if name.rpartition(".")[0] in gated:
-            # Some of Megatron's layers leave partition_stride at 1 although gate and up are fused.
+            # Count gate and up as two blocks, because some of Megatron's layers leave
+            # partition_stride at 1 although both are fused.
             stride = max(stride, 2)
         yield (
             name,

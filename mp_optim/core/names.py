@@ -70,7 +70,8 @@ def canonical_name(module: nn.Module, name: str) -> str:
             and inner is not None
             and part not in {inner[0], *current._modules, *current._parameters, *current._buffers}
         ):
-            # Keys of a state dict do not have the wrapper's attribute, so continue in its module.
+            # Keys of a state dict may lack the wrapper's attribute, so continue in the wrapped
+            # module.
             current = inner[1]
             inner = _wrapped(current)
         if inner is not None and part == inner[0]:
@@ -117,17 +118,18 @@ def bare_name(name: str) -> str:
 
 
 def matched_names(saved: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
-    """Return the wanted name for each saved name of the same parameter, even if the model was
-    wrapped in another way.
+    """Map each saved name to this model's name of the same parameter, even if the model was wrapped
+    in another way at the save.
 
-    Names match in four rounds, and a name never matches two names:
+    Names are compared in four rounds. In each round, two names match if their shortened names are
+    equal, and no other name of either side has this shortened name:
 
-    1. equal names
-    2. names that are equal without wrappers' parts (:func:`bare_name`)
-    3. names that are also equal without a ``module.`` that all names of one side start with
-    4. names that are also equal without any ``module`` part
+    1. names as they are
+    2. names without wrappers' parts (:func:`bare_name`)
+    3. names that are also without a ``module.`` that all names of one side start with
+    4. names that are also without any ``module`` part
 
-    A saved name without a match is returned without wrappers' parts.
+    A saved name without a match is mapped to the name without wrappers' parts.
 
     Args:
         saved: names in the saved state.
@@ -163,10 +165,11 @@ def without_wrappers(names: Iterable[str]) -> list[str]:
 
 
 def _only_once(forms: Mapping[str, str]) -> dict[str, str]:
-    """Return names by form, without the names that share a form with another name.
+    """Return the full name for each shortened name, except shortened names that several full names
+    have.
 
     Args:
-        forms: form of each name.
+        forms: shortened name of each full name.
     """
     counts = Counter(forms.values())
     return {form: name for name, form in forms.items() if counts[form] == 1}
@@ -195,7 +198,7 @@ class ModelParams:
         self._chunks = [weakref.ref(chunk) for chunk in chunks]
 
     def chunks(self) -> list[nn.Module]:
-        """Return the model's chunks, or an empty list if one of them was deleted."""
+        """Return the model's chunks, or an empty list if any chunk was deleted."""
         chunks = [chunk for ref in self._chunks if (chunk := ref()) is not None]
         return chunks if len(chunks) == len(self._chunks) else []
 

@@ -67,7 +67,7 @@ def set_main_param(
 def _hide_main_params(shown: ShownMains) -> None:
     for param, main in shown.values():
         if main_param_of(param) is not main:
-            continue  # Another optimizer has set its main param on this parameter since then.
+            continue  # Another optimizer has set this attribute since then.
         del param.main_param
         if hasattr(param, "main_param_sharded"):
             del param.main_param_sharded
@@ -153,7 +153,8 @@ def check_attributes(name: str, param: Tensor) -> None:
 
 
 def norm_attributes(param: Tensor) -> dict[str, Any]:
-    """Return the attributes that are set for norms and tensor-parallel splits, by name."""
+    """Return the attributes of a parameter that decide about norms and tensor-parallel splits, by
+    name. Attributes that are not set are left out."""
     return {name: getattr(param, name) for name in _NORM_ATTRIBUTES if hasattr(param, name)}
 
 
@@ -162,7 +163,7 @@ def norm_attributes(param: Tensor) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class FlatRanges:
-    """The range of one flattened parameter that each rank of a flat buffer has.
+    """The ranges of one flattened parameter that the ranks of a flat buffer have.
 
     Attributes:
         bounds: first element of each rank's shard of the buffer, then the end of the last shard.

@@ -112,7 +112,8 @@ class StateLayout:
     Attributes:
         show: converts stored state to the callers' layout: DTensors, or parts of a whole parameter.
         take: converts exported or saved state to the stored layout; does not change the argument.
-        is_as_stored: True if state is exported as it is stored: in blocks, and of any shape.
+        is_as_stored: True if callers see codes and scales as they are stored. False if blocks of
+            codes do not fit the callers' layout, so that callers see FP32 copies.
         is_whole: True if this rank has the whole parameter, so that a checksum of this rank's
             tensor is the parameter's.
         refusal: reason why saved state cannot be loaded; empty if it can be loaded.
@@ -154,7 +155,7 @@ class StateStore:
         return self.live_state(slot)
 
     def coded_state(self, slot: Slot) -> dict[str, Coded]:
-        """Return the state that is stored in blocks, by key."""
+        """Return the state that is stored as codes and scales of blocks, by key."""
         return {}
 
     def has_no_fp32_main(self, slot: Slot) -> bool:
@@ -196,7 +197,7 @@ class SlotState:
         store: the object that keeps the state.
         slot: key of the state in the store.
         name: FQN of the slot, for messages.
-        main: the live main param, exported as ``master_param``; None if there is no separate one.
+        main: the live main param, exported as ``master_param``; None without a separate main param.
         missing: error message for a saved state without a main param.
         layout: conversion to the callers' layout.
     """
@@ -237,7 +238,7 @@ class SlotState:
         return self.layout.show(state)
 
     def coded(self) -> dict[str, Coded]:
-        """Return the state that is stored in blocks, by key.
+        """Return the state that is stored as codes and scales of blocks, by key.
 
         A layout without scales exports this state as FP32 copies. A load may refuse the copies,
         because rounding them loses bits.
@@ -289,7 +290,8 @@ class SlotState:
         if main is None:
             raise ValueError(self.missing)
         full = as_master(self.name, main, convert)
-        # A parameter that is stepped without an FP32 main param has a main param of 16 bits.
+        # The main param has 16 bits if the parameter is stepped without an FP32 main param, so
+        # round the saved value to the dtype of the main param.
         value = full.to(self.main.dtype)
         if value.dtype != full.dtype and not convert and not same_values(value.float(), full):
             raise ValueError(
@@ -331,7 +333,7 @@ class SlotState:
 # -- checks ---------------------------------------------------------------------------------------
 
 _STEPS = whole(0, 2**24)
-"""FP32 counters are exact up to 2^24."""
+"""Check of a step count. FP32 counters are exact up to 2^24."""
 
 
 def check_state(name: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

@@ -360,7 +360,9 @@ class StateLoad:
                     f"state of {own.name} is a {type(state).__name__}, not a dict; pass a result "
                     "of an optimizer's state_dict()"
                 )
-            # Slots that have no state, neither live nor saved, are left out.
+            # No saved state is an error, except for a slot without a main param whose store
+            # allocates state late. Such a slot is loaded (reset) only if it has live state;
+            # otherwise it is left out.
             if not state and (own.main is not None or not own.store.allocates_late):
                 missing.append(own.name)
             elif state or own.live():
@@ -383,7 +385,8 @@ class StateLoad:
             fitted = state.fit(saved, self._convert, self._match.checksums.get(slot))
             if AVERAGE in fitted and AVERAGE not in saved:
                 self._without_average.append(state.name)
-            # fit() allocated the tensors whose dtype or key the saved state does not have.
+            # Count only tensors that fit() allocated: the saved state lacks their key, or has them
+            # in another dtype.
             left -= sum(
                 value.nbytes
                 for key, value in fitted.items()

@@ -4,11 +4,11 @@
 the present state. Values that a caller assigns to its keys are stored or refused:
 
 - A tensor of the exported shape is stored. Values of a tensor on the slot's device are copied.
-- A host tensor for state that is stepped on an accelerator *moves* the state: the slot uses the
+- A host tensor for state that is stored on an accelerator *moves* the state: the slot uses the
   given memory, and the accelerator memory is freed. Assigning an accelerator tensor or calling
   ``restore_from_cpu()`` moves the state back. A step raises RuntimeError until then.
-- State that is stepped on the host, or stored in a file, stays there, and so do step counts. The
-  values of an assigned accelerator tensor are copied, with one warning.
+- Offloaded state stays in host memory or in its file, and step counts stay on the host. The values
+  of an assigned accelerator tensor are copied, with one warning.
 - Moments in float16, 8 or 4 bits are exported as read-only FP32 copies. Assigned FP32 values are
   rounded and stored.
 - A tensor with another shape, with values that would lose bits, or on another accelerator is
@@ -60,7 +60,8 @@ class ShownState(MutableMapping[str, Any], _dict):  # type: ignore[misc]
         self._read, self._write, self._reset = read, write, reset
 
     def part(self) -> None:
-        """Keep a copy of the present state from now on, and no longer read or write the slot."""
+        """Detach this dict from the slot: keep a copy of the present state, and no longer read or
+        write the slot."""
         kept = deepcopy(self._read())
         self._read, self._write, self._reset = lambda: kept, kept.update, kept.clear
 
@@ -97,7 +98,7 @@ class ShownState(MutableMapping[str, Any], _dict):  # type: ignore[misc]
         )
 
     def clear(self) -> None:
-        """Reset the slot's state to that before the first step."""
+        """Reset the slot's state to its values before the first step."""
         self._reset()
 
     def __repr__(self) -> str:
@@ -194,7 +195,7 @@ class SlotStateView(MutableMapping[Tensor, Any]):
         self._take_away([self._slot(tensor)])
 
     def clear(self) -> None:
-        """Reset the state of all slots to that before the first step."""
+        """Reset the state of all slots to its values before the first step."""
         self._take_away([slot for slot, _ in self._slots()])
 
     def popitem(self) -> Any:
@@ -235,7 +236,7 @@ class Assignment:
     Args:
         name: FQN of the slot.
         state: the slot's state.
-        home: device on which the slot is stepped.
+        home: device that stores the slot's state between steps.
         given: the assigned values by key.
         parked: tensors that are moved to the host.
         whole: True if ``given`` is the complete state.
@@ -267,7 +268,8 @@ class Assignment:
         self.stays: list[str] = []
         complete = given
         self._exported = exported = state.exported()
-        # A saved state has other keys than the exported state, or codes in place of FP32 values.
+        # Recognize a saved state: it has other keys than the exported state, or codes in place of
+        # FP32 values.
         pairs = ((given.get(key), moment.stored.dtype) for key, moment in self._coded.items())
         has_codes = any(getattr(value, "dtype", None) == dtype for value, dtype in pairs)
         if whole and (has_codes or given.keys() != exported.keys()):

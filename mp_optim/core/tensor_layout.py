@@ -40,8 +40,8 @@ def numel_of(part: Boxes) -> int:
 
 
 def parts_of_range(part: Boxes, first: int, stop: int, matrices: int) -> list[Boxes]:
-    """Return the part of each matrix that is in elements [first, stop) of a flattened stack. The
-    entries of the stack are equal parts of the matrices.
+    """Return the boxes of each matrix that elements [first, stop) of a flattened stack contain.
+    Each entry of the stack has the same boxes of another matrix.
 
     Args:
         part: the boxes of a matrix that each entry of the stack has.
@@ -351,7 +351,8 @@ def region_of(param: Tensor) -> ShardRegion:
     if is_dtensor(param):
         splitting = [isinstance(each, _splitting_placements()) for each in param.placements]
         copied = [each.is_replicate() for each in param.placements]
-        # For unsupported placements, splits() raises with the parameter's name.
+        # Do not check for unsupported placements here: splits() refuses such placements, and its
+        # error has the parameter's name.
         if any(splitting) and all(map(operator.or_, splitting, copied)):
             (chunk,) = param.__create_chunk_list__()  # type: ignore[no-untyped-call]
             return ShardRegion(param.shape, tuple(chunk.offsets))

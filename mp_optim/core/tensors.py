@@ -24,8 +24,8 @@ _NBYTES = operator.attrgetter("nbytes")
 _DTYPE = operator.attrgetter("dtype")
 _DICT, _GRAD = operator.attrgetter("__dict__"), operator.attrgetter("grad")
 _LEAST_ADDRESS = 1 << 38
-"""An address that is larger than any offset in a storage (256 GiB), and smaller than the addresses
-that most processes get."""
+"""Least address that proves that a tensor has memory: 256 GiB, larger than any offset in a storage.
+Most processes get only larger addresses."""
 _PIECE = 1 << 16
 """Number of elements of a main param that are compared with the model's parameter at a time."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -311,7 +311,8 @@ def continue_from(
         for part, here in pieces:
             if may_read and part.is_cpu and part.dtype == here.dtype:
                 bits = _BITS[here.itemsize]
-                # torch.equal() reads both tensors once and writes nothing.
+                # Compare with torch.equal() first, because torch.equal() allocates no temporary
+                # tensors.
                 if torch.equal(part.view(bits), here.view(bits)):
                     continue
             same = _rounds_to(part, here)
@@ -359,8 +360,9 @@ class ParamWatcher:
     """Fingerprints of parameters, by which a replaced, moved or reshaped parameter is found
     (``param.data = ...`` included).
 
-    New memory at the address of freed memory counts as unchanged. That is safe, because memory is
-    freed only when no other tensor uses that memory.
+    New memory at the address of freed memory, with the same shape, strides and dtype, counts as
+    unchanged. That is safe: a tensor that still uses the old memory keeps it from being freed, and
+    the new memory then has another address.
 
     Attributes:
         params: the tensors.

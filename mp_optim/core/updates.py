@@ -40,11 +40,11 @@ Multiplier = float | DeviceMultiplier
 
 
 class StepPlan(tuple[Slot, ...]):
-    """The slots of a step in order, columns that do not change from step to step, and cached parts
-    of a step that depend on slots and columns.
+    """The slots of a step in order, their properties that do not change from step to step, and
+    cached data that depends on slots and properties.
 
     While the slots and their properties do not change, each step passes the same plan. A new plan
-    has no cached parts.
+    has no cached data.
 
     Args:
         slots: the slots.
@@ -138,8 +138,9 @@ class SlotUpdates(Sequence[SlotUpdate]):
     """The updates of a step as parallel lists with one entry for each slot, because with thousands
     of slots an object per slot is slow.
 
-    The fields are those of :class:`SlotUpdate`, in the plural. The plan has the remaining columns.
-    While the contents of a list do not change, each step may pass the same list object.
+    The fields are those of :class:`SlotUpdate`, in the plural. The plan in ``slots`` has
+    ``shard_groups``, ``streams`` and ``layouts``. While the contents of a list do not change, each
+    step may pass the same list object.
 
     Attributes:
         changed: bitmaps; may be empty.
@@ -227,8 +228,8 @@ class UpdateSelection:
         return picked
 
     def _keep(self, name: str, column: Sequence[Any]) -> Sequence[Any]:
-        """Return the selected part of a column. The part is cached while steps pass the same column
-        object."""
+        """Return the selected entries of a list. The result is cached while steps pass the same
+        list object."""
         return self.slots.part(f"selected {name}", (column,), partial(self._picked, column))
 
     def _picked(self, column: Sequence[Any]) -> Sequence[Any]:

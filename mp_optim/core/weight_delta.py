@@ -304,7 +304,8 @@ def _from_file(content: bytes) -> tuple[dict[str, str], dict[str, Tensor]]:
         begin = 8 + int.from_bytes(content[:8], "little")
         header = json.loads(content[8:begin])
         metadata = header.pop("__metadata__")
-        # A bytearray is writable, and tensors start in it where they start in the file's data.
+        # Copy the data, because torch.frombuffer() needs writable memory. Offsets in the header
+        # count from the start of the data.
         memory, tensors = bytearray(content[begin:]), {}
         for name, form in header.items():
             dtype, (start, end) = _BY_NAME[form["dtype"]], form["data_offsets"]

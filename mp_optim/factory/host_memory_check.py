@@ -1,8 +1,8 @@
 """Check that the host memory of a stack is available, before any memory is allocated.
 
 The check compares the plan of host memory with the limits of :mod:`mp_optim.host.memory_limits`.
-Planning builds a stack on the meta device, so planning is skipped if an upper bound of the plan
-fits.
+Planning is slow, because it builds a stack on the meta device. So planning is skipped if an upper
+bound of the plan fits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _MOST_PER_TENSOR = 64 << 10
 _MOST_WINDOWS = 11
 """Upper bound of windows, and of staging buckets, in host memory at the same time."""
 BESIDE = 1 / 32
-"""Share of a plan that is added to the plan for temporary tensors and allocators."""
+"""Fraction of the planned bytes that the check adds to the plan, for temporary tensors and for the
+overhead of allocators."""
 _DISK = "free disk space of "
 
 
@@ -63,7 +64,8 @@ def check_host_memory(request: StackRequest, *, is_class: bool = False) -> None:
     if all(bound <= limit.free for limit in _limits(config)):
         return
     with warnings.catch_warnings():
-        # Planning builds the stack on the meta device. The real build repeats the warnings.
+        # Planning builds the stack on the meta device. Ignore its warnings, because the real build
+        # repeats them.
         warnings.simplefilter("ignore")
         try:
             plan = _host_plan(request)
@@ -105,7 +107,7 @@ def _host_plan(request: StackRequest) -> MemoryPlan:
     device, pinned, pageable = plan.accelerator, plan.pinned_host, plan.pageable_host
     is_sync = config.offload_mode == "sync" and config.offload_place == "host"
     if is_sync and config.optimizer_state_path is None:
-        # The optimizer steps the model's own memory, so it needs no staging.
+        # These steps update the model's own memory on the host, so no staging memory is allocated.
         pinned, pageable = replace(pinned, staging=0), replace(pageable, staging=0)
     missing = max(device.grads - sum(grad.nbytes for grad in grads), 0)
     moved = replace(device, model_params=0, grads=missing)

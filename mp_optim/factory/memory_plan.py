@@ -260,7 +260,8 @@ def memory_of(optimizer: MegatronOptimizer, config: OptimizerConfig) -> MemoryPl
     kinds = ("accelerator", "pinned_host", "pageable_host", "disk")
     sizes: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
     for member in optimizer.chained_optimizers:
-        # A plan resets the fields of distributed optimizers, so each member is a wrapped optimizer.
+        # The planner turns distributed optimizers off, so each member is a WrappedOptimizer, which
+        # has an executor.
         assert isinstance(member, WrappedOptimizer)
         for kind, purpose, size in (*_reserves(member, config), *_tensors(member, config)):
             sizes[kind][purpose] += size

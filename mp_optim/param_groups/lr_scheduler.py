@@ -51,7 +51,8 @@ class OptimizerParamScheduler:
         min_lr: lowest learning rate; None for 0.0.
         lr_warmup_steps: number of steps of the warmup.
         lr_decay_steps: number of steps of the whole schedule, warmup included.
-        lr_decay_style: constant, linear, cosine, inverse-square-root or WSD.
+        lr_decay_style: constant, linear, cosine, inverse-square-root or WSD (warmup, stable,
+            decay).
         start_wd: weight decay at the start of its ramp.
         end_wd: weight decay at the end of its ramp.
         wd_incr_steps: number of steps of the ramp.

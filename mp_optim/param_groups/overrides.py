@@ -126,7 +126,7 @@ def _key(name: str, fn: Callable[[Tensor, str], bool]) -> ParamKey:
 
 @dataclass(frozen=True)
 class _TableTest:
-    """A test that asks whether a parameter is an embedding or output layer.
+    """Test of a parameter that depends on whether the parameter is an embedding or output layer.
 
     Attributes:
         test: function of a parameter and a bool, True for an embedding or output layer.
@@ -456,7 +456,7 @@ def check_each_in_one_group(
 OF_THE_STACK = ("optimizer", "optimizer_cpu_offload", "fp16", "bf16")
 """Settings that are equal for all param groups of a stack."""
 _INSTEAD = {"lr": "max_lr", "weight_decay": "wd_mult, start_wd and end_wd"}
-"""The settings of an override that schedules read, for each setting that schedules overwrite."""
+"""For each setting that a schedule overwrites, the settings to use in an override instead."""
 _SETTINGS_OF_ANY = (
     *("params", "param_names", "is_expert_parallel", "is_decoupled_lr", "optimizer"),
     *SCHEDULED,

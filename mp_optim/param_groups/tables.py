@@ -85,7 +85,8 @@ class Tables:
             elif own and is_product:
                 self._products.update(own)
             output = None
-            # A base class of transformers without a head raises one of these errors.
+            # get_output_embeddings() of a transformers class without a head raises one of these
+            # errors; then the module has no output layer.
             with suppress(AttributeError, NotImplementedError):
                 output = getattr(module, "get_output_embeddings", lambda: None)()
             for param in output.parameters(recurse=False) if isinstance(output, nn.Module) else ():

@@ -31,15 +31,16 @@ from mp_optim.process_groups.missing_ranks import (
 T = TypeVar("T")
 
 _PATIENCE = 5.0
-"""Seconds to wait for the description of another rank. Within this time every live rank has noticed
-a disagreement."""
+"""Seconds to wait for the description of another rank: enough time for every rank that still runs
+to find the disagreement."""
 _GRACE = 2.0
 """Most seconds that the rank with the answer waits for the other ranks to read the answer."""
 
 _companions: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+"""The gloo group that :meth:`Ranks.of` created, by the group of all processes of the job."""
 _lanes: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
-"""Process groups by name (:meth:`Ranks.in_lane`), for each companion group. A background save uses
-its own process group."""
+"""Process groups of background saves by lane (:meth:`Ranks.in_lane`), for each group in
+``_companions``. Background saves of two lanes do not wait for each other."""
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
@@ -76,7 +77,7 @@ class Ranks:
     def of(cls, process_group: dist.ProcessGroup | None = None) -> Ranks:
         """Return the ranks of a process group.
 
-        The first call for all processes is a collective, because it creates a gloo group.
+        The first call for all processes is a collective, because this call creates a gloo group.
 
         Args:
             process_group: the group; None for all processes of the job.
@@ -119,8 +120,10 @@ class Ranks:
         return {0 if is_alone else dist.get_rank()}
 
     def _call(self, collective: Callable[..., object], *args: Any, first_is: str) -> None:
-        """Call a collective of this group. If the collective fails, drop the companion group and
-        raise an error that names the missing ranks.
+        """Call a collective of this group.
+
+        If the collective fails, forget the gloo group that this module created, so that the next
+        call of :meth:`of` creates a new group. Raise an error that names the missing ranks.
 
         Args:
             collective: a function of ``torch.distributed``.
@@ -349,7 +352,8 @@ def difference(described: Sequence[Sequence[str]], ranks: Sequence[int]) -> str 
         ranks: global number of each rank.
     """
     by_rank = list(map(tuple, described))
-    # Among equally frequent descriptions, max() returns the first.
+    # If several descriptions are equally frequent, as with two ranks, max() returns the first of
+    # them.
     common = max(by_rank, key=by_rank.count)
     reference = ranks[by_rank.index(common)]
     differences = []
@@ -447,7 +451,7 @@ def difference_told(lines: Sequence[str], ranks: Sequence[int]) -> str:
             store.add("read", 1)
         else:
             how = f"rank {first} did not report"
-    except RuntimeError:  # The store is gone if the rank that hosts it has ended.
+    except RuntimeError:  # The rank that hosts the store has ended, so no rank can compare.
         return "the difference is unknown, because the store is gone"
     return how or "the difference is unknown"
 

@@ -34,7 +34,7 @@ def finish() -> None:
 
 def _states() -> Iterator[str]:
     """Yield the state of each gloo thread of this process: ``R`` for a thread that runs or is ready
-    to run, ``S`` for one that sleeps. Yield nothing on systems without ``/proc/self/task``."""
+    to run, ``S`` for a thread that sleeps. Yield nothing on systems without ``/proc/self/task``."""
     for task in _TASKS.glob("*"):
         # The file is gone if the thread has ended since glob() listed it.
         with contextlib.suppress(OSError):

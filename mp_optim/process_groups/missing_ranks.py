@@ -68,11 +68,11 @@ def announce() -> None:
     :func:`last_collectives.finish`. Not collective; later calls return at once."""
     _once_at_exit(last_collectives.finish)
     world = dist.group.WORLD if dist.is_initialized() else None
-    if world is None or world in _joined:  # A test's stand-in for a process group has no store.
+    if world is None or world in _joined:  # World is None if a test passes a stand-in group.
         return
     store, own = _get_default_store(), f"mp_optim/life/{dist.get_rank()}"
     life = store.add("mp_optim/life", 0)
-    # If this rank was in a group of this generation, a new group exists now, so count up.
+    # If this rank has joined this generation before, the present group is a new group, so count up.
     if store.add(own, 0) == life:
         life += 1
     for name in ("mp_optim/life", own):
@@ -149,8 +149,8 @@ def wait_for(work: Any, group: ProcessGroup, device: torch.device) -> None:
                 return
             except RuntimeError:
                 if work.is_completed():
-                    # wait() raises if the collective failed, but not if it was completed since the
-                    # timeout.
+                    # wait() may have raised only for the timeout, so call wait() again: this call
+                    # raises only if the collective failed.
                     work.wait()
                     return
             _raise_if_noticed(group)
@@ -180,14 +180,14 @@ def all_gather(group: ProcessGroup, doing: str, value: T) -> list[T]:
 
 
 def call(group: ProcessGroup, doing: str, communicate: Callable[[], T]) -> T:
-    """Return the result of a function that only communicates, such as a collective of objects. With
-    gloo, call it in a thread of its own.
+    """Return the result of a function that only communicates, such as a collective of objects.
 
-    With other backends the calling thread calls it, because objects are sent from the current
-    device of that thread.
+    With gloo, a separate thread calls the function, so that this thread can read the notes of other
+    ranks. With other backends this thread calls the function, because objects are sent from the
+    current device of the calling thread.
 
-    NOTE: after a failure the thread may still be in the collective. A process that continues must
-    not use the group again.
+    NOTE: after a failure the separate thread may still be in the collective. A process that
+    continues must not use the group again.
 
     Args:
         group: the process group.
@@ -216,15 +216,15 @@ def _uses_gloo(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def _raise_if_noticed(group: ProcessGroup) -> None:
-    """Raise if another rank has written a note. A thread reads the store, because the process that
-    hosts it may be stopped and would not answer."""
+    """Raise if another rank has written a note, or if the store is gone. A separate thread reads
+    the store, because the process that hosts the store may be stopped and would not answer."""
     if any(not question.done() for question in _questions):
         return
 
     def is_noticed() -> bool:
         try:
             return bool(_notes(group).check(["any"]))
-        except RuntimeError:  # The store is gone if the rank that hosts it has ended.
+        except RuntimeError:  # The rank that hosts the store has ended, so this is a failure.
             return True
 
     _questions[:] = [in_background(is_noticed)]
@@ -266,11 +266,11 @@ def naming_missing_ranks(group: ProcessGroup) -> Callable[[str], Any]:
 
 
 def _missing(group: ProcessGroup, doing: str) -> str:
-    """Write a note, and return a phrase with the ranks that wrote none. A thread reads the store,
-    because the process that hosts it may have ended or be stopped."""
+    """Write a note, and return a phrase with the ranks that wrote no note. A separate thread reads
+    the store, because the process that hosts the store may have ended or be stopped."""
     ranks = dist.get_process_group_ranks(group)
     answer = in_background(lambda: _by_notes(_notes(group), ranks, doing))
-    # The store is missing, or it does not answer in time.
+    # The store may be gone, or may not answer in time. Return the phrase below then.
     with contextlib.suppress(RuntimeError, futures.TimeoutError):
         return answer.result(_PATIENCE + _STORE)
     return (
@@ -287,7 +287,8 @@ def _by_notes(notes: PrefixStore, ranks: Sequence[int], doing: str) -> str:
     """
     own, until, silent = dist.get_rank(), time.monotonic() + _PATIENCE, list(ranks)
     _leave_note(notes, doing)
-    # A rank that waited longer may have written the verdict already.
+    # Another rank that began to wait earlier may have written the missing ranks to the store
+    # already. Return its phrase then, so that all ranks report the same ranks.
     while not notes.check(["verdict"]):
         silent = [rank for rank in silent if not notes.check([str(rank)])]
         if not silent or time.monotonic() > until:

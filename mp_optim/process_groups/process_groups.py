@@ -19,15 +19,15 @@ class ProcessGroups:
             pipeline parallel); they sum the squares for the gradient norm.
         expert_grad_stats: ranks that have different expert parameters of one copy of the model
             (expert x tensor x pipeline parallel).
-        tp: tensor-parallel ranks of dense parameters. A parameter that all of them have is counted
-            once in the norm.
+        tp: tensor-parallel ranks of dense parameters. A parameter that all of these ranks have is
+            counted once in the norm.
         expert_tp: tensor-parallel ranks of expert parameters.
-        dp: ranks that have copies of the dense parameters; a distributed optimizer reduces over
-            them. With ``use_distributed_optimizer`` the default is all ranks.
+        dp: ranks that have copies of the dense parameters. A distributed optimizer reduces
+            gradients over these ranks. With ``use_distributed_optimizer`` the default is all ranks.
         expert_dp: ranks that have copies of the expert parameters; by default ``dp``.
         ep: ranks that have different experts of one layer. Each rank numbers its experts from 0.
         pp: stages of a pipeline, whose layers have a ``layer_number``. With several stages,
-            building an optimizer is a collective over them.
+            building an optimizer is a collective over the stages.
     """
 
     grad_stats: ProcessGroup | None = None
