@@ -41,12 +41,12 @@ _EXTRA_STATE = "_extra_state"
 
 
 class CheckedLoad:
-    """A load of a version on one rank. Constructing the object is collective.
+    """The load of one version on one rank. Constructing the object is collective.
 
     Args:
-        version: folder of the checkpoint.
-        index: entries of the checkpoint.
-        common: plain data of the checkpoint.
+        version: folder of the version.
+        index: the version's tensors: names, dtypes, shapes and positions in the files.
+        common: plain data of the version (:func:`~mp_optim.checkpoint.common.read_common`).
         own: the model and the optimizer to load into.
         scheduler: object with ``load_state_dict``; None loads no scheduler.
         ranks: ranks that load together.
@@ -85,7 +85,8 @@ class CheckedLoad:
             refused = {}
         self._saved, self._refused = saved, refused
         copies = own.copies(tensors) | new.keys()
-        # "staged" tensors are new and are checked or converted. "live" tensors are read in place.
+        # Staged tensors are new, so that their values can be checked or converted. Live tensors
+        # belong to the model and the optimizer, and are read in place.
         self._staged, self._live = _targets_of(tensors, saved, copies, convert=convert)
         self._read_anywhere = ranks.union({*self._staged, *self._live})
 
@@ -124,8 +125,8 @@ class CheckedLoad:
         self._reading.check(self._value_checks())
 
     def _settings(self) -> dict[str, Any]:
-        """Return the saved state dict without state. Each param group has only parameters of this
-        rank, in the order of the optimizer's groups."""
+        """Return the saved settings as a state dict without state. Each param group has only
+        parameters of this rank, in the order of the optimizer's groups."""
         saved, groups = self._common["optimizer"], []
         for group in saved["param_groups"]:
             kept = [at for at, name in enumerate(group["param_names"]) if name in self._own.slots]
@@ -137,7 +138,7 @@ class CheckedLoad:
     def _state_dict(
         self, optimizer: SlotKeyedOptimizer, tensors: dict[str, Tensor]
     ) -> dict[str, Any]:
-        """Return the saved state dict with these tensors as state."""
+        """Return the saved settings with ``tensors`` as state: a state dict for the optimizer."""
         settings = self._settings()
         indices = [index for group in settings["param_groups"] for index in group["params"]]
         index_of = dict(zip(optimizer.slots(), indices, strict=True))
@@ -191,21 +192,22 @@ class CheckedLoad:
                 optimizer.state_of(slots[fqn]).check_values(key, value)
 
     def _check_state(self, optimizer: SlotKeyedOptimizer) -> None:
-        # Live tensors have the right shape and dtype. Zeros stand for their values, which are read
-        # later.
+        # Live tensors are read only after all checks, and their shapes and dtypes were checked
+        # already. So zeros stand for their values here.
         live = {name: value for name, value in self._live.items() if name.startswith(STATE)}
         memory: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         zeros = {name: _zeros_like(value, memory) for name, value in live.items()}
         state_dict = self._state_dict(optimizer, self._staged | zeros)
         state = state_dict["state"]
         match = match_without_state(optimizer, state_dict, convert=self._convert)
-        # Leave out checksums, because the weights that belong to these remainders are loaded later.
+        # Leave out checksums here, because the weights that belong to the remainders are not read
+        # yet. The loop below reads these weights for one parameter at a time.
         without_checksums = replace(match, checksums={})
         StateLoad(without_checksums, state, optimizer.state_of, self._convert).check()
         if self._convert:
             return
-        # A main param is joined from a remainder and the saved weights. The checksum shows whether
-        # both were saved together.
+        # The load joins a main param from a remainder and the saved weights. The checksum shows
+        # whether the remainder and the weights were saved together.
         for fqn, slot in self._own.slots.items():
             checksum, weights = match.checksums.get(slot), self._live.get(MODEL + fqn)
             is_staged = entry_name(REMAINDER, fqn) in self._staged
@@ -246,10 +248,11 @@ def _targets_of(
     *,
     convert: bool,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the tensors to read a checkpoint into, by their names: new tensors and live tensors.
+    """Return the tensors to read a checkpoint into, by name, in two dicts: new tensors, and live
+    tensors of the model and the optimizer.
 
-    New tensors are for state that was saved in another dtype or layout, for step counts, and for
-    extra state of modules. Live tensors belong to the model and the optimizer.
+    New tensors are for state that was saved in another dtype or layout, for step counts, for copies
+    of the optimizer's state, and for extra state of modules.
 
     Args:
         tensors: result of :meth:`~mp_optim.checkpoint.inventory.Inventory.entries`.
@@ -279,14 +282,16 @@ def _targets_of(
 
 
 def as_read(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors that were read from a checkpoint in the form of the model and the optimizer.
-    If this rank has a shard of a tensor, the tensor's scales are cut to the shard."""
+    """Return tensors that were read from a checkpoint, as the optimizer's ``load_state_dict``
+    accepts them. If this rank has a shard of a tensor, the result has only the scales of this
+    shard."""
     result = dict(tensors)
     for name, value in tensors.items():
         key, fqn = key_and_fqn(name)
         scale = entry_name(scale_key(key), fqn)
         if key and is_cut(value) and scale in tensors:
-            # Scales of blocks are 1-D, so the last dimension of 1 marks one scale per element.
+            # The last dimension of 1 tells the optimizer that the scales belong to elements. Scales
+            # of blocks are 1-D.
             scales = tensors[scale]
             result[scale] = scales[flat_index(value).to(scales.device) // BLOCK][..., None]
         if isinstance(value, PartitionShard):
@@ -295,15 +300,16 @@ def as_read(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _differs(name: str, own: Tensor, saved: Mapping[str, Saved]) -> bool:
-    """True if a tensor was saved in another dtype or layout than ``own``."""
+    """True if a tensor was saved in another dtype than ``own``, or if a state tensor was not saved
+    under this name."""
     if name not in saved:
         return not name.startswith(MODEL)
     return saved[name].dtype != own.dtype
 
 
 def _as_saved(name: str, own: Tensor, saved: Mapping[str, Saved]) -> dict[str, Tensor]:
-    """Return new tensors to read one state tensor into, under the saved names and in the saved
-    dtypes."""
+    """Return new tensors to read one state tensor into. Names and dtypes are those of the saved
+    tensors."""
     key, fqn = key_and_fqn(name)
     if name not in saved:
         other = entry_name(_OTHER_KEYS.get(key, ""), fqn)
@@ -311,7 +317,7 @@ def _as_saved(name: str, own: Tensor, saved: Mapping[str, Saved]) -> dict[str, T
             return {other: _new_like(own, saved[other])}
         if is_scale(key) and entry_name(key.removesuffix(SCALE), fqn) in saved:
             return {}
-        if key == AVERAGE:  # A missing average starts from the main param, so nothing is read.
+        if key == AVERAGE:  # A missing average starts from the main param.
             return {}
     form = {name: _new_like(own, saved.get(name))}
     scale = saved.get(entry_name(scale_key(key), fqn))

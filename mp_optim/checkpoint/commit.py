@@ -21,14 +21,16 @@ from pathlib import Path
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _MOST_READ = 4096
-"""Bytes of ``latest`` that are read; every version name is shorter."""
+"""Most bytes that are read of ``latest``, because a damaged file may be large. Every version name
+is shorter."""
 _PREFIX = "version-"
 _NAME = re.compile(rf"{_PREFIX}(\d+)")
 _LONGEST_NAME = 255
 
 
 def _numbered(root: Path) -> list[tuple[int, Path]]:
-    """Return the versions in a checkpoint directory by number, complete or not."""
+    """Return (number, folder) of each version in a checkpoint directory, sorted by number. A
+    version may be incomplete."""
     matched = [(_NAME.fullmatch(path.name), path) for path in root.glob(f"{_PREFIX}*")]
     return sorted((int(match[1]), path) for match, path in matched if match)
 
@@ -67,7 +69,7 @@ def begin(root: Path) -> Path:
 
 def publish(target: Path, keep: int | None) -> None:
     """Make a version the newest, after all files of the version are written and synced. Then delete
-    all complete versions except the newest ``keep``."""
+    all complete versions except the newest ``keep``; None keeps all."""
     root = target.parent
     sync(staging_of(target))
     staging_of(target).rename(target)
@@ -75,17 +77,20 @@ def publish(target: Path, keep: int | None) -> None:
     replace_durably(root / LATEST, f"{target.name}\n".encode())
     others = [path for path in complete_versions(root) if path != target]
     for old in [] if keep is None else others[: max(0, len(others) - keep + 1)]:
-        # A version that is deleted in part must not look complete, so it is renamed first.
+        # Rename the version first. If the process is killed during the deletion, the remaining
+        # files must not look like a complete version.
         doomed = old.with_name(f".{old.name}.deleted")
         old.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 
 def newest(path: Path) -> Path:
-    """Return ``path`` itself if it is a version, or the version that ``latest`` in it names.
+    """Return ``path`` itself if it is a version, or else the version that the file
+    ``<path>/latest`` names.
 
     Raises:
-        FileNotFoundError: the folder has no complete checkpoint.
+        FileNotFoundError: the folder has no complete checkpoint, ``latest`` is missing, or the
+            version that ``latest`` names is not complete.
         ValueError: ``latest`` is empty, not text, a path, or a link to another folder.
     """
     if (path / MANIFEST).is_file():
@@ -131,12 +136,12 @@ def is_plain_name(name: object) -> bool:
 
 
 def inside(folder: Path, name: str, named_by: str) -> Path:
-    """Return the path of ``name`` in a folder.
+    """Return the path of the file ``name`` in a folder.
 
     Args:
         folder: the folder.
-        name: a file name.
-        named_by: the file that has the name, for the error.
+        name: a file name, read from a file that may be damaged.
+        named_by: the file that ``name`` was read from, for the error.
 
     Raises:
         ValueError: ``name`` is a path, or a link to another folder.
@@ -160,8 +165,8 @@ def inside(folder: Path, name: str, named_by: str) -> Path:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the file's path to an OSError that the context raises. The error of a full disk has no
-    path."""
+    """Add the file's path to an OSError that the context raises, because the error of a full disk
+    has no path."""
     try:
         yield
     except OSError as error:

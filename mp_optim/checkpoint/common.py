@@ -1,4 +1,5 @@
-"""Plain data of a version, next to its tensors: ``common.json``.
+"""Data of a version that is not in the tensors' files: param groups, scheduler, ``extra``. The file
+is ``common.json``.
 
 JSON has lists, text, numbers, and objects with keys of text. Any other value is written as an
 object with one key: "$" and the name of the value's kind.
@@ -63,8 +64,8 @@ _KINDS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     Tensor: ("$tensor", _of_tensor, _tensor),
     nn.Parameter: ("$tensor", _of_tensor, _tensor),
 }
-"""For each type: the name of the type in the file, a function to a value that JSON can hold, and
-the inverse function."""
+"""For each type: the name of the type in the file, a function that converts a value to a value that
+JSON can hold, and the inverse function."""
 _RESTORED = {name: restore for name, _, restore in _KINDS.values()}
 
 
@@ -72,7 +73,7 @@ def as_json(common: Mapping[str, Any]) -> bytes:
     """Return the content of ``common.json``.
 
     Raises:
-        ValueError: a value is not plain data; the message names its type.
+        ValueError: a value is not plain data; the message names the value's type.
     """
     refused: set[str] = set()
     try:
@@ -88,8 +89,8 @@ def as_json(common: Mapping[str, Any]) -> bytes:
 
 
 def _plain(value: Any, refused: set[str]) -> Any:
-    """Return ``value`` as a value that JSON can hold. Add names of types that are not supported to
-    ``refused``."""
+    """Return ``value`` as a value that JSON can hold. If its type is not supported, add the type's
+    name to ``refused``."""
     if not isinstance(value, Tensor) and getattr(value, "ndim", 1) == 0:
         # Schedulers store numpy numbers in their state, and JSON cannot hold such numbers.
         value = plain_setting(value)
@@ -115,7 +116,7 @@ def from_json(content: bytes) -> Any:
     called.
 
     Raises:
-        Exception: :func:`as_json` did not write the content.
+        Exception: the content is damaged, or :func:`as_json` did not write it.
     """
 
     def restored(value: dict[str, Any]) -> Any:
@@ -142,7 +143,7 @@ def read_common(version: Path, files: Files) -> dict[str, Any]:
         for group in (common["optimizer"] or {"param_groups": ()})["param_groups"]:
             if len(group["params"]) != len(set(group["param_names"])):
                 raise ValueError("a param group has not one name for each parameter")
-    except Exception as error:  # A damaged file can raise any error.
+    except Exception as error:  # Parsing a damaged file can raise any error.
         first = (str(error).splitlines() or [""])[0]
         raise ValueError(
             f"{version / COMMON} is damaged or has objects other than plain data: "

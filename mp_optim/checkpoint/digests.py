@@ -1,9 +1,11 @@
-"""Digests of an optimizer's parameters and state, which no layout or place changes.
+"""Digests of an optimizer's parameters and state. The layout and the device of a tensor do not
+change its digest.
 
-The digest of a tensor is a sum over its elements, modulo 2^64: the element's bits as an integer,
-times a key of the entry's name and the element's line, times a weight of its column. Keys and
-weights are odd, so each single changed element changes the sum. Sums of shards add up to the sum of
-the whole tensor, so ranks exchange only sums.
+The digest of a tensor is a sum over its elements, modulo 2^64. Each term is the element's bits as
+an integer, times an odd factor for the tensor's name and the element's line, times an odd factor
+for the element's column. An odd factor can be inverted modulo 2^64, so every change of a single
+element changes the sum. Sums of shards add up to the sum of the whole tensor, so ranks exchange
+only sums.
 
 A line has at most 65,536 neighbouring elements of the last dimension. A run has neighbouring lines,
 with at most 262,144 elements together. In each step ``sample=N`` reads about one of N runs, so that
@@ -36,9 +38,9 @@ from mp_optim.process_groups.agreement import Ranks
 from mp_optim.process_groups.missing_ranks import call
 
 LINE = 1 << 16
-"""Most elements of a line."""
+"""Largest number of elements of a line."""
 RUN = 1 << 18
-"""Most elements of a run."""
+"""Largest number of elements of a run."""
 _DOING = "adding up the digests of ranks"
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -86,7 +88,8 @@ def digest_of(
         call(group, _DOING, lambda: dist.all_reduce(numbers, group=group))
         total = int(numbers[0])
         if int(numbers[1]):
-            # The entries of a rank changed, so the ranks choose again which rank reads which box.
+            # This rank or another rank has other tensors than when the ranks last divided the
+            # boxes. So the ranks divide the boxes again, and every rank repeats the digest.
             _shares[stack] = plan.held, plan_together(plan.held, ranks, _DOING)
             del _plans[stack]
             return digest_of(stack, step, grad_norm, sample, per_tensor, ranks)
@@ -102,36 +105,38 @@ def digest_of(
 
 
 class _Part(NamedTuple):
-    """A box of an entry that this rank reads. State in blocks is decoded whole, so all of its lines
-    are one run."""
+    """A box of a tensor that this rank reads for digests. State that is stored in blocks is decoded
+    whole, so all lines of such a tensor form one run."""
 
     entry: str
     place: Box
     in_blocks: bool
 
     def phase(self) -> int:
-        """Return the hash that decides in which steps the runs are read. The moments of a parameter
-        are decoded together."""
+        """Return the number that decides in which steps the runs are read. Moments that are stored
+        in blocks have one number for each parameter, because one call decodes all moments of a
+        parameter."""
         return hash_of(key_and_fqn(self.entry)[1] if self.in_blocks else self.entry)
 
 
 _shares: WeakKeyDictionary[SlotKeyedOptimizer, tuple[Sequence[Held], Share]] = WeakKeyDictionary()
-"""The entries of this rank when the ranks last chose, and the boxes that this rank reads."""
+"""For each optimizer: descriptions of this rank's tensors when the ranks last divided the boxes,
+and the boxes that this rank reads since then."""
 _NOTHING: tuple[Sequence[Held], Share] = ((), {})
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """The boxes that this rank reads, until a tensor of the optimizer gets another layout or place.
+    """The boxes that this rank reads for digests. A plan is valid while ``key`` does not change.
 
     NOTE: a plan must not refer to the optimizer, or the optimizer would never be freed.
 
     Attributes:
         key: ``plan_key`` of the stack, id of the process group, and ``sample``.
-        parallel: names and partitions among the ranks.
+        parallel: names and partitions of parameters that ranks share.
         names: name of each slot's parameter on this rank.
-        held: entries of this rank.
-        by_turn: boxes by slot, for each step modulo ``sample``.
+        held: descriptions of this rank's tensors.
+        by_turn: for each step number modulo ``sample``, the boxes to read, by slot.
     """
 
     key: tuple[object, int, int]
@@ -141,7 +146,8 @@ class _Plan:
     by_turn: Mapping[int, Mapping[Slot, Mapping[_Part, None]]]
 
     def sums(self, stack: SlotKeyedOptimizer, step: int) -> dict[str, tuple[int, int]]:
-        """Return digest and bytes of the elements that this rank reads, by entry name."""
+        """Return, by tensor name, the digest of the elements that this rank reads in a step, and
+        the number of bytes read."""
         found: dict[str, tuple[int, int]] = {}
         for slot, parts in self.by_turn.get(step % self.key[2], {}).items():
             with_blocks = any(part.in_blocks for part in parts)
@@ -159,7 +165,8 @@ class _Plan:
 
 
 def _plan_of(stack: SlotKeyedOptimizer, ranks: Ranks, sample: int) -> _Plan:
-    """Return the last plan of a stack, or a new plan if the last plan is not valid."""
+    """Return the stored plan of a stack, or a new plan if the stack, the process group or
+    ``sample`` has changed."""
     key, plan = (stack.step_mark.plan_key, id(ranks.group), sample), _plans.get(stack)
     if plan is None or plan.key != key:
         plan = _plans[stack] = _new_plan(stack, ranks, key)
@@ -200,7 +207,8 @@ def _new_plan(stack: SlotKeyedOptimizer, ranks: Ranks, key: tuple[object, int, i
 
 
 class Sheet(NamedTuple):
-    """Neighbouring lines of a tensor, or the same columns of each.
+    """Neighbouring lines of a tensor. All lines have the same columns, which may be a slice of the
+    tensor's columns.
 
     Attributes:
         values: the elements, shape (lines, columns).
@@ -217,8 +225,8 @@ class Sheet(NamedTuple):
 
         Args:
             size: lines of a run.
-            phase: number to add.
-            sample: a positive number.
+            phase: number that changes with the step, so that each step selects other runs.
+            sample: 1 selects every run, and N about one of N runs.
         """
         end = self.line + len(self.values)
         first = self.line // size
@@ -243,8 +251,8 @@ class Sheet(NamedTuple):
         return total
 
     def split(self) -> Iterator[Sheet]:
-        """Yield parts of the sheet whose products stay in the cache, and whose lines have one
-        factor (:func:`factor_of`)."""
+        """Yield slices of the sheet. The products of a slice stay in the cache, and all lines of a
+        slice have one factor (:func:`factor_of`)."""
         begin, end = self.line, self.line + len(self.values)
         while begin < end:
             most = max(1, LINE // self.values.shape[1])
@@ -254,8 +262,11 @@ class Sheet(NamedTuple):
 
 
 def changed_element(name: str, tensor: Tensor, difference: int) -> tuple[int, float] | None:
-    """Return row-major index and value of the only element that another tensor has with other bits;
-    None if several elements differ.
+    """Find the single element in which another tensor differs from ``tensor``, by the digests
+    alone.
+
+    Return the element's row-major index, and its value in the other tensor; None if several
+    elements differ.
 
     Args:
         name: name of the tensor.
@@ -272,7 +283,8 @@ def changed_element(name: str, tensor: Tensor, difference: int) -> tuple[int, fl
             of_lines = inverse(lines[: len(some.values)]) * signed(difference * factor)
             changes = of_lines[:, None] * inverse(columns[: some.values.shape[1]])
             bits = bits_of(some.values) + changes
-            # The difference must be of two integers of the element's width.
+            # Each change would explain the whole difference alone. Keep only changes whose result
+            # is an integer of the element's width.
             small = (changes.abs() < 2 * width) & (bits >= -width) & (bits < width)
             for line, column in small.nonzero().tolist():
                 row, number = divmod(some.line + line, _pieces(shape))
@@ -291,8 +303,9 @@ def sheets(tensor: Tensor, place: Box, shape: tuple[int, ...], row: int = 0) -> 
     Args:
         tensor: the elements, in the shape of the box.
         place: the box.
-        shape: shape of the whole tensor.
-        row: number of the whole tensor's first row. A row has all indices of the last dimension.
+        shape: shape of the tensor that has the box.
+        row: number of the first row; not 0 if ``shape`` is a slice of the digested tensor. A row
+            has all indices of the last dimension.
     """
     if len(shape) < 2:
         shape, tensor = (1, *(shape or (1,))), tensor.reshape(1, -1)
@@ -315,12 +328,12 @@ def sheets(tensor: Tensor, place: Box, shape: tuple[int, ...], row: int = 0) -> 
 
 
 def _pieces(shape: Sequence[int]) -> int:
-    """Return the number of lines in a row."""
+    """Return the number of lines in a row. A row has all indices of the last dimension."""
     return -(-max(1, *shape[-1:], 1) // LINE)
 
 
 def _line(index: Sequence[int], shape: Sequence[int]) -> int:
-    """Return the number of the line that has the element at an index."""
+    """Return the number of the line that has the element at ``index``."""
     row = 0
     for at, length in zip(index[:-1], shape[:-1], strict=True):
         row = row * length + at
@@ -341,7 +354,7 @@ def _lines_of_run(shape: Sequence[int], in_blocks: bool) -> int:
 
 
 def signed(number: int) -> int:
-    """Return an integer modulo 2^64, as an int64 has it."""
+    """Return the int64 value that equals an integer modulo 2^64."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -351,20 +364,23 @@ def hash_of(name: str) -> int:
 
 
 def bits_of(values: Tensor) -> Tensor:
-    """Return the bits of elements as signed integers of the same width."""
+    """Return the bits of each element as a signed integer of the element's width."""
     return values.view(_INTEGERS[values.itemsize])
 
 
 @lru_cache(maxsize=1 << 16)
 def factor_of(name: str, block: int) -> int:
-    """Return an odd number for 65,536 lines of a tensor."""
+    """Return the odd factor of the ``block``-th group of 65,536 lines of the tensor ``name``."""
     return hash_of(f"{block} {name}") | 1
 
 
 @lru_cache
 def weights_of(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return an odd number for each of 65,536 lines and columns: int64, shape (65536,) each. They
-    are numbers of the SplitMix64 generator (Steele et al. 2014)."""
+    """Return odd factors for 65,536 lines, and for 65,536 columns: two int64 tensors of shape
+    (65536,).
+
+    The SplitMix64 generator (Steele et al. 2014) computes the factors.
+    """
     x = torch.arange(1, 2 * LINE + 1, device="cpu") * signed(0x9E3779B97F4A7C15)
     x = (x ^ (x >> 30 & (1 << 34) - 1)) * signed(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> 27 & (1 << 37) - 1)) * signed(0x94D049BB133111EB)
@@ -375,6 +391,6 @@ def weights_of(device: torch.device) -> tuple[Tensor, Tensor]:
 def inverse(odd: Tensor) -> Tensor:
     """Return the inverses of odd int64 numbers modulo 2^64, by Newton's method."""
     x = odd
-    for _ in range(5):  # 3 bits are right at the start, and each step doubles their number.
+    for _ in range(5):  # 3 bits are right at first; each step doubles their number.
         x = x * (2 - odd * x)
     return x

@@ -50,7 +50,7 @@ def check_entries(
         where: name of the checkpoint, for the error.
         saved: tensors of the checkpoint, by name.
         wanted: tensors to read on this rank, by name.
-        others: names of the tensors that any rank reads.
+        others: names of the tensors that any rank reads; any other saved tensor is unexpected.
 
     Raises:
         ValueError: tensors are missing, unexpected, or have another shape or dtype; the message
@@ -65,8 +65,8 @@ def check_entries(
             is_each_ranks = name.startswith(STATE) and there.shape[1:] == tuple(here.shape)
             if isinstance(here, PartitionShard):
                 is_each_ranks = here.is_stacked
-            # Each tensor-parallel shard has scales of its own blocks, so the number of ranks must
-            # not change.
+            # Scales of blocks are saved separately for each tensor-parallel shard, so such scales
+            # can be loaded only with the saved number of ranks.
             more = " (one for each tensor-parallel rank: load it with as many)"
             misshaped.append(text + more * is_each_ranks)
         if there.dtype != here.dtype:

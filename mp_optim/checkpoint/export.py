@@ -188,8 +188,8 @@ def _joined(name: str, shard: PartitionShard, ranks: Ranks) -> Tensor:
 
 
 def _files(named: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
-    """Group tensors into files of at most ``limit`` bytes in FP32, in order. Without tensors yield
-    one empty group."""
+    """Group tensors into files of at most ``limit`` bytes in FP32, in order. A larger tensor has a
+    file of its own. Without tensors yield one empty group."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in named:
         elements = sum(other.numel() for other in tensors.values()) + tensor.numel()
@@ -201,8 +201,8 @@ def _files(named: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str
 
 
 def _publish(folder: Path, written: list[tuple[Path, list[str], int]]) -> list[str]:
-    """Rename the files, write the index if there are several files, and delete the files of an
-    earlier export."""
+    """Rename the temporary files, write the index if there are several files, and delete the files
+    of an earlier export. Return the paths of the files."""
     count = len(written)
     names = [f"model-{at:05d}-of-{count:05d}.safetensors" for at in range(1, count + 1)]
     if count == 1:

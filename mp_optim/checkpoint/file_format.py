@@ -35,7 +35,7 @@ from mp_optim.checkpoint.commit import MANIFEST, inside, is_plain_name, write_du
 from mp_optim.core.partition import Box
 
 BLOCK_BYTES = 1 << 20
-"""Bytes of a data file that share one CRC-32."""
+"""Length in bytes of a block of a data file. Each block has its own CRC-32."""
 INDEX = "index.json"
 METADATA = ".metadata"
 _MANIFEST_FORMAT = 2
@@ -48,10 +48,10 @@ _MOST_BYTES = 1 << 62
 
 @dataclass(frozen=True)
 class FileSum:
-    """Size of a file in bytes, and one checksum, hexadecimal.
+    """Size and checksum of a file. Checksums are hexadecimal text.
 
     Attributes:
-        bytes: size of the file.
+        bytes: size of the file in bytes.
         sha256: SHA-256 of the file's content; empty for a data file.
         blocks: for a data file, SHA-256 of the CRC-32s of its MiBs, 4 bytes each, the lowest byte
             first. CRC-32s are computed several times as fast as SHA-256 of the content.
@@ -105,7 +105,7 @@ def read_manifest(folder: Path) -> Files:
     Raises:
         FileNotFoundError: the manifest is missing, so the version is not complete.
         ValueError: files are missing or have another size, the manifest has another format, or a
-            file name leaves the folder.
+            file name points outside the folder.
     """
     path = inside(folder, MANIFEST, str(folder))
     if not path.is_file():
@@ -136,10 +136,11 @@ def read_manifest(folder: Path) -> Files:
 
 
 def _read_text(path: Path) -> bytes:
-    """Return the content of a text file.
+    """Return the content of a text file, but refuse zero bytes.
 
-    A sparse file takes less of the disk than its size. Missing bytes read as zeros, which text does
-    not have. So a refusal of zeros limits the memory to the bytes on the disk.
+    A damaged or malicious sparse file may be huge and take little of the disk. Its missing bytes
+    read as zeros, which text does not have. So the refusal limits the memory to the bytes on the
+    disk.
 
     Raises:
         ValueError: the file has zero bytes.
@@ -174,7 +175,7 @@ def read_checked(folder: Path, files: Files, name: str) -> bytes:
 
 
 def verify_files(folder: Path, files: Iterable[tuple[str, FileSum]]) -> None:
-    """Read files and compare their checksums.
+    """Read files and compare their checksums with the manifest's checksums.
 
     Raises:
         ValueError: checksums differ; the message names the files.
@@ -327,7 +328,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 @lru_cache(maxsize=4096)
 def _shape(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape, after a check of its numbers. Equal shapes are one object, to save memory."""
+    """Return a shape, after a check of its numbers. Equal shapes share one object."""
     if not _are_counts(numbers):
         raise ValueError(f"the shape or offsets {numbers} are not integers >= 0")
     return numbers
@@ -335,7 +336,7 @@ def _shape(numbers: tuple[int, ...]) -> tuple[int, ...]:
 
 def _check_saved(entries: Mapping[str, Saved], sizes: Mapping[str, int]) -> None:
     """Check that every box is inside its tensor, that the box's bytes are inside an existing file,
-    and that the boxes of a tensor have all elements of the tensor.
+    and that the boxes of a tensor cover all elements of the tensor.
 
     Raises:
         ValueError: a box or its bytes are outside, or elements are missing.
@@ -373,7 +374,8 @@ def _are_counts(values: Iterable[Any]) -> bool:
 
 def as_metadata(index: Index, folder: Path) -> bytes:
     """Return the content of ``.metadata``, from which ``torch.distributed.checkpoint`` reads the
-    tensors. Equal metadata are one object, so that the pickle has the metadata once."""
+    tensors. Tensors with equal metadata share one object, so that the pickle stores the object
+    once."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
@@ -424,7 +426,8 @@ _TENSOR, _STORAGE = object(), object()
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler that writes ``_TENSOR`` as a contiguous tensor whose bytes follow the pickle."""
+    """Pickler that writes the placeholder ``_TENSOR`` as a contiguous tensor. The tensor's bytes
+    are not in the pickle, but follow it in the file."""
 
     def __init__(self, file: io.BytesIO, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         super().__init__(file, protocol=_PICKLE_PROTOCOL)

@@ -1,5 +1,5 @@
-"""Tensors of a model and an optimizer under their names in a checkpoint, and the slots of these
-names."""
+"""Tensors of a model and an optimizer by their names in a checkpoint, and the optimizer's slot of
+each name."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def chunks_of(models: Models) -> list[nn.Module]:
 
 @dataclass
 class Inventory:
-    """One rank's model and optimizer, for one save or load. The names are computed once.
+    """The model and the optimizer of one rank, for one save or load. The names are computed once.
 
     Attributes:
-        models: a module, or chunks.
+        models: a module, or the list of the model's chunks.
         optimizer: the optimizer; None to save or load the model alone.
         parallel: names and partitions of this rank's parameters in the whole model.
     """
@@ -65,9 +65,10 @@ class Inventory:
         """Return the inventory of this rank for a save or load by some ranks.
 
         Args:
-            models: a module, or chunks.
+            models: a module, or the list of the model's chunks.
             optimizer: the optimizer, or None.
-            given: names and partitions of this rank's parameters, if there is no optimizer.
+            given: names and partitions of this rank's parameters; only allowed if ``optimizer`` is
+                None.
             ranks: the ranks that save or load together.
 
         Raises:
@@ -90,7 +91,8 @@ class Inventory:
     def _canonical(
         self, read: Callable[[nn.Module], Mapping[str, Any]] = nn.Module.state_dict
     ) -> Iterator[tuple[str, Any]]:
-        """Yield values of each chunk by canonical name.
+        """Yield the canonical name and the value of each value of the model's chunks. Names and
+        values are those of this rank.
 
         Args:
             read: function from a chunk to its values by name; the default is the state dict.
@@ -114,8 +116,9 @@ class Inventory:
     # -- the model --------------------------------------------------------------------------------
 
     def params(self) -> dict[str, Tensor]:
-        """Return this rank's parameters by their names in a checkpoint. The name of a shard ends
-        with the shard's number."""
+        """Return this rank's parameters by their names in a checkpoint. If the parameter is a
+        tensor-parallel shard, the name ends with the shard's number, because different shards
+        have different values."""
         params = {}
         for name, param in self._named_params():
             label, part = MODEL + self.parallel.names[name], self.parallel.partitions.get(name)
@@ -125,8 +128,11 @@ class Inventory:
         return params
 
     def param_entries(self) -> set[str]:
-        """Return the names of all parameters in a checkpoint. Buffers are left out, because modules
-        write buffers in forward."""
+        """Return the names of the model's parameters in a checkpoint, without buffers.
+
+        A background save may lease parameters, but has to copy buffers, because modules write
+        buffers in forward.
+        """
         return {MODEL + self.parallel.names[name] for name, _ in self._named_params(twice=True)}
 
     def plain(self) -> dict[str, Any]:
@@ -216,8 +222,9 @@ class Inventory:
     def entries(
         self, *, full_precision: bool = False, left_out: Collection[str] = ()
     ) -> dict[str, Tensor]:
-        """Return every tensor of the model and the optimizer under its name in a checkpoint.
-        Tensors are the live tensors where no copy is needed.
+        """Return every tensor of the model and the optimizer by its name in a checkpoint. State
+        that the checkpoint has in another form is converted into new tensors; all other tensors
+        are live.
 
         Args:
             full_precision: True for FP32 copies of state that is stored in fewer bits.
@@ -269,8 +276,8 @@ class Inventory:
         return new
 
     def refused(self, saved: Iterable[str]) -> dict[str, str]:
-        """Return the names of saved tensors that the optimizer refuses in any form, with the
-        reasons."""
+        """Return the saved tensors that the optimizer cannot load in any dtype or layout, as the
+        reason by name."""
         why_of = {
             name: why
             for name, slot in self.slots.items()
@@ -280,7 +287,8 @@ class Inventory:
         return {name: why_of[fqn] for name, fqn in fqns if fqn in why_of}
 
     def copies(self, tensors: Collection[str]) -> set[str]:
-        """Return the names in ``tensors`` of FP32 copies of state that is stored in blocks."""
+        """Return the names of state tensors that the optimizer stores in blocks, and that
+        ``tensors`` has as FP32 copies."""
         return {
             entry_name(key, name)
             for name, slot in self.slots.items()
@@ -291,7 +299,7 @@ class Inventory:
     # -- param groups -----------------------------------------------------------------------------
 
     def settings(self) -> dict[str, Any]:
-        """Return the optimizer's state dict without state, with the names that parameters have in a
+        """Return the optimizer's state dict without state. Parameters have their names in a
         checkpoint. Check that the optimizer could load the result.
 
         Raises:
@@ -311,14 +319,14 @@ class Inventory:
         return settings
 
     def matched_groups(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return saved param groups with this rank's parameters in the order of the optimizer's
-        groups."""
+        """Return the saved param groups, with this rank's parameters in the order of the
+        optimizer's groups."""
         live, names = self._stack.param_groups, {slot: name for name, slot in self.slots.items()}
         return match_by_name(live, saved, names).as_groups(live)
 
     def without_checksums(self, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return param groups without the checksums of parameters that are sharded over ranks. Such
-        a checksum is of the whole parameter, which no rank has."""
+        """Return param groups without the checksums of tensor-parallel parameters. Such a checksum
+        would cover the whole parameter, but each rank has only a shard."""
         parts = {self.parallel.names[name] for name in self.parallel.partitions}
         result = list(map(dict, groups))
         for group in result:
@@ -328,9 +336,10 @@ class Inventory:
         return result
 
     def renamed(self, index: Index, common: dict[str, Any]) -> tuple[Index, dict[str, Any]]:
-        """Return the index and the plain data of a checkpoint with this rank's names of parameters.
+        """Return the index and the plain data of a checkpoint, with the names that this rank gives
+        to the parameters.
 
-        Other names were saved if another wrapper surrounded the model, or if the optimizer had no
+        The saved names differ if another wrapper surrounded the model, or if the optimizer had no
         names and made its own.
         """
         if self.optimizer is None:
@@ -367,8 +376,8 @@ def present_entries(
     *,
     with_blocks: bool = True,
 ) -> dict[str, Tensor]:
-    """Return parameter and state of a slot by entry name, with the bits of this moment. Writes of
-    other code since the last step are not followed.
+    """Return parameter and state of a slot, by name in a checkpoint, with their present bits. If
+    other code wrote the parameter since the last step, the main param is not refreshed first.
 
     Args:
         stack: the optimizer.
@@ -392,12 +401,13 @@ def present_entries(
 
 
 def _in_parts(state: State, partition: Partition, shape: torch.Size) -> State:
-    """Return the state of a tensor-parallel part, with its position in the whole parameter.
+    """Return the state of a tensor-parallel shard. Each tensor of the shard's shape gets its
+    position in the whole parameter.
 
     Args:
         state: the state by key.
-        partition: position of the part.
-        shape: shape of the part.
+        partition: position of the shard.
+        shape: shape of the shard.
     """
     whole = torch.Size(partition.whole_shape(shape))
     return {

@@ -34,8 +34,8 @@ from mp_optim.core.flat_shard import held_boxes, piece
 from mp_optim.core.partition import Box, any_overlap
 
 _STAGING_BYTES = 64 << 20
-"""Bytes that are read at a time if elements are copied to their tensor in a second step. At least
-one row is read."""
+"""Size in bytes of the host buffer for elements that cannot be read directly into their tensor. The
+buffer has at least one row."""
 
 ValueCheck = Callable[[Tensor], None]
 """Function that raises ValueError if the optimizer refuses a value in a tensor."""
@@ -57,8 +57,8 @@ class _Copy(NamedTuple):
     target: Tensor
 
     def rows(self) -> tuple[int, int]:
-        """Return the first byte and the end byte of those rows of the box that have the elements. A
-        row is an index of the first dimension."""
+        """Return the positions in the file of the rows of the box that have the elements: the first
+        byte, and the byte after the last. A row is an index of the first dimension."""
         if not self.part.sizes:
             return self.box.start, self.box.start + self.box.length
         row = math.prod(self.box.place.sizes[1:]) * self.target.itemsize
@@ -68,12 +68,13 @@ class _Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """Copies from the files of a version into tensors of one rank, in the order of the bytes.
+    """The reads that fill tensors of one rank from the files of a version, sorted by position in
+    the file.
 
     Attributes:
         version: folder of the version.
         index: names and positions of the version's tensors.
-        copies: copies by file name.
+        copies: the reads, by file name.
     """
 
     version: Path
@@ -81,7 +82,8 @@ class Reading:
     copies: Mapping[str, Sequence[_Copy]]
 
     def check(self, value_checks: Mapping[str, ValueCheck]) -> None:
-        """Read the bytes of all copies and compare checksums. No tensor is written.
+        """Read all bytes that :meth:`read` will read, and compare their checksums. No tensor is
+        written.
 
         Args:
             value_checks: functions by the name of the saved tensor. Each function gets the tensor's
@@ -125,8 +127,9 @@ class Reading:
 
 
 def _check_values(check: ValueCheck, dtype: torch.dtype, data: bytes) -> bytes:
-    """Call ``check`` with the complete elements in some bytes, and return the remaining bytes. The
-    remaining bytes are the beginning of an element, and belong before the next bytes."""
+    """Call ``check`` with the complete elements in ``data``, and return the remaining bytes. The
+    remaining bytes are the beginning of an element, so the caller puts them before the next
+    bytes."""
     count = len(data) // dtype.itemsize
     if count:
         check(torch.frombuffer(bytearray(data), dtype=dtype, count=count))
@@ -134,7 +137,7 @@ def _check_values(check: ValueCheck, dtype: torch.dtype, data: bytes) -> bytes:
 
 
 def plan_reading(tensors: Mapping[str, Tensor], version: Path, index: Index) -> Reading:
-    """Return copies that fill every element of some tensors from the files of a version. The
+    """Return the reads that fill every element of ``tensors`` from the files of a version. The
     tensors have the saved dtypes and shapes.
 
     Raises:
@@ -175,8 +178,8 @@ def _read(file: BinaryIO, copy: _Copy, version: Path) -> None:
     begin, end = copy.rows()
     file.seek(begin)
     is_of_host = copy.target.device.type == "cpu" and copy.target.is_contiguous()
-    # The elements are whole rows of the box, in the tensor's own order, so the bytes are read into
-    # the tensor.
+    # If the elements are whole rows of the box, their order in the file is the tensor's own order.
+    # So they are read directly into the tensor.
     if is_of_host and copy.part.sizes[1:] == copy.box.place.sizes[1:]:
         _fill(file, byte_view(copy.target), version, copy)
         return

@@ -110,11 +110,11 @@ def save(
         extra: plain data (numbers, strings, tensors, containers of them), which :func:`load`
             returns. The first rank's data is saved.
         full_precision: True to write optimizer state with fewer bits as FP32.
-        keep: number of complete versions to keep, with the new version; None for all.
+        keep: number of complete versions to keep, including the new version; None for all.
         asynchronous: True to write in the background, with the bits of this moment. The save leases
             the optimizer's state and parameters on a GPU, and copies the other tensors that this
-            rank writes. A background save of the same path, model or optimizer is waited for first,
-            and raises here if it failed; other saves continue.
+            rank writes. The call first waits for an earlier background save of the same path, model
+            or optimizer, and raises RuntimeError if that save failed; other saves continue.
         process_group: the ranks that save; None for all ranks. With ``asynchronous`` no other code
             may use this group during the save; a save over all ranks has its own group.
         model_parallel: names and partitions of this rank's parameters, if there is no optimizer
@@ -163,8 +163,8 @@ def save(
     }
     content = packed(common, ranks)
     target = Path(ranks.broadcast_result("preparing a checkpoint", lambda: str(begin(Path(path)))))
-    # Leave out copies of tensors that another of these ranks saves. Such copies are tied
-    # embeddings, which ZeRO may cut differently on another pipeline stage.
+    # Leave out a copy of a tied embedding that a rank of another pipeline stage saves. ZeRO may
+    # shard the copies differently, and then their shards would not form one tensor.
     members = ranks.members()
     copies = {name for name, owner in own.parallel.copies.items() if owner in members}
     writing: Writing | None = None
@@ -189,8 +189,9 @@ def save(
         busy = {key for handle in list(_handles) if not handle.done() for key in handle.concerned}
         free = next(lane for n in itertools.count() if (lane := f"lane {n}") not in busy)
         lane = ranks.broadcast(free)
-        # The first rank's save with this process group is complete, so the other ranks' saves are
-        # complete, too.
+        # Rank 0 chose a lane (a process group for saves) in which it has no running save. A save
+        # ends on all ranks together. So the lane's last save is over on this rank, too, or ends
+        # soon: drop its handle, and raise its error.
         finish_previous({lane})
         work = partial(_write, writing, content, target, keep, ranks.in_lane(lane, process_group))
         handle = SaveHandle(target, work, writing.wait_for_device, {*concerned, lane})
@@ -205,7 +206,8 @@ def _checked_stack(call: str, path: Any, model: Any, optimizer: Any) -> SlotKeye
     """Return the stack of the optimizer that the caller of :func:`save` or :func:`load` passed.
 
     Raises:
-        TypeError: an argument has another type, for example because arguments are in another order.
+        TypeError: an argument has the wrong type, for example because the caller passed arguments
+            in another order.
     """
     call, stack = f"; call {call}(path, model, optimizer)", getattr(optimizer, "stack", optimizer)
     if not isinstance(path, str | os.PathLike):
@@ -295,14 +297,15 @@ def load(
     process_group: ProcessGroup | None = None,
     model_parallel: ModelParallel | None = None,
 ) -> dict[str, Any]:
-    """Load the newest complete version into existing objects, in any placement. Every rank calls
-    this function.
+    """Load the newest complete version into existing objects. Every rank calls this function.
+
+    The number of ranks, the sharding and the devices may differ from the save.
 
     Args:
         path: a checkpoint directory, or one version in it.
         model: a module, or the list of chunks that the optimizer was built for.
-        optimizer: the optimizer; None loads the model alone, and an optimizer of it continues from
-            the loaded values.
+        optimizer: the optimizer; None loads the model alone, and an optimizer of the model
+            continues from the loaded values.
         scheduler: an object with ``load_state_dict``; None loads no scheduler.
         convert: True to round optimizer state and the model's tensors to the dtypes configured
             here, even if bits are lost.
@@ -317,9 +320,9 @@ def load(
     Raises:
         TypeError: an argument has another argument's type, such as a state dict for a model.
         FileNotFoundError: ``path`` has no complete checkpoint.
-        ValueError: entries are missing, unexpected or mis-shaped (the message lists them); bits
-            would be lost; files are damaged or hold other objects than data; or ranks pass other
-            arguments. Nothing was replaced.
+        ValueError: entries are missing, unexpected or have another shape (the message lists them);
+            bits would be lost; files are damaged or hold other objects than data; or ranks pass
+            other arguments. Nothing was replaced.
         Exception: the error of a foreign scheduler, a module's ``set_extra_state`` or a load hook.
             Model and optimizer are partly loaded then, and the optimizer raises BrokenOffError
             until a load succeeds.
@@ -338,7 +341,8 @@ def load(
     loading = f"loading {version}"
     if stack is not None:
         ranks.run_on_all(loading, own.check_names)
-        # Share settings first, because changed settings decide which state exists.
+        # A changed setting of a param group can change which state exists. So copy the settings to
+        # every part of the optimizer before the entries are listed.
         ranks.run_on_all(loading, stack.share_settings)
     index, common = ranks.run_on_all(loading, lambda: _open(version, verify, ranks))
     load = CheckedLoad(version, index, common, own, scheduler, ranks, convert)
@@ -373,7 +377,8 @@ class SaveHandle:
 
     Attributes:
         path: directory of the version, which exists once the save is complete.
-        concerned: keys of the path, the model, the optimizer and the process group of the save.
+        concerned: keys of the path, the model, the optimizer and the process group of the save. A
+            later save or load with an equal key first waits for this save.
     """
 
     def __init__(
@@ -399,8 +404,8 @@ class SaveHandle:
         else:
             self._future.set_result(self.path)
         finally:
-            # Delete the reference to the future: an error refers to this frame, and the future
-            # refers to the error.
+            # Break a reference cycle: the error's traceback holds this frame, whose ``self`` holds
+            # the future that holds the error.
             del self._work, self
 
     def done(self) -> bool:
@@ -418,8 +423,8 @@ class SaveHandle:
 
         Raises:
             TimeoutError: the save was not complete in time. The save continues.
-            Exception: the error of a failed save. If no call waited for the save, the next save
-                raises the error.
+            Exception: the error of a failed save. If no call of this method raised the error, the
+                next save of the same path, model or optimizer raises RuntimeError with its text.
         """
         try:
             path = self._future.result(timeout)
@@ -430,8 +435,9 @@ class SaveHandle:
         return path
 
     def wait_for_device(self, timeout: float | None = None) -> None:
-        """Wait until the save has copied the GPU tensors that it reads. After that, code may write
-        the model's parameters. Steps of optimizers wait by themselves.
+        """Wait until the save has copied the GPU tensors that it saves. Call this method before
+        your own code writes the model's parameters; steps of this package's optimizers wait
+        without this call.
 
         Args:
             timeout: seconds; None for no limit.
@@ -446,7 +452,7 @@ class SaveHandle:
 
 
 _handles: list[SaveHandle] = []
-"""Background saves whose errors no later save has raised yet."""
+"""Background saves that still run, and ended saves that no later save has checked for errors."""
 
 
 def _concerned(
@@ -455,7 +461,7 @@ def _concerned(
     """Return keys of the objects that two background saves must not share: the path, the model's
     chunks, the optimizer, and the caller's process group.
 
-    Versions of one directory have one key.
+    A version's path has the key of its directory.
     """
     objects: list[object] = [*chunks_of(model), stack, group]
     keys: set[Hashable] = {id(value) for value in objects if value is not None}
@@ -464,10 +470,11 @@ def _concerned(
 
 
 def finish_previous(concerned: Set[Hashable] | None = None) -> None:
-    """Wait for background saves, and raise an error if a save failed.
+    """Wait for background saves, and raise RuntimeError if a save failed.
 
     Args:
-        concerned: keys of the saves, from :func:`_concerned`; None for all saves.
+        concerned: keys from :func:`_concerned`; saves without any of these keys continue. None
+            waits for all saves.
 
     Raises:
         RuntimeError: a save failed, and no call has raised its error yet.
@@ -485,8 +492,12 @@ def finish_previous(concerned: Set[Hashable] | None = None) -> None:
 
 
 def wait_for_previous(concerned: Set[Hashable] | None = None) -> None:
-    """Wait for background saves, and raise no error. The next save raises the errors of failed
-    saves."""
+    """Wait for background saves, and raise no error. If a save failed, the next call of
+    :func:`finish_previous` raises the error.
+
+    Args:
+        concerned: keys from :func:`_concerned`; None waits for all saves.
+    """
     for handle in _those(concerned):
         handle._future.exception()
 

@@ -1,12 +1,12 @@
 """Writing of a checkpoint's tensors: first a plan, and then the files.
 
 The plan decides which rank writes which boxes (slices of tensors). Pure functions compute the plan
-from the tensors that each rank has. Ranks communicate only for the plan. Many ranks have the same
-whole tensors, so descriptions of whole tensors form groups (sheets) by the beginning of their
-names. A rank sends only the sheets that the first rank does not have, and the boxes of its sharded
-tensors.
+from descriptions of the tensors that each rank has. Ranks communicate only for the plan. Many ranks
+have the same whole tensors, so descriptions of whole tensors form groups (sheets) by the first
+component of their names. A rank sends only the sheets that the first rank does not have, and the
+boxes of its sharded tensors.
 
-Ranks write independently. So the files can be written in the background, from a snapshot of the
+Ranks write independently. So a save can write its files in the background, from a snapshot of the
 boxes. Each writing thread has its own file, so that no thread waits for another thread.
 """
 
@@ -58,17 +58,20 @@ from mp_optim.host.leases import Lease, SaveBorrow, StagedBytes, is_plain, lease
 from mp_optim.process_groups.agreement import Ranks
 
 LENT_FROM = 16 << 10
-"""Bytes of a tensor from which on a lease takes less time than a copy."""
+"""Smallest size in bytes of a tensor that a background save leases. Smaller tensors are copied,
+because a copy then takes less time than a lease."""
 FILE_FROM = 16 << 20
-"""Bytes of tensors in a data file, at least. A thread for a smaller file would take more time than
-it saves."""
+"""Fewest bytes of tensors in each data file of a rank that writes several files. A thread for a
+smaller file would take more time than it saves."""
 _MOST_FILES = 8
 _TINY = 64
-"""Largest bytes of tensors that a file has only once if they are equal, such as step counts."""
+"""Largest size in bytes of tensors that share one copy in a file if they are equal, such as step
+counts."""
 _BUFFER = 4 * BLOCK_BYTES
-"""Bytes of a file that are summed and written at a time."""
+"""Bytes that are collected before their checksums are computed and they are written to the file."""
 _BEGIN_EVERY = 32 << 20
-"""Bytes after which the disk starts to write, so that the last sync does not wait for all bytes."""
+"""Bytes after which Linux is told to begin writing the file to the disk, so that the last sync does
+not wait for all bytes."""
 
 
 # -- who writes what ------------------------------------------------------------------------------
@@ -78,8 +81,8 @@ _Form = tuple[torch.dtype, tuple[int, ...], str]
 
 
 class Held(NamedTuple):
-    """A tensor's name, dtype and shape, and the boxes of the tensor that a rank has. ``places`` is
-    None if the rank has the whole tensor."""
+    """Description of a tensor that a rank has: name, dtype, shape, and the boxes of the tensor on
+    the rank. ``places`` is None if the rank has the whole tensor."""
 
     name: str
     dtype: torch.dtype
@@ -88,8 +91,8 @@ class Held(NamedTuple):
 
 
 Sheets = Mapping[bytes, Sequence[Held]]
-"""Groups of tensors that are equal on many ranks, by digest. One group has the sharded tensors,
-without boxes."""
+"""Groups of tensor descriptions, by digest of the group. Equal groups of several ranks have one
+digest. One group has the sharded tensors, without the rank's boxes."""
 
 Share = Mapping[str, Collection[Box]]
 """The boxes that a rank writes, by the names of their tensors."""
@@ -105,8 +108,8 @@ def held_of(tensors: Mapping[str, Tensor]) -> tuple[Held, ...]:
 
 
 def sheets_of(held: Sequence[Held]) -> Sheets:
-    """Return one group (sheet) for each beginning of the names of whole tensors, and one group of
-    the sharded tensors."""
+    """Return the descriptions of whole tensors in groups (sheets), one for each first component of
+    names, and the descriptions of sharded tensors in one group."""
     by_key: dict[str, list[Held]] = {}
     for entry in held:
         is_whole = entry.places is None
@@ -124,8 +127,8 @@ def shares(
     equal bytes.
 
     Args:
-        sheets_of_ranks: groups of tensors of each rank.
-        shards_of_ranks: sharded tensors of each rank, with the rank's boxes.
+        sheets_of_ranks: groups of tensor descriptions of each rank.
+        shards_of_ranks: descriptions of each rank's sharded tensors, with the rank's boxes.
 
     Raises:
         ValueError: ranks disagree about a tensor, or their boxes do not cover the tensor; the
@@ -195,7 +198,7 @@ def _check_agreement(
 
 
 class Item(NamedTuple):
-    """A box to write. ``content`` has the elements, or is a lease of memory with the elements."""
+    """A box to write. ``content`` is a tensor with the elements, or a lease of their memory."""
 
     entry: Held
     place: Box
@@ -228,8 +231,8 @@ class Writing:
     _lent: SaveBorrow | None = field(default=None, repr=False)
 
     def take_snapshot(self) -> None:
-        """Fix the bits to write: lease the optimizer's state and parameters on accelerators, and
-        copy other tensors to the host.
+        """Fix the bits to write. Lease the optimizer's state, and parameters on accelerators, and
+        copy all other tensors.
 
         NOTE: Only this package writes the optimizer's state, and waits for leases before a write.
         Any code may write the model's tensors on the host, and forward writes buffers. So the
@@ -271,7 +274,7 @@ class Writing:
         Raises:
             OSError: a file cannot be written; the message has its path.
         """
-        # Training uses the other cores during a background save.
+        # A background save uses half of the threads, because training uses the other cores.
         threads = host_share().threads // (1 if self._lent is None else 2)
         names = (f"__{self.rank}_{number}.distcp" for number in itertools.count())
         paths = map(self.folder.joinpath, names)
@@ -308,7 +311,8 @@ def _lendable(item: Item) -> Tensor | None:
 
 
 def _lent_of_device(item: Item, lent: SaveBorrow, params: Collection[str]) -> StagedBytes | None:
-    """Lease the bytes of a box on an accelerator; return None if the bytes cannot be leased."""
+    """Lease a box on an accelerator, or copy a small box on its accelerator. Return None if the box
+    must be copied to the host now."""
     value, name = item.content, item.entry.name
     if not isinstance(value, Tensor) or not is_plain(value) or not value.nbytes:
         return None
@@ -340,8 +344,9 @@ def _copied(item: Item, lent: SaveBorrow) -> Tensor:
 
 
 _plans: WeakKeyDictionary[dist.ProcessGroup, tuple[tuple[Held, ...], Share]] = WeakKeyDictionary()
-"""The tensors of this rank at its last save with a process group, and the boxes that the rank
-wrote. The plan stays valid while no rank of the group has other tensors."""
+"""By process group: descriptions of this rank's tensors at the group's last save, and the boxes
+that this rank wrote. The next save writes these boxes again if all ranks have the same tensors
+as before."""
 
 
 def plan_writing(
@@ -387,10 +392,11 @@ def plan_writing(
 
 
 def plan_together(held: Sequence[Held], ranks: Ranks, doing: str) -> Share:
-    """Return the boxes that this rank writes. The first rank decides for all ranks. Collective.
+    """Divide the tensors of all ranks, and return the boxes that this rank writes to a checkpoint
+    or reads for a digest. The first rank decides for all ranks. Collective.
 
     Args:
-        held: tensors of this rank.
+        held: descriptions of this rank's tensors.
         ranks: the ranks that share the boxes.
         doing: name of the action, for errors.
 
@@ -415,7 +421,7 @@ def plan_together(held: Sequence[Held], ranks: Ranks, doing: str) -> Share:
 def _items(
     tensors: Mapping[str, Tensor], held: Sequence[Held], share: Share | None
 ) -> Iterator[Item]:
-    """Yield the boxes of this rank that are in ``share``; all boxes if ``share`` is None."""
+    """Yield the boxes of this rank that are in ``share``. If ``share`` is None, yield all boxes."""
     for entry in held:
         places = (whole_box(entry.shape),) if entry.places is None else entry.places
         for place in places:
@@ -428,7 +434,8 @@ def _items(
 
 
 def _by_file(items: Sequence[Item], threads: int) -> list[list[Item]]:
-    """Return the boxes grouped by file. Files have about equal bytes. Boxes keep their order."""
+    """Return the boxes grouped by file. The files of a rank get about equal bytes. The boxes of a
+    file keep their order."""
     total = sum(item.content.nbytes for item in items)
     count = max(1, min(total // FILE_FROM, threads, _MOST_FILES))
     loads = [(0, number) for number in range(count)]
@@ -446,8 +453,8 @@ def _by_file(items: Sequence[Item], threads: int) -> list[list[Item]]:
 def _write_files(files: Sequence[tuple[Sequence[Item], Path]]) -> list[WrittenFile]:
     """Write each file in its own thread.
 
-    NOTE: do not use an executor's threads. A process waits for its saves before it ends, and
-    executors refuse calls by then.
+    NOTE: do not use an executor's threads. A process may exit while a save runs, and waits for the
+    save, but executors refuse calls once the interpreter exits.
     """
 
     def write(items: Sequence[Item], path: Path) -> WrittenFile:
@@ -459,9 +466,11 @@ def _write_files(files: Sequence[tuple[Sequence[Item], Path]]) -> list[WrittenFi
     try:
         return list(map(Future.result, writing))
     finally:
-        # Wait after an error, too, because the caller may free the memory next.
+        # If a thread raised an error, wait for the other threads, too, because the caller may free
+        # the memory that they read.
         futures.wait(writing)
-        # An error refers to this frame, and this frame to the future of the error.
+        # Break a reference cycle: an error's traceback holds this frame, whose list holds the
+        # future that holds the error.
         writing.clear()
 
 
@@ -490,8 +499,8 @@ def _written(
 
 
 class _SummedFile:
-    """A new file with checksums of its blocks. The checksums are computed before the bytes are
-    written, so that a faulty write does not change the checksums.
+    """A new file with checksums of its blocks. The checksums are computed from memory before the
+    bytes are written, so that a later check finds a faulty write.
 
     One buffer is filled while another buffer is written in the background.
     """
@@ -521,7 +530,7 @@ class _SummedFile:
             left -= end - begin
 
     def _room(self, wanted: int) -> tuple[int, int]:
-        """Return begin and end of free space in the buffer, at most ``wanted`` bytes."""
+        """Reserve at most ``wanted`` bytes of the buffer, and return their begin and end."""
         if self._used == _BUFFER:
             self._put()
         begin, end = self._used, min(_BUFFER, self._used + wanted)
@@ -536,7 +545,7 @@ class _SummedFile:
         for begin in range(0, len(data), BLOCK_BYTES):
             self.blocks.append(zlib.crc32(data[begin : begin + BLOCK_BYTES]))
         if self._writing is not None:
-            # NOTE: the other buffer may be filled only after the write of that buffer has ended.
+            # NOTE: the other buffer is filled next, so its write must have ended.
             self._writing.result()
         self._writing = in_background(partial(self._write, data))
         self._filled, self._written = self._written, self._filled
@@ -548,7 +557,8 @@ class _SummedFile:
                 data = data[self._file.write(data) :]
             end = self._file.tell()
             if end - self._begun >= _BEGIN_EVERY and hasattr(os, "posix_fadvise"):
-                # With DONTNEED, Linux writes these pages now. No code will read the pages.
+                # DONTNEED makes Linux begin to write these pages to the disk. The pages also leave
+                # the page cache, because no code reads them again.
                 count = end - self._begun
                 os.posix_fadvise(self._file.fileno(), self._begun, count, os.POSIX_FADV_DONTNEED)
                 self._begun = end
@@ -558,7 +568,7 @@ class _SummedFile:
         if self._used:
             self._put()
         if self._writing is not None:
-            self._writing.result()  # Raise the error of the last write, if it failed.
+            self._writing.result()  # Raises the error of the last write, if the write failed.
         with naming(self._path):
             os.fsync(self._file.fileno())
         return FileSum.of_blocks(self.size, self.blocks)
@@ -573,8 +583,8 @@ class _SummedFile:
 # -- parameters that several ranks hold under one name --------------------------------------------
 
 SAMPLES = 64
-"""Number of compared elements of a parameter, evenly spaced. 64 elements distinguish shards and
-experts from copies."""
+"""Number of elements of a parameter, evenly spaced, that ranks compare. Comparing 64 elements is
+enough to find shards or experts that have one name by mistake."""
 
 
 def check_replicas(params: Mapping[str, Tensor], ranks: Ranks) -> None:
