@@ -1,5 +1,5 @@
-"""Lines of docs/clients/index.md that give a program our optimizer, run with stand-ins for programs
-that cannot be installed with a CPU build of torch."""
+"""The lines of docs/clients/index.md that give a program our optimizer run here. Stand-ins replace
+programs that cannot be installed with a CPU build of torch."""
 
 from __future__ import annotations
 
@@ -232,7 +232,8 @@ def test_client_config_classes_build_an_optimizer_that_trains(name: str) -> None
 def test_miles_lines_of_the_docs_replace_the_factory_that_miles_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The module imports Megatron's function by name after ``install()``."""
+    """miles imports Megatron's factory by name after ``install()``, so the name must be ours by
+    then."""
     pytest.importorskip("megatron.core.optimizer")
     folder = tmp_path / "miles/backends/megatron_utils"
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""A killed and resumed training process ends with the bits of an uninterrupted one."""
+"""A training process that is killed and resumed ends with the bits of an uninterrupted run."""
 
 from __future__ import annotations
 

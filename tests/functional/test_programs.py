@@ -1,6 +1,5 @@
-"""Client programs follow the losses of torch's FP32 AdamW and resume with equal losses;
-docs/clients
-has the table."""
+"""Client programs follow the losses of torch's FP32 AdamW and resume with equal losses. The folder
+docs/clients has the table."""
 
 from __future__ import annotations
 

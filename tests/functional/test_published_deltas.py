@@ -1,6 +1,5 @@
-"""A trainer and a generator keep equal bits by deltas alone, through skipped steps and kills of
-each
-process."""
+"""A trainer and a generator keep equal weights by deltas alone, although steps are skipped and each
+process is killed once."""
 
 from __future__ import annotations
 

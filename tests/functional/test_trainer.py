@@ -77,7 +77,7 @@ def test_trainer_explains_an_invalid_config_file_in_one_line(
 
 
 def test_trainer_shards_over_two_ranks_with_the_losses_of_one_process(tmp_path: Path) -> None:
-    """The first loss equals that of one process; a sharded layout needs several processes."""
+    """The first losses agree within 1e-6, and the second within 1 %. One process is refused."""
     config = tmp_path / "small.yaml"
     config.write_text(
         """

@@ -1,6 +1,5 @@
 """A background save of a simulated device writes the state at the time of the call, and the call
-does
-not wait for the device."""
+does not wait for the device."""
 
 from contextlib import contextmanager
 from functools import cache

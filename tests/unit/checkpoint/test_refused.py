@@ -68,7 +68,8 @@ def halve_step(state: dict[str, Any]) -> None:
 def test_load_refuses_negative_moments_and_fractional_steps(
     tmp_path: Path, form: str, damage: Any, message: str
 ) -> None:
-    """Only the state of the last parameter is wrong, so a load has checked all others before."""
+    """Only the state of the last parameter is wrong, so the load has accepted every other parameter
+    before the refusal."""
     model, optimizer = build(form)
     train(model, optimizer, 2)
     damage(list(optimizer.state.values())[-1])

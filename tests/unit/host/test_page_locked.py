@@ -82,8 +82,8 @@ def test_page_locked_memory_is_unregistered_once_before_unmapping(runtime: Locki
 def test_page_locked_memory_freed_during_a_graph_capture_is_unregistered_after_it_ends(
     runtime: LockingRuntime,
 ) -> None:
-    """The garbage collector may free memory at any time; a wait for the device would end the
-    capture."""
+    """The garbage collector may free memory during a graph capture, and waiting for the device
+    would end the capture."""
     memory = page_locked(SIZE, CUDA)
     address = memory.data_ptr()
     runtime.is_capturing = True

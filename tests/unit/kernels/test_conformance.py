@@ -212,8 +212,7 @@ def test_transformer_engine_steps_compact_state_within_bf16_rounding(
     candidate: Candidate, moments: torch.dtype, remainder: bool
 ) -> None:
     """One step from equal state differs by single roundings to bfloat16. test_kernel_bits.py
-    compares
-    native and Triton kernels; apex has no kernels for compact state."""
+    compares native and Triton kernels; apex has no kernels for compact state."""
     results = []
     for backend in (candidate.backend, ReferenceBackend()):
         lists = lists_of("adam", candidate.device, torch.bfloat16, torch.bfloat16)

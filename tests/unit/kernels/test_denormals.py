@@ -30,8 +30,8 @@ CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def in_new_thread(work: Callable[[], T]) -> T:
-    """Run in a new thread with new OpenMP threads, which inherit the floating-point mode of the
-    thread."""
+    """Run a function in a new thread, whose new OpenMP threads inherit the floating-point mode of
+    that thread."""
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(2,)) as threads:
         return threads.submit(work).result()
 

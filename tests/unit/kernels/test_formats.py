@@ -210,7 +210,8 @@ def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
 def test_4_bit_codes_are_unchanged_after_decoding_and_encoding_again(
     seed: int, n: int, decades: float
 ) -> None:
-    """Among a million elements, sixteen get only zero bits as random bits."""
+    """Stochastic rounding takes 16 random bits per element. In a million elements, all bits are
+    zero for about 16 elements, and even these codes must not change."""
     codes, scale = stored(values(seed, n, decades), torch.uint8, False, Noise(1, seed))
     decoded = decode(codes, scale, False, n)
     for noise in (None, Noise(2, seed)):

@@ -317,7 +317,8 @@ def test_apex_lamb_does_not_clip_large_gradients_inside_the_kernel(standins: Gpu
 
 
 def test_sharded_lamb_uses_the_reference_backend_when_apex_is_chosen(standins: Gpu) -> None:
-    """The kernel uses the norm of the shard, which differs from the parameter's norm."""
+    """apex's kernel would use the norm of the shard, which differs from the norm of the
+    parameter."""
     results = []
     for name in ("apex", "reference"):
         param = torch.linspace(-1, 1, 50)
@@ -347,7 +348,8 @@ def split_lists(values: list[float], grads: list[float]) -> TensorLists:
 
 
 def test_transformer_engine_makes_parameter_nan_when_gradient_is_nan(standins: Gpu) -> None:
-    """Transformer Engine splits CUDA's NaN into a bfloat16 -0.0, and training would continue."""
+    """Without our guard, Transformer Engine splits CUDA's NaN into a bfloat16 -0.0, and training
+    would continue."""
     made = split_lists([1.0, 2.0], [math.nan, 1.0])
     te_backend = TransformerEngineBackend(te.modules()["transformer_engine_torch"])
     te_backend.step("adam", made, AdamScalars.at(GROUP, 1), 1.0)
@@ -413,8 +415,8 @@ def test_transformer_engine_step_runs_equally_many_guard_operations_for_any_tens
 def test_current_device_enters_the_cuda_device_of_the_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Transformer Engine launches on the stream of the current device, whatever its tensors'
-    device."""
+    """Transformer Engine launches on the stream of the current device, even if the tensors are on
+    another device."""
     entered: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "device", entered.append)
     accelerator.current_device(torch.device("cuda", 3))
@@ -451,8 +453,8 @@ def test_apex_step_is_not_skipped_when_fp32_norm_would_overflow(standins: Gpu) -
 
 @pytest.mark.parametrize("scale", [2.0**16, 2.0**20, 2.0**32])
 def test_fp16_lamb_moves_parameters_unless_the_scale_overflows(standins: Gpu, scale: float) -> None:
-    """With the default scale of 2^32 the first steps overflow, which would hide a step without
-    effect."""
+    """With the default scale of 2^32 the first steps overflow and are skipped, which would hide a
+    step without effect."""
     results = []
     for name in ("apex", "reference"):
         torch.manual_seed(0)
@@ -487,7 +489,8 @@ def test_step_count_of_an_empty_shard_increases(standins: Gpu, name: str) -> Non
 def test_apex_refuses_host_parameters_and_reference_steps_host_parameters(
     standins: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ColossalAI #6401 and #6418 copy host parameters to the GPU and update the copy only."""
+    """In ColossalAI #6401 and #6418, host parameters are copied to the GPU, and only the copies are
+    updated."""
     monkeypatch.setattr(multi_tensor, "KERNEL_DEVICE", "meta")  # any device type except the host's
     backend, why = choose_backend("reference", CPU)
     made = lists(50)

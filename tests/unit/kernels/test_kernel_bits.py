@@ -66,7 +66,8 @@ class Kernels:
         check(self.backend, rule, sizes, case, device=self.device, **given)
 
     def both(self, rule: str, make: Any, group: dict[str, Any], step: int = 2) -> TensorLists:
-        """Step two lists that ``make`` returns, compare them, and return the kernels' list."""
+        """Step two equal lists, by the tested backend and by ``reference``, compare the lists, and
+        return the list of the tested backend."""
         ours, theirs = on_device(make(), self.device), make()
         sums = [
             step_with(backend, rule, lists, group, step, 0.5)

@@ -83,7 +83,8 @@ def test_sum_of_squares_refuses_a_gradient_of_another_size(name):
     "settings", [{}, {"offload": 1.0}, {"offload": 1.0, "offload_place": "streamed"}], ids=str
 )
 def test_step_refuses_a_pruned_parameter_and_writes_nothing_beyond_its_end(dtype, settings):
-    """``param.data = param.data[:n]`` keeps the address and the version of the parameter."""
+    """``param.data = param.data[:n]`` keeps the address and the version of the parameter, so only
+    the size shows the change."""
     param = nn.Parameter(torch.zeros(64, dtype=dtype))
     optimizer = mp_optim.SGD([("p", param)], lr=1.0, **settings)
     param.grad = torch.zeros_like(param)

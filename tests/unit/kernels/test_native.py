@@ -104,7 +104,8 @@ def test_native_sum_of_squares_is_right_when_several_threads_call() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_native_kernels_work_in_a_forked_child() -> None:
-    """A fork does not copy OpenMP's threads nor ours; a child that waits for them would hang."""
+    """A fork copies neither OpenMP's threads nor ours, and a child that waits for the missing
+    threads would hang."""
     grads = [torch.full((300_000,), 2.0)]
     set_host_threads(2)
     assert float(NativeBackend(LIBRARY).sum_of_squares(grads)[0]) == 1.2e6

@@ -73,7 +73,7 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("rule", "extra"), SETTINGS)
 def test_reference_rules_equal_numpy_to_the_bit(rule: str, extra: dict[str, Any]) -> None:
-    """A step uses unrounded moments, and the next step starts from the rounded ones."""
+    """A step uses unrounded moments, and the next step starts from the rounded moments."""
     form, mains = "bfloat16" if extra == BF16 else "float32", tensors(0)
     optimizer = RuleOptimizer(rule, mains, lr=3e-3, **extra)
     moments = MOMENTS[rule] if rule != "sgd" or "momentum" in extra else ()

@@ -75,7 +75,8 @@ def test_self_test_finds_a_wrong_bit_of_any_rule(first: int, rule: str) -> None:
 def test_auto_uses_no_native_kernel_when_the_native_kernel_is_wrong(
     factor: float, usable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``auto`` takes ``reference``; a named backend is refused if its deviation is large."""
+    """``auto`` uses ``reference`` instead. ``backend='native'`` is refused if the deviation of the
+    kernel is large."""
 
     def trained(backend: str) -> Tensor:
         param = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 700))

@@ -92,8 +92,7 @@ def test_triton_sum_reads_elements_past_32_bit_indices() -> None:
 @pytest.mark.parametrize("count", [30_000, pytest.param(2**31 + 3000, marks=pytest.mark.gpu)])
 def test_triton_steps_both_ends_of_a_tensor_beyond_2_to_the_31_elements(count: int) -> None:
     """Gradients and outputs are bfloat16. If an index wrapped around, the end would be stepped like
-    the
-    beginning. The test takes 17 GB on a GPU."""
+    the beginning. The test takes 17 GB on a GPU."""
     if DEVICE != "cpu" and torch.cuda.mem_get_info()[0] < 24e9:
         pytest.skip("needs a GPU with 24 GB free")
     end = 9000
@@ -368,10 +367,9 @@ def held_warps(variant: dict[str, Any]) -> int:
 def test_triton_kernels_allow_16_warps_and_spill_no_registers(
     compiled: dict[str, dict[str, Any]],
 ) -> None:
-    """A step waits less for memory with more warps. Sums issue all loads at once and need 12 warps;
-    4-bit
-    codes at unaligned addresses are rare and need 8. Two packed predicates take 8 bytes of stack.
-    """
+    """With more resident warps, a step waits less for memory. Only two kinds of kernels may allow
+    fewer than 16 warps: sums 12, because they issue all loads at once, and 4-bit codes at unaligned
+    addresses 8, because they are rare. Two packed predicates take 8 bytes of stack."""
     held = {}
     for label, variant in compiled.items():
         assert variant["used"]["LOCAL"] == 0 and variant["used"]["STACK"] <= 8, label
@@ -390,8 +388,7 @@ def test_triton_kernels_allow_16_warps_and_spill_no_registers(
 )
 def test_oldest_supported_triton_compiles_every_kernel(tmp_path: Path) -> None:
     """Users have the Triton version of their torch. The newest Triton accepts code that older
-    versions
-    refuse, and its assembler uses more registers."""
+    versions refuse, and its assembler uses more registers."""
     compiled = tritons.compiled(tritons.OLDEST, "90", tmp_path)
     check_whole(compiled)
     check_exact(compiled)

@@ -160,7 +160,7 @@ def test_batched_newton_schulz_matches_the_loop_over_matrices(dtype):
 
 
 def test_muon_steps_q_k_and_v_separately_when_a_weight_is_fused():
-    """The weight has two query groups of 4 + 2 + 2 rows: 8 for q, 4 for k and 4 for v."""
+    """The weight has two query groups of 4 + 2 + 2 rows, so q has 8 rows, k has 4 and v has 4."""
     rows = {"q": [0, 1, 2, 3, 8, 9, 10, 11], "k": [4, 5, 12, 13], "v": [6, 7, 14, 15]}
     value, grads = random(16, 6), [random(16, 6, seed=step) for step in range(1, 4)]
     fused, _ = stepped(value, grads, qkv_split_shapes=(4, 2, 2))

@@ -1,5 +1,5 @@
-"""Muon's element passes: every backend has the bits of the reference, and the reference those of
-numpy in FP64."""
+"""Muon's element passes: every backend has the bits of the reference, and the reference has the
+bits of numpy in FP64."""
 
 from __future__ import annotations
 

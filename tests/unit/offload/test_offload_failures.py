@@ -62,9 +62,9 @@ def test_step_names_parameters_and_changes_nothing_when_a_worker_job_raises(
 
 @each_early
 @pytest.mark.parametrize("error", [TypeError, ValueError])
-def test_step_raises_the_error_of_a_backward_hook(mode, error, monkeypatch):
-    """The step names refused settings by errors of these two types, so the hook's error must not be
-    replaced."""
+def test_step_quotes_the_error_that_a_gradient_hook_of_the_package_raised(mode, error, monkeypatch):
+    """The step also raises TypeError and ValueError to refuse settings, so the hook's error must
+    stay visible as the cause."""
     pair, other = pair_before_step(mode)
     with monkeypatch.context() as patch:
         prediction = "_predicted_multiplier"
@@ -97,7 +97,7 @@ def test_step_raises_a_kernel_error_of_the_worker_and_changes_nothing(monkeypatc
 
 
 def test_step_changes_no_bucket_when_a_kernel_raises_after_the_clip(monkeypatch):
-    """The clip fires, so step() repeats all buckets and the third one fails."""
+    """The step clips, so step() repeats all buckets, and the kernel of the third bucket raises."""
     pair, other = pair_before_step("speculative", fraction=1.0, experts=False)
     for model, optimizer in (pair, other):
         model(tokens_of(50)).backward()

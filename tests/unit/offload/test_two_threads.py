@@ -14,7 +14,8 @@ from support.two_threads import Narrow, backward_in_two_threads
 
 
 class NarrowTransfer(Transfer):
-    """Transfer that counts marks and the largest number of threads that make one at a time."""
+    """Transfer that counts calls of ``mark()`` and the largest number of threads inside ``mark()``
+    at one time."""
 
     def __init__(self) -> None:
         self.place, self.marks = Narrow(), 0

@@ -1,4 +1,5 @@
-"""``MultiTenantOptimizer``: a tenant's bits are those of a run alone, and its life is its own."""
+"""``MultiTenantOptimizer`` gives each tenant the bits of an optimizer alone. A failure, an offload
+or the removal of a tenant changes no other tenant."""
 
 from __future__ import annotations
 
@@ -387,7 +388,7 @@ def test_tenant_stays_offloaded_when_the_file_of_the_tenant_is_damaged(tmp_path:
 
 
 def test_add_tenant_accepts_params_when_this_rank_has_none_of_their_elements() -> None:
-    """All parts without elements have the address 0."""
+    """All parts without elements have the address 0, which must not count as shared memory."""
     optimizer = MultiTenantOptimizer(lr=1e-2)
     with one_rank():
         mesh = init_device_mesh("cpu", (1,))

@@ -1,4 +1,4 @@
-"""tools/benchmark_training.py in a miniature: rows, records and the generated page."""
+"""tools/benchmark_training.py in a miniature run: rows, records and the generated page."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def records(folder: Path, part: str) -> dict[str, dict[str, Any]]:
 def test_benchmark_training_records_every_row_once_in_a_miniature_run(
     parts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rival that is not installed or refuses a CPU has a record with that cause."""
+    """If a rival library is not installed or refuses a CPU, the record of its row gives that
+    cause."""
     printed = miniature(tmp_path, "--part", *parts)
     for part in parts:
         assert all(f": {row.name}: " in printed for row in PARTS[part].rows(Sizes(True)))

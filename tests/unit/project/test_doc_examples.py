@@ -237,7 +237,8 @@ class FromElsewhere:
 
 
 class Megatron(FromElsewhere):
-    """Stand-in: the groups hold FP32 copies, which parameters know as ``main_param``."""
+    """Stand-in for Megatron's optimizer: the groups hold FP32 copies, and ``main_param`` of each
+    parameter is its copy."""
 
     def __init__(self, model):
         super().__init__(model)

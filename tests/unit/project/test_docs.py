@@ -54,7 +54,8 @@ def test_code_names_only_existing_pages():
 
 @each_document
 def test_docs_link_only_anchors_that_a_code_host_generates(document):
-    """mkdocs checks the anchors of the site; a code host makes anchors from headings too."""
+    """mkdocs checks only the anchors of the site, and a code host makes other anchors from the
+    headings."""
     links = re.findall(r"\]\((?!http)([^)\s#]*\.md)?#([^)\s]+)", document.read_text())
     targets = [(document.parent / path if path else document, name) for path, name in links]
     assert [(path, name) for path, name in targets if name not in anchors_of(path)] == []

@@ -46,7 +46,8 @@ def test_import_loads_no_heavy_modules() -> None:
 
 
 def test_package_trains_when_numpy_is_missing() -> None:
-    """torch does not require numpy for one rank, and requires it for several."""
+    """torch requires numpy for several ranks only, so training on one rank must work without
+    numpy."""
     command = [sys.executable, "-c", WITHOUT_NUMPY]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
@@ -66,9 +67,9 @@ def torch_names(tree: ast.AST) -> set[str]:
 
 
 def test_package_uses_only_torch_names_listed_for_the_oldest_torch() -> None:
-    """tools/torch_names.txt lists the names, and tools/versions_smoke.py looks each up in every
-    torch. Add
-    a new name there, and run ``bash tools/test_versions.sh "3.10 2.6.0 no"``."""
+    """tools/torch_names.txt lists the names, and tools/versions_smoke.py looks up each name in
+    every torch. Add a new name to the list, and run
+    ``bash tools/test_versions.sh "3.10 2.6.0 no"``."""
     known = set((ROOT / "tools/torch_names.txt").read_text().split())
     modules = (ROOT / "mp_optim").rglob("*.py")
     taken = set().union(*(torch_names(ast.parse(path.read_text())) for path in modules))

@@ -254,9 +254,8 @@ def test_float8_resume_gives_equal_bits_in_another_placement(
 
 
 class SelfQuantized(Tensor):
-    """Stand-in for a tensor that quantizes itself, as Transformer Engine's do: nominally bfloat16,
-    stored
-    as codes and a scale, used by public methods only."""
+    """Stand-in for a tensor that quantizes itself, like the tensors of Transformer Engine:
+    nominally bfloat16, stored as codes and a scale, used by public methods only."""
 
     def __new__(cls, codes: Tensor, scale: Tensor) -> SelfQuantized:
         return Tensor._make_wrapper_subclass(

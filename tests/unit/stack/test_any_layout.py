@@ -36,10 +36,8 @@ NIGHTLY = [pytest.param(first, marks=pytest.mark.slow) for first in (30, 40)]
 @pytest.mark.parametrize("first", [0, 10, 20, *NIGHTLY])
 def test_random_rank_layouts_train_like_one_process(pool, first):
     """Cases combine rules, dtypes, ZeRO, FSDP2, tensor, expert and pipeline parallelism,
-    placements,
-    checkpoints, bad gradients and disagreeing ranks. ``python tests/lab layouts --case NUMBER``
-    repeats
-    a case."""
+    placements, checkpoints, bad gradients and disagreeing ranks. The command
+    ``python tests/lab layouts --case NUMBER`` repeats a case."""
     for case in map(draw, range(first, first + 10)):
         verdict = attempt(pool, case)
         assert not verdict.faults, "\n".join((grouped(case), repr(case), *verdict.faults))

@@ -15,8 +15,7 @@ from support.offload import differing, state_of
 
 def test_full_precision_8bit_state_loads_without_convert():
     """Stochastic rounding gives the largest value of a block the second largest code in some of
-    2,000
-    blocks."""
+    2,000 blocks."""
     built = [nn.Parameter(torch.ones(512, 512, dtype=torch.bfloat16)) for _ in range(2)]
     settings = {**COMPACT["8bit"], "stochastic_rounding": True}
     config = OptimizerConfig(lr=0.01, bf16=True, use_precision_aware_optimizer=True, **settings)

@@ -19,7 +19,8 @@ from support.workers.mixed_meshes import STEPS, built, grads_of, whole
 
 
 def test_transformers_48208_grad_norm_is_exact_over_mixed_meshes(tmp_path):
-    """Also transformers#47734, accelerate#4219, pytorch#180346, pytorch#180501, Megatron#6489."""
+    """Related reports: transformers#47734, accelerate#4219, pytorch#180346, pytorch#180501 and
+    Megatron#6489."""
     ranks = results_of_ranks("mixed_meshes", 2, tmp_path)
     params = {name: nn.Parameter(tensor) for name, tensor in whole().items()}
     optimizer = built(params)
@@ -40,9 +41,8 @@ def test_transformers_48208_grad_norm_is_exact_over_mixed_meshes(tmp_path):
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 def test_megatron_5974_init_state_does_not_count_a_step(fraction):
-    """Also Megatron#5976, torchtitan#4382: a dummy step that creates state leaves counts or
-    moments, so
-    the first real update is too small."""
+    """Related reports: Megatron#5976 and torchtitan#4382. A dummy step that creates state leaves
+    counts or moments, so the first real update is too small."""
     model, optimizer = build("bf16", fraction)
     fresh_model, fresh = build("bf16", fraction)
     optimizer.init_state()

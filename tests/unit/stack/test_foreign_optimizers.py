@@ -1,4 +1,5 @@
-"""Any torch optimizer below the wrappers: its state belongs to the slot."""
+"""The wrappers keep the state of any torch optimizer by slot, which is the position of a parameter
+in its group."""
 
 import pytest
 import torch

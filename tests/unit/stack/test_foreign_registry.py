@@ -1,7 +1,7 @@
-"""Optimizers of other packages below the wrappers: each trains and resumes as it does alone.
+"""Optimizers of other packages train and resume below the wrappers as they do alone.
 
-Many write into their param groups (Prodigy, D-Adaptation, all that count steps there).
-"""
+Many of these optimizers write into their param groups: Prodigy, D-Adaptation, and all that count
+steps in a group."""
 
 import copy
 from functools import partial

@@ -185,7 +185,8 @@ def one_process():
 def test_muon_divides_matrix_products_over_ranks_with_the_bits_of_one_process(
     ranks, one_process, case
 ):
-    """ZeRO turns a missing gradient into zeros."""
+    """ZeRO turns a missing gradient into zeros, so cases with ZeRO have another expected result
+    than cases without ZeRO."""
     expected = one_process[() if case in muon_worker.ZERO else muon_worker.LATE]
     found = [rank["shares"][case] for rank in ranks if case in rank["shares"]]
     assert len(found) == (2 if case.startswith("2 ranks") else 4)

@@ -1,4 +1,4 @@
-"""No write to a tensor by other code is lost, whichever way of torch it uses."""
+"""No write to a tensor by other code is lost, for any of torch's ways to write a tensor."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ CASES += [(name, "DTensor") for name in WRITERS if name not in NEW_MEMORY]
 def test_step_continues_from_params_written_by_other_code(
     name: str, layout: str, one_rank: None, tmp_path: Path
 ) -> None:
-    """The learning rate is 0, so the written value must stay. Each writer meets every placement
-    with two state forms; the writers together meet all pairs."""
+    """The learning rate is 0, so the written value must stay. Each writer runs in every placement
+    with two state forms. All writers together cover every pair of placement and state form."""
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
     forms = itertools.islice(itertools.cycle(FORMS), [*WRITERS].index(name), None)
     for place, form in zip([*PLACES] * 2, forms, strict=False):

@@ -68,7 +68,7 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
 
 
 def program(stack: dict[str, Any], folder: Any, around: Surroundings) -> list[Tensor]:
-    """Build, train, save, load and train again, with every call inside ``around``; return all
+    """Build, train, save, load and train again, with every call inside ``around``. Return all
     tensors."""
     settings = dict(stack)
     precision, fraction = settings.pop("precision"), settings.pop("fraction", 0.0)

@@ -11,7 +11,8 @@ from support.models import build, config_for, same_bits, tokens_of, train
 
 
 def replace_params(model, optimizer):
-    """Replace every parameter by a new tensor in the model and in the live groups."""
+    """Replace every parameter by a new tensor, in the model and in the param groups of the
+    optimizer."""
     for name, param in list(model.named_parameters()):
         *path, last = name.split(".")
         owner = model.get_submodule(".".join(path)) if path else model

@@ -96,15 +96,14 @@ def test_sharding_error_names_the_cause_when_calls_come_in_a_wrong_order(ranks):
 
 def test_sharded_step_gives_equal_bits_when_ranks_run_different_backward_counts(ranks):
     """All ranks must run collectives in one order, but a rank does not know how many gradients the
-    other
-    ranks have."""
+    other ranks have."""
     for rank in ranks:
         zeros, nothing = rank["passes of some"]
         assert nothing == zeros == ranks[0]["passes of some"][0]
 
 
 def test_chained_optimizer_steps_when_ranks_have_different_numbers_of_parts(ranks):
-    """Ranks with an equal part share that part."""
+    """Ranks have one or two expert parts, and a part is shared by ranks that have that part."""
     assert [rank["parts of some"] for rank in ranks] == ["no error"] * 4
 
 

@@ -225,8 +225,8 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_deepspeed_7948_sharding_steps_flat_views_without_autograd_errors(strategy):
-    """Views of a flat buffer made with autograd enabled are not leaves, so in-place steps on them
-    raise."""
+    """Views of a flat buffer made with autograd enabled are not leaves, so in-place steps on these
+    views raise."""
     torch.manual_seed(0)
     model = Tied()
     plain = copy.deepcopy(model)
@@ -336,7 +336,7 @@ class _Fails(torch.autograd.Function):
 
 
 def test_sharded_step_finishes_the_reductions_of_a_backward_that_raised(monkeypatch):
-    """Other ranks have launched every reduction of the pass."""
+    """Other ranks have launched every reduction of that backward pass and wait for this rank."""
     model = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
     optimizer = sharded(model, strategy="optim_grads", overlap_grad_reduce=True, bucket_size=300)
 
@@ -365,7 +365,8 @@ def without_the_module(model):
 
 @pytest.mark.parametrize("experts", [False, True])
 def test_params_are_usable_outside_their_module_after_finish_param_sync(experts):
-    """The error names ``finish_param_sync``; the optimizer has one part or two."""
+    """Before the call, the error names ``finish_param_sync``. The optimizer has one part or two
+    parts."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     optimizer = get_megatron_optimizer(
         config_for("fp32", use_distributed_optimizer=True, overlap_param_gather=True),

@@ -195,7 +195,7 @@ def test_delta_quantizer_sends_a_whole_block_only_when_its_scale_changes(form, c
     quantizer.quantize(optimizer.changed_weights(full=True), model)
 
     def sent(row, column, value):
-        """Change one element as a step does: its neighbours stay unlisted."""
+        """Change one element, and quantize a delta that lists only that element."""
         with torch.no_grad():
             model.q_proj.weight[row, column] = value
         changed = optimizer.changed_weights()

@@ -39,8 +39,7 @@ PRECISIONS = {
 
 class ChargingTransfer(Transfer):
     """Counts the bytes of live host buffers as their allocators do. A page-locked buffer of 1 MiB
-    or more
-    takes whole pages of 4 KiB; a smaller one is rounded up to a power of two."""
+    or more takes whole pages of 4 KiB. A smaller buffer is rounded up to a power of two."""
 
     is_same_place = False
 

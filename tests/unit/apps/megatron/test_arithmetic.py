@@ -27,8 +27,7 @@ class Newest(core.OptimizerConfig):  # type: ignore[misc, name-defined]
 class MegatronsOrder:
     """An FP16 step with a constant scale in the order of Megatron's
     ``Float16OptimizerWithFloat16Params``. Gradients are cast to FP32, unscaled, then clipped by an
-    FP64
-    norm."""
+    FP64 norm."""
 
     def __init__(self, model: nn.Module) -> None:
         self.params = list(model.parameters())
@@ -56,7 +55,8 @@ class MegatronsOrder:
 
 
 def test_fp16_step_has_bits_of_separate_unscaling_and_clipping() -> None:
-    """A loss scale that is a power of two is exact, so one multiplier equals two."""
+    """The loss scale is a power of two, so unscaling rounds nothing, and one multiplication by the
+    product has the bits of two multiplications."""
     model, other = TinyMoE(torch.float16), TinyMoE(torch.float16)
     config = core.OptimizerConfig(
         lr=1e-2, weight_decay=0.0, fp16=True, loss_scale=SCALE, clip_grad=LIMIT

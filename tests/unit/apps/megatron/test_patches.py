@@ -44,8 +44,8 @@ class OwnAdam(torch.optim.SGD):
 
 
 def put(patch: pytest.MonkeyPatch, part: str) -> None:
-    """Replace a function or class by its full name; skip if the installed Megatron does not have
-    it."""
+    """Replace a function or class by its full name. Skip the test if the installed Megatron lacks
+    the name."""
     path, _, name = part.rpartition(".")
     try:
         owner = importlib.import_module(path)

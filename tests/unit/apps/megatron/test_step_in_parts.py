@@ -1,4 +1,5 @@
-"""A step in the parts that Megatron programs call: prepare, clip, then step."""
+"""Megatron programs may replace ``step`` by separate calls: ``prepare_grads``, the gradient norm,
+then ``step_with_ready_grads``."""
 
 from __future__ import annotations
 
@@ -202,7 +203,8 @@ def test_get_megatron_optimizer_refuses_mimo_models() -> None:
 
 @pytest.mark.parametrize("mode", ["sync", "overlap", "speculative"])
 def test_step_with_ready_grads_uses_gradients_written_after_prepare_grads(mode: str) -> None:
-    """The norm is measured before this write, and the host may hold a copy of the old gradient."""
+    """The caller writes after the norm was measured, when the host may already hold a copy of the
+    old gradient."""
     model, optimizer = build(optimizer_cpu_offload=True, optimizer_offload_fraction=1.0)
     try:
         megatron.install(offload_mode=mode)
