@@ -16,10 +16,11 @@ Event = torch.Event
 
 
 class Accelerator:
-    """Devices of NVIDIA and AMD. torch has the same names for calls of both vendors.
+    """Devices of NVIDIA and AMD. Calls for both vendors are in ``torch.cuda``.
 
-    NOTE: ``torch.cuda`` restores the device that was current before without initializing that
-    device. ``torch.accelerator.set_stream`` would initialize the device.
+    NOTE: at the end of a block, ``torch.cuda`` makes the former device current again without
+    initializing the former device. ``torch.accelerator.set_stream`` would initialize the former
+    device.
 
     Args:
         type: device type in torch, such as ``"cuda"``.
@@ -37,7 +38,7 @@ class Accelerator:
         return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
     def current(self) -> torch.device:
-        """Return the calling thread's device."""
+        """Return the calling thread's current device."""
         return self.current_stream().device
 
     # -- streams ----------------------------------------------------------------------------------

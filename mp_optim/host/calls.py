@@ -98,8 +98,8 @@ except TypeError:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which the operands' dtype is the dtype of matrix products on a device,
-    even inside ``torch.autocast``."""
+    """Return a context in which matrix products on a device have the dtype of their operands, even
+    inside ``torch.autocast``."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -64,7 +64,7 @@ class Ticket:
         self._pieces = pieces
 
     def wait(self) -> None:
-        """Wait until the transfer is complete and uses its memory no more.
+        """Wait until the transfer is complete. The caller may then use the memory again.
 
         Raises:
             OSError: a piece could not be transferred. The message has the file's path and a remedy.
@@ -286,9 +286,10 @@ class DirectFile:
 
 
 def _end(owner: int, pool: ThreadPoolExecutor, descriptors: contextlib.ExitStack) -> None:
-    """End a file's idle threads and close its descriptors."""
-    # A thread of the pool may run this finalizer, and must not wait for itself. A forked child does
-    # not have the pool's threads.
+    """End the threads of a file's pool, and close the file's descriptors."""
+    # A thread of the pool may run this finalizer. A thread cannot wait for its own end, so do not
+    # wait in such a thread. A forked child does not have the pool's threads, so only close the
+    # descriptors there.
     in_pool = threading.current_thread().name.startswith(_THREAD_NAME)
     if os.getpid() == owner:
         pool.shutdown(wait=not in_pool)
@@ -312,7 +313,8 @@ _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def _keep_from_parent() -> None:
-    """Make writes to mapped memory private in a forked child."""
+    """Make writes to the file's mapped memory private in a forked child, so that the child cannot
+    change the parent's state."""
     private = mmap.MAP_PRIVATE | _MAP_FIXED | _NORESERVE
     both = mmap.PROT_READ | mmap.PROT_WRITE
     for file in list(_live):
@@ -322,5 +324,5 @@ def _keep_from_parent() -> None:
                 _libc.mprotect(address, size, mmap.PROT_READ)
 
 
-if sys.platform == "linux":  # The handler uses constants and flags of Linux's mmap.
+if sys.platform == "linux":  # Only Linux has the mmap flags that the handler uses.
     os.register_at_fork(after_in_child=_keep_from_parent)

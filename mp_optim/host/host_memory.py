@@ -59,8 +59,8 @@ def mapped(num_bytes: int, alignment: int = 1) -> tuple[mmap.mmap, int]:
     offset = next(_allocations) * _STAGGER % _HUGE_PAGE
     offset -= offset % alignment
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    # NOTE: mmap chooses the address, so map one huge page more. Address space that is not used
-    # costs no memory.
+    # NOTE: mmap chooses the address. So map one huge page more, and skip the bytes before the first
+    # multiple of 2 MiB. Address space that is not used costs no memory.
     memory = mmap.mmap(-1, _HUGE_PAGE + offset + num_bytes, flags=flags)
     first = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE
     # Some Linux kernels are built without huge pages. Small pages are slower, but correct.
@@ -78,7 +78,8 @@ _allocations = itertools.count()
 
 
 def touch(memory: Tensor) -> None:
-    """Write one byte per page of 1-D uint8 memory, with as many threads as torch has.
+    """Write one byte per page of 1-D uint8 memory, in as many threads as torch has, so that the
+    operating system allocates the pages.
 
     Otherwise the runtime that page-locks the memory would allocate all pages in one thread. A piece
     is small enough that torch does not split the piece over threads.
@@ -165,7 +166,7 @@ class Block:
 
     @property
     def left(self) -> int:
-        """Number of bytes that :meth:`take` has not returned yet."""
+        """Number of bytes that are still free for :meth:`take`."""
         return self.capacity - self._used
 
     def with_room(self, num_bytes: int) -> Block:

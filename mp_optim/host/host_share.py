@@ -104,8 +104,11 @@ class Host:
 
 
 def share_of(host: Host) -> HostShare:
-    """Return a rank's share of the host's cores. A rank that the launcher bound to cores gets all
-    these cores."""
+    """Return a rank's share of the host's cores.
+
+    A rank that the launcher bound to cores gets all these cores. Other ranks divide the cores
+    evenly. A CPU quota of the cgroup, divided by the ranks, limits every share.
+    """
     cores, ranks, quota = host.cores(), host.local_ranks(), host.quota()
     if host.of_parent is not None and host.affinity < host.of_parent:
         threads, reason = cores, f"bound to {cores} cores"

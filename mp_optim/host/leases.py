@@ -49,7 +49,7 @@ Take = Callable[[int], Tensor]
 
 
 def _written_by_others(what: str) -> RuntimeError:
-    """Return the error for a write to state that :func:`before_writing` was not called for."""
+    """Return the error for state that other code wrote without a call of :func:`before_writing`."""
     return RuntimeError(
         f"optimizer.state ({what}): other code than the optimizer wrote this tensor while a "
         "background save read it; call wait() of the save's handle before you write to state, or "
@@ -120,8 +120,8 @@ class Lease:
     def stop_watching(self) -> None:
         """Stop comparing versions, because the tensor gets other memory.
 
-        NOTE: a leased tensor may be a view. A view shares its base's version counter, but keeps its
-        memory if the base gets other memory.
+        NOTE: a leased tensor may be a view. If the view's base gets other memory, the view keeps
+        the old memory, but later writes to the base increase the version of the view.
         """
         with self._lock:
             self._notice_writes()
@@ -134,8 +134,8 @@ class Lease:
 
     def _notice_writes(self) -> None:
         """Detect writes without :func:`before_writing`, by comparing the tensor's version."""
-        # If the tensor has other memory now, only the save uses the leased memory, so no write can
-        # reach the leased memory.
+        # If the tensor has other memory now, writes to the tensor do not reach the leased memory.
+        # So ignore the version.
         live = self._watched
         if live is not None and live.data_ptr() == self.address:
             self._is_lost = writes_counted(live) != self._version
@@ -244,8 +244,8 @@ class _DeviceLease:
     def are_down(self, num_bytes: int) -> None:
         """Count ``num_bytes`` more bytes as copied. After the last byte, release the accelerator's
         memory."""
-        # If the tensor has other memory now, only the save uses the leased memory, so no write can
-        # reach the leased memory.
+        # If the tensor has other memory now, writes to the tensor do not reach the leased memory.
+        # So ignore the version.
         tensor = self._tensor
         if tensor is not None and tensor.data_ptr() == self._address:
             self.is_written |= writes_counted(tensor) != self._version
@@ -287,8 +287,8 @@ class DeviceBorrow:
     stream, and start after the work that was queued before. So the amount of page-locked memory is
     bounded, and copying does not wait for the disk.
 
-    NOTE: readers reference this object until all bytes are read. So this object keeps no leases of
-    large tensors.
+    NOTE: readers reference this object until all bytes are read. So this object must not reference
+    leases of large tensors. Otherwise the leases' host memory would stay allocated until then.
     """
 
     def __init__(self, windows: Windows) -> None:
@@ -325,7 +325,11 @@ class DeviceBorrow:
         return StagedBytes(lease.nbytes, partial(self._unchanged, lease, sums, what))
 
     def copy_small(self, tensor: Tensor) -> StagedBytes:
-        """Copy a small tensor on its device, together with other small tensors."""
+        """Lease a small tensor, whose bytes :meth:`start` first copies on the device.
+
+        :meth:`start` copies all small tensors into one tensor, so that one download brings them to
+        the host.
+        """
         first, self._used = self._used, self._used + tensor.nbytes
         self._small.append(tensor.detach().reshape(-1).view(torch.uint8))
         return StagedBytes(tensor.nbytes, partial(self._small_bytes, first, self._used))
@@ -350,10 +354,13 @@ class DeviceBorrow:
             threading.Thread(target=work, name=name, daemon=False).start()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the accelerator's memory is not read any more. True if that is so.
+        """Wait until the save does not read the accelerator's memory any more.
 
         Args:
             timeout: number of seconds; None waits without a limit.
+
+        Returns:
+            False if the time ran out, else True.
         """
         with self._changed:
             return self._changed.wait_for(lambda: not self._borrowed, timeout)
@@ -469,8 +476,8 @@ class SaveBorrow:
         end = 0
         for lease in sorted(self.leases, key=lambda lease: lease.address):
             if lease.address < end:
-                # Two leases with common memory cannot be told apart by address, so copy the second
-                # tensor now.
+                # Leases are found by address, and two leases with common memory have common
+                # addresses. So copy the second tensor now.
                 lease.copy_rest(self.take)
             else:
                 self._apart.append(lease)
@@ -505,10 +512,13 @@ class SaveBorrow:
             borrow.start(self.take)
 
     def wait_for_devices(self, timeout: float | None = None) -> bool:
-        """Wait until no accelerator's memory is read any more. True if that is so.
+        """Wait until the save does not read the memory of any accelerator any more.
 
         Args:
             timeout: number of seconds for each accelerator; None waits without a limit.
+
+        Returns:
+            False if the time ran out for an accelerator, else True.
         """
         waits = [borrow.wait(timeout) for borrow in self._of_devices.values()]
         return all(waits)
@@ -614,5 +624,6 @@ def wait_for_devices(*_: Any) -> None:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """True if a tensor's memory is at its ``data_ptr``, which is not so for tensor subclasses."""
+    """True for tensors with memory at their ``data_ptr``. Subclasses of Tensor may have other
+    memory."""
     return type(tensor) in (Tensor, torch.nn.Parameter)

@@ -1,7 +1,8 @@
 """Copies between accelerator and host through one interface, :class:`Transfer`.
 
-Code that uses the interface must be right for every implementation. An implementation in the tests
-delays each copy until the caller waits for it, so a missing wait fails on any machine.
+Code that uses the interface must be right for every implementation. The tests have an
+implementation that delays each copy until the caller waits for the copy. So a missing wait fails on
+any machine.
 """
 
 from __future__ import annotations
@@ -225,8 +226,8 @@ class CudaTransfer(Transfer):
     def upload(
         self, to: Sequence[Tensor], sources: Sequence[Tensor], after: Event | None = None
     ) -> _Copies:
-        # Detached tensors keep the memory at this moment, even if the caller replaces a parameter's
-        # .data.
+        # A detached tensor keeps its present memory, even if the caller replaces a parameter's
+        # .data during the copy.
         return self._copy(self._up, list(map(Tensor.detach, to)), list(sources), after)
 
     def wait(self, ticket: _Copies) -> None:

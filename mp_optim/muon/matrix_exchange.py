@@ -2,8 +2,8 @@
 
 Each matrix has an owner, the rank that orthogonalizes it. All ranks send their parts of a matrix to
 its owner, and the owner sends parts of the result back. One all-to-all sends a batch of matrices.
-If several process groups span the ranks, parts are sent along one axis of the grid of ranks after
-the other, so no further process group is needed.
+Several process groups can span the ranks as a grid. Then each axis of the grid has an all-to-all,
+one after the other, so no further process group is needed.
 
 NOTE: batches overlap. While the products of a batch are computed, parts of the next batch are
 received and results of the previous batch are sent. All ranks start collectives in one order,
@@ -281,10 +281,11 @@ def _are_in_order(parts: Sequence[Boxes], columns: int) -> bool:
 
 BATCH_BYTES = 64 << 20
 """Largest number of bytes of whole matrices that a rank receives in a batch. A larger matrix is the
-only matrix of a batch."""
+only matrix that its owner receives in a batch."""
 LEAST_BATCH_BYTES = 1 << 20
-"""Smallest limit in bytes of a batch. With a larger limit, a rank's matrices are divided into four
-batches, so that three batches are sent during products."""
+"""Smallest limit in bytes of a batch. Between this number and :data:`BATCH_BYTES`, the limit is a
+quarter of a rank's average bytes. With four batches, three are received while products are
+computed."""
 _BATCHES = 4
 
 
@@ -334,14 +335,17 @@ def assign(costs: Sequence[int], held: Sequence[Sequence[int]], loads: Sequence[
 def exchange_batches(
     owners: Sequence[int], sizes: Sequence[int], ranks: int, limit: int
 ) -> list[list[int]]:
-    """Divide matrices into batches, so that every rank has products to compute in every batch.
+    """Divide matrices into batches: the first batch has the first matrices of every rank, and so
+    on.
+
+    So all ranks compute products in the same batches, if all ranks own about as many bytes.
 
     Args:
         owners: owner of each matrix.
         sizes: size of each matrix in bytes.
         ranks: number of ranks.
-        limit: largest number of bytes of a rank's matrices in a batch. A larger matrix is a batch
-            of its own.
+        limit: largest number of bytes of a rank's matrices in a batch. A larger matrix is its
+            owner's only matrix in a batch.
 
     Returns:
         Indices of the matrices of each batch.
@@ -406,7 +410,7 @@ class MatrixOwners:
     step.
 
     NOTE: only launches with sharded matrices add to the loads. The ranks with shards make these
-    launches in one order, so all of them have equal loads.
+    launches in one order, so all these ranks compute equal loads.
 
     Attributes:
         flops: number of floating-point operations of this rank's products for sharded matrices in
@@ -425,7 +429,9 @@ class MatrixOwners:
         self.flops = self.bytes_sent = 0
 
     def begin(self, keys: Iterable[Hashable]) -> None:
-        """Start a launch. If a parameter is launched a second time, a new step has started.
+        """Start a launch, and reset loads and counters if the launch belongs to a new step.
+
+        A step launches each parameter once, so a key that was launched before shows a new step.
 
         Args:
             keys: keys of the launch's parameters with sharded matrices.

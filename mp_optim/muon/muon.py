@@ -121,7 +121,8 @@ class MuonRule(Rule):
         lists, group, multiplier = launch.lists, launch.settings, float(launch.factor)
         owners, updates = launch.workspace, launch.updates
         assert isinstance(owners, MatrixOwners)
-        # Averages and second moments are read in place, so copy the source values there first.
+        # Muon reads averages and second moments from the tensors that it writes, so first copy the
+        # source values into these tensors.
         if not lists.state.keys().isdisjoint((AVERAGE, MOMENT2)):
             lists = lists.in_place()
         scalars, rule = MuonScalars.at(group), Orthogonalization.of(group)

@@ -144,8 +144,8 @@ def draw(sizes: Sequence[int], ends: Sequence[int], rate: float, seed: int) -> I
 class Check:
     """A sample of one launch, copied before and after the launch.
 
-    NOTE: this object outlives the launch. It must not refer to the launch, which would keep
-    gradients allocated.
+    NOTE: this object outlives the launch, so this object must not reference the launch. Otherwise
+    the gradients of the launch would stay allocated.
 
     Attributes:
         repeat: steps copies of the sample, and returns the tensors that the step writes.
@@ -212,8 +212,8 @@ class Audit:
         # Worker threads append while the training thread removes, so the container is a thread-safe
         # deque.
         self._pending: deque[Check] = deque()
-        # Samples in this list wait for their copies from an accelerator to complete, for at most
-        # one step.
+        # The copies of these samples from an accelerator may be in progress. The next report()
+        # compares the samples.
         self._on_the_way: list[Check] = []
         self._transfers: dict[torch.device, Transfer] = {}
 
@@ -286,7 +286,8 @@ class Audit:
     def report(self, wait: bool = False) -> None:
         """Compare the samples of a finished step with their repetitions.
 
-        Samples on an accelerator are compared after the next step, when their copies are complete.
+        Samples on an accelerator are compared after the next step, because by then their copies are
+        usually complete and the host need not wait.
 
         Args:
             wait: True to wait for all samples and compare them now.

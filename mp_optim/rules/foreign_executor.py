@@ -26,14 +26,15 @@ from mp_optim.host.host_memory import as_tensor
 class ForeignExecutor(Executor, StateStore):
     """Executor over an optimizer of another package.
 
-    The other optimizer keys state by tensors. When a tensor in ``param_groups`` is replaced, the
-    executor moves the state to the new tensor.
+    The other optimizer stores state by tensor, in ``optimizer.state[tensor]``. If a tensor in
+    ``param_groups`` is replaced, the executor moves the old tensor's state to the new tensor.
 
     Args:
         optimizer: the optimizer. The executor uses its live param groups.
 
     Raises:
-        TypeError: the optimizer has other weights for evaluation.
+        TypeError: the optimizer has the methods ``train`` and ``eval``, so it keeps separate
+            weights for evaluation, which the model would not get.
     """
 
     writes_settings = True
@@ -55,8 +56,8 @@ class ForeignExecutor(Executor, StateStore):
         self._own_positions[group] = {given: own for own, given in enumerate(positions)}
 
     def _own(self, slot: Slot) -> Slot:
-        """Return a slot's group and position in the optimizer's groups, which may lack some
-        slots."""
+        """Return the slot of a parameter in the other optimizer's groups, which may have fewer
+        parameters than the caller's groups."""
         positions = self._own_positions.get(slot.group)
         return slot if positions is None else Slot(slot.group, positions[slot.position])
 
@@ -76,7 +77,8 @@ class ForeignExecutor(Executor, StateStore):
         swapped slots.
         """
         state, keys = self.optimizer.state, chain.from_iterable(self._state_keys)
-        # A new group has no keys yet, so the lists may differ in length.
+        # A group that was added since the last call has no keys yet, so ``keys`` may be shorter
+        # than the list of parameters.
         pairs = zip(keys, all_params(self.param_groups), strict=False)
         replaced = [(new, state.pop(key)) for key, new in pairs if key is not new and key in state]
         state.update(replaced)
@@ -115,7 +117,7 @@ class ForeignExecutor(Executor, StateStore):
         live = self.live_state(slot)
         if state and live:
             check_state(self.slot_name(slot), live, state)
-        # Before the first step there is no state to compare with, so accept any shape and dtype.
+        # Before the first step there is no state to compare with, so check only the step count.
         elif STEP in state:
             check_step(self.slot_name(slot), state[STEP])
 
@@ -180,7 +182,7 @@ class ForeignExecutor(Executor, StateStore):
         if not updates.is_staged:
             continue_from(mains, updates.outputs)
         for update, main in zip(updates, mains, strict=True):
-            # verdict_device() returns None, so a step always has multipliers as numbers.
+            # The verdict_device() of this executor returns None, so multipliers are always numbers.
             assert not isinstance(update.multiplier, DeviceMultiplier)
             wide = torch.promote_types(main.dtype, torch.float32)
             main.grad = update.grad.to(wide, copy=True).mul_(update.multiplier).to(main.dtype)

@@ -53,9 +53,10 @@ class FusedAdam(RuleOptimizer):
 class FusedLAMB(RuleOptimizer):
     """LAMB over FP32 tensors on any device, whole or sharded.
 
-    Each parameter has its own trust ratio, so no data is copied between devices. The ranks that
-    share a parameter reduce one small tensor of sums. ``max_grad_norm`` limits the global gradient
-    norm: callers of ``step_slots`` pass this norm, and ``step`` computes it over all devices.
+    A parameter has one trust ratio, computed on the device that steps the parameter, so no gradient
+    or parameter is copied between devices. The ranks that share a parameter reduce one small tensor
+    of sums. ``max_grad_norm`` limits the global gradient norm: callers of ``step_slots`` pass this
+    norm, and ``step`` computes it over all devices.
 
     Args:
         params: FP32 parameters, named parameters or param groups.

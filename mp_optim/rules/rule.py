@@ -78,7 +78,8 @@ class Launch(NamedTuple):
         return multiplier.values if isinstance(multiplier, DeviceMultiplier) else multiplier
 
     def copy_back(self) -> None:
-        """Copy new values from the contiguous copies to the tensors that are not contiguous."""
+        """Copy new values from the contiguous copies in ``lists`` to tensors that are not
+        contiguous."""
         for tensors, stepped in ((self.mains, self.lists.main), (self.outputs, self.lists.output)):
             if tensors is stepped:
                 continue
@@ -128,8 +129,8 @@ class Rule(ABC):
         return ""
 
     def reads_steps(self, group: Settings) -> bool:
-        """True if the formula needs a slot's number of steps. False if the formula needs only
-        whether a slot was stepped."""
+        """True if a step needs the number of earlier steps of a slot; False if a step needs only
+        whether the slot was stepped before."""
         return True
 
     def new_workspace(self) -> Any:
@@ -277,8 +278,9 @@ class SgdRule(ElementRule):
 class LambRule(Rule):
     """LAMB with apex's settings.
 
-    Each parameter has its own trust ratio, so no data is copied between devices. The ranks that
-    share a parameter reduce one small tensor of sums.
+    A parameter has one trust ratio, computed on the device that steps the parameter, so no gradient
+    or main param is copied between devices. The ranks that share a parameter reduce one small
+    tensor of sums.
     """
 
     name = "lamb"

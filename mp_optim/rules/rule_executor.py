@@ -190,21 +190,23 @@ class RuleExecutor(Executor):
                 rows.pending_skips.append((rows.groups[plan.group], plan.positions, multiplier))
 
     def plan(self, updates: SlotUpdates) -> list[Launch]:
-        """Return the launches that :meth:`step_slots` would carry out now.
+        """Return the launches with which :meth:`step_slots` would step these updates.
 
-        The launches have copies of the settings, so later changes of a group do not affect them.
-        State is allocated, but nothing is stepped or counted.
+        The launches have copies of the settings, so later changes of a group do not affect the
+        launches. State is allocated, but nothing is stepped or counted.
         """
         self.follow_memory()
-        # NOTE: check again, because backward calls plan() and settings may have changed since
-        # backward began.
+        # NOTE: plan() also runs during backward, and other code may have changed settings since the
+        # last check. So check the settings again.
         self.check_groups()
         planned = self.plan_step(updates, has_copies=True)
         return [launch for _, launches in planned for launch in launches]
 
     def plan_step(self, updates: SlotUpdates, *, has_copies: bool = False) -> _Planned:
-        """Return the launches of each group. All launches are built before the first one starts, so
-        an error leaves all parameters unstepped.
+        """Return the launches of each group.
+
+        All launches are built before any launch starts, so an error leaves all parameters
+        unstepped.
 
         Args:
             updates: updates of the step.
@@ -353,8 +355,10 @@ class RuleExecutor(Executor):
         return [Noise(seed, stream & 0xFFFFFFFF, stream >> 32) for stream in streams]
 
     def announce(self, launch: Launch, device: torch.device) -> None:
-        """Copy the scalars of a launch to the device before windows of the launch are copied
-        there."""
+        """Copy the scalars of a launch to the device before windows of the launch are copied there.
+
+        Otherwise the scalars would arrive after all bytes of the first window.
+        """
         if isinstance(launch.rule, ElementRule):
             scalars = RULE_SCALARS[launch.rule.name].at(launch.settings, launch.step)
             self.backend_for(device)[0].announce(launch.lists, scalars, device)
@@ -391,7 +395,8 @@ class RuleExecutor(Executor):
     def _report_audit(self, audit: Audit, wait: bool) -> None:
         try:
             audit.report(wait)
-        # Reading state interrupts no step, so a failed audit has to mark the stack as inconsistent.
+        # An audit can also fail while a caller reads state between steps. No interrupted step then
+        # makes later steps raise, so mark the state as inconsistent here.
         except AuditError as error:
             self.step_mark.break_off(error)
             raise

@@ -49,8 +49,8 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         executor: new executor without groups.
 
     Attributes:
-        executor: steps the parameters. A wrapper of this optimizer takes the executor over and
-            calls it; the groups of this optimizer then have main params.
+        executor: executor that steps the parameters. A mixed-precision wrapper of this optimizer
+            calls the executor directly. The groups of this optimizer then have main params.
     """
 
     executor: E

@@ -61,8 +61,8 @@ Allocate = Callable[[Sequence[TensorSpec]], list[Tensor]]
 
 
 class SlotSet:
-    """Slots of a group that a step mostly steps together (all of one place, or of one bucket), with
-    lists of their tensors and their last launch.
+    """Slots of a group that a step usually steps together, such as all slots on the host or all
+    slots of a bucket. The set caches lists of the slots' tensors and their last launch.
 
     The lists and the launch are dropped when a tensor gets other memory.
 
@@ -299,8 +299,8 @@ class RuleState(StateStore):
                 group_state.count(positions, -1)
 
     def recover(self) -> None:
-        """Discard pending corrections of step counts after an interrupted step. A load replaces the
-        counts."""
+        """Discard pending corrections of step counts after an interrupted step. The load that has
+        to follow replaces the counts."""
         self.pending_skips = []
         self.replaced()
 
@@ -394,7 +394,8 @@ class RuleState(StateStore):
         specs = self._state_specs(slot, (main.shape, main.dtype))
         state = group_state.slots[position]
         missing = {key: spec for key, spec in specs.items() if key not in state}
-        # Use tolist(), because item() synchronizes a device even for a CPU tensor.
+        # tolist() reads a CPU tensor's memory directly. item() would also not wait, but tests of
+        # synchronization refuse every item() in a step.
         if missing and group_state.steps[position : position + 1].tolist()[0] > 0:
             # A new moment of a stepped slot would lack earlier gradients, so leave moments out.
             moments = self._names(slot.group)
@@ -623,7 +624,8 @@ class RuleState(StateStore):
             main.copy_(value)
             return
         remainder = state.get(REMAINDER)
-        # An offloaded remainder is on another device than its parameter, so split into a copy.
+        # An offloaded remainder is on the host, but its parameter is on the model's device. So
+        # split into a copy of the remainder on that device.
         beside = None if remainder is None else remainder.to(main.device)
         split_(value.to(main.device, torch.float32), main, beside)
         if remainder is not None and beside is not None:
