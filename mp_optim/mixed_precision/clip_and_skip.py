@@ -276,8 +276,8 @@ class DeviceVerdict:
     The constructor starts to copy the decision to the host. So :meth:`wait` waits only for the
     decision, and not for kernels that were launched later.
 
-    NOTE: ``multipliers`` and ``result`` refer to this object. Storing them in this object would
-    make a reference cycle.
+    NOTE: do not store the values of ``multipliers`` and ``result`` in this object. These values
+    refer to this object, so storing them would make a reference cycle.
 
     Attributes:
         cause: always empty, because the host does not know the cause.
@@ -393,7 +393,7 @@ def decide_on_device(
     sums = torch.stack(list(measurement.sums.values()))
     scale = scaled_by[0].reshape(()) if scaled_by else None
     norms = root(sums) if scale is None else root(sums) * scale
-    # Sums of squares are never negative, so this finds inf and nan.
+    # Sums of squares are never negative, so this comparison is False only for inf and nan.
     overflow = ~(sums.amax() < math.inf)
     skip, judged, clipped = overflow, norms[:0], norms
     if MAIN_NORM in measurement.sums:

@@ -144,7 +144,7 @@ def total_by_key(
 
 
 _FEW = 256
-"""Up to this many numbers Python adds faster than torch."""
+"""Python adds up to this many numbers faster than torch does."""
 
 
 def pairwise_sum_on_host(values: Tensor) -> float:

@@ -204,8 +204,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         does this."""
 
     def finish_param_sync(self) -> None:
-        """Wait until all parameters have the values of the last step. Otherwise the forward pass
-        waits, module by module."""
+        """Wait until all parameters have the values of the last step. Without this call, the
+        forward pass waits, module by module."""
 
     # -- work during backward ---------------------------------------------------------------------
 
@@ -348,8 +348,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
         The averages are rounded to the dtypes of the parameters. After the block, also after an
         exception, the parameters have their own bits again. A parameter that was never stepped
-        keeps its value. The block may evaluate the model, or save the model alone. Meanwhile a copy
-        of this rank's part of the weights is kept in their dtypes.
+        keeps its value. The block may evaluate the model, or save the model alone. During the
+        block, a copy of this rank's part of the weights takes memory in the dtypes of the weights.
 
         Raises:
             ValueError: no averages are kept.
@@ -469,9 +469,9 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
         The delta has elements of 16-bit and FP32 parameters of this optimizer, with indices in the
         whole model. The deltas of all ranks together are complete, and no element is in two of
-        them. An element that returned to its old value may be in the delta; an element that differs
-        always is. If other code than a step wrote a parameter (``docs/outside_writes.md``), all of
-        its elements may be in the delta.
+        them. Every element that differs is in the delta. An element that returned to its old value
+        may be in the delta, too. If other code than a step wrote a parameter
+        (``docs/outside_writes.md``), all of its elements may be in the delta.
 
         Args:
             full: True for all elements, for a receiver whose weights are not those of the last

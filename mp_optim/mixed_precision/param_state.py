@@ -78,8 +78,8 @@ class Agreement:
     """Loaded slots whose state is not yet compared with the model's weights.
 
     Attributes:
-        expected: for each slot with a loaded remainder, the checksum of the parameter that it
-            belongs to.
+        expected: for each slot with a loaded remainder, the checksum of the parameter at the save
+            of the remainder.
         written: slots whose parameter took another value when the main param was loaded.
     """
 

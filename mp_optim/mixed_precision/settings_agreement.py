@@ -1,5 +1,5 @@
 """Ranks that have parts or copies of the same parameters compare the settings with which they step
-them.
+these parameters.
 
 All fields of the config and all settings of groups are compared, as lines of text. The ranks
 exchange a hash of the lines, and the lines only if hashes differ.

@@ -131,8 +131,8 @@ class WrappedOptimizer(MegatronOptimizer):
         """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group here and to the inner optimizer, and make main params where they are
-        needed.
+        """Add a param group here and to the inner optimizer, and make main params for the
+        parameters that need one.
 
         Parameters without names get their names from the model that the optimizer was built for.
 
@@ -261,8 +261,9 @@ class Float16OptimizerWithFloat16Params(WrappedOptimizer):
     """Precision wrapper of 16-bit models: steps an FP32 main param for each 16-bit parameter. FP32
     parameters are stepped directly.
 
-    Afterwards the ``param_groups`` of the wrapped optimizer hold the main params, on the device
-    where they are stepped. The ``param_groups`` of this object hold the model's own parameters.
+    After construction, the ``param_groups`` of the wrapped optimizer hold the main params, on the
+    device where the main params are stepped. The ``param_groups`` of this object hold the model's
+    own parameters.
     """
 
     @staticmethod

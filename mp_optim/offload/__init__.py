@@ -1,5 +1,5 @@
-"""Offloading: the device that steps each parameter, and the copies of its data to and from that
-device."""
+"""Offloading: main params and state are in host memory or in a file, and are stepped there or
+copied to the device in windows."""
 
 from mp_optim.offload.buckets import plan_offload
 from mp_optim.offload.hybrid import HybridDeviceOptimizer

@@ -100,7 +100,8 @@ class HostSlot:
 
     Attributes:
         slot: the slot.
-        share: number of elements per rank with a shard, rounded up: the same number on every rank.
+        share: number of elements with which plans count the parameter. Unlike the local size, this
+            number is equal on all ranks.
         numel: elements of this rank.
         dtype: dtype of the gradient and the parameter.
         is_stepped_in_place: True if the main param is the model's parameter, on the device.

@@ -61,7 +61,8 @@ class PlacedSlot:
 
     Attributes:
         place: the place where the slot is stepped.
-        share: number of elements per rank with a shard, rounded up: the same number on every rank.
+        share: number of elements with which plans count the parameter. Unlike the local size, this
+            number is equal on all ranks.
         model_dtype: dtype of the model's parameter, and of its expected gradient.
         is_stepped_itself: True if the tensor in ``param_groups`` is stepped.
         main: the copy that is stepped instead of the parameter; None if no copy exists.
@@ -80,7 +81,7 @@ def _is_own(tensor: Tensor) -> bool:
 
 
 def _share(param: Tensor) -> int:
-    """Return the elements of a parameter per rank with a shard. Unlike the local size, this
+    """Return the number of elements with which plans count a parameter. Unlike the local size, this
     number is equal on all ranks."""
     if not is_dtensor(param):
         share = shard_info(param).offload_share
@@ -129,7 +130,7 @@ class PlacedExecutor(Executor):
         self.fraction = fraction
         self.optimizers: dict[Place, torch.optim.Optimizer] = {}
         self.executors: dict[Place, Executor] = {}
-        # One optimizer may serve two places; this list has its executor once.
+        # The executors without duplicates, because one optimizer may serve two places.
         self._distinct: list[Executor] = []
         self._copies, self._remainders = copies, remainders
         self._placed: list[list[PlacedSlot]] = []
@@ -411,8 +412,9 @@ class PlacedExecutor(Executor):
                 self.stepper.schedule.distrust(slot)
 
     def _current(self, slot: Slot) -> Executor:
-        """Return the executor of a slot, with the slot's present tensor. The caller may read
-        live tensors from the executor."""
+        """Give the present tensor of a slot to the slot's executor, and return the executor. The
+        caller may write live tensors of the executor, so the slot's checksum and results of
+        backward are no longer trusted."""
         executor = self.executors[self._placed_at(slot).place]
         executor.step_instead(slot, self._stepped(slot))
         if self._placed_at(slot).main is not None:
@@ -457,7 +459,7 @@ class PlacedExecutor(Executor):
         super().reserve_main_params([pair for pair in coming if not self._is_away(*pair)])
 
     def _is_away(self, slot: Slot, source: Tensor) -> bool:
-        """True if the main param of a slot is not in its parameter's memory."""
+        """True if a slot needs a main param outside of its parameter's memory."""
         place, dtype = self._placed_at(slot).place, source.dtype
         in_place = _is_stepped_in_place(place, dtype, self.main_dtype(dtype))
         return self._is_offloaded(slot) and not in_place

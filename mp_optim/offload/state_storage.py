@@ -231,7 +231,7 @@ class MemoryStorage:
 
 @dataclass
 class _Extent:
-    """Neighbouring blocks of the file, and their place in memory."""
+    """Neighbouring blocks of the file, and their position in the memory of a window."""
 
     offset: int
     memory_from: int
@@ -242,7 +242,8 @@ class FileWindows:
     """Windows of a file during one step.
 
     NOTE: no two windows share a block of the file, so one window can be read while the previous one
-    is written. A window's memory is read into again only after its contents were written.
+    is written. The memory of a window takes another window only after the first window was written
+    to the file.
 
     Args:
         windows: the windows of the step; tensors outside the file are used in place.
@@ -292,8 +293,8 @@ class FileWindows:
         self._wait(itertools.chain.from_iterable(under_way))
 
     def _begin(self, number: int) -> None:
-        """Start to read a window into memory, after the previous window there was written to the
-        file."""
+        """Start to read a window into its memory. First wait until the previous window in this
+        memory was written to the file."""
         self._wait(self._writes.pop(number - len(self._buffers), ()))
         memory = self._buffer(number)
         window, extents, used = _laid_out(self._windows[number], self._file, memory)
@@ -361,7 +362,8 @@ def _laid_out(window: Window, file: StateFile, memory: Tensor) -> tuple[Window, 
 
 
 def _with_room(window: Window, memory: Tensor, used: int) -> Window:
-    """Return the window with memory for gradients and outputs, after the used bytes."""
+    """Return the window with gradients and outputs in memory, too. They follow the used bytes of
+    the window's memory."""
     pieces = []
     for piece in window:
         along = {}

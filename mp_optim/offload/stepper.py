@@ -220,7 +220,7 @@ class Stepper:
         Raises:
             WorkerError: a job of the worker failed; nothing was stepped.
         """
-        # No wrapper has measured the gradients, so the jobs of backward are not collected yet.
+        # Without a wrapper, no other code has collected the jobs of backward in this step.
         if self.schedule.phase is not Phase.COLLECTED:
             self.schedule.collect()
         self.transfer_bytes = TransferBytes()
@@ -372,7 +372,9 @@ class Stepper:
 
     @property
     def released_bytes(self) -> int:
-        """Bytes on the device that ``release_gradients`` saves, in the dtype of the model."""
+        """Bytes on the device that ``release_gradients`` saves, for gradients in the model's
+        dtypes. The two largest buckets are not counted, because gradients of two buckets are on
+        the device at a time."""
         elements = {slot.slot: slot for slot in self.slots}
         if self.buckets is None or not self.settings.runs_in_backward:
             return 0

@@ -187,8 +187,8 @@ class FlatBucket:
         grad_dtype: dtype in which gradients are kept and communicated.
         grads: this rank's own gradients, 1-D, ``plan.numel`` elements; None while ZeRO-2 keeps no
             gradients.
-        owned_grads: reduced gradients of this rank's shard; a view of ``grads``, unless ``grads``
-            is allocated anew in each backward pass.
+        owned_grads: reduced gradients of this rank's shard. A view of ``grads``, except with
+            ZeRO-2, which allocates ``grads`` again in each backward pass.
         entries: the parameters.
     """
 
