@@ -111,7 +111,8 @@ def quantize_weights(
                 param is other_param for *_, other_param in chosen
             ):
                 raise TypeError(
-                    f"{path}.{name} is tied to {other}; leave the parameter out with select="
+                    f"{path}.{name} is tied to {other}, and a tied parameter cannot be quantized; "
+                    "leave the parameter out with select="
                 )
     return [
         _quantize(path, module, name, param, dtype, rowwise) for path, module, name, param in chosen

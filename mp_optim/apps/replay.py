@@ -109,15 +109,16 @@ def _checked(optimizer: Any) -> MegatronOptimizer:
     stack = getattr(optimizer, "stack", optimizer)
     if not isinstance(stack, MegatronOptimizer):
         raise TypeError(
-            f"optimizer={type(optimizer).__name__}: only steps of optimizers of mp_optim can be "
-            "carried out again; record an mp_optim.AdamW, Lion, SGD, LAMB or Muon"
+            f"optimizer={type(optimizer).__name__}: only a step of an optimizer of mp_optim can "
+            "be repeated; record a step of mp_optim.AdamW, Lion, SGD, LAMB or Muon"
         )
     for executor in (mains.executor for mains in stack.all_mains()):
         parts = executor.executors.values() if isinstance(executor, PlacedExecutor) else [executor]
         if not all(isinstance(part, RuleExecutor) for part in parts):
             raise TypeError(
-                f"optimizer={type(stack.optimizer).__name__}: the state of another library's "
-                "optimizer has no rule to repeat; record an mp_optim.AdamW, Lion, SGD, LAMB or Muon"
+                f"optimizer={type(stack.optimizer).__name__}: a step of another library's "
+                "optimizer cannot be repeated; record a step of mp_optim.AdamW, Lion, SGD, LAMB "
+                "or Muon"
             )
     config, size = stack.config, Ranks.of().size
     if size > 1 and RULES[config.optimizer].reads != "elements":
@@ -128,8 +129,8 @@ def _checked(optimizer: Any) -> MegatronOptimizer:
         )
     if config.fused_backend in ("torch", "apex", "transformer_engine"):
         raise ValueError(
-            f"fused_backend={config.fused_backend!r}: this backend has other bits than the CPU "
-            "kernels; set fused_backend='auto'"
+            f"fused_backend={config.fused_backend!r}: results of this backend differ in bits from "
+            "the CPU kernels, which repeat the step; set fused_backend='auto' in the recorded run"
         )
     return stack
 

@@ -108,16 +108,21 @@ class CheckedLoad:
             if MODEL + name in self._entries:
                 raise ValueError(
                     f"{self._version} does not match this model: {name} is a "
-                    f"{type(value).__name__} in the checkpoint and a tensor in the model; load it "
-                    "into the saved model"
+                    f"{type(value).__name__} in the checkpoint and a tensor in the model; load "
+                    "the checkpoint into the saved model"
                 )
         if self._scheduler is not None and self._common["scheduler"] is None:
-            raise ValueError(f"{self._version} has no scheduler state; load it with scheduler=None")
+            raise ValueError(
+                f"{self._version} has no scheduler state; load the checkpoint with scheduler=None"
+            )
         if (check := getattr(self._scheduler, "check_state_dict", None)) is not None:
             check(self._common["scheduler"])
         if (optimizer := self._own.optimizer) is not None:
             if self._common["optimizer"] is None:
-                raise ValueError(f"{self._version} has no optimizer; load it with optimizer=None")
+                raise ValueError(
+                    f"{self._version} has no optimizer state; load the checkpoint with "
+                    "optimizer=None"
+                )
             settings = self._settings()
             check_is_state_dict({**settings, "state": {}})
             match_without_state(optimizer, settings, convert=self._convert)

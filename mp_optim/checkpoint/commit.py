@@ -109,8 +109,8 @@ def newest(path: Path) -> Path:
         found = inside(path, name, str(pointer))
     except ValueError as error:
         raise ValueError(
-            f"{pointer} is damaged ({error}); write into it the name of one of the complete "
-            f"versions {complete}, or load one of these by its own path"
+            f"{pointer} is damaged ({error}); write the name of one of the complete versions "
+            f"{complete} into the file, or load one of these versions by its own path"
         ) from error
     if not (found / MANIFEST).is_file():
         raise FileNotFoundError(
@@ -148,14 +148,14 @@ def inside(folder: Path, name: str, named_by: str) -> Path:
     """
     if not is_plain_name(name):
         raise ValueError(
-            f"{named_by} names {name!r}, which is not a name in {folder}; write the name of a "
-            "version into it"
+            f"{named_by} names {name!r}, which is a path instead of the name of a file or folder "
+            f"in {folder}"
         )
     path = folder / name
     if path.is_symlink() and path.resolve().parent != folder.resolve():
         raise ValueError(
-            f"{named_by} names {name!r}, a link to a folder outside {folder}; move that folder "
-            f"into {folder}"
+            f"{named_by} names {name!r}, a link to a folder outside {folder}; move the linked "
+            f"folder into {folder}"
         )
     return path
 

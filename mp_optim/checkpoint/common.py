@@ -43,7 +43,7 @@ def _tensor(parts: list[Any]) -> Tensor:
     name, shape, text = parts
     dtype, elements = dtype_named(name), bytearray(b64decode(text, validate=True))
     if len(elements) != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"a tensor of {dtype} and shape {shape} has {len(elements)} bytes")
+        raise ValueError(f"a tensor of {dtype} and shape {shape} cannot have {len(elements)} bytes")
     if not elements:
         return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(elements, dtype=dtype).view(shape)
@@ -82,8 +82,9 @@ def as_json(common: Mapping[str, Any]) -> bytes:
         refused.add("containers that hold themselves")
     if refused:
         raise ValueError(
-            "extra, the scheduler's state and non-tensors of the model's state dict have "
-            f"{sorted(refused)}; save only numbers, strings, tensors and containers of them"
+            "extra, the scheduler's state, or the model's state dict has objects that a "
+            f"checkpoint cannot store: {sorted(refused)}; save only numbers, strings, tensors and "
+            "containers of them"
         )
     return json.dumps(plain).encode()
 
@@ -137,12 +138,12 @@ def read_common(version: Path, files: Files) -> dict[str, Any]:
     try:
         common: dict[str, Any] = from_json(content)
         if not isinstance(common, dict) or not common.keys() >= _PARTS:
-            raise ValueError(f"it has no {sorted(_PARTS)}")
+            raise ValueError(f"the file does not have all of {sorted(_PARTS)}")
         if not isinstance(common["model"], dict):
-            raise ValueError(f"its 'model' is a {type(common['model']).__name__}")
+            raise ValueError(f"'model' is a {type(common['model']).__name__} instead of a dict")
         for group in (common["optimizer"] or {"param_groups": ()})["param_groups"]:
             if len(group["params"]) != len(set(group["param_names"])):
-                raise ValueError("a param group has not one name for each parameter")
+                raise ValueError("a param group does not have one name for each parameter")
     except Exception as error:  # Parsing a damaged file can raise any error.
         first = (str(error).splitlines() or [""])[0]
         raise ValueError(

@@ -67,7 +67,7 @@ def check_entries(
                 is_each_ranks = here.is_stacked
             # Scales of blocks are saved separately for each tensor-parallel shard, so such scales
             # can be loaded only with the saved number of ranks.
-            more = " (one for each tensor-parallel rank: load it with as many)"
+            more = " (one for each tensor-parallel rank: load with as many)"
             misshaped.append(text + more * is_each_ranks)
         if there.dtype != here.dtype:
             of_another_dtype.append(f"{name}: saved {there.dtype}, expected {here.dtype}")
@@ -81,7 +81,7 @@ def check_entries(
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         if names:
             listed.append(f"{kind} {names[:_SHOWN]}{more}")
-    hint = "; load it into the saved model and optimizer"
+    hint = "; load the checkpoint into the saved model and optimizer"
     if any(key_and_fqn(name)[0] == AVERAGE for name in unexpected):
         hint = "; to load without averages, which this optimizer does not keep, pass convert=True"
     if listed:

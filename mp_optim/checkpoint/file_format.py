@@ -119,8 +119,8 @@ def read_manifest(folder: Path) -> Files:
         raise ValueError(f"{path} is damaged: {error}; load another version") from error
     if content.get("format") != _MANIFEST_FORMAT:
         raise ValueError(
-            f"{path} does not have format {_MANIFEST_FORMAT}; load it with the version of "
-            "mp_optim that wrote it"
+            f"{path} does not have format {_MANIFEST_FORMAT}; load the checkpoint with the "
+            "version of mp_optim that wrote it"
         )
     wrong = []
     for name, entry in files.items():
@@ -130,7 +130,8 @@ def read_manifest(folder: Path) -> Files:
             wrong.append(f"{name}: {size}, expected {entry.bytes}")
     if wrong:
         raise ValueError(
-            f"{folder} is damaged; bytes of its files: {', '.join(wrong)}; load another version"
+            f"{folder} is damaged, because files have other sizes in bytes: {', '.join(wrong)}; "
+            "load another version"
         )
     return files
 
@@ -345,8 +346,8 @@ def _check_saved(entries: Mapping[str, Saved], sizes: Mapping[str, int]) -> None
         count = sum(box.place.numel for box in saved.boxes)
         if math.prod(saved.shape) > count:
             raise ValueError(
-                f"{name}: the checkpoint does not hold each element of shape {saved.shape} once, "
-                f"but {count}"
+                f"{name}: the checkpoint must have each element of the shape {saved.shape} once, "
+                f"but has only {count} elements"
             )
         for box in saved.boxes:
             offsets, lengths = box.place
@@ -355,7 +356,8 @@ def _check_saved(entries: Mapping[str, Saved], sizes: Mapping[str, int]) -> None
                 are_dims = len(offsets) == len(lengths) == len(saved.shape)
                 if not are_dims or not all(map(le, ends, saved.shape)):
                     raise ValueError(
-                        f"{name} of shape {saved.shape} has a box of {lengths} at {offsets}"
+                        f"the shard of {name} with shape {lengths} at offsets {offsets} is not "
+                        f"inside the shape {saved.shape}"
                     )
             are_numbers = _are_counts((box.start, box.length))
             if not are_numbers or box.start + box.length > sizes.get(box.file, -1):

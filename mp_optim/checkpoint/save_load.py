@@ -447,7 +447,8 @@ class SaveHandle:
         """
         if not self._device_is_free(timeout):
             raise TimeoutError(
-                f"timeout={timeout!r}: {self.path} is not yet copied from the device; wait longer"
+                f"timeout={timeout!r}: {self.path} is not yet copied from the device; call again "
+                "with a longer timeout"
             )
 
 

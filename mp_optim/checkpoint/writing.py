@@ -185,8 +185,9 @@ def _check_agreement(
             if other[0] != own[0]:
                 (a, low), (b, high) = sorted((other, own), key=itemgetter(1))
                 raise ValueError(
-                    f"{name} is {a[0]} {a[1]}, {a[2]} on rank {low} and {b[0]} {b[1]}, {b[2]} on "
-                    f"rank {high}; give different tensors different names"
+                    f"{name} is {a[0]} {a[1]}, {a[2]} on rank {low}, but {b[0]} {b[1]}, {b[2]} on "
+                    f"rank {high}, and a checkpoint has one tensor for each name; give different "
+                    "tensors different names"
                 )
             if places is not None:
                 boxes.setdefault((name, shape), set()).update(places)

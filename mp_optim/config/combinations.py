@@ -96,7 +96,8 @@ _CONTRADICTIONS: tuple[tuple[str, Holds, str], ...] = (
     (
         "release_gradients",
         lambda c: c.release_gradients and c.is_distributed,
-        "gradients of a distributed optimizer are in its own buckets; set it to False",
+        "gradients of a distributed optimizer are stored in buckets, which are not released; set "
+        "release_gradients=False",
     ),
     (
         "release_gradients",

@@ -130,7 +130,9 @@ def _in_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
             continue
         value, fields = found.pop(name), _TAKEN_AS.get(name) or read.get(name)
         if fields is None:
-            raise TypeError(f"{name}={value!r}: optimizer={rule!r} has no such setting; remove it")
+            raise TypeError(
+                f"{name}={value!r}: optimizer={rule!r} has no such setting; remove {name}"
+            )
         parts = (value,) if isinstance(fields, str) else value
         fields = (fields,) if isinstance(fields, str) else fields
         if not isinstance(parts, (tuple, list)) or len(parts) != len(fields):

@@ -279,7 +279,9 @@ class RuleSpec:
                     "in the state dict that the group is loaded from"
                 )
         if group.get("cautious_wd") and "cautious_wd" not in self.defaults:
-            raise ValueError(f"cautious_wd=True: {self.name} has no such setting; remove it")
+            raise ValueError(
+                f"cautious_wd=True: {self.name} has no such setting; remove cautious_wd"
+            )
         for each in self.hyperparameters:
             if each.allowed is not None:
                 check_setting(each.name, group[each.name], each.allowed)
@@ -537,11 +539,11 @@ def audit_refusal(rule: str, backend: str) -> str | None:
         reads = RULES[rule].reads if rule in RULES else "an unknown part"
         return (
             f"an audit repeats single elements, and {rule} reads {reads} of whole parameters; "
-            f"choose {audited}, or set it to 0.0"
+            f"choose {audited}, or set audit_rate=0.0"
         )
     if backend in OWN_BITS:
         return (
             f"an audit compares bits with reference, and fused_backend={backend!r} gives other "
-            "bits; choose 'auto', or set it to 0.0"
+            "bits; set fused_backend='auto' or audit_rate=0.0"
         )
     return None

@@ -235,10 +235,10 @@ def _agree(index: int, alike: Sequence[dict[str, Any]], seen: Sequence[Mapping[s
                 continue
             if not _is_same(news.setdefault(key, value), value):
                 raise RefusedSettings(
-                    f"param group {index}: {key} is {news[key]!r} on the device and {value!r} on "
-                    "the host. The rule computes this setting from all parameters of a group, so "
-                    "all of them must be in one place; use offload_fraction 0 or 1, or make a "
-                    "group for each place"
+                    f"param group {index}: the rule has set {key} to {news[key]!r} on the device "
+                    f"and to {value!r} on the host, because the rule computes {key} from all "
+                    "parameters of a group; set offload_fraction to 0 or 1, or put device and "
+                    "host parameters into separate groups"
                 )
     for group in alike:
         group.update({**news, **by_caller})

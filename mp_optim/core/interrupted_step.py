@@ -187,9 +187,9 @@ class StepMark:
 
 def _under_way(doing: str, who: str) -> RuntimeError:
     return RuntimeError(
-        f"{doing}: {who} is inside a step or load of this optimizer, which is not complete; call "
-        f"{doing} after that step or load (use a lock around both calls, or a flag that the "
-        "training loop checks between steps)"
+        f"{doing}: {who} is still inside a step or load of this optimizer; call {doing} after "
+        "that step or load (use a lock around both calls, or a flag that the training loop "
+        "checks between steps)"
     )
 
 

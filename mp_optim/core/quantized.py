@@ -47,8 +47,9 @@ def check_quantized(name: str, param: Tensor) -> None:
     if is_dtensor(param):
         if param.dtype in FLOAT8_DTYPES or _brings_its_own(param.to_local()):
             raise TypeError(
-                f"{name} is a DTensor of {type(param.to_local()).__name__} {param.dtype}: scales "
-                "of ranks would differ; shard the parameter in 16 bits"
+                f"{name} is a DTensor of {type(param.to_local()).__name__} {param.dtype}, which "
+                "is not supported, because each rank would compute its own scales; shard the "
+                "parameter in 16 bits"
             )
         return
     if param.dtype not in FLOAT8_DTYPES:

@@ -161,9 +161,9 @@ def _check_same_names(live: Sequence[str], saved: Sequence[str]) -> None:
         counts = Counter(saved) | Counter(live)
         twice = [name for name, count in counts.items() if count > 1]
         raise ValueError(
-            f"the name {names_in_words(twice)} is not unique, so parameters are matched by "
-            f"position, and the saved names differ from {differing[0]} on; build the groups in "
-            "the saved order, or give each parameter a unique name"
+            f"parameters are matched by position, because the name {names_in_words(twice)} is not "
+            f"unique, but the saved names differ from {differing[0]} on; build the groups in the "
+            "saved order, or give each parameter a unique name"
         )
 
 

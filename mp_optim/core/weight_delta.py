@@ -235,8 +235,8 @@ def _decoded(name: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -
         count, last = indices.numel(), int(indices[-1]) if indices.numel() else -1
     if values.numel() != count or last >= numel:
         raise ValueError(
-            f"{name}: {values.numel()} values for {count} elements up to {last}, of {numel}: the "
-            "file is damaged; publish the weights again"
+            f"{name}: the file is damaged, because it has {values.numel()} values for {count} "
+            f"positions up to {last} in {numel} elements; publish the weights again"
         )
     return WeightPatch(name, shape, values.dtype, values, indices)
 
@@ -311,7 +311,10 @@ def _from_file(content: bytes) -> tuple[dict[str, str], dict[str, Tensor]]:
             dtype, (start, end) = _BY_NAME[form["dtype"]], form["data_offsets"]
             count = math.prod(form["shape"])
             if not 0 <= start <= end <= len(memory) or end - start != count * dtype.itemsize:
-                raise ValueError(f"{name}: bytes [{start}, {end}) of {len(memory)}")
+                raise ValueError(
+                    f"bytes [{start}, {end}) of {len(memory)} do not fit the dtype and shape of "
+                    f"{name}"
+                )
             if count:
                 tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=start)
             else:

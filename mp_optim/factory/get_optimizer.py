@@ -77,8 +77,8 @@ def get_megatron_optimizer(
     if settings:
         shown = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         raise TypeError(
-            f"get_megatron_optimizer takes no {', '.join(settings)}: settings are fields of the "
-            f"config; write get_megatron_optimizer(OptimizerConfig({shown}), model)"
+            f"get_megatron_optimizer takes no {', '.join(settings)}, because settings are fields "
+            f"of the config; write get_megatron_optimizer(OptimizerConfig({shown}), model)"
         )
     if not isinstance(config, OptimizerConfig):
         raise TypeError(

@@ -241,10 +241,11 @@ class DirectFile:
         blocks = (offset, size, memory.data_ptr())
         if not (is_readable and is_inside) or any(number % DISK_BLOCK for number in blocks):
             raise ValueError(
-                f"offset={offset}: {what} bytes {offset} to {offset + size} of {self.num_bytes} in "
-                f"{self.path} with a tensor on {memory.device} at address {memory.data_ptr()}, but "
-                f"transfers have whole blocks of {DISK_BLOCK} bytes inside the file; pass a "
-                f"contiguous host tensor, and multiples of {DISK_BLOCK} as offset, size and address"
+                f"offset={offset}: {what} bytes {offset} to {offset + size} of {self.num_bytes} "
+                f"in {self.path} with a tensor on {memory.device} at address {memory.data_ptr()} "
+                f"is not possible, because transfers have whole blocks of {DISK_BLOCK} bytes "
+                f"inside the file; pass a contiguous host tensor, and multiples of {DISK_BLOCK} "
+                "as offset, size and address"
             )
         # Each call references its part of the memory, so the memory stays allocated if the caller
         # drops the ticket.

@@ -264,7 +264,10 @@ def load_transformer_engine() -> TransformerEngineBackend:
     importlib.import_module("transformer_engine.pytorch")
     library = importlib.import_module("transformer_engine_torch")
     if not hasattr(library, "multi_tensor_adam_param_remainder"):
-        raise ImportError("this version has no Adam for 16-bit remainders; install a newer version")
+        raise ImportError(
+            "this version of Transformer Engine has no Adam for 16-bit remainders; install a "
+            "newer version"
+        )
     return TransformerEngineBackend(library)
 
 

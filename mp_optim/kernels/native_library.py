@@ -253,8 +253,8 @@ def _checked(threads: Any) -> int:
         number = 0
     if not 1 <= number <= MOST_HOST_THREADS:
         raise ValueError(
-            f"host_threads={threads!r}: is not a whole number from 1 to {MOST_HOST_THREADS}; set "
-            "one, or None for this rank's share of the host's cores"
+            f"host_threads={threads!r}: must be a whole number from 1 to {MOST_HOST_THREADS}, or "
+            "None for this rank's share of the host's cores"
         )
     return number
 

@@ -243,8 +243,9 @@ def check_serves(name: str, device: torch.device) -> None:
             # If the backend is not usable at all, choose_backend() raises a clearer error.
             choose_backend(name, device)
             raise ValueError(
-                f"fused_backend={name!r}: the model's parameters are on {device.type}, but its "
-                f"kernels run on {' and '.join(devices())}; move the model, or choose 'auto'"
+                f"fused_backend={name!r}: the model's parameters are on {device.type}, but the "
+                f"backend's kernels run on {' and '.join(devices())}; move the model, or choose "
+                "'auto'"
             )
 
 

@@ -173,13 +173,14 @@ class DynamicGradScaler(MegatronGradScaler):
     def check_state_dict(self, state_dict: Any) -> None:
         lacks = ""
         if not isinstance(state_dict, Mapping):
-            lacks = f"it is {state_dict!r}"
+            lacks = f"is {state_dict!r}"
         elif missing := sorted(_SCALER_STATE.keys() - state_dict.keys()):
-            lacks = f"it lacks {missing}"
+            lacks = f"lacks {missing}"
         if lacks:
             raise ValueError(
-                f"grad_scaler: {lacks}; it may have been saved with a constant loss scale, or "
-                "without one. To continue with the current loss scale, load with convert=True"
+                f"grad_scaler: the saved state {lacks}, because it was perhaps saved with a "
+                "constant loss scale, or without a loss scale; load with convert=True to "
+                "continue with the current loss scale"
             )
         for key, rule in _SCALER_STATE.items():
             check_setting(f"grad_scaler.{key}", state_dict[key], rule)

@@ -399,9 +399,9 @@ class MainParams:
             if before != index:
                 now, was = self.name(table.slots[index]), self.name(table.slots[before])
                 raise ValueError(
-                    f"{now} has taken the position of {was} in param_groups, but state stays at "
-                    "its position; keep the order of the parameters and change the settings of "
-                    "groups, or build another optimizer"
+                    f"{now} has taken the position of {was} in param_groups, but optimizer state "
+                    "does not move with a parameter; keep the order of the parameters (to change "
+                    "settings, edit the groups), or build another optimizer"
                 )
         self._check_memory()
         for index in changed:
@@ -525,9 +525,9 @@ class MainParams:
             below.slot,
             name,
             stepped if is_shown else None,
-            f"state of {name}: master_param is missing, so its full-precision value is lost; "
-            "to start from the model's values, add them under that key, or load what torch.optim "
-            "saved by mp_optim.apps.convert.import_state(optimizer, "
+            f"state of {name}: master_param is missing, which is the value in full precision; to "
+            "start from the model's values, add these values under the key 'master_param', or load "
+            "a state dict of torch.optim by mp_optim.apps.convert.import_state(optimizer, "
             "from_torch(state_dict, names), main_from_model=True)",
             self._state_layout(slot),
             executor=executor,

@@ -264,14 +264,17 @@ class SlotTable:
                 error, why = TypeError, f": gradient is {tensor.dtype}; set grad_dtype="
                 why += "torch.bfloat16 on the parameter"
             elif tensor.layout != torch.strided or tensor.dtype not in GRADIENT_DTYPES:
-                error, why = TypeError, f": gradient is {tensor.dtype}, layout {tensor.layout}; "
-                why += "dense floating-point gradients are supported (build the embedding with "
-                why += "sparse=False)"
+                error, why = (
+                    TypeError,
+                    f": gradient is {tensor.dtype} with layout {tensor.layout}, ",
+                )
+                why += "but only dense floating-point gradients are supported; build the embedding "
+                why += "with sparse=False"
             elif tensor.shape != shape:
                 why = (
-                    f": the gradient has the shape {tuple(tensor.shape)} here, the parameter "
-                    f"{tuple(shape)}: the memory of one of them was replaced after backward; call "
-                    "zero_grad(), and backward again"
+                    f": the gradient has the shape {tuple(tensor.shape)}, but the parameter "
+                    f"{tuple(shape)}, because the memory of the gradient or of the parameter was "
+                    "replaced after backward; call zero_grad(), and backward again"
                 )
             elif not has_memory(tensor):
                 why = (

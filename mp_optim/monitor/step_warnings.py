@@ -114,7 +114,7 @@ class StepWarnings(Observer):
         if scaler is not None and scale is not None and scaler.may_shrink(scale):
             return ""
         culprit = _culprit(stack)
-        lost = "a gradient held an inf or nan (it is cleared by now, or on another rank)"
+        lost = "a gradient that is cleared by now, or is on another rank, held an inf or nan"
         warn(f"{times} skipped, and nothing was trained: {culprit or lost}")
         return culprit or verdict.reason
 

@@ -287,8 +287,9 @@ class PlacedExecutor(Executor):
         for key in (device.keys() & host.keys()) - self.param_groups[-1].keys():
             if device[key] != host[key]:
                 raise ValueError(
-                    f"{key}={device[key]!r}: the optimizer class of the host has the default "
-                    f"{host[key]!r}; pass {key} to both classes"
+                    f"{key}={device[key]!r}: this default of the optimizer class of the device "
+                    f"differs from the default {host[key]!r} of the optimizer class of the host; "
+                    f"pass {key} to both classes"
                 )
         for part in parts:
             for group, of_part in zip(self.param_groups, part, strict=True):

@@ -114,7 +114,8 @@ def _check_windows(
     for name in _collective(executor, params):
         raise ValueError(
             f"{asked}: {executor.label} steps {name}, which is split over ranks, with a "
-            f"collective, and ranks may have different windows; {way_out}"
+            "collective, and ranks may have different windows, so their collectives would not "
+            f"match; {way_out}"
         )
     devices = {local_tensor(param).device: name for _, name, param in params}
     if len(devices) > 1:

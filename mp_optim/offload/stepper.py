@@ -484,7 +484,7 @@ def _growth(purpose: str, planned: int, allocated: int) -> str:
     if purpose == "staging":
         cause = " (gradients are wider than the model's dtype, or some stay after their release)"
     return (
-        f"host memory of {purpose}: {allocated:,} bytes are allocated, {planned:,} were "
-        f"planned{cause}; leave room for them, or lower offload_bucket_bytes or the offload "
+        f"host memory of {purpose}: {allocated:,} bytes are allocated, but only {planned:,} were "
+        f"planned{cause}; free other host memory, or lower offload_bucket_bytes or the offload "
         "fraction"
     )

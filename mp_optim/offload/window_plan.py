@@ -171,7 +171,8 @@ def _pieces(
                 continue
             if not may_cut[launch]:
                 raise ValueError(
-                    f"stream_window_bytes={most}: a whole parameter needs {size} bytes; set "
+                    f"stream_window_bytes={most}: a parameter of {tuple(main.shape)}, which its "
+                    f"rule steps only as a whole, needs {size} bytes; set "
                     f"stream_window_bytes={size} or more. No parameter was stepped"
                 )
             limit = form.elements_that_fit(held, extra, most)
@@ -181,9 +182,9 @@ def _pieces(
                 size = form.bytes_of(*parts)
                 if size > most:
                     raise ValueError(
-                        f"stream_window_bytes={most}: a piece with a gradient in "
-                        f"{extra[GRAD].dtype} needs {size} bytes; set stream_window_bytes={size} "
-                        "or more. No parameter was stepped"
+                        f"stream_window_bytes={most}: the smallest piece of a parameter with a "
+                        f"gradient in {extra[GRAD].dtype} needs {size} bytes; set "
+                        f"stream_window_bytes={size} or more. No parameter was stepped"
                     )
                 yield Piece(launch, index, start, count, False, *parts, size)
 

@@ -258,7 +258,9 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
         """
         tenant = self._tenant(name)
         if name not in self._files:
-            raise ValueError(f"name={name!r}: this tenant is not offloaded; leave out the call")
+            raise ValueError(
+                f"name={name!r}: this tenant is not offloaded; leave out the call of restore_tenant"
+            )
         path, mark = self._files[name], tenant.step_mark
         refusal, mark.refusal = mark.refusal, ""
         try:
@@ -311,8 +313,8 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
                 # Tensors without elements have no memory, and all of them have the address 0.
                 if held_tensor(param).numel() and (name := places.get(_place(param))) is not None:
                     raise ValueError(
-                        f"{name} is {tenant.slot_name(slot)} of tenant {owner!r}, too; give each "
-                        "tenant parameters of its own"
+                        f"parameter {name} of the new tenant is also {tenant.slot_name(slot)} of "
+                        f"tenant {owner!r}; give each tenant parameters of its own"
                     )
 
 

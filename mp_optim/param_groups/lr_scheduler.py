@@ -226,7 +226,8 @@ class OptimizerParamScheduler:
             if saved != getattr(self, name):
                 raise ValueError(
                     f"{name}={getattr(self, name)!r}: the checkpoint has {saved!r}; set "
-                    "use_checkpoint_opt_param_scheduler or override_opt_param_scheduler"
+                    "use_checkpoint_opt_param_scheduler=True to take the checkpoint's value, or "
+                    "override_opt_param_scheduler=True to keep this value"
                 )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -269,9 +269,9 @@ class SgdRule(ElementRule):
         super().check_settings(group)
         if group["nesterov"] and not (group["momentum"] > 0 and group["dampening"] == 0):
             raise ValueError(
-                f"nesterov={group['nesterov']!r}: needs momentum > 0 and dampening=0, but they are "
-                f"{group['momentum']!r} and {group['dampening']!r}; set nesterov=False, or change "
-                "them"
+                f"nesterov={group['nesterov']!r}: needs momentum > 0 and dampening=0, but "
+                f"momentum={group['momentum']!r} and dampening={group['dampening']!r}; set "
+                "nesterov=False, or change momentum and dampening"
             )
 
 

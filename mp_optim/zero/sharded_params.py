@@ -133,9 +133,9 @@ def _layout_of(groups: ParamGroups, shards: Mapping[Slot, ParamShard], slot: Slo
     param, shard, refusal = param_at(groups, slot), shards[slot], ""
     if shard.grad is None and param.numel():
         refusal = (
-            f"state of {shard.name}: it was frozen when the optimizer was built, so it "
-            "is in no bucket, and no rank keeps its state; build the optimizer while it can be "
-            "trained, and freeze it then, or load with convert=True, which drops its state"
+            f"state of {shard.name}: the parameter was frozen when the optimizer was built, so no "
+            "rank keeps its state; build the optimizer while the parameter can be trained, and "
+            "freeze it then, or load with convert=True, which drops its state"
         )
     return StateLayout(
         show=lambda state: {key: shard.expose(key, value) for key, value in state.items()},

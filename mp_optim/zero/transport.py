@@ -274,14 +274,15 @@ def _bucket(
     ranks, rank = group.size(), group.rank()
     if megatron_bucket.param_data is None:
         raise ValueError(
-            f"{name_of[id(members[0])]}: its buffer has only gradients and is not laid out by "
-            "rank; with Muon set --use-layer-wise-param-layout, or leave out "
-            "--use-distributed-optimizer"
+            f"{name_of[id(members[0])]}: Megatron's buffer for this parameter has only gradients "
+            "and is not laid out by rank; with Muon set --use-layer-wise-param-layout, or leave "
+            "out --use-distributed-optimizer"
         )
     if buffer.data_parallel_group.size() != ranks or megatron_bucket.param_data.numel() % ranks:
         raise ValueError(
-            f"{name_of[id(members[0])]}: its buffer is cut for {buffer.data_parallel_group.size()} "
-            f"ranks, process_groups has {ranks}; pass the groups that the model was wrapped with"
+            f"{name_of[id(members[0])]}: Megatron's buffer is sharded over "
+            f"{buffer.data_parallel_group.size()} ranks, but process_groups has {ranks}; pass the "
+            "groups that the model was wrapped with"
         )
     placed = []
     for index, param in enumerate(members):

@@ -138,7 +138,7 @@ def model_errors(model: str) -> Iterator[None]:
     except Exception as error:
         reason = _sentence(_first_cause(error)).rstrip(".")
         raise ValueError(
-            f"--model {model}: transformers cannot build it: {reason}; correct the config"
+            f"--model {model}: transformers cannot build the model: {reason}; correct the config"
         ) from error
 
 

@@ -65,8 +65,8 @@ def _loaded(options: Options) -> Any:
         if not isinstance(content, Mapping) or part not in content:
             names = sorted(map(str, content)) if isinstance(content, Mapping) else []
             raise ValueError(
-                f"--key {options.key}: {options.source} has no key {part!r} there; "
-                + (f"write one of {names}" if names else "leave out --key")
+                f"--key {options.key}: the key {part!r} is missing in {options.source}; "
+                + (f"write one of {names} in its place" if names else "leave out --key")
             )
         content = content[part]
     return content
@@ -87,8 +87,8 @@ def read(options: Options) -> foreign.ForeignState:
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(
             f"--source-format {options.source_format}: {options.source} has another format "
-            f"({type(error).__name__}: {error}); if the state is nested in it, name its key with "
-            "--key"
+            f"({type(error).__name__}: {error}); pass the format of the file, or, if the state is "
+            "nested in the file, the key of the state as --key"
         ) from error
     return state
 
@@ -101,8 +101,9 @@ def _check_memory(state: foreign.ForeignState) -> None:
             stored = value.untyped_storage().nbytes()
             if value.nbytes > stored:
                 raise ValueError(
-                    f"{name}.{key} has shape {tuple(value.shape)}, and the file has only {stored} "
-                    f"of its {value.nbytes} bytes; save it with .contiguous()"
+                    f"{name}.{key}: a tensor of shape {tuple(value.shape)} has {value.nbytes} "
+                    f"bytes, but the file stores only {stored} of these bytes (an expanded "
+                    "tensor); call .contiguous() on the tensor and save the file again"
                 )
 
 
@@ -121,7 +122,10 @@ def _read(options: Options) -> foreign.ForeignState:
         return foreign.from_apex(content["optimizer"], content.get("masters"), names)
     if options.source_format == "megatron":
         if names is None:
-            raise ValueError("--names: Megatron's state has no names; pass a file with the names")
+            raise ValueError(
+                "--source-format megatron: the state has no parameter names; pass --names FILE, a "
+                "file with one parameter name per line"
+            )
         return foreign.from_megatron(
             content, names, fp32_names=options.fp32_names, step=options.step
         )

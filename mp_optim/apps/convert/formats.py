@@ -50,7 +50,10 @@ def from_torch(
     foreign = positional_state(state_dict, names, step)
     masters = masters or {}
     if unknown := sorted(masters.keys() - set(foreign.names)):
-        raise ValueError(f"masters: the optimizer has no parameters {unknown}; remove them")
+        raise ValueError(
+            f"masters= has entries for {unknown}, which are not parameters of the optimizer; "
+            "remove these entries"
+        )
     return foreign.with_masters(masters)
 
 
@@ -185,10 +188,10 @@ def _inner(member: Mapping[str, Any]) -> Mapping[str, Any]:
     inner: Mapping[str, Any] = member.get("optimizer", member.get("optimizer_state_dict", member))
     if "param_groups" not in inner or "state" not in inner:
         raise ValueError(
-            "the state dict is not of Megatron's Float16 or FP32 optimizer: it has "
-            f"{sorted(map(str, inner))}. A distributed optimizer's state is a shard of each "
-            "parameter: save it with --ckpt-format torch_dist and without "
-            "--use-distributed-optimizer first"
+            f"the state dict has the keys {sorted(map(str, inner))} instead of param_groups and "
+            "state, so Megatron's Float16 or FP32 optimizer did not save it; if a distributed "
+            "optimizer saved it, load a checkpoint of --ckpt-format torch_dist without "
+            "--use-distributed-optimizer, save again, and convert the new checkpoint"
         )
     return inner
 
@@ -250,7 +253,7 @@ def from_deepspeed(folder: str | os.PathLike[str], *, step: float | None = None)
         if not (root / name / f"{file}.pt").is_file()
     ]
     if missing:
-        raise ValueError(f"{root} lacks {missing}; convert the checkpoint again")
+        raise ValueError(f"{root} lacks {missing}; run DeepSpeed's ds_to_universal.py again")
     state = {}
     for name in names:
         state[name] = {STEP: _step(root / name, step)}
@@ -260,7 +263,8 @@ def from_deepspeed(folder: str | os.PathLike[str], *, step: float | None = None)
             value = content.get(_VALUE) if isinstance(content, dict) else content
             if not isinstance(value, Tensor):
                 raise ValueError(
-                    f"{path} holds no tensor under {_VALUE!r}; convert the checkpoint again"
+                    f"{path} holds no tensor under {_VALUE!r}; run DeepSpeed's ds_to_universal.py "
+                    "again"
                 )
             state[name][key] = value
     return ForeignState((ForeignGroup(tuple(names)),), state)
@@ -273,6 +277,6 @@ def _step(folder: Path, step: float | None) -> Tensor:
         return saved.reshape(()).to(torch.float32)
     if step is None:
         raise ValueError(
-            f"{path} is missing (ZeRO-3 has none); pass step=, the number of steps taken"
+            f"{path} is missing (ZeRO-3 writes no such file); pass step=, the number of steps taken"
         )
     return torch.tensor(float(step), dtype=torch.float32, device="cpu")

@@ -118,13 +118,11 @@ def names_of_groups(
         names = [name for group in groups for name in group.get("param_names", ())]
     if len(names) != sum(counts):
         raise ValueError(
-            f"{len(names)} names for groups of {counts} parameters, {sum(counts)} together; pass "
-            "one name per parameter"
+            f"names= has {len(names)} names, but the groups have {counts} parameters, "
+            f"{sum(counts)} in total; pass one name per parameter"
         )
     if len(set(names)) < len(names):
-        raise ValueError(
-            f"names occur twice: {_repeated(names)}; give each parameter a unique name"
-        )
+        raise ValueError(f"names= has {_repeated(names)} twice; give each parameter a unique name")
     ends = [sum(counts[: index + 1]) for index in range(len(counts))]
     return [tuple(names[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
@@ -148,8 +146,9 @@ def positional_state(
     """
     if not {"param_groups", "state"} <= state_dict.keys():
         raise ValueError(
-            f"the file has {sorted(map(str, state_dict))} instead of param_groups and state; if "
-            "the state dict is nested, name its key"
+            f"the state dict has the keys {sorted(map(str, state_dict))} instead of param_groups "
+            "and state; if the optimizer's state dict is nested in this dict, pass the nested "
+            "dict (--key of mp-optim convert)"
         )
     groups, states = state_dict["param_groups"], state_dict["state"]
     common = states.get("common_step", step)
@@ -226,8 +225,8 @@ def import_state(
     unknown = sorted(set(foreign.names) - slots.keys())
     if missing or unknown:
         raise ValueError(
-            f"names do not fit this optimizer: missing {missing}, unknown {unknown}; rename with "
-            "foreign.renamed(...)"
+            f"the state's parameter names do not fit this optimizer: missing {missing}, unknown "
+            f"{unknown}; rename the parameters with foreign.renamed(...)"
         )
     whole: dict[str, Tensor] = {}
     state: dict[int, dict[str, Any]] = {}
@@ -286,8 +285,9 @@ def _fitting(
     if MASTER not in given and param.dtype != torch.float32:
         if not main_from_model:
             raise ValueError(
-                f"{name} is {param.dtype}, and the state has no FP32 value of it; to start from "
-                "the model's values, pass main_from_model=True"
+                f"{name} is {param.dtype}, and the state has no FP32 main param for the "
+                "parameter; pass main_from_model=True to start from the model's values, which "
+                "have fewer bits"
             )
         given[MASTER] = param.detach().float()
     return given
@@ -386,8 +386,8 @@ def from_file(path: str | os.PathLike[str]) -> ForeignState:
     content = load_plain_file(path)
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError(
-            f"{path} was not written by mp-optim convert --target-format mp_optim; read other "
-            "formats with their own function"
+            f"{path} was not written by mp-optim convert --target-format mp_optim; read a file of "
+            "another format with the function for the format, such as from_torch"
         )
     groups = tuple(
         ForeignGroup(tuple(group["names"]), group["settings"]) for group in content["groups"]
@@ -410,11 +410,15 @@ def from_checkpoint(path: str | os.PathLike[str]) -> ForeignState:
         key, _ = key_and_fqn(name)
         if key == REMAINDER or SCALE in key:
             raise ValueError(
-                f"{saved.version} has compact state ({name}, ...): save it with full_precision=True"
+                f"{saved.version} has state in a compact format ({name}, ...), which other "
+                "libraries cannot read; save the checkpoint again with full_precision=True"
             )
     common = read_common(saved.version, saved.files)["optimizer"]
     if common is None:
-        raise ValueError(f"{saved.version} has no optimizer; save model and optimizer")
+        raise ValueError(
+            f"{saved.version} has no optimizer state; save the checkpoint again with model and "
+            "optimizer"
+        )
     groups = []
     state: dict[str, dict[str, Tensor]] = {}
     for group in common["param_groups"]:

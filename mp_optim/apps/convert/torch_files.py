@@ -34,10 +34,11 @@ class Record:
         is_sized = bool(args) and isinstance(args[0], (int, float))
         if is_sized and cls.__name__ not in _BY_NUMBER:
             raise pickle.UnpicklingError(
-                f"it calls {cls.__name__} with a number, which could allocate memory of any size"
+                f"the file calls {cls.__name__} with a number, which could allocate memory of any "
+                "size"
             )
         if _mentions_bytes(args):
-            raise pickle.UnpicklingError("it calls a function that makes a bytearray")
+            raise pickle.UnpicklingError("the file calls a function that makes a bytearray")
         return super().__new__(cls)
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -69,7 +70,9 @@ class InertUnpickler(pickle.Unpickler):
         start = stream.tell()
         for count, (opcode, number, _) in enumerate(pickletools.genops(stream)):
             if opcode.name.endswith("PUT") and not 0 <= int(number or 0) <= count:
-                raise ValueError(f"it refers to object {number}, but has only {count} objects")
+                raise ValueError(
+                    f"the file refers to object {number}, but has only {count} objects"
+                )
         stream.seek(start)
         super().__init__(stream)
         self._classes: dict[tuple[str, str], type[Record]] = {}
@@ -98,7 +101,8 @@ def load_plain_file(path: str | os.PathLike[str]) -> Any:
             first = (str(error).splitlines() or [""])[0]
             raise ValueError(
                 f"{os.fspath(path)} is damaged, or has objects other than plain data and tensors, "
-                f"which could run code: {type(error).__name__}: {first}"
+                f"which could run code ({type(error).__name__}: {first}); save the file again "
+                "with only plain data and tensors"
             ) from error
 
 
@@ -116,11 +120,11 @@ def _check_pickles(file: BinaryIO) -> None:
     size, records = os.fstat(file.fileno()).st_size, zipfile.ZipFile(file).infolist()
     names = {record.filename for record in records}
     if len(names) < len(records) or sum(record.file_size for record in records) > size:
-        raise ValueError("its records are larger than the file, or listed twice")
+        raise ValueError("the file's records are larger than the file, or listed twice")
     for record in records:
         if record.compress_type != zipfile.ZIP_STORED:
             raise ValueError(
-                f"its record {record.filename!r} is compressed; save the file with torch.save"
+                f"the record {record.filename!r} is compressed; save the file with torch.save"
             )
         if record.filename.endswith(".pkl"):
             # Do not use ZipFile.read, because it needs checksums, which torch can omit.

@@ -57,8 +57,8 @@ def save_disk_version(
     target = Path(folder) / f"weight_v{version:06d}"
     if parts[0].is_full:
         raise ValueError(
-            f"delta: publication {parts[0].number} has all weights, and a version with all weights "
-            f"is a checkpoint; write one with save_pretrained() to {target}"
+            f"delta: publication {parts[0].number} has all weights, but this function writes only "
+            f"changes; write all weights with save_pretrained() to {target}"
         )
     changes = published_elements(parts, tensors)
     payloads = {name: compress(_overwrites(name, tensors[name], changes[name])) for name in changes}
@@ -90,8 +90,8 @@ def _overwrites(name: str, tensor: Tensor, elements: Tensor | None) -> bytes:
     the bytes. Number and positions are little-endian uint32."""
     if tensor.nbytes >= _MOST_BYTES:
         raise ValueError(
-            f"weights: {name} has {tensor.nbytes} bytes, and positions end at {_MOST_BYTES}; split "
-            f"{name} in the checkpoint"
+            f"weights: {name} has {tensor.nbytes} bytes, but the format's 32-bit positions need a "
+            f"tensor of fewer than {_MOST_BYTES} bytes; split {name} in the checkpoint"
         )
     flat, size = tensor.detach().reshape(-1), tensor.element_size()
     if elements is None:

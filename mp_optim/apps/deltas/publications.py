@@ -39,8 +39,8 @@ def complete_parts(delta: WeightDelta | Sequence[WeightDelta]) -> list[WeightDel
     if found != expected or len({(part.number, part.is_full) for part in parts}) > 1:
         said = [f"part {part.part} of publication {part.number}" for part in parts]
         raise ValueError(
-            f"delta={', '.join(said)}: a publication needs {parts[0].parts} parts, one of each "
-            "rank of the trainer; pass all of them together"
+            f"delta has {', '.join(said)}, but a publication consists of {parts[0].parts} parts, "
+            "one from each rank of the trainer; pass all parts of one publication together"
         )
     return parts
 
@@ -70,29 +70,30 @@ def _check_follows(delta: WeightDelta, after: Position | None) -> None:
         if delta.number == 1:
             return
         raise ValueError(
-            f"delta: publication {delta.number} has changes since the previous one, but "
-            f"after=None: {_CURE}"
+            f"delta: publication {delta.number} has only the changes since the previous "
+            f"publication, but after=None means that no publication was applied; {_CURE}"
         )
     known = dict(enumerate(after)).get(delta.part, "")
     run, _, number = known.rpartition(":")
     if len(after) != delta.parts or run != delta.run:
         raise ValueError(
-            f"delta: publication {delta.number} belongs to run {delta.run!r}, but earlier ones "
-            f"belong to run {run!r}, because the trainer restarted or called track_changes() "
-            f"again: {_CURE}"
+            f"delta: publication {delta.number} belongs to run {delta.run!r}, but earlier "
+            f"publications belong to run {run!r}, because the trainer restarted or called "
+            f"track_changes() again; {_CURE}"
         )
     if delta.number <= int(number):
         raise ValueError(
-            f"delta: publication {delta.number} was applied already (the last one is {number}): "
-            f"skip it, or, if the copy was reset to older weights, {_CURE}"
+            f"delta: publication {delta.number} was applied already (the last applied publication "
+            f"is {number}); skip this publication, or, if the copy was reset to older weights, "
+            f"{_CURE}"
         )
     if delta.number > int(number) + 1:
         missed = f"publications {int(number) + 1} to {delta.number - 1} were"
         if delta.number == int(number) + 2:
             missed = f"publication {delta.number - 1} was"
         raise ValueError(
-            f"delta: {missed} missing before {delta.number}: apply them first, in order; if they "
-            f"are lost, {_CURE}"
+            f"delta: {missed} not applied before publication {delta.number}; apply missing "
+            f"publications first, in order, or, if a publication is lost, {_CURE}"
         )
 
 
@@ -102,17 +103,18 @@ def check_patch(patch: WeightPatch, tensors: Mapping[str, Tensor]) -> None:
     if tensor is None:
         known = ", ".join([*tensors][:3])
         raise ValueError(
-            f"delta: the model has no {patch.name!r} (but {known}, ...): pass a model with the "
-            "names of the trainer's model"
+            f"delta: the model has no {patch.name!r} (names of the model: {known}, ...); pass a "
+            "model with the names of the trainer's model"
         )
     if is_dtensor(tensor):
         raise ValueError(
-            f"delta: {patch.name} of the model is a DTensor: pass a dict of plain tensors"
+            f"delta: {patch.name} of the model is a DTensor; pass a dict of plain tensors"
         )
     if (tuple(tensor.shape), tensor.dtype) != (patch.shape, patch.dtype):
         raise ValueError(
             f"delta: {patch.name} is {tuple(tensor.shape)} {tensor.dtype} in the model, and "
-            f"{patch.shape} {patch.dtype} in the delta: load the trainer's model, in its dtypes"
+            f"{patch.shape} {patch.dtype} in the delta; build the model with the trainer's shapes "
+            "and dtypes"
         )
 
 
@@ -138,7 +140,7 @@ def published_elements(
             held = flat if indices is None else flat[indices]
             if bits_differ(held, patch.values.to(flat.device)).numel():
                 raise ValueError(
-                    f"weights: {patch.name} differs from its values in publication {part.number}; "
+                    f"weights: {patch.name} differs from the values in publication {part.number}; "
                     "pass the published weights before the next step changes them"
                 )
             found.setdefault(patch.name, []).append(None if part.is_full else indices)

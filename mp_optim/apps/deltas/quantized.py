@@ -154,7 +154,9 @@ class DeltaQuantizer:
 def _chosen(tensors: Mapping[str, Tensor], form: Form, names: str) -> set[str]:
     """Return the names that are quantized."""
     if form not in get_args(Form):
-        raise ValueError(f"form={form!r}: is unknown; pass one of {', '.join(get_args(Form))}")
+        raise ValueError(
+            f"form={form!r}: this form is unknown; pass one of {', '.join(get_args(Form))}"
+        )
     found: set[str] = set()
     for pattern in names.split("|"):
         matching = fnmatch.filter(tensors, pattern)

@@ -298,7 +298,7 @@ def build_hf(config: Any, *, attention: str = "sdpa", lora: int = 0) -> nn.Modul
     if names and known is None:
         raise ValueError(
             f"architectures={list(names)!r}: transformers {transformers.__version__} has no such "
-            "model; pass a function that builds it, as --model file.py:function"
+            "model; pass --model file.py:function, a function that builds the model"
         )
     config._attn_implementation = attention
     made = known or transformers.AutoModelForCausalLM

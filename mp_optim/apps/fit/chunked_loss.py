@@ -56,8 +56,8 @@ def chunk_loss(model: Any, rows: int = ROWS) -> Callable[[], None]:
     """
     if not can_chunk(model):
         raise ValueError(
-            f"model={type(model).__name__}: the model changes its logits before the loss; use the "
-            "model's own loss"
+            f"model={type(model).__name__}: the model changes its logits before the loss, so the "
+            "loss cannot be computed in chunks; leave out the call of chunk_loss"
         )
     head = model.get_output_embeddings()
     own_product, own_loss = head.forward, model.loss_function

@@ -229,7 +229,7 @@ def named(model: str) -> tuple[str, str]:
         raise ValueError(
             f"--model {model}: no such file, and no shipped model has this name; "
             + (f"the nearest are {nearest}; " if near else "")
-            + f"pass its config.json, or one of {', '.join(shipped())}"
+            + f"pass the config.json of the model, or one of {', '.join(shipped())}"
         )
     if "/" in model:
         return found, model

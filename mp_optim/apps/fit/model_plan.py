@@ -205,8 +205,8 @@ def plan(source: Any, config: OptimizerConfig, layout: Layout | None = None) -> 
     mine = _model_shard(specs, layout)
     if config.is_distributed and layout.sharding != "no_shard":
         raise ValueError(
-            f"sharding={layout.sharding!r} with use_distributed_optimizer=True: both shard; set "
-            "one of them to its default"
+            f"sharding={layout.sharding!r} with use_distributed_optimizer=True: both settings "
+            "shard the state; set one of them to its default"
         )
     of_rank = plan_rank(
         [(spec.name, _meta_param(spec, layout)) for spec in mine],
@@ -242,9 +242,9 @@ def smallest_fraction(
     best = least(lambda chosen: plan(specs, chosen, layout), config, gpu_memory)
     if host_memory is not None and best.host_total > host_memory:
         raise ValueError(
-            f"host_memory={in_words(host_memory)}: offload fraction {best.fraction:g}, the "
-            f"smallest that fits {in_words(gpu_memory)} of accelerator memory, needs "
-            f"{in_words(best.host_total)} on the host; use compact state "
-            "(use_precision_aware_optimizer), a disk (optimizer_state_path), or more ranks"
+            f"host_memory={in_words(host_memory)}: the smallest offload fraction that fits "
+            f"{in_words(gpu_memory)} of accelerator memory is {best.fraction:g}, which needs "
+            f"{in_words(best.host_total)} on the host; set use_precision_aware_optimizer=True "
+            "(compact state) or optimizer_state_path (state on a disk), or use more ranks"
         )
     return best

@@ -77,7 +77,9 @@ class MegatronAdapter(torch.optim.Optimizer):
         # Megatron's callers recognize a chain by this attribute, so a part of a chain must not have
         # it.
         if name == "chained_optimizers":
-            raise AttributeError("a part of a chain has no chained_optimizers")
+            raise AttributeError(
+                "a part of a chain has no chained_optimizers; read chained_optimizers of the chain"
+            )
         return getattr(self.stack, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -162,8 +164,8 @@ class MegatronAdapter(torch.optim.Optimizer):
         """
         if not self.grads_states_parallel_group_is_shared():
             raise ValueError(
-                "the dense and the expert part have different groups for the gradient norm; call "
-                "this method on each of chained_optimizers"
+                "the dense and the expert part have different process groups for the gradient "
+                "norm; call this method on each of chained_optimizers"
             )
         ranks = self.stack.chained_optimizers[0].norm_ranks()
         return ranks[0] if ranks else None

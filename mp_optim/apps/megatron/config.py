@@ -68,7 +68,7 @@ _ADAPTIVE = _ignored(
     'read by optimizer="adaptive_muon", which is refused; muon_moment2_method is NorMuon by rows'
 )
 _WHOLE_8_BIT = _refused(
-    "parameters in 8 bits are stepped where they are whole, not sharded; leave it False"
+    "parameters in 8 bits are stepped only if they are not sharded; leave the field False"
 )
 _FSDP = _ignored("read by Megatron-FSDP, which is refused")
 _NO_FSDP = _refused(
@@ -156,13 +156,15 @@ DDP_FIELDS: dict[str, Meaning] = by_name(
         "overlap_param_gather": _noted("the forward hooks of Megatron's DDP gather"),
         "use_distributed_optimizer": _noted("must equal the field of OptimizerConfig"),
         "num_distributed_optimizer_instances": _refused(
-            "state is shared out over all data-parallel ranks; leave it 1"
+            "state is sharded over all data-parallel ranks; leave the field at 1"
         ),
-        "fp4_param_gather": _refused("parameters in 4 bits are not supported; leave it False"),
+        "fp4_param_gather": _refused(
+            "parameters in 4 bits are not supported; leave the field False"
+        ),
         "fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag": _WHOLE_8_BIT,
         "disable_param_buffers_cpu_backup": _refused(
             "parameters that DDP restores without values are not written again from the main "
-            "params; leave it False"
+            "params; leave the field False"
         ),
         "use_megatron_fsdp use_custom_fsdp": _NO_FSDP,
         "megatron_fsdp_version data_parallel_sharding_strategy gradient_reduce_div_fusion "
@@ -181,7 +183,7 @@ DDP_FIELDS: dict[str, Meaning] = by_name(
 
 _LAYER_WISE = "use_layer_wise_distributed_optimizer"
 _UNKNOWN = Meaning(
-    Kind.REFUSED, "this version of mp_optim does not know the field; leave it at its default"
+    Kind.REFUSED, "this version of mp_optim does not know the field; leave the field at its default"
 )
 _LION = (
     "optimizer='lion': Lion steps every parameter with lion_beta1 and lion_beta2; Megatron's own "

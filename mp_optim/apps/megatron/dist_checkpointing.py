@@ -229,9 +229,10 @@ def _common_step(stack: MegatronOptimizer) -> float | None:
         first = first or (stack.slot_name(slot), step)
         if step != first[1]:
             raise ValueError(
-                f"{first[0]} was stepped {first[1]:g} times, {stack.slot_name(slot)} {step:g} "
-                "times, but Megatron's form has one number for all; save with --ckpt-format "
-                "torch, or with mp_optim.checkpoint.save(root, model, optimizer)"
+                f"{first[0]} was stepped {first[1]:g} times and {stack.slot_name(slot)} {step:g} "
+                "times, but Megatron's checkpoint format has one number of steps for all "
+                "parameters; save with --ckpt-format torch, or with "
+                "mp_optim.checkpoint.save(root, model, optimizer)"
             )
     return None if first is None else first[1]
 
@@ -335,8 +336,9 @@ def _placed(
             if not is_elementwise(key):
                 raise ValueError(
                     f"{part.slot_name(slot)}.{key} does not have the parameter's shape, and "
-                    "Megatron's form does not support such state; save with --ckpt-format torch, "
-                    "or with mp_optim.checkpoint.save(root, model, optimizer)"
+                    "Megatron's checkpoint format does not support such state; save with "
+                    "--ckpt-format torch, or with mp_optim.checkpoint.save(root, model, "
+                    "optimizer)"
                 )
             called = _key_of(part, slot, key, is_distributed)
             prefix = f"optimizer.state.{called}"
@@ -427,14 +429,14 @@ def _requested_buckets(
     if part.config.optimizer == "muon":
         raise ValueError(
             f"the checkpoint has Megatron's {_BUCKETS!r}, which is not supported with "
-            "optimizer='muon'; save it again with --dist-ckpt-optim-fully-reshardable"
+            "optimizer='muon'; save the checkpoint again with --dist-ckpt-optim-fully-reshardable"
         )
     if not isinstance(part, DistributedOptimizer) or not chunks:
         raise ValueError(
             f"the checkpoint has Megatron's {_BUCKETS!r}, which needs "
             "use_distributed_optimizer=True and the same model in Megatron's "
-            "DistributedDataParallel; to load it in another layout, save it again with "
-            "--dist-ckpt-optim-fully-reshardable"
+            "DistributedDataParallel; to load the checkpoint in another layout, save it again "
+            "with --dist-ckpt-optim-fully-reshardable"
         )
     ranks, dp = part.process_groups.grad_stats, part.process_groups.dp
     assert dp is not None  # The constructor of a distributed optimizer requires the group.
@@ -447,7 +449,7 @@ def _requested_buckets(
         if id(param) not in places:
             raise ValueError(
                 f"{part.slot_name(slot)} is in no buffer of the model's DistributedDataParallel; "
-                "wrap the module that has it"
+                "wrap the module that has this parameter"
             )
         tensors[number] = dict(_bucket_tensors(part, slot, places[id(param)]))
     keys = ["optimizer", *(["grad_scaler"] if part.grad_scaler is not None else [])]

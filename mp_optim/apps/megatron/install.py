@@ -168,8 +168,8 @@ def _groups(pg_collection: Any) -> ProcessGroups | None:
         for name in _REQUIRED_GROUPS:
             if not hasattr(pg_collection, name):
                 raise ValueError(
-                    f"pg_collection has no process group {name}; set it (None for this process "
-                    "alone)"
+                    f"pg_collection.{name} is missing; set this process group (None for this "
+                    "process alone)"
                 )
         return ProcessGroups.from_attributes(pg_collection)
     state = importlib.import_module("megatron.core.parallel_state")
@@ -204,7 +204,10 @@ def install(**settings: Any) -> None:
     """
     names = {spec.name for spec in dataclasses.fields(OptimizerConfig)}
     if unknown := sorted(settings.keys() - names):
-        raise TypeError(f"install({unknown[0]}=...): mp_optim.OptimizerConfig has no such field")
+        raise TypeError(
+            f"install({unknown[0]}=...): mp_optim.OptimizerConfig has no such field; remove "
+            f"{unknown[0]}, or correct the name"
+        )
     _settings.clear()
     _settings.update(settings)
     if _theirs:
@@ -237,8 +240,9 @@ def _present(name: str) -> Any:
         return None
     if is_replaced(theirs):
         raise RuntimeError(
-            f"{home}.{name} is {full_name(theirs)}, which this optimizer would not call; call "
-            "install() before it is replaced, or train with Megatron's optimizer"
+            f"the program has replaced {home}.{name} by {full_name(theirs)}, which this optimizer "
+            "would not call; call install() before the program replaces the function, or train "
+            "with Megatron's optimizer"
         )
     known, taken = inspect.signature(ours).parameters, inspect.signature(theirs)
     if "config" not in taken.parameters:

@@ -46,9 +46,10 @@ def check_replacements() -> None:
     """
     if found := sorted(set(_replacements())):
         raise RuntimeError(
-            f"{'; '.join(found)}: this optimizer does not call it; leave out the option that "
-            "replaces it (in slime --use-stateless-adam), or call mp_optim.megatron.uninstall() "
-            "and train with Megatron's optimizer"
+            f"the program has replaced Megatron's code ({'; '.join(found)}), but this optimizer "
+            "does not call the replacement; leave out the option that replaces the code (in "
+            "slime --use-stateless-adam), or call mp_optim.megatron.uninstall() and train with "
+            "Megatron's optimizer"
         )
 
 
@@ -108,8 +109,9 @@ def replaced_groups(
         return None
     if ours.optimizer == "muon":
         raise RuntimeError(
-            f"{_HOME}.{_GROUPS} is {full_name(function)}, and its groups do not name the matrices "
-            "for Muon; leave out the option that replaces it, or --optimizer muon"
+            f"the program has replaced {_HOME}.{_GROUPS} by {full_name(function)}, whose param "
+            "groups do not name the matrices for Muon; leave out the option that replaces the "
+            "function, or --optimizer muon"
         )
     groups = []
     for group in function(list(chunks), config, overrides):

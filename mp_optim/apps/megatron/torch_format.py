@@ -153,9 +153,9 @@ def load_positional(
     parts = [part for part in stack.chained_optimizers if not part.is_stub_optimizer]
     if len(saved) != len(parts):
         raise ValueError(
-            f"the state dict has {len(saved)} parts, this optimizer {len(parts)}; use as many "
-            "expert-parallel ranks as in the save with --ckpt-format torch, or save with "
-            "--ckpt-format torch_dist"
+            f"the state dict has the state of {len(saved)} chained optimizers, but this chain has "
+            f"{len(parts)}; use as many expert-parallel ranks as in the save with --ckpt-format "
+            "torch, or save with --ckpt-format torch_dist"
         )
     names: list[str] = []
     for part, of_part in zip(parts, saved, strict=True):
@@ -187,9 +187,9 @@ def _names(part: MegatronOptimizer, saved: Sequence[Mapping[str, Any]]) -> Itera
         ]
         if not alike:
             raise ValueError(
-                f"no param group matches the saved one of {count} parameters with "
-                f"wd_mult={group.get('wd_mult')!r}, lr_mult={group.get('lr_mult')!r}; use the "
-                "model and the overrides of the saved run"
+                f"no param group matches the saved group of {count} parameters with "
+                f"wd_mult={group.get('wd_mult')!r}, lr_mult={group.get('lr_mult')!r}; pass the "
+                "model and the config_overrides of the saved run"
             )
         del left[alike[0]]
         for position in range(count):
@@ -291,8 +291,9 @@ def matched_settings(live: SavedSettings, saved: Sequence[Mapping[str, Any]]) ->
     taken = [{key: group[key] for key in shared & group.keys()} for group in best]
     if any(settings != taken[0] for settings in taken[1:]):
         raise ValueError(
-            f"config_overrides: {len(best)} saved param groups with different settings have "
-            f"{_kind_in_words(live)}; pass the config_overrides of the saved run"
+            f"config_overrides: {len(best)} saved param groups match a group with "
+            f"{_kind_in_words(live)} equally well, but have different settings; pass the "
+            "config_overrides of the saved run"
         )
     return taken[0]
 

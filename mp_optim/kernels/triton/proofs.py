@@ -72,9 +72,10 @@ class FormProofs:
                 if wrong := _compare(backend, part, shift, trial):
                     self.is_right[form] = False
                     warn(
-                        f"{backend.name} on {part.lists.grad[0].device}, {form[0]}: {wrong}. Such "
-                        "steps are taken in torch's operations, one pass over memory for each; "
-                        "run mp-optim doctor, or choose fused_backend='reference'"
+                        f"{backend.name} on {part.lists.grad[0].device}, {form[0]}: the check of "
+                        f"these kernels failed ({wrong}), so such steps run torch's operations, "
+                        "one pass over memory for each; run mp-optim doctor, or set "
+                        "fused_backend='reference'"
                     )
             return self.is_right[form]
 

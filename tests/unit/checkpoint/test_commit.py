@@ -122,7 +122,7 @@ def test_load_error_lists_missing_unexpected_and_mis_shaped_tensors(tmp_path):
     with pytest.raises(
         ValueError,
         match=r"missing \['model.d'\], unexpected \['model.a'\], "
-        r"mis-shaped \['model.c: saved \(4, 1\), expected \(4, 2\)'\]; load it into",
+        r"mis-shaped \['model.c: saved \(4, 1\), expected \(4, 2\)'\]; load the checkpoint into",
     ):
         checkpoint.load(tmp_path, module(b=3, c=(4, 2), d=1), None)
     with pytest.raises(

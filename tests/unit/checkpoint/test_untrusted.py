@@ -239,7 +239,7 @@ def test_load_refuses_tensor_files_outside_the_folder(version, to):
         for name, read in entry_points(version.parent).items():
             if name in READERS:
                 with pytest.raises(
-                    ValueError, match=r"not in the checkpoint|not a name|a link to|is missing or"
+                    ValueError, match=r"not in the manifest|which is a path|a link to|is missing or"
                 ):
                     read()
 

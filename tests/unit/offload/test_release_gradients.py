@@ -203,7 +203,7 @@ OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
         (OFFLOADED, "has no effect without offload_mode='overlap' or 'speculative'"),
         (
             {**OFFLOADED, "offload_mode": "overlap", "use_distributed_optimizer": True},
-            "a distributed optimizer are in its own buckets",
+            "a distributed optimizer are stored in buckets",
         ),
         (
             {**OFFLOADED, "offload_mode": "overlap", "fused_backend": "apex"},

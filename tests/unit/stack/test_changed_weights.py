@@ -39,9 +39,11 @@ def test_apply_delta_refuses_publications_out_of_order():
     after = apply_delta(copy, deltas[0])
     with pytest.raises(ValueError, match="publication 1 was applied already"):
         apply_delta(copy, deltas[0], after)
-    with pytest.raises(ValueError, match="publication 2 was missing before 3"):
+    with pytest.raises(ValueError, match="publication 2 was not applied before publication 3"):
         apply_delta(copy, deltas[2], after)
-    with pytest.raises(ValueError, match="publications 2 to 3 were missing before 4"):
+    with pytest.raises(
+        ValueError, match="publications 2 to 3 were not applied before publication 4"
+    ):
         apply_delta(copy, deltas[3], after)
     assert apply_delta(copy, deltas[1], after) != after
     optimizer.track_changes()

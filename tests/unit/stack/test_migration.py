@@ -159,7 +159,7 @@ def test_from_checkpoint_exports_state_without_a_model(tmp_path):
     compact, optimizer = build("bf16-8bit")
     train(compact, optimizer, 1)
     checkpoint.save(tmp_path / "compact", compact, optimizer)
-    with pytest.raises(ValueError, match=r"compact state .*full_precision=True"):
+    with pytest.raises(ValueError, match=r"compact format .*full_precision=True"):
         foreign.from_checkpoint(tmp_path / "compact")
     checkpoint.save(tmp_path / "compact", compact, optimizer, full_precision=True)
     assert same_state(
@@ -189,13 +189,13 @@ def test_import_state_lists_parameter_names_that_do_not_match():
     names = list(masters)
     with pytest.raises(ValueError, match=r"no param_names; pass names= for its groups of \[7\]"):
         foreign.from_torch(adamw.state_dict())
-    with pytest.raises(ValueError, match=r"has \['optimizer'\] instead of param_groups"):
+    with pytest.raises(ValueError, match=r"the keys \['optimizer'\] instead of param_groups"):
         foreign.from_torch({"optimizer": adamw.state_dict()}, names)
-    with pytest.raises(ValueError, match=r"6 names for groups of \[7\]"):
+    with pytest.raises(ValueError, match=r"names= has 6 names, but the groups have \[7\]"):
         foreign.from_torch(adamw.state_dict(), names[:6])
-    with pytest.raises(ValueError, match=r"names occur twice: \['embed'\]"):
+    with pytest.raises(ValueError, match=r"names= has \['embed'\] twice"):
         foreign.from_torch(adamw.state_dict(), ["embed", *names[:-1]])
-    with pytest.raises(ValueError, match=r"masters: the optimizer has no parameters \['other'\]"):
+    with pytest.raises(ValueError, match=r"masters= has entries for \['other'\]"):
         foreign.from_torch(adamw.state_dict(), names, masters={"other": torch.ones(1)})
     state = foreign.from_torch(adamw.state_dict(), names, masters=masters)
     prefixed = state.renamed(lambda name: f"policy.{name}")

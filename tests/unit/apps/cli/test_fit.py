@@ -203,4 +203,4 @@ def test_plan_and_fit_name_the_config_that_transformers_cannot_build(
         config.write_text(json.dumps({**LLAMA, **wrong}))
         assert main([*command, "--model", str(config)]) == 1
         said = capsys.readouterr().err
-        assert f"--model {config}: transformers cannot build it: " in said and reason in said
+        assert f"--model {config}: transformers cannot build the model: " in said and reason in said

@@ -223,5 +223,5 @@ def test_chunk_loss_refuses_models_that_scale_their_logits() -> None:
     with torch.device("meta"):
         model = transformers.Gemma2ForCausalLM(config)
     assert not can_chunk(model)
-    with pytest.raises(ValueError, match=r"model=Gemma2ForCausalLM: .*the model's own loss"):
+    with pytest.raises(ValueError, match="leave out the call of chunk_loss"):
         chunk_loss(model)

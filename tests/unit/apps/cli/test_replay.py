@@ -113,7 +113,7 @@ def test_record_step_refuses_foreign_optimizers_and_blocks_without_a_step(tmp_pa
     foreign = mp_optim.Adafactor(model.named_parameters())
     for optimizer in (torch.optim.AdamW(model.parameters()), foreign):
         with (
-            pytest.raises(TypeError, match=r"record an mp_optim\.AdamW"),
+            pytest.raises(TypeError, match=r"record a step of mp_optim\.AdamW"),
             mp_optim.record_step(optimizer, tmp_path),
         ):
             pass

@@ -117,6 +117,6 @@ def test_save_disk_version_refuses_full_publications_and_weights_newer_than_the_
         save_disk_version(tmp_path, full, model, **settings)
     delta = step(model, optimizer)
     step(model, optimizer)
-    with pytest.raises(ValueError, match="differs from its values in publication 2"):
+    with pytest.raises(ValueError, match="differs from the values in publication 2"):
         save_disk_version(tmp_path, delta, model, **settings)
     assert not [*tmp_path.iterdir()]

@@ -248,7 +248,7 @@ def test_delta_quantizer_refuses_weights_that_do_not_fit_the_publication():
     model, optimizer = fp16_trainer()
     optimizer.track_changes()
     for form, names, said in (
-        ("fp4", NAMES, "form='fp4': is unknown; pass one of fp8_block, fp8_row, nvfp4"),
+        ("fp4", NAMES, "form='fp4': this form is unknown; pass one of fp8_block, fp8_row, nvfp4"),
         ("fp8_row", "*.kernel", r"names='\*\.kernel': matches no weight"),
         ("fp8_row", "*.bias", r"bias has shape .*two dimensions; leave .*bias out"),
     ):
@@ -262,12 +262,12 @@ def test_delta_quantizer_refuses_weights_that_do_not_fit_the_publication():
     quantizer = DeltaQuantizer("fp8_row", NAMES)
     quantizer.quantize(optimizer.changed_weights(full=True), model)
     optimizer.changed_weights()
-    with pytest.raises(ValueError, match="was missing before"):
+    with pytest.raises(ValueError, match="was not applied before publication"):
         quantizer.quantize(optimizer.changed_weights(), model)
     delta = optimizer.changed_weights(full=True)
     with torch.no_grad():
         model.q_proj.weight[0, 0] += 1.0
-    with pytest.raises(ValueError, match=r"q_proj\.weight differs from its values in publication"):
+    with pytest.raises(ValueError, match=r"q_proj\.weight differs from the values in publication"):
         quantizer.quantize(delta, model)
     with torch.no_grad():
         model.q_proj.weight[0, 0] = torch.inf
