@@ -55,7 +55,7 @@ def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         had_grad = torch.is_grad_enabled()
         flushed = _DENORMAL * 1.0 == 0.0
-        # NOTE: set the two modes without context managers, one inside the other. A context manager
+        # NOTE: change and restore both modes in nested try statements. Two nested context managers
         # can be interrupted between enter and exit, which would leave autograd off for the caller.
         try:
             try:

@@ -235,7 +235,7 @@ class ApexBackend(MultiTensorBackend):
     def _lamb_launch(self, batch: TensorLists, s: LambScalars, multiplier: float) -> None:
         """Launch apex's LAMB kernels for one batch.
 
-        The kernel overwrites the gradient with the direction, so it gets a copy. The global
+        The kernel overwrites the gradient with the direction, so pass a copy. The global
         gradient norm is passed as 0, which turns clipping off, because the multiplier already
         clips. A clip limit of 0 would set all gradients to 0.
         """

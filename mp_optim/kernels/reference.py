@@ -239,7 +239,7 @@ def step_with(
 ) -> None:
     """Step whole parameters by a rule, for tests of a backend.
 
-    A rule that reads sums has a method of its name.
+    For a rule that reads sums, the method with the rule's name is called, else :meth:`step`.
 
     Args:
         backend: the backend.

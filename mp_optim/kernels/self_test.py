@@ -2,8 +2,8 @@
 
 The self-test compares a small step of each rule with ``reference``. The tests of the package cover
 more sizes, alignments and dtypes. Triton's kernels are compiled on this machine, once for each form
-(a kernel with its compile-time constants). Each form is compared when a step first uses it instead
-(:mod:`~mp_optim.kernels.triton.proofs`).
+(a kernel with its compile-time constants). Instead of this self-test, each form is compared when a
+step first uses the form (:mod:`~mp_optim.kernels.triton.proofs`).
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def reduce_over(
     doing: str,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> None:
-    """All-reduce a value in place over one process group after the other.
+    """All-reduce a value in place over each of several process groups, in order.
 
     Args:
         groups: process groups.

@@ -1,6 +1,6 @@
 """Executor over a torch optimizer of another package, which gets FP32 gradients in ``.grad``.
 
-The other optimizer keys its state by tensors. This module converts the state to tensors by slot and
+The other optimizer stores state by tensor. This module converts the state to tensors by slot and
 key, and back.
 """
 

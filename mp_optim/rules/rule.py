@@ -52,7 +52,7 @@ class Launch(NamedTuple):
         firsts: for a launch over a window, the index of each tensor's first element in the rank's
             shard of the parameter. Empty if each tensor is the whole shard.
         begin_audit: function to call with a backend's arguments before the backend steps elements.
-            The caller calls its result, if any, after the step. None without an audit.
+            The result is None, or a function to call after the step. None without an audit.
     """
 
     group: int

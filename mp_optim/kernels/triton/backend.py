@@ -188,8 +188,8 @@ class TritonBackend(ReferenceBackend):
                     made = sums.new_empty(plan.programs, sums.shape[1])
                     self.launch(one, part, plan, aligned, columns, numbers, made)
                     some = added(plan, made)
-                    # A plan without programs leaves its sums at 0, so the sums of two plans can be
-                    # added.
+                    # A tensor without programs in a plan has sum 0 there, so add the sums of both
+                    # plans.
                     found = some if found is None else found + some
             elif (value := on_host(one.multiplier)) is not None:
                 found = one.call(_REFERENCE, part.lists, value, None)

@@ -264,7 +264,7 @@ def sum_alike(tables: Tables, tensors: CachedTensorList) -> Tensor:
             with current_device(device):
                 form.launch(plan.programs, *given)
         found = added(plan, squares)
-        # A plan without programs leaves its sums at 0, so the sums of two plans can be added.
+        # A tensor without programs in a plan has sum 0 there, so add the sums of both plans.
         total = found if total is None else total + found
     assert total is not None
     return total[:, 0]

@@ -153,7 +153,8 @@ class Tables:
     ) -> tuple[list[Tensor | None], list[tuple[Plan, bool]]]:
         """Return tables of addresses in the order of kernel arguments, and plans of the launch.
 
-        A plan comes with True if all addresses of its tensors, except scales, are multiples of 16.
+        Each plan is paired with True if all addresses of its tensors, except scales, are multiples
+        of 16.
         """
         lists, device = part.lists, part.lists.grad[0].device
         assert part.kind is not None
