@@ -21,11 +21,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 import mp_optim
 
-ON_HOST = {"state": "8bit", "main_params": "remainder16", "offload": 1.0}
-ON_DISK = {
-    **{"state": "8bit", "main_params": "remainder16", "offload": 1.0},
-    **{"offload_mode": "overlap", "release_gradients": True, "offload_place": "streamed"},
+ON_HOST = {
+    **{"state": "8bit", "main_params": "remainder16"},
+    **{"offload": 1.0, "offload_place": "streamed"},
 }
+ON_DISK = {**ON_HOST, "offload_mode": "overlap", "release_gradients": True}
 TINY = Qwen3MoeConfig(
     vocab_size=32,
     hidden_size=32,
