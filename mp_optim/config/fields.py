@@ -61,7 +61,7 @@ class ConfigFields:
     """True if model parameters are bfloat16. The stack then has FP32 main params."""
     params_dtype: torch.dtype | str = torch.float32
     """Dtype of the model's parameters, a torch dtype or its name. With float32, the default,
-    ``fp16`` and ``bf16`` decide."""
+    ``fp16`` and ``bf16`` decide about the dtype."""
     use_precision_aware_optimizer: bool = False
     """True to store optimizer state in ``exp_avg_dtype``, ``exp_avg_sq_dtype`` and remainders,
     also in host memory."""
@@ -259,8 +259,8 @@ class ConfigFields:
     """True to communicate 16-bit gradients, add them in FP32 in the order of ranks, and round
     once. Backends other than NCCL always do so."""
     bucket_size: int | None = None
-    """Elements after which a bucket of parameters is closed. The default is the larger of 40 M and
-    1 M per rank."""
+    """Parameters are added to a bucket until it has this number of elements. The default is
+    the larger of 40 M and 1 M per rank."""
     fused_backend: str = "auto"
     """Implementation of the step: auto (the fastest with the bits of ``reference``), native (on
     the host), reference, torch, triton, apex or transformer_engine. torch, apex and

@@ -238,10 +238,10 @@ class PartitionShard(Tensor):
 
 
 def as_partition(value: Any, partition: Partition | None, shape: torch.Size | None = None) -> Any:
-    """Return a state tensor as a part of the whole. Scalars are returned unchanged, and so are all
-    values if the parameter is not split.
+    """Return a state tensor as this rank's :class:`PartitionShard` of a whole tensor. Scalars are
+    returned unchanged, and so are all values if the parameter is not split.
 
-    State that has the split dimension of the parameter is cut along this dimension. Other
+    State that has the split dimension of the parameter is split along this dimension, too. Other
     dimensions of the state may have size 1, as in the factors of Adafactor. State without the split
     dimension belongs to this rank alone. A checkpoint saves such state as one entry of a stack over
     ranks, so a load needs the same number of ranks.
@@ -366,13 +366,13 @@ def piece(tensor: Tensor, box: Box) -> Tensor:
 # -- scales of blocks -----------------------------------------------------------------------------
 #
 # Quantized state has one scale for each run of 256 row-major elements of the whole tensor. A layout
-# that splits the tensor splits blocks, so it cannot store saved blocks. It can read their values,
-# with one scale per local element.
+# that splits the tensor splits blocks, so this layout cannot store saved blocks. But it can read
+# their values, with one scale per local element.
 
 
 def is_cut(tensor: Tensor) -> bool:
-    """True if this rank has only a part of a tensor. Saved scales of blocks do not fit such a
-    part."""
+    """True if this rank has only a part of a tensor. Saved scales do not fit a part, because each
+    scale is for a block of the whole tensor."""
     if isinstance(tensor, PartitionShard):
         return True
     if isinstance(tensor, FlatShard):

@@ -312,7 +312,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
         A step raises RuntimeError while the tensors are in host memory. Gradients are not freed.
         """
-        # Announce the write first, or a background save would keep the accelerator's memory.
+        # Announce the write to background saves first. Otherwise a background save would keep the
+        # accelerator's memory.
         self.step_mark.open_state()
         for slot in self.slots():
             self.step_mark.parked.park(self.state_of(slot).live().values())
@@ -455,7 +456,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     def make_current(self, slot: Slot | None = None, *, follow_only: bool = False) -> None:
         """Prepare the state of a slot for a caller who may write to it.
 
-        1. Announce the write, and refresh main params from a model that other code wrote.
+        1. Announce the write to background saves, and refresh main params from a model that other
+           code wrote.
         2. Create main params of newly trained parameters, and check loaded remainders.
 
         Args:

@@ -490,8 +490,8 @@ class ParamLayout:
         return self.flat is not None or (not blockwise and bool(self._axes()))
 
     def tensor_parallel_rows(self, rows: int) -> list[int]:
-        """Return the row numbers in the whole matrix of this rank's rows, if tensor parallelism
-        split the matrix along its rows.
+        """Return the row numbers in the whole matrix of this rank's rows. Only for a matrix that
+        tensor parallelism splits along its rows.
 
         Args:
             rows: number of rows of this rank's part.
