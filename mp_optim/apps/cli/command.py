@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def status_of(command: Callable[[], int]) -> int:
-    """Return the exit status of a command.
+    """Run a command, and return its exit status.
 
     An input error is printed as one sentence on stderr, with status 1. The status is 130 after
     Ctrl-C and 141 after a closed pipe, as a shell reports these signals.
@@ -74,15 +74,15 @@ def status_of(command: Callable[[], int]) -> int:
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] == "mp_optim":
             raise
-        # transformers raises an ImportError without a module name if a model of its own cannot be
-        # imported.
+        # transformers raises an ImportError without a module name if it cannot import one of its
+        # own models.
         if error.name is None:
             return _fail(f"{_sentence(error)} The cause: {_sentence(_first_cause(error))}")
         package = _PACKAGES.get(str(error.name), error.name)
         return _fail(f"this command needs {error.name}: pip install {package}")
     except BrokenPipeError:
-        # Python flushes stdout once more at its exit and would print the error, so stdout is
-        # redirected.
+        # Python flushes stdout again at its exit, and would print an error for the closed pipe. So
+        # stdout is redirected.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:

@@ -30,10 +30,10 @@ def two_groups(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
 
 
 def as_without(make: Make, change: Callable[[Any], None]) -> None:
-    """Change an optimizer's groups between two steps. Require equal numbers, or an error at the
-    next step.
+    """Train with and without a change of the optimizer's param groups between two steps. Require
+    equal parameters afterwards, or an error.
 
-    All parameters have one shape, so only their identity distinguishes them.
+    All parameters have one shape, so an optimizer can distinguish them only by identity.
     """
     results = []
     for is_changed in (False, True):
@@ -86,8 +86,8 @@ def a_group_may_be_added_later(make: Make) -> None:
 
 @must("adam", "adamw", "sgd", "lion")
 def a_group_added_later_steps_as_new(make: Make) -> None:
-    """A group added before the first step, or after three steps, is stepped as in an optimizer of
-    its own, and the other groups continue unchanged."""
+    """A group that is added before the first step, or after three steps, is stepped as in an
+    optimizer of its own. The other groups continue unchanged."""
     for first in (0, 3):
         params = [nn.Parameter(noise(6, 8, seed=seed)) for seed in range(2)]
         alone = [nn.Parameter(noise(6, 8, seed=seed)) for seed in range(2)]

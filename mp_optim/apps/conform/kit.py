@@ -1,6 +1,6 @@
 """Helpers of checks: the checked optimizer, findings, comparisons and small models.
 
-A check is a plain function of a :data:`Make`. This module needs only torch.
+A check is a function with one argument, :data:`Make`. This module needs only torch.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ Function = Callable[[Make], None]
 
 
 def must(*rules: str, level: str = "must") -> Callable[[Function], Function]:
-    """Decorator that registers a check of level ``level``. The check applies to optimizers of
-    ``rules``; to all optimizers if empty."""
+    """Return a decorator that registers a check of level ``level``. The check applies only to
+    optimizers of ``rules``, or to all optimizers if ``rules`` is empty."""
 
     def registered(function: Function) -> Function:
         CHECKS[function.__name__] = Check(function, level, rules)
@@ -81,8 +81,8 @@ def must(*rules: str, level: str = "must") -> Callable[[Function], Function]:
 
 
 def should(*rules: str) -> Callable[[Function], Function]:
-    """Decorator that registers a check of level should. The check applies to optimizers of
-    ``rules``; to all optimizers if empty."""
+    """Return a decorator that registers a check of level should. The check applies only to
+    optimizers of ``rules``, or to all optimizers if ``rules`` is empty."""
     return must(*rules, level="should")
 
 
@@ -139,8 +139,8 @@ def trained(
 
 
 def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Multiply the learning rate of every group by ``factor``. An optimizer may have split its
-    groups, so every group is changed."""
+    """Multiply the learning rate of every param group by ``factor``. An optimizer may have split
+    one given group into several groups."""
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * factor
 
@@ -159,7 +159,7 @@ def through_file(content: dict[str, Any], safely: bool = False) -> dict[str, Any
 
 
 def saved(optimizer: torch.optim.Optimizer, safely: bool = False) -> dict[str, Any]:
-    """Return the optimizer's state dict, saved to a file and loaded."""
+    """Return the optimizer's state dict after a save to a file and a load from the file."""
     return through_file(optimizer.state_dict(), safely)
 
 
@@ -212,13 +212,13 @@ def require_close(found: Tensor, expected: Tensor, tolerance: float, what: str) 
 
 
 def percent(share: float) -> str:
-    """Return a share in whole percent. A share that rounds to 0 has no minus sign."""
+    """Return a fraction as text in whole percent. A fraction that rounds to 0 has no minus sign."""
     text = f"{100 * share:.0f}"
     return "0 %" if text == "-0" else f"{text} %"
 
 
 def plain(make: Make) -> Make:
-    """Return a ``make`` without the user's settings that change the formula."""
+    """Return ``make`` without the user's settings that would change the checked formula."""
     group = make([nn.Parameter(noise(4, 6))]).param_groups[0]
     off = {name: 0 for name in ("nesterov", "dampening", "amsgrad", "maximize") if group.get(name)}
     return lambda params, **settings: make(params, **{**off, **settings})
@@ -301,7 +301,7 @@ class Subject:
 
         def make(params: Any, **settings: Any) -> torch.optim.Optimizer:
             optimizer: Any = factory(params, **{**self.settings, **settings})
-            # Schedule-Free averages weights, and steps only in training mode.
+            # Schedule-Free optimizers average weights, and step only after a call of train().
             if callable(getattr(optimizer, "train", None)) and hasattr(optimizer, "eval"):
                 optimizer.train()
             return optimizer  # type: ignore[no-any-return]
@@ -325,7 +325,7 @@ def located(path: str) -> Callable[..., Any]:
 
 
 def parsed(argument: str) -> tuple[str, Any]:
-    """Return name and value of the text ``name=value``.
+    """Return the name and the value in a text of the form ``name=value``.
 
     The value is a Python literal, a dtype such as torch.bfloat16, or text.
 

@@ -28,7 +28,7 @@ from mp_optim.apps.conform.kit import (
 def way(
     make: Make, dtype: torch.dtype, start: float, sizes: list[float], **settings: float
 ) -> Tensor:
-    """Return the change of a weight in float64, after one step for each gradient in ``sizes``."""
+    """Return the change of a weight, in float64, after one step for each gradient in ``sizes``."""
     param = nn.Parameter(filled(start, 16, 16, dtype=dtype))
     optimizer = make_or_refuse(make, [param], **settings)
     for size in sizes:
@@ -53,8 +53,8 @@ def bfloat16_weights_move_at_1e_6(make: Make) -> None:
 
 @should()
 def bfloat16_keeps_its_second_moment(make: Make) -> None:
-    """The state of bfloat16 parameters follows gradients that become smaller: steps differ from
-    float32's by less than a third."""
+    """The state of bfloat16 parameters follows gradients that become smaller: the weights' change
+    differs from float32's by less than a quarter."""
     sizes = [1.0] * 20 + [0.05] * 300
     expected = way(make, torch.float32, 1.0, sizes, lr=0.01)
     found = way(make, torch.bfloat16, 1.0, sizes, lr=0.01)
@@ -64,8 +64,8 @@ def bfloat16_keeps_its_second_moment(make: Make) -> None:
 
 @should()
 def float16_steps_are_finite(make: Make) -> None:
-    """Small float16 gradients (1e-5, whose squares underflow) cause finite steps, no larger than
-    float32's."""
+    """Small float16 gradients (1e-5, whose squares underflow) cause finite steps, at most about
+    twice as large as float32's."""
     expected = way(make, torch.float32, 1.0, [1e-5] * 2, lr=0.01).abs().max()
     found = way(make, torch.float16, 1.0, [1e-5] * 2, lr=0.01)
     require(found.isfinite().all(), "float16 weights are not finite after two steps")
@@ -78,7 +78,8 @@ def float16_steps_are_finite(make: Make) -> None:
 
 @must()
 def a_step_without_numbers_is_skipped(make: Make) -> None:
-    """With a GradScaler, a step with an inf in a gradient changes no weight and no state."""
+    """With a GradScaler, a step with an inf in a gradient changes no weight and no state, and the
+    loss scale decreases."""
     model, optimizer = trained(make)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     train(model, optimizer, 2)

@@ -182,7 +182,7 @@ def a_state_of_other_shapes_is_refused(make: Make) -> None:
         param.grad = noise(*param.shape, seed=1)
         optimizer.step()
     if not any(tensor.dim() for tensor in tensors_in(optimizers[0].state_dict()["state"])):
-        return  # No tensor of this state has a shape to compare, so the check passes.
+        return  # The state has no tensor with dimensions, so there is no shape to refuse.
     try:
         optimizers[1].load_state_dict(saved(optimizers[0]))
     except Exception:
@@ -197,7 +197,8 @@ def weights_loaded_alone_are_stepped_from(make: Make) -> None:
         model, optimizer = trained(make, 3, dtype)
         other = {name: value * 0 + 3.0 for name, value in model.state_dict().items()}
         model.load_state_dict(other)
-        # Use a small rate, because a step with a large rate may rightly move weights of 3.0 far.
+        # With a large rate, a correct optimizer may move weights of 3.0 by more than the limit
+        # below.
         set_rates(optimizer, 1e-3)
         train(model, optimizer, 1, 3)
         for now in weights(model):
@@ -220,8 +221,8 @@ def weights_written_by_hand_are_kept(make: Make) -> None:
 
 
 def goes_on_as(make: Make, copied: Callable[[Any], Any]) -> None:
-    """Require that a copy of model and optimizer trains its own model exactly as the original. The
-    copy is made before the first step, and again after two steps."""
+    """Require that training a copy of model and optimizer gives exactly the weights of the
+    original. ``copied`` is called before the first step, and again after two steps."""
     model, optimizer = trained(make)
     for first in (0, 2):
         other, its_own = copied((model, optimizer))
@@ -252,8 +253,8 @@ def state_dicts_by_name_resume(make: Make) -> None:
 
 @should()
 def asking_for_state_is_no_step(make: Make) -> None:
-    """get_optimizer_state_dict before the first step does not change later steps. That call
-    takes a step to create state, and the step must not count."""
+    """get_optimizer_state_dict before the first step does not change later steps. torch takes a
+    step in that call to create state, and the step must not count."""
     plain, asked = layers(), layers()
     train(plain, make(plain.parameters()), 2)
     optimizer = make(asked.parameters())

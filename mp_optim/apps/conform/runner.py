@@ -1,7 +1,8 @@
 """Runner of checks in a separate process, where a crash or a hang is a finding, too.
 
-The process writes its findings to a file, line by line. A missing line identifies the check that
-ended the process. :func:`command_of` returns the command that repeats one check alone.
+The process writes to a file when a check begins and when it ends. A check without an end in the
+file is the check that crashed or hung. :func:`command_of` returns the command that repeats one
+check alone.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def run(
 
 
 def _job(subject: Subject, names: list[str], limit: float) -> Iterator[Outcome]:
-    """Start a process for some checks, and yield outcomes until a check ends the process."""
+    """Run checks in a new process, and yield outcomes until a check ends the process."""
     # A server forks the processes, so torch is imported once for all processes.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([carry_out.__module__, "torch._dynamo"])

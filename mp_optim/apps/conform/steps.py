@@ -133,7 +133,7 @@ def decay_is_decoupled(make: Make) -> None:
 
 @must("adam")
 def decay_is_part_of_the_gradient(make: Make) -> None:
-    """Adam adds weight decay to the gradient: with a zero gradient, a step moves each weight by
+    """Adam adds weight decay to the gradient. So a step with a zero gradient moves each weight by
     lr."""
     start = noise(8, 12)
     found = take_steps(plain(make), start, [start * 0], lr=0.01, weight_decay=0.5)
@@ -170,8 +170,8 @@ def steps_follow_lion(make: Make) -> None:
 
 @must("adam", "adamw", "sgd", "lion")
 def zero_gradients_move_nothing(make: Make) -> None:
-    """Without weight decay, elements with gradients of zero keep their values next to elements with
-    large and small gradients."""
+    """Without weight decay, elements whose gradients are zero keep their values, even if other
+    elements of the parameter have large and small gradients."""
     start, is_used = noise(64, 128), noise(64, 128, seed=1) > 0.0
     sizes = torch.logspace(-6, 2, 128, dtype=torch.float32, device="cpu")
     gradients = [noise(64, 128, seed=step) * sizes * is_used for step in range(20)]
@@ -209,7 +209,8 @@ def steps_without_a_gradient_do_not_count(make: Make) -> None:
 
 @must()
 def no_gradient_is_no_step(make: Make) -> None:
-    """A parameter without gradient is unchanged, decay included, while others are stepped."""
+    """A parameter without a gradient is unchanged, also by weight decay, while other parameters are
+    stepped."""
     used, unused = nn.Parameter(noise(4, 6)), nn.Parameter(noise(4, 6, seed=1))
     optimizer = make([used, unused])
     for step in range(3):
@@ -293,7 +294,7 @@ def a_step_is_seen_by_autograd(make: Make) -> None:
 def zero_grad_clears(make: Make) -> None:
     """zero_grad removes gradients, or with set_to_none=False fills them with zeros."""
     model, optimizer = trained(make)
-    # Test before the first step and after it, because some optimizers build state in between.
+    # Test before and after the first step, because some optimizers build state in that step.
     for _ in range(2):
         backward(model, 0)
         optimizer.zero_grad(set_to_none=False)
@@ -327,7 +328,7 @@ def gradients_are_left_alone(make: Make) -> None:
 
 def steps_with_closure(make: Make) -> None:
     """Step with a closure. Require that gradients are enabled in the closure, and that the step
-    returns its loss."""
+    returns the closure's loss."""
     model = layers()
     optimizer, enabled = make(model.parameters()), []
 
@@ -353,7 +354,7 @@ def steps_with_closure(make: Make) -> None:
 
 @must()
 def a_closure_is_called_and_its_loss_returned(make: Make) -> None:
-    """step(closure) calls the closure with gradients enabled, and returns its loss."""
+    """step(closure) calls the closure with gradients enabled, and returns the closure's loss."""
     steps_with_closure(make)
 
 

@@ -75,7 +75,8 @@ def kernels_of_convolutions_are_stepped(make: Make) -> None:
 
 
 def as_contiguous(make: Make, laid: Callable[[Tensor], Tensor], grad: bool, *shape: int) -> None:
-    """Require that a parameter or gradient in another layout gives the bits of a contiguous one."""
+    """Require that training with a parameter or gradient in another memory layout gives the bits of
+    training with contiguous tensors."""
     results = []
     for layout in (lambda tensor: tensor, laid):
         param = nn.Parameter(noise(*shape) if grad else layout(noise(*shape)))
@@ -192,7 +193,8 @@ def mixed_dtypes_are_stepped(make: Make) -> None:
                 raise NotApplicable(
                     "the step of a parameter depends on the other parameters of its group"
                 )
-            # Rounding may be stochastic, so two units in the last place are allowed.
+            # The two runs may round stochastically, so a difference of two units in the last place
+            # is allowed.
             places = 2.0 * torch.finfo(here.dtype).eps
             require_close(here, there, max(1e-5, places), f"{here.dtype} in one group with others")
 
@@ -212,8 +214,8 @@ def float64_is_stepped_as_such(make: Make) -> None:
 
 
 def with_state(make: Make, change: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Return the weights after five steps. After the third step, ``change`` replaces every
-    tensor of state."""
+    """Return the weights after five steps. After the third step, ``change`` replaces every tensor
+    of the optimizer's state."""
     model, optimizer = trained(make, 3)
     for param in model.parameters():
         state: dict[str, Any] = optimizer.state[param]
@@ -233,7 +235,8 @@ def state_may_be_moved_by_hand(make: Make) -> None:
 
 @should()
 def state_that_is_assigned_counts(make: Make) -> None:
-    """The next step uses tensors that are assigned to optimizer.state: zeros change the step."""
+    """The next step uses tensors that a program assigns to optimizer.state: assigned zeros change
+    the step."""
     emptied = with_state(make, lambda value: value * 0 if value.dim() else value)
     untouched = with_state(make, lambda value: value)
     if not any((a != b).any() for a, b in zip(emptied, untouched, strict=True)):
@@ -244,7 +247,7 @@ def state_that_is_assigned_counts(make: Make) -> None:
 
 @should()
 def state_is_keyed_by_parameters(make: Make) -> None:
-    """optimizer.state[p] is p's state after a step, and always the same object."""
+    """After a step, optimizer.state[p] is the state of p, and each read returns the same object."""
     model, optimizer = trained(make, 2)
     keys = set(optimizer.state)
     strangers = [key for key in keys if isinstance(key, Tensor)]
@@ -280,7 +283,7 @@ def memory_does_not_grow(make: Make) -> None:
 
 @should()
 def gradients_are_let_go(make: Make) -> None:
-    """zero_grad frees the memory of gradients: no step keeps a reference to them."""
+    """zero_grad frees the memory of gradients: the optimizer keeps no reference to gradients."""
     model, optimizer = trained(make, 2)
     backward(model, 2)
     held = [weakref.ref(param.grad) for param in model.parameters()]

@@ -94,8 +94,8 @@ def read(options: Options) -> foreign.ForeignState:
 
 
 def _check_memory(state: foreign.ForeignState) -> None:
-    """Raise ValueError for an expanded tensor, because it would take more memory than the file has
-    bytes."""
+    """Raise ValueError for a tensor with more elements than its storage (an expanded tensor),
+    because a conversion would write all of these elements."""
     for name, tensors in state.state.items():
         for key, value in tensors.items():
             stored = value.untyped_storage().nbytes()

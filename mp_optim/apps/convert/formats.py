@@ -126,7 +126,7 @@ def from_apex(
 
 
 COPIES = "fp32_from_fp16_params"
-"""Key of the Float16 optimizer's FP32 copies."""
+"""Key of FP32 copies of parameters in the state dict of Megatron's Float16 optimizer."""
 
 
 def from_megatron(
@@ -219,8 +219,8 @@ def _state_of_member(
 # -- DeepSpeed ------------------------------------------------------------------------------------
 
 _FILES = {"fp32": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-"""State key of each file in ``<folder>/zero/<name>/`` that DeepSpeed's ``ds_to_universal.py``
-writes."""
+"""State key for each file in ``<folder>/zero/<name>/``. DeepSpeed's ``ds_to_universal.py`` writes
+these files."""
 _VALUE = "param"
 
 

@@ -1,4 +1,4 @@
-"""Optimizer state by parameter name. All formats of other libraries are converted to this form."""
+"""Optimizer state by parameter name. Readers convert other libraries' formats to this form."""
 
 from __future__ import annotations
 
@@ -217,7 +217,8 @@ def import_state(
             Nothing was written.
     """
     stack: Any = optimizer.stack
-    # Share settings first, because current settings decide which state a slot has.
+    # A changed setting of a param group can change which state a slot has. So copy the settings to
+    # every part of the optimizer before state is read.
     stack.share_settings()
     slots = {stack.slot_name(slot): slot for slot in stack.slots() if stack.slot_state(slot)}
     foreign = foreign.renamed(matched_names(foreign.names, slots).__getitem__)
@@ -251,13 +252,14 @@ def import_state(
 
 
 def _write_params(stack: Any, slots: Mapping[str, Slot], whole: dict[str, Tensor]) -> None:
-    # The optimizer keeps copies of FP32 parameters that are stepped on the host, so the copies are
-    # set, too.
+    # The optimizer keeps copies of FP32 parameters that it steps on the host. This call sets these
+    # copies, too.
     stack.reload_model_params(whole)
     for name, value in whole.items():
         slot = slots[name]
         param = param_at(stack.param_groups, slot)
-        # Loading a remainder rounds the parameter, so the parameter is the value to copy.
+        # With remainders, the load has rounded the parameter so that the parameter fits the
+        # remainder. Rounding the whole value again could give other bits.
         if REMAINDER in stack.slot_state(slot):
             main = main_param_of(param)
             value = param if main is None else main
@@ -294,8 +296,8 @@ def _fitting(
 
 
 def _like(label: str, param: Tensor, value: Tensor) -> Tensor:
-    """Return a whole tensor in the parameter's shape and layout. A flat tensor is reshaped row
-    by row."""
+    """Return a whole tensor with the parameter's shape and layout. A flat tensor is reshaped in
+    row-major order."""
     if value.dim() == 1 and value.numel() == param.numel():
         value = value.reshape(param.shape)
     if value.shape != param.shape:
@@ -316,7 +318,8 @@ def _like(label: str, param: Tensor, value: Tensor) -> Tensor:
 
 @in_own_modes
 def export_state(optimizer: SlotKeyedOptimizer) -> ForeignState:
-    """Return the state of all parameters in FP32, with the FP32 value of every parameter.
+    """Return the state of all parameters in FP32. A parameter with state also has its FP32 value,
+    ``master_param``; a parameter that was never trained has nothing.
 
     Tensors are whole. For sharded parameters the call is collective. Averages (``ema_decay``) are
     left out, because other libraries' optimizers keep no averages.

@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 import torch
 
 _BY_NUMBER = {"complex", "_MEM_FORMAT_ENCODING"}
-"""Names that a pickle may call with a number. Any other call with a number could allocate an
-object of that size."""
+"""Names that a pickle may call with a number. A call of any other name with a number could allocate
+memory of that size."""
 _LEGACY_PICKLES = 5
 """Number of pickles at the start of a file in torch's old format. The elements of tensors follow
 the pickles."""
@@ -65,7 +65,7 @@ class InertUnpickler(pickle.Unpickler):
     """Unpickler that makes a record of every object that a pickle names, and imports nothing."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        # Check memo indices, because an unpickler's memory grows to the highest index. Picklers
+        # An unpickler's memory grows to the highest memo index, so refuse large indices. Picklers
         # number objects in order, so a valid index is at most the number of opcodes.
         start = stream.tell()
         for count, (opcode, number, _) in enumerate(pickletools.genops(stream)):

@@ -1,5 +1,5 @@
-"""Weight deltas on their way: a receiver that writes published values to a copy of a model, and
-publications in other layouts."""
+"""Receiver of weight deltas, which writes published values to a copy of a model, and publications
+in other layouts."""
 
 from mp_optim.apps.deltas.disk_version import save_disk_version
 from mp_optim.apps.deltas.publications import Position

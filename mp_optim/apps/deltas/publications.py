@@ -153,7 +153,8 @@ def _union(indices: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def patch_of(name: str, tensor: Tensor, elements: Tensor | None) -> WeightPatch:
-    """Return a patch with copies of elements of a tensor. None stands for all elements."""
+    """Return a patch with copies of the elements of a tensor at the row-major indices ``elements``.
+    None copies all elements."""
     flat = tensor.detach().reshape(-1)
     values = flat.clone() if elements is None else flat[elements]
     return WeightPatch(name, tuple(tensor.shape), tensor.dtype, values, elements)

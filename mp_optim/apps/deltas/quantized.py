@@ -27,12 +27,13 @@ from mp_optim.core.weight_delta import WeightDelta, WeightPatch
 
 Form = Literal["fp8_block", "fp8_row", "nvfp4"]
 _SCALES = {"fp8_block": ["_scale_inv"], "fp8_row": ["_scale"], "nvfp4": ["_scale", "_scale_2"]}
-# An engine computes with merged matrices of these layers, so that they need equal second scales.
+# An engine merges the matrices of these layers into one matrix, which has one second scale. So the
+# layers need equal second scales.
 _MERGED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up"}
 _MERGED |= {"up_proj": "gate_up", "w1": "w13", "w3": "w13"}
 _FLOAT4_TOP, _FLOAT8_TOP, _FLOAT8_TINY = 6.0, 448.0, 2.0**-6
-# A magnitude up to bound i rounds to code i or a lower code. Ties go to the even code, so every
-# second bound is the FP32 number below the middle of two codes.
+# A magnitude up to bound i rounds to code i or to a lower code. A tie between two codes goes to the
+# even code, so every second bound is the FP32 number just below the middle of two codes.
 _FLOAT4_BOUNDS = [0.25, 0.75 - 2.0**-24, 1.25, 1.75 - 2.0**-23, 2.5, 3.5 - 2.0**-22, 5.0]
 
 
@@ -135,7 +136,8 @@ class DeltaQuantizer:
 
         Args:
             shape: shape of the weight.
-            found: its codes and block scales, by name, and scales of the tensor that are as before.
+            found: the weight's present codes and block scales, by name, and its unchanged scale of
+                the whole tensor, if it has such a scale.
             where: row-major indices of the changed elements.
             before: the block scales of the last publication.
         """
@@ -152,7 +154,7 @@ class DeltaQuantizer:
 
 
 def _chosen(tensors: Mapping[str, Tensor], form: Form, names: str) -> set[str]:
-    """Return the names that are quantized."""
+    """Return the names of the weights to quantize."""
     if form not in get_args(Form):
         raise ValueError(
             f"form={form!r}: this form is unknown; pass one of {', '.join(get_args(Form))}"
@@ -181,7 +183,8 @@ def _top(tensor: Tensor) -> float:
 
 
 def _shared(amax: Mapping[str, float]) -> dict[str, float]:
-    """Return by name the largest magnitude of a layer and of the layers that are merged with it."""
+    """Return the largest magnitude of a layer and of all layers that an engine merges with it, by
+    name."""
     keys = {name: ".".join(_MERGED.get(word, word) for word in name.split(".")) for name in amax}
     largest: dict[str, float] = {}
     for name, key in keys.items():
