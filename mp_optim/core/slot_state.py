@@ -112,8 +112,8 @@ class StateLayout:
     Attributes:
         show: converts stored state to the callers' layout: DTensors, or parts of a whole parameter.
         take: converts exported or saved state to the stored layout; does not change the argument.
-        is_as_stored: True if callers see codes and scales as they are stored. False if blocks of
-            codes do not fit the callers' layout, so that callers see FP32 copies.
+        is_as_stored: False if blocks of codes do not fit the callers' layout, so that callers see
+            FP32 copies of all state that is stored in blocks.
         is_whole: True if this rank has the whole parameter, so that a checksum of this rank's
             tensor is the parameter's.
         refusal: reason why saved state cannot be loaded; empty if it can be loaded.

@@ -304,7 +304,7 @@ def _from_file(content: bytes) -> tuple[dict[str, str], dict[str, Tensor]]:
         begin = 8 + int.from_bytes(content[:8], "little")
         header = json.loads(content[8:begin])
         metadata = header.pop("__metadata__")
-        # Copy the data, because torch.frombuffer() needs writable memory. Offsets in the header
+        # Copy the data, because torch.frombuffer() warns of read-only memory. Offsets in the header
         # count from the start of the data.
         memory, tensors = bytearray(content[begin:]), {}
         for name, form in header.items():
