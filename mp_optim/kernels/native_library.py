@@ -40,12 +40,12 @@ _floats, _ints = partial(_fields, ctypes.c_float), partial(_fields, ctypes.c_int
 
 
 def structure(*fields: list[tuple[str, Any]]) -> Any:
-    """Return a ctypes structure of ``csrc/api.h`` with these fields, in order."""
+    """Return a ctypes class for a struct of ``csrc/api.h`` with these fields, in order."""
     return type("Structure", (ctypes.Structure,), {"_fields_": [*chain(*fields)]})
 
 
 def scalars(floats: str, integers: str = "") -> type[ctypes.Structure]:
-    """Return a ctypes structure of FP32 fields followed by int32 fields."""
+    """Return a ctypes class for a struct of FP32 fields followed by int32 fields."""
     made: type[ctypes.Structure] = structure(_floats(floats), _ints(integers))
     return made
 

@@ -64,10 +64,10 @@ class ReferenceBackend:
     the averages. A subclass overrides the methods for which it has kernels, and calls this class
     for tensors that its kernels do not support.
 
-    :mod:`mp_optim.config.rules` has each backend's name, rules and storage formats (a backend
-    without a row supports all). :mod:`mp_optim.kernels.selection` has its loader, its devices, and
-    whether ``auto`` may choose it. ``auto`` uses only backends whose self-test had the bits of
-    ``reference``. CONTRIBUTING.md lists the tests of a backend.
+    :mod:`mp_optim.config.rules` lists the rules and storage formats of backends; a backend that is
+    not listed supports all. :mod:`mp_optim.kernels.selection` lists the loaders and devices of
+    backends, and the backends that ``auto`` tries. ``auto`` uses only backends whose self-test had
+    the bits of ``reference``. CONTRIBUTING.md lists the tests of a backend.
     """
 
     name = "reference"

@@ -315,8 +315,8 @@ def shape_of(key: str, stored: Tensor, main: Tensor) -> torch.Size:
 def _decoded(state: Mapping[str, Any], key: str, main: Tensor) -> Tensor:
     """Return a saved moment in FP32.
 
-    Scales are stored one per block. A part of a larger tensor can start inside a block, so its
-    scales are stored one per element, with a last dimension of 1.
+    A saved whole tensor has one scale per block. A saved part of a tensor can start inside a block,
+    so the part has one scale per element, with a last dimension of 1.
     """
     stored, scale = state[key], state.get(scale_key(key))
     shape = shape_of(key, stored, main)

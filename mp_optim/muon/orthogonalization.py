@@ -405,7 +405,8 @@ class _Param:
             top: the largest magnitude of the parameter.
 
         Returns:
-            int64, shape (5, matrices, parts).
+            int64, shape (5, matrices, parts): two digits of each squared norm before the division,
+            and three numbers (:func:`bounded_digits`) after the division.
         """
         matrices, _, columns = self.shape
         sums = digits_to_values(digits, top)
@@ -436,7 +437,8 @@ class _Param:
             block.values.mul_(rows[:, :, None])
 
     def _most(self, rule: Orthogonalization) -> float:
-        """Return a power of two above all squared row norms after the division by the moments.
+        """Return a power of two above all squared row norms after the rows are divided by the roots
+        of the moments.
 
         The moment is at least (1 - beta2) times the row's mean square.
         """
