@@ -9,7 +9,7 @@ from support.launch import results_of_ranks, run_ranks
 from support.workers.shrinking import LAYOUTS
 
 
-def test_fsdp2_checkpoint_of_two_ranks_loads_on_one_and_three(tmp_path):
+def test_fsdp2_checkpoint_of_two_ranks_loads_on_one_rank_and_on_three_ranks(tmp_path):
     found = {}
     for of_rank in results_of_ranks("other_worlds", 3, tmp_path, timeout=150):
         for name, value in of_rank.items():

@@ -157,7 +157,9 @@ def test_from_file_refuses_a_small_file_that_asks_for_a_gibibyte_of_memory(
 
 
 @pytest.mark.parametrize("key", ["exp_avg", "step"])
-def test_convert_refuses_expanded_tensors_before_copying_them(tmp_path: Path, key: str) -> None:
+def test_convert_refuses_expanded_tensors_before_it_allocates_copies(
+    tmp_path: Path, key: str
+) -> None:
     tensors = {"exp_avg": torch.zeros(4), "step": torch.zeros(())}
     tensors[key] = torch.zeros((), dtype=torch.float64).expand(LARGE)
     group = {"params": [0], "param_names": ["w"]}
@@ -186,7 +188,7 @@ def test_load_refuses_index_entries_with_a_huge_shape_and_no_stored_boxes(
     refused(version, "does not hold each element of shape (1073741824,) once")
 
 
-def test_load_plain_file_returns_what_torch_load_returns(tmp_path: Path) -> None:
+def test_load_plain_file_returns_the_objects_that_torch_load_returns(tmp_path: Path) -> None:
     data: dict[Any, Any] = {
         "numbers": [1, -(1 << 80), 2.5, True, None, 1 + 2j],
         "texts": ("a", "\N{SNOWMAN}", b"\0\xff", bytearray(b"xy"), bytearray()),

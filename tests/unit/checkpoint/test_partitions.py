@@ -67,7 +67,7 @@ def test_load_refuses_remainders_of_a_copied_parameter_when_weights_differ(ranks
 
 
 @pytest.mark.parametrize("kind", ["ep", "pp", "given"])
-def test_save_numbers_experts_and_layers_across_ranks(ranks, kind):
+def test_save_gives_global_numbers_to_experts_and_layers_of_all_ranks(ranks, kind):
     assert [rank["names"][kind][0] for rank in ranks] == [True, True]
     whole = set()
     for rank in ranks:
@@ -103,7 +103,7 @@ def test_pipeline_stages_with_a_tied_embedding_resume(four_ranks):
     data=st.data(),
 )
 @settings(deadline=None, max_examples=60)
-def test_partition_cuts_cover_the_whole_tensor_once(before, blocks, after, size, data):
+def test_partitions_of_all_ranks_cover_the_whole_tensor_once(before, blocks, after, size, data):
     dim, local = len(before), [*before, sum(blocks), *after]
     shape = [*before, sum(blocks) * size, *after]
     whole = torch.arange(torch.Size(shape).numel()).view(shape)

@@ -38,7 +38,7 @@ def test_ranks_with_different_parameters_save_and_export(ranks, what):
         ("another model", "ValueError", "missing ['model.x', 'optimizer.state.exp_avg.x'", 1),
     ],
 )
-def test_save_and_load_raise_on_every_rank_when_one_fails(ranks, what, kind, text, where):
+def test_save_and_load_raise_on_every_rank_when_one_rank_fails(ranks, what, kind, text, where):
     for number, rank in enumerate(ranks):
         assert rank[what].startswith(f"{kind}: ") and text in rank[what]
         assert number == where or f"rank {where}: " in rank[what]

@@ -281,7 +281,7 @@ def test_load_refuses_common_json_entries_that_do_not_fit_the_optimizer(
     assert differing(before, print_of(model, optimizer)) == []
 
 
-def test_load_fails_on_all_ranks_when_one_refuses(tmp_path: Path) -> None:
+def test_load_fails_on_all_ranks_when_one_rank_refuses(tmp_path: Path) -> None:
     found = results_of_ranks("refused", 2, tmp_path, timeout=120)
     assert found[0].keys() == found[1].keys() and len(found[0]) == 4
     for of_rank in found:

@@ -164,7 +164,7 @@ def test_param_names_start_with_chunk_index_for_several_model_chunks(tmp_path: P
     mp_optim.checkpoint.load(tmp_path, bare, get_megatron_optimizer(CONFIG, bare))
 
 
-def test_caller_param_groups_get_names_of_the_model() -> None:
+def test_param_groups_of_the_caller_get_parameter_names_of_the_model() -> None:
     model = eager(plain())
     named = list(model.named_parameters())
     for groups in (

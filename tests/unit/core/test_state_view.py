@@ -9,7 +9,7 @@ from support.models import build, config_for, same_bits, train
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_state_view_lists_exactly_slots_with_state(fraction):
+def test_state_view_lists_exactly_the_trainable_params(fraction):
     model = nn.ParameterDict(
         {name: nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for name in "abc"}
     )

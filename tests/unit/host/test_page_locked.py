@@ -79,7 +79,7 @@ def test_page_locked_memory_is_unregistered_once_before_unmapping(runtime: Locki
     assert not is_mapped(address)
 
 
-def test_page_locked_memory_freed_during_a_graph_capture_is_unregistered_after_it_ends(
+def test_page_locked_memory_freed_during_a_graph_capture_is_unregistered_afterwards(
     runtime: LockingRuntime,
 ) -> None:
     """The garbage collector may free memory during a graph capture, and waiting for the device

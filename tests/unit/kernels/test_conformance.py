@@ -337,7 +337,7 @@ def test_backend_gives_nan_in_the_elements_of_reference_when_a_gradient_is_not_f
 
 
 @pytest.mark.parametrize("rule", ["adam", "lamb", "sgd", "lion"])
-def test_optimizer_steps_strided_params_and_skips_those_without_gradient(
+def test_optimizer_steps_strided_params_and_skips_params_without_gradient(
     candidate: Candidate, rule: str
 ) -> None:
     if not candidate.claims(rule) and candidate.name != "torch":

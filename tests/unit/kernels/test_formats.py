@@ -176,7 +176,7 @@ def test_codecs_store_finite_values_as_finite(dtype: torch.dtype, noise: Noise |
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**48))
-def test_noise_own_stream_gives_the_words_of_a_stream_and_its_offset(
+def test_noise_of_a_derived_stream_has_the_words_of_its_stream_at_its_offset(
     seed: int, stream: int, start: int
 ) -> None:
     part, device = Noise(seed, stream, start), torch.device("cpu")

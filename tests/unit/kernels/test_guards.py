@@ -176,7 +176,7 @@ def test_check_launch_refuses_tensor_lists_of_wrong_length_dtype_stride_or_devic
 
 
 @each_library
-def test_backend_refuses_host_tensors_before_it_launches(
+def test_backend_refuses_host_tensors_before_a_kernel_is_launched(
     standins: Gpu, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = backend_of(name)

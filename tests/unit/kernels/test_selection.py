@@ -67,7 +67,7 @@ def test_auto_chooses_the_first_backend_with_bits_of_reference(
     assert proof_of("triton", CPU).reason == "ImportError: no triton"
 
 
-def test_candidates_start_with_native_on_the_host() -> None:
+def test_backend_candidates_start_with_native_on_the_host_and_triton_on_cuda() -> None:
     assert selection.candidates(CPU)[0] == "native"
     assert selection.candidates(torch.device("cuda")) == (
         "triton",
@@ -78,7 +78,7 @@ def test_candidates_start_with_native_on_the_host() -> None:
     )
 
 
-def test_selection_refuses_a_slightly_wrong_backend(
+def test_backend_selection_refuses_a_slightly_wrong_backend(
     accelerator: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = sys.modules["amp_C"]
@@ -115,10 +115,10 @@ def test_selection_refuses_a_slightly_wrong_backend(
         ),
     ],
 )
-def test_auto_falls_back_when_an_installation_is_broken(
+def test_auto_chooses_reference_when_installed_libraries_are_broken(
     accelerator: Gpu, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
 ) -> None:
-    """Megatron catches ImportError only, so a broken Transformer Engine crashes Megatron."""
+    """Megatron itself catches only ImportError, so a broken Transformer Engine crashes Megatron."""
     real = selection.importlib.import_module
 
     def broken(name: str) -> Any:

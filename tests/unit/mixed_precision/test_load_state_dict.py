@@ -88,7 +88,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
-def test_load_state_dict_names_the_cause_and_changes_nothing_when_it_refuses(fraction):
+def test_load_state_dict_names_the_cause_of_a_refusal_and_changes_nothing(fraction):
     model, source = build("fp16", 0.0, initial_loss_scale=8.0)
     train(model, source, 2)
     good = source.state_dict()

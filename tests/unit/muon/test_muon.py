@@ -213,7 +213,7 @@ def test_muon_rule_refuses_bad_setting_by_name(settings, reason):
         RuleOptimizer(MuonRule(), [{"params": [nn.Parameter(random(2, 2))], **settings}])
 
 
-def test_muon_rule_names_a_vector_parameter_when_refusing_it():
+def test_muon_rule_refuses_a_vector_parameter_by_name():
     with pytest.raises(ValueError, match=r"bias has shape \(3,\): muon steps only matrices"):
         RuleOptimizer(
             MuonRule(), [("weight", nn.Parameter(random(3, 3))), ("bias", nn.Parameter(random(3)))]

@@ -40,7 +40,7 @@ def submit(worker, *jobs):
     return jobs
 
 
-def test_worker_keeps_its_thread_when_discard_is_called_without_jobs(worker):
+def test_worker_keeps_its_thread_after_a_discard_without_jobs(worker):
     worker.discard()
     (job,) = submit(worker, HeldJob())
     worker.drain()
@@ -51,7 +51,7 @@ def test_worker_keeps_its_thread_when_discard_is_called_without_jobs(worker):
     assert job.thread is thread
 
 
-def test_worker_drops_queued_jobs_and_waits_for_the_running_one(worker):
+def test_worker_discard_drops_queued_jobs_and_waits_for_the_running_job(worker):
     running, waiting = submit(worker, HeldJob(is_free=False), HeldJob("never"))
     threading.Timer(0.2, running.free.set).start()
     worker.discard()

@@ -249,7 +249,7 @@ def test_multi_tenant_steps_other_tenants_when_a_kernel_of_one_tenant_fails(
     assert optimizer.step("b")["b"].success
 
 
-def test_multi_tenant_breaks_off_only_the_tenant_whose_kernel_is_interrupted(
+def test_multi_tenant_refuses_only_the_tenant_whose_kernel_was_interrupted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     optimizer, params = adapters()
@@ -387,8 +387,8 @@ def test_tenant_stays_offloaded_when_the_file_of_the_tenant_is_damaged(tmp_path:
 # -- refused calls --------------------------------------------------------------------------------
 
 
-def test_add_tenant_accepts_params_when_this_rank_has_none_of_their_elements() -> None:
-    """All parts without elements have the address 0, which must not count as shared memory."""
+def test_add_tenant_accepts_params_without_elements_on_this_rank() -> None:
+    """Tensors without elements have the address 0, which must not count as shared memory."""
     optimizer = MultiTenantOptimizer(lr=1e-2)
     with one_rank():
         mesh = init_device_mesh("cpu", (1,))

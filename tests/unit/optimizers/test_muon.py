@@ -170,7 +170,7 @@ def test_muon_stores_adamw_moments_in_the_requested_state_form(
     assert muons["momentum_buffer"].dtype == first
 
 
-def test_muon_in_8_bits_stores_one_byte_and_trains() -> None:
+def test_muon_with_8bit_state_stores_one_byte_per_element_and_trains_like_fp32() -> None:
     losses = {}
     for state in ("fp32", "8bit"):
         torch.manual_seed(3)

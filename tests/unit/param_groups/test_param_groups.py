@@ -194,7 +194,7 @@ def test_factory_refuses_a_frozen_model_unless_param_groups_are_given():
         ({"max_lr": 1e-9}, "below min_lr"),
     ],
 )
-def test_config_overrides_are_refused_when_they_have_no_effect(override, message):
+def test_config_overrides_are_refused_when_an_override_has_no_effect(override, message):
     config = OptimizerConfig(lr=1e-3, min_lr=1e-4)
     with pytest.raises(ValueError, match=message):
         get_param_groups([nn.Linear(2, 2)], config, {ParamKey(name="*"): override})

@@ -45,7 +45,7 @@ def test_exit_finds_gloo_threads_by_the_name_that_torch_sets() -> None:
     assert list(last_collectives._states())
 
 
-def test_exit_stops_waiting_for_a_hanging_gloo_thread_after_its_patience(
+def test_exit_stops_waiting_for_a_hanging_gloo_thread_after_a_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(last_collectives, "_states", lambda: "R")

@@ -126,7 +126,7 @@ IMPORTED = {"mp_optim", "torch", "nn", "dist", "json", "os", "convert", "np", "t
 
 
 @each_document
-def test_python_blocks_of_the_docs_import_each_module_they_name(document):
+def test_python_blocks_of_the_docs_import_each_module_that_a_block_names(document):
     bound, missing = set(), set()
     for block in blocks_of(document, "python"):
         nodes = [*ast.walk(ast.parse(block))]

@@ -103,7 +103,7 @@ def test_step_refuses_after_an_interrupt_in_the_exit_of_averaged_weights(monkeyp
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16-remainder"])
-def test_averages_start_from_main_params_when_the_checkpoint_has_none(precision, tmp_path):
+def test_averages_start_from_main_params_when_the_checkpoint_has_no_averages(precision, tmp_path):
     model, optimizer = build(precision)
     train(model, optimizer, 3)
     checkpoint.save(tmp_path, model, optimizer)

@@ -151,7 +151,7 @@ def test_load_state_dict_keeps_state_on_the_host_when_the_caller_moved_state(sim
 
 @pytest.mark.parametrize("offload", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_state_follows_a_model_that_moves_between_steps(simulation, dtype, offload):
+def test_state_moves_with_a_model_that_moves_between_steps(simulation, dtype, offload):
     def run(*homes):
         layer = nn.Linear(6, 5, device=HOST).to(dtype)
         with torch.no_grad():
@@ -199,7 +199,7 @@ def test_state_assignment_refuses_unsupported_values(simulation):
     assert on_accelerator(optimizer) == there and not differing(found(model, optimizer), before)
 
 
-def test_reading_state_does_not_keep_freed_memory(simulation):
+def test_state_view_holds_no_memory_after_state_was_moved_or_replaced(simulation):
     model, optimizer = build("bf16-4bit")
     train(model, optimizer, 1)
     view, state = optimizer.state, optimizer.state[model.dense]
@@ -227,7 +227,7 @@ def test_reading_state_does_not_keep_freed_memory(simulation):
 
 @pytest.mark.parametrize("place", ["device", "host", "streamed"])
 @pytest.mark.parametrize("form", ["fp32", pytest.param("bf16-8bit8", marks=pytest.mark.slow)])
-def test_step_restores_state_to_its_device_when_data_was_moved(simulation, form, place):
+def test_step_moves_state_back_to_its_device_when_tensor_data_was_moved(simulation, form, place):
     model, optimizer = build(form, place)
     for start in (0, 2):
         train(model, optimizer, 2, start)

@@ -107,7 +107,7 @@ def test_chained_optimizer_steps_when_ranks_have_different_numbers_of_parts(rank
     assert [rank["parts of some"] for rank in ranks] == ["no error"] * 4
 
 
-def test_sharded_construction_names_differing_ranks_on_every_rank(ranks):
+def test_sharded_construction_names_ranks_with_other_params_or_settings_on_every_rank(ranks):
     for rank in ranks:
         found = rank["disagree"]
         assert (

@@ -306,7 +306,7 @@ def test_autograd_refuses_backward_after_a_load_wrote_the_params(strategy):
         loss.backward()
 
 
-def test_distributed_optimizer_replaces_an_earlier_one_on_the_same_model():
+def test_new_distributed_optimizer_replaces_an_earlier_optimizer_of_the_model():
     model = nn.Linear(3, 3)
     first = sharded(model)
     gone, grads_of_first = weakref.ref(first), memory_of(model.bias.main_grad)

@@ -67,7 +67,9 @@ def test_convert_refuses_a_source_file_without_optimizer_state(
     assert words in sentence and str(source) in sentence and not target.exists()
 
 
-def test_cli_prints_the_cause_of_a_failed_model_import(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_prints_the_cause_when_a_model_cannot_be_imported(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def command() -> int:
         try:
             raise RuntimeError("operator torchvision::nms does not exist")
@@ -156,7 +158,7 @@ print("plan", main(["plan", "--model", sys.argv[1], "--optimizer", sys.argv[1]])
 """
 
 
-def test_cli_names_the_package_to_install_when_an_optional_one_is_missing(config: Path) -> None:
+def test_cli_names_the_package_to_install_when_an_optional_package_is_missing(config: Path) -> None:
     # TRITON_INTERPRET=0 halves the time: the doctor does not interpret Triton's kernels.
     text = run_forked_program("-c", BARE, str(config), TRITON_INTERPRET="0")
     for name in COMMANDS:

@@ -55,7 +55,7 @@ def test_shipped_model_configs_build_published_parameter_counts(name: str) -> No
     assert sum(param.numel() for param in model.parameters()) == PUBLISHED[name]
 
 
-def test_fit_keeps_a_model_that_fits_on_the_accelerator(
+def test_fit_changes_no_setting_when_the_model_fits_on_the_accelerator(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, said = answer(capsys, "--model", config, "--gpu", "4GB", "--ram", "8GB")

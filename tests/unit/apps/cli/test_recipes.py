@@ -178,7 +178,9 @@ def on_host(lines: str) -> str:
     return lines.replace("output_dir=", "report_to=[], use_cpu=True, output_dir=")
 
 
-def test_recipes_run_as_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_that_fit_prints_train_unchanged(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save_model(LLAMA)
     machine = ("--gpu", "0.95MiB", "--reserve", "0GB", "--ram", "8GB", "--seq", 128)
     said = answer(capsys, "--model", "here", *machine, "--checkpointing", "on")
