@@ -42,13 +42,14 @@ class Dequantize(nn.Module):
         self.dtype = dtype
 
     def bind(self, codes: Any) -> None:
-        """Set ``fp8_scale`` of a float8 parameter, and the dtype of its gradients."""
+        """Give the float8 parameter ``codes`` this module's scale as ``fp8_scale``, and set the
+        dtype of its gradients."""
         codes.fp8_scale = self.scale
         if codes.is_leaf and codes.grad is None and codes.grad_dtype != self.dtype:
             codes.grad_dtype = self.dtype
 
     def forward(self, codes: Tensor) -> Tensor:
-        # Bind at every call, because a move or copy of the module replaces the scale.
+        # Bind at every call, because moving or copying the module replaces the scale.
         self.bind(codes)
         return cast(Tensor, _Values.apply(codes, self.dtype))  # type: ignore[no-untyped-call]
 

@@ -1,9 +1,10 @@
-"""Record a step, and carry the recorded step out again on a CPU.
+"""Record a step, and take the recorded step again on a CPU.
 
 $ mp-optim replay FOLDER
 
 A folder has a checkpoint from before the step (``before``), the gradients as a checkpoint
-(``gradients``), and ``receipt.json``: config, verdict, and the digest of each tensor afterwards.
+(``gradients``), and ``receipt.json``: config, the decisions about clipping and skipping (verdict),
+and the digest of each tensor after the step.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ _LAST_OF_RULES = "clip_grad"
 """The fields of a config up to this field decide the arithmetic of a step. The fields after it
 decide places, ranks and backends, which do not change bits."""
 _NORM_ERROR = 1e-12
-"""Relative difference of two norms that may come from another order of the sums."""
+"""Largest relative difference of two gradient norms that counts as equal. The order of the sums may
+change the last bits."""
 
 
 @contextmanager
@@ -68,7 +70,8 @@ def record_step(optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str]
     stack, ranks, path = _checked(optimizer), Ranks.of(), Path(folder)
     names = {slot: stack.slot_name(slot) for slot in stack.slots()}
     params = dict(zip(names.values(), stack.get_parameters(), strict=True))
-    # Without an old receipt, a record that is interrupted cannot be replayed with other files.
+    # Delete an old receipt first. If this record is interrupted, a replay must not compare new
+    # files with the old receipt.
     ranks.run_on_first("recording a step", lambda: (path / _RECEIPT).unlink(missing_ok=True))
     save(path / _BEFORE, _module(params, {}), stack)
     stack.finish_grad_sync()
@@ -147,7 +150,7 @@ def _module(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> nn.M
 
 
 def differences(folder: Path) -> Iterator[str]:
-    """Carry out a recorded step again. Yield one sentence for each value that differs: the gradient
+    """Take a recorded step again. Yield one sentence for each value that differs: the gradient
     norm, and then tensors in the order of the parameters.
 
     Raises:
@@ -209,8 +212,8 @@ def _built(
 
 
 def _take_step(optimizer: MegatronOptimizer, verdict: Verdict) -> Verdict:
-    """Take a step with a recorded verdict, so that the last bit of the norm does not matter. Return
-    the verdict on the gradients in this process."""
+    """Take a step with a recorded verdict, so that the last bits of the norm do not matter. Return
+    the verdict that this process would have reached."""
     grads = optimizer.grads_of(optimizer)
     scaling = [torch.tensor([each], dtype=torch.float64, device="cpu") for each in verdict.scaling]
     measured = decide(grads.sums(on_host=True), scaling, optimizer.config)
@@ -233,7 +236,7 @@ def _read(contents: Contents, name: str) -> Tensor:
 
 
 def _difference(name: str, repeated: Tensor, difference: int) -> str:
-    """Return a sentence about a tensor with another digest.
+    """Return a sentence about a tensor whose digest differs from the recorded digest.
 
     Args:
         name: name of the tensor.

@@ -24,7 +24,7 @@ LARGE, LARGE_ROUNDING = 10 << 20, 2 << 20
 
 
 def allocated_bytes(size: int) -> int:
-    """Return the bytes that torch's CUDA allocator takes for a tensor.
+    """Return the bytes that torch's CUDA allocator takes for a storage of ``size`` bytes.
 
     The result is a multiple of 512 bytes, and from 10 MiB on a multiple of 2 MiB
     (``c10/cuda/CUDACachingAllocator.cpp``).
@@ -39,7 +39,8 @@ class Moment:
 
     Attributes:
         phase: "forward" or "backward".
-        activations: bytes of tensors saved for backward, and of temporary tensors of an operation.
+        activations: bytes of tensors saved for backward, of temporary tensors of an operation, and
+            of logits.
         logits: bytes of activations that have the vocabulary as last dimension.
         grads: bytes of gradients that backward has computed.
     """
@@ -65,11 +66,12 @@ class Timeline:
     grads: int = 0
 
     def peak(self, held: Callable[[int], int] = lambda grads: grads) -> Moment:
-        """Return the moment with the largest sum of activations and gradients.
+        """Return the moment with the largest sum of activations and gradients. Its ``grads`` are
+        those on the device.
 
         Args:
-            held: function from the bytes of gradients computed so far to their bytes on the device;
-                the result replaces the moment's ``grads``.
+            held: function from the bytes of all gradients that backward has computed to the bytes
+                of gradients on the device.
         """
         found = max(self.moments, key=lambda each: each.activations + held(each.grads))
         return Moment(found.phase, found.activations, found.logits, held(found.grads))
@@ -79,7 +81,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counter of the storages that operations allocate and free.
 
     Args:
-        rounded: returns the allocated bytes of a tensor.
+        rounded: function from the bytes of a storage to the bytes that the allocator takes for it.
         vocabulary: length of the last dimension of logits.
         known: existing storages, which are not counted.
     """
@@ -91,7 +93,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.timeline = Timeline()
         self.phase = "forward"
         self._rounded, self._vocabulary = rounded, vocabulary
-        # Keep references to the storages, so that no new storage gets the id of a freed one.
+        # Storages are counted by id. Keep references to the known storages, so that no new storage
+        # gets the id of a freed storage.
         self._known = known
         self._live: dict[int, tuple[str, int]] = {id(storage): ("known", 0) for storage in known}
         self.bytes = {"known": 0, "activations": 0, "logits": 0, "grads": 0}
@@ -154,9 +157,10 @@ def _replaced(module: Any, name: str, value: Callable[..., Any]) -> Iterator[Non
 def _without_dropout() -> AbstractContextManager[None]:
     """Remove dropout from fused attention while the context is open.
 
-    Fused GPU kernels generate the dropout mask again in backward and store no mask. The CPU kernel
-    has no dropout: torch would fall back to attention that stores its weights. The function is
-    replaced because a TorchFunctionMode does not apply to forwards that checkpointing runs again.
+    Fused GPU kernels generate the dropout mask again in backward, so they store no mask. The CPU
+    kernel does not support dropout, so torch would use attention that stores its weights. The
+    function is replaced because a TorchFunctionMode does not apply to forwards that checkpointing
+    runs again.
     """
     attention: Any = nn.functional.scaled_dot_product_attention
 
@@ -180,8 +184,9 @@ def track(
     Args:
         model: a model without gradients, with real or fake tensors. The model has gradients
             afterwards.
-        loss_of: function from the model to the loss; creates the inputs, which are counted.
-        rounded: returns the allocated bytes of a tensor.
+        loss_of: function from the model to the loss. The function creates the inputs, which are
+            counted.
+        rounded: function from the bytes of a storage to the bytes that the allocator takes for it.
         vocabulary: length of the last dimension of logits, by which logits are found.
     """
     tensors = [*model.parameters(), *model.buffers()]
@@ -212,8 +217,8 @@ def trace(
     *,
     vocabulary: int | None = None,
 ) -> Timeline:
-    """Return the memory of a forward and a backward on an accelerator, without using an
-    accelerator.
+    """Return the memory that a forward and a backward would take on an accelerator. No accelerator
+    is used.
 
     The operations are the CPU's, on fake tensors. Attention is fused, as on a GPU. Temporary memory
     of kernels is not counted.
@@ -221,7 +226,7 @@ def trace(
     Args:
         model: a model with fake tensors of :func:`as_fake`; it has no gradients afterwards.
         fake: result of :func:`as_fake`.
-        loss_of: function from the model to the loss; creates the inputs.
+        loss_of: function from the model to the loss. The function creates the inputs.
         vocabulary: length of the last dimension of logits.
     """
     with fake:
@@ -238,7 +243,8 @@ def as_fake(model: nn.Module) -> FakeTensorMode:
     """
     fake = FakeTensorMode()
     made: dict[int, nn.Parameter] = {}
-    # Keep references to the replaced parameters, so that no other tensor gets their ids.
+    # Replacements are found by the id of the replaced tensor. Keep references to the replaced
+    # parameters, so that no other tensor gets their ids.
     originals = list(model.parameters())
     with fake:
         for module in model.modules():
@@ -266,7 +272,7 @@ class Batch:
     """A micro-batch of one accelerator.
 
     Attributes:
-        seq: tokens of a sequence; pictures have the model's own size.
+        seq: tokens of a sequence; not used for pictures, which have the size in the model's config.
         size: number of sequences or pictures.
     """
 
@@ -325,7 +331,7 @@ def checkpoint_blocks(model: Any, on: bool = True) -> None:
     """Turn activation checkpointing of a ``transformers`` model's blocks on or off.
 
     Raises:
-        ValueError: the model's class does not support it.
+        ValueError: the model's class does not support activation checkpointing.
     """
     how = {"use_reentrant": False, "preserve_rng_state": False}
     with warnings.catch_warnings():
@@ -348,8 +354,8 @@ def hf_loss(batch: Batch) -> Callable[[nn.Module], Tensor]:
     def loss_of(model: nn.Module) -> Tensor:
         from transformers import masking_utils
 
-        # Each row is one sequence, as with real data. With fake tensors transformers cannot read
-        # where sequences begin, and would allocate masks that training does not have.
+        # Tell transformers that each row is one sequence, as with real data. transformers cannot
+        # read this from fake tensors, and would allocate masks that training does not have.
         with _replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None):
             return forward(model)
 

@@ -1,6 +1,8 @@
-"""Loss of a causal language model that computes the logits of some tokens at a time.
+"""Loss of a causal language model that computes the logits of some tokens at a time, 512 by
+default.
 
-The output layer multiplies these tokens in forward, and again in backward.
+The output layer computes the logits in forward, and again in backward, so that they need not be
+stored.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 ROWS = 512
-"""Number of tokens whose logits exist at a time."""
+"""Number of tokens whose logits are in memory at a time."""
 IGNORED = -100
 """The label that transformers leaves out of the loss."""
 _HEAD_THEN_LOSS = re.compile(
@@ -25,7 +27,7 @@ _HEAD_THEN_LOSS = re.compile(
 
 
 def can_chunk(model: Any) -> bool:
-    """True if the model passes the output layer's product unchanged to its loss.
+    """True if the model computes its loss directly from the output layer's product.
 
     Models that scale or cap their logits (Gemma, Granite, Cohere) are not supported.
     """

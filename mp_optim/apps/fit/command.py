@@ -1,5 +1,5 @@
-"""Estimate of whether a model can be trained on a machine, activations included, and a program that
-trains it.
+"""Estimate whether a model can be trained on a machine, activations included, and print a program
+that trains the model.
 
 Programs are printed for plain Python and for Hugging Face's Trainer.
 
@@ -88,17 +88,17 @@ class Options:
     lora: int = 0
     """Rank of peft's adapters on all linear layers; 0 trains all parameters."""
     checkpointing: Literal["auto", "on", "off"] = "auto"
-    """Activation checkpointing, with which blocks run forward again in backward: on, off, or
-    auto for the faster way that fits."""
+    """Activation checkpointing, which runs blocks forward again in backward: on, off, or auto for
+    the fastest setting that fits."""
     loss: Literal["auto", "model", "chunked"] = "auto"
     """model: the model's own loss. chunked: logits of some tokens at a time, which costs another
-    product with the head in backward. auto: the faster way that fits."""
+    product with the head in backward. auto: the fastest loss that fits."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """sdpa: fused attention. eager: attention that stores its weights."""
     main_params: Literal["exact", "remainder8", "none"] = "exact"
     """exact: the bits of FP32 main params. remainder8: main params of 24 bits, which take 1 byte a
-    parameter less. none: only bfloat16 parameters, rounded stochastically. With remainder8 and none
-    training has other bits than with FP32 main params."""
+    parameter less. none: only bfloat16 parameters, rounded stochastically. Training with
+    remainder8 or none gives other bits than training with FP32 main params."""
     reserve: str = "1GiB"
     """Assumed memory of each accelerator for CUDA, its libraries and rounding."""
     host_reserve: str = "4GiB"
@@ -142,7 +142,7 @@ def check(options: Options) -> None:
         raise ValueError(f"--lora {options.lora}: must be a rank > 0, or 0 for no adapters")
     if options.rates is not None and not all(0 < rate < math.inf for rate in options.rates):
         raise ValueError(f"--rates {options.rates}: each must be more than 0 GB/s")
-    limits_of(options)  # limits_of raises ValueError if a size is not valid.
+    limits_of(options)  # Raises ValueError if a size is not valid.
 
 
 # -- the model ------------------------------------------------------------------------------------
@@ -253,8 +253,7 @@ def _auto_class(architectures: Sequence[str]) -> str:
 
 
 def _program_of(options: Options) -> Program:
-    """Return the model and the loss of a function in a Python file. The function returns ``(model,
-    loss_of)``."""
+    """Return the program of a Python file's function, which returns ``(model, loss_of)``."""
     path, _, name = options.model.rpartition(":")
     spec = importlib.util.spec_from_file_location("model_to_fit", path)
     if spec is None or spec.loader is None or not Path(path).exists():
@@ -297,9 +296,10 @@ def candidates(options: Options) -> Iterator[Candidate]:
     """Yield settings in the order in which they are tried.
 
     The first settings store state on the accelerator. The next settings shard state over ranks,
-    store state in compact forms, and move a fraction of the state to the host. There the state is
-    first stepped on the host, then streamed, which needs less host memory. The last settings store
-    state on a disk. Gradients stay on the accelerator until moving state alone is not enough.
+    store state in compact forms, and move a fraction of the state to the host. The host steps this
+    state itself, or the device steps it in windows (streamed), which needs less host memory. The
+    last settings store state on a disk. Gradients stay on the accelerator until moving state alone
+    is not enough.
     """
     shards = options.gpus > 1
     forms = _FORMS[options.main_params]
@@ -419,8 +419,8 @@ def as_data(found: Estimate, options: Options, made: Program) -> dict[str, Any]:
     """Return the answer as plain data; sizes are in bytes.
 
     ``fits`` is true if the estimate fits. ``certain`` is true if the settings fit even if the
-    estimate is too low by ``error``. ``slack`` is the largest share by which the estimate may be
-    too low.
+    estimate is too low by ``error``. ``slack`` is the share by which the accelerator's estimate may
+    be too low while the settings still fit.
     """
     limits = limits_of(options)
     missing = found.missing(limits)

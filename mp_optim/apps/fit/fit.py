@@ -54,9 +54,9 @@ RESERVE = "CUDA and libraries"
 def gathered_bytes(model: nn.Module) -> int:
     """Return the bytes that FSDP2 adds on a rank in backward.
 
-    The bytes are the parameters of two blocks (one computes, the next one is gathered), the
-    gradients of one block, and all parameters outside blocks. ``_no_split_modules`` of a
-    ``transformers`` model names the blocks. A model without this attribute is gathered whole.
+    The bytes are the parameters of two blocks (FSDP2 gathers a block while it computes the block
+    before), the gradients of one block, and all parameters outside blocks. ``_no_split_modules`` of
+    a ``transformers`` model names the blocks. A model without this attribute is gathered whole.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     found = [module for module in model.modules() if type(module).__name__ in names]
@@ -111,7 +111,8 @@ class Estimate:
 
     def slack(self, limits: Limits) -> float:
         """Return the share by which the accelerator's estimate may be too low while the settings
-        still fit. The share is negative if the settings do not fit."""
+        still fit the accelerator. The share is negative if the estimate exceeds the
+        accelerator's memory."""
         return (limits.device - self.device) / max(self.device - limits.reserve, 1)
 
     def missing(self, limits: Limits, error: float = 0.0) -> dict[str, int]:
@@ -141,7 +142,7 @@ def estimate(
     gathered: int,
     accumulates: bool = False,
 ) -> Estimate:
-    """Add the memory of a plan and of a trace.
+    """Return the memory of one rank: the sum of a plan and of a trace.
 
     Args:
         candidate: the settings.
@@ -150,14 +151,15 @@ def estimate(
         checkpointing: True if blocks run forward again in backward.
         loss: "model" or "chunked".
         limits: memory of the rank.
-        gathered: result of :func:`gathered_bytes`, which counts with FSDP2.
+        gathered: result of :func:`gathered_bytes`; added only with FSDP2.
         accumulates: True if gradients of earlier micro-batches exist.
     """
     config, layout, device = candidate.config, candidate.layout, plan.accelerator
     gathers = layout.sharding == "fsdp2"
 
     def held(made: int) -> int:
-        """Return the bytes on the accelerator of gradients that backward has computed."""
+        """Return the bytes of gradients on the accelerator when backward has computed ``made``
+        bytes."""
         if config.release_gradients:
             return min(made, device.grads)
         # Buffers of buckets, or gradients of earlier micro-batches, exist before backward begins.
@@ -209,6 +211,15 @@ def search(
 
     A trace takes seconds. So a candidate that does not fit without activations is not traced, and
     the pair that needs least memory is traced before the other pairs.
+
+    Args:
+        candidates: settings in the order to try.
+        plan_of: function from a candidate to its plan.
+        traced: function from a pair to its timeline.
+        ways: pairs in the order to try; the last pair needs least memory.
+        limits: memory of the rank.
+        gathered: result of :func:`gathered_bytes`.
+        accumulates: True if gradients of earlier micro-batches exist.
     """
     listed = list(candidates)
     bare = Timeline([Moment("forward", 0, 0, 0)])
@@ -237,7 +248,8 @@ def search(
 
     for error in (ERROR, 0.0):
         for at in range(len(listed)):
-            # Trace the pair that needs least memory first. If it does not fit, no other pair fits.
+            # Test without activations first, and then the pair that needs least memory. If this
+            # pair does not fit, no other pair fits.
             for way in (None, ways[-1]):
                 if estimated(at, way).missing(limits, error):
                     break
@@ -265,11 +277,12 @@ class Rates:
 
 
 def step_seconds(found: Estimate, rates: Rates) -> float:
-    """Return the estimated seconds of the optimizer's step, without overlap.
+    """Return the estimated seconds of the optimizer's step. No part of the step overlaps with
+    backward.
 
-    ``apps/fit/step_time.py`` has the model. The device steps its own parameters at the rate of its
-    memory. Then the host's parameters are stepped there or streamed. State on a disk is read and
-    written once.
+    ``apps/fit/step_time.py`` has the formulas. The device steps the parameters whose state it
+    stores. Then the host steps the other parameters, or the device streams their state. State on a
+    disk is read and written once, at the same time; the longer time counts.
     """
     plan, config, layout = found.plan, found.candidate.config, found.candidate.layout
     is_sharded = config.is_distributed or layout.sharding == "fsdp2"

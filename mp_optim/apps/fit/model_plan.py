@@ -1,5 +1,5 @@
-"""Memory plan of a whole model that a parallel layout spreads over ranks, and the search for the
-smallest offload fraction that fits."""
+"""Memory plan of a whole model under a parallel layout, and the search for the smallest offload
+fraction that fits."""
 
 from __future__ import annotations
 
@@ -136,8 +136,10 @@ _EXPERT = re.compile(r"experts\.(\d+)\.")
 
 
 def _model_shard(specs: Sequence[ParamSpec], layout: Layout) -> list[ParamSpec]:
-    """Return the parameters on the first rank of a model copy, with their local shapes."""
-    # Numbers of experts whose parameters are separate. Stacks of all experts have no number.
+    """Return the parameters of the first tensor- and expert-parallel rank, with their local shapes.
+    Data-parallel ranks do not shard these shapes yet."""
+    # The number of the expert, for parameters of a single expert. A parameter that stacks all
+    # experts has no number.
     numbers: dict[str, int] = {}
     for spec in specs:
         if spec.is_expert and (match := _EXPERT.search(spec.name)):
@@ -150,7 +152,7 @@ def _model_shard(specs: Sequence[ParamSpec], layout: Layout) -> list[ParamSpec]:
             raise ValueError(f"ep={layout.ep}: must divide the {count} experts of {spec.name}")
         if number is not None and number >= count // layout.ep:
             continue
-        # A stack of all experts is split along its first dimension.
+        # A parameter that stacks all experts is split along its first dimension.
         if spec.is_expert and number is None and layout.ep > 1:
             if not shape or shape[0] % layout.ep:
                 raise ValueError(
@@ -173,7 +175,7 @@ def _split(shape: tuple[int, ...], tp: int, whole: bool) -> tuple[int, ...]:
 
 
 def _meta_param(spec: ParamSpec, layout: Layout) -> nn.Parameter:
-    """Return the first data-parallel rank's shard of a parameter of :func:`_model_shard`."""
+    """Return the shard of a parameter of :func:`_model_shard` on the first data-parallel rank."""
     shape = spec.shape
     if layout.sharding == "fsdp2" and shape:
         ranks = layout.dp // layout.ep if spec.is_expert else layout.dp

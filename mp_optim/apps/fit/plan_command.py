@@ -117,7 +117,8 @@ def config_from(options: Options) -> OptimizerConfig:
             "lr: 1.0e-4"
         )
     settings = dict(settings)
-    # Each line of the table sets its own fraction, so any fraction turns offloading on here.
+    # Fields of offloading need offloading, so turn it on. Each line of the table replaces the
+    # fraction, so any fraction serves here.
     if not OFFLOADING.isdisjoint(settings):
         settings.setdefault("optimizer_cpu_offload", True)
         settings.setdefault("optimizer_offload_fraction", 1.0)

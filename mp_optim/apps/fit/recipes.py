@@ -49,7 +49,8 @@ def _model_lines(found: Estimate, recipe: Recipe, *imports: str) -> list[str]:
     """Return lines that import packages, and build the model, its loss and its adapters."""
     plain = ", attn_implementation='eager'" if recipe.attention == "eager" else ""
     lines = ["import os", ""]
-    # torch reads the setting when it is imported, so the setting comes first.
+    # torch reads the variable when it is imported, so the line that sets the variable precedes the
+    # imports.
     lines.append('os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")\n')
     lines += [*imports, *(["import peft"] if recipe.lora else [])]
     lines += ["import torch", "import transformers"]

@@ -76,7 +76,7 @@ def streamed(machine: Machine, form: Form, params: int) -> float:
     """
     state, shared = params * form.state, machine.host / 2
     windows = max(math.ceil(state / WINDOW), 1)
-    # The copies read and write the device's memory, so they take time from the step.
+    # The copies also read and write the device's memory, so less bandwidth is left for the step.
     stepped = params * form.update + 2 * state
     stages = ((state, min(machine.up, shared)), (stepped, machine.device))
     down = (state, min(machine.down, shared))
@@ -97,7 +97,7 @@ def on_host(machine: Machine, form: Form, params: int) -> float:
 
 
 def _pipelined(machine: Machine, pieces: int, *stages: tuple[float, float]) -> float:
-    """Return the seconds in which equal pieces pass through a pipeline of stages.
+    """Return the seconds in which pieces of equal size pass through a pipeline of stages.
 
     Args:
         machine: machine with the latency of a piece.

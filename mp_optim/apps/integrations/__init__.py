@@ -1,2 +1,2 @@
-"""Classes that other programs import by their dotted path. Each module imports the program that
-it is for."""
+"""Classes that other training programs import by their dotted path. Each module imports the
+training program that it is for."""

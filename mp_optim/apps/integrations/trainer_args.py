@@ -49,7 +49,7 @@ def log_own_norm(trainer: Any) -> None:
 
     def with_norm(logs: dict[str, float], *args: Any, **named: Any) -> None:
         prepared = trainer.optimizer
-        # accelerate wraps the optimizer, so the stack may be inside.
+        # accelerate wraps the optimizer, so the stack may be one level deeper.
         inner = getattr(prepared, "optimizer", prepared)
         stack = getattr(inner, "stack", inner)
         is_ours = isinstance(stack, MegatronOptimizer)

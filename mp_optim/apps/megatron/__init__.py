@@ -40,7 +40,7 @@ _MEGATRONS = {
     "get_standard_config_overrides": _FACTORY,
     "param_group_override_to_tuple": _SCHEDULER,
 }
-"""Module of each name that is imported from Megatron."""
+"""Names that this module imports from Megatron on demand, and the Megatron module of each name."""
 
 __all__ = [
     "ChainedOptimizer",

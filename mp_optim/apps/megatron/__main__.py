@@ -13,7 +13,7 @@ from mp_optim.apps.megatron.install import install
 
 
 def main() -> None:
-    """Run the script that is the first argument."""
+    """Call :func:`install` with the fields of ``--set``, and run the script of the command line."""
     parser = argparse.ArgumentParser("python -m mp_optim.megatron", description=__doc__)
     parser.add_argument(
         "--set",
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """Return a field and its value: a Python literal, or a string."""
+    """Return the field's name and its value. The value is a Python literal, or else the text."""
     name, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} has no equals sign; write FIELD=VALUE")

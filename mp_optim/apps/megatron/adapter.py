@@ -35,7 +35,8 @@ stack."""
 
 @dataclass
 class _Prepared:
-    """Measured gradients and decisions of a step that a program takes in several calls."""
+    """State of a step that a program takes in several calls: measured gradients and the decisions
+    about them."""
 
     grads: StepGrads
     measurement: Measurement
@@ -64,8 +65,8 @@ class MegatronAdapter(torch.optim.Optimizer):
         chunks: Sequence[nn.Module] = (),
         elsewhere: Sequence[Sequence[SavedSettings]] | None = None,
     ) -> None:
-        # NOTE: do not call torch's constructor, because it would make param groups. The stack has
-        # all groups.
+        # NOTE: do not call torch's constructor, because it would make param groups, and the stack
+        # already has all groups.
         self.__dict__["stack"] = stack
         self._chunks, self._elsewhere = list(chunks), elsewhere
 
@@ -141,18 +142,19 @@ class MegatronAdapter(torch.optim.Optimizer):
         self.stack.reload_model_params(values)
 
     def prepare_model_params_for_param_sync(self) -> None:
-        """Do nothing, because all parameters are complete when a step returns."""
+        """Wait until the parameters of the last step are complete on this rank."""
         self.stack.finish_param_sync()
 
     def has_grad_norm_group(self, grad_norm_group: str) -> bool:
-        """True if this rank has a parameter whose gradient is clipped by the separate norm
-        ``grad_norm_group``."""
+        """True if this rank has a parameter in the norm group ``grad_norm_group``, whose gradients
+        are clipped by their own norm."""
         keys = (self.stack.norm_key(slot) for slot in self.stack.slots())
         return any(key.group == grad_norm_group for key in keys)
 
     @property
     def grad_norms_by_group(self) -> dict[str, float]:
-        """The last step's norms of gradients that are clipped separately, by name."""
+        """The last step's norms of the norm groups that are clipped separately, by name of the
+        group."""
         norms = self.stack.counts.last_verdict().norms
         return {key: norms[key] for key in norms if key not in (MAIN_NORM, EXCLUDED)}
 
@@ -197,8 +199,8 @@ class MegatronAdapter(torch.optim.Optimizer):
         with stack.step_mark.step(stack):
             try:
                 grads = stack.grads_of(stack)
-            # A worker of the backward failed. Discard its jobs, so that the next step runs all jobs
-            # in this thread.
+            # A thread that worked during backward failed. Discard the jobs of backward, so that the
+            # next step runs all jobs in this thread.
             except WorkerError:
                 stack.discard_backward_work()
                 raise
@@ -218,8 +220,8 @@ class MegatronAdapter(torch.optim.Optimizer):
         return norms.get(MAIN_NORM, 0.0)
 
     def clip_grad_norm(self, clip_grad: float) -> float:
-        """Clip the gradients of the prepared step to a norm, and return the norm before clipping.
-        :meth:`step_with_ready_grads` takes the step.
+        """Decide the clip coefficient of the prepared step, and return the norm before clipping.
+        Gradients do not change; :meth:`step_with_ready_grads` multiplies by the coefficient.
 
         Args:
             clip_grad: largest norm; 0 does not clip.
@@ -329,7 +331,8 @@ class MegatronAdapter(torch.optim.Optimizer):
         is_mapping, parts = isinstance(state_dict, Mapping), states_of_members(state_dict)
         if is_mapping and state_dict.get(torch_format.APART):
             torch_format.load_common(self.stack, state_dict)
-        # Only state of Megatron's Float16 optimizer has this key.
+        # Only a state dict of Megatron's Float16 optimizer has this key, so the dict identifies
+        # state by position.
         elif any(COPIES in part for part in parts):
             torch_format.load_positional(self.stack, parts, convert=convert)
         elif is_mapping and REQUEST in state_dict:

@@ -224,7 +224,8 @@ def config_from_megatron(
     if config.optimizer == "lion":
         warn(_LION)
     settings |= own_settings
-    # ``OptimizerConfig`` below refuses an unknown optimizer by name.
+    # Do not look for inert fields of an unknown optimizer. ``OptimizerConfig`` below refuses its
+    # name.
     is_known = settings["optimizer"] in RULES
     while is_known and (inert := inert_fields(ConfigFields(**settings))):
         settings = {key: settings[key] for key in settings if key not in inert}
@@ -295,8 +296,8 @@ def _settings_of_ddp(chunk: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     decided = {} if gathers is None else {"overlap_param_gather": gathers}
     splits = chunk.ddp_config.use_distributed_optimizer
     if settings.get(_LAYER_WISE, False):
-        # Megatron's DDP stores every matrix whole in the shard of one rank. So the distributed
-        # optimizer steps whole matrices.
+        # Megatron's DDP puts every matrix whole into the shard of one rank. So this package's
+        # distributed optimizer steps whole matrices.
         if not splits and ranks > 1:
             raise ValueError(
                 f"{_LAYER_WISE}=True, but the model's ddp_config has "

@@ -59,7 +59,8 @@ _WRITTEN_AS_RESHARDABLE = (_RESHARDABLE, _BUCKETS, "fully_sharded_model_space")
 _FLOAT16_MAIN, _DISTRIBUTED_MAIN = "fp32_param", "param"
 """Keys of a main param in Megatron's Float16 optimizer and in its distributed optimizer."""
 _STATE = "param_state"
-"""Key of the state tensors in a part's state dict. The tensors have the index of their slot."""
+"""Key of the state tensors in a part's state dict. The value has the tensors of each slot by the
+slot's index."""
 
 ModelTensor = Any
 """One parameter of the model's sharded state dict: Megatron's ``ShardedTensor``, or a
@@ -344,8 +345,8 @@ def _placed(
             prefix = f"optimizer.state.{called}"
             sharded = make_sharded_optimizer_tensor(of_param, value, prefix=prefix)
             if only_here:
-                # The last coordinate is the data-parallel rank. Megatron saves the tensor of rank
-                # 0, so this rank's tensor gets a 0.
+                # The last number of a replica id is the data-parallel rank. Megatron saves only
+                # tensors with rank 0, so this rank's tensor gets a 0.
                 place = sharded.replica_id
                 first = (*place[:-1], 0) if isinstance(place, tuple) else 0
                 sharded = replace(sharded, replica_id=first)
@@ -399,10 +400,11 @@ def requested_state_dict(
 
 
 def _empty(part: MegatronOptimizer, slot: Slot) -> State:
-    """Return tensors for loaded state, with the initial values of a new optimizer.
+    """Return new host tensors for loaded state: FP32 values of the model's parameter, and zero
+    moments.
 
-    The checkpoint may lack elements, such as a vocabulary's padding. Such elements keep the model's
-    values and zero moments.
+    The checkpoint may lack elements, such as a vocabulary's padding. Such elements keep these
+    values.
     """
     param = param_at(part.param_groups, slot)
     state: State = {}
@@ -420,8 +422,8 @@ def _empty(part: MegatronOptimizer, slot: Slot) -> State:
 def _requested_buckets(
     part: MegatronOptimizer, chunks: Sequence[nn.Module], prefix: str
 ) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """Return the request for a part in buckets: the settings of the part, and tensors by the index
-    of their slots.
+    """Return the tensors to load for a part whose checkpoint has the format ``dp_reshardable``: the
+    part's settings, and tensors by the index of their slots.
 
     Raises:
         ValueError: the model has no buckets, the rule is Muon, or a parameter is in no bucket.
@@ -439,7 +441,8 @@ def _requested_buckets(
             "with --dist-ckpt-optim-fully-reshardable"
         )
     ranks, dp = part.process_groups.grad_stats, part.process_groups.dp
-    assert dp is not None  # The constructor of a distributed optimizer requires the group.
+    # The constructor of a distributed optimizer requires a data-parallel group.
+    assert dp is not None
     domain = f"optimizer.distributed.dp_group_idx_{0 if ranks is None else ranks.rank()}"
     is_expert = any(group.get("is_expert_parallel") for group in part.param_groups)
     places = dict(_places(chunks, domain, expert=is_expert))
@@ -534,7 +537,7 @@ def plain_state_dict(stack: MegatronOptimizer, loaded: Mapping[Any, Any]) -> dic
     state: dict[int, State] = {}
     for index, slot in enumerate(stack.slots()):
         if "step" not in stack.slot_state(slot):
-            continue  # The checkpoint has no state of a parameter that was never trained.
+            continue  # This parameter was never trained, so the checkpoint has no state for it.
         tensors = dict(loaded.get(_STATE, {}).get(index, {}))
         for main in {_FLOAT16_MAIN, _DISTRIBUTED_MAIN} & tensors.keys():
             tensors[MASTER] = tensors.pop(main)
@@ -562,7 +565,8 @@ def _loaded_step(parts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[st
 
 
 def _as_shard(live: Any, elements: Tensor | None) -> Any:
-    """Return loaded elements as a shard of a parameter, in the type that the stack exports.
+    """Return loaded elements in the form of the stack's own tensor: a shard of a parameter, or a
+    whole tensor.
 
     Args:
         live: the stack's own tensor.

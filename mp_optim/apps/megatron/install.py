@@ -82,7 +82,7 @@ def get_megatron_optimizer(
         config_overrides = optimizer.get_standard_config_overrides(config)
     ours = config_from_megatron(config, model_chunks, _settings)
     has_rate = ours.lr is not None
-    if not has_rate:  # As in Megatron, a scheduler sets the rate before the first step.
+    if not has_rate:  # A scheduler sets the rate before the first step, as in Megatron.
         ours = dataclasses.replace(ours, lr=ours.min_lr or 0.0)
     check_replacements()
     groups = replaced_groups(config, ours, model_chunks, config_overrides)
@@ -97,11 +97,11 @@ def get_megatron_optimizer(
     )
     for group in stack.param_groups:
         rates = group.get("max_lr", ours.lr), group.get("min_lr", ours.min_lr)
-        # Megatron logs the rate of groups with the default config.
+        # Megatron logs the learning rate of the groups that have ``default_config``.
         group["default_config"] = rates == (ours.lr, ours.min_lr)
         if not has_rate and group["default_config"]:
             group["lr"] = None
-            group.pop("max_lr", None)  # The scheduler computes the rate from its own max_lr.
+            group.pop("max_lr", None)  # Without this key the scheduler uses its own max_lr.
     return ChainedOptimizer.over(stack, model_chunks, groups_elsewhere(stack))
 
 
@@ -139,10 +139,10 @@ The factories accept the arguments of Megatron's factories, from core 0.16 on.
 def _without_idle(
     overrides: Mapping[Any, Any], config: Any, chunks: Sequence[nn.Module]
 ) -> dict[Any, Any]:
-    """Return the overrides without those of Megatron's standard overrides that match no parameter
-    of the model.
+    """Return the overrides without those standard overrides of Megatron that match no parameter of
+    the model.
 
-    An override that the caller added must match a parameter, so it is kept.
+    An override of the caller is kept, because the caller must learn if it matches no parameter.
     """
     optimizer = importlib.import_module(_HOME)
     standard = {*optimizer.get_standard_config_overrides(config)}
@@ -217,7 +217,8 @@ def install(**settings: Any) -> None:
     _theirs.update({name: theirs for name, theirs in present.items() if theirs})
     for name, theirs in _theirs.items():
         _put(theirs, _FACTORIES[name][1])
-    # Register the classes, because Megatron's callers test the class of their optimizer.
+    # Megatron's callers test their optimizer with isinstance, so register this package's classes as
+    # Megatron's.
     theirs = importlib.import_module(_HOME)
     theirs.MegatronOptimizer.register(MegatronAdapter)
     theirs.ChainedOptimizer.register(ChainedOptimizer)
@@ -431,7 +432,7 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
         return copies
 
     def dummy_step(self) -> None:
-        """Allocate all state; nothing is stepped."""
+        """Allocate all state. No parameter is stepped."""
         self.init_state()
 
     def update_fp32_param_by_new_param(self) -> None:

@@ -37,12 +37,12 @@ REPLACED_HERE: dict[str, tuple[str, ...]] = {
 
 
 def check_replacements() -> None:
-    """Check that the program has replaced no Megatron function or class that this package does not
-    call.
+    """Check that the program has not put its own code in place of a Megatron function, class or
+    method that this package bypasses. The program's version would silently never run.
 
     Raises:
-        RuntimeError: the program has replaced a function or class; the message names all replaced
-            objects and their modules.
+        RuntimeError: the program has replaced a function, class or method; the message names all
+            replaced objects and their modules.
     """
     if found := sorted(set(_replacements())):
         raise RuntimeError(
@@ -76,8 +76,8 @@ def _replacements() -> Iterator[str]:
 
 
 def is_replaced(value: Any) -> bool:
-    """True if an object under a Megatron name belongs neither to Megatron nor to a library that
-    Megatron imports."""
+    """True if ``value``, which has a name of Megatron, belongs neither to Megatron nor to a library
+    that Megatron imports."""
     if not (inspect.isclass(value) or inspect.isroutine(value)):
         return False
     owner = f"{getattr(value, '__module__', None) or 'torch'}."

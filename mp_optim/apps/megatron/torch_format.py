@@ -30,7 +30,8 @@ from mp_optim.mixed_precision import MegatronOptimizer
 from mp_optim.zero.zero import DistributedOptimizer
 
 APART = "parameter_state_apart"
-"""Key that marks a state dict whose state is in a file of :func:`save_parameter_state`."""
+"""Key in a state dict without state tensors. A file of :func:`save_parameter_state` has the
+tensors."""
 _FORMAT = "mp_optim parameter state 1"
 
 
@@ -238,7 +239,7 @@ def groups_elsewhere(stack: MegatronOptimizer) -> list[list[SavedSettings]]:
         of_ranks = (of_rank[index] for of_rank in everywhere if index < len(of_rank))
         for group in chain.from_iterable(of_ranks):
             identity = _identity(group)
-            # A group without settings belongs to a rank without parameters.
+            # A rank without parameters has a group without settings, which no checkpoint needs.
             if identity not in known and all(key in group for key in _KIND):
                 known.append(identity)
                 others.append(group)
@@ -258,15 +259,15 @@ def groups_with_settings(
 
 
 def matched_settings(live: SavedSettings, saved: Sequence[Mapping[str, Any]]) -> SavedSettings:
-    """Return saved settings for a param group, from the most similar saved group with equal
-    multipliers of rate and decay.
+    """Return saved settings for a param group. They come from the most similar saved group with
+    equal multipliers of learning rate and weight decay.
 
     Experts have separate groups only in some layouts. So a dense group matches if no group of
     experts was saved, and a group of experts matches a dense group in the same way.
 
     Raises:
-        ValueError: no such group was saved, or two saved groups are equally similar; the message
-            names the settings.
+        ValueError: no such group was saved, or two saved groups are equally similar and have
+            different settings; the message names the settings.
     """
     wanted = _identity(live).items()
     kind: list[Mapping[str, Any]] = []
@@ -279,7 +280,8 @@ def matched_settings(live: SavedSettings, saved: Sequence[Mapping[str, Any]]) ->
             f"the saved groups have {'; '.join(map(_kind_in_words, saved)) or 'no settings'}; pass "
             "the config_overrides of the saved run"
         )
-    # With Muon, Megatron names only the scalar optimizer, so a group without a name is Muon's.
+    # With Muon, Megatron writes the optimizer's name only into groups of the scalar optimizer, so a
+    # group without a name is Muon's.
     if "optimizer" in live:
         rule = live["optimizer"]
         kind = [group for group in kind if group.get("optimizer", "muon") == rule] or kind
@@ -322,10 +324,10 @@ def _kind_in_words(group: Mapping[str, Any]) -> str:
 def whole_states(
     part: MegatronOptimizer, rank: int | None = None
 ) -> Iterator[tuple[Slot, State, bool]]:
-    """Yield the state of every slot of a part that has state, as copies.
+    """Yield the state of every slot of a part that has state.
 
-    Steps do not write to the copies, so a background save may read them. The call is collective
-    over the data-parallel ranks of a distributed part.
+    Host tensors are copies, so that a background save may read them during later steps. The call is
+    collective over the data-parallel ranks of a distributed part.
 
     Args:
         part: the part.
@@ -341,7 +343,8 @@ def whole_states(
         yield from ((slot, _copied_state(part, slot), False) for slot in part.slots())
         return
     group = part.process_groups.dp
-    assert group is not None  # The constructor of a distributed optimizer requires the group.
+    # The constructor of a distributed optimizer requires a data-parallel group.
+    assert group is not None
     own: list[Range | None] = []
     for slot in part.slots():
         shard = flat_shard_of(part.slot_state(slot))
