@@ -40,8 +40,8 @@ const Level* best_level() {
 
 std::atomic<const Level*> chosen{nullptr};
 
-// Distances at which kernels prefetch memory: elements in an update, bytes in a measurement. Results do not depend on
-// them.
+// Distances at which kernels prefetch memory: elements in an update, bytes in a measurement. The distances do not change
+// results.
 constexpr int32_t kPrefetch = 512, kMeasurePrefetch = 8192;
 
 // Returns the run of `count` elements of a tensor from `start` on. If `apart`, current values are read from the `from_`

@@ -1,4 +1,4 @@
-// C interface of the kernels: plain structs and functions without exceptions. Python calls it through ctypes
+// C interface of the kernels: plain structs and functions without exceptions. Python calls the functions through ctypes
 // (mp_optim/kernels/native.py).
 #pragma once
 
@@ -50,7 +50,7 @@ struct MpTensors {
     const float* const* from_scale1;
     const float* const* from_scale2;
     // Averages of main params, updated in the same pass: average + weight * (main - average), or main if the weight is
-    // 1. mp_lamb_moments does not update them.
+    // 1. mp_lamb_moments does not update averages.
     void* const* average;     // average_dtype: MP_F32, or MP_BF16, rounded stochastically
     const void* const* from_average;
     int32_t average_dtype;
@@ -86,7 +86,8 @@ struct MpMuon {
 // of its `count` scalars. The first scalar is the multiplier of gradients. A moment that the rule does not need with
 // these scalars may be left out.
 MP_EXPORT int32_t mp_step(const MpTensors* tensors, const char* rule, const float* scalars, int32_t count, int32_t threads);
-// Updates LAMB's moments. sums: FP64, (count, 2), of the squares of param before the step and direction.
+// Updates LAMB's moments. sums: FP64, (count, 2): for each tensor, the sum of squares of the param before the step, and
+// the sum of squares of the direction.
 MP_EXPORT int32_t mp_lamb_moments(const MpTensors* tensors, const MpLamb* scalars, double* sums, int32_t threads);
 MP_EXPORT int32_t mp_lamb_apply(const MpTensors* tensors, const MpLamb* scalars, const float* ratios, int32_t threads);
 // Updates Muon's momenta in moment1, and writes the tensors to orthogonalize to output. There are no main params.

@@ -1,4 +1,4 @@
-// Checksum of 16-bit elements in one pass. mp_optim/kernels/checksums.py defines it.
+// Checksum of 16-bit elements in one pass. mp_optim/kernels/checksums.py defines the checksum.
 #include <algorithm>
 
 #include "arguments.h"

@@ -31,8 +31,8 @@ struct Formats {
     MP_INLINE int32_t moment(const Run&) { return which == 1 ? first_dtype : second_dtype; }
 };
 
-// Calls code for any dtypes, which is large, so compile it once. The argument is passed by reference: copying a struct
-// that was just written in parts would wait for all earlier writes, and these wait for divisions.
+// Calls code for any dtypes, which is large, so compile the code once. Pass the argument by reference: a copy of a
+// struct that was just written field by field would wait for all earlier writes, which wait for divisions.
 template <class Body>
 __attribute__((noinline)) static auto outlined(const Body& body) {
     return body();
@@ -180,8 +180,8 @@ MP_INLINE uint32_t are_nan(u16x32 x) {
     return lanes_above(x & 0x7fff, dtype == MP_F16 ? 0x7c00 : 0x7f80);
 }
 
-// Writes a chunk in 16 bits. Returns a bit for each element that differs from `before`, if that is given. NaN always
-// counts as changed, because the bits of NaN are not specified.
+// Writes a chunk in 16 bits. If `before` is not null, returns a bit for each element that differs from `before`. NaN
+// always counts as changed, because the bits of NaN are not specified.
 template <int32_t dtype, bool stream>
 MP_INLINE uint64_t write_in_16_bits(const float* from, char* to, const char* before = nullptr) {
     uint64_t changed = 0;
@@ -269,8 +269,8 @@ MP_INLINE void write_moment(const Run& r, int64_t i, const float* values) {
 // Returns random bits that are independent of the bits for rounding moments.
 MP_INLINE u32x16 other_bits(u32x16 words) { return mix(words ^ 0x9e3779b9u); }
 
-// Adds random bits to the lower 16 bits of finite values: the upper 16 of the other bits for averages, the lower 16 for
-// main params. The caller cuts the lower 16 bits off.
+// Adds random bits of other_bits() to the lower 16 bits of finite values: the upper 16 random bits for averages, the
+// lower 16 random bits for main params. The caller cuts the lower 16 bits of the values off.
 template <bool is_main>
 MP_INLINE u32x16 dithered_by_others(f32x16 x, uint32_t key, uint32_t index) {
     u32x16 bits = quiet_bits(x), is_finite = as<u32x16>((bits & 0x7f800000) != 0x7f800000);
@@ -326,7 +326,7 @@ static void split_8(const float* from, char* main, char* remainder, char* output
     }
 }
 
-// Writes bfloat16 main params without remainders, and a copy of them as output.
+// Writes bfloat16 main params without remainders, and copies the new main params to the output, if there is one.
 static void write_lone(const float* from, char* main, char* output, bool noisy, uint32_t key, uint32_t index) {
     noisy ? write_by_others<true>(from, main, key, index) : void(write_in_16_bits<MP_BF16, false>(from, main));
     if (output) __builtin_memcpy(output, main, 2 * kChunk);
@@ -437,8 +437,8 @@ MP_INLINE void write_halves_of(const Run& r, int64_t i, const float* values) {
     }
 }
 
-// Writes a chunk of main params, and of outputs, if there are outputs. Marks the weights that differ from `before`, if
-// that is given.
+// Writes a chunk of main params, and of outputs, if there are outputs. If changes are marked, marks the weights that
+// differ from `before`.
 template <class F>
 MP_INLINE void write_main_here(const Run& r, int64_t i, const float* values, const char* before) {
     uint64_t changed = 0;

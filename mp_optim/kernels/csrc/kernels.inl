@@ -100,7 +100,7 @@ static void lamb_moments(const Run& run, const MpLamb& scalars, double* squares)
             directions.clear_from(block.numel);
         } else {
             run_rule(block, rule);
-            // Compute the directions from the stored moments, because the second pass has nothing else.
+            // Compute the directions from the stored moments, because mp_lamb_apply reads only stored moments.
             directions.find(block, s);
         }
         params.add(block_sum(directions.params));

@@ -10,8 +10,8 @@ namespace mp {
 // first exception of a part, after all parts have ended.
 void run_parts(int parts, int threads, const std::function<void(int)>& body);
 
-// GOMP_parallel of GNU's OpenMP, or null. OpenMP's threads spin after each region. A second pool of threads would
-// compete with them for cores, most of all directly after backward.
+// GOMP_parallel of GNU's OpenMP, or null. OpenMP's threads spin after each region. A second pool would compete
+// with OpenMP's threads for cores, most of all directly after backward.
 using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 void set_parallel(Parallel parallel);
 

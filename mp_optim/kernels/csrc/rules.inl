@@ -141,8 +141,8 @@ MP_INLINE f32x16 lamb_direction(f32x16 p, f32x16 m, f32x16 v, const MpLamb& s, c
     return u;
 }
 
-// Also computes LAMB's direction, which has to be that of the stored moments. So use this only if moments are stored in
-// FP32.
+// Also computes LAMB's direction from the new moments. The direction must be that of the stored moments, so use this rule
+// only if moments are stored in FP32.
 struct LambWholeRule : LambMomentsRule {
     MaybeFactor decay{s.decay};
     float *params, *updates;
