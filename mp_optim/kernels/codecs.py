@@ -23,7 +23,8 @@ MOST_BFLOAT16 = 2.0**128 * (1.0 - 2.0**-8)
 MOST_IN_BLOCKS = 2.0**128 * (1.0 - 2.0**-11)
 """Largest magnitude whose decoded value is finite in all block formats."""
 INFINITE_ROOT = 2.0**65
-"""Smallest root of a second moment whose decoded square is infinite with any rounding."""
+"""Finite root that is stored for an infinite second moment. With any rounding, the decoded square
+is infinite again."""
 
 _TINY = 2.0**-100
 _FOUR_BITS = 7  # A signed 4-bit code from -7 to 7 is symmetric, so -8 is not used.

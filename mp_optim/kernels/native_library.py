@@ -204,8 +204,8 @@ def limit_openmp(threads: int) -> None:
 
 
 MOST_HOST_THREADS = 4096
-"""Largest allowed number of kernel threads, above the cores of any machine. Operating systems
-refuse to start more threads."""
+"""Largest allowed number of kernel threads, above the cores of any machine. A larger number is a
+mistake, and the operating system could refuse to start so many threads."""
 _host_threads: int | None = None
 
 

@@ -19,7 +19,7 @@ MOST_BFLOAT16 = tl.constexpr(0x7F7F0000)
 # This number has the bits of LARGEST. Decoded codes are finite up to LARGEST.
 MOST_IN_BLOCKS = tl.constexpr(0x7F7FE000)
 LARGEST = tl.constexpr(2.0**128 * (1.0 - 2.0**-11))
-# From 2^65 on, the decoded square of a root is infinite.
+# The bits of 2^65, which is stored as the root of an infinite second moment.
 INFINITE_ROOT = tl.constexpr(0x60000000)
 TINY = tl.constexpr((127 - 100) << 23)  # A block has scale 0 if all its values are below 2^-100.
 # Adding and subtracting this number rounds |x| < 2^22 to the nearest even integer.
