@@ -146,7 +146,7 @@ def _module(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> nn.M
     return module
 
 
-# -- carrying out again ---------------------------------------------------------------------------
+# -- repetition of a step --------------------------------------------------------------------------
 
 
 def differences(folder: Path) -> Iterator[str]:

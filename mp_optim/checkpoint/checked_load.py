@@ -243,7 +243,7 @@ class CheckedLoad:
             self._scheduler.load_state_dict(deepcopy(self._common["scheduler"]))
 
 
-# -- what a checkpoint is read into ---------------------------------------------------------------
+# -- tensors to read a checkpoint into -------------------------------------------------------------
 
 
 def _targets_of(

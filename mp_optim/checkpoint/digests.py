@@ -283,8 +283,8 @@ def changed_element(name: str, tensor: Tensor, difference: int) -> tuple[int, fl
             of_lines = inverse(lines[: len(some.values)]) * signed(difference * factor)
             changes = of_lines[:, None] * inverse(columns[: some.values.shape[1]])
             bits = bits_of(some.values) + changes
-            # Each change would explain the whole difference alone. Keep only changes whose result
-            # is an integer of the element's width.
+            # ``changes`` has, for each element, the change that alone would explain the difference.
+            # Keep only elements that the change turns into an integer of the element's width.
             small = (changes.abs() < 2 * width) & (bits >= -width) & (bits < width)
             for line, column in small.nonzero().tolist():
                 row, number = divmod(some.line + line, _pieces(shape))

@@ -38,7 +38,7 @@ def key_and_fqn(entry: str) -> tuple[str, str]:
     return key, fqn
 
 
-# -- what does not fit ----------------------------------------------------------------------------
+# -- check of the tensors --------------------------------------------------------------------------
 
 
 def check_entries(

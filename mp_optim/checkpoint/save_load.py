@@ -404,8 +404,8 @@ class SaveHandle:
         else:
             self._future.set_result(self.path)
         finally:
-            # Break a reference cycle: the error's traceback holds this frame, whose ``self`` holds
-            # the future that holds the error.
+            # Break a reference cycle: the error's traceback holds this frame, ``self`` in the frame
+            # holds the future, and the future holds the error.
             del self._work, self
 
     def done(self) -> bool:

@@ -74,7 +74,7 @@ _BEGIN_EVERY = 32 << 20
 not wait for all bytes."""
 
 
-# -- who writes what ------------------------------------------------------------------------------
+# -- division of the tensors among ranks -----------------------------------------------------------
 
 _Form = tuple[torch.dtype, tuple[int, ...], str]
 """Dtype and shape of a tensor, and "whole" or "sharded"."""
@@ -195,7 +195,7 @@ def _check_agreement(
         check_cover(name, shape, held_boxes)
 
 
-# -- what is written ------------------------------------------------------------------------------
+# -- boxes to write --------------------------------------------------------------------------------
 
 
 class Item(NamedTuple):

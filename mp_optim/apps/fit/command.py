@@ -271,7 +271,7 @@ def _program_of(options: Options) -> Program:
     return Program(model, loss_of, None, Recipe(options.model, "AutoModel"), False)
 
 
-# -- what is tried --------------------------------------------------------------------------------
+# -- settings to try -------------------------------------------------------------------------------
 
 _FORMS: dict[str, tuple[dict[str, str], ...]] = {
     "exact": (

@@ -29,7 +29,7 @@ from mp_optim.zero.zero import DistributedOptimizer
 
 _CHUNK = re.compile(r"model(\d+)$")
 _OWN = ("_chunks", "_elsewhere", "_prepared", "init_state_fn")
-"""Attributes that an adapter stores itself. All other attributes are read from and written to the
+"""Attributes that the adapter stores itself. Reads and writes of all other attributes go to the
 stack."""
 
 
@@ -48,7 +48,8 @@ class _Prepared:
 class MegatronAdapter(torch.optim.Optimizer):
     """Adapter that forwards to a stack and adds the methods that only Megatron calls.
 
-    An adapter of a single stack is one part of a chain, like Megatron's single optimizers.
+    For a stack that is not a chain, the adapter stands for one part of a chain, like Megatron's
+    single optimizers.
 
     Args:
         stack: the optimizer of :func:`mp_optim.get_megatron_optimizer`.
@@ -71,12 +72,12 @@ class MegatronAdapter(torch.optim.Optimizer):
         self._chunks, self._elsewhere = list(chunks), elsewhere
 
     def __getattr__(self, name: str) -> Any:
-        # An object that is being unpickled has no stack yet, so a lookup in the stack would not
-        # end.
+        # An object that is being unpickled has no stack yet. Looking ``stack`` up in the stack
+        # would recurse without end.
         if name == "stack":
             raise AttributeError(name)
-        # Megatron's callers recognize a chain by this attribute, so a part of a chain must not have
-        # it.
+        # Megatron's callers take any object with this attribute for a chain, so a part of a chain
+        # must not have the attribute.
         if name == "chained_optimizers":
             raise AttributeError(
                 "a part of a chain has no chained_optimizers; read chained_optimizers of the chain"
@@ -177,10 +178,11 @@ class MegatronAdapter(torch.optim.Optimizer):
         members = [member.norm_ranks() for member in self.stack.chained_optimizers]
         return all(ranks == members[0] for ranks in members)
 
-    # -- a step in parts, for callers that coordinate several optimizers: gradients are prepared,
-    # their norm is asked for and clipped, and they are stepped with. Nothing is written between:
-    # the clip coefficient and the inverse loss scale are multiplied in when parameters are stepped,
-    # so gradients stay as backward left them.
+    # -- a step in several calls
+    #
+    # A caller that coordinates several optimizers prepares gradients, clips them and steps in
+    # separate calls. No call changes gradients: the step multiplies each gradient by the clip
+    # coefficient and the inverse loss scale when it is read.
 
     @in_own_modes
     def prepare_grads(self) -> bool:
@@ -393,7 +395,7 @@ class MegatronAdapter(torch.optim.Optimizer):
             ValueError: Megatron's format does not support the optimizer's state, or the sharding
                 type is not supported; the message names a format to use.
         """
-        # Import here, because the module needs Megatron.
+        # Import here, because Megatron may not be installed, and only this method needs it.
         from mp_optim.apps.megatron import dist_checkpointing
 
         elsewhere = self._elsewhere or [[] for _ in self.stack.chained_optimizers]

@@ -28,7 +28,7 @@ from mp_optim.host.calls import warn
 
 
 class Kind(Enum):
-    """How this package treats a Megatron field."""
+    """Treatment of a Megatron field by this package."""
 
     SAME = "same"
     RENAMED = "other name"

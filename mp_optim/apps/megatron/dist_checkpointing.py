@@ -68,10 +68,11 @@ ModelTensor = Any
 
 
 def _is_of_distributed(sharding_type: str | None) -> bool:
-    """True if Megatron's distributed optimizer reads the format of a sharding type.
+    """True if a sharding type is set, so that the format is that of Megatron's distributed
+    optimizer.
 
     Raises:
-        ValueError: the sharding type is not supported; the message names it.
+        ValueError: the sharding type is not supported; the message names the type.
     """
     if sharding_type is not None and sharding_type not in _WRITTEN_AS_RESHARDABLE:
         raise ValueError(
@@ -168,7 +169,7 @@ def megatrons_parts(
     return [part for part in split if part.groups()] or whole
 
 
-# -- what is saved
+# -- tensors for a save
 
 
 def sharded_state_dict(
@@ -285,7 +286,7 @@ def _saved_states(
         yield slot, state, only_here
 
 
-# -- tensors placed as the model's own are
+# -- tensors with the offsets of the model's tensors
 
 
 def _model_tensors(model_sharded_state_dict: Any, part: MegatronOptimizer) -> list[ModelTensor]:
@@ -355,7 +356,7 @@ def _placed(
             yield index, tensors
 
 
-# -- what is asked for
+# -- tensors for a load
 
 
 def requested_state_dict(
@@ -469,10 +470,10 @@ def _requested_buckets(
 def _places(
     chunks: Sequence[Any], domain: str, *, expert: bool
 ) -> Iterator[tuple[int, tuple[str, int, int]]]:
-    """Yield (parameter id, position of the parameter in Megatron's buffers).
+    """Yield the id of each parameter, and the parameter's position in Megatron's buffers.
 
-    A position has three values: the key of the bucket's tensors, their length without padding at
-    the end, and the first element of the parameter in the bucket.
+    A position has three values: the key of the bucket's tensors, the length of these tensors
+    without padding at the end, and the parameter's first element in the bucket.
     """
     attribute = "expert_parallel_buffers" if expert else "buffers"
     buffers = chain.from_iterable(getattr(chunk, attribute) for chunk in chunks)
@@ -518,7 +519,7 @@ def _bucket_tensors(
             )
 
 
-# -- what was loaded
+# -- results of a load
 
 
 def plain_state_dict(stack: MegatronOptimizer, loaded: Mapping[Any, Any]) -> dict[str, Any]:

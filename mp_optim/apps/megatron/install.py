@@ -36,9 +36,9 @@ from mp_optim.zero import composite
 
 _HOME = "megatron.core.optimizer"
 _REQUIRED_GROUPS = ("dp", "expt_dp", "mp", "tp_ep_pp")
-"""Process groups that a collection must have. Megatron requires these groups, too."""
+"""Process groups that ``pg_collection`` must have. Megatron requires these groups, too."""
 _theirs: dict[str, Any] = {}
-"""Megatron's own factories by name, while they are replaced."""
+"""Megatron's own factories by name, while :func:`install` is in effect; else empty."""
 _settings: dict[str, Any] = {}
 """Fields of this package's config that the caller gave to :func:`install`."""
 
@@ -59,12 +59,12 @@ def get_megatron_optimizer(
         config_overrides: settings by parameter key; None for Megatron's standard overrides.
         use_gloo_process_groups: ignored, because this package needs no such groups.
         pg_collection: Megatron's process groups; None for the groups of ``parallel_state``.
-        dump_param_to_param_group_map: not supported.
+        dump_param_to_param_group_map: only None is supported.
 
     Raises:
-        ValueError: a Megatron setting is not supported; the message names it.
-        RuntimeError: the program has replaced a Megatron function that is not called here; the
-            message names it.
+        ValueError: a Megatron setting is not supported; the message names the setting.
+        RuntimeError: the program has replaced a Megatron function that this package bypasses; the
+            message names the function.
     """
     if dump_param_to_param_group_map is not None:
         raise ValueError(
@@ -116,8 +116,8 @@ def get_megatron_muon_optimizer(
     """Build a Muon stack from the arguments of ``get_megatron_muon_optimizer`` of Megatron core
     0.16.
 
-    The result is that of :func:`get_megatron_optimizer` with ``muon`` or ``dist_muon`` in the
-    config.
+    The stack is the result of :func:`get_megatron_optimizer` for a config with ``muon`` or
+    ``dist_muon``.
     """
     of_muon = copy.copy(config)
     of_muon.optimizer = "dist_muon" if layer_wise_distributed_optimizer else "muon"
@@ -199,8 +199,8 @@ def install(**settings: Any) -> None:
     Raises:
         ImportError: Megatron is not installed.
         RuntimeError: Megatron's factory has unknown arguments, or the program has replaced a
-            Megatron function that is not called here; the message names it.
-        TypeError: a setting is not a field of the config; the message names it.
+            Megatron function that this package bypasses; the message names the factory or function.
+        TypeError: a setting is not a field of the config; the message names the setting.
     """
     names = {spec.name for spec in dataclasses.fields(OptimizerConfig)}
     if unknown := sorted(settings.keys() - names):
@@ -397,7 +397,8 @@ class ChainedOptimizer(MegatronAdapter):
         chunks: Sequence[nn.Module],
         elsewhere: Sequence[Sequence[SavedSettings]],
     ) -> ChainedOptimizer:
-        """Return a chain over an existing stack, with the arguments of :class:`MegatronAdapter`."""
+        """Return a chain over an existing stack. The arguments are those of
+        :class:`MegatronAdapter`."""
         chain = cls.__new__(cls)
         MegatronAdapter.__init__(chain, stack, chunks, elsewhere)
         return chain
@@ -436,4 +437,4 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
         self.init_state()
 
     def update_fp32_param_by_new_param(self) -> None:
-        """Do nothing, because the copies follow values that are written into the parameters."""
+        """Do nothing. A step refreshes the FP32 copies itself if a program wrote the parameters."""

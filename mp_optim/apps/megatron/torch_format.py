@@ -134,7 +134,7 @@ def _read(filename: str) -> list[dict[str, State] | None]:
     return parts
 
 
-# -- what Megatron's Float16 optimizer saved
+# -- state dicts of Megatron's Float16 optimizer
 
 
 def load_positional(
