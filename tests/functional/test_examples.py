@@ -22,10 +22,10 @@ ALONE = {
     "peft_lora": 0.95,
     "float8_weights": 0.3,
 }
-"""Examples that return losses, with the largest allowed last loss as a fraction of the first."""
+"""Examples that return losses, with the largest allowed fraction of the last by the first loss."""
 LAUNCHED = {"accelerate_fsdp2": (2, 0.2), "megatron_gpt": (0, 0.8), "muon_moe": (4, 0.2)}
-"""Examples that start processes: their number (0 without a launcher) and the largest allowed last
-loss as a fraction of the first."""
+"""Examples that start processes, with the number of processes (0 without a launcher) and the
+largest allowed fraction of the last by the first loss."""
 
 
 def test_examples_folder_has_a_test_for_each_program() -> None:
@@ -88,7 +88,7 @@ def test_fsdp2_moe_example_gives_equal_losses_on_host_and_disk(tmp_path: Path) -
     assert losses_in(run_program_of_ranks(2, path, saved, "1e-2", disk)) == (first, last)
 
 
-def test_diffusion_ema_example_samples_near_the_data_and_fits(
+def test_diffusion_ema_example_samples_near_the_data_and_fits_a_48_gb_gpu(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     losses, distance = program("examples/diffusion_ema").main()

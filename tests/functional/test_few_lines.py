@@ -262,7 +262,7 @@ def flattened(tree: Any, above: str = "") -> dict[str, Tensor]:
 
 @pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize("main_params", ["fp32", "remainder16"])
-def test_state_dict_resumes_equal_losses_from_flat_safetensors(
+def test_training_resumes_with_equal_losses_from_state_in_flat_safetensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main_params: str
 ) -> None:
     config = partial(config_classes()["LerobotAdamWConfig"], lr=1e-2)

@@ -103,7 +103,7 @@ def random_settings(seed, folder):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_background_save_writes_the_state_of_the_save_call_when_training_continues(
+def test_background_save_writes_state_as_of_the_call_when_training_continues(
     tmp_path, reader, seed
 ):
     chance, mode, form, settings = random_settings(seed, tmp_path)

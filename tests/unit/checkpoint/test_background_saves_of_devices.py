@@ -86,7 +86,7 @@ def name_of(schedule):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=name_of)
-def test_background_save_writes_device_state_of_the_time_when_save_was_called(tmp_path, schedule):
+def test_background_save_writes_device_state_as_of_the_call(tmp_path, schedule):
     plain = trained(schedule.plain)
     expected = saved_plainly(plain, tmp_path / "plain")
     with on_device(schedule, tmp_path / "later") as (run, handle, saves):

@@ -63,7 +63,7 @@ def test_commit_syncs_every_file_before_publishing(tmp_path, trained, monkeypatc
         assert lengths[file.stat().st_ino] == file.stat().st_size, file
 
 
-def test_save_clears_leftovers_of_interrupted_saves(tmp_path, trained):
+def test_save_deletes_files_of_interrupted_saves(tmp_path, trained):
     checkpoint.save(tmp_path, *trained, extra={"step": 1})
     for left in (".version-7.incomplete", ".version-0.deleted"):
         (tmp_path / left).mkdir()
@@ -154,7 +154,7 @@ def test_reload_model_params_updates_main_params_after_a_load_without_an_optimiz
     assert_same(fresh.state[other.dense], moments)
 
 
-def test_load_names_missing_state_when_the_model_was_saved_alone(tmp_path, trained):
+def test_load_names_missing_state_when_the_model_was_saved_without_an_optimizer(tmp_path, trained):
     checkpoint.save(tmp_path, trained[0], None)
     checkpoint.load(tmp_path, build("bf16", seed=2)[0], None)
     with pytest.raises(ValueError, match=r"missing \['optimizer.state.exp_avg.bias'"):

@@ -178,7 +178,9 @@ def test_compare_counts_different_elements_and_ulps_of_each_tensor(tmp_path):
     }
 
 
-def test_export_safetensors_names_the_package_to_install_when_missing(tmp_path, monkeypatch):
+def test_export_safetensors_names_the_package_to_install_when_safetensors_is_missing(
+    tmp_path, monkeypatch
+):
     for name in ("safetensors", "safetensors.torch"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install mp_optim\[hf\]"):

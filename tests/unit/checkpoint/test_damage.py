@@ -127,7 +127,7 @@ class FullDisk(io.FileIO):
 
 @pytest.mark.parametrize("room", [0, 5_000, 25_000])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_save_raises_no_space_and_keeps_last_version_when_disk_is_full(
+def test_save_raises_enospc_and_keeps_the_last_version_when_the_disk_is_full(
     tmp_path, monkeypatch, room, asynchronous
 ):
     held = build("bf16", 0.5)

@@ -212,7 +212,9 @@ def test_load_plain_file_returns_the_objects_that_torch_load_returns(tmp_path: P
     assert repr(restored) == repr(data)
 
 
-def test_load_refuses_links_out_of_the_checkpoint_folder(version: Path, tmp_path: Path) -> None:
+def test_load_refuses_links_that_lead_out_of_the_checkpoint_folder(
+    version: Path, tmp_path: Path
+) -> None:
     secret = tmp_path / "secret"
     secret.write_text("hidden")
     for path in (version / "manifest.json", version.parent / "latest"):

@@ -53,7 +53,7 @@ def test_step_digest_is_equal_for_every_offload_place(form, tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_step_digest_reads_every_element_once_in_sample_steps(form):
+def test_step_digest_with_sample_n_reads_every_element_once_in_n_steps(form):
     _, optimizer = trained(**FORMS[form])
     whole = optimizer.step_digest(sample=1)
     for sample in (2, 7):
@@ -63,7 +63,7 @@ def test_step_digest_reads_every_element_once_in_sample_steps(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_step_digest_finds_any_flipped_bit_within_sample_steps(form):
+def test_step_digest_with_sample_n_finds_any_flipped_bit_within_n_steps(form):
     model, optimizer = trained(**FORMS[form])
     chance, sample = random.Random(form), 5
     before = optimizer.step_digest(sample=1, per_tensor=True)

@@ -68,7 +68,9 @@ def failing(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
 
 @pytest.mark.parametrize("stack", ["in place", "sync", "overlap", "fp32"])
 @pytest.mark.parametrize("call", [0, 1])
-def test_optimizer_refuses_use_after_a_kernel_raised_in_place(stack, call, monkeypatch, tmp_path):
+def test_optimizer_refuses_use_after_a_kernel_raised_during_an_in_place_step(
+    stack, call, monkeypatch, tmp_path
+):
     model, optimizer = built(STACKS[stack])
     backward(model, optimizer, 0)
     optimizer.step()

@@ -16,8 +16,8 @@ from support.kernels import NEED_KERNELS, require_usable
 
 BACKENDS = ["reference", pytest.param("native", marks=NEED_KERNELS)]
 LARGE = [2e20, 1e30, 3.4e38]
-"""The first overflows when squared, the second in the second moment, the third when rounded to
-bfloat16."""
+"""The first value overflows when squared, the second value in the second moment, the third value
+when rounded to bfloat16."""
 STATES = ["fp32", "bf16", "fp16", "8bit", "4bit"]
 NOISY = ["bf16", "8bit", "4bit"]
 

@@ -104,7 +104,7 @@ def test_metrics_count_skipped_steps_by_cause():
 
 
 @needs_interpreter
-def test_skip_warning_is_logged_when_the_device_decision_is_settled(caplog, monkeypatch):
+def test_skip_warning_is_logged_in_the_next_step_when_the_device_decides(caplog, monkeypatch):
     model, optimizer = small("fp16", fused_backend="triton")
     step(model, optimizer)
     for param in model.values():

@@ -379,13 +379,11 @@ SCENARIOS = [
 ]
 NEVER_WRONG = ("drain", "collect", "accelerator.on", "wait_for(job)", "was_read")
 """Waits whose removal is reported and may still give right bits. Unfinished results of the worker
-are
-not used, or the worker finishes in time. Of two reads into one buffer, the later one runs last at
-every pace."""
+are not used, or the worker finishes in time. Of two reads into one buffer, the later read runs last
+at every pace."""
 NEVER_WRONG_SITES = ("streaming.HostWindows.wait: self.wait_for(number)",)
 """Sites whose removal is reported, but no schedule here gives wrong bits: between two steps the
-host
-fetches which weights differ, and waits for the device."""
+host fetches which weights differ, and waits for the device."""
 MODULES = [
     name for _, name, _ in pkgutil.iter_modules(mp_optim.offload.__path__, "mp_optim.offload.")
 ]

@@ -132,7 +132,7 @@ def test_decoupled_lr_and_mup_find_embeddings_and_heads_by_module_type():
     assert {name for name in kept if name.endswith("weight")} == tables
 
 
-def test_param_groups_name_conflicting_overrides_and_unsupported_params(caplog):
+def test_param_groups_refuse_conflicting_overrides_and_unsupported_params_by_name(caplog):
     model = nn.Linear(2, 2)
     overrides = {
         ParamKey(name="weight"): {"max_lr": 1.0},

@@ -26,9 +26,9 @@ NEEDS_A_GPU = {
     "torchao CPUOffloadOptimizer": "only supports CUDA",
     "FlashAdamW": "requires a CUDA device",
 }
-"""Rivals that refuse a CPU, with their message."""
+"""Rival libraries that refuse a CPU, with words of the error message of each library."""
 BUILDS = "DeepSpeed"
-"""A rival that compiles C++ for a minute at its first use."""
+"""A rival library that compiles C++ for a minute at the first use."""
 
 
 def miniature(folder: Path, *arguments: str) -> str:

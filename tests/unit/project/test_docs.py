@@ -45,7 +45,7 @@ def test_docs_link_only_existing_files(document):
     assert [path for path in (*linked, *named) if not path.exists()] == []
 
 
-def test_code_names_only_existing_pages():
+def test_docstrings_and_error_messages_name_only_existing_doc_pages():
     """Docstrings and error messages may name a page of docs/."""
     sources = [*(ROOT / "mp_optim").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
     named = {name for path in sources for name in re.findall(r"docs/[\w/-]+\.md", path.read_text())}

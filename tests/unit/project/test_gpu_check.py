@@ -50,7 +50,9 @@ def test_gpu_check_fails_the_backend_part_when_auto_is_not_triton(
         agreement.chosen(torch.device("cuda"))
 
 
-def test_gpu_check_opponents_train_to_our_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_check_opponents_train_to_the_parameters_of_our_optimizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The opponents are Megatron-core and the unfused sequence with each Adam, on a small model."""
     # Megatron steps with torch's Adam only if it is imported before the stand-ins.
     pytest.importorskip("megatron.core.optimizer")

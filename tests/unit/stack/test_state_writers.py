@@ -89,7 +89,7 @@ STACKS: dict[str, Callable[[nn.Module], Any]] = {
         torch.optim.AdamW(m.parameters(), lr=0.1), OptimizerConfig(**CONFIG)
     ),
 }
-"""Stacks of which random programs draw none."""
+"""Optimizer stacks that the random programs never build."""
 
 
 @pytest.mark.parametrize("name", STACKS)

@@ -27,7 +27,7 @@ def test_ranks_agree_on_the_largest_offload_fraction_or_name_the_reason(ranks):
     assert all(same == fraction and said.endswith(text) for same, said in others)
 
 
-def test_distributed_optimizer_starts_from_first_ranks_parameters(ranks):
+def test_distributed_optimizer_starts_from_the_parameters_of_the_first_rank(ranks):
     assert [rank["start"] for rank in ranks] == ["[[1.0], [2.0]]"] * 4
 
 

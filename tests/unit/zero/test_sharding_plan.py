@@ -77,7 +77,7 @@ def test_flat_shards_have_exact_sizes_beyond_2_to_the_53_elements():
     ] == [fullest(plan), fullest(plan), huge - 2 * fullest(plan)]
 
 
-def test_agreement_difference_names_ranks_and_lines():
+def test_agreement_difference_names_the_ranks_and_lines_that_differ():
     assert difference([["a", "b"], ["a", "b"]], [4, 5]) is None
     message = difference([["a", "x"], ["a", "b"], ["a", "b"], ["a"]], [4, 5, 6, 7])
     assert (

@@ -238,7 +238,7 @@ def test_megatron_module_runs_a_script_with_our_factory(tmp_path: Path) -> None:
     assert said.split() == ["mp_optim.apps.megatron.install", "__main__", "['--bf16']"]
 
 
-def test_megatron_module_passes_set_options_to_the_optimizer(tmp_path: Path) -> None:
+def test_megatron_module_passes_values_of_the_set_flag_to_the_optimizer(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_OFFLOADED)
     fields = ("--set", "offload_mode=overlap", "--set", "offload_bucket_bytes=4096")
