@@ -46,7 +46,7 @@ def test_single_process_examples_reduce_their_loss(name: str) -> None:
     assert losses[-1] < ALONE[name] * losses[0]
 
 
-def test_rl_loop_example_raises_its_reward() -> None:
+def test_rl_loop_example_increases_the_reward() -> None:
     rewards = program("examples/rl_loop").main(60)
     assert rewards[0] < 0.4 and rewards[-1] > 0.7
 

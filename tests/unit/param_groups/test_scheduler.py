@@ -71,7 +71,7 @@ def test_scheduler_lr_is_flat_and_then_decays_in_wsd_styles(style, middle):
 @pytest.mark.parametrize(
     "style, expected", [("linear", 0.025), ("cosine", 0.05 * (1 - math.cos(math.pi / 4)))]
 )
-def test_scheduler_raises_weight_decay_along_the_chosen_ramp(style, expected):
+def test_scheduler_increases_weight_decay_along_the_chosen_ramp(style, expected):
     assert at(25, wd_incr_style=style)["weight_decay"] == pytest.approx(expected)
     assert at(1000, wd_incr_style=style)["weight_decay"] == 0.1
 

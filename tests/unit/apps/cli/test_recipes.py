@@ -178,7 +178,7 @@ def on_host(lines: str) -> str:
     return lines.replace("output_dir=", "report_to=[], use_cpu=True, output_dir=")
 
 
-def test_recipes_that_fit_prints_train_unchanged(
+def test_printed_recipes_of_fit_train_without_a_change(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_model(LLAMA)
