@@ -56,7 +56,7 @@ class StepDigest:
         value: signed 64-bit sum over all ranks.
         grad_norm: gradient norm of the last step; None after an overflow. The norm is not compared,
             because its last bit may depend on the number of ranks.
-        bytes_read: bytes of tensors that this rank read. They are not compared.
+        bytes_read: bytes of tensors that this rank read; not compared.
         per_tensor: sum of each tensor, by its name in a checkpoint; empty unless requested. The
             sums are not compared.
     """

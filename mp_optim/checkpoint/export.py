@@ -52,8 +52,8 @@ def export_safetensors(
         model: a module or list of chunks that gives the parameters their names, by identity.
             Required if the param groups have no names (``AdamW(model.parameters())``, and Hugging
             Face's Trainer).
-        averaged: True to write the averages of the main params (``ema_decay``) instead. A parameter
-            that was never stepped or trained is written itself.
+        averaged: True to write the averages of the main params (``ema_decay``) instead. If a
+            parameter was never stepped, its main param is written.
         max_shard_size: bytes of tensors in a file; a larger tensor has a file of its own.
         process_group: the ranks that hold the parameters; None for all ranks.
 
@@ -129,7 +129,7 @@ def _names(optimizer: Any, model: Models | None) -> dict[str, str]:
 
 
 def _named_averages(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the average of every main param, or the main param itself if it has no average."""
+    """Yield the average of every main param; for a parameter without a step, the main param."""
     mains = optimizer.named_main_params()
     for slot, (name, main) in zip(optimizer.slots(), mains, strict=True):
         state = optimizer.slot_state(slot)

@@ -2,9 +2,9 @@
 
 Every value in these files is checked before use. ``manifest.json`` has the size and a checksum of
 each file. ``index.json`` has the name, dtype and shape of each tensor. A tensor is saved as one or
-several boxes (slices), whose elements are raw bytes in row-major order. So a reader needs no
-unpickler. The index also has a CRC-32 of each MiB of the tensors' files. So a reader of some
-elements detects damage before any value is replaced. ``.metadata`` is a pickle for
+several boxes (slices), whose elements are raw bytes in row-major order, so no unpickler is needed
+to read a tensor. The index also has a CRC-32 of each MiB of the tensors' files. A reader of some
+elements can therefore detect damage before any value is replaced. ``.metadata`` is a pickle for
 ``torch.distributed.checkpoint``; this package never reads ``.metadata``.
 """
 
@@ -235,8 +235,8 @@ class Index:
 def as_json(index: Index) -> bytes:
     """Return the content of ``index.json``.
 
-    Most tensors are saved whole, as one box. The content then has the dtype, the shape, the number
-    of the file and the first byte.
+    Most tensors are saved whole, as one box. For such a tensor the content has only the dtype, the
+    shape, the number of the file and the first byte.
     """
     files = sorted(index.sums)
     number = {name: at for at, name in enumerate(files)}

@@ -546,7 +546,7 @@ class _SummedFile:
         for begin in range(0, len(data), BLOCK_BYTES):
             self.blocks.append(zlib.crc32(data[begin : begin + BLOCK_BYTES]))
         if self._writing is not None:
-            # NOTE: the other buffer is filled next, so its write must have ended.
+            # NOTE: the other buffer is filled next, so the write of that buffer must have ended.
             self._writing.result()
         self._writing = in_background(partial(self._write, data))
         self._filled, self._written = self._written, self._filled

@@ -153,8 +153,8 @@ def _difference(name: str, a: Tensor, b: Tensor) -> Difference:
 
 
 def _ordered(x: Tensor) -> Tensor:
-    """Return floating values as integers in the same order. Neighbouring values differ by 1, and
-    both zeros are 0."""
+    """Return integers in the order of the given floating values. Neighbouring values differ by 1,
+    and both zeros are 0."""
     bits = x.view(torch.int16 if x.element_size() == 2 else torch.int32).long()
     low = -(1 << (8 * x.element_size() - 1))
     return torch.where(bits < 0, low - bits, bits)

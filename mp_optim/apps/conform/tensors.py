@@ -31,8 +31,8 @@ from mp_optim.apps.conform.kit import (
 
 
 def steps_of_shape(make: Make, *shape: int) -> None:
-    """Step a parameter of a shape together with a matrix. Require that both parameters move, or
-    that an error is raised."""
+    """Step a parameter of a shape together with a matrix. Require that the parameter and the matrix
+    move, or that an error is raised."""
     params = [nn.Parameter(noise(6, 8)), nn.Parameter(noise(*shape, seed=1))]
     optimizer = make_or_refuse(make, params)
     before = [param.detach().clone() for param in params]

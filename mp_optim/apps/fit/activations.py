@@ -66,12 +66,11 @@ class Timeline:
     grads: int = 0
 
     def peak(self, held: Callable[[int], int] = lambda grads: grads) -> Moment:
-        """Return the moment with the largest sum of activations and gradients. Its ``grads`` are
-        those on the device.
+        """Return the moment with the largest sum of activations and gradients.
 
         Args:
             held: function from the bytes of all gradients that backward has computed to the bytes
-                of gradients on the device.
+                of gradients on the device. The result replaces ``grads`` of the returned moment.
         """
         found = max(self.moments, key=lambda each: each.activations + held(each.grads))
         return Moment(found.phase, found.activations, found.logits, held(found.grads))

@@ -71,7 +71,7 @@ class Candidate:
 
     Attributes:
         words: settings as arguments of :class:`mp_optim.AdamW`.
-        config: the same settings as a config, with the settings of ranks.
+        config: config made from ``words``, with the settings for several ranks.
         layout: parallel layout of the model.
     """
 

@@ -67,8 +67,8 @@ def load_common(stack: MegatronOptimizer, common: Mapping[str, Any]) -> None:
 def save_parameter_state(stack: MegatronOptimizer, filename: str) -> None:
     """Write the state of all slots, whole and in FP32.
 
-    The call is collective over each part's data-parallel ranks. The first rank of each part writes
-    a file.
+    The call is collective over each part's data-parallel ranks. A rank that is the first
+    data-parallel rank of a part writes ``filename``.
     """
     stack.step_mark.check("save_parameter_state")
     stack.init_state()
@@ -87,7 +87,8 @@ def save_parameter_state(stack: MegatronOptimizer, filename: str) -> None:
 def load_parameter_state(stack: MegatronOptimizer, filename: str) -> None:
     """Load files of :func:`save_parameter_state`, on any number of data-parallel ranks.
 
-    Each part's first rank reads its file, and sends the other ranks their elements.
+    The first data-parallel rank of each part reads ``filename``, and sends each other rank the
+    elements of that rank.
 
     Raises:
         ValueError: the file is not from :func:`save_parameter_state`, or does not match this
@@ -140,8 +141,8 @@ def _read(filename: str) -> list[dict[str, State] | None]:
 def load_positional(
     stack: MegatronOptimizer, saved: Sequence[Mapping[str, Any]], *, convert: bool = False
 ) -> None:
-    """Load state by position into a stack over the same parameters, together with its group
-    settings.
+    """Load state that was saved by position, and saved group settings, into a stack over the same
+    parameters.
 
     Args:
         stack: the stack to load into.
@@ -259,11 +260,12 @@ def groups_with_settings(
 
 
 def matched_settings(live: SavedSettings, saved: Sequence[Mapping[str, Any]]) -> SavedSettings:
-    """Return saved settings for a param group. They come from the most similar saved group with
-    equal multipliers of learning rate and weight decay.
+    """Return the settings of the saved param group that matches a param group: the most similar
+    saved group with equal multipliers of learning rate and weight decay.
 
-    Experts have separate groups only in some layouts. So a dense group matches if no group of
-    experts was saved, and a group of experts matches a dense group in the same way.
+    Experts have separate groups only in some layouts. So a dense group may match a group of experts
+    if no dense group was saved, and a group of experts may match a dense group if no group of
+    experts was saved.
 
     Raises:
         ValueError: no such group was saved, or two saved groups are equally similar and have
