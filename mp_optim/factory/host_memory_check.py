@@ -11,9 +11,12 @@ import logging
 import os
 import shutil
 import warnings
+from contextlib import suppress
 from dataclasses import fields, replace
+from typing import Any
 
 from mp_optim.config import OptimizerConfig
+from mp_optim.config.state_forms import CODED
 from mp_optim.core import local_tensor
 from mp_optim.core.names import named_params
 from mp_optim.factory.build import StackRequest
@@ -132,18 +135,36 @@ def _refusal(
         sizes["temporary tensors"] = int(plan.host_total * BESIDE)
         purposes = (f"{name} {in_words(size)}" for name, size in sizes.items() if size)
         setting, kind = f"{name}={fraction}{where}", f"host memory ({', '.join(purposes)})"
-    ways = ["offload_mode='sync'"] if config.may_offload and config.offload_mode != "sync" else []
-    if is_class:
-        ways.append("state='8bit' with main_params='remainder16'")
-    else:
-        ways.append(
-            "use_precision_aware_optimizer=True with exp_avg_dtype='uint8' and "
-            "exp_avg_sq_dtype='uint8'"
-        )
-    ways += [] if is_disk else ["optimizer_state_path='/a/local/disk'"]
+    ways = _ways(config, is_class)
+    advice = f"set {', or '.join(ways)}; or " if ways else ""
     return (
         f"{setting}: the optimizer needs {in_words(need)} of {kind}, and {limit.name} "
-        f"({in_words(limit.total)}) leaves {in_words(max(limit.free, 0))}; set "
-        f"{', or '.join(ways)}; or shard the state over more ranks, train fewer parameters, or "
-        f"raise the limit. {SWITCH}=off skips this check"
+        f"({in_words(limit.total)}) leaves {in_words(max(limit.free, 0))}; {advice}shard the state "
+        f"over more ranks, train fewer parameters, or raise the limit. {SWITCH}=off skips this "
+        "check"
     )
+
+
+def _ways(config: OptimizerConfig, is_class: bool) -> list[str]:
+    """Return texts of settings that may need less memory, and that the config lacks and allows."""
+    changes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    if config.may_offload and config.offload_mode != "sync":
+        changes.append(({"offload_mode": "sync"}, {"offload_mode": "sync"}))
+    if config.exp_avg_dtype not in CODED or (is_class and not config.keeps_remainders):
+        moments = {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"}
+        arguments = {"state": "8bit", "main_params": "remainder16"}
+        changes.append(({"use_precision_aware_optimizer": True, **moments}, arguments))
+    if config.optimizer_state_path is None:
+        path, offload, everything = {"optimizer_state_path": "/a/local/disk"}, {}, {}
+        if not config.may_offload:
+            offload = {"offload": 1.0}
+            everything = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+        changes.append(({**everything, **path}, {**offload, **path}))
+    ways = []
+    for settings, arguments in changes:
+        # A config refuses contradictions, such as "sync" with release_gradients=True.
+        with suppress(ValueError):
+            replace(config, **settings)
+            said = arguments if is_class else settings
+            ways.append(" and ".join(f"{name}={value!r}" for name, value in said.items()))
+    return ways

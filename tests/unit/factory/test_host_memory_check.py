@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 import pytest
@@ -49,7 +50,7 @@ def test_adamw_names_smaller_settings_when_host_memory_is_short(grant):
     model = params()
     optimizer = mp_optim.AdamW(model, offload=1.0, offload_mode="overlap")
     said = r"offload=1.0: the optimizer needs 66.00 MiB of host memory \(main params 16.00 MiB, .*"
-    said += r"MemAvailable \(60.00 MiB\) leaves .*; set offload_mode='sync', or state='8bit' with "
+    said += r"MemAvailable \(60.00 MiB\) leaves .*; set offload_mode='sync', or state='8bit' and "
     with pytest.raises(ValueError, match=said):
         step(model, optimizer)
     fitting = mp_optim.AdamW(model, offload=1.0, state="bf16", main_params="remainder16")
@@ -62,6 +63,52 @@ def test_get_megatron_optimizer_names_config_fields_when_host_memory_is_short(gr
     said = r"^optimizer_offload_fraction=1.0: .*exp_avg_dtype='uint8'"
     with pytest.raises(ValueError, match=said):
         get_megatron_optimizer(config, nn.ParameterList(params()))
+
+
+RELEASED = {"offload_mode": "overlap", "release_gradients": True}
+REMAINDERS = {"main_params": "remainder16"}
+EIGHT_BITS = {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"}
+
+
+@pytest.mark.parametrize(
+    ("is_class", "settings", "count"),
+    [
+        (True, {}, 2),
+        (True, {"offload": 1.0, **RELEASED}, 2),
+        (True, {"state": "8bit", **REMAINDERS}, 1),
+        (False, {}, 2),
+        (False, {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, **RELEASED}, 2),
+        (False, {"use_precision_aware_optimizer": True, **EIGHT_BITS}, 1),
+        (True, {"offload": 1.0, "optimizer_state_path": "", "state": "4bit", **REMAINDERS}, 0),
+    ],
+)
+def test_host_memory_check_names_only_settings_that_the_optimizer_accepts(
+    grant, tmp_path, monkeypatch, is_class, settings, count
+):
+    def build(chosen: dict[str, object]) -> None:
+        model = params()
+        if is_class:
+            step(model, mp_optim.AdamW(model, **chosen))
+            return
+        config = OptimizerConfig(lr=1e-3, bf16=True, **chosen)
+        get_megatron_optimizer(config, nn.ParameterList(model))
+
+    grant(MIB)
+    if "optimizer_state_path" in settings:
+        settings = {**settings, "optimizer_state_path": str(tmp_path)}
+    with pytest.raises(ValueError, match=r"the optimizer needs .* of host memory") as caught:
+        build(settings)
+    advice = str(caught.value).rpartition("shard the state")[0]
+    ways = advice.partition("; set ")[2].removesuffix("; or ").split(", or ")
+    ways = [dict(re.findall(r"(\w+)=('[^']*'|[\w.]+)", way)) for way in ways if way]
+    assert len(ways) == count
+    monkeypatch.setenv("MP_OPTIM_HOST_MEMORY_CHECK", "off")
+    for way in ways:
+        changed = {name: ast.literal_eval(value) for name, value in way.items()}
+        if "optimizer_state_path" in changed:
+            changed["optimizer_state_path"] = str(tmp_path)
+        assert settings != settings | changed
+        build(settings | changed)
 
 
 @pytest.mark.parametrize("of_ranks", [1, 4])
