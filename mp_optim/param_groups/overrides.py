@@ -129,7 +129,8 @@ class _TableTest:
     """Test of a parameter that depends on whether the parameter is an embedding or output layer.
 
     Attributes:
-        test: function of a parameter and a bool, True for an embedding or output layer.
+        test: function of a parameter and a bool, True for an embedding or output layer; not a
+            lambda, because overrides are pickled.
         tables: embeddings and output layers of the model. Until the factory sets this attribute,
             attributes and names of parameters decide.
     """
@@ -139,6 +140,18 @@ class _TableTest:
 
     def __call__(self, param: Tensor, name: str) -> bool:
         return self.test(param, self.tables.why(param, name) is not None)
+
+
+def _is_table(param: Tensor, is_table: bool) -> bool:
+    return is_table
+
+
+def _is_hidden(param: Tensor, is_table: bool) -> bool:
+    return param.ndim >= 2 and not is_table
+
+
+def _is_vector_like(param: Tensor, is_table: bool) -> bool:
+    return not _is_hidden(param, is_table)
 
 
 def _with_tables(key: ParamKey, tables: Tables) -> ParamKey:
@@ -188,7 +201,7 @@ def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, Par
         if floor is None and config.min_lr is not None:
             floor = min(config.min_lr, config.decoupled_lr)
         decoupled = _limits(config.decoupled_lr, floor)
-        overrides[_key("embedding_or_output", _TableTest(lambda _, is_table: is_table))] = decoupled
+        overrides[_key("embedding_or_output", _TableTest(_is_table))] = decoupled
     return overrides
 
 
@@ -221,16 +234,9 @@ def get_mup_config_overrides(
     factor = mup_width_mult if optimizer_type == "sgd" else 1 / mup_width_mult
     limits = _limits(lr * factor, None if config.min_lr is None else config.min_lr * factor)
     if optimizer_type == "sgd":
-        return {
-            _key("mup_vector_like", _TableTest(lambda p, is_table: p.ndim < 2 or is_table)): limits
-        }
+        return {_key("mup_vector_like", _TableTest(_is_vector_like)): limits}
     eps = config.adam_eps / mup_width_mult
-    return {
-        _key("mup_hidden", _TableTest(lambda p, is_table: p.ndim >= 2 and not is_table)): {
-            **limits,
-            "eps": eps,
-        }
-    }
+    return {_key("mup_hidden", _TableTest(_is_hidden)): {**limits, "eps": eps}}
 
 
 def check_config_overrides_consistency(

@@ -1,5 +1,6 @@
 import dataclasses
 import logging
+import pickle
 
 import pytest
 import torch
@@ -112,6 +113,21 @@ def test_mup_scales_lr_of_matrices_for_adam_and_of_vectors_for_sgd():
     assert get_mup_config_overrides(muon, 4.0) == {}
     with pytest.raises(ValueError, match="mup_width_mult=0"):
         get_mup_config_overrides(CONFIG, 0)
+
+
+@pytest.mark.parametrize("optimizer_type", ["adam", "sgd"])
+def test_standard_and_mup_overrides_give_equal_groups_after_pickling(optimizer_type):
+    model = nn.ModuleDict({"embed_tokens": nn.Embedding(4, 4), "hidden": nn.Linear(4, 4)})
+    config = dataclasses.replace(CONFIG, decoupled_lr=1e-5)
+    mup = get_mup_config_overrides(CONFIG, 4.0, optimizer_type)
+    for overrides in (get_standard_config_overrides(config), mup):
+        restored = pickle.loads(pickle.dumps(overrides))
+        expected, groups = (
+            get_param_groups([model], config, each) for each in (overrides, restored)
+        )
+        assert len(expected) > 1
+        for group, other in zip(expected, groups, strict=True):
+            assert {**group, "params": []} == {**other, "params": []}
 
 
 def test_decoupled_lr_and_mup_find_embeddings_and_heads_by_module_type():
