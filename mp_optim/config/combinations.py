@@ -103,7 +103,7 @@ _CONTRADICTIONS: tuple[tuple[str, Holds, str], ...] = (
         "release_gradients",
         lambda c: c.release_gradients and c.fused_backend in ("apex", "transformer_engine"),
         "norms of released gradients are computed on the host, with other bits than "
-        "fused_backend={config.fused_backend!r}; choose another backend, or set "
+        "fused_backend={config.fused_backend!r}; set fused_backend='auto', or "
         "release_gradients=False",
     ),
 )
@@ -111,7 +111,7 @@ _CONTRADICTIONS: tuple[tuple[str, Holds, str], ...] = (
 
 _ROUNDS_AVERAGES = (
     "rounding to nearest would leave an average in bfloat16 unchanged; set "
-    "stochastic_rounding=True, or leave it at torch.float32"
+    "stochastic_rounding=True, or leave the dtype at torch.float32"
 )
 _ROUNDS_PARAMS = (
     "rounding to nearest leaves a bfloat16 parameter unchanged by steps below 2^-9 of it; set "

@@ -383,7 +383,9 @@ _MUON = RuleSpec(
             "muon_tp_mode",
             TP_MODES,
             "duplicated",
-            distributed="it is not supported, because its order of additions depends on the ranks",
+            distributed=(
+                "this mode is not supported, because the order of additions depends on the ranks"
+            ),
         ),
         Hyperparameter("qkv_split_shapes", None, None, per_group=True),
         _chosen(

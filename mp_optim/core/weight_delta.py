@@ -163,8 +163,8 @@ class WeightDelta:
             )
         except KeyError as error:
             raise ValueError(
-                f"the file is not a delta of this package: it has no {error}; pass a file of "
-                "WeightDelta.save()"
+                f"the file is not a delta of this package, because the entry {error} is missing; "
+                "pass a file of WeightDelta.save()"
             ) from error
 
     @classmethod

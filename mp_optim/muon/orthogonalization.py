@@ -247,8 +247,9 @@ def _query_groups(parts: tuple[int, ...], rows: int) -> int:
     groups, left = divmod(rows, sum(parts))
     if left:
         raise ValueError(
-            f"qkv_split_shapes={parts}: the {rows} rows of a matrix are not a multiple of their "
-            f"sum {sum(parts)}; correct the numbers, or set qkv_split_shapes=None"
+            f"qkv_split_shapes={parts}: the {rows} rows of a matrix are not a multiple of "
+            f"{sum(parts)}, the sum of these numbers; correct the numbers, or set "
+            "qkv_split_shapes=None"
         )
     return groups
 

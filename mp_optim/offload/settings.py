@@ -86,7 +86,7 @@ class HostStepSettings:
         """
         here = [param for param in params if is_offloaded(param[0])]
         if self.state_file is not None:
-            _check_windows(executor, here, "optimizer_state_path", "leave it out")
+            _check_windows(executor, here, "optimizer_state_path", "leave out optimizer_state_path")
         elif self.place != "host":
             _check_windows(executor, here, f"offload_place={self.place!r}", "use 'host'")
         elif self.mode == "speculative":

@@ -260,9 +260,8 @@ def check_config_overrides_consistency(
                 continue
             if name in OF_THE_STACK and value != getattr(config, name):
                 raise ValueError(
-                    f"override {name}={value!r} differs from the config's "
-                    f"{getattr(config, name)!r}, which is one setting for the whole stack; remove "
-                    "the override"
+                    f"override {name}={value!r} differs from {getattr(config, name)!r} in the "
+                    "config, and all param groups must have the same value; remove the override"
                 )
 
 

@@ -184,8 +184,9 @@ def warn_of_table_shape(param: Tensor, name: str) -> None:
     if is_tall and not any(part.isdigit() for part in name.split(".")):
         warn(
             f"Muon orthogonalizes {name}: its shape {tuple(shape)} is typical of an embedding or "
-            "output layer, but its module and name are not; if it is one, set "
-            'optimizer="adam" in its group, or in an override of get_megatron_optimizer'
+            "output layer, but its module and name are not; if the layer is an embedding or "
+            'output layer, set optimizer="adam" in the group of this parameter, or in an '
+            "override of get_megatron_optimizer"
         )
 
 
@@ -275,8 +276,8 @@ class MuonAssignment:
             return {**override, "optimizer": chosen}
         if (height := shape[-2]) % sum(parts):
             raise ValueError(
-                f"{name} has {height} rows, not a multiple of the sum of qkv_split_shapes={parts}; "
-                "correct the shapes"
+                f"{name} has {height} rows, which are not a multiple of the sum of "
+                f"qkv_split_shapes={parts}; correct qkv_split_shapes"
             )
         return {**override, "optimizer": chosen, "qkv_split_shapes": parts}
 

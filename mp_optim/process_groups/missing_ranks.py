@@ -274,8 +274,8 @@ def _missing(group: ProcessGroup, doing: str) -> str:
     with contextlib.suppress(RuntimeError, futures.TimeoutError):
         return answer.result(_PATIENCE + _STORE)
     return (
-        "the store is gone, or does not answer: the process that keeps it, perhaps rank 0, has "
-        "ended or is stuck"
+        "the store is gone, or does not answer: the process that keeps the store, perhaps rank "
+        "0, has ended or is stuck"
     )
 
 

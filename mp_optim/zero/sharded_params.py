@@ -316,8 +316,8 @@ class ShardedParams:
             shard = self.shards[slot]
             if param.requires_grad and shard.grad is None:
                 raise RuntimeError(
-                    f"{shard.name} was frozen when the optimizer was built and "
-                    "is in no bucket; build the optimizer again to train it"
+                    f"{shard.name} was frozen when the optimizer was built, so it is in no bucket "
+                    "and cannot be trained now; build the optimizer again to train this parameter"
                 )
             cast(Any, shard.tensor).main_grad = shard.grad if param.requires_grad else None
             if param.requires_grad:

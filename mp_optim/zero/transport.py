@@ -145,8 +145,8 @@ class ParamGatherer:
         """
         if self._waited_for is not None and id(entry.param) not in self._waited_for:
             raise RuntimeError(
-                f"{entry.name} was used without calling the module that holds it, so nothing "
-                "waited for its new values: set overlap_param_gather=False, or call "
+                f"{entry.name} was used without a call of the module that holds it, so forward "
+                "did not wait for the new values; set overlap_param_gather=False, or call "
                 "optimizer.finish_param_sync() before forward"
             )
 

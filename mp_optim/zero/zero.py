@@ -177,7 +177,8 @@ class DistributedOptimizer(CompositeOptimizer):
         if self.members:
             raise ValueError(
                 "add_param_group: a DistributedOptimizer creates its buckets once; build a new "
-                "optimizer for all groups, and load this one's state with mp_optim.checkpoint"
+                "optimizer for all groups, and load the state of the present optimizer with "
+                "mp_optim.checkpoint"
             )
         super().add_param_group(param_group)
 

@@ -287,7 +287,9 @@ class Subject:
         wanted = list(names) or list(CHECKS)
         unknown = [name for name in wanted if name not in CHECKS]
         if unknown:
-            raise ValueError(f"no check is called {unknown[0]!r}; --list shows all names")
+            raise ValueError(
+                f"no check is called {unknown[0]!r}; pass one of the names that --list prints"
+            )
         checks = [check for name, check in CHECKS.items() if name in wanted]
         return [check for check in checks if not check.rules or self.known_rule in check.rules]
 

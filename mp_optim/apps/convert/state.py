@@ -181,7 +181,8 @@ def _tensors(name: str, state: Mapping[str, Any], step: Any) -> dict[str, Tensor
     odd = sorted(key for key, value in given.items() if not isinstance(value, (Tensor, int, float)))
     if odd:
         raise ValueError(
-            f"the state of {name} has {odd}, which are neither tensors nor numbers; remove them"
+            f"the state of {name} has {odd}, which are neither tensors nor numbers; remove these "
+            "entries"
         )
     return {
         key: as_tensor(value).reshape(()).to(torch.float32) if key == STEP else as_tensor(value)

@@ -168,7 +168,7 @@ def test_muon_steps_q_k_and_v_separately_when_a_weight_is_fused():
         alone, _ = stepped(value[part], [grad[part] for grad in grads])
         assert torch.equal(fused[part], alone)
     assert not torch.equal(fused, stepped(value, grads)[0])
-    with pytest.raises(ValueError, match="16 rows of a matrix are not a multiple of their sum 5"):
+    with pytest.raises(ValueError, match="16 rows of a matrix are not a multiple of 5"):
         stepped(value, grads, qkv_split_shapes=(2, 2, 1))
 
 

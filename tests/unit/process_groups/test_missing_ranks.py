@@ -30,7 +30,7 @@ def test_missing_ranks_error_names_exactly_the_silent_ranks(outcomes, scenario):
     word = "rank" if len(scenario.gone) == 1 else "ranks"
     expected = f"failed: {word} {named} of [0, 1, 2, 3] did not report within {PATIENCE:g} s"
     if scenario.gone == (0,):  # Rank 0 keeps the store.
-        expected = "the process that keeps it, perhaps rank 0, has ended or is stuck"
+        expected = "the process that keeps the store, perhaps rank 0, has ended or is stuck"
     for rank in (rank for rank in range(RANKS) if rank not in scenario.gone):
         found = outcomes[f"{scenario.name}-{rank}"]
         assert found["told"].startswith("MissingRanksError: "), found
