@@ -46,18 +46,14 @@ _OF_THE_HOST = (
     "test_triton_has_the_bits_of_reference_after_large_gradients",
     # these tests read host addresses, tensors without memory, or a tensor subclass
     "test_state_of_many_tensors_shares_one_allocation_without_changing_bits",
-    "test_sparse_gradients_are_refused_before_anything_moves",
     # FSDP2 frees storage that the simulation still writes to, which ends the process
     "test_offload_modes_give_equal_bits_when_fsdp_gradients_are_clipped_outside",
 )
 """Modules and tests that stay on the host; most call host kernels directly."""
-_WRITES_MEANWHILE = (
-    "test_between_backward_and_step",
-    "test_offload_modes_give_equal_bits_after_random_events_before_the_step",
-)
+_WRITES_MEANWHILE = ("test_offload_modes_give_equal_bits_after_random_events_before_the_step",)
+"""Tests that write state (by hand, load or reload) while a speculative step reads the state. The
+step is dropped then, and the test compares bits."""
 _AHEAD = re.compile(r"read by mp_step on thread \d+ \(mp_optim-host\)")
-"""Tests that write state (by hand, load or reload) while a speculative step reads it. The step is
-dropped then, and the test compares bits."""
 _EXAMPLES = 4
 _ENDED: dict[str, str] = {}
 
