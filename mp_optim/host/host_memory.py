@@ -140,7 +140,7 @@ def tensor_in(memory: Tensor, start: int, shape: torch.Size, dtype: torch.dtype)
     first = memory.storage_offset() + start
     piece = storage[first : first + shape.numel() * dtype.itemsize]
     tensor = torch.empty(0, dtype=dtype, device=memory.device)
-    strides = torch.empty(shape, device="meta").stride()
+    strides = torch.empty(shape, dtype=dtype, device="meta").stride()
     return tensor.set_(piece, 0, shape, strides)
 
 
