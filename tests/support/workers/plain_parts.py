@@ -82,7 +82,7 @@ REFUSED = {
         "muon",
         OFFLOAD | {"offload_mode": "speculative"},
         CUTS["rows"],
-        "offload_mode='speculative': cut is split over ranks, and muon steps it",
+        "offload_mode='speculative': cut is split over ranks, and muon steps the",
     ),
     "stride": Refused(
         "muon",
