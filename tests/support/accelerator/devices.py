@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from mp_optim.core.read_only import ReadOnlyTensor
 from support.accelerator.simulation import KIND, Simulation, device_at
 
 _DEVICE, _IS_CPU = Tensor.device.__get__, Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 _HOST = torch.device("cpu")
+_PLAIN = Tensor, torch.nn.Parameter, ReadOnlyTensor
+"""Classes of tensors with their own memory. Wrappers such as DTensor call these tensors."""
 
 
 class Devices(TorchFunctionMode):
@@ -27,7 +30,7 @@ class Devices(TorchFunctionMode):
         kwargs = {**(kwargs or {})}
         if isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)  # The simulation has recorded this operation already.
-        is_plain = bool(args) and type(args[0]) in (Tensor, torch.nn.Parameter)
+        is_plain = bool(args) and type(args[0]) in _PLAIN
         if func == _DEVICE and is_plain:
             return self._place(args[0])
         if func == _IS_CPU and is_plain:
