@@ -80,7 +80,7 @@ def digest_of(
     """Return the digest of a stack, as :meth:`mp_optim.MegatronOptimizer.step_digest` does.
     Collective over ``ranks``."""
     plan = _plan_of(stack, ranks, sample)
-    is_stale = ranks.group is not None and _shares.get(stack, _NOTHING)[0] != plan.held
+    is_stale = ranks.group is not None and _division(stack, ranks.group)[0] != plan.held
     own = {} if is_stale else plan.sums(stack, step)
     total = signed(sum(value for value, _ in own.values()))
     if (group := ranks.group) is not None:
@@ -90,7 +90,8 @@ def digest_of(
         if int(numbers[1]):
             # This rank or another rank has other tensors than when the ranks last divided the
             # boxes. So the ranks divide the boxes again, and every rank repeats the digest.
-            _shares[stack] = plan.held, plan_together(plan.held, ranks, _DOING)
+            share = plan_together(plan.held, ranks, _DOING)
+            _divisions.setdefault(stack, WeakKeyDictionary())[group] = plan.held, share
             del _plans[stack]
             return digest_of(stack, step, grad_norm, sample, per_tensor, ranks)
     sums: dict[str, int] = {}
@@ -119,10 +120,17 @@ class _Part(NamedTuple):
         return hash_of(key_and_fqn(self.entry)[1] if self.in_blocks else self.entry)
 
 
-_shares: WeakKeyDictionary[SlotKeyedOptimizer, tuple[Sequence[Held], Share]] = WeakKeyDictionary()
-"""For each optimizer: descriptions of this rank's tensors when the ranks last divided the boxes,
-and the boxes that this rank reads since then."""
-_NOTHING: tuple[Sequence[Held], Share] = ((), {})
+_Division = tuple[Sequence[Held], Share]
+"""Descriptions of this rank's tensors when the ranks of a process group last divided the boxes of
+an optimizer, and the boxes that this rank reads since then."""
+_divisions: WeakKeyDictionary[
+    SlotKeyedOptimizer, WeakKeyDictionary[dist.ProcessGroup, _Division]
+] = WeakKeyDictionary()
+
+
+def _division(stack: SlotKeyedOptimizer, group: dist.ProcessGroup) -> _Division:
+    """Return the last division by a process group; an empty one before the first division."""
+    return _divisions.get(stack, {}).get(group, ((), {}))
 
 
 @dataclass(frozen=True)
@@ -180,7 +188,7 @@ def _new_plan(stack: SlotKeyedOptimizer, ranks: Ranks, key: tuple[object, int, i
     members, sample = ranks.members(), key[2]
     parallel = stack.model_parallel.among(members)
     left_out = {name for name, owner in parallel.copies.items() if owner in members}
-    share = None if ranks.group is None else _shares.get(stack, _NOTHING)[1]
+    share = None if ranks.group is None else _division(stack, ranks.group)[1]
     names = Inventory((), stack, parallel).names
     held: list[Held] = []
     by_turn: dict[int, dict[Slot, dict[_Part, None]]] = {}

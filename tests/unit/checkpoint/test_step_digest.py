@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import mp_optim
+from support.launch import results_of_ranks
 from support.places import PLACES, settings_of
 
 SHAPES = {
@@ -85,6 +86,13 @@ def test_step_digest_with_sample_n_finds_any_flipped_bit_within_n_steps(form):
         assert all(entry.endswith(f".{name}") for entry in named)
         assert equal.count(False) == 1
     assert optimizer.step_digest(sample=1) == before
+
+
+def test_step_digest_is_equal_for_every_process_group_after_digests_of_other_groups(tmp_path):
+    ranks = results_of_ranks("digests", 3, tmp_path, timeout=120)
+    found = [value for rank in ranks for value in rank["values"].values()]
+    assert len(found) == 13 and len(set(found)) == 1, ranks
+    assert all(rank["bytes"] for rank in ranks)
 
 
 @pytest.mark.parametrize("sample", [0, -1, 2.5])
