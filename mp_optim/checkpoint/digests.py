@@ -34,6 +34,7 @@ from mp_optim.core.flat_shard import piece
 from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.core.model_parallel import ModelParallel
 from mp_optim.core.partition import Box, whole_box
+from mp_optim.core.slot_state import StateStore
 from mp_optim.process_groups.agreement import Ranks
 from mp_optim.process_groups.missing_ranks import call
 
@@ -135,7 +136,8 @@ def _division(stack: SlotKeyedOptimizer, group: dist.ProcessGroup) -> _Division:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The boxes that this rank reads for digests. A plan is valid while ``key`` does not change.
+    """The boxes that this rank reads for digests. A plan is valid while ``key`` and ``late`` do
+    not change.
 
     NOTE: a plan must not refer to the optimizer, or the optimizer would never be freed.
 
@@ -144,6 +146,8 @@ class _Plan:
         parallel: names and partitions of parameters that ranks share.
         names: name of each slot's parameter on this rank.
         held: descriptions of this rank's tensors.
+        late: descriptions of the tensors of each slot that may get state after the plan was made,
+            because the store allocates state in the slot's first step.
         by_turn: for each step number modulo ``sample``, the boxes to read, by slot.
     """
 
@@ -151,7 +155,15 @@ class _Plan:
     parallel: ModelParallel
     names: Mapping[Slot, str]
     held: Sequence[Held]
+    late: Mapping[Slot, Sequence[Held]]
     by_turn: Mapping[int, Mapping[Slot, Mapping[_Part, None]]]
+
+    def has_all_state(self, stack: SlotKeyedOptimizer) -> bool:
+        """True if no slot has got, lost or replaced state since the plan was made."""
+        present = partial(present_entries, stack, parallel=self.parallel)
+        return all(
+            held_of(present(slot, self.names[slot])) == held for slot, held in self.late.items()
+        )
 
     def sums(self, stack: SlotKeyedOptimizer, step: int) -> dict[str, tuple[int, int]]:
         """Return, by tensor name, the digest of the elements that this rank reads in a step, and
@@ -173,10 +185,10 @@ class _Plan:
 
 
 def _plan_of(stack: SlotKeyedOptimizer, ranks: Ranks, sample: int) -> _Plan:
-    """Return the stored plan of a stack, or a new plan if the stack, the process group or
-    ``sample`` has changed."""
+    """Return the stored plan of a stack, or a new plan if the stack, its state, the process group
+    or ``sample`` has changed."""
     key, plan = (stack.step_mark.plan_key, id(ranks.group), sample), _plans.get(stack)
-    if plan is None or plan.key != key:
+    if plan is None or plan.key != key or not plan.has_all_state(stack):
         plan = _plans[stack] = _new_plan(stack, ranks, key)
     return plan
 
@@ -191,6 +203,7 @@ def _new_plan(stack: SlotKeyedOptimizer, ranks: Ranks, key: tuple[object, int, i
     share = None if ranks.group is None else _division(stack, ranks.group)[1]
     names = Inventory((), stack, parallel).names
     held: list[Held] = []
+    late: dict[Slot, Sequence[Held]] = {}
     by_turn: dict[int, dict[Slot, dict[_Part, None]]] = {}
     for slot, name in names.items():
         if name in left_out:
@@ -198,6 +211,11 @@ def _new_plan(stack: SlotKeyedOptimizer, ranks: Ranks, key: tuple[object, int, i
         entries = partial(present_entries, stack, slot, name, parallel)
         stored, of_slot = entries(with_blocks=False), held_of(entries())
         held += of_slot
+        store = stack.state_of(slot).store
+        # A store of the base class keeps no state, because the parameter was never trained. When
+        # the parameter becomes trainable, plan_key changes. So digests need not look at the slot.
+        if store.allocates_late and type(store) is not StateStore:
+            late[slot] = of_slot
         for entry, _, shape, places in of_slot:
             size = _lines_of_run(shape, entry not in stored)
             for place in (whole_box(shape),) if places is None else places:
@@ -208,7 +226,7 @@ def _new_plan(stack: SlotKeyedOptimizer, ranks: Ranks, key: tuple[object, int, i
                 for run in range(first // size, last // size + 1)[:sample]:
                     turn = by_turn.setdefault(-(run + part.phase()) % sample, {})
                     turn.setdefault(slot, {})[part] = None
-    return _Plan(key, parallel, names, tuple(held), by_turn)
+    return _Plan(key, parallel, names, tuple(held), late, by_turn)
 
 
 # -- lines and runs of a tensor -------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import mp_optim
+from mp_optim.mixed_precision import Float16OptimizerWithFloat16Params
 from support.launch import results_of_ranks
 from support.places import PLACES, settings_of
 
@@ -93,6 +94,46 @@ def test_step_digest_is_equal_for_every_process_group_after_digests_of_other_gro
     found = [value for rank in ranks for value in rank["values"].values()]
     assert len(found) == 13 and len(set(found)) == 1, ranks
     assert all(rank["bytes"] for rank in ranks)
+
+
+def of_torch():
+    """Return two parameters and an AdamW of torch.optim in a wrapper. The wrapped optimizer
+    allocates the state of a parameter at the parameter's first gradient."""
+    params = [nn.Parameter(torch.full((300,), value).bfloat16()) for value in (1.0, 2.0)]
+    config = mp_optim.OptimizerConfig(lr=0.1, bf16=True, clip_grad=0.0)
+    optimizer = torch.optim.AdamW(params, lr=0.1)
+    return params, Float16OptimizerWithFloat16Params(optimizer, config)
+
+
+def tensors_of(optimizer):
+    state = optimizer.state_dict()["state"].values()
+    return len(optimizer.step_digest(sample=1, per_tensor=True).per_tensor), sum(map(len, state))
+
+
+def test_step_digest_reads_torch_optims_state_when_it_is_allocated_after_a_digest():
+    params, optimizer = of_torch()
+    assert tensors_of(optimizer) == (2 + 2, 2)
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    assert tensors_of(optimizer) == (2 + 5, 5)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert tensors_of(optimizer) == (2 + 8, 8)
+
+
+def test_step_digest_reads_torch_optims_state_when_a_load_follows_a_digest():
+    params, trained_one = of_torch()
+    for param in params:
+        param.grad = torch.ones_like(param)
+    trained_one.step()
+    loaded, optimizer = of_torch()
+    optimizer.step_digest(sample=1)
+    for param, source in zip(loaded, params, strict=True):
+        param.data.copy_(source)
+    optimizer.load_state_dict(trained_one.state_dict())
+    expected = trained_one.step_digest(sample=1)
+    assert optimizer.step_digest(sample=1, step=1) == expected
 
 
 @pytest.mark.parametrize("sample", [0, -1, 2.5])
