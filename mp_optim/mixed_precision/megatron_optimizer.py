@@ -513,17 +513,20 @@ class MegatronOptimizer(SlotKeyedOptimizer):
             process_group: the ranks that hold the model together; None for all ranks.
 
         Raises:
-            ValueError: ``sample`` is not a positive whole number.
+            ValueError: ``sample`` is not a whole number >= 1, or ``step`` is not a whole number
+                >= 0.
             BrokenOffError: the last step or load was interrupted.
         """
         check_setting("sample", sample, whole(1))
         stack = cast(MegatronOptimizer, self.stack)
+        number = stack.counts.steps if step is None else step
+        check_setting("step", number, whole(0))
         stack.step_mark.check("step_digest")
         stack.finish_param_sync()
         norm = stack.counts.last_verdict().grad_norm
-        number = stack.counts.steps if step is None else step
-        ranks = Ranks.of(process_group)
-        return digest_of(stack, number, norm, sample, per_tensor, ranks)
+        # Convert tensors and 2.0 to int, because only equal ints select the same elements.
+        number, sample = int(number), int(sample)
+        return digest_of(stack, number, norm, sample, per_tensor, Ranks.of(process_group))
 
     # -- state: a loss scale beside the slots' ----------------------------------------------------
 

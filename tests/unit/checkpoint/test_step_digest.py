@@ -136,8 +136,18 @@ def test_step_digest_reads_torch_optims_state_when_a_load_follows_a_digest():
     assert optimizer.step_digest(sample=1, step=1) == expected
 
 
-@pytest.mark.parametrize("sample", [0, -1, 2.5])
-def test_step_digest_refuses_a_sample_that_is_not_a_positive_whole_number(sample):
+@pytest.mark.parametrize(
+    ("name", "value"), [("sample", 0), ("sample", 2.5), ("step", -1), ("step", 2.5), ("step", "3")]
+)
+def test_step_digest_refuses_a_sample_or_step_that_is_not_a_whole_number(name, value):
     _, optimizer = trained(steps=1)
-    with pytest.raises(ValueError, match=f"sample={sample}"):
-        optimizer.step_digest(sample)
+    with pytest.raises(ValueError, match=f"{name}={value!r}"):
+        optimizer.step_digest(**{name: value})
+
+
+@pytest.mark.parametrize("form", [float, torch.tensor])
+def test_step_digest_takes_sample_and_step_as_a_tensor_or_whole_float(form):
+    _, optimizer = trained(steps=1)
+    found = optimizer.step_digest(sample=form(2), step=form(3))
+    assert found == optimizer.step_digest(sample=2, step=3) and found.bytes_read
+    assert optimizer.step_digest(sample=1, step=form(3)).bytes_read > found.bytes_read
