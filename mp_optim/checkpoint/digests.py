@@ -92,7 +92,7 @@ def digest_of(
             # This rank or another rank has other tensors than when the ranks last divided the
             # boxes. So the ranks divide the boxes again, and every rank repeats the digest.
             share = plan_together(plan.held, ranks, _DOING)
-            _divisions.setdefault(stack, WeakKeyDictionary())[group] = plan.held, share
+            _divisions[stack][group] = plan.held, share
             del _plans[stack]
             return digest_of(stack, step, grad_norm, sample, per_tensor, ranks)
     sums: dict[str, int] = {}
@@ -130,8 +130,8 @@ _divisions: WeakKeyDictionary[
 
 
 def _division(stack: SlotKeyedOptimizer, group: dist.ProcessGroup) -> _Division:
-    """Return the last division by a process group; an empty one before the first division."""
-    return _divisions.get(stack, {}).get(group, ((), {}))
+    """Return a process group's last division; an empty division before the first."""
+    return _divisions.setdefault(stack, WeakKeyDictionary()).get(group, ((), {}))
 
 
 @dataclass(frozen=True)
