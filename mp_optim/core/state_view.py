@@ -24,7 +24,15 @@ copy of the old state.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    ItemsView,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+    ValuesView,
+)
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -55,8 +63,7 @@ class ShownState(MutableMapping[str, Any], _dict):  # type: ignore[misc]
     def __init__(
         self, read: Callable[[], State], write: Callable[[State], None], reset: Callable[[], None]
     ) -> None:
-        # Fill the base class, too: without entries there, dict.copy() returns an empty dict.
-        super().__init__(read())
+        super().__init__()
         self._read, self._write, self._reset = read, write, reset
 
     def part(self) -> None:
@@ -74,8 +81,24 @@ class ShownState(MutableMapping[str, Any], _dict):  # type: ignore[misc]
     def __len__(self) -> int:
         return len(self._read())
 
+    def __reversed__(self) -> Iterator[str]:
+        return reversed(list(self._read()))
+
     def items(self) -> ItemsView[str, Any]:
         return self._read().items()
+
+    def values(self) -> ValuesView[Any]:
+        return self._read().values()
+
+    def copy(self) -> dict[str, Any]:
+        """Return the present state as a plain dict."""
+        return dict(self._read())
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
 
     def __setitem__(self, key: str, value: Any) -> None:
         self._write({key: value})
@@ -298,6 +321,8 @@ class Assignment:
             given: the value in the callers' layout.
         """
         mine, coded = self._kept.get(key), self._coded.get(key)
+        if coded is not None and not isinstance(value, Tensor):
+            check_fits(f"{self._name}.{key}", coded.values(), value)
         if key == STEP or not isinstance(value, Tensor) or mine is None or value.is_meta:
             self._values[key] = given
             return
@@ -305,7 +330,7 @@ class Assignment:
             return
         moves = self._moves(key, value, mine)
         form = mine.dtype, mine.shape, mine.stride()
-        if moves and (value.dtype, value.shape, value.stride()) == form:
+        if coded is None and moves and (value.dtype, value.shape, value.stride()) == form:
             wait_for(mine.device)
             self._state.check_values(key, value)
             self._memory[key] = value

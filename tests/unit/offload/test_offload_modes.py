@@ -130,8 +130,11 @@ def apply_event(model, optimizer, event):
         optimizer.state_dict()
     elif event == "write state":
         state = optimizer.state[model.dense]
-        moment = state[sorted(key for key in state if key != "step")[0]]
-        moment.data.copy_(moment.flip(0))
+        key = sorted(key for key in state if key != "step")[0]
+        if (moment := state[key]).is_inference():  # A copy of 8-bit state is read-only.
+            state[key] = moment.flip(0)
+        else:
+            moment.data.copy_(moment.flip(0))
     elif event == "load state":
         optimizer.load_state_dict(optimizer.state_dict())
     elif event == "zero and again":
