@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -20,12 +21,23 @@ class SavingProcesses:
         pipe = subprocess.PIPE
         self.server = start("-m", "support.workers.kill", stdin=pipe, stdout=pipe)
 
-    def kill_one(self, job: str, saves: int, moment: float) -> list[list[str]]:
+    def kill_one(
+        self, root: Path, options: str, chance: random.Random, aimed: bool
+    ) -> list[list[str]]:
+        """Kill a process at a random moment of its second or third save, or of a later save.
+
+        On a loaded machine a save can end before a random moment. So an aimed kill stops the
+        process at random moments until the folder has an unfinished version.
+
+        Returns:
+            the lines that the process printed, split into words.
+        """
         assert self.server.stdin is not None and self.server.stdout is not None
-        self.server.stdin.write(f"{job}\n")
+        self.server.stdin.write(f"{root} {options}\n")
         self.server.stdin.flush()
         said: list[list[str]] = []
         child, killed, begun, took = 0, False, 0.0, [0.0]
+        saves = chance.randint(2, 3)
         for line in self.server.stdout:
             said.append(line.split())
             if said[-1] == ["gone"]:
@@ -36,10 +48,20 @@ class SavingProcesses:
                 took.append(time.monotonic() - begun)
             child = int(said[-1][1]) if said[-1][0] == "child" else child
             if child and not killed and sum(words[0] == "begin" for words in said) >= saves:
-                time.sleep(moment * sorted(took)[len(took) // 2])
+                usual = sorted(took)[len(took) // 2]
+                time.sleep(chance.uniform(0.0, 1.2) * usual)
+                os.kill(child, signal.SIGSTOP)
+                while aimed and not has_unfinished(root):
+                    os.kill(child, signal.SIGCONT)
+                    time.sleep(chance.uniform(0.0, 1.2) * usual)
+                    os.kill(child, signal.SIGSTOP)
                 os.kill(child, signal.SIGKILL)
                 killed = True
         return said
+
+
+def has_unfinished(root: Path) -> bool:
+    return any(path.name.startswith(".version-") for path in root.iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +87,12 @@ def test_newest_complete_checkpoint_loads_after_kill_9_during_saves(
     chance = random.Random(kills)
     digests: dict[int, str] = {}
     torn = last = 0
-    for _ in range(kills):
-        said = processes.kill_one(
-            f"{tmp_path} {mode} {keep}", chance.randint(2, 3), chance.uniform(0.0, 1.2)
-        )
+    for number in range(kills):
+        said = processes.kill_one(tmp_path, f"{mode} {keep}", chance, aimed=number % 2 == 0)
         digests |= {int(words[1]): words[2] for words in said if words[0] == "begin"}
         begun = max(int(words[1]) for words in said if words[0] == "begin")
         complete = max([last, *(int(words[1]) for words in said if words[0] == "end")])
-        torn += any(path.name.startswith(".version-") for path in tmp_path.iterdir())
+        torn += has_unfinished(tmp_path)
 
         version = checkpoint.verify(tmp_path)
         versions = checkpoint.versions(tmp_path)
