@@ -24,6 +24,7 @@ from mp_optim.apps.cli.command import main
 from support.documents import blocks_of, lines_for
 from support.faults import faulty, written_wrong
 from support.launch import ROOT
+from support.universal import write_universal
 
 
 def small_model():
@@ -284,6 +285,12 @@ def test_migration_page_examples_convert_state_in_order(tmp_path, monkeypatch):
         "megatron_optimizer": Megatron(model),
         "fused_adam": Apex(model),
     }
+    keys = ("fp32", "exp_avg", "exp_avg_sq")
+    given = {
+        name: dict.fromkeys(keys, torch.ones(param.shape))
+        for name, param in model.named_parameters()
+    }
+    write_universal(tmp_path / "universal", given)
     blocks = re.findall(
         r"```(python|bash)\n(.*?)```", (ROOT / "docs/migrate.md").read_text(), re.DOTALL
     )

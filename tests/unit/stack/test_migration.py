@@ -14,6 +14,7 @@ from mp_optim.apps import convert as foreign
 from mp_optim.apps.cli.command import main
 from support.models import TinyMoE, build, config_for, same_bits, train
 from support.one_rank import one_rank
+from support.universal import write_universal
 
 
 def tree_equal(a, b):
@@ -383,18 +384,6 @@ def test_from_apex_reads_state_and_masters():
     with pytest.raises(ValueError, match="masters"):
         foreign.from_apex(saved, masters[:1], names)
     assert foreign.fp32_params(foreign.from_apex(saved, None, names)) == {}
-
-
-def write_universal(folder, params, step=5, flat=False):
-    for name, states in params.items():
-        path = folder / "zero" / name
-        path.mkdir(parents=True)
-        for key, value in states.items():
-            torch.save(
-                value.flatten() if flat else {"param": value, "cat_dim": 0}, path / f"{key}.pt"
-            )
-        if not flat:
-            torch.save(step, path / "step.pt")
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["zero 1 and 2", "zero 3"])
