@@ -114,7 +114,7 @@ class _Part(NamedTuple):
     place: Box
     in_blocks: bool
 
-    def phase(self) -> int:
+    def shift(self) -> int:
         """Return the number that decides in which steps the runs are read. Moments that are stored
         in blocks have one number for each parameter, because one call decodes all moments of a
         parameter."""
@@ -148,7 +148,7 @@ class _Plan:
         held: descriptions of this rank's tensors.
         late: descriptions of the tensors of each slot that may get state after the plan was made,
             because the store allocates state in the slot's first step.
-        by_turn: for each step number modulo ``sample``, the boxes to read, by slot.
+        by_step: for each step number modulo ``sample``, the boxes to read, by slot.
     """
 
     key: tuple[object, int, int]
@@ -156,7 +156,7 @@ class _Plan:
     names: Mapping[Slot, str]
     held: Sequence[Held]
     late: Mapping[Slot, Sequence[Held]]
-    by_turn: Mapping[int, Mapping[Slot, Mapping[_Part, None]]]
+    by_step: Mapping[int, Mapping[Slot, Mapping[_Part, None]]]
 
     def has_all_state(self, stack: SlotKeyedOptimizer) -> bool:
         """True if no slot has got, lost or replaced state since the plan was made."""
@@ -169,15 +169,15 @@ class _Plan:
         """Return, by tensor name, the digest of the elements that this rank reads in a step, and
         the number of bytes read."""
         found: dict[str, tuple[int, int]] = {}
-        for slot, parts in self.by_turn.get(step % self.key[2], {}).items():
+        for slot, parts in self.by_step.get(step % self.key[2], {}).items():
             with_blocks = any(part.in_blocks for part in parts)
             entry = partial(present_entries, stack, slot, self.names[slot], self.parallel)
             tensors = entry(with_blocks=with_blocks)
             for part in parts:
                 tensor = tensors[part.entry]
-                size = _lines_of_run(tensor.shape, part.in_blocks)
-                for sheet in sheets(piece(tensor, part.place), part.place, tuple(tensor.shape)):
-                    for some in sheet.runs(size, part.phase() + step, self.key[2]):
+                size = _run_length(tensor.shape, part.in_blocks)
+                for lines in lines_of(piece(tensor, part.place), part.place, tuple(tensor.shape)):
+                    for some in lines.runs(size, part.shift() + step, self.key[2]):
                         total, count = found.get(part.entry, (0, 0))
                         total = signed(total + some.digest(part.entry))
                         found[part.entry] = total, count + some.values.nbytes
@@ -204,7 +204,7 @@ def _new_plan(stack: SlotKeyedOptimizer, ranks: Ranks, key: tuple[object, int, i
     names = Inventory((), stack, parallel).names
     held: list[Held] = []
     late: dict[Slot, Sequence[Held]] = {}
-    by_turn: dict[int, dict[Slot, dict[_Part, None]]] = {}
+    by_step: dict[int, dict[Slot, dict[_Part, None]]] = {}
     for slot, name in names.items():
         if name in left_out:
             continue
@@ -217,22 +217,22 @@ def _new_plan(stack: SlotKeyedOptimizer, ranks: Ranks, key: tuple[object, int, i
         if store.allocates_late and type(store) is not StateStore:
             late[slot] = of_slot
         for entry, _, shape, places in of_slot:
-            size = _lines_of_run(shape, entry not in stored)
+            size = _run_length(shape, entry not in stored)
             for place in (whole_box(shape),) if places is None else places:
                 if not place.numel or (share is not None and place not in share.get(entry, ())):
                     continue
                 part = _Part(entry, place, entry not in stored)
                 first, last = _line(place.offsets, shape), _line(_last_index(place), shape)
                 for run in range(first // size, last // size + 1)[:sample]:
-                    turn = by_turn.setdefault(-(run + part.phase()) % sample, {})
-                    turn.setdefault(slot, {})[part] = None
-    return _Plan(key, parallel, names, tuple(held), late, by_turn)
+                    of_step = by_step.setdefault(-(run + part.shift()) % sample, {})
+                    of_step.setdefault(slot, {})[part] = None
+    return _Plan(key, parallel, names, tuple(held), late, by_step)
 
 
 # -- lines and runs of a tensor -------------------------------------------------------------------
 
 
-class Sheet(NamedTuple):
+class Lines(NamedTuple):
     """Neighbouring lines of a tensor. All lines have the same columns, which may be a slice of the
     tensor's columns.
 
@@ -246,20 +246,20 @@ class Sheet(NamedTuple):
     line: int
     column: int
 
-    def runs(self, size: int, phase: int, sample: int) -> Iterator[Sheet]:
-        """Yield the lines of every run whose number plus ``phase`` is a multiple of ``sample``.
+    def runs(self, size: int, shift: int, sample: int) -> Iterator[Lines]:
+        """Yield the lines of every run whose number plus ``shift`` is a multiple of ``sample``.
 
         Args:
             size: lines of a run.
-            phase: number that changes with the step, so that each step selects other runs.
+            shift: number that changes with the step, so that each step selects other runs.
             sample: 1 selects every run, and N about one of N runs.
         """
         end = self.line + len(self.values)
         first = self.line // size
-        for run in range(first + -(first + phase) % sample, (end - 1) // size + 1, sample):
+        for run in range(first + -(first + shift) % sample, (end - 1) // size + 1, sample):
             begin = max(self.line, run * size)
             some = self.values[begin - self.line : min(end, (run + 1) * size) - self.line]
-            yield Sheet(some, begin, self.column)
+            yield Lines(some, begin, self.column)
 
     def digest(self, name: str) -> int:
         """Return the sum over the elements, not reduced modulo 2^64.
@@ -269,21 +269,26 @@ class Sheet(NamedTuple):
         """
         total = 0
         for some in self.split():
-            lines, columns = weights_of(self.values.device)
-            lines, columns = lines[some.line % LINE :], columns[some.column :]
-            count, width = some.values.shape
-            sums = (bits_of(some.values) * columns[:width]).sum(1)
-            total += int((sums * lines[:count]).sum()) * factor_of(name, some.line // LINE)
+            of_lines, of_columns = some.factors()
+            sums = (bits_of(some.values) * of_columns).sum(1)
+            total += int((sums * of_lines).sum()) * factor_of(name, some.line // LINE)
         return total
 
-    def split(self) -> Iterator[Sheet]:
-        """Yield slices of the sheet. The products of a slice stay in the cache, and all lines of a
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return the factors of the lines, shape (lines,), and of the columns, shape (columns,).
+        No multiple of 65,536 may lie between the lines' numbers."""
+        of_lines, of_columns = weights_of(self.values.device)
+        count, width = self.values.shape
+        return of_lines[self.line % LINE :][:count], of_columns[self.column :][:width]
+
+    def split(self) -> Iterator[Lines]:
+        """Yield slices of the lines. The products of a slice stay in the cache, and all lines of a
         slice have one factor (:func:`factor_of`)."""
         begin, end = self.line, self.line + len(self.values)
         while begin < end:
             most = max(1, LINE // self.values.shape[1])
             stop = min(end, begin + most, begin + LINE - begin % LINE)
-            yield Sheet(self.values[begin - self.line : stop - self.line], begin, self.column)
+            yield Lines(self.values[begin - self.line : stop - self.line], begin, self.column)
             begin = stop
 
 
@@ -301,19 +306,18 @@ def changed_element(name: str, tensor: Tensor, difference: int) -> tuple[int, fl
     """
     shape, width = tuple(tensor.shape), 1 << (8 * tensor.itemsize - 1)
     found: list[tuple[int, int]] = []
-    for sheet in sheets(tensor.detach(), whole_box(shape), shape):
-        for some in sheet.split():
-            lines, columns = weights_of(tensor.device)
-            lines, columns = lines[some.line % LINE :], columns[some.column :]
+    for lines in lines_of(tensor.detach(), whole_box(shape), shape):
+        for some in lines.split():
+            of_lines, of_columns = some.factors()
             factor = pow(factor_of(name, some.line // LINE), -1, 1 << 64)
-            of_lines = inverse(lines[: len(some.values)]) * signed(difference * factor)
-            changes = of_lines[:, None] * inverse(columns[: some.values.shape[1]])
+            explained = inverse(of_lines) * signed(difference * factor)
+            changes = explained[:, None] * inverse(of_columns)
             bits = bits_of(some.values) + changes
             # ``changes`` has, for each element, the change that alone would explain the difference.
             # Keep only elements that the change turns into an integer of the element's width.
             small = (changes.abs() < 2 * width) & (bits >= -width) & (bits < width)
             for line, column in small.nonzero().tolist():
-                row, number = divmod(some.line + line, _pieces(shape))
+                row, number = divmod(some.line + line, _lines_per_row(shape))
                 at = row * (shape[-1] if shape else 1) + number * LINE + some.column + column
                 found.append((at, int(bits[line, column])))
     if len(found) != 1:
@@ -323,8 +327,8 @@ def changed_element(name: str, tensor: Tensor, difference: int) -> tuple[int, fl
     return index, integer.view(tensor.dtype).item()
 
 
-def sheets(tensor: Tensor, place: Box, shape: tuple[int, ...], row: int = 0) -> Iterator[Sheet]:
-    """Yield all elements of a box in sheets.
+def lines_of(tensor: Tensor, place: Box, shape: tuple[int, ...], row: int = 0) -> Iterator[Lines]:
+    """Yield all elements of a box as lines.
 
     Args:
         tensor: the elements, in the shape of the box.
@@ -340,20 +344,20 @@ def sheets(tensor: Tensor, place: Box, shape: tuple[int, ...], row: int = 0) -> 
     if place.sizes[1:-1] != shape[1:-1]:
         inner = Box(place.offsets[1:], place.sizes[1:])
         for at, some in enumerate(tensor, place.offsets[0]):
-            yield from sheets(some, inner, shape[1:], row + at * rows)
+            yield from lines_of(some, inner, shape[1:], row + at * rows)
         return
     matrix, row, column = tensor.flatten(0, -2), row + place.offsets[0] * rows, place.offsets[-1]
     if shape[-1] <= LINE:
-        yield Sheet(matrix, row, column)
+        yield Lines(matrix, row, column)
         return
     for at, some in enumerate(matrix, row):
         for number in range(column // LINE, (column + len(some) - 1) // LINE + 1):
             begin = max(column, number * LINE)
             cut = some[begin - column : (number + 1) * LINE - column]
-            yield Sheet(cut[None], at * _pieces(shape) + number, begin % LINE)
+            yield Lines(cut[None], at * _lines_per_row(shape) + number, begin % LINE)
 
 
-def _pieces(shape: Sequence[int]) -> int:
+def _lines_per_row(shape: Sequence[int]) -> int:
     """Return the number of lines in a row. A row has all indices of the last dimension."""
     return -(-max(1, *shape[-1:], 1) // LINE)
 
@@ -363,16 +367,16 @@ def _line(index: Sequence[int], shape: Sequence[int]) -> int:
     row = 0
     for at, length in zip(index[:-1], shape[:-1], strict=True):
         row = row * length + at
-    return row * _pieces(shape) + (index[-1] // LINE if index else 0)
+    return row * _lines_per_row(shape) + (index[-1] // LINE if index else 0)
 
 
 def _last_index(place: Box) -> list[int]:
     return [first + size - 1 for first, size in zip(*place, strict=True)]
 
 
-def _lines_of_run(shape: Sequence[int], in_blocks: bool) -> int:
+def _run_length(shape: Sequence[int], in_blocks: bool) -> int:
     if in_blocks:
-        return max(1, math.prod(shape[:-1]) * _pieces(shape))
+        return max(1, math.prod(shape[:-1]) * _lines_per_row(shape))
     return max(1, RUN // min(LINE, max(1, *shape[-1:], 1)))
 
 
