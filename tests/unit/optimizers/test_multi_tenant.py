@@ -412,7 +412,7 @@ def test_add_tenant_accepts_params_without_elements_on_this_rank() -> None:
         (lambda o, p: o.restore_tenant("a"), ValueError, "name='a': this tenant is not offloaded"),
         (lambda o, p: o.remove_tenant("x"), ValueError, "name='x': no tenant has this name"),
         (lambda o, p: o.add_tenant("a", [p]), ValueError, r"call remove_tenant\('a'\) first"),
-        (lambda o, p: o.add_tenant("x", [p]), ValueError, "of tenant 'a', too; give each tenant"),
+        (lambda o, p: o.add_tenant("x", [p]), ValueError, "of tenant 'a'; give each tenant"),
         (
             lambda o, p: o.add_tenant("x", [nn.Parameter(torch.ones(2))], lrr=1.0),
             TypeError,
