@@ -78,15 +78,14 @@ def least(
                 f"gpu_memory={gpu_memory}: this is a number of bytes; write '{gpu_memory}GiB' for "
                 "GiB"
             )
-        free = "free gradients during backward (offload_mode='overlap', release_gradients=True); "
         raise ValueError(
             f"gpu_memory={in_words(gpu_memory)}: with the whole optimizer on the host the "
             f"accelerator still needs {in_words(best.accelerator.total)}, "
             f"{in_words(best.accelerator.model_params)} for parameters and "
             f"{in_words(best.accelerator.grads)} for gradients; "
-            f"{'' if config.release_gradients else free}train adapters (LoRA), because frozen "
-            "weights have no gradients; keep weights in 8 bits "
-            "(mp_optim.apps.float8.quantize_weights); or shard the model over more ranks"
+            f"{_release_advice(plan_of, config)}train adapters (LoRA), because frozen weights have "
+            "no gradients; keep weights in 8 bits (mp_optim.apps.float8.quantize_weights); or "
+            "shard the model over more ranks"
         )
     # Bisect, because above 0.0 a larger fraction never needs more accelerator memory.
     while low < high:
@@ -97,6 +96,23 @@ def least(
         else:
             low = middle + 1
     return best
+
+
+def _release_advice(
+    plan_of: Callable[[OptimizerConfig], MemoryPlan], config: OptimizerConfig
+) -> str:
+    """Return advice to release gradients, with the planned bytes; empty if the config cannot."""
+    if config.release_gradients:
+        return ""
+    offloaded = with_fraction(config, 1.0)
+    try:
+        plan = plan_of(replace(offloaded, offload_mode="overlap", release_gradients=True))
+    except ValueError:
+        return ""
+    return (
+        "free gradients during backward (offload_mode='overlap', release_gradients=True), which "
+        f"needs {in_words(plan.accelerator.total)}; "
+    )
 
 
 def in_words(size: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -171,7 +172,16 @@ def test_plan_error_names_gib_and_memory_saving_settings_when_a_model_does_not_f
         smallest_fraction(SEVEN_BILLION, config, gpu_memory=limit * GIB)
     said = str(caught.value)
     assert f"gpu_memory={limit}.00 GiB" in said and "needs 25.12 GiB" in said
-    assert "release_gradients=True" in said and "LoRA" in said and "quantize_weights" in said
+    released = re.search(r"release_gradients=True\), which needs (\d+\.\d+) GiB", said)
+    assert released and 12.56 <= float(released[1]) < 25.12  # The parameters take 12.56 GiB.
+    assert "LoRA" in said and "quantize_weights" in said
+
+
+def test_plan_error_omits_release_gradients_when_the_config_refuses_that_setting() -> None:
+    config = OptimizerConfig(lr=1e-5, bf16=True, use_distributed_optimizer=True)
+    with pytest.raises(ValueError, match="still needs") as caught:
+        smallest_fraction(SEVEN_BILLION[:8], config, gpu_memory=2**20)
+    assert "release_gradients" not in str(caught.value) and "LoRA" in str(caught.value)
 
 
 def auto(**settings: object) -> OptimizerConfig:
