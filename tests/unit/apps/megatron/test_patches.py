@@ -89,6 +89,22 @@ def check_refusal(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
         megatron.install()
 
 
+def test_megatron_install_accepts_a_class_that_gains_attributes_while_it_is_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Lazy:
+        def __getattr__(self, name: str) -> Any:
+            core.ChainedOptimizer.loaded = True
+            raise AttributeError(name)
+
+    monkeypatch.setattr(core.ChainedOptimizer, "lazy", Lazy(), raising=False)
+    # An attribute after the lazy object makes the loop go on.
+    monkeypatch.setattr(core.ChainedOptimizer, "later", None, raising=False)
+    megatron.install()
+    assert core.ChainedOptimizer.loaded
+    del core.ChainedOptimizer.loaded
+
+
 def test_get_megatron_optimizer_calls_a_replaced_get_param_groups_after_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
