@@ -91,8 +91,9 @@ def take_step(
                 verdict, judge = _decide(stack, grads)
         else:
             grads, verdict, judge = prepared
+        # Count outside the timer, because counting waits for the device's verdict on the last step.
+        _count(stack, verdict, judge)
         with _UNTIMED if config.timers is None else _timed(config, "optimizer-inner-step"):
-            _count(stack, verdict, judge)
             # Phase 4. RuleExecutor builds all launches in plan(), so an error there leaves all
             # parameters unstepped. Executors of offloaded slots and of foreign optimizers build
             # launches in run(), when other slots may have been stepped.

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def test_chained_optimizer_refuses_an_empty_list_and_parts_with_different_config
         ChainedOptimizer([part(), part(clip_grad=0.5)])
 
 
-def test_step_starts_and_stops_megatron_timers():
+def test_step_starts_and_stops_megatron_timers_and_counts_between_timers(monkeypatch):
     events = []
 
     class Timer:
@@ -69,10 +70,15 @@ def test_step_starts_and_stops_megatron_timers():
     for barrier in (True, False):
         events.clear()
         model, optimizer = build("bf16", timers=timers, barrier_with_L1_time=barrier)
+        observed = Mock(
+            side_effect=lambda _: events.append("count") or DEFAULT, wraps=optimizer.counts.record
+        )
+        monkeypatch.setattr(optimizer.counts, "record", observed)
         train(model, optimizer, 1)
         assert events == [
             ("optimizer-clip-main-grad", "start", barrier),
             ("optimizer-clip-main-grad", "stop"),
+            "count",  # Counting may wait for the device, which is no time of the inner step.
             ("optimizer-inner-step", "start", barrier),
             ("optimizer-inner-step", "stop"),
         ]
