@@ -401,8 +401,9 @@ def present_entries(
 
 
 def _in_parts(state: State, partition: Partition, shape: torch.Size) -> State:
-    """Return the state of a tensor-parallel shard. Each tensor of the shard's shape gets its
-    position in the whole parameter.
+    """Return the state of a tensor-parallel shard with its tensors as parts of the whole
+    parameter's
+    state (:func:`as_partition`). Scalars, and moments that each rank keeps whole, are unchanged.
 
     Args:
         state: the state by key.

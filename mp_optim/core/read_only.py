@@ -54,7 +54,11 @@ class ReadOnlyTensor(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        # A program may move state by ``.data``. The copy stays where it is, and nothing is lost.
+        # Programs move state to another device by assigning ``.data``. Ignore such an assignment if
+        # it has
+        # the same values: this tensor is only a copy, so it stays on its device. Other values would
+        # be lost,
+        # so raise.
         if value.shape != self.shape or not same_values(value.to(self.device), _plain(self)):
             raise RuntimeError(_READ_ONLY)
 

@@ -75,13 +75,16 @@ def matrix_blocks(region: ShardRegion, local: Tensor) -> list[MatrixBlock]:
 def _boxed(
     local: Tensor, offsets: tuple[int, ...], shape: torch.Size, matrix: int
 ) -> Iterator[MatrixBlock]:
-    """Yield the blocks of a box in a stack of matrices.
+    """Yield a box of a parameter as :class:`MatrixBlock`, each of matrices that are neighbors in
+    the
+    parameter's stack of matrices.
 
     Args:
         local: elements of the box.
-        offsets: first index of the box in each dimension.
-        shape: shape of the parameter.
-        matrix: index of the first matrix of ``shape`` in the whole stack.
+        offsets: first index of the box in each dimension of ``shape``.
+        shape: shape of the parameter; in recursive calls, of its part at one index of the first
+            dimensions.
+        matrix: index, in the parameter's stack, of the first matrix of ``shape``.
     """
     rows, columns = local.shape[-2:]
     if local.dim() == 2:

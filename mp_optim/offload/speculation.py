@@ -222,8 +222,14 @@ class SpeculativeStepper:
     # -- launches ---------------------------------------------------------------------------------
 
     def predicted(self, bucket: int, staged: SlotUpdates) -> Sequence[BackLaunch]:
-        """Return a bucket's predicted launches into its back buffer; none if the bucket cannot
-        be stepped during backward."""
+        """Return the launches that step a bucket into its back buffer during backward, before the
+        step's
+        gradient multiplier is known. Empty if the bucket cannot be stepped during backward.
+
+        Args:
+            bucket: index of the bucket.
+            staged: updates with the predicted multiplier, whose gradients are on the host.
+        """
         if any(map(self._executor.is_collective, staged)):
             return ()
         return self._launches(bucket, self._executor.plan(staged))

@@ -151,7 +151,7 @@ def test_native_muon_kernels_match_the_reference_bits_for_every_state_form(
 
 
 @pytest.mark.parametrize("form", forms()[::4], ids=name_of)
-def test_triton_muon_kernels_match_the_reference_bits_for_every_state_form(
+def test_triton_muon_kernels_match_the_reference_bits_for_every_fourth_state_form(
     form: dict[str, Any],
 ) -> None:
     if FOUND is None:
