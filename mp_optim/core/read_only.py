@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from mp_optim.host.host_memory import same_values
 
@@ -17,11 +17,15 @@ _READ_ONLY = (
 )
 
 
+_NO_WRITES = "requires_grad_", "share_memory_"
+"""Names of operations that end in an underscore and write no values."""
+
+
 class ReadOnlyTensor(Tensor):
     """A copy of state that raises for writes, because a write to a copy would be lost.
 
-    NOTE: the tensor is made in inference mode, so torch also refuses writes that this class does
-    not see, for example by ``out=``. Views of the tensor are tensors of inference mode, too.
+    NOTE: writes through the storage, DLPack or a list that is not the first argument are not seen.
+    The tensor is made in inference mode, so torch refuses some of them.
     """
 
     @classmethod
@@ -32,13 +36,22 @@ class ReadOnlyTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name == "__setitem__" or (name.endswith("_") and not name.startswith("__")):
-            written = args[0] if isinstance(args[0], list | tuple) else args[:1]
-            if any(isinstance(each, cls) for each in written):
-                raise RuntimeError(_READ_ONLY)
-        args, kwargs = tree_map_only(cls, _plain, (args, kwargs or {}))
-        return tree_map_only(Tensor, _guarded, func(*args, **kwargs))
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        written = [kwargs.get("out")]
+        if name == "__setitem__" or (
+            name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES
+        ):
+            written.append(args[0] if args else kwargs.get("self", kwargs.get("input")))
+        if any(isinstance(each, cls) for each in tree_iter(written)):
+            raise RuntimeError(_READ_ONLY)
+        own = {_memory(_plain(each)) for each in tree_iter((args, kwargs)) if isinstance(each, cls)}
+        args, kwargs = tree_map_only(cls, _plain, (args, kwargs))
+
+        def guarded(result: Tensor) -> Tensor:
+            is_view = type(result) is Tensor and _memory(result) in own
+            return result.as_subclass(cls) if is_view else result
+
+        return tree_map_only(Tensor, guarded, func(*args, **kwargs))
 
     def detach(self) -> Tensor:
         return self
@@ -48,6 +61,9 @@ class ReadOnlyTensor(Tensor):
         array.flags.writeable = False
         return array
 
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+
     @property
     def data(self) -> Tensor:
         return self
@@ -55,10 +71,8 @@ class ReadOnlyTensor(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         # Programs move state to another device by assigning ``.data``. Ignore such an assignment if
-        # it has
-        # the same values: this tensor is only a copy, so it stays on its device. Other values would
-        # be lost,
-        # so raise.
+        # it has the same values: this tensor is only a copy, so it stays on its device. Other
+        # values would be lost, so raise.
         if value.shape != self.shape or not same_values(value.to(self.device), _plain(self)):
             raise RuntimeError(_READ_ONLY)
 
@@ -70,10 +84,10 @@ class ReadOnlyTensor(Tensor):
         return plain.__reduce_ex__(protocol)
 
 
-def _guarded(result: Tensor) -> Tensor:
-    """Return a view of a read-only tensor as a read-only tensor, and other results unchanged."""
-    is_view = result.is_inference() and not torch.is_inference_mode_enabled()
-    return result.as_subclass(ReadOnlyTensor) if is_view else result
+def _memory(tensor: Tensor) -> int | None:
+    """Return the identity of a tensor's storage; None for a tensor without one."""
+    has_storage = tensor.layout == torch.strided
+    return tensor.untyped_storage()._cdata if has_storage else None
 
 
 def _plain(tensor: Tensor) -> Tensor:

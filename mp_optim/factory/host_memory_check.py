@@ -135,7 +135,7 @@ def _refusal(
         sizes["temporary tensors"] = int(plan.host_total * BESIDE)
         purposes = (f"{name} {in_words(size)}" for name, size in sizes.items() if size)
         setting, kind = f"{name}={fraction}{where}", f"host memory ({', '.join(purposes)})"
-    ways = _ways(config, is_class)
+    ways = _ways(config, is_class, is_disk)
     advice = f"set {', or '.join(ways)}; or " if ways else ""
     return (
         f"{setting}: the optimizer needs {in_words(need)} of {kind}, and {limit.name} "
@@ -145,12 +145,12 @@ def _refusal(
     )
 
 
-def _ways(config: OptimizerConfig, is_class: bool) -> list[str]:
+def _ways(config: OptimizerConfig, is_class: bool, is_disk: bool) -> list[str]:
     """Return texts of settings that may need less memory, and that the config lacks and allows."""
     changes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    if config.may_offload and config.offload_mode != "sync":
+    if config.may_offload and config.offload_mode != "sync" and not is_disk:
         changes.append(({"offload_mode": "sync"}, {"offload_mode": "sync"}))
-    if config.exp_avg_dtype not in CODED or (is_class and not config.keeps_remainders):
+    if config.exp_avg_dtype not in CODED:
         moments = {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"}
         arguments = {"state": "8bit", "main_params": "remainder16"}
         changes.append(({"use_precision_aware_optimizer": True, **moments}, arguments))

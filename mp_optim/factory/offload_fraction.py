@@ -83,9 +83,9 @@ def least(
             f"accelerator still needs {in_words(best.accelerator.total)}, "
             f"{in_words(best.accelerator.model_params)} for parameters and "
             f"{in_words(best.accelerator.grads)} for gradients; "
-            f"{_release_advice(plan_of, config)}train adapters (LoRA), because frozen weights have "
-            "no gradients; keep weights in 8 bits (mp_optim.apps.float8.quantize_weights); or "
-            "shard the model over more ranks"
+            f"{_release_advice(plan_of, config, best.accelerator.total)}train adapters (LoRA), "
+            "because frozen weights have no gradients; keep weights in 8 bits "
+            "(mp_optim.apps.float8.quantize_weights); or shard the model over more ranks"
         )
     # Bisect, because above 0.0 a larger fraction never needs more accelerator memory.
     while low < high:
@@ -99,15 +99,18 @@ def least(
 
 
 def _release_advice(
-    plan_of: Callable[[OptimizerConfig], MemoryPlan], config: OptimizerConfig
+    plan_of: Callable[[OptimizerConfig], MemoryPlan], config: OptimizerConfig, present: int
 ) -> str:
-    """Return advice to release gradients, with the planned bytes; empty if the config cannot."""
+    """Return advice to release gradients, with the planned bytes; empty if the config cannot, or if
+    that needs no fewer than the ``present`` bytes."""
     if config.release_gradients:
         return ""
     offloaded = with_fraction(config, 1.0)
     try:
         plan = plan_of(replace(offloaded, offload_mode="overlap", release_gradients=True))
     except ValueError:
+        return ""
+    if plan.accelerator.total >= present:
         return ""
     return (
         "free gradients during backward (offload_mode='overlap', release_gradients=True), which "

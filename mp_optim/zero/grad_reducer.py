@@ -476,10 +476,8 @@ def reduce_in_one_order(members: Sequence[GradReducer], again: bool) -> None:
     ranks = [set(dist.get_process_group_ranks(group)) for group in groups]
     for group, members_of in zip(groups, ranks, strict=True):
         # The groups of the members may have different ranks, and then ranks may have different
-        # lists of
-        # members. Ranks that are in every group have the same list, so compare within a group that
-        # lies
-        # inside all groups. If there is none, compare within every group.
+        # lists of members. Ranks that are in every group have the same list, so compare within a
+        # group that is inside all groups. If there is none, compare within every group.
         inside = all(members_of <= other for other in ranks)
         if group.size() > 1 and (inside or not any(all(a <= b for b in ranks) for a in ranks)):
             host, what = torch.device("cpu"), "the order in which gradients are reduced"

@@ -25,7 +25,7 @@ def test_ranks_with_different_parameters_save_and_export(ranks, what):
         (
             "other shape",
             "ValueError",
-            "model.w is torch.float32 (1,), whole on rank 0 and torch.float32 (2,)",
+            "model.w is torch.float32 (1,), whole on rank 0, but torch.float32 (2,)",
             0,
         ),
         (

@@ -96,7 +96,7 @@ def test_muon_splits_fused_qkv_weights_by_the_model_config():
         ValueError, match=r"linear_qkv\.weight is a fused QKV weight and muon_split_qkv=True"
     ):
         get_megatron_optimizer(config, Megatron())
-    with pytest.raises(ValueError, match="16 rows, not a multiple"):
+    with pytest.raises(ValueError, match="16 rows, which are not a multiple"):
         get_megatron_optimizer(
             config, Megatron(num_attention_heads=4, num_query_groups=2, kv_channels=3)
         )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -185,6 +186,8 @@ def test_state_in_few_bits_raises_when_a_write_would_be_lost(state: str) -> None
         lambda moment: moment.chunk(2)[0].detach().fill_(0.5),
         lambda moment: moment.__setitem__(0, 1.0),
         lambda moment: torch.add(moment, 1.0, out=moment),
+        lambda moment: np.asarray(moment).fill(0.5),
+        lambda moment: torch.fill_(input=moment, value=0.5),
         lambda moment: torch._foreach_mul_([moment], 0.5),
         lambda moment: setattr(moment, "data", torch.zeros(300)),
     ]
@@ -192,10 +195,13 @@ def test_state_in_few_bits_raises_when_a_write_would_be_lost(state: str) -> None
         with pytest.raises((RuntimeError, ValueError), match=r"read-only|Inplace update"):
             write(optimizer.state[param]["exp_avg"])
     with torch.inference_mode(), pytest.raises(RuntimeError, match="read-only"):
-        optimizer.state[param]["exp_avg"].mul_(0.5)
+        optimizer.state[param]["exp_avg"].view(-1).mul_(0.5)
     shown = optimizer.state[param]
     assert shown["exp_avg"].data.norm() == shown["exp_avg"].norm() > 0
     assert {**shown}.keys() == shown.copy().keys() == (shown | {}).keys() == {*reversed(shown)}
+    others = torch.broadcast_tensors(shown["exp_avg"], torch.ones(300))
+    assert others[1].mul_(2).sum() == 600
+    assert not nn.Parameter(shown["exp_avg"], requires_grad=False).requires_grad
     buffer = io.BytesIO()
     torch.save(optimizer.state[param]["exp_avg"], buffer)
     buffer.seek(0)
