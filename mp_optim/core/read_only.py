@@ -51,7 +51,10 @@ class ReadOnlyTensor(Tensor):
             is_view = type(result) is Tensor and _memory(result) in own
             return result.as_subclass(cls) if is_view else result
 
-        return tree_map_only(Tensor, guarded, func(*args, **kwargs))
+        result = func(*args, **kwargs)
+        # A tree map would turn a torch.Size into a tuple, so map results with tensors only.
+        has_tensors = any(isinstance(each, Tensor) for each in tree_iter(result))
+        return tree_map_only(Tensor, guarded, result) if has_tensors else result
 
     def detach(self) -> Tensor:
         return self

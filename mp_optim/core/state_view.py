@@ -64,6 +64,8 @@ class ShownState(MutableMapping[str, Any], _dict):  # type: ignore[misc]
         self, read: Callable[[], State], write: Callable[[State], None], reset: Callable[[], None]
     ) -> None:
         super().__init__()
+        # Read once, so that the lookup raises for inconsistent state and subtracts skipped steps.
+        read()
         self._read, self._write, self._reset = read, write, reset
 
     def part(self) -> None:

@@ -199,6 +199,7 @@ def test_state_in_few_bits_raises_when_a_write_would_be_lost(state: str) -> None
     shown = optimizer.state[param]
     assert shown["exp_avg"].data.norm() == shown["exp_avg"].norm() > 0
     assert {**shown}.keys() == shown.copy().keys() == (shown | {}).keys() == {*reversed(shown)}
+    assert type(shown["exp_avg"].shape) is torch.Size
     others = torch.broadcast_tensors(shown["exp_avg"], torch.ones(300))
     assert others[1].mul_(2).sum() == 600
     assert not nn.Parameter(shown["exp_avg"], requires_grad=False).requires_grad
