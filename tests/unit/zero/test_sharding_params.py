@@ -421,9 +421,9 @@ def test_sharded_load_refuses_state_of_a_param_frozen_before_construction(strate
     later = built()
     step(later)
     before = second_moment(later)
-    with pytest.raises(ValueError, match=r"a: it was frozen when .*convert=True"):
+    with pytest.raises(ValueError, match=r"a: the parameter was frozen when .*convert=True"):
         later.load_state_dict(saved)
-    with pytest.raises(ValueError, match=r"a: it was frozen when|does not fit"):
+    with pytest.raises(ValueError, match=r"a: the parameter was frozen when|does not fit"):
         checkpoint.load(tmp_path, model, later)
     assert list(later.state_dict()["state"]) == [1]
     assert torch.equal(second_moment(later), before)
