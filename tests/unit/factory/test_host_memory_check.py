@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -147,6 +148,10 @@ def test_get_megatron_optimizer_refuses_state_file_larger_than_free_disk_space(
     said = r"needs 48.00 MiB of disk, and free disk space of .* leaves 40.00 MiB; set .*'uint8'"
     with pytest.raises(ValueError, match=said):
         get_megatron_optimizer(config, nn.ParameterList(params()))
+    config = replace(config, offload_mode="overlap")
+    with pytest.raises(ValueError, match=said) as caught:  # The mode changes no file's size.
+        get_megatron_optimizer(config, nn.ParameterList(params()))
+    assert "sync" not in str(caught.value)
 
 
 def test_host_memory_check_refuses_a_step_without_memory_unless_switched_off(grant, monkeypatch):

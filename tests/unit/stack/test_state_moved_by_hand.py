@@ -241,3 +241,13 @@ def test_step_moves_state_back_to_its_device_when_tensor_data_was_moved(simulati
     train(model, optimizer, 1, 4)
     assert on_accelerator(optimizer) == there
     assert not differing(found(model, optimizer), expected(form, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_state_assignment_stores_host_values_of_each_dtype_for_fp16_moments(simulation, dtype):
+    param = nn.Parameter(torch.ones(300).to(DEVICE))
+    optimizer = mp_optim.AdamW([param], state="fp16")
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.state[param]["exp_avg"] = torch.full((300,), 0.25, dtype=dtype)
+    assert torch.equal(optimizer.state[param]["exp_avg"].cpu(), torch.full((300,), 0.25))

@@ -217,6 +217,8 @@ def test_assigning_negative_exp_avg_sq_to_8bit_state_raises_and_changes_nothing(
     before = copy.deepcopy(optimizer.state_dict()["state"])
     with pytest.raises(ValueError, match=r"w\.exp_avg_sq: has negative elements"):
         optimizer.state[param]["exp_avg_sq"] = torch.full((300,), -1.0)
+    with pytest.raises(ValueError, match=r"w\.exp_avg: .* a list, expected a tensor"):
+        optimizer.state[param]["exp_avg"] = [0.0] * 300
     assert all(same_bits(v, before[0][k]) for k, v in optimizer.state_dict()["state"][0].items())
     optimizer.step()
 
