@@ -143,15 +143,26 @@ class CheckedLoad:
     def _state_dict(
         self, optimizer: SlotKeyedOptimizer, tensors: dict[str, Tensor]
     ) -> dict[str, Any]:
-        """Return the saved settings with ``tensors`` as state: a state dict for the optimizer."""
+        """Return the saved settings with ``tensors`` as state: a state dict for the optimizer. If
+        this rank has a shard of a tensor, the state has only the scales of this shard."""
         settings = self._settings()
         indices = [index for group in settings["param_groups"] for index in group["params"]]
         index_of = dict(zip(optimizer.slots(), indices, strict=True))
         state: dict[int, dict[str, Tensor]] = {}
-        for name, value in as_read(tensors).items():
+        scales_of_shards: dict[str, Tensor] = {}
+        for name, value in tensors.items():
+            key, fqn = key_and_fqn(name)
+            scales = tensors.get(entry_name(scale_key(key), fqn))
+            if key and is_cut(value) and scales is not None:
+                # The last dimension of 1 tells the optimizer that the scales belong to elements.
+                # Scales of blocks are 1-D.
+                of_elements = scales[flat_index(value).to(scales.device) // BLOCK][..., None]
+                scales_of_shards[entry_name(scale_key(key), fqn)] = of_elements
+        for name, value in (tensors | scales_of_shards).items():
             key, fqn = key_and_fqn(name)
             if key and fqn in self._own.slots:
-                state.setdefault(index_of[self._own.slots[fqn]], {})[key] = value
+                own = value.local if isinstance(value, PartitionShard) else value
+                state.setdefault(index_of[self._own.slots[fqn]], {})[key] = own
         return {**settings, "state": state}
 
     def _value_checks(self) -> dict[str, ValueCheck]:
@@ -208,7 +219,7 @@ class CheckedLoad:
         # Leave out checksums here, because the weights that belong to the remainders are not read
         # yet. The loop below reads these weights for one parameter at a time.
         without_checksums = replace(match, checksums={})
-        StateLoad(without_checksums, state, optimizer.state_of, self._convert).check()
+        StateLoad(without_checksums, state, optimizer.state_of, self._convert)
         if self._convert:
             return
         # The load joins a main param from a remainder and the saved weights. The checksum shows
@@ -284,24 +295,6 @@ def _targets_of(
             where = staged if name in copies else live
             where[name] = value
     return staged, live
-
-
-def as_read(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors that were read from a checkpoint, as the optimizer's ``load_state_dict``
-    accepts them. If this rank has a shard of a tensor, the result has only the scales of this
-    shard."""
-    result = dict(tensors)
-    for name, value in tensors.items():
-        key, fqn = key_and_fqn(name)
-        scale = entry_name(scale_key(key), fqn)
-        if key and is_cut(value) and scale in tensors:
-            # The last dimension of 1 tells the optimizer that the scales belong to elements. Scales
-            # of blocks are 1-D.
-            scales = tensors[scale]
-            result[scale] = scales[flat_index(value).to(scales.device) // BLOCK][..., None]
-        if isinstance(value, PartitionShard):
-            result[name] = value.local
-    return result
 
 
 def _differs(name: str, own: Tensor, saved: Mapping[str, Saved]) -> bool:

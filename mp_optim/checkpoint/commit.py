@@ -35,9 +35,10 @@ def _numbered(root: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in matched if match)
 
 
-def complete_versions(root: Path) -> list[Path]:
-    """Return the version directories that have a manifest, oldest first."""
-    return [path for _, path in _numbered(root) if (path / MANIFEST).is_file()]
+def versions(path: str | os.PathLike[str]) -> list[Path]:
+    """Return the complete versions under a checkpoint directory, oldest first. Each version can
+    be loaded by its own path."""
+    return [folder for _, folder in _numbered(Path(path)) if (folder / MANIFEST).is_file()]
 
 
 def staging_of(target: Path) -> Path:
@@ -75,7 +76,7 @@ def publish(target: Path, keep: int | None) -> None:
     staging_of(target).rename(target)
     sync(root)
     replace_durably(root / LATEST, f"{target.name}\n".encode())
-    others = [path for path in complete_versions(root) if path != target]
+    others = [path for path in versions(root) if path != target]
     for old in [] if keep is None else others[: max(0, len(others) - keep + 1)]:
         # Rename the version first. If the process is killed during the deletion, the remaining
         # files must not look like a complete version.
@@ -95,7 +96,7 @@ def newest(path: Path) -> Path:
     """
     if (path / MANIFEST).is_file():
         return path
-    pointer, complete = path / LATEST, [version.name for version in complete_versions(path)]
+    pointer, complete = path / LATEST, [version.name for version in versions(path)]
     if not pointer.is_file():
         raise FileNotFoundError(
             f"{path}: the file {LATEST}, which names the newest version, is missing; load one of "

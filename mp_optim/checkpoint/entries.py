@@ -105,14 +105,10 @@ def packed(common: Mapping[str, Any], ranks: Ranks) -> bytes:
     groups = [] if optimizer is None else optimizer["param_groups"]
     names = json.dumps([group["param_names"] for group in groups])
     others = ranks.gather_differing(groups, names)
-
-    def pack() -> bytes:
-        if optimizer is None:
-            return as_json(common)
+    if optimizer is not None:
         whole = {**optimizer, "param_groups": _merged(groups, filter(None, others))}
-        return as_json({**common, "optimizer": whole})
-
-    return ranks.run_on_first("saving objects other than tensors", pack) or b""
+        common = {**common, "optimizer": whole}
+    return ranks.run_on_first("saving objects other than tensors", lambda: as_json(common)) or b""
 
 
 def _merged(

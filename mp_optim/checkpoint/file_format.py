@@ -260,47 +260,35 @@ def as_json(index: Index) -> bytes:
 
 def read_index(version: Path, files: Files) -> Index:
     """Return the names of a version's tensors, and the positions of the tensors in the files.
+    Check every value in the index.
 
     Raises:
-        ValueError: the index is damaged or not plain data.
+        ValueError: the index is damaged, does not come from :func:`as_json`, or refers to bytes
+            beyond a file.
     """
     content = read_checked(version, files, INDEX)
     sizes = {file: entry.bytes for file, entry in files.items()}
     try:
-        return from_json(content, sizes)
-    except ValueError as error:
-        raise ValueError(
-            f"{version / INDEX} is damaged or has objects other than plain data: {error}; load "
-            "another version"
-        ) from error
-
-
-def from_json(content: bytes, sizes: Mapping[str, int]) -> Index:
-    """Read the content of ``index.json``, and check every value in it.
-
-    Args:
-        content: the file's bytes.
-        sizes: bytes of the checkpoint's files, by name.
-
-    Raises:
-        ValueError: the content does not come from :func:`as_json`, or refers to bytes beyond a
-            file.
-    """
-    try:
         plain = json.loads(content)
         if (plain["format"], plain["block_bytes"]) != (_INDEX_FORMAT, BLOCK_BYTES):
             raise ValueError("another version of mp_optim wrote the index")
-        files = plain["files"]
-        sums = dict(zip(files, plain["crc32"], strict=True))
+        names = plain["files"]
+        sums = dict(zip(names, plain["crc32"], strict=True))
         for name, blocks in sums.items():
             if not is_plain_name(name) or name not in sizes:
                 raise ValueError(f"the file {name!r} of the index is not in the manifest")
             if len(blocks) != -(-sizes[name] // BLOCK_BYTES) or not _are_counts(blocks):
                 raise ValueError(f"checksums of MiBs of the file {name} are missing")
-        entries = {name: _entry(entry, files) for name, entry in plain["entries"].items()}
-    except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise ValueError(f"a value has another type ({type(error).__name__}: {error})") from error
-    _check_saved(entries, sizes)
+        entries = {name: _entry(entry, names) for name, entry in plain["entries"].items()}
+        _check_saved(entries, sizes)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        why = str(error)
+        if not isinstance(error, ValueError):
+            why = f"a value has another type ({type(error).__name__}: {error})"
+        raise ValueError(
+            f"{version / INDEX} is damaged or has objects other than plain data: {why}; load "
+            "another version"
+        ) from error
     return Index(entries, sums)
 
 

@@ -4,7 +4,7 @@ each name."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
@@ -22,6 +22,7 @@ from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer, match_without_stat
 from mp_optim.core.model_parallel import ModelParallel
 from mp_optim.core.names import (
     ModelParams,
+    canonical_items,
     canonical_names,
     matched_names,
     names_in_words,
@@ -83,25 +84,6 @@ class Inventory:
         parallel = given or ModelParallel() if optimizer is None else optimizer.model_parallel
         return cls(models, optimizer, parallel.among(ranks.members()))
 
-    @cached_property
-    def chunks(self) -> list[tuple[str, nn.Module]]:
-        """The model's chunks, each with the prefix of its parameter names."""
-        return prefixed(chunks_of(self.models))
-
-    def _canonical(
-        self, read: Callable[[nn.Module], Mapping[str, Any]] = nn.Module.state_dict
-    ) -> Iterator[tuple[str, Any]]:
-        """Yield the canonical name and the value of each value of the model's chunks. Names and
-        values are those of this rank.
-
-        Args:
-            read: function from a chunk to its values by name; the default is the state dict.
-        """
-        for prefix, chunk in self.chunks:
-            own = read(chunk)
-            for name, short in canonical_names(chunk, own).items():
-                yield prefix + short, own[name]
-
     def _named_params(self, *, twice: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the model's parameters by canonical name.
 
@@ -109,9 +91,8 @@ class Inventory:
             twice: True to yield a tied parameter under each of its names; False for the first name
                 only.
         """
-        return self._canonical(
-            lambda chunk: dict(chunk.named_parameters(remove_duplicate=not twice))
-        )
+        read = partial(nn.Module.named_parameters, remove_duplicate=not twice)
+        return canonical_items(chunks_of(self.models), read)
 
     # -- the model --------------------------------------------------------------------------------
 
@@ -138,9 +119,10 @@ class Inventory:
     def plain(self) -> dict[str, Any]:
         """Return the values of the model's state dict that are not tensors
         (``get_extra_state``), by name."""
+        items = canonical_items(chunks_of(self.models), lambda chunk: chunk.state_dict().items())
         return {
             self.parallel.names[name]: value
-            for name, value in self._canonical()
+            for name, value in items
             if not isinstance(value, Tensor)
         }
 
@@ -151,7 +133,7 @@ class Inventory:
             if name.startswith(MODEL):
                 own = value.local if isinstance(value, PartitionShard) else value
                 state[name.removeprefix(MODEL)] = own
-        for prefix, chunk in self.chunks:
+        for prefix, chunk in prefixed(chunks_of(self.models)):
             given = {}
             for name, short in canonical_names(chunk, chunk.state_dict()).items():
                 whole = self.parallel.names[prefix + short]
@@ -215,7 +197,7 @@ class Inventory:
                     "after the optimizer was built, and is not trained; build the optimizer after "
                     "the last change of the model (resize_token_embeddings)"
                 )
-        ModelParams([chunk for _, chunk in self.chunks]).warn_of_untrained(self._stack)
+        ModelParams(chunks_of(self.models)).warn_of_untrained(self._stack)
 
     # -- tensors ----------------------------------------------------------------------------------
 
@@ -232,7 +214,8 @@ class Inventory:
         """
         parallel = self.parallel
         entries: dict[str, Tensor] = {}
-        for name, value in self._canonical():
+        items = canonical_items(chunks_of(self.models), lambda chunk: chunk.state_dict().items())
+        for name, value in items:
             if isinstance(value, Tensor) and name not in left_out:
                 part = as_partition(value, parallel.partitions.get(name))
                 entries[MODEL + parallel.names[name]] = part
@@ -322,7 +305,16 @@ class Inventory:
         """Return the saved param groups, with this rank's parameters in the order of the
         optimizer's groups."""
         live, names = self._stack.param_groups, {slot: name for name, slot in self.slots.items()}
-        return match_by_name(live, saved, names).as_groups(live)
+        match, groups = match_by_name(live, saved, names), []
+        for index, (group, settings) in enumerate(zip(live, match.settings, strict=True)):
+            slots = [Slot(index, position) for position in range(len(group["params"]))]
+            matched = {**settings, "params": [match.index_of[slot] for slot in slots]}
+            if "param_names" in group:
+                matched["param_names"] = list(group["param_names"])
+            if match.checksums:
+                matched[CHECKSUMS] = [match.checksums.get(slot) for slot in slots]
+            groups.append(matched)
+        return groups
 
     def without_checksums(self, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return param groups without the checksums of tensor-parallel parameters. Such a checksum
@@ -401,8 +393,7 @@ def present_entries(
 
 
 def _in_parts(state: State, partition: Partition, shape: torch.Size) -> State:
-    """Return the state of a tensor-parallel shard with its tensors as parts of the whole
-    parameter's
+    """Return the state of a tensor-parallel shard, with tensors as parts of the whole parameter's
     state (:func:`as_partition`). Scalars, and moments that each rank keeps whole, are unchanged.
 
     Args:
@@ -411,13 +402,9 @@ def _in_parts(state: State, partition: Partition, shape: torch.Size) -> State:
         shape: shape of the shard.
     """
     whole = torch.Size(partition.whole_shape(shape))
-    return {
-        key: value if _is_of_whole(key, value, whole) else as_partition(value, partition, shape)
-        for key, value in state.items()
-    }
-
-
-def _is_of_whole(key: str, value: Any, whole: torch.Size) -> bool:
-    """True if state of a sharded parameter has the shape for the whole parameter."""
-    moment = moment_of(key)
-    return not moment.elementwise and value.shape == moment.local_shape(whole, whole)
+    parts = {}
+    for key, value in state.items():
+        moment = moment_of(key)
+        is_whole = not moment.elementwise and value.shape == moment.local_shape(whole, whole)
+        parts[key] = value if is_whole else as_partition(value, partition, shape)
+    return parts

@@ -102,10 +102,14 @@ class Reading:
                     for wanted in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
                         if wanted != number:
                             number, block = wanted, self._checked_block(file, name, wanted)
-                        start = number * BLOCK_BYTES
-                        if check is not None:
-                            part = block[max(0, begin - start) : end - start]
-                            rest = _check_values(check, copy.target.dtype, rest + part)
+                        if check is None:
+                            continue
+                        # The first bytes of an element may be at the end of the block before.
+                        start, dtype = number * BLOCK_BYTES, copy.target.dtype
+                        rest += block[max(0, begin - start) : end - start]
+                        if count := len(rest) // dtype.itemsize:
+                            check(torch.frombuffer(bytearray(rest), dtype=dtype, count=count))
+                        rest = rest[count * dtype.itemsize :]
 
     def _checked_block(self, file: BinaryIO, name: str, number: int) -> bytes:
         file.seek(number * BLOCK_BYTES)
@@ -124,16 +128,6 @@ class Reading:
                 for copy in copies:
                     if copy.name in names:
                         _read(file, copy, self.version)
-
-
-def _check_values(check: ValueCheck, dtype: torch.dtype, data: bytes) -> bytes:
-    """Call ``check`` with the complete elements in ``data``, and return the remaining bytes. The
-    remaining bytes are the beginning of an element, so the caller puts them before the next
-    bytes."""
-    count = len(data) // dtype.itemsize
-    if count:
-        check(torch.frombuffer(bytearray(data), dtype=dtype, count=count))
-    return data[count * dtype.itemsize :]
 
 
 def plan_reading(tensors: Mapping[str, Tensor], version: Path, index: Index) -> Reading:

@@ -27,14 +27,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from mp_optim.checkpoint.checked_load import CheckedLoad
-from mp_optim.checkpoint.commit import (
-    begin,
-    complete_versions,
-    newest,
-    publish,
-    staging_of,
-    write_durably,
-)
+from mp_optim.checkpoint.commit import begin, newest, publish, staging_of, write_durably
 from mp_optim.checkpoint.common import COMMON, read_common
 from mp_optim.checkpoint.entries import packed
 from mp_optim.checkpoint.file_format import (
@@ -137,7 +130,7 @@ def save(
     """
     stack = _checked_stack("save", path, model, optimizer)
     concerned = _concerned(Path(path), model, stack, process_group)
-    wait_for_previous(concerned)
+    finish_previous(concerned, raise_errors=False)
     ranks = Ranks.of(process_group)
     ranks.check_arguments(
         "checkpoint.save",
@@ -261,12 +254,6 @@ def _write(writing: Writing, common: bytes, target: Path, keep: int | None, rank
     return target
 
 
-def versions(path: StrPath) -> list[Path]:
-    """Return the complete versions under a checkpoint directory, oldest first. Each version can
-    be loaded by its own path."""
-    return complete_versions(Path(path))
-
-
 def verify(path: StrPath) -> Path:
     """Compare every file of the newest version with its checksum.
 
@@ -328,7 +315,8 @@ def load(
             until a load succeeds.
     """
     stack = _checked_stack("load", path, model, optimizer)
-    wait_for_previous(_concerned(Path(path), model, stack, process_group))
+    concerned = _concerned(Path(path), model, stack, process_group)
+    finish_previous(concerned, raise_errors=False)
     if stack is not None:
         stack.step_mark.check_lent("checkpoint.load")
     ranks = Ranks.of(process_group)
@@ -470,38 +458,27 @@ def _concerned(
     return keys | {str(whole.parent if whole.name.startswith("version-") else whole)}
 
 
-def finish_previous(concerned: Set[Hashable] | None = None) -> None:
+def finish_previous(concerned: Set[Hashable] | None = None, *, raise_errors: bool = True) -> None:
     """Wait for background saves, and raise RuntimeError if a save failed.
 
     Args:
         concerned: keys from :func:`_concerned`; saves without any of these keys continue. None
             waits for all saves.
+        raise_errors: False to leave the error of a failed save to the next call with True.
 
     Raises:
         RuntimeError: a save failed, and no call has raised its error yet.
     """
+    handles = [one for one in _handles if concerned is None or one.concerned & concerned]
     failed: list[tuple[Path, BaseException]] = []
-    for handle in _those(concerned):
-        _handles.remove(handle)
+    for handle in handles:
         error = handle._future.exception()
+        if not raise_errors:
+            continue
+        _handles.remove(handle)
         handle._thread.join()
         if error is not None and not handle._is_raised:
             failed.append((handle.path, error))
     if failed:
         texts = "; ".join(f"the save in the background of {path} failed: {e}" for path, e in failed)
         raise RuntimeError(texts) from failed[0][1]
-
-
-def wait_for_previous(concerned: Set[Hashable] | None = None) -> None:
-    """Wait for background saves, and raise no error. If a save failed, the next call of
-    :func:`finish_previous` raises the error.
-
-    Args:
-        concerned: keys from :func:`_concerned`; None waits for all saves.
-    """
-    for handle in _those(concerned):
-        handle._future.exception()
-
-
-def _those(concerned: Set[Hashable] | None) -> list[SaveHandle]:
-    return [one for one in list(_handles) if concerned is None or one.concerned & concerned]

@@ -17,7 +17,7 @@ import heapq
 import itertools
 import os
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import closing
@@ -277,9 +277,21 @@ class Writing:
         """
         # A background save uses half of the threads, because training uses the other cores.
         threads = host_share().threads // (1 if self._lent is None else 2)
-        names = (f"__{self.rank}_{number}.distcp" for number in itertools.count())
-        paths = map(self.folder.joinpath, names)
-        return _write_files(list(zip(_by_file(self.items, threads), paths, strict=False)))
+        # NOTE: do not use an executor's threads. A process may exit while a save runs, and waits
+        # for the save, but executors refuse calls once the interpreter exits.
+        writing = [
+            in_background(partial(_write_file, items, self.folder / f"__{self.rank}_{at}.distcp"))
+            for at, items in enumerate(_by_file(self.items, threads))
+        ]
+        try:
+            return list(map(Future.result, writing))
+        finally:
+            # If a thread raised an error, wait for the other threads, too, because the caller may
+            # free the memory that they read.
+            futures.wait(writing)
+            # Break a reference cycle: an error's traceback holds this frame, whose list holds the
+            # future that holds the error.
+            writing.clear()
 
     def finish(self, written: list[WrittenFile]) -> dict[str, FileSum]:
         """Write the index on the first rank, after all ranks have written their files.
@@ -382,7 +394,13 @@ def plan_writing(
         if share is None or not is_unchanged:
             share = plan_together(held, ranks, doing)
         _plans[ranks.group] = held, share
-    writing = Writing(folder, ranks.rank, list(_items(tensors, held, share)), params)
+    items = []
+    for entry in held:
+        for place in (whole_box(entry.shape),) if entry.places is None else entry.places:
+            if share is None or place in share.get(entry.name, ()):
+                content = piece(tensors[entry.name], place)
+                items.append(Item(entry._replace(places=None), place, content))
+    writing = Writing(folder, ranks.rank, items, params)
     if snapshot:
         try:
             ranks.run_on_all("copying tensors for a save", writing.take_snapshot)
@@ -419,18 +437,6 @@ def plan_together(held: Sequence[Held], ranks: Ranks, doing: str) -> Share:
     return ranks.scatter(ranks.run_on_first(doing, decide) or [])
 
 
-def _items(
-    tensors: Mapping[str, Tensor], held: Sequence[Held], share: Share | None
-) -> Iterator[Item]:
-    """Yield the boxes of this rank that are in ``share``. If ``share`` is None, yield all boxes."""
-    for entry in held:
-        places = (whole_box(entry.shape),) if entry.places is None else entry.places
-        for place in places:
-            if share is None or place in share.get(entry.name, ()):
-                tensor = tensors[entry.name]
-                yield Item(entry._replace(places=None), place, piece(tensor, place))
-
-
 # -- data files -----------------------------------------------------------------------------------
 
 
@@ -451,52 +457,29 @@ def _by_file(items: Sequence[Item], threads: int) -> list[list[Item]]:
     return [file for file in files if file]
 
 
-def _write_files(files: Sequence[tuple[Sequence[Item], Path]]) -> list[WrittenFile]:
-    """Write each file in its own thread.
-
-    NOTE: do not use an executor's threads. A process may exit while a save runs, and waits for the
-    save, but executors refuse calls once the interpreter exits.
-    """
-
-    def write(items: Sequence[Item], path: Path) -> WrittenFile:
-        with closing(_SummedFile(path)) as file:
-            boxes = list(_written(file, items, path.name))
-            return WrittenFile(path.name, file.finish(), file.blocks, boxes)
-
-    writing = [in_background(partial(write, items, path)) for items, path in files]
-    try:
-        return list(map(Future.result, writing))
-    finally:
-        # If a thread raised an error, wait for the other threads, too, because the caller may free
-        # the memory that they read.
-        futures.wait(writing)
-        # Break a reference cycle: an error's traceback holds this frame, whose list holds the
-        # future that holds the error.
-        writing.clear()
-
-
-def _written(
-    file: _SummedFile, items: Sequence[Item], name: str
-) -> Iterator[tuple[Held, SavedBox]]:
+def _write_file(items: Sequence[Item], path: Path) -> WrittenFile:
+    """Write and sync one data file. Equal tiny tensors share one copy in the file."""
+    boxes: list[tuple[Held, SavedBox]] = []
     tiny: dict[tuple[torch.dtype, tuple[int, ...], bytes], int] = {}
-    for entry, place, content in items:
-        before = header(entry.dtype, place.sizes)
-        start = file.size + len(before)
-        if isinstance(content, Tensor):
-            value = content.resolve_conj() if content.is_complex() else content
-            value = value.cpu().contiguous()
-            memory = byte_view(value)
-            if len(memory) <= _TINY:
-                key = entry.dtype, place.sizes, bytes(memory)
-                start = tiny.setdefault(key, start)
-            if start > file.size:
+    with closing(_SummedFile(path)) as file:
+        for entry, place, content in items:
+            before = header(entry.dtype, place.sizes)
+            start = file.size + len(before)
+            if isinstance(content, Tensor):
+                value = content.resolve_conj() if content.is_complex() else content
+                value = value.cpu().contiguous()
+                memory = byte_view(value)
+                if len(memory) <= _TINY:
+                    start = tiny.setdefault((entry.dtype, place.sizes, bytes(memory)), start)
+                if start > file.size:
+                    file.write(before)
+                    file.write(memory)
+            else:
                 file.write(before)
-                file.write(memory)
-        else:
-            file.write(before)
-            file.write_from(content)
-        length = place.numel * entry.dtype.itemsize
-        yield entry, SavedBox(place, name, start, length)
+                file.write_from(content)
+            length = place.numel * entry.dtype.itemsize
+            boxes.append((entry, SavedBox(place, path.name, start, length)))
+        return WrittenFile(path.name, file.finish(), file.blocks, boxes)
 
 
 class _SummedFile:
@@ -604,33 +587,22 @@ def check_replicas(params: Mapping[str, Tensor], ranks: Ranks) -> None:
     """
     if ranks.size == 1:
         return
-    own = _digests(
-        {
-            name: param
-            for name, param in params.items()
-            if type(param) in (Tensor, torch.nn.Parameter) and param.device.type != "meta"
-        }
-    )
-    others = ranks.gather_differing(own, repr(own))
-    ranks.run_on_first("comparing the ranks' parameters", lambda: _compare([own, *others[1:]]))
-
-
-def _digests(params: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """Return a digest of sampled elements of each parameter. Samples of one device and dtype are
-    copied to the host together."""
+    # Copy the samples of one device and dtype to the host together.
     samples: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for name, param in params.items():
-        flat = param.detach().reshape(-1)
-        step = max(1, flat.numel() // SAMPLES)
-        samples.setdefault((param.device, param.dtype), {})[name] = flat[::step][:SAMPLES]
-    digests: dict[str, bytes] = {}
+        if type(param) in (Tensor, torch.nn.Parameter) and param.device.type != "meta":
+            flat = param.detach().reshape(-1)
+            step = max(1, flat.numel() // SAMPLES)
+            samples.setdefault((param.device, param.dtype), {})[name] = flat[::step][:SAMPLES]
+    own: dict[str, bytes] = {}
     for (_, dtype), pieces in samples.items():
         content = torch.cat([*pieces.values()]).view(torch.uint8).cpu()
         of_each = torch.split(content, [piece.nbytes for piece in pieces.values()])
         for name, part in zip(pieces, of_each, strict=True):
             text = str(dtype).encode() + bytes(byte_view(part))
-            digests[name] = hashlib.sha256(text).digest()[:8]
-    return digests
+            own[name] = hashlib.sha256(text).digest()[:8]
+    others = ranks.gather_differing(own, repr(own))
+    ranks.run_on_first("comparing the ranks' parameters", lambda: _compare([own, *others[1:]]))
 
 
 def _compare(digests_of_ranks: Sequence[Mapping[str, bytes] | None]) -> None:

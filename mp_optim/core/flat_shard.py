@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mp_optim.core.partition import Box, Partition, box_views, boxes, whole_box
-from mp_optim.core.tensor_layout import is_split
+from mp_optim.core.tensor_layout import split_dims
 from mp_optim.host.torch_types import is_dtensor, is_sharded_tensor
 
 if TYPE_CHECKING:
@@ -377,7 +377,7 @@ def is_cut(tensor: Tensor) -> bool:
         return True
     if isinstance(tensor, FlatShard):
         return tensor.local.numel() != tensor.numel()
-    return is_split(tensor)
+    return bool(split_dims(tensor))
 
 
 def flat_index(tensor: Tensor) -> Tensor:

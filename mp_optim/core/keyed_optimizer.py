@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ from mp_optim.core.state_dict import (
     checked_match,
     plain_groups,
 )
-from mp_optim.core.state_view import Assignment, Lookups, SlotStateView
+from mp_optim.core.state_view import Assignment, ShownState, SlotStateView
 from mp_optim.core.tensors import local_tensor
 from mp_optim.host.calls import in_own_modes, warn
 
@@ -51,6 +52,9 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         executor: the executor that steps the slots, unless the subclass has member optimizers.
         groups_below: param groups of each optimizer below, with the same number of groups as here.
         grad_scaler: the loss scaler, or None.
+        state_index: cache of ``optimizer.state``: the slot of each tensor, by the tensor's id.
+            Every lookup compares the entry with ``param_groups``, because tensors are replaced.
+        shown_states: the objects that ``optimizer.state`` returned and callers still hold, by slot.
         model_parallel: this rank's part of the model. State dicts and checkpoints have the names of
             the whole model; param groups and messages have the local names.
     """
@@ -67,7 +71,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     model_parallel: ModelParallel = ModelParallel()
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        self._state_lookups = Lookups()
+        self.state_index: dict[int, Slot] = {}
+        self.shown_states: WeakValueDictionary[Slot, ShownState] = WeakValueDictionary()
         self._told_of_host = False
         self.step_mark = StepMark()
         self.shared_settings = SharedSettings()
@@ -344,7 +349,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     def state(self) -> SlotStateView:
         """The state of each parameter, as a mapping from parameters to dicts. The mapping is a
         view, so each lookup reads the present state."""
-        return SlotStateView(self, self._state_lookups)
+        return SlotStateView(self)
 
     @state.setter
     def state(self, value: Mapping[Tensor, dict[str, Any]]) -> None:
@@ -535,7 +540,6 @@ def load_checked(
         optimizer.make_current(follow_only=True)
         match = match_without_state(optimizer, state_dict, convert=convert)
         load = StateLoad(match, state_dict["state"], optimizer.state_of, convert)
-        load.check()
         with optimizer.step_mark.step(optimizer, is_load=True):
             load.write()
             match.write_settings(optimizer.param_groups)
@@ -543,7 +547,11 @@ def load_checked(
             optimizer.load_extra_entries(state_dict)
             written = load.write_model()
         # Warn last: if warnings are errors, the load is complete by then.
-        load.warn_of_averages()
+        if names := load.without_average:
+            warn(
+                f"the saved state has no average for {len(names)} parameters, and ema_decay is "
+                f"set: {names_in_words(names)}. Their averages start from the loaded main params"
+            )
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
     return written

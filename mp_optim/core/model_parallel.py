@@ -8,19 +8,19 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from mp_optim.core.names import canonical_name, canonical_names, names_in_words, prefixed
+from mp_optim.core.names import canonical_items, canonical_name, names_in_words, prefixed
 from mp_optim.core.param_attributes import (
     is_expert_param,
     is_tensor_parallel,
     partition_dim,
-    partition_sizes,
-    partition_stride,
+    partition_form,
 )
 from mp_optim.core.partition import Partition, partition
 from mp_optim.host.torch_types import is_dtensor
@@ -203,12 +203,17 @@ class ModelParallel:
             ValueError: ``global_names`` returns one name for two parameters, or a parameter does
                 not consist of the blocks that its attributes describe.
         """
-        chunks = prefixed([model] if isinstance(model, nn.Module) else list(model))
+        modules = [model] if isinstance(model, nn.Module) else list(model)
+        chunks = prefixed(modules)
         groups = process_groups or ProcessGroups()
         cut_over = _members(groups.tp, groups.expert_tp)
         if global_names is None and not (cut_over or _members(groups.ep, groups.pp)):
             return cls()
-        params = _named(chunks, "named_parameters")
+        # A tied parameter has several names.
+        params, buffers = (
+            dict(canonical_items(modules, partial(read, remove_duplicate=False)))
+            for read in (nn.Module.named_parameters, nn.Module.named_buffers)
+        )
         is_expert = expert_predicate or is_expert_param
         partitions = dict(_partitions(params, chunks, groups, is_expert))
         tied: dict[str, tuple[str, int]] = {}
@@ -216,7 +221,7 @@ class ModelParallel:
             tied = _tied(params, chunks, groups.pp, global_names)
         numbered = _numbering(params, chunks, groups)
         name_of = global_names or (lambda name: tied[name][0] if name in tied else numbered(name))
-        names = GlobalNames(name_of, [*params, *_named(chunks, "named_buffers")])
+        names = GlobalNames(name_of, [*params, *buffers])
         if global_names is not None and names.twice:
             raise ValueError(
                 f"global_names makes one name of {names_in_words(names.twice)}; return a unique "
@@ -281,21 +286,6 @@ def _numbering(params: Iterable[str], chunks: _NamedChunks, groups: ProcessGroup
 # -- names and numbers in a model -----------------------------------------------------------------
 
 
-def _named(chunks: _NamedChunks, method: str) -> dict[str, Tensor]:
-    """Return parameters or buffers by canonical name. A tied parameter has several names.
-
-    Args:
-        chunks: the chunks with their prefixes.
-        method: ``named_parameters`` or ``named_buffers``.
-    """
-    found: dict[str, Tensor] = {}
-    for prefix, chunk in chunks:
-        named = dict(getattr(chunk, method)(remove_duplicate=False))
-        short = canonical_names(chunk, named)
-        found |= {prefix + short[name]: tensor for name, tensor in named.items()}
-    return found
-
-
 def _modules(chunks: _NamedChunks) -> Iterator[tuple[str, str, nn.Module]]:
     """Yield every module with its chunk's prefix and its canonical name."""
     for prefix, chunk in chunks:
@@ -333,7 +323,7 @@ def _partitions(
             # The mesh has all tensor-parallel ranks, so the DTensor itself describes the split, and
             # the parameter needs no partition.
             continue
-        stride = partition_stride(param)
+        stride, sizes = partition_form(param)
         if name.rpartition(".")[0] in gated:
             # Count gate and up as two blocks, because some of Megatron's layers leave
             # partition_stride at 1 although both are fused.
@@ -345,7 +335,7 @@ def _partitions(
                 param.shape,
                 dim,
                 stride=stride,
-                sizes=partition_sizes(param),
+                sizes=sizes,
                 rank=ranks.rank(),
                 size=ranks.size(),
             ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -100,21 +100,35 @@ def prefixed(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     return [(f"{index}.", chunk) for index, chunk in enumerate(chunks)]
 
 
+def canonical_items(
+    chunks: Sequence[nn.Module], read: Callable[[nn.Module], Iterable[tuple[str, Any]]]
+) -> Iterator[tuple[str, Any]]:
+    """Yield values of a model's chunks with their canonical names and the chunks' prefixes.
+
+    Args:
+        chunks: the chunks.
+        read: returns names and values of a chunk, such as ``nn.Module.named_buffers``.
+    """
+    for prefix, chunk in prefixed(chunks):
+        own = dict(read(chunk))
+        for name, short in canonical_names(chunk, own).items():
+            yield prefix + short, own[name]
+
+
 def named_params(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter of some chunks once, with its canonical name and the chunk's prefix."""
     seen: set[int] = set()
-    for prefix, chunk in prefixed(chunks):
-        named = dict(chunk.named_parameters())
-        short = canonical_names(chunk, named)
-        for name, param in named.items():
-            if id(param) not in seen:
-                seen.add(id(param))
-                yield prefix + short[name], param
+    for name, param in canonical_items(chunks, nn.Module.named_parameters):
+        if id(param) not in seen:
+            seen.add(id(param))
+            yield name, param
 
 
 def bare_name(name: str) -> str:
     """Return a name without the parts that only wrappers add, without looking at a module."""
-    return _without(name, _NEVER_REAL) if any(map(name.__contains__, _NEVER_REAL)) else name
+    if not any(map(name.__contains__, _NEVER_REAL)):
+        return name
+    return ".".join(part for part in name.split(".") if part not in _NEVER_REAL)
 
 
 def matched_names(saved: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
@@ -137,8 +151,8 @@ def matched_names(saved: Iterable[str], wanted: Iterable[str]) -> dict[str, str]
     """
     sides = list(dict.fromkeys(saved)), list(dict.fromkeys(wanted))
     result: dict[str, str] = {}
-    for form_of in (list, _bare, _unprefixed, without_wrappers):
-        left, free = (dict(zip(side, form_of(side), strict=True)) for side in sides)
+    for forms in zip(*map(_shortened, sides), strict=True):
+        left, free = (dict(zip(*pair, strict=True)) for pair in zip(sides, forms, strict=True))
         for name, other in result.items():
             del left[name], free[other]
         if not left or not free:
@@ -148,20 +162,22 @@ def matched_names(saved: Iterable[str], wanted: Iterable[str]) -> dict[str, str]
     return {name: result.get(name, bare_name(name)) for name in sides[0]}
 
 
-def _bare(names: Sequence[str]) -> list[str]:
-    return [*map(bare_name, names)]
-
-
-def _unprefixed(names: Sequence[str]) -> list[str]:
-    bare = _bare(names)
+def _shortened(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Yield the shortened names of each round of :func:`matched_names`."""
+    yield names
+    bare = list(map(bare_name, names))
+    yield bare
     is_wrapped = all(name.startswith("module.") for name in bare)
-    return [name.removeprefix("module.") if is_wrapped else name for name in bare]
+    yield [name.removeprefix("module.") if is_wrapped else name for name in bare]
+    yield without_wrappers(names)
 
 
 def without_wrappers(names: Iterable[str]) -> list[str]:
     """Return names without all parts that wrappers may add. Parts named ``module`` are removed,
     too, even if the model has a submodule of that name."""
-    return [_without(name, {*_NEVER_REAL, "module"}) for name in names]
+    return [
+        ".".join(part for part in bare_name(name).split(".") if part != "module") for name in names
+    ]
 
 
 def _only_once(forms: Mapping[str, str]) -> dict[str, str]:
@@ -173,10 +189,6 @@ def _only_once(forms: Mapping[str, str]) -> dict[str, str]:
     """
     counts = Counter(forms.values())
     return {form: name for name, form in forms.items() if counts[form] == 1}
-
-
-def _without(name: str, parts: Collection[str]) -> str:
-    return ".".join(part for part in name.split(".") if part not in parts)
 
 
 _SHOWN = 5
@@ -202,13 +214,10 @@ class ModelParams:
         chunks = [chunk for ref in self._chunks if (chunk := ref()) is not None]
         return chunks if len(chunks) == len(self._chunks) else []
 
-    def _named(self) -> list[tuple[str, Tensor]]:
-        return list(named_params(self.chunks()))
-
     def names_of(self, params: Sequence[Tensor]) -> list[str | None]:
         """Return the canonical name of each parameter; None for a parameter that is not in the
         model."""
-        names = {id(param): name for name, param in self._named()}
+        names = {id(param): name for name, param in named_params(self.chunks())}
         return [names.get(id(param)) for param in params]
 
     def untrained(
@@ -223,7 +232,7 @@ class ModelParams:
         claimed = {id(param) for group in param_groups for param in group["params"]}
         return [
             name
-            for name, param in self._named()
+            for name, param in named_params(self.chunks())
             if param.requires_grad
             and id(param) not in claimed
             and (param.grad is not None or not with_gradient)
@@ -242,7 +251,7 @@ class ModelParams:
         if optimizer in _warned_of_untrained:
             return
         names = self.untrained(optimizer.param_groups, with_gradient=with_gradient)
-        trainable = sum(param.requires_grad for _, param in self._named())
+        trainable = sum(param.requires_grad for _, param in named_params(self.chunks()))
         if not names or len(names) == trainable:
             return
         _warned_of_untrained.add(optimizer)

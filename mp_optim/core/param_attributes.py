@@ -95,17 +95,13 @@ def partition_dim(param: Tensor) -> int | None:
     return None if dim is None or dim < 0 else dim
 
 
-def partition_stride(param: Tensor) -> int:
-    """Return the number of equal blocks of the split dimension (``partition_stride``). Each block
-    is split over the ranks."""
-    return int(getattr(param, "partition_stride", 1))
-
-
-def partition_sizes(param: Tensor) -> tuple[int, ...] | None:
-    """Return this rank's length of each block, if blocks differ in size (``partition_sizes``); else
-    None."""
+def partition_form(param: Tensor) -> tuple[int, tuple[int, ...] | None]:
+    """Return how the split dimension is divided into blocks, each of which is split over the ranks:
+    the number of equal blocks (``partition_stride``), and this rank's length of each block if the
+    blocks differ in size (``partition_sizes``), else None."""
     sizes = getattr(param, "partition_sizes", None)
-    return None if sizes is None else tuple(map(int, sizes))
+    stride = int(getattr(param, "partition_stride", 1))
+    return stride, None if sizes is None else tuple(map(int, sizes))
 
 
 def partition_blocks(param: Tensor) -> tuple[int, ...]:
@@ -117,7 +113,7 @@ def partition_blocks(param: Tensor) -> tuple[int, ...]:
     dim = partition_dim(param)
     if dim is None or dim >= param.dim():
         return ()
-    sizes, stride = partition_sizes(param), partition_stride(param)
+    stride, sizes = partition_form(param)
     length = param.shape[dim]
     if sizes is not None:
         return sizes if sum(sizes) == length else (length,)

@@ -18,7 +18,6 @@ from mp_optim.config.setting_checks import plain_setting
 from mp_optim.core.identity import ParamGroups, Slot, iter_slots, slot_name
 from mp_optim.core.names import matched_names, names_in_words, without_wrappers
 from mp_optim.core.slot_state import AVERAGE, SlotState, State
-from mp_optim.host.calls import warn
 
 CHECKSUMS = "param_checksums"
 """Key in a saved group with one entry for each parameter: the checksum of the parameter with which
@@ -43,23 +42,6 @@ class GroupMatch:
     index_of: dict[Slot, Any]
     settings: list[dict[str, Any]]
     checksums: dict[Slot, int] = field(default_factory=dict)
-
-    def as_groups(self, live: ParamGroups) -> list[dict[str, Any]]:
-        """Return the saved groups in the order of the live groups, with the live parameter names.
-
-        Args:
-            live: the live param groups.
-        """
-        groups = []
-        for index, (group, settings) in enumerate(zip(live, self.settings, strict=True)):
-            slots = [Slot(index, position) for position in range(len(group["params"]))]
-            saved = {**settings, "params": [self.index_of[slot] for slot in slots]}
-            if "param_names" in group:
-                saved["param_names"] = list(group["param_names"])
-            if self.checksums:
-                saved[CHECKSUMS] = [self.checksums.get(slot) for slot in slots]
-            groups.append(saved)
-        return groups
 
     def write_settings(self, live: ParamGroups) -> None:
         """Copy the saved hyperparameters into the live groups."""
@@ -150,20 +132,6 @@ def check_is_state_dict(state_dict: Any) -> None:
         raise ValueError(
             f"the state dict has state for {names_in_words(sorted(map(str, unknown)))}, but none "
             "of its param groups has such a parameter; remove that state, or add the parameter"
-        )
-
-
-def _check_same_names(live: Sequence[str], saved: Sequence[str]) -> None:
-    """Raise ValueError unless both sides have the same names in the same order. Otherwise a match
-    by position would be wrong."""
-    pairs = zip(live, without_wrappers(live), without_wrappers(saved), strict=False)
-    if differing := [name for name, here, there in pairs if here != there]:
-        counts = Counter(saved) | Counter(live)
-        twice = [name for name, count in counts.items() if count > 1]
-        raise ValueError(
-            f"parameters are matched by position, because the name {names_in_words(twice)} is not "
-            f"unique, but the saved names differ from {differing[0]} on; build the groups in the "
-            "saved order, or give each parameter a unique name"
         )
 
 
@@ -311,7 +279,18 @@ def checked_match(
         if len({*wanted.values()}) == len(wanted) and len({*named}) == len(named):
             match = match_by_name(live, saved, wanted)
         else:
-            _check_same_names(list(wanted.values()), named)
+            # A match by position is wrong if the names are in another order.
+            own = list(wanted.values())
+            pairs = zip(own, without_wrappers(own), without_wrappers(named), strict=False)
+            if differing := [name for name, here, there in pairs if here != there]:
+                counts = Counter(named) | Counter(own)
+                twice = [name for name, count in counts.items() if count > 1]
+                raise ValueError(
+                    "parameters are matched by position, because the name "
+                    f"{names_in_words(twice)} is not unique, but the saved names differ from "
+                    f"{differing[0]} on; build the groups in the saved order, or give each "
+                    "parameter a unique name"
+                )
             match = _match_by_position(live, saved)
     for index, (group, settings) in enumerate(zip(live, match.settings, strict=True)):
         try:
@@ -329,7 +308,7 @@ converted twice, which bounds the memory of a load."""
 
 
 class StateLoad:
-    """One load of saved state: :meth:`check` checks all state before :meth:`write` writes any.
+    """One load of saved state. The constructor checks all state, and :meth:`write` writes it.
 
     Args:
         match: the saved entry and settings of each slot.
@@ -337,8 +316,13 @@ class StateLoad:
         state_of: returns the live state of a slot.
         convert: True to allow a loss of bits.
 
+    Attributes:
+        without_average: names of parameters whose saved state has no average, although this
+            optimizer keeps averages.
+
     Raises:
-        ValueError: state is missing; the message has the parameters' names.
+        ValueError: state is missing, does not fit or would lose bits; the message has the names of
+            the parameters.
     """
 
     def __init__(
@@ -351,7 +335,7 @@ class StateLoad:
         self._match, self._state_of, self._convert = match, state_of, convert
         self._saved: dict[Slot, State] = {}
         self._fitted: dict[Slot, State] = {}
-        self._without_average: list[str] = []
+        self.without_average: list[str] = []
         missing: list[str] = []
         for slot, index in match.index_of.items():
             state, own = saved.get(index) or {}, state_of(slot)
@@ -376,22 +360,19 @@ class StateLoad:
                 "(requires_grad_(False)) during the load"
             )
 
-    def check(self) -> None:
-        """Raise ValueError if the state of any slot does not fit or would lose bits; the message
-        has slot and key."""
         left = _KEPT_BYTES
-        for slot, saved in self._saved.items():
-            state = self._state_of(slot)
-            fitted = state.fit(saved, self._convert, self._match.checksums.get(slot))
-            if AVERAGE in fitted and AVERAGE not in saved:
-                self._without_average.append(state.name)
+        for slot, state in self._saved.items():
+            own = state_of(slot)
+            fitted = own.fit(state, convert, match.checksums.get(slot))
+            if AVERAGE in fitted and AVERAGE not in state:
+                self.without_average.append(own.name)
             # Count only tensors that fit() allocated: the saved state lacks their key, or has them
             # in another dtype.
             left -= sum(
                 value.nbytes
                 for key, value in fitted.items()
                 if isinstance(value, Tensor)
-                and value.dtype != getattr(saved.get(key), "dtype", None)
+                and value.dtype != getattr(state.get(key), "dtype", None)
             )
             if left >= 0:
                 self._fitted[slot] = fitted
@@ -401,14 +382,6 @@ class StateLoad:
         for slot, saved in self._saved.items():
             state, fitted = self._state_of(slot), self._fitted.pop(slot, None)
             state.load(state.fit(saved, self._convert) if fitted is None else fitted)
-
-    def warn_of_averages(self) -> None:
-        """Warn if this optimizer keeps averages and the saved state has none."""
-        if names := self._without_average:
-            warn(
-                f"the saved state has no average for {len(names)} parameters, and ema_decay is "
-                f"set: {names_in_words(names)}. Their averages start from the loaded main params"
-            )
 
     def write_model(self) -> list[str]:
         """Round main params into the model's parameters. Return the names of parameters that had

@@ -23,7 +23,6 @@ copy of the old state.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import (
     Callable,
     ItemsView,
@@ -35,7 +34,6 @@ from collections.abc import (
 )
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -134,22 +132,6 @@ class ShownState(MutableMapping[str, Any], _dict):  # type: ignore[misc]
         return dict, (dict(self._read()),)
 
 
-@dataclass(eq=False)
-class Lookups:
-    """Caches of all views of one optimizer, which keep neither tensors nor the optimizer alive.
-
-    Attributes:
-        index: the slot of each tensor, by the tensor's id. Every lookup compares the entry with
-            ``param_groups``, so a replaced tensor is found at once.
-        shown: the state objects that callers hold, by slot.
-    """
-
-    index: dict[int, Slot] = field(default_factory=dict)
-    shown: weakref.WeakValueDictionary[Slot, ShownState] = field(
-        default_factory=weakref.WeakValueDictionary
-    )
-
-
 class SlotStateView(MutableMapping[Tensor, Any]):
     """``optimizer.state`` as torch expects it: a mapping from the current parameters to their
     state.
@@ -159,24 +141,20 @@ class SlotStateView(MutableMapping[Tensor, Any]):
 
     Args:
         optimizer: a :class:`~mp_optim.core.keyed_optimizer.SlotKeyedOptimizer`.
-        lookups: caches of earlier views of the same optimizer.
     """
 
-    def __init__(self, optimizer: Any, lookups: Lookups) -> None:
-        self._optimizer, self._lookups = optimizer, lookups
-
-    def _slots(self) -> Iterator[tuple[Slot, Tensor]]:
-        self._optimizer.check_lists()
-        return iter_slots(self._optimizer.param_groups)
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
 
     def _slot(self, tensor: Tensor) -> Slot:
-        self._optimizer.check_lists()
-        slot = self._lookups.index.get(id(tensor))
+        optimizer = self._optimizer
+        optimizer.check_lists()
+        slot: Slot | None = optimizer.state_index.get(id(tensor))
         with suppress(IndexError):
-            if slot is not None and param_at(self._optimizer.param_groups, slot) is tensor:
+            if slot is not None and param_at(optimizer.param_groups, slot) is tensor:
                 return slot
-        self._lookups.index = {id(param): slot for slot, param in self._slots()}
-        slot = self._lookups.index.get(id(tensor))
+        optimizer.state_index = {id(p): slot for slot, p in iter_slots(optimizer.param_groups)}
+        slot = optimizer.state_index.get(id(tensor))
         if slot is None:
             raise KeyError(
                 "this tensor is not a parameter of the optimizer; if the parameter was replaced, "
@@ -186,14 +164,14 @@ class SlotStateView(MutableMapping[Tensor, Any]):
 
     def __getitem__(self, tensor: Tensor) -> Any:
         slot, optimizer = self._slot(tensor), self._optimizer
-        if (shown := self._lookups.shown.get(slot)) is not None:
+        if (shown := optimizer.shown_states.get(slot)) is not None:
             return shown
         shown = ShownState(
             lambda: optimizer.shown_state(slot),
             lambda given: optimizer.assign_states({slot: given}, whole=False),
             lambda: optimizer.reset_states([slot]),
         )
-        self._lookups.shown[slot] = shown
+        optimizer.shown_states[slot] = shown
         return shown
 
     def __setitem__(self, tensor: Tensor, state: dict[str, Any]) -> None:
@@ -214,14 +192,14 @@ class SlotStateView(MutableMapping[Tensor, Any]):
         """
         given = {self._slot(tensor): dict(state) for tensor, state in states.items() if state}
         self._optimizer.assign_states(given, whole=True)
-        self._take_away([slot for slot, _ in self._slots() if slot not in given])
+        self._take_away([slot for slot in self._optimizer.slots() if slot not in given])
 
     def __delitem__(self, tensor: Tensor) -> None:
         self._take_away([self._slot(tensor)])
 
     def clear(self) -> None:
         """Reset the state of all slots to its values before the first step."""
-        self._take_away([slot for slot, _ in self._slots()])
+        self._take_away(self._optimizer.slots())
 
     def popitem(self) -> Any:
         """Raise TypeError, because a reset slot still has state, so ``while state:
@@ -230,12 +208,14 @@ class SlotStateView(MutableMapping[Tensor, Any]):
 
     def _take_away(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
-            if (shown := self._lookups.shown.pop(slot, None)) is not None:
+            if (shown := self._optimizer.shown_states.pop(slot, None)) is not None:
                 shown.part()
         self._optimizer.reset_states(slots)
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (param for slot, param in self._slots() if self._optimizer.has_slot_state(slot))
+        optimizer = self._optimizer
+        slots = filter(optimizer.has_slot_state, optimizer.slots())
+        return (param_at(optimizer.param_groups, slot) for slot in slots)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -245,9 +225,9 @@ class SlotStateView(MutableMapping[Tensor, Any]):
 
     def __contains__(self, tensor: object) -> bool:
         try:
-            if not isinstance(tensor, Tensor):
-                return False
-            return bool(self._optimizer.has_slot_state(self._slot(tensor)))
+            return isinstance(tensor, Tensor) and bool(
+                self._optimizer.has_slot_state(self._slot(tensor))
+            )
         except KeyError:
             return False
 

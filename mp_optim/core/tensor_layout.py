@@ -9,7 +9,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,43 +118,34 @@ class MatrixParts:
 
 @cache
 def parts_of_ranges(
-    shape: tuple[int, ...], owned: FlatRanges, dim: int, ranks: int, blocks: tuple[int, ...] = ()
+    shape: tuple[int, ...],
+    owned: FlatRanges | None,
+    dim: int = 0,
+    ranks: int = 1,
+    blocks: tuple[int, ...] = (),
 ) -> MatrixParts:
-    """Return the parts of a flattened parameter that is split into one range of elements per rank.
+    """Return the parts of a parameter that tensor parallelism splits, or that is flattened and
+    split into one range of elements per rank, or both.
 
     Args:
-        shape: shape of the flattened tensor.
-        owned: the range of each rank.
-        dim: dimension of a matrix that tensor parallelism split before: rows (0) or columns (1).
+        shape: shape of a tensor-parallel rank's part.
+        owned: the range of elements of each rank; None if the part is not flattened. The ranks
+            with ranges are the first axis of the grid, the tensor-parallel ranks the last.
+        dim: dimension of the matrices that tensor parallelism splits: rows (0) or columns (1).
         ranks: number of tensor-parallel ranks; 1 without tensor parallelism.
         blocks: a rank's length of each block along ``dim``; empty for one block.
     """
     *leading, rows, columns = shape
-    matrices, ranges = math.prod(leading), owned.ranges()
+    matrices = math.prod(leading)
+    ranges = [(0, math.prod(shape))] if owned is None else owned.ranges()
     parts = _blocks(rows, columns, dim, ranks, blocks)
     of_ranks = [
         parts_of_range(part, start, stop, matrices) for start, stop in ranges for part in parts
     ]
-    grid = Grid((len(ranges), ranks) if ranks > 1 else (len(ranges),))
+    axes = [] if owned is None else [len(ranges)]
+    grid = Grid((*axes, ranks) if ranks > 1 else tuple(axes))
     rows, columns = (rows * ranks, columns) if dim == 0 else (rows, columns * ranks)
     return MatrixParts(grid, rows, columns, tuple(zip(*of_ranks, strict=True)))
-
-
-@cache
-def parts_of_blocks(
-    shape: tuple[int, ...], dim: int, ranks: int, blocks: tuple[int, ...]
-) -> MatrixParts:
-    """Return the parts of a parameter that tensor parallelism splits.
-
-    Args:
-        shape: shape of a rank's part.
-        dim: dimension of the matrices that is split into equal parts: rows (0) or columns (1).
-        ranks: number of tensor-parallel ranks.
-        blocks: a rank's length of each block along ``dim``.
-    """
-    everything = FlatRanges((0, math.prod(shape)), 0, math.prod(shape))
-    parts = parts_of_ranges(shape, everything, dim, ranks, blocks)
-    return MatrixParts(Grid((ranks,)), parts.rows, parts.columns, parts.parts)
 
 
 def _blocks(rows: int, columns: int, dim: int, ranks: int, blocks: tuple[int, ...]) -> list[Boxes]:
@@ -220,28 +211,25 @@ def _indices(
 ) -> range | None:
     """Return the indices along a tensor dimension that one rank of a mesh has; None if the indices
     are not a range."""
+    from torch.distributed.tensor import Shard
+
     left = torch.arange(length, device="cpu").view([1] * dim + [length])
     for placement, ranks, place in zip(cuts, mesh, coordinate, strict=True):
-        if placement is not None and getattr(placement, "dim", None) == dim:
-            pieces = _pieces(placement, left, ranks)
-            left = pieces[place] if place < len(pieces) else left.narrow(dim, 0, 0)
+        if placement is None or getattr(placement, "dim", None) != dim:
+            continue
+        pieces: Sequence[Tensor]
+        if type(placement) is Shard:
+            pieces = torch.chunk(left, ranks, dim)
+        else:
+            split: Any = placement._split_tensor  # type: ignore[attr-defined]
+            pieces, _ = split(left, ranks, with_padding=False)
+        left = pieces[place] if place < len(pieces) else left.narrow(dim, 0, 0)
     if not left.numel():
         return range(0)
     first = int(left.min())
     found = range(first, first + left.numel())
     expected = torch.arange(found.start, found.stop, device="cpu")
     return found if torch.equal(left.flatten(), expected) else None
-
-
-def _pieces(placement: Placement, index: Tensor, ranks: int) -> Sequence[Tensor]:
-    """Return the pieces of ``index`` that the ranks along one mesh dimension have."""
-    from torch.distributed.tensor import Shard
-
-    if type(placement) is Shard:
-        return torch.chunk(index, ranks, placement.dim)
-    split = placement._split_tensor(index, ranks, with_padding=False)  # type: ignore[attr-defined]
-    pieces: Sequence[Tensor] = split[0]
-    return pieces
 
 
 @cache
@@ -297,11 +285,6 @@ def split_dims(param: Tensor, name: str = "a parameter") -> tuple[int, ...]:
         return ()
     cuts = [splits(placement, name) for placement in param.placements]
     return tuple(dim for dim, cut in enumerate(cuts) if cut)
-
-
-def is_split(param: Tensor) -> bool:
-    """True if ranks have different parts of a DTensor."""
-    return bool(split_dims(param))
 
 
 def shard_groups_of(name: str, param: Tensor) -> tuple[ProcessGroup, ...]:
@@ -374,39 +357,6 @@ def first_element(param: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class FlatSplit:
-    """The split of a flattened parameter over ranks.
-
-    Attributes:
-        group: the ranks over which the elements of the parameter are split.
-        owned: the range of elements of each rank.
-        partition_dim: dimension that tensor parallelism split before the parameter was flattened,
-            if any.
-        blocks: this rank's length of each block along that dimension.
-        tensor_parallel: the tensor-parallel ranks, if any.
-    """
-
-    group: ProcessGroup
-    owned: FlatRanges
-    partition_dim: int | None = None
-    blocks: tuple[int, ...] = ()
-    tensor_parallel: ProcessGroup | None = None
-
-    def cut(self, shape: tuple[int, ...], blockwise: bool) -> tuple[int, int, tuple[int, ...]]:
-        """Return the tensor-parallel split of the flattened matrices: dimension (0 or 1), number of
-        ranks, and a rank's length of each block. Without such a split, return (0, 1, ()).
-
-        Args:
-            shape: shape of the flattened tensor.
-            blockwise: True if the tensor-parallel parts are treated as separate matrices.
-        """
-        dim, ranks = self.partition_dim, self.tensor_parallel
-        if blockwise or ranks is None or dim is None or dim < len(shape) - 2:
-            return 0, 1, ()
-        return dim - (len(shape) - 2), ranks.size(), self.blocks
-
-
-@dataclass(frozen=True)
 class ParamLayout:
     """The device of a model's own tensor, and its split over ranks.
 
@@ -418,7 +368,8 @@ class ParamLayout:
         shape: shape of the whole parameter on the mesh. For a flat range, the shape of the
             flattened tensor, which may be a tensor-parallel part.
         stride: strides for ``shape``.
-        flat: for a flat range, the ranges of all ranks; else None.
+        group: for a flat range, the ranks over which the flattened parameter is split; else None.
+        owned: for a flat range, the range of elements of each rank of ``group``; else None.
         blocks: for a tensor-parallel part, a rank's length of each block along the split dimension;
             empty for one block.
         tensor_parallel: the ranks that have the other tensor-parallel parts, or None.
@@ -430,7 +381,8 @@ class ParamLayout:
     placements: tuple[Placement, ...] = ()
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
-    flat: FlatSplit | None = None
+    group: ProcessGroup | None = None
+    owned: FlatRanges | None = None
     blocks: tuple[int, ...] = ()
     tensor_parallel: ProcessGroup | None = None
     cut_dim: int | None = None
@@ -456,8 +408,8 @@ class ParamLayout:
             local: this rank's tensor. If the parameter is not split, return the number of elements
                 of this tensor.
         """
-        if self.flat is not None:
-            return math.ceil(math.prod(self.shape) / self.flat.group.size())
+        if self.group is not None:
+            return math.ceil(math.prod(self.shape) / self.group.size())
         if self.mesh is None:
             return local.numel()
         axes = [dim for dim, each in enumerate(self.placements) if splits(each)]
@@ -487,7 +439,7 @@ class ParamLayout:
             blockwise: True if the parts on a mesh or of tensor-parallel ranks are treated as
                 separate matrices.
         """
-        return self.flat is not None or (not blockwise and bool(self._axes()))
+        return self.group is not None or (not blockwise and bool(self._axes()))
 
     def tensor_parallel_rows(self, rows: int) -> list[int]:
         """Return the row numbers in the whole matrix of this rank's rows. Only for a matrix that
@@ -497,8 +449,7 @@ class ParamLayout:
             rows: number of rows of this rank's part.
         """
         assert self.tensor_parallel is not None
-        blocks = self.blocks if self.flat is None else self.flat.blocks
-        parts = _blocks(rows, 1, 0, self.tensor_parallel.size(), blocks)
+        parts = _blocks(rows, 1, 0, self.tensor_parallel.size(), self.blocks)
         own = parts[self.tensor_parallel.rank()]
         spans = (range(box.offsets[0], box.offsets[0] + box.sizes[0]) for box in own)
         return list(itertools.chain.from_iterable(spans))
@@ -511,19 +462,18 @@ class ParamLayout:
             blockwise: True if the parts on a mesh or of tensor-parallel ranks are treated as
                 separate matrices.
         """
-        if self.flat is not None:
-            cut = self.flat.cut(self.shape, blockwise)
-            return parts_of_ranges(self.shape, self.flat.owned, *cut)
+        if self.owned is not None:
+            if blockwise or self.cut_dim is None or self.tensor_parallel is None:
+                return parts_of_ranges(self.shape, self.owned)
+            ranks = self.tensor_parallel.size()
+            return parts_of_ranges(self.shape, self.owned, self.cut_dim, ranks, self.blocks)
         if self.mesh is None or not self.is_shared(blockwise):
             return None
         if self.blocks:
-            dim, ranks, shape = (
-                getattr(self.placements[0], "dim", 0),
-                self.mesh.size(),
-                [*self.shape],
-            )
+            dim, ranks = getattr(self.placements[0], "dim", 0), self.mesh.size()
+            shape = list(self.shape)
             shape[dim] //= ranks
-            return parts_of_blocks(tuple(shape), dim - (len(shape) - 2), ranks, self.blocks)
+            return parts_of_ranges(tuple(shape), None, dim - (len(shape) - 2), ranks, self.blocks)
         coordinate = self.mesh.get_coordinate()
         assert coordinate is not None
         cuts = tuple(each if splits(each) else None for each in self.placements)
@@ -533,11 +483,10 @@ class ParamLayout:
     def matrix_groups(self, blockwise: bool) -> tuple[ProcessGroup, ...]:
         """Return the process groups that span the grid of :meth:`matrix_parts`, one group for each
         axis."""
-        if self.flat is not None:
-            _, ranks, _ = self.flat.cut(self.shape, blockwise)
-            tensor_parallel = self.flat.tensor_parallel if ranks > 1 else None
-            groups = self.flat.group, tensor_parallel
-            return tuple(group for group in groups if group is not None)
+        if self.group is not None:
+            if blockwise or self.cut_dim is None or self.tensor_parallel is None:
+                return (self.group,)
+            return self.group, self.tensor_parallel
         assert self.mesh is not None
         return tuple(map(self.mesh.get_group, self._axes()))
 
@@ -589,15 +538,23 @@ def layout_of(param: Tensor, tensor_parallel: ProcessGroup | None = None) -> Par
     info = shard_info(param)
     if info.owned is not None and info.whole_shape is not None and len(info.whole_shape) > 1:
         (group,) = info.shard_groups
-        cut = info.partition_dim if is_tensor_parallel(param) else None
-        flat = FlatSplit(group, info.owned, cut, info.partition_blocks, tensor_parallel)
-        whole = tuple(info.whole_shape)
-        at = _of_matrix(cut, whole, others)
-        return ParamLayout(param.device, shape=whole, flat=flat, tensor_parallel=others, cut_dim=at)
+        return ParamLayout(
+            param.device,
+            shape=tuple(info.whole_shape),
+            group=group,
+            owned=info.owned,
+            blocks=info.partition_blocks,
+            tensor_parallel=others,
+            cut_dim=_of_matrix(info.partition_dim, info.whole_shape, others),
+        )
     dim = partition_dim(param)
     if others is None or dim is None:
-        at = _of_matrix(info.partition_dim, info.whole_shape or param.shape, others)
-        return _whole(param.device, others, at, info.partition_blocks)
+        return ParamLayout(
+            param.device,
+            blocks=info.partition_blocks,
+            tensor_parallel=others,
+            cut_dim=_of_matrix(info.partition_dim, info.whole_shape or param.shape, others),
+        )
     from torch.distributed.tensor import Shard
 
     shape, blocks = list(param.shape), partition_blocks(param)
@@ -619,16 +576,6 @@ def _of_matrix(dim: int | None, shape: Sequence[int], others: ProcessGroup | Non
     dimension is not one of the last two, or if no other ranks have parts."""
     first = len(shape) - 2
     return None if others is None or dim is None or dim < first else dim - first
-
-
-@cache
-def _whole(
-    device: torch.device,
-    tensor_parallel: ProcessGroup | None,
-    cut_dim: int | None,
-    blocks: tuple[int, ...],
-) -> ParamLayout:
-    return ParamLayout(device, blocks=blocks, tensor_parallel=tensor_parallel, cut_dim=cut_dim)
 
 
 @cache

@@ -100,7 +100,24 @@ class WeightDelta:
         tensors: dict[str, Tensor] = {}
         for patch in self.patches:
             tensors |= _encoded(patch, bitmaps or self.is_full, bitmaps)
-        return safetensors_file(tensors, self._metadata())
+        shapes = {patch.name: patch.shape for patch in self.patches}
+        sparsity = 1.0 - self.changed / max(1, self.watched)
+        metadata = {
+            "format": _FORMAT,
+            "version": "1",
+            "sparse": str(not self.is_full),
+            "model_version": str(self.number),
+            "num_changed_params": str(len(self.patches)),
+            "total_changed_elements": str(self.changed),
+            "total_elements": str(self.watched),
+            "sparsity": str(sparsity),
+            "encoding": "gap_delta",
+            "run": self.run,
+            "part": str(self.part),
+            "parts": str(self.parts),
+            "shapes": json.dumps(shapes),
+        }
+        return safetensors_file(tensors, metadata)
 
     def save(self, path: str | os.PathLike[str], *, bitmaps: bool = True) -> int:
         """Write the delta to a file. The file is replaced atomically, so other processes never read
@@ -118,25 +135,6 @@ class WeightDelta:
         temporary.write_bytes(content)
         os.replace(temporary, target)
         return len(content)
-
-    def _metadata(self) -> dict[str, str]:
-        shapes = {patch.name: patch.shape for patch in self.patches}
-        sparsity = 1.0 - self.changed / max(1, self.watched)
-        return {
-            "format": _FORMAT,
-            "version": "1",
-            "sparse": str(not self.is_full),
-            "model_version": str(self.number),
-            "num_changed_params": str(len(self.patches)),
-            "total_changed_elements": str(self.changed),
-            "total_elements": str(self.watched),
-            "sparsity": str(sparsity),
-            "encoding": "gap_delta",
-            "run": self.run,
-            "part": str(self.part),
-            "parts": str(self.parts),
-            "shapes": json.dumps(shapes),
-        }
 
     @classmethod
     def from_bytes(cls, content: bytes) -> WeightDelta:

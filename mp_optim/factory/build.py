@@ -15,12 +15,7 @@ from torch import nn
 from mp_optim.config import OptimizerConfig
 from mp_optim.config.rules import RULES
 from mp_optim.core import local_tensor, with_names
-from mp_optim.core.param_attributes import (
-    is_tensor_parallel,
-    partition_dim,
-    partition_sizes,
-    partition_stride,
-)
+from mp_optim.core.param_attributes import is_tensor_parallel, partition_dim, partition_form
 from mp_optim.core.partition import partition
 from mp_optim.host.calls import warn
 from mp_optim.kernels import check_serves
@@ -182,7 +177,7 @@ def _check_partitions(
                 )
             dim = partition_dim(param)
             if dim is not None:
-                stride, sizes = partition_stride(param), partition_sizes(param)
+                stride, sizes = partition_form(param)
                 shape, size = param.shape, tp.size()
                 partition(name, shape, dim, stride=stride, sizes=sizes, rank=0, size=size)
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import Store, _get_default_group
+from torch.distributed.distributed_c10d import _get_default_group
 
 from mp_optim.process_groups.missing_ranks import (
     all_gather,
@@ -202,15 +202,12 @@ class Ranks:
         """
         lines = [f"{name}={value!r}" for name, value in arguments.items()]
         described = self.gather(lines)
-
-        def compare() -> None:
-            if how := difference(described, range(self.size)):
-                raise ValueError(
-                    f"{what}: the ranks pass different arguments: {how}; pass the same arguments "
-                    "on every rank (nothing was written)"
-                )
-
-        self.run_on_first(what, compare)
+        how = self.broadcast(difference(described, range(self.size)) if described else None)
+        if how is not None:
+            raise ValueError(
+                f"{what}: the ranks pass different arguments: {how}; pass the same arguments on "
+                "every rank (nothing was written)"
+            )
 
     def gather_results(self, what: str, work: Callable[[], T]) -> list[T]:
         """Run a function on all ranks. Return the results, in rank order, on the first rank; return
@@ -440,7 +437,12 @@ def difference_told(lines: Sequence[str], ranks: Sequence[int]) -> str:
         store = shared_store(f"{topic}/{times}")
         store.set(str(own), "\n".join(lines))
         if own == first:
-            how = _compared(store, ranks)
+            _wait_until(lambda: store.check([str(rank) for rank in ranks]), _PATIENCE)
+            spoken = [rank for rank in ranks if store.check([str(rank)])]
+            described = [store.get(str(rank)).decode().splitlines() for rank in spoken]
+            silent = [rank for rank in ranks if rank not in spoken]
+            quiet = f"ranks {silent} did not report" if silent else ""
+            how = "; ".join(filter(None, (difference(described, spoken), quiet)))
             store.set("how", how)
             # If this process hosts the store, it must not end before the other ranks have read the
             # answer.
@@ -454,15 +456,6 @@ def difference_told(lines: Sequence[str], ranks: Sequence[int]) -> str:
     except RuntimeError:  # The rank that hosts the store has ended, so no rank can compare.
         return "the difference is unknown, because the store is gone"
     return how or "the difference is unknown"
-
-
-def _compared(store: Store, ranks: Sequence[int]) -> str:
-    _wait_until(lambda: store.check([str(rank) for rank in ranks]), _PATIENCE)
-    spoken = [rank for rank in ranks if store.check([str(rank)])]
-    lines = [store.get(str(rank)).decode().splitlines() for rank in spoken]
-    silent = [rank for rank in ranks if rank not in spoken]
-    quiet = f"ranks {silent} did not report" if silent else ""
-    return "; ".join(filter(None, (difference(lines, spoken), quiet)))
 
 
 def _wait_until(is_so: Callable[[], bool], seconds: float) -> bool:
