@@ -127,7 +127,14 @@ class CheckedLoad:
             check_is_state_dict({**settings, "state": {}})
             match_without_state(optimizer, settings, convert=self._convert)
         self._reading = plan_reading(tensors, self._version, self._index)
-        self._reading.check(self._value_checks())
+        checks: dict[str, ValueCheck] = {}
+        if (checking := self._without_hooks()) is not None:
+            for name, value in self._live.items():
+                key, fqn = key_and_fqn(name)
+                if key == SECOND and value.is_floating_point():
+                    state = checking.state_of(self._own.slots[fqn])
+                    checks[name] = functools.partial(state.check_values, key)
+        self._reading.check(checks)
 
     def _settings(self) -> dict[str, Any]:
         """Return the saved settings as a state dict without state. Each param group has only
@@ -164,18 +171,6 @@ class CheckedLoad:
                 own = value.local if isinstance(value, PartitionShard) else value
                 state.setdefault(index_of[self._own.slots[fqn]], {})[key] = own
         return {**settings, "state": state}
-
-    def _value_checks(self) -> dict[str, ValueCheck]:
-        if (optimizer := self._without_hooks()) is None:
-            return {}
-        slots = self._own.slots
-        checks: dict[str, ValueCheck] = {}
-        for name, value in self._live.items():
-            key, fqn = key_and_fqn(name)
-            if key == SECOND and value.is_floating_point():
-                state = optimizer.state_of(slots[fqn])
-                checks[name] = functools.partial(state.check_values, key)
-        return checks
 
     def _without_hooks(self) -> SlotKeyedOptimizer | None:
         """Return the optimizer; None if there is none, or if a hook may change the loaded state."""

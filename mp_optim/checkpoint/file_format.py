@@ -279,8 +279,9 @@ def read_index(version: Path, files: Files) -> Index:
                 raise ValueError(f"the file {name!r} of the index is not in the manifest")
             if len(blocks) != -(-sizes[name] // BLOCK_BYTES) or not _are_counts(blocks):
                 raise ValueError(f"checksums of MiBs of the file {name} are missing")
-        entries = {name: _entry(entry, names) for name, entry in plain["entries"].items()}
-        _check_saved(entries, sizes)
+        entries = {}
+        for name, entry in plain["entries"].items():
+            entries[name] = _checked_entry(name, entry, names, sizes)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         why = str(error)
         if not isinstance(error, ValueError):
@@ -292,18 +293,48 @@ def read_index(version: Path, files: Files) -> Index:
     return Index(entries, sums)
 
 
-def _entry(plain: Any, files: list[str]) -> Saved:
+def _checked_entry(name: str, plain: Any, files: Sequence[str], sizes: Mapping[str, int]) -> Saved:
+    """Return a tensor of the index, after a check that its boxes cover all elements, that every box
+    is inside the tensor, and that the box's bytes are inside an existing file.
+
+    Args:
+        name: name of the tensor.
+        plain: the tensor's entry in ``index.json``.
+        files: names of the data files, to which the entry refers by number.
+        sizes: bytes of the checkpoint's files, by name.
+
+    Raises:
+        ValueError: a box or its bytes are outside, or elements are missing.
+    """
     dtype_name, plain_shape, *where = plain
-    dtype = dtype_named(dtype_name)
-    shape = _shape(tuple(plain_shape))
+    dtype, shape = dtype_named(dtype_name), _shape(tuple(plain_shape))
     if len(where) == 2:
         where = [[((0,) * len(shape), shape, *where)]]
     boxes = []
-    for offsets, lengths, number, start in where[0]:
-        place = Box(_shape(tuple(offsets)), _shape(tuple(lengths)))
+    for plain_offsets, plain_lengths, number, start in where[0]:
+        offsets, lengths = place = Box(_shape(tuple(plain_offsets)), _shape(tuple(plain_lengths)))
         if not _are_counts((number,)):
             raise ValueError(f"the file number {number!r} is not an integer >= 0")
-        boxes.append(SavedBox(place, files[number], start, place.numel * dtype.itemsize))
+        are_dims = len(offsets) == len(lengths) == len(shape)
+        if not are_dims or not all(map(le, map(add, offsets, lengths), shape)):
+            raise ValueError(
+                f"the shard of {name} with shape {lengths} at offsets {offsets} is not inside the "
+                f"shape {shape}"
+            )
+        box = SavedBox(place, files[number], start, place.numel * dtype.itemsize)
+        are_numbers = _are_counts((start, box.length))
+        if not are_numbers or start + box.length > sizes.get(box.file, -1):
+            raise ValueError(
+                f"{name} needs bytes {start} to {start + box.length} of {box.file!r}, which has "
+                "fewer"
+            )
+        boxes.append(box)
+    count = sum(box.place.numel for box in boxes)
+    if math.prod(shape) > count:
+        raise ValueError(
+            f"{name}: the checkpoint must have each element of the shape {shape} once, but has "
+            f"only {count} elements"
+        )
     return Saved(dtype, shape, boxes)
 
 
@@ -321,38 +352,6 @@ def _shape(numbers: tuple[int, ...]) -> tuple[int, ...]:
     if not _are_counts(numbers):
         raise ValueError(f"the shape or offsets {numbers} are not integers >= 0")
     return numbers
-
-
-def _check_saved(entries: Mapping[str, Saved], sizes: Mapping[str, int]) -> None:
-    """Check that every box is inside its tensor, that the box's bytes are inside an existing file,
-    and that the boxes of a tensor cover all elements of the tensor.
-
-    Raises:
-        ValueError: a box or its bytes are outside, or elements are missing.
-    """
-    for name, saved in entries.items():
-        count = sum(box.place.numel for box in saved.boxes)
-        if math.prod(saved.shape) > count:
-            raise ValueError(
-                f"{name}: the checkpoint must have each element of the shape {saved.shape} once, "
-                f"but has only {count} elements"
-            )
-        for box in saved.boxes:
-            offsets, lengths = box.place
-            if lengths is not saved.shape:
-                ends = map(add, offsets, lengths)
-                are_dims = len(offsets) == len(lengths) == len(saved.shape)
-                if not are_dims or not all(map(le, ends, saved.shape)):
-                    raise ValueError(
-                        f"the shard of {name} with shape {lengths} at offsets {offsets} is not "
-                        f"inside the shape {saved.shape}"
-                    )
-            are_numbers = _are_counts((box.start, box.length))
-            if not are_numbers or box.start + box.length > sizes.get(box.file, -1):
-                raise ValueError(
-                    f"{name} needs bytes {box.start} to {box.start + box.length} of {box.file!r}, "
-                    "which has fewer"
-                )
 
 
 def _are_counts(values: Iterable[Any]) -> bool:

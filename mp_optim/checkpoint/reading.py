@@ -141,31 +141,23 @@ def plan_reading(tensors: Mapping[str, Tensor], version: Path, index: Index) -> 
     for name, tensor in tensors.items():
         saved = index.entries[name]
         for place in held_boxes(tensor):
-            for copy in _copies(name, saved, place, piece(tensor, place)):
-                copies.setdefault(copy.box.file, []).append(copy)
+            target, filled = piece(tensor, place), []
+            for box in saved.boxes if target.numel() else ():
+                if (common := place.common(box.place)) is None:
+                    continue
+                inside = Box(tuple(map(sub, common.offsets, place.offsets)), common.sizes)
+                of_box = Box(tuple(map(sub, common.offsets, box.place.offsets)), common.sizes)
+                copy = _Copy(name, box, of_box, inside.of(target))
+                copies.setdefault(box.file, []).append(copy)
+                filled.append(common)
+            if sum(part.numel for part in filled) != target.numel() or any_overlap(filled):
+                raise ValueError(
+                    f"{name}: the checkpoint does not have each element of the slice of shape "
+                    f"{place.sizes} at offsets {place.offsets} once; load another version"
+                )
     for of_file in copies.values():
         of_file.sort(key=_Copy.rows)
     return Reading(version, index, copies)
-
-
-def _copies(name: str, saved: Saved, place: Box, target: Tensor) -> list[_Copy]:
-    if not target.numel():
-        return []
-    result = []
-    filled = []
-    for box in saved.boxes:
-        if common := place.common(box.place):
-            inside = Box(tuple(map(sub, common.offsets, place.offsets)), common.sizes)
-            of_box = Box(tuple(map(sub, common.offsets, box.place.offsets)), common.sizes)
-            result.append(_Copy(name, box, of_box, inside.of(target)))
-            filled.append(common)
-    count = sum(copy.part.numel for copy in result)
-    if count != target.numel() or any_overlap(filled):
-        raise ValueError(
-            f"{name}: the checkpoint does not have each element of the slice of shape "
-            f"{place.sizes} at offsets {place.offsets} once; load another version"
-        )
-    return result
 
 
 def _read(file: BinaryIO, copy: _Copy, version: Path) -> None:

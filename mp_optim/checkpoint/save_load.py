@@ -132,16 +132,8 @@ def save(
     concerned = _concerned(Path(path), model, stack, process_group)
     finish_previous(concerned, raise_errors=False)
     ranks = Ranks.of(process_group)
-    ranks.check_arguments(
-        "checkpoint.save",
-        {
-            "the call": "save",
-            "path": str(Path(path)),
-            "full_precision": full_precision,
-            "keep": keep,
-            "asynchronous": asynchronous,
-        },
-    )
+    options = {"full_precision": full_precision, "keep": keep, "asynchronous": asynchronous}
+    ranks.check_arguments("save", path=str(Path(path)), **options)
     _check_keep(keep)
     own = Inventory.among(model, stack, model_parallel, ranks)
     settings = None
@@ -320,10 +312,7 @@ def load(
     if stack is not None:
         stack.step_mark.check_lent("checkpoint.load")
     ranks = Ranks.of(process_group)
-    ranks.check_arguments(
-        "checkpoint.load",
-        {"the call": "load", "path": str(Path(path)), "convert": convert, "verify": verify},
-    )
+    ranks.check_arguments("load", path=str(Path(path)), convert=convert, verify=verify)
     own = Inventory.among(model, stack, model_parallel, ranks)
     version = Path(ranks.broadcast_result(f"loading {path}", lambda: str(newest(Path(path)))))
     loading = f"loading {version}"

@@ -4,7 +4,7 @@ kind as boxes: rectangular parts of the whole tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,13 +119,7 @@ class FlatShard(Tensor):
     # -- called by torch --------------------------------------------------------------------------
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Copy a FlatShard, or create an empty tensor of the same range. Raise NotImplementedError
         for arithmetic; callers compute with ``local``."""
         if func not in _RANGE_KEEPING:
@@ -222,13 +216,7 @@ class PartitionShard(Tensor):
         return PartitionShard(held, self.partition, self.is_stacked)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError(
             f"{func} of a PartitionShard is not supported; compute with its .local"
         )

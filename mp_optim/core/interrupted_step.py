@@ -54,7 +54,7 @@ class StepMark:
         self.parked = ParkedTensors()
         self.invalidate_plans()
         self.is_set = False
-        self._why = self._lent_to = self.refusal = ""
+        self._why = self.refusal = ""
         self._writer: tuple[object, int] | None = None
         """The outermost layer and the id of its thread, during a step or load; else None."""
 
@@ -98,11 +98,14 @@ class StepMark:
             borrower: name of the optimizer's method that replaced the weights.
         """
         self.check(borrower)
-        self._lent_to = borrower
+        self.refusal = (
+            f"inside `with optimizer.{borrower}()` the model does not have its training weights; "
+            "leave the block first"
+        )
         try:
             yield
         finally:
-            self._lent_to = ""
+            self.refusal = ""
 
     def check_lent(self, doing: str) -> None:
         """Raise RuntimeError if the model's weights are replaced now (:meth:`lent`), or another
@@ -113,11 +116,6 @@ class StepMark:
         """
         if self.refusal:
             raise RuntimeError(f"{doing}: {self.refusal}")
-        if self._lent_to:
-            raise RuntimeError(
-                f"{doing}: inside `with optimizer.{self._lent_to}()` the model does not have its "
-                f"training weights; call {doing} after the block"
-            )
         if self._writer is not None and self._writer[1] != get_ident():
             raise _under_way(doing, "another thread")
 
@@ -163,7 +161,7 @@ class StepMark:
             yield
             return
         if not is_load:
-            if self._lent_to or self.refusal or self.is_set or self._writer is not None:
+            if self.refusal or self.is_set or self._writer is not None:
                 self.check("step")
             if self.parked.homes:
                 raise RuntimeError(_PARKED)

@@ -328,15 +328,5 @@ def _partitions(
             # Count gate and up as two blocks, because some of Megatron's layers leave
             # partition_stride at 1 although both are fused.
             stride = max(stride, 2)
-        yield (
-            name,
-            partition(
-                name,
-                param.shape,
-                dim,
-                stride=stride,
-                sizes=sizes,
-                rank=ranks.rank(),
-                size=ranks.size(),
-            ),
-        )
+        form = stride, sizes
+        yield name, partition(name, param.shape, dim, form, ranks.rank(), ranks.size())

@@ -195,9 +195,7 @@ def partition(
     name: str,
     shape: Sequence[int],
     dim: int,
-    *,
-    stride: int = 1,
-    sizes: Sequence[int] | None = None,
+    form: tuple[int, Sequence[int] | None],
     rank: int,
     size: int,
 ) -> Partition:
@@ -207,8 +205,8 @@ def partition(
         name: FQN of the parameter, for messages.
         shape: shape of the part.
         dim: ``partition_dim``.
-        stride: ``partition_stride``, the number of equal blocks.
-        sizes: ``partition_sizes``, this rank's length of each block, if blocks differ in size.
+        form: ``partition_stride``, the number of equal blocks, and ``partition_sizes``, this rank's
+            length of each block, or None if the blocks have equal sizes.
         rank: index of the part.
         size: number of parts.
 
@@ -220,7 +218,7 @@ def partition(
             f"{name}.partition_dim={dim}: the shape of the parameter is {tuple(shape)}; set the "
             "dimension that tensor parallelism splits"
         )
-    length = shape[dim]
+    length, (stride, sizes) = shape[dim], form
     if sizes is not None:
         if sum(sizes) != length or any(each < 0 for each in sizes):
             raise ValueError(

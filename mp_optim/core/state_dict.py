@@ -4,7 +4,7 @@ of saved state."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain
@@ -172,13 +172,6 @@ def _checksums(index_of: Mapping[Slot, Any], saved: Sequence[dict[str, Any]]) ->
     return {slot: known[index] for slot, index in index_of.items() if index in known}
 
 
-def _saved_names(saved: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Any, int]]:
-    for group_index, group in enumerate(saved):
-        names = group.get("param_names", ())
-        for name, index in zip(names, group["params"], strict=True):
-            yield name, index, group_index
-
-
 def match_by_name(
     live: ParamGroups, saved: Sequence[dict[str, Any]], wanted: Mapping[Slot, str]
 ) -> GroupMatch:
@@ -193,7 +186,11 @@ def match_by_name(
         ValueError: a parameter is only on one side, or saved groups that become one group have
             different settings.
     """
-    named = list(_saved_names(saved))
+    named = [
+        (name, index, number)
+        for number, group in enumerate(saved)
+        for name, index in zip(group.get("param_names", ()), group["params"], strict=True)
+    ]
     canonical = matched_names((name for name, *_ in named), wanted.values())
     places = {canonical[name]: place for name, *place in named}
     if len(places) < len(named):
@@ -275,7 +272,7 @@ def checked_match(
         match = _match_by_position(live, saved)
     else:
         wanted = {slot: slot_name(live, slot) for slot, _ in iter_slots(live)}
-        named = [name for name, *_ in _saved_names(saved)]
+        named = [name for group in saved for name in group.get("param_names", ())]
         if len({*wanted.values()}) == len(wanted) and len({*named}) == len(named):
             match = match_by_name(live, saved, wanted)
         else:

@@ -209,7 +209,7 @@ class UpdateSelection:
         """Return the selected updates."""
         if self._is_whole:
             return updates if updates.slots is self.slots else replace(updates, slots=self.slots)
-        grads = CachedTensorList(self._pick(updates.grads))
+        grads = CachedTensorList.of(self._pick(updates.grads))
         if isinstance(updates.grads, CachedTensorList):
             grads.__dict__.update(sizes=self._keep("sizes", updates.grads.sizes))
         return SlotUpdates(
@@ -222,21 +222,20 @@ class UpdateSelection:
         )
 
     def _pick(self, column: Sequence[Any]) -> Sequence[Any]:
-        if len(self.indices) < 2:
-            return [column[index] for index in self.indices]
-        picked: Sequence[Any] = itemgetter(*self.indices)(column)
-        return picked
+        """Return the selected entries of a list, in the same class; empty for an empty list."""
+        part: Sequence[Any] = ()
+        if column and len(self.indices) < 2:
+            part = [column[index] for index in self.indices]
+        elif column:
+            part = itemgetter(*self.indices)(column)
+        if isinstance(column, CachedTensorList):
+            return CachedTensorList(part)
+        return array(column.typecode, part) if isinstance(column, array) else part
 
     def _keep(self, name: str, column: Sequence[Any]) -> Sequence[Any]:
         """Return the selected entries of a list. The result is cached while steps pass the same
         list object."""
-        return self.slots.part(f"selected {name}", (column,), partial(self._picked, column))
-
-    def _picked(self, column: Sequence[Any]) -> Sequence[Any]:
-        part = self._pick(column) if column else ()
-        if isinstance(column, CachedTensorList):
-            return CachedTensorList(part)
-        return array(column.typecode, part) if isinstance(column, array) else part
+        return self.slots.part(f"selected {name}", (column,), partial(self._pick, column))
 
 
 def update_of(slot: Slot, name: str, param: Tensor, grad: Tensor) -> SlotUpdate:

@@ -177,9 +177,8 @@ def _check_partitions(
                 )
             dim = partition_dim(param)
             if dim is not None:
-                stride, sizes = partition_form(param)
                 shape, size = param.shape, tp.size()
-                partition(name, shape, dim, stride=stride, sizes=sizes, rank=0, size=size)
+                partition(name, shape, dim, partition_form(param), 0, size)
 
 
 def set_up_host(config: OptimizerConfig) -> None:

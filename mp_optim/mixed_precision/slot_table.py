@@ -20,7 +20,6 @@ from mp_optim.core import (
     StepPlan,
     are_plain,
     current_grad,
-    have_grad_only,
     local_grad,
     local_tensor,
     param_at,
@@ -28,7 +27,13 @@ from mp_optim.core import (
 from mp_optim.core.executor import Executor
 from mp_optim.core.quantized import FLOAT8_DTYPES, bits_of, is_quantized
 from mp_optim.core.tensor_layout import ParamLayout
-from mp_optim.core.tensors import GRADIENT_DTYPES, ParamWatcher, has_memory, held_tensor
+from mp_optim.core.tensors import (
+    GRADIENT_DTYPES,
+    ParamWatcher,
+    has_memory,
+    have_grad_only,
+    held_tensor,
+)
 from mp_optim.kernels.sums import Groups
 from mp_optim.mixed_precision.grad_norm import NormKey
 from mp_optim.mixed_precision.settings_agreement import SettingsAlike

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -189,24 +189,24 @@ class Ranks:
         digest = hashlib.sha256(text.encode()).digest()
         return self.gather(None if digest == self.broadcast(digest) else value)
 
-    def check_arguments(self, what: str, arguments: Mapping[str, object]) -> None:
-        """Compare the arguments with which the ranks call a function. Collective.
+    def check_arguments(self, call: str, **arguments: object) -> None:
+        """Compare the arguments with which the ranks save or load a checkpoint. Collective.
 
         Args:
-            what: name of the function, for the error.
+            call: "save" or "load".
             arguments: arguments by name.
 
         Raises:
             ValueError: the arguments differ. Every rank raises the error, with the first argument
                 that differs and its values.
         """
-        lines = [f"{name}={value!r}" for name, value in arguments.items()]
+        lines = [f"{name}={value!r}" for name, value in {"the call": call, **arguments}.items()]
         described = self.gather(lines)
         how = self.broadcast(difference(described, range(self.size)) if described else None)
         if how is not None:
             raise ValueError(
-                f"{what}: the ranks pass different arguments: {how}; pass the same arguments on "
-                "every rank (nothing was written)"
+                f"checkpoint.{call}: the ranks pass different arguments: {how}; pass the same "
+                "arguments on every rank (nothing was written)"
             )
 
     def gather_results(self, what: str, work: Callable[[], T]) -> list[T]:

@@ -109,7 +109,7 @@ def test_partitions_of_all_ranks_cover_the_whole_tensor_once(before, blocks, aft
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     rebuilt = torch.full_like(whole, -1)
     for rank in range(size):
-        cut = partition("p", local, dim, sizes=blocks, rank=rank, size=size)
+        cut = partition("p", local, dim, (1, blocks), rank, size)
         assert cut.whole_shape(local) == tuple(shape)
         fused = whole.split([size * block for block in blocks], dim)
         own = [
