@@ -13,6 +13,7 @@ import tyro
 COMMANDS = {
     "programs": ("lab.any_program.command", "random programs against an oracle in numpy"),
     "layouts": ("lab.layout_fuzz.command", "random layouts of ranks against one process"),
+    "tenants": ("lab.tenants", "many tenants of one optimizer against runs alone"),
     "mutants": ("lab.mutants", "small faults, and whether a test notices them"),
     "levels": ("lab.levels", "tests that step something, by each level of native kernels"),
     "nightly": ("lab.nightly", "all of these and the kill tests, as long as a night"),

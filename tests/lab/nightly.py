@@ -51,6 +51,7 @@ def machines(options: Options) -> dict[str, list[list[str]]]:
     return {
         "programs": [[*lab, "programs", "--programs", str(options.programs), "--seed", str(seed)]],
         "layouts": [[*lab, "layouts", "--layouts", str(options.layouts), "--seed", str(seed)]],
+        "tenants": [[*lab, "tenants", "--seed", str(seed)]],
         "levels": [[*lab, "levels"]],
         "coverage": [[*pytest, "-n", "auto", "-m", "not slow", *COVERAGE]],
         "slow": [[*pytest, "-m", "slow"]],
