@@ -65,6 +65,10 @@ class CheckedLoad:
     ) -> None:
         self._version, self._own, self._scheduler = version, own, scheduler
         self._convert = convert
+        # A load hook may change the loaded state, so check state only without such hooks.
+        optimizer = own.optimizer
+        has_hooks = optimizer is not None and optimizer._optimizer_load_state_dict_pre_hooks
+        self._checking = None if has_hooks else optimizer
         self._index, self._common = own.renamed(index, common)
         self._reading = Reading(version, self._index, {})
         saved = {
@@ -128,7 +132,7 @@ class CheckedLoad:
             match_without_state(optimizer, settings, convert=self._convert)
         self._reading = plan_reading(tensors, self._version, self._index)
         checks: dict[str, ValueCheck] = {}
-        if (checking := self._without_hooks()) is not None:
+        if (checking := self._checking) is not None:
             for name, value in self._live.items():
                 key, fqn = key_and_fqn(name)
                 if key == SECOND and value.is_floating_point():
@@ -172,13 +176,6 @@ class CheckedLoad:
                 state.setdefault(index_of[self._own.slots[fqn]], {})[key] = own
         return {**settings, "state": state}
 
-    def _without_hooks(self) -> SlotKeyedOptimizer | None:
-        """Return the optimizer; None if there is none, or if a hook may change the loaded state."""
-        optimizer = self._own.optimizer
-        if optimizer is None or optimizer._optimizer_load_state_dict_pre_hooks:
-            return None
-        return optimizer
-
     # -- the values -------------------------------------------------------------------------------
 
     def check_values(self) -> None:
@@ -191,7 +188,7 @@ class CheckedLoad:
             ValueError: the optimizer refuses a value.
         """
         self._reading.read(self._staged)
-        if (optimizer := self._without_hooks()) is None:
+        if (optimizer := self._checking) is None:
             return
         if any(key_and_fqn(name)[0] not in ("", STEP) for name in self._staged):
             self._check_state(optimizer)
@@ -273,31 +270,28 @@ def _targets_of(
     """
     staged: dict[str, Tensor] = {}
     live: dict[str, Tensor] = {}
+    # A state tensor also differs if the checkpoint has the state under another name.
+    differing = {
+        name
+        for name, value in tensors.items()
+        if (saved[name].dtype != value.dtype if name in saved else not name.startswith(MODEL))
+    }
     for name, value in tensors.items():
         key, fqn = key_and_fqn(name)
-        differs = _differs(name, value, saved)
         base = entry_name(key.removesuffix(SCALE), fqn)
         if not key:
             is_extra = name.startswith(MODEL) and name.rpartition(".")[2] == _EXTRA_STATE
-            is_staged = (differs and convert) or is_extra
+            is_staged = (name in differing and convert) or is_extra
             where = staged if is_staged else live
             where[name] = _new_like(value, saved.get(name)) if is_staged else value
-        elif is_scale(key) and base in tensors and _differs(base, tensors[base], saved):
+        elif is_scale(key) and base in differing:
             continue  # A scale is read together with its moment, so the scale needs no tensor here.
-        elif differs or key == STEP:
+        elif name in differing or key == STEP:
             staged.update(_as_saved(name, value, saved))
         else:
             where = staged if name in copies else live
             where[name] = value
     return staged, live
-
-
-def _differs(name: str, own: Tensor, saved: Mapping[str, Saved]) -> bool:
-    """True if a tensor was saved in another dtype than ``own``, or if a state tensor was not saved
-    under this name."""
-    if name not in saved:
-        return not name.startswith(MODEL)
-    return saved[name].dtype != own.dtype
 
 
 def _as_saved(name: str, own: Tensor, saved: Mapping[str, Saved]) -> dict[str, Tensor]:

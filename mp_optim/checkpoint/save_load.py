@@ -234,7 +234,7 @@ def _write(writing: Writing, common: bytes, target: Path, keep: int | None, rank
         publish(target, keep)
 
     try:
-        written = ranks.gather_results(f"writing {target}", writing.write)
+        written = ranks.gather(ranks.run_on_all(f"writing {target}", writing.write))
         ranks.run_on_first(f"completing {target}", commit)
     except Exception:
         if ranks.rank == 0:

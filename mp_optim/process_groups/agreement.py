@@ -209,9 +209,8 @@ class Ranks:
                 "arguments on every rank (nothing was written)"
             )
 
-    def gather_results(self, what: str, work: Callable[[], T]) -> list[T]:
-        """Run a function on all ranks. Return the results, in rank order, on the first rank; return
-        an empty list on the other ranks. Collective.
+    def run_on_all(self, what: str, work: Callable[[], T]) -> T:
+        """Run a function on all ranks, and return each rank's own result. Collective.
 
         Args:
             what: name of the action, for the error.
@@ -222,18 +221,17 @@ class Ranks:
                 rank raises an error of the same class that names the rank.
         """
         if self.group is None:
-            return [work()]
+            return work()
         result, errors, own = _attempt(self.rank, work)
-        results = self.gather((result, own))
-        reports = self.broadcast([report for _, report in results if report])
+        reports = self.broadcast([report for report in self.gather(own) if report])
         _raise(what, errors, reports)
-        return [value for value, _ in results]  # type: ignore[misc]
+        return result  # type: ignore[return-value]
 
     def broadcast_result(self, what: str, work: Callable[[], T]) -> T:
         """Run a function on the first rank, and return its result on all ranks. Collective.
 
         Raises:
-            Exception: the function raised; see :meth:`gather_results`.
+            Exception: the function raised; see :meth:`run_on_all`.
         """
         if self.group is None:
             return work()
@@ -243,22 +241,12 @@ class Ranks:
         item: T = value  # type: ignore[assignment]
         return item
 
-    def run_on_all(self, what: str, work: Callable[[], T]) -> T:
-        """Run a function on all ranks, and return each rank's own result. Collective.
-
-        Raises:
-            Exception: the function raised on some rank; see :meth:`gather_results`.
-        """
-        kept: list[T] = []
-        self.gather_results(what, lambda: kept.append(work()))
-        return kept[0]
-
     def run_on_first(self, what: str, work: Callable[[], T]) -> T | None:
         """Run a function on the first rank. Return its result there, and None on the other ranks.
         Collective.
 
         Raises:
-            Exception: the function raised; see :meth:`gather_results`.
+            Exception: the function raised; see :meth:`run_on_all`.
         """
         kept: list[T] = []
         self.broadcast_result(what, lambda: kept.append(work()))
