@@ -318,7 +318,8 @@ def _new_like(own: Tensor, saved: Saved | None) -> Tensor:
     """Return a new tensor with the layout of ``own`` and the saved dtype."""
     dtype = own.dtype if saved is None else saved.dtype
     if isinstance(own, PartitionShard):
-        return own.with_held(torch.empty_like(own.held, dtype=dtype))
+        held = torch.empty_like(own.held, dtype=dtype)
+        return PartitionShard(held, own.partition, own.is_stacked)
     return torch.empty_like(own, dtype=dtype)
 
 
@@ -326,7 +327,7 @@ def _zeros_like(own: Tensor, memory: dict[tuple[torch.dtype, torch.device], Tens
     """Return zeros with the shape, dtype and layout of another tensor. All results share
     ``memory``, so that zeros for a whole model take the memory of its largest tensor."""
     if isinstance(own, PartitionShard):
-        return own.with_held(_zeros_like(own.held, memory))
+        return PartitionShard(_zeros_like(own.held, memory), own.partition, own.is_stacked)
     if isinstance(own, FlatShard):
         return FlatShard(_zeros_like(own.local, memory), own.shape, own.start)
     if is_dtensor(own):

@@ -207,14 +207,6 @@ class PartitionShard(Tensor):
         """This rank's part, in the form that the optimizer stores."""
         return self.held[0] if self.is_stacked else self.held
 
-    def with_held(self, held: Tensor) -> PartitionShard:
-        """Return a part with the same position in the whole tensor, and with other values.
-
-        Args:
-            held: this rank's part, in the shape of the present part.
-        """
-        return PartitionShard(held, self.partition, self.is_stacked)
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError(

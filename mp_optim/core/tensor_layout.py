@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 Boxes = tuple[Box, ...]
 """A rank's part of a matrix: rectangles, stored one after another in the rank's memory."""
 
+_mesh = cache(DeviceMesh.from_group)
+"""Function that returns one mesh for each process group and device type."""
+
 
 def numel_of(part: Boxes) -> int:
     """Return the number of elements of a part."""
@@ -576,8 +579,3 @@ def _of_matrix(dim: int | None, shape: Sequence[int], others: ProcessGroup | Non
     dimension is not one of the last two, or if no other ranks have parts."""
     first = len(shape) - 2
     return None if others is None or dim is None or dim < first else dim - first
-
-
-@cache
-def _mesh(group: ProcessGroup, device_type: str) -> DeviceMesh:
-    return DeviceMesh.from_group(group, device_type)
