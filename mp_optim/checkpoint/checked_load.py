@@ -259,8 +259,8 @@ def _targets_of(
     """Return the tensors to read a checkpoint into, by name, in two dicts: new tensors, and live
     tensors of the model and the optimizer.
 
-    New tensors are for state that was saved in another dtype or layout, for step counts, for copies
-    of the optimizer's state, and for extra state of modules.
+    New tensors are for state that was saved in another dtype or layout, and for step counts. Copies
+    of the optimizer's state and extra state of modules are read into new tensors, too.
 
     Args:
         tensors: result of :meth:`~mp_optim.checkpoint.inventory.Inventory.entries`.

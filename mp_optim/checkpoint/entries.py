@@ -68,7 +68,7 @@ def check_entries(
                 is_each_ranks = here.is_stacked
             # Scales of blocks are saved separately for each tensor-parallel shard, so such scales
             # can be loaded only with the saved number of ranks.
-            more = " (one for each tensor-parallel rank: load with as many)"
+            more = " (saved separately by each tensor-parallel rank: load with as many ranks)"
             misshaped.append(text + more * is_each_ranks)
         if there.dtype != here.dtype:
             of_another_dtype.append(f"{name}: saved {there.dtype}, expected {here.dtype}")

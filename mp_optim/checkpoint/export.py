@@ -49,7 +49,7 @@ def export_safetensors(
     Args:
         path: folder; created if missing. Other files in the folder are not changed.
         optimizer: the optimizer. A parameter that is sharded over ranks is gathered.
-        model: a module or list of chunks that gives the parameters their names, by identity.
+        model: a module or list of chunks. Each tensor gets the name of its parameter in the model.
             Required if the param groups have no names (``AdamW(model.parameters())``, and Hugging
             Face's Trainer).
         averaged: True to write the averages of the main params (``ema_decay``) instead. If a
@@ -67,7 +67,10 @@ def export_safetensors(
         ModuleNotFoundError: safetensors is not installed.
     """
     if max_shard_size < 1:
-        raise ValueError(f"max_shard_size={max_shard_size}: must be a positive number of bytes")
+        raise ValueError(
+            f"max_shard_size={max_shard_size}: a file has at least 1 byte; pass a positive number "
+            "of bytes"
+        )
     try:
         from safetensors.torch import save_file
     except ModuleNotFoundError as error:

@@ -294,8 +294,8 @@ def read_index(version: Path, files: Files) -> Index:
 
 
 def _checked_entry(name: str, plain: Any, files: Sequence[str], sizes: Mapping[str, int]) -> Saved:
-    """Return a tensor of the index, after a check that its boxes cover all elements, that every box
-    is inside the tensor, and that the box's bytes are inside an existing file.
+    """Return a tensor of the index, after checks: the boxes cover all elements, every box is inside
+    the tensor, and the bytes of every box are inside an existing file.
 
     Args:
         name: name of the tensor.

@@ -77,9 +77,9 @@ class Inventory:
         """
         if optimizer is not None and given is not None:
             raise ValueError(
-                "model_parallel= is not needed with an optimizer: optimizer.model_parallel has "
-                "it, from the process_groups= and global_names= of get_megatron_optimizer; "
-                "remove the argument"
+                "model_parallel=...: the call also has an optimizer, and optimizer.model_parallel "
+                "already has the names and partitions, from process_groups= and global_names= of "
+                "get_megatron_optimizer; remove the argument"
             )
         parallel = given or ModelParallel() if optimizer is None else optimizer.model_parallel
         return cls(models, optimizer, parallel.among(ranks.members()))

@@ -122,8 +122,8 @@ def save(
             one name, a parameter of the model has another shape than the optimizer's, or a setting
             is out of range. Or ``extra`` or the scheduler's state holds data that a safe load
             refuses. Or ranks hold different values under one name (64 elements of each parameter
-            are compared), do not hold every element of a parameter or its state, or pass other
-            arguments. Or ``model_parallel`` was given together with an optimizer. No file was
+            are compared), or together do not hold every element of a tensor. Or ranks pass
+            different arguments, or ``model_parallel`` together with an optimizer. No file was
             replaced.
         RuntimeError: an earlier background save failed, or this save failed on another rank; the
             message names the rank.
@@ -216,8 +216,8 @@ def _check_keep(keep: Any) -> None:
     is_whole = isinstance(keep, SupportsIndex) and not isinstance(keep, bool)
     if keep is not None and not (is_whole and int(keep) >= 1):
         raise ValueError(
-            f"keep={keep!r}: must be a whole number of versions, with at least the one that is "
-            "saved; None keeps all"
+            f"keep={keep!r}: must be a whole number >= 1, because the new version is kept; pass a "
+            "number of versions, or None to keep all"
         )
 
 
@@ -469,5 +469,5 @@ def finish_previous(concerned: Set[Hashable] | None = None, *, raise_errors: boo
         if error is not None and not handle._is_raised:
             failed.append((handle.path, error))
     if failed:
-        texts = "; ".join(f"the save in the background of {path} failed: {e}" for path, e in failed)
-        raise RuntimeError(texts) from failed[0][1]
+        texts = "; ".join(f"the background save of {path} failed: {why}" for path, why in failed)
+        raise RuntimeError(f"{texts}; save again") from failed[0][1]

@@ -65,10 +65,11 @@ FILE_FROM = 16 << 20
 smaller file would take more time than it saves."""
 _MOST_FILES = 8
 _TINY = 64
-"""Largest size in bytes of tensors that share one copy in a file if they are equal, such as step
+"""Largest size in bytes of a tensor that shares one copy in a file with equal tensors, such as step
 counts."""
 _BUFFER = 4 * BLOCK_BYTES
-"""Bytes that are collected before their checksums are computed and they are written to the file."""
+"""Size in bytes of a write buffer. A full buffer gets its checksums, and is then written to the
+file."""
 _BEGIN_EVERY = 32 << 20
 """Bytes after which Linux is told to begin writing the file to the disk, so that the last sync does
 not wait for all bytes."""
@@ -613,7 +614,7 @@ def _compare(digests_of_ranks: Sequence[Mapping[str, bytes] | None]) -> None:
             if digest != expected:
                 raise ValueError(
                     f"{name}: ranks {other} and {rank} have different values under this name, and "
-                    "a checkpoint has one value for each name. Set what distinguishes the ranks. "
+                    "a checkpoint has one value for each name. Mark how the ranks differ. "
                     "Tensor parallelism: tensor_model_parallel, partition_dim and "
                     "partition_stride of the parameter, and process_groups.tp (expert_tp for "
                     "experts). Experts: process_groups.ep. Pipeline stages: process_groups.pp, "

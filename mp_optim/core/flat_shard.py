@@ -346,8 +346,8 @@ def piece(tensor: Tensor, box: Box) -> Tensor:
 # -- scales of blocks -----------------------------------------------------------------------------
 #
 # Quantized state has one scale for each run of 256 row-major elements of the whole tensor. A layout
-# that splits the tensor splits blocks, so this layout cannot store saved blocks. But it can read
-# their values, with one scale per local element.
+# that splits the tensor splits blocks, so this layout cannot store saved blocks. But a load can
+# read the values of saved blocks, with one scale per local element.
 
 
 def is_cut(tensor: Tensor) -> bool:

@@ -61,8 +61,8 @@ def group_settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_plain(group: Any) -> None:
-    """Replace settings of a group that are not plain data (numpy numbers, for example) in place, so
-    that a state dict with them can be saved."""
+    """Convert settings of a group that are not plain data, such as numpy numbers, in place. A state
+    dict with the group can then be saved."""
     for key, value in group.items() if isinstance(group, dict) else ():
         if key not in _OF_EACH and (plain := plain_setting(value)) is not value:
             group[key] = plain

@@ -108,8 +108,8 @@ class StepMark:
             self.refusal = ""
 
     def check_lent(self, doing: str) -> None:
-        """Raise RuntimeError if the model's weights are replaced now (:meth:`lent`), or another
-        thread is inside a step or load.
+        """Raise RuntimeError if :attr:`refusal` is set, for example because the model's weights are
+        replaced (:meth:`lent`), or if another thread is inside a step or load.
 
         Args:
             doing: name of the refused call, for the message.
@@ -120,15 +120,14 @@ class StepMark:
             raise _under_way(doing, "another thread")
 
     def check(self, doing: str) -> None:
-        """Raise if a step was interrupted or is under way, or if the model's weights are replaced
-        now (:meth:`lent`).
+        """Raise if a step was interrupted or is under way, or if :attr:`refusal` is set.
 
         Args:
             doing: name of the refused call, for the message.
 
         Raises:
             BrokenOffError: an earlier step, load or ``scale_rows_`` was interrupted.
-            RuntimeError: a step or load is under way, or the model's weights are replaced now.
+            RuntimeError: a step or load is under way, or :attr:`refusal` is set.
         """
         self.check_lent(doing)
         if self.is_set and self._writer is not None:
@@ -153,8 +152,8 @@ class StepMark:
 
         Raises:
             BrokenOffError: an earlier step was interrupted, and this is not a load.
-            RuntimeError: a step is not allowed now, because main params or state are moved to the
-                host, another step is under way, or the model's weights are replaced.
+            RuntimeError: main params or state are moved to the host, another step is under way, or
+                :attr:`refusal` is set.
         """
         outermost, thread = self._writer or (layer, 0)
         if outermost is not layer and thread == get_ident():

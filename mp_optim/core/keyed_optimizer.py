@@ -50,7 +50,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         executor: the executor that steps the slots, unless the subclass has member optimizers.
-        groups_below: param groups of each optimizer below, with the same number of groups as here.
+        groups_below: param groups of each optimizer that this optimizer wraps; each has as many
+            groups as this optimizer.
         grad_scaler: the loss scaler, or None.
         state_index: cache of ``optimizer.state``: the slot of each tensor, by the tensor's id.
             Every lookup compares the entry with ``param_groups``, because tensors are replaced.
@@ -440,9 +441,9 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
         Args:
             state_dict: a state dict of this package.
-            convert: True to round saved state to the configured dtypes even if bits are lost, to
-                accept remainders with any weights, and to keep the present loss scale if no loss
-                scale was saved.
+            convert: True to round saved state to the configured dtypes even if bits are lost.
+                Remainders are then accepted with any weights, and the present loss scale is kept if
+                no loss scale was saved.
 
         Raises:
             ValueError: a parameter or its state is missing on either side, a shape or dtype does

@@ -1,8 +1,8 @@
 """Canonical names: the FQNs of parameters without the parts that module wrappers add.
 
-As in torch's ``get_state_dict``, a wrapper's attribute is removed from a name only if the module at
-that point is an instance of the wrapper's class. So a submodule of the model that is named
-``module`` keeps its name.
+The module decides, as in torch's ``get_state_dict``: a wrapper's attribute is removed from a name
+only if the module that has the attribute is an instance of the wrapper's class. So a submodule of
+the model that is named ``module`` keeps its name.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def bits_of(param: Any) -> Tensor:
 
 
 def holds(param: Any, main: Tensor) -> bool:
-    """True if a quantized parameter has the bits that its main param is quantized to.
+    """True if quantizing a main param gives exactly the bits of its parameter.
 
     Args:
         param: the quantized parameter.

@@ -24,7 +24,7 @@ class ReadOnlyTensor(Tensor):
     """A copy of state that raises for writes, because a write to a copy would be lost.
 
     NOTE: writes through the storage, DLPack or a list that is not the first argument are not seen.
-    The tensor is made in inference mode, so torch refuses some of them.
+    The tensor is made in inference mode, so torch refuses some of these writes.
     """
 
     @classmethod

@@ -305,7 +305,8 @@ converted twice, which bounds the memory of a load."""
 
 
 class StateLoad:
-    """One load of saved state. The constructor checks all state, and :meth:`write` writes it.
+    """One load of saved state. The constructor checks all state, and :meth:`write` copies the
+    state into the slots.
 
     Args:
         match: the saved entry and settings of each slot.

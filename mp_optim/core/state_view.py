@@ -294,8 +294,8 @@ class Assignment:
             self._fitted = state.fit(complete)
 
     def _take(self, key: str, value: Any, given: Any) -> None:
-        """Decide how to store one value: copy the value, use its memory, or move the state to its
-        device.
+        """Decide how to store one value: copy the value, use the value's memory, or move the state
+        to the value's device.
 
         Args:
             key: the state key.

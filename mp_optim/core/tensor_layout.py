@@ -97,7 +97,7 @@ class MatrixParts:
     grid.
 
     Attributes:
-        grid: the ranks. Each rank has a part of each matrix, which may be empty.
+        grid: the ranks. Each rank has a part of each matrix. A part may be empty.
         rows: number of rows of a whole matrix.
         columns: number of columns of a whole matrix.
         parts: for each matrix, the part of each rank, in grid order.

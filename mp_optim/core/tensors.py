@@ -24,8 +24,8 @@ _NBYTES = operator.attrgetter("nbytes")
 _DTYPE = operator.attrgetter("dtype")
 _DICT, _GRAD = operator.attrgetter("__dict__"), operator.attrgetter("grad")
 _LEAST_ADDRESS = 1 << 38
-"""Least address that proves that a tensor has memory: 256 GiB, larger than any offset in a storage.
-Most processes get only larger addresses."""
+"""Smallest ``data_ptr`` that proves that a tensor has memory. Without memory, ``data_ptr`` is the
+tensor's offset in the storage, which is below 256 GiB. Real addresses are usually above."""
 _PIECE = 1 << 16
 """Number of elements of a main param that are compared with the model's parameter at a time."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -38,8 +38,9 @@ class CachedTensorList(list[Tensor]):
 
     Attributes:
         addresses: ``data_ptr`` of each tensor.
-        sizes: ``numel`` of each tensor; may be copied from another list.
-        own_sizes: ``numel`` of each tensor of this list, even if ``sizes`` is from another list.
+        sizes: ``numel`` of each tensor. A step may copy the sizes from an earlier list instead of
+            reading the tensors.
+        own_sizes: ``numel`` of each tensor, always read from the tensors of this list.
         stored: True if no tensor's memory was freed (``untyped_storage().resize_(0)``).
         dtypes: set of the dtypes.
         devices: set of the devices.
@@ -107,8 +108,7 @@ class CachedTensorList(list[Tensor]):
 
     @cached_property
     def stored(self) -> bool:
-        # A tensor without memory has its offset in the storage as address, which is a small number.
-        # So a large address proves that the tensor has memory. Only for small addresses compare the
+        # A large address proves that the tensor has memory. Only for small addresses compare the
         # sizes of the storages.
         if min(self.addresses, default=_LEAST_ADDRESS) >= _LEAST_ADDRESS:
             return True

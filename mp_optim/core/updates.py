@@ -40,8 +40,8 @@ Multiplier = float | DeviceMultiplier
 
 
 class StepPlan(tuple[Slot, ...]):
-    """The slots of a step in order, their properties that do not change from step to step, and
-    cached data that depends on slots and properties.
+    """The slots of a step in order, properties of these slots that stay the same from step to step,
+    and data that was computed from slots and properties.
 
     While the slots and their properties do not change, each step passes the same plan. A new plan
     has no cached data.

@@ -60,7 +60,7 @@ _KINDS: dict[str, type[Exception]] = {
 
 @dataclass(frozen=True)
 class Ranks:
-    """A process group as checkpoints use it. Without ``torch.distributed`` there is one rank.
+    """A process group for the collectives of checkpoints; one rank without ``torch.distributed``.
 
     Attributes:
         group: the process group; None for a single rank. For all processes of the job, a separate

@@ -91,8 +91,8 @@ def shared_store(topic: str) -> PrefixStore:
 def _notes(group: ProcessGroup) -> PrefixStore:
     """Return the notes about failed collectives of a group.
 
-    The key of a note is the rank's number, and its value is the action that failed. Two more keys:
-    ``any`` if there is a note, and ``verdict`` with the ranks that are missing.
+    The key of a note is the rank's number, and its value is the action that failed. Two more keys
+    exist: ``any`` after the first note, and ``verdict`` with the ranks that are missing.
     """
     return shared_store(f"failed/{group.group_name}")
 
