@@ -11,18 +11,16 @@ import torch
 from mp_optim.config.fields import ConfigFields, check_field
 from mp_optim.config.rules import (
     FIRST_DTYPE,
-    FIRST_MOMENT_DTYPES,
     RULE_FIELDS,
     RULES,
     SECOND_DTYPE,
-    SECOND_MOMENT_DTYPES,
     audit_refusal,
     cautious_decay_refusal,
     coefficients,
     refusal,
 )
 from mp_optim.config.setting_checks import SettingError
-from mp_optim.config.state_forms import AVERAGE_FORMS, CODED
+from mp_optim.config.state_forms import AVERAGE_FORMS, CODED, FIRST_FORMS, SECOND_FORMS
 
 Holds = Callable[[ConfigFields], bool]
 
@@ -117,11 +115,7 @@ _ROUNDS_PARAMS = (
     "rounding to nearest leaves a bfloat16 parameter unchanged by steps below 2^-9 of it; set "
     "stochastic_rounding=True, or param_remainder_bits=16"
 )
-_STATE_DTYPES = {
-    FIRST_DTYPE: FIRST_MOMENT_DTYPES,
-    SECOND_DTYPE: SECOND_MOMENT_DTYPES,
-    "ema_dtype": tuple(form.name for form in AVERAGE_FORMS),
-}
+_FORMS = {FIRST_DTYPE: FIRST_FORMS, SECOND_DTYPE: SECOND_FORMS, "ema_dtype": AVERAGE_FORMS}
 
 
 def _check_precision(config: ConfigFields) -> None:
@@ -160,9 +154,10 @@ def check_state_forms(settings: Any) -> None:
     Raises:
         SettingError: a format is not supported, or needs ``stochastic_rounding``.
     """
-    for name, choices in _STATE_DTYPES.items():
+    for name, forms in _FORMS.items():
+        choices = [form.name for form in forms]
         if getattr(settings, name) not in choices:
-            _fail(settings, name, f"must be one of {list(choices)}")
+            _fail(settings, name, f"must be one of {choices}")
     if settings.has_no_main_params and not settings.stochastic_rounding:
         _fail(settings, "param_remainder_bits", _ROUNDS_PARAMS)
     if settings.ema_dtype == torch.bfloat16 and not settings.stochastic_rounding:

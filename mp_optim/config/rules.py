@@ -72,12 +72,7 @@ the previous polynomials (Amsel et al. 2025, arXiv:2505.16932), and the last pol
 """
 
 COEFFICIENT_TYPES = tuple(POLYNOMIALS)
-NS_METHODS = ("standard", "gram")
 SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
-MATMUL_PRECISIONS = ("medium", "highest")
-TP_MODES = ("duplicated", "blockwise")
-MOMENT2_METHODS = (None, "normuon")
-SCALAR_OPTIMIZERS = ("adam", "lion")
 
 
 def coefficients(kind: str, steps: int) -> tuple[Polynomial, ...]:
@@ -128,13 +123,6 @@ def scale_factor(mode: str, rows: int, columns: int) -> float:
 # -- parts of a table row -------------------------------------------------------------------------
 
 FIRST_DTYPE, SECOND_DTYPE = "exp_avg_dtype", "exp_avg_sq_dtype"
-
-SECOND_MOMENT_DTYPES = tuple(form.name for form in SECOND_FORMS)
-"""Config values for the format of a second moment; uint8 stands for 8-bit codes."""
-
-FIRST_MOMENT_DTYPES = tuple(form.name for form in FIRST_FORMS)
-"""Config values for the format of a first moment or momentum; uint8 and uint4 stand for signed
-codes of 8 and 4 bits."""
 
 Shape = Callable[[torch.Size], torch.Size]
 """Function from the shape of the whole parameter to the shape of a moment."""
@@ -371,17 +359,17 @@ _MUON = RuleSpec(
         _chosen(
             "fp32_matmul_prec",
             "muon_fp32_matmul_prec",
-            MATMUL_PRECISIONS,
+            ("medium", "highest"),
             "medium",
             high="TF32 is not available on CPUs",
         ),
         _tuned("num_ns_steps", WHOLE, 5, muon_num_ns_steps=whole(1, 100)),
         _chosen("coefficient_type", "muon_coefficient_type", COEFFICIENT_TYPES, "quintic"),
-        _chosen("ns_method", "muon_ns_method", NS_METHODS, "standard"),
+        _chosen("ns_method", "muon_ns_method", ("standard", "gram"), "standard"),
         _chosen(
             "tp_mode",
             "muon_tp_mode",
-            TP_MODES,
+            ("duplicated", "blockwise"),
             "duplicated",
             distributed=(
                 "this mode is not supported, because the order of additions depends on the ranks"
@@ -391,7 +379,7 @@ _MUON = RuleSpec(
         _chosen(
             "moment2_method",
             "muon_moment2_method",
-            MOMENT2_METHODS,
+            (None, "normuon"),
             None,
             adamuon="a second moment per element is not supported",
             namo="a second moment per matrix is not supported",
@@ -399,7 +387,7 @@ _MUON = RuleSpec(
         _tuned("beta2", BETA, 0.95, muon_beta2=BETA),
         _CAUTIOUS_WD,
     ),
-    other_fields={"muon_split_qkv": as_bool, "muon_scalar_optimizer": Choice(SCALAR_OPTIMIZERS)},
+    other_fields={"muon_split_qkv": as_bool, "muon_scalar_optimizer": Choice(("adam", "lion"))},
     reads="matrices",
     has_kernels=False,
 )
@@ -419,12 +407,6 @@ def moment_of(key: str) -> Moment:
     """Return the moment with a state key. An unknown key gives a moment of the parameter's
     shape."""
     return _MOMENTS.get(key) or Moment(key)
-
-
-def is_elementwise(key: str) -> bool:
-    """True if the state under a key has one element per parameter element, and is sharded like
-    the parameter."""
-    return moment_of(key).elementwise
 
 
 def rules_in_words(names: tuple[str, ...] = OPTIMIZERS) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mp_optim.config.rules import is_elementwise
+from mp_optim.config.rules import moment_of
 from mp_optim.core import Slot, local_tensor
 from mp_optim.core.executor import Executor
 from mp_optim.core.flat_shard import is_cut
@@ -36,7 +36,7 @@ def as_sharded(local: Tensor, param: Tensor, key: str = "") -> Tensor:
     """
     if (
         not is_dtensor(param)
-        or not is_elementwise(key)
+        or not moment_of(key).elementwise
         or not isinstance(local, Tensor)
         or local.shape != local_tensor(param).shape
     ):

@@ -63,17 +63,6 @@ class FlatBucketPlan:
     placed: tuple[ParamRange, ...]
     bounds: tuple[int, ...]
 
-    @classmethod
-    def even(cls, placed: Sequence[ParamRange], shard: int, ranks: int) -> FlatBucketPlan:
-        """Return a plan with shards of equal size.
-
-        Args:
-            placed: positions of the parameters.
-            shard: number of elements of a shard.
-            ranks: number of shards.
-        """
-        return cls(tuple(placed), tuple(range(0, shard * ranks + 1, shard)))
-
     @property
     def numel(self) -> int:
         """Number of elements of the bucket, with padding."""
@@ -121,7 +110,9 @@ def plan_flat(
         placed.append(ParamRange(index, filled, sizes[index]))
         filled += aligned(sizes[index])
         if index == present[-1] or (bucket_size is not None and filled >= bucket_size):
-            buckets.append(FlatBucketPlan.even(placed, aligned(-(-filled // ranks)), ranks))
+            shard = aligned(-(-filled // ranks))
+            bounds = range(0, shard * ranks + 1, shard)
+            buckets.append(FlatBucketPlan(tuple(placed), tuple(bounds)))
             placed, filled = [], 0
     return buckets
 
@@ -203,12 +194,9 @@ class FlatBucket:
     def __post_init__(self) -> None:
         first, last = self.plan.owned(self.rank)
         if self.grads is None:
-            self.owned_grads = self._zero_grads(last - first)
+            self.owned_grads = self.params.new_zeros(last - first, dtype=self.grad_dtype)
         else:
             self.owned_grads = self.grads[first:last]
-
-    def _zero_grads(self, numel: int) -> Tensor:
-        return torch.zeros(numel, dtype=self.grad_dtype, device=self.params.device)
 
     def add(self, name: str, param: Tensor, placed: ParamRange) -> Entry:
         """Add a parameter to the bucket, and return the parameter's entry.
@@ -227,7 +215,7 @@ class FlatBucket:
         """Return this rank's own gradients, 1-D, before the reduction. Gradients that have not
         arrived are zero."""
         if self.grads is None:
-            self.grads = self._zero_grads(self.plan.numel)
+            self.grads = self.params.new_zeros(self.plan.numel, dtype=self.grad_dtype)
         return self.grads
 
     def local_grad(self, entry: Entry) -> Tensor:
@@ -304,6 +292,7 @@ def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
     check_memory(named)
 
 
+@in_own_modes
 def make_buckets(
     named: Sequence[tuple[str, Tensor]], config: OptimizerConfig, rank: int, ranks: int
 ) -> list[FlatBucket]:
@@ -327,22 +316,16 @@ def make_buckets(
         else:
             bucket_size = config.bucket_size or max(40_000_000, 1_000_000 * ranks)
             plans = plan_flat(sizes, ranks, bucket_size)
-        buckets += [_filled(plan, members, rank, config) for plan in plans]
+        for plan in plans:
+            like = members[plan.placed[0].param][1]
+            dtype = torch.float32 if config.grad_reduce_in_fp32 else like.dtype
+            params = torch.zeros(plan.numel, dtype=like.dtype, device=like.device)
+            grads = None
+            if config.data_parallel_sharding_strategy != "optim_grads":
+                grads = params.new_zeros(plan.numel, dtype=dtype)
+            bucket = FlatBucket(plan, rank, params, dtype, grads)
+            for item in plan.placed:
+                name, param = members[item.param]
+                bucket.adopt(bucket.add(name, param, item), param)
+            buckets.append(bucket)
     return buckets
-
-
-@in_own_modes
-def _filled(
-    plan: FlatBucketPlan, named: Sequence[tuple[str, Tensor]], rank: int, config: OptimizerConfig
-) -> FlatBucket:
-    _, like = named[plan.placed[0].param]
-    dtype = torch.float32 if config.grad_reduce_in_fp32 else like.dtype
-    params = torch.zeros(plan.numel, dtype=like.dtype, device=like.device)
-    grads = None
-    if config.data_parallel_sharding_strategy != "optim_grads":
-        grads = torch.zeros(plan.numel, dtype=dtype, device=like.device)
-    bucket = FlatBucket(plan, rank, params, dtype, grads)
-    for item in plan.placed:
-        name, param = named[item.param]
-        bucket.adopt(bucket.add(name, param, item), param)
-    return bucket

@@ -45,9 +45,11 @@ class CompositeOptimizer(MegatronOptimizer):
 
     Attributes:
         members: the members in slot order.
+        grad_reducer: the reducer of gradients; None if this optimizer does not shard gradients.
     """
 
     grads_of: ClassVar[type[Any]] = GradsOfMembers
+    grad_reducer: Reducer | None = None
 
     def _begin(self, config: OptimizerConfig) -> None:
         super()._begin(config)
@@ -73,11 +75,6 @@ class CompositeOptimizer(MegatronOptimizer):
     def leaf(self, slot: Slot) -> tuple[MainParams, Slot]:
         member, member_slot = self.locate(slot)
         return member.leaf(member_slot)
-
-    @property
-    def grad_reducer(self) -> Reducer | None:
-        """The reducer of gradients, if this optimizer shards gradients; else None."""
-        return None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -119,11 +119,17 @@ class GradReducer:
         # The hook must not refer to the entry, because the entry refers to the parameter.
         self._entries[mark] = entry
 
+        @in_own_modes
         def arrive(tensor: Tensor) -> None:
             reducer = this()
-            if reducer is not None and getattr(tensor, "reduced_by", None) == mark:
-                with reducer.order.arrivals:
-                    reducer._arrive(index, reducer._entries[mark])
+            if reducer is None or getattr(tensor, "reduced_by", None) != mark:
+                return
+            with reducer.order.arrivals:
+                entry = reducer._entries[mark]
+                reducer._check_use(entry)
+                reducer._collect(index, entry)
+                if reducer._in_backward and reducer.synchronizes:
+                    reducer.order.arrive(reducer, index, entry.placed.param)
 
         if (before := self._watched.pop(id(entry), None)) is not None:
             del self._entries[before.mark]
@@ -135,15 +141,6 @@ class GradReducer:
         if grad is not None:
             param.main_grad = grad
         self._watched[id(entry)] = _Watched(param, handle, mark, grad)
-
-    @in_own_modes
-    def _arrive(self, index: int, entry: Entry) -> None:
-        self._check_use(entry)
-        self._collect(index, entry)
-        if self._in_backward and self.synchronizes:
-            self.order.begin_backward()
-            self.arrived[index].add(entry.placed.param)
-            self.order.advance()
 
     def _collect(self, index: int, entry: Entry) -> None:
         """Move a parameter's ``grad`` into the parameter's bucket. If the bucket was reduced
@@ -245,7 +242,7 @@ class GradReducer:
             self.order.wait(leave=len(self.order.under_way) - 1)
 
     @in_own_modes
-    def complete(self, index: int, work: Reduction, *, is_wanted: bool = True) -> None:
+    def complete(self, index: int, work: Reduction, is_wanted: bool) -> None:
         """Wait for a reduction, and call :attr:`on_reduced`.
 
         Args:
@@ -370,18 +367,23 @@ class LaunchOrder:
         for member in members:
             member.order = self
 
-    def begin_backward(self) -> None:
-        """Prepare for a backward pass when the first gradient of the pass arrives."""
-        if not self._in_backward:
+    def arrive(self, member: GradReducer, index: int, param: int) -> None:
+        """Record that a gradient arrived in backward. Then reduce buckets in order, as long as all
+        gradients of the next bucket have arrived.
+
+        Args:
+            member: the reducer of the gradient.
+            index: index of the bucket in this reducer.
+            param: index of the parameter.
+        """
+        if not self._in_backward:  # This is the first gradient of a backward pass.
             self._in_backward = True
-            for member in self._members:
-                for arrived in member.arrived:
+            for each in self._members:
+                for arrived in each.arrived:
                     arrived.clear()
             Variable._execution_engine.queue_callback(self._end_of_backward)
-
-    def advance(self) -> None:
-        """Reduce buckets in order, as long as all gradients of the next bucket have arrived."""
-        if not all(member.synchronizes for member in self._members):
+        member.arrived[index].add(param)
+        if not all(each.synchronizes for each in self._members):
             return
         while self._next < len(self.sequence):
             number, index = self.sequence[self._next]
@@ -409,8 +411,22 @@ class LaunchOrder:
         self._next += 1
 
     def finish(self) -> None:
-        """Reduce all gradients that are not yet reduced, and wait. Collective."""
-        while self._is_anything_left():
+        """Reduce all gradients that are not yet reduced, and wait. Collective.
+
+        If buckets are reduced after every backward pass, the ranks first agree whether any rank
+        has gradients that are still to be reduced.
+        """
+        while True:
+            of_members = [member.collect_all() for member in self._members]
+            left = any(of_members)
+            if self._again and self._next > 0:
+                left = True  # A failed backward pass may have left buckets to reduce, so finish it.
+            elif self._again:
+                with self._members[0].guard("asking for another pass to reduce"):
+                    for group in self._groups:
+                        left = Flag(group, left).wait()
+            if not left:
+                break
             for number, index in self.sequence[self._next :]:
                 self._members[number].launch(index)
             self._next = 0 if self._again else len(self.sequence)
@@ -426,38 +442,23 @@ class LaunchOrder:
                     flag.wait()
             self._announced.clear()
 
-    def _is_anything_left(self) -> bool:
-        """True if gradients are still to be reduced. If buckets are reduced after every backward
-        pass, the ranks compare their answers. Collective in that case."""
-        of_members = [member.collect_all() for member in self._members]
-        left = any(of_members)
-        if not self._again:
-            return left
-        if self._next > 0:  # A failed backward pass may have left buckets to reduce, so finish it.
-            return True
-        with self._members[0].guard("asking for another pass to reduce"):
-            for group in self._groups:
-                left = Flag(group, left).wait()
-        return left
-
     def restart(self) -> None:
         """Begin another step. Wait for reductions in progress without calling ``on_reduced``,
         because the reduced gradients are cleared next."""
-        while self.under_way:
-            member, index, work = self.under_way.popleft()
-            member.complete(index, work, is_wanted=False)
+        self.wait(is_wanted=False)
         self._heard()
         self._next, self._in_backward = 0, False
 
-    def wait(self, leave: int = 0) -> None:
+    def wait(self, leave: int = 0, *, is_wanted: bool = True) -> None:
         """Wait for the oldest reductions in progress.
 
         Args:
             leave: number of reductions that may stay in progress.
+            is_wanted: False to wait without calls of ``on_reduced``.
         """
         while len(self.under_way) > leave:
             member, index, work = self.under_way.popleft()
-            member.complete(index, work)
+            member.complete(index, work, is_wanted)
 
 
 def reduce_in_one_order(members: Sequence[GradReducer], again: bool) -> None:

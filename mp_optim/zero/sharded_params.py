@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.config.rules import RULES, is_elementwise
+from mp_optim.config.rules import RULES, moment_of
 from mp_optim.core import (
     ParamGroups,
     Slot,
@@ -78,8 +78,8 @@ class ParamShard:
         """
         if self.shown_whole or key == "step" or not isinstance(value, Tensor):
             return value
-        own = self.tensor
-        if not is_elementwise(key) or (value.numel(), value.dim()) != (own.numel(), own.dim()):
+        own, is_elementwise = self.tensor, moment_of(key).elementwise
+        if not is_elementwise or (value.numel(), value.dim()) != (own.numel(), own.dim()):
             return value
         return FlatShard(value.detach().reshape(-1), self.shape, self.start)
 
@@ -104,7 +104,7 @@ class ParamShard:
                     "mp_optim.checkpoint.load()"
                 )
             return value.local.view(self.tensor.shape)
-        if key == "step" or not isinstance(value, Tensor) or not is_elementwise(key):
+        if key == "step" or not isinstance(value, Tensor) or not moment_of(key).elementwise:
             return value
         if is_scale(key):
             # A parameter has one scale for each element, or one for each block of elements.
@@ -336,19 +336,20 @@ class ShardedParams:
 
     # -- parameters -------------------------------------------------------------------------------
 
-    def is_followed(self, slot: Slot) -> bool:
-        """True if the parameter at a slot was neither replaced nor moved since the last
-        :meth:`look`."""
-        param = self._param_groups[slot.group]["params"][slot.position]
-        return self._seen.is_same(self._index[slot], param)
-
-    def follow(self) -> bool:
+    def follow(self, slot: Slot | None = None) -> bool:
         """Copy parameters that were replaced or moved into their buckets. Such a parameter counts
         as changed until :meth:`look`.
+
+        Args:
+            slot: skip the search if the parameter at this slot is unchanged; None to search always.
 
         Returns:
             True if any parameter was replaced or moved.
         """
+        if slot is not None:
+            param = param_at(self._param_groups, slot)
+            if self._seen.is_same(self._index[slot], param):
+                return False
         params, slots = all_params(self._param_groups), list(self.shards)
         changed = self._seen.changed(params)
         for index in changed:
@@ -367,32 +368,25 @@ class ShardedParams:
         """Record the present parameters, with which later calls of :meth:`follow` compare."""
         self._seen.look(all_params(self._param_groups))
 
-    def gather_now(self) -> None:
-        """Gather the other ranks' parts of the parameters and wait, after other code than a step
-        wrote this rank's parts. Collective."""
-        if not self.steps_everything:
-            self.gatherer.start()
-            self.gatherer.finish()
-        self._written()
-
-    def _written(self) -> None:
-        increment_version([entry.param for _, entry in self._entries.values()])
-        self.look()
-
-    def gather(self, is_stepped: bool) -> None:
-        """Start to gather the other ranks' parts of the parameters after a step. Collective.
+    def gather(self, *, waits: bool = False) -> int:
+        """Start to gather the other ranks' parts of the parameters, after this rank's parts were
+        written. Collective.
 
         Args:
-            is_stepped: False after a skipped step, which wrote nothing.
+            waits: True to wait until all parts are gathered.
+
+        Returns:
+            Number of bytes that are gathered.
         """
-        reducer, gatherer = self.reducer, self.gatherer
-        gathered = reducer.grad_bytes_gathered
-        if is_stepped:
-            if not self.steps_everything:
-                gatherer.start()
-                gathered += gatherer.bytes_gathered
-            self._written()
-        self.bytes = {"bytes_reduced": reducer.bytes_reduced, "bytes_gathered": gathered}
+        gathered = 0
+        if not self.steps_everything:
+            self.gatherer.start()
+            gathered = self.gatherer.bytes_gathered
+            if waits:
+                self.gatherer.finish()
+        increment_version([entry.param for _, entry in self._entries.values()])
+        self.look()
+        return gathered
 
 
 def _shaped(flat: Tensor, param: Tensor) -> Tensor:

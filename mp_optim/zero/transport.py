@@ -83,7 +83,7 @@ class ParamGatherer:
         for module in {id(m): m for root in modules for m in root.modules()}.values():
             handles.append(module.register_forward_pre_hook(weak_method(self._before_forward)))
         for root in modules:
-            hook = weak_method(self._before_state_dict)
+            hook = weak_method(self.finish)
             handles.append(root.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
         device = buckets[0].params.device if buckets else torch.device("cpu")
         leave = weakref.finalize(self, _leave, handles, self._under_way, group, device)
@@ -113,8 +113,9 @@ class ParamGatherer:
         else:
             self.finish()
 
-    def finish(self) -> None:
-        """Wait until all parameters are gathered."""
+    def finish(self, *_: Any) -> None:
+        """Wait until all parameters are gathered. The modules' hooks of ``state_dict()`` call this
+        method, too, with arguments that are ignored."""
         for index in list(self._under_way):
             self._wait(index)
         self._waited_for = None
@@ -132,9 +133,6 @@ class ParamGatherer:
             if index is not None:
                 self._waited_for.add(id(param))
                 self._wait(index)
-
-    def _before_state_dict(self, *_: Any) -> None:
-        self.finish()
 
     def check_use(self, entry: Entry) -> None:
         """Raise RuntimeError if forward did not wait for a parameter. Called when the parameter's
@@ -183,13 +181,9 @@ class MegatronHooks:
     def __init__(self, chunks: Sequence[Any], buckets: Sequence[FlatBucket]) -> None:
         self._chunks, self._buckets = chunks, buckets
         self.bytes_gathered = self.grad_bytes_gathered = self.rounds = 0
+        self.bytes_reduced = sum(bucket.local_grads().nbytes for bucket in buckets)
         self.has_gradients = True  # Megatron's hooks do not report whether a gradient arrived.
         self.on_reduced: Callable[[int], None] | None = None
-
-    @property
-    def bytes_reduced(self) -> int:
-        """Number of bytes of the gradients in all buckets."""
-        return sum(bucket.local_grads().nbytes for bucket in self._buckets)
 
     def watch(self, index: int, entry: Entry) -> None:
         """Raise RuntimeError, because the hooks of Megatron's modules are on the parameter that was
@@ -288,7 +282,8 @@ def _bucket(
     for index, param in enumerate(members):
         start = buffer.param_index_map[param][0] - megatron_bucket.offset
         placed.append(ParamRange(index, start, param.numel()))
-    plan = FlatBucketPlan.even(placed, megatron_bucket.param_data.numel() // ranks, ranks)
+    numel = megatron_bucket.param_data.numel()
+    plan = FlatBucketPlan(tuple(placed), tuple(range(0, numel + 1, numel // ranks)))
     grads = megatron_bucket.grad_data
     bucket = FlatBucket(plan, rank, megatron_bucket.param_data, grads.dtype, grads)
     for item, param in zip(placed, members, strict=True):

@@ -95,7 +95,11 @@ class ReducedGrads(GradsOfMembers):
         self._optimizer.share_settings()
         if not verdict.cause:
             self._optimizer.step_mark.touch()
-        self._model.gather(not verdict.cause)
+        model = self._model
+        gathered = model.reducer.grad_bytes_gathered
+        if not verdict.cause:
+            gathered += model.gather()
+        model.bytes = {"bytes_reduced": model.reducer.bytes_reduced, "bytes_gathered": gathered}
 
 
 class DistributedOptimizer(CompositeOptimizer):
@@ -120,6 +124,8 @@ class DistributedOptimizer(CompositeOptimizer):
 
     Attributes:
         shards: the precision wrapper of this rank's tensors, the only member.
+        grad_reducer: the object that reduces gradients: this package's reducer, or the hooks of
+            Megatron's modules.
 
     Raises:
         ValueError: a parameter cannot be a view of a flat bucket; the message names the parameter.
@@ -128,6 +134,7 @@ class DistributedOptimizer(CompositeOptimizer):
     """
 
     grads_of = ReducedGrads
+    grad_reducer: Reducer
 
     def __init__(
         self,
@@ -156,6 +163,7 @@ class DistributedOptimizer(CompositeOptimizer):
         self._model = ShardedParams(
             self.param_groups, config, self._group, model_chunks, divisor, self._guard
         )
+        self.grad_reducer = self._model.reducer
         self.shards = build(self._model.groups())
         self.shards.engine.mains.layout_of = self._model.layout_of
         self.groups_below = [self.shards.param_groups, *self.shards.groups_below]
@@ -192,12 +200,6 @@ class DistributedOptimizer(CompositeOptimizer):
 
     # -- communication ----------------------------------------------------------------------------
 
-    @property
-    def grad_reducer(self) -> Reducer:
-        """The object that reduces gradients: this package's reducer, or the hooks of Megatron's
-        modules."""
-        return self._model.reducer
-
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Return a context for all backward passes of a step except the last. Inside the context,
@@ -226,21 +228,20 @@ class DistributedOptimizer(CompositeOptimizer):
         super().zero_grad(set_to_none=True)
         self.grad_reducer.zero()
 
-    # -- parameters and state: what this rank owns ------------------------------------------------
+    # -- parameters and state of this rank's shards -----------------------------------------------
 
     @in_own_modes
     def make_current(self, slot: Slot | None = None, *, follow_only: bool = False) -> None:
-        self.finish_param_sync()
-        if slot is None or not self._model.is_followed(slot):
-            self._follow_buckets()
+        self._follow_buckets(slot)
         # Buckets detect only parameters that were replaced or moved. The wrapper compares values,
         # and so finds all other writes.
         self.shards.make_current(slot, follow_only=follow_only)
 
-    def _follow_buckets(self) -> None:
-        """Copy parameters that were replaced or moved into the buckets."""
+    def _follow_buckets(self, slot: Slot | None = None) -> None:
+        """Copy parameters that were replaced or moved into the buckets. Do nothing if ``slot`` is
+        given and its parameter is unchanged."""
         self.finish_param_sync()
-        if self._model.follow():
+        if self._model.follow(slot):
             # State may be read before the next step, so refresh the main params of the changed
             # parameters now.
             self.shards.make_current(follow_only=True)
@@ -252,7 +253,7 @@ class DistributedOptimizer(CompositeOptimizer):
 
     @in_own_modes
     def show_written_params(self) -> None:
-        self._model.gather_now()
+        self._model.gather(waits=True)
         super().show_written_params()
 
     @in_own_modes

@@ -40,7 +40,7 @@ from mp_optim.apps.megatron.torch_format import (
     groups_with_settings,
     whole_states,
 )
-from mp_optim.config.rules import is_elementwise
+from mp_optim.config.rules import moment_of
 from mp_optim.core import Slot, param_at
 from mp_optim.core.flat_shard import FlatShard
 from mp_optim.core.slot_state import MASTER, State
@@ -335,7 +335,7 @@ def _placed(
     for index, ((slot, state, only_here), of_param) in enumerate(pairs):
         tensors = {}
         for key, value in state.items():
-            if not is_elementwise(key):
+            if not moment_of(key).elementwise:
                 raise ValueError(
                     f"{part.slot_name(slot)}.{key} does not have the parameter's shape, and "
                     "Megatron's checkpoint format does not support such state; save with "
