@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -204,7 +205,20 @@ def _checked_groups(
             )
         check_group_settings(f"param_groups[{index}]", group, config.optimizer)
     names = _names(chunks)
-    named = [_with_names(group, names) for group in given]
+    named = []
+    for group in given:
+        params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        own = list(group.get("param_names", ()))
+        if params and all(isinstance(item, tuple) for item in params):
+            own, params = (list(column) for column in zip(*params, strict=True))
+        wanted = []
+        for name, param in itertools.zip_longest(own[: len(params)], params):
+            called, canonical = names.get(id(param), (set(), None))
+            wanted.append(canonical if name is None or name in called else name)
+        rest = {key: value for key, value in group.items() if key != "param_names"}
+        named.append({**rest, "params": params})
+        if params and None not in wanted:
+            named[-1]["param_names"] = wanted
     if all("param_names" in group for group in named if group["params"]):
         return named
     if not any("param_names" in group for group in given):
@@ -223,23 +237,3 @@ def _names(chunks: Sequence[nn.Module]) -> dict[int, tuple[set[str], str]]:
             called, _ = found.setdefault(id(param), (set(), prefix + short[name]))
             called |= {name, prefix + name}
     return found
-
-
-def _with_names(
-    group: Mapping[str, Any], names: Mapping[int, tuple[set[str], str]]
-) -> dict[str, Any]:
-    params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-    given = list(group.get("param_names", ()))
-    if params and all(isinstance(item, tuple) for item in params):
-        given = [name for name, _ in params]
-        params = [param for _, param in params]
-    wanted = []
-    for index, param in enumerate(params):
-        own = given[index] if index < len(given) else None
-        called, canonical = names.get(id(param), (set(), None))
-        wanted.append(canonical if own is None or own in called else own)
-    named = {key: value for key, value in group.items() if key != "param_names"}
-    named["params"] = params
-    if params and None not in wanted:
-        named["param_names"] = wanted
-    return named

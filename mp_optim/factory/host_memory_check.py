@@ -135,18 +135,6 @@ def _refusal(
         sizes["temporary tensors"] = int(plan.host_total * BESIDE)
         purposes = (f"{name} {in_words(size)}" for name, size in sizes.items() if size)
         setting, kind = f"{name}={fraction}{where}", f"host memory ({', '.join(purposes)})"
-    ways = _ways(config, is_class, is_disk)
-    advice = f"set {', or '.join(ways)}; or " if ways else ""
-    return (
-        f"{setting}: the optimizer needs {in_words(need)} of {kind}, and {limit.name} "
-        f"({in_words(limit.total)}) leaves {in_words(max(limit.free, 0))}; {advice}shard the state "
-        f"over more ranks, train fewer parameters, or raise the limit. {SWITCH}=off skips this "
-        "check"
-    )
-
-
-def _ways(config: OptimizerConfig, is_class: bool, is_disk: bool) -> list[str]:
-    """Return texts of settings that may need less memory, and that the config lacks and allows."""
     changes: list[tuple[dict[str, Any], dict[str, Any]]] = []
     if config.may_offload and config.offload_mode != "sync" and not is_disk:
         changes.append(({"offload_mode": "sync"}, {"offload_mode": "sync"}))
@@ -167,4 +155,10 @@ def _ways(config: OptimizerConfig, is_class: bool, is_disk: bool) -> list[str]:
             replace(config, **settings)
             said = arguments if is_class else settings
             ways.append(" and ".join(f"{name}={value!r}" for name, value in said.items()))
-    return ways
+    advice = f"set {', or '.join(ways)}; or " if ways else ""
+    return (
+        f"{setting}: the optimizer needs {in_words(need)} of {kind}, and {limit.name} "
+        f"({in_words(limit.total)}) leaves {in_words(max(limit.free, 0))}; {advice}shard the state "
+        f"over more ranks, train fewer parameters, or raise the limit. {SWITCH}=off skips this "
+        "check"
+    )

@@ -274,25 +274,25 @@ def _reserves(member: WrappedOptimizer, config: OptimizerConfig) -> Iterator[tup
     if not isinstance(member.executor, PlacedExecutor):
         return
     held, pins_mains = member.executor.stepper.host_bytes(), config.pin_cpu_params
-    yield _taken("main_params", [member.executor.main_memory.capacity], pins_mains)
-    yield _taken("staging", held.staging, config.pin_cpu_grads)
-    yield _taken("double_buffers", held.back_mains, pins_mains)
-    yield _taken("double_buffers", held.back_state, False)
-    yield _taken("moments", held.moments, pins_mains)
-    yield _taken("averages", held.averages, pins_mains)
-    yield _taken("main_params", held.remainders, pins_mains)
-    yield _taken("staging", held.windows, pins_mains)
+    for purpose, pieces, is_pinned in (
+        ("main_params", [member.executor.main_memory.capacity], pins_mains),
+        ("staging", held.staging, config.pin_cpu_grads),
+        ("double_buffers", held.back_mains, pins_mains),
+        ("double_buffers", held.back_state, False),
+        ("moments", held.moments, pins_mains),
+        ("averages", held.averages, pins_mains),
+        ("main_params", held.remainders, pins_mains),
+        ("staging", held.windows, pins_mains),
+    ):
+        if is_pinned:
+            yield "pinned_host", purpose, sum(map(page_locked_bytes, pieces))
+        else:
+            yield "pageable_host", purpose, sum(pieces)
     on_disk = member.executor.stepper.disk_bytes()
     yield "disk", "main_params", on_disk.main_params
     yield "disk", "moments", on_disk.moments
     yield "disk", "averages", on_disk.averages
     yield "accelerator", "staging", member.executor.stepper.device_bytes
-
-
-def _taken(purpose: str, pieces: Sequence[int], is_pinned: bool) -> tuple[str, str, int]:
-    if is_pinned:
-        return "pinned_host", purpose, sum(map(page_locked_bytes, pieces))
-    return "pageable_host", purpose, sum(pieces)
 
 
 def _tensors(member: WrappedOptimizer, config: OptimizerConfig) -> Iterator[tuple[str, str, int]]:

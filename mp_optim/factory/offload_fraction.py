@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
@@ -180,7 +180,13 @@ def rank_planner(
     is_expert = request.expert_predicate or is_expert_param
     # Frozen parameters are included, because the accelerator stores them.
     held = list(named_params(request.modules()))
-    metas = {id(param): _on_meta(param) for _, param in held}
+    metas = {}
+    for _, param in held:
+        values = torch.empty_like(local_tensor(param), device="meta")
+        meta = metas[id(param)] = nn.Parameter(values, requires_grad=param.requires_grad)
+        for name, value in vars(param).items():
+            if not name.startswith("_"):
+                setattr(meta, name, value)
     named = [(name, metas[id(param)]) for name, param in held]
     experts = {name for name, param in held if is_expert(param, name)}
     groups, process_groups = request.param_groups, request.process_groups
@@ -202,13 +208,3 @@ def rank_planner(
     is_distributed = request.config.is_distributed
     sharing = [dp] if is_distributed else [] if mesh is None else mesh.get_all_groups()
     return plan_of, [group for group in sharing if group is not None]
-
-
-def _on_meta(param: Tensor) -> nn.Parameter:
-    """Return a meta tensor of the shape of this rank's shard, with the parameter's attributes."""
-    values = torch.empty_like(local_tensor(param), device="meta")
-    meta = nn.Parameter(values, requires_grad=param.requires_grad)
-    for name, value in vars(param).items():
-        if not name.startswith("_"):
-            setattr(meta, name, value)
-    return meta

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mp_optim.core import CachedTensorList, Slot, StepPlan, local_tensor
 from mp_optim.core.executor import Executor
-from mp_optim.core.model_parallel import ModelParallel
 from mp_optim.core.tensor_layout import region_of
 from mp_optim.core.weight_delta import WeightDelta, WeightPatch, bits_differ, bits_set
 from mp_optim.kernels.checksums import WrittenWeights
@@ -160,12 +159,25 @@ class WeightChanges(WeightObserver):
             is_first: returns True if no rank before this one publishes the same elements of a slot.
         """
         for index, slot in enumerate(self._table.slots):
-            if is_first(slot) and self._flat(index).numel():
-                elements = None if full else self._elements(index)
-                if elements is None or elements.numel():
-                    yield self._part(index, elements)
+            flat, param = self._flat(index), self._table.params[index]
+            if not is_first(slot) or not flat.numel():
+                continue
+            where = None if full else self._elements(index)
+            if where is not None and not where.numel():
+                continue
+            values, region = flat.clone() if where is None else flat[where], region_of(param)
+            if flat.numel() < region.shape.numel():
+                if where is None:
+                    where = torch.arange(flat.numel(), device=flat.device)
+                if region.offsets is None:
+                    where = where + region.start
+                else:
+                    held = local_tensor(param).shape
+                    where = _index_in_whole(where, held, region.shape, region.offsets)
+            yield slot, region.shape, where, values
 
     def _elements(self, index: int) -> Tensor | None:
+        """Return the flat indices of a parameter's changed elements; None for all elements."""
         if self.is_lost:
             return None
         flat, before = self._flat(index), self._values.get(index)
@@ -178,21 +190,6 @@ class WeightChanges(WeightObserver):
             return torch.empty(0, dtype=torch.int64, device=flat.device)
         elements = bits_set(self._bits[index])
         return elements[elements < flat.numel()].to(flat.device)
-
-    def _part(self, index: int, elements: Tensor | None) -> ChangedPart:
-        """Return the changes of a parameter: copies of the values at some flat indices, and the
-        indices of these values in the whole parameter."""
-        param, flat = self._table.params[index], self._flat(index)
-        values = flat.clone() if elements is None else flat[elements]
-        region, where = region_of(param), elements
-        if flat.numel() < region.shape.numel():
-            where = torch.arange(flat.numel(), device=flat.device) if where is None else where
-            if region.offsets is None:
-                where = where + region.start
-            else:
-                held = local_tensor(param).shape
-                where = _index_in_whole(where, held, region.shape, region.offsets)
-        return self._table.slots[index], region.shape, where, values
 
     def forget_published(self) -> None:
         """Forget all changes, after they were published."""
@@ -269,10 +266,18 @@ class ChangedWeights(Observer):
             watched += sum(local_tensor(param).numel() for param in mains.table.params)
             mains.follow()
             changes.look(frozen=True)
-            for part in changes.changed(full, mains.is_first_copy):
-                name = mains.name(part[0])
-                if name not in parallel.copies:
-                    patches.append(_patch_of(name, part, parallel))
+            for slot, size, where, values in changes.changed(full, mains.is_first_copy):
+                name, shape = mains.name(slot), tuple(size)
+                if name in parallel.copies:
+                    continue
+                partition = parallel.partitions.get(name)
+                if partition is not None:
+                    if where is None:
+                        where = torch.arange(values.numel(), device=values.device)
+                    where = partition.whole_index(where, shape)
+                    shape = partition.whole_shape(shape)
+                dtype, of_model = values.dtype, parallel.names[name]
+                patches.append(WeightPatch(of_model, shape, dtype, values, where))
         # If an exception or a signal handler interrupts the next lines, the changes are lost. Then
         # the next publication has all elements.
         for _, changes in self.tracked:
@@ -284,19 +289,6 @@ class ChangedWeights(Observer):
             changes.is_lost = False
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         return WeightDelta(self.run, self.number, full, rank, ranks, watched, tuple(patches))
-
-
-def _patch_of(name: str, part: ChangedPart, parallel: ModelParallel) -> WeightPatch:
-    """Return the changes of a parameter as a patch, with name, shape and indices in the whole
-    model."""
-    _, size, indices, values = part
-    shape, partition = tuple(size), parallel.partitions.get(name)
-    if partition is not None:
-        if indices is None:
-            indices = torch.arange(values.numel(), device=values.device)
-        indices = partition.whole_index(indices, shape)
-        shape = partition.whole_shape(shape)
-    return WeightPatch(parallel.names[name], shape, values.dtype, values, indices)
 
 
 def _index_in_whole(

@@ -78,7 +78,19 @@ class SkipRule(Observer):
         Raises:
             ValueError: the loss is not one real number.
         """
-        _check_loss(loss)
+        given: object = loss  # A caller without type checks may pass anything.
+        if isinstance(loss, Tensor):
+            is_dense = loss.layout == torch.strided and not loss.is_meta
+            is_number = is_dense and not loss.is_complex() and loss.numel() == 1
+            shown = f"{loss.dtype} {tuple(loss.shape)}"
+        else:
+            is_number = given is None or (isinstance(given, Real) and not isinstance(given, bool))
+            shown = repr(given)
+        if not is_number:
+            raise ValueError(
+                f"loss={shown}: the loss is not one real number; give the mean over the batch "
+                "(loss.mean()), or None if this rank has no loss"
+            )
         if not self.is_on:
             return
         on = loss.device if isinstance(loss, Tensor) else self.stack.device
@@ -170,7 +182,16 @@ class SkipRule(Observer):
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         saved = state_dict.get(_ENTRY)
         window = saved.get(_WINDOW) if isinstance(saved, Mapping) else None
-        if saved is not None and not _is_window(window):
+        is_window = (
+            isinstance(window, Tensor)
+            and window.layout == torch.strided
+            and not window.is_meta
+            and window.is_floating_point()
+            and window.dim() == 2
+            and len(window) == 2
+            and not bool(window.isinf().any())
+        )
+        if saved is not None and not is_window:
             raise ValueError(
                 f"skip_step={saved!r}: the saved window is not a dense finite tensor of 2 rows "
                 "(norms and losses); remove the entry 'skip_step' from the state dict to start "
@@ -188,18 +209,6 @@ class SkipRule(Observer):
             self._next.fill_(kept.shape[1] % self.length)
 
 
-def _is_window(value: Any) -> bool:
-    return (
-        isinstance(value, Tensor)
-        and value.layout == torch.strided
-        and not value.is_meta
-        and value.is_floating_point()
-        and value.dim() == 2
-        and len(value) == 2
-        and not bool(value.isinf().any())
-    )
-
-
 def _median(rows: Tensor, count: Tensor) -> Tensor:
     """Return the median of the numbers in each row, FP64, shape (rows, 1).
 
@@ -211,17 +220,3 @@ def _median(rows: Tensor, count: Tensor) -> Tensor:
     low = ordered.gather(1, ((count - 1) // 2).clamp(min=0))
     high = ordered.gather(1, (count // 2).clamp(max=rows.shape[1] - 1))
     return (low + high) * 0.5
-
-
-def _check_loss(loss: object) -> None:
-    if isinstance(loss, Tensor):
-        is_usable = loss.layout == torch.strided and not loss.is_meta and not loss.is_complex()
-        is_usable, shown = is_usable and loss.numel() == 1, f"{loss.dtype} {tuple(loss.shape)}"
-    else:
-        is_usable = loss is None or (isinstance(loss, Real) and not isinstance(loss, bool))
-        shown = repr(loss)
-    if not is_usable:
-        raise ValueError(
-            f"loss={shown}: the loss is not one real number; give the mean over the batch "
-            "(loss.mean()), or None if this rank has no loss"
-        )

@@ -8,7 +8,7 @@ import logging
 import torch
 import torch.distributed as dist
 
-from mp_optim.core.names import ModelParams, names_in_words
+from mp_optim.core.names import names_in_words
 from mp_optim.host.calls import warn, weak_method
 from mp_optim.kernels.kernel_args import fp32
 from mp_optim.mixed_precision import MegatronOptimizer
@@ -31,24 +31,6 @@ class StepWarnings(Observer):
         self.skips = 0
         self._warned_of_no_gradient = False
 
-    def _warn_of_no_gradient(self, stack: MegatronOptimizer) -> None:
-        self._warned_of_no_gradient = True
-        params: ModelParams | None = stack.model_params
-        untrained = [] if params is None else params.untrained(stack.param_groups)
-        count = sum(len(group["params"]) for group in stack.param_groups)
-        unknown = (
-            f"The model has {len(untrained)} trainable parameters that the optimizer does not "
-            f"know: {names_in_words(untrained)}. "
-            if untrained
-            else ""
-        )
-        warn(
-            f"none of the optimizer's {count} parameters has a gradient in this step, so nothing "
-            f"is trained. {unknown}Call backward() before step(). If the model was replaced or "
-            "wrapped after the optimizer was built (peft, deepcopy, fully_shard), build the "
-            "optimizer last, from the model that is trained"
-        )
-
     def after_step(self, grads: StepGrads, verdict: Verdict | DeviceVerdict) -> None:
         """Warn of a skipped step as soon as the host knows the verdict. Warn once of a step without
         any gradient.
@@ -58,13 +40,27 @@ class StepWarnings(Observer):
         """
         stack = self._stack()
         assert stack is not None
+        steps, params = stack.counts.steps, stack.model_params
         if not (self._warned_of_no_gradient or grads.has_any or stack.is_stub_optimizer):
-            self._warn_of_no_gradient(stack)
+            self._warned_of_no_gradient = True
+            untrained = [] if params is None else params.untrained(stack.param_groups)
+            count = sum(len(group["params"]) for group in stack.param_groups)
+            unknown = (
+                f"The model has {len(untrained)} trainable parameters that the optimizer does not "
+                f"know: {names_in_words(untrained)}. "
+                if untrained
+                else ""
+            )
+            warn(
+                f"none of the optimizer's {count} parameters has a gradient in this step, so "
+                f"nothing is trained. {unknown}Call backward() before step(). If the model was "
+                "replaced or wrapped after the optimizer was built (peft, deepcopy, fully_shard), "
+                "build the optimizer last, from the model that is trained"
+            )
         if isinstance(verdict, DeviceVerdict):
             verdict.when_known(weak_method(self._report))
         elif verdict.cause or self.skips:
             self._report(verdict)
-        steps, params = stack.counts.steps, stack.model_params
         if params is not None and steps & (steps - 1) == 0:
             params.warn_of_untrained(stack, with_gradient=True)
 
@@ -113,7 +109,15 @@ class StepWarnings(Observer):
         scaler = stack.grad_scaler
         if scaler is not None and scale is not None and scaler.may_shrink(scale):
             return ""
-        culprit = _culprit(stack)
+        named = [each for each in stack.named_gradients() if each[1].layout == torch.strided]
+        finite = [torch.isfinite(grad).all() for _, grad in named]
+        flags: list[bool] = []
+        if finite:
+            # Copy all flags to one device, so that the host waits only once.
+            flags = torch.stack([flag.to(finite[0].device) for flag in finite]).tolist()
+        names = (name for (name, _), good in zip(named, flags, strict=True) if not good)
+        name = next(names, None)
+        culprit = "" if name is None else f"the gradient of {name} holds an inf or nan"
         lost = "a gradient that is cleared by now, or is on another rank, held an inf or nan"
         warn(f"{times} skipped, and nothing was trained: {culprit or lost}")
         return culprit or verdict.reason
@@ -124,17 +128,3 @@ _LOGGED_FIRST = 3
 16th and so on are logged."""
 _LARGEST = 3
 """Number of gradient norms in the log line of a skipped step, if norms are kept."""
-
-
-def _culprit(stack: MegatronOptimizer) -> str:
-    """Return a sentence about the first gradient that is not finite now; empty if all are finite.
-    Waits for the device once."""
-    named = [(name, grad) for name, grad in stack.named_gradients() if grad.layout == torch.strided]
-    finite = [torch.isfinite(grad).all() for _, grad in named]
-    if not finite:
-        return ""
-    home = finite[0].device
-    of_each = torch.stack([flag.to(home) for flag in finite]).tolist()
-    culprits = (name for (name, _), good in zip(named, of_each, strict=True) if not good)
-    name = next(culprits, "")
-    return f"the gradient of {name} holds an inf or nan" if name else ""

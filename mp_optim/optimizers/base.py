@@ -369,9 +369,10 @@ class StackOptimizer(WrappedOptimizer):
         # Lightning reads a new optimizer's state and assigns the same values again to move the
         # state to a device. Such an assignment must not count as a load, which would fix the param
         # groups.
-        has_new = self._is_begun or any(
-            not _has_values(self.shown_state(slot), given) for slot, given in states.items()
-        )
+        has_new = self._is_begun
+        for slot, given in states.items():
+            mine = self.shown_state(slot)
+            has_new = has_new or not all(_is_same(mine.get(key), given[key]) for key in given)
         super().assign_states(states, whole=whole)
         self._is_begun = has_new
 
@@ -451,12 +452,8 @@ class StackOptimizer(WrappedOptimizer):
             self.load_state_dict(state["saved"])
 
 
-def _has_values(state: State, given: State) -> bool:
-    """True if a slot's state has all given values. The devices of tensors may differ."""
-    return all(_is_same(state.get(key), value) for key, value in given.items())
-
-
 def _is_same(mine: Any, given: Any) -> bool:
+    """True if two values of a slot's state are equal. The devices of tensors may differ."""
     if not isinstance(given, Tensor) or not isinstance(mine, Tensor):
         return type(given) is type(mine) and bool(given == mine)
     one, other = local_tensor(mine), local_tensor(given)

@@ -274,11 +274,36 @@ class Muon(StackOptimizer):
             _log.info(line)
 
     def arranged(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        self._remember(module_of(group["params"]))
+        """Split a param group by ``overrides``. Then split each part into matrices for Muon and
+        other parameters for AdamW, unless the part has ``optimizer`` or ``use_muon=False``."""
         params = group["params"]
+        self._remember(module_of(params))
         members = [params] if isinstance(params, Tensor) else list(params)
-        parts = super().arranged({**group, "params": members})
-        return [split for part in parts for split in by_rule(part, self._tables())]
+        tables, split = self._tables(), list[dict[str, Any]]()
+        for part in super().arranged({**group, "params": members}):
+            settings = {key: part[key] for key in part if key not in ("params", "use_muon")}
+            chosen = part.get("optimizer", {False: "adam"}.get(part.get("use_muon", True)))
+            if chosen is not None:
+                split.append({**settings, "params": part["params"], "optimizer": chosen})
+                continue
+            parts: dict[str, list[Any]] = {"muon": [], "adam": []}
+            for member in part["params"]:
+                name, param = ("", member) if isinstance(member, Tensor) else member
+                is_muons = is_hidden_matrix(param, name, is_expert_param(param, name), tables)
+                parts["muon" if is_muons else "adam"].append(member)
+                if is_muons and not isinstance(member, Tensor):
+                    warn_of_table_shape(param, tables.name_of(param, name))
+            unnamed = [member for member in parts["muon"] if isinstance(member, Tensor)]
+            if not all(map(tables.knows, unnamed)):
+                warn(
+                    "Muon was given parameters without names, so it steps every matrix, embeddings "
+                    "and output layers too: pass model.named_parameters(), or model=model, or put "
+                    'embeddings and output layers into a group with optimizer="adam"'
+                )
+            # A group without parameters stays one group.
+            kept = [rule for rule in parts if parts[rule]] or ["muon"]
+            split += [{**settings, "params": parts[rule], "optimizer": rule} for rule in kept]
+        return split
 
     def choice_notes(self) -> tuple[str, ...]:
         return choice_notes(self.param_groups, self._tables())
@@ -341,40 +366,3 @@ class Adafactor(Float16OptimizerWithFloat16Params):
         how: dict[str, Any] = {"param_update_in_fp32": True, "offload_mode": offload_mode}
         inner = HybridDeviceOptimizer(params, offload, cls, cls, **how, **settings)
         super().__init__(inner, OptimizerConfig(lr=0.0, bf16=True, clip_grad=max_grad_norm or 0.0))
-
-
-NamedTensor = tuple[str, Tensor]
-
-
-def by_rule(group: dict[str, Any], tables: Tables) -> list[dict[str, Any]]:
-    """Split a param group into a group of matrices for Muon and a group of other parameters for
-    AdamW.
-
-    Args:
-        group: param group with a list as ``params``.
-        tables: embeddings and output layers of the model.
-
-    Returns:
-        The groups that have parameters. A group with ``optimizer`` or ``use_muon=False`` is
-        returned as one group.
-    """
-    settings = {key: value for key, value in group.items() if key not in ("params", "use_muon")}
-    chosen = group.get("optimizer", {False: "adam"}.get(group.get("use_muon", True)))
-    if chosen is not None:
-        return [{**settings, "params": group["params"], "optimizer": chosen}]
-    parts: dict[str, list[Tensor | NamedTensor]] = {"muon": [], "adam": []}
-    for member in group["params"]:
-        name, param = ("", member) if isinstance(member, Tensor) else member
-        is_muons = is_hidden_matrix(param, name, is_expert_param(param, name), tables)
-        parts["muon" if is_muons else "adam"].append(member)
-    for member in parts["muon"]:
-        if not isinstance(member, Tensor):
-            warn_of_table_shape(member[1], tables.name_of(member[1], member[0]))
-    if any(isinstance(member, Tensor) and not tables.knows(member) for member in parts["muon"]):
-        warn(
-            "Muon was given parameters without names, so it steps every matrix, embeddings and "
-            "output layers too: pass model.named_parameters(), or model=model, or put embeddings "
-            'and output layers into a group with optimizer="adam"'
-        )
-    split = [{**settings, "params": parts[rule], "optimizer": rule} for rule in parts]
-    return [part for part in split if part["params"]] or split[:1]

@@ -226,7 +226,16 @@ def config_of(
         TypeError: the name of a setting is unknown.
         ValueError: a value is out of range, contradicts another value, or has no effect.
     """
-    chosen: dict[str, Any] = {**_DEFAULTS, **_without_torchs(settings, arguments)}
+    chosen = dict(_DEFAULTS)
+    for name, value in settings.items():
+        if name in NOT_HERE and value:
+            raise ValueError(f"{name}={value!r}: {NOT_HERE[name]}. Set {name}=False")
+        if name in _DEFAULTS:
+            chosen[name] = value
+        elif name not in _OF_TORCH:
+            known = [*arguments, *_DEFAULTS]
+            way_out = hint(name, known, fields=[*_DEFAULT_OF_FIELD])
+            raise TypeError(f"unexpected argument {name!r}{way_out or '; remove it'}")
     placement = {name: chosen[name] for name in _OF_OFFLOADING}
     if chosen["offload"] == 0.0 and placement.items() <= _DEFAULTS.items():
         placement = {}
@@ -251,20 +260,6 @@ def config_of(
         words = "|".join(map(re.escape, _ARGUMENT))
         reason = re.sub(rf"\b({words})", lambda match: _ARGUMENT[match[0]], error.reason)
         raise SettingError(name, chosen.get(name, error.value), reason) from error
-
-
-def _without_torchs(settings: Mapping[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
-    kept = {}
-    for name, value in settings.items():
-        if name in NOT_HERE and value:
-            raise ValueError(f"{name}={value!r}: {NOT_HERE[name]}. Set {name}=False")
-        if name in _DEFAULTS:
-            kept[name] = value
-        elif name not in _OF_TORCH:
-            known = [*arguments, *_DEFAULTS]
-            way_out = hint(name, known, fields=[*_DEFAULT_OF_FIELD])
-            raise TypeError(f"unexpected argument {name!r}{way_out or '; remove it'}")
-    return kept
 
 
 def _form(rule: str, chosen: Mapping[str, Any]) -> dict[str, Any]:

@@ -113,7 +113,12 @@ class OptimizerParamScheduler:
                 f"max_lr={max_lr!r} has no effect: every param group has its own max_lr, "
                 f"{sorted(tops)}; set OptimizerConfig.lr, or max_lr of the groups"
             )
-        self._watch_loads()
+        hooked = optimizer
+        while hooked is not None and not hasattr(hooked, "_optimizer_load_state_dict_post_hooks"):
+            hooked = getattr(hooked, "optimizer", None)  # The optimizer inside a wrapper.
+        if hooked is not None:
+            handle = hooked.register_load_state_dict_post_hook(weak_method(self._after_load))
+            weakref.finalize(self, handle.remove)
         self.step(0)
 
     def _check(self) -> None:
@@ -250,11 +255,8 @@ class OptimizerParamScheduler:
         self.num_steps = state_dict["num_steps"]
         if self.override_opt_param_scheduler:
             self._restore_limits()
-        else:
-            self._take_settings(state_dict)
-        self.step(0)
-
-    def _take_settings(self, state_dict: dict[str, Any]) -> None:
+            self.step(0)
+            return
         before = {name: getattr(self, name) for name in self._SETTINGS}
         changed = {
             name: state_dict[name]
@@ -279,6 +281,7 @@ class OptimizerParamScheduler:
                 f"the checkpoint's schedule is loaded: {', '.join(words)}{own}; set "
                 "override_opt_param_scheduler=True to keep this scheduler's settings"
             )
+        self.step(0)
 
     # -- loads of the optimizer ---------------------------------------------------------------
 
@@ -292,17 +295,6 @@ class OptimizerParamScheduler:
             for name in self._LIMITS:
                 group.pop(name, None)
             group.update(limits)
-
-    def _watch_loads(self) -> None:
-        """Register :meth:`_after_load` as a load hook of the optimizer, or of the innermost
-        optimizer of a wrapper."""
-        hooked = self.optimizer
-        while not hasattr(hooked, "_optimizer_load_state_dict_post_hooks"):
-            hooked = getattr(hooked, "optimizer", None)
-            if hooked is None:
-                return
-        handle = hooked.register_load_state_dict_post_hook(weak_method(self._after_load))
-        weakref.finalize(self, handle.remove)
 
     def _after_load(self, _: Any) -> None:
         """Restore this object's limits, or warn about loaded limits that differ from this

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from torch import Tensor, nn
 
@@ -129,29 +129,21 @@ class _TableTest:
     """Test of a parameter that depends on whether the parameter is an embedding or output layer.
 
     Attributes:
-        test: function of a parameter and a bool, True for an embedding or output layer; not a
-            lambda, because overrides are pickled.
+        wanted: parameters that pass: tables (embeddings and output layers), hidden (other
+            parameters of at least two dimensions), or vector_like (all except hidden).
         tables: embeddings and output layers of the model. Until the factory sets this attribute,
             attributes and names of parameters decide.
     """
 
-    test: Callable[[Tensor, bool], bool]
+    wanted: Literal["tables", "hidden", "vector_like"]
     tables: Tables = field(default_factory=Tables)
 
     def __call__(self, param: Tensor, name: str) -> bool:
-        return self.test(param, self.tables.why(param, name) is not None)
-
-
-def _is_table(param: Tensor, is_table: bool) -> bool:
-    return is_table
-
-
-def _is_hidden(param: Tensor, is_table: bool) -> bool:
-    return param.ndim >= 2 and not is_table
-
-
-def _is_vector_like(param: Tensor, is_table: bool) -> bool:
-    return not _is_hidden(param, is_table)
+        is_table = self.tables.why(param, name) is not None
+        if self.wanted == "tables":
+            return is_table
+        is_hidden = param.ndim >= 2 and not is_table
+        return is_hidden if self.wanted == "hidden" else not is_hidden
 
 
 def _with_tables(key: ParamKey, tables: Tables) -> ParamKey:
@@ -163,10 +155,6 @@ def _with_tables(key: ParamKey, tables: Tables) -> ParamKey:
         for test in _tuple(key.with_name_predicate)
     )
     return replace(key, with_name_predicate=tests)
-
-
-def _limits(max_lr: float, min_lr: float | None) -> ParamGroupOverride:
-    return {"max_lr": max_lr} if min_lr is None else {"max_lr": max_lr, "min_lr": min_lr}
 
 
 _QK_LAYERNORMS = (".q_layernorm.", ".k_layernorm.", ".q_norm.", ".k_norm.")
@@ -200,8 +188,10 @@ def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, Par
         floor = config.decoupled_min_lr
         if floor is None and config.min_lr is not None:
             floor = min(config.min_lr, config.decoupled_lr)
-        decoupled = _limits(config.decoupled_lr, floor)
-        overrides[_key("embedding_or_output", _TableTest(_is_table))] = decoupled
+        decoupled: ParamGroupOverride = {"max_lr": config.decoupled_lr}
+        if floor is not None:
+            decoupled["min_lr"] = floor
+        overrides[_key("embedding_or_output", _TableTest("tables"))] = decoupled
     return overrides
 
 
@@ -232,11 +222,13 @@ def get_mup_config_overrides(
         return {}
 
     factor = mup_width_mult if optimizer_type == "sgd" else 1 / mup_width_mult
-    limits = _limits(lr * factor, None if config.min_lr is None else config.min_lr * factor)
+    override: ParamGroupOverride = {"max_lr": lr * factor}
+    if config.min_lr is not None:
+        override["min_lr"] = config.min_lr * factor
     if optimizer_type == "sgd":
-        return {_key("mup_vector_like", _TableTest(_is_vector_like)): limits}
-    eps = config.adam_eps / mup_width_mult
-    return {_key("mup_hidden", _TableTest(_is_hidden)): {**limits, "eps": eps}}
+        return {_key("mup_vector_like", _TableTest("vector_like")): override}
+    override["eps"] = config.adam_eps / mup_width_mult
+    return {_key("mup_hidden", _TableTest("hidden")): override}
 
 
 def check_config_overrides_consistency(
@@ -263,10 +255,6 @@ def check_config_overrides_consistency(
                     f"override {name}={value!r} differs from {getattr(config, name)!r} in the "
                     "config, and all param groups must have the same value; remove the override"
                 )
-
-
-def _trained(model_chunks: Sequence[nn.Module]) -> list[tuple[str, Tensor]]:
-    return [(name, param) for name, param in named_params(model_chunks) if param.requires_grad]
 
 
 def _required_lr(config: OptimizerConfig) -> float:
@@ -329,7 +317,7 @@ def get_param_groups(
     expert = expert_predicate or is_expert_param
     muon = MuonAssignment(model_chunks, config, tables) if config.optimizer == "muon" else None
     members: dict[tuple[bool, tuple[Any, ...]], list[tuple[str, Tensor]]] = {}
-    trained = _trained(model_chunks)
+    trained = [(name, param) for name, param in named_params(model_chunks) if param.requires_grad]
     for name, param in trained:
         if param.is_complex() or not param.is_floating_point():
             raise TypeError(
@@ -447,8 +435,8 @@ def check_each_in_one_group(
     counts: Counter[int] = Counter()
     for group in param_groups:
         counts.update(id(item[1] if isinstance(item, tuple) else item) for item in group["params"])
-    for name, param in _trained(model_chunks):
-        if (count := counts[id(param)]) != 1:
+    for name, param in named_params(model_chunks):
+        if param.requires_grad and (count := counts[id(param)]) != 1:
             raise ValueError(
                 f"{name} is in {count} param groups; put every trainable parameter in exactly one, "
                 "or freeze it with requires_grad_(False)"

@@ -35,25 +35,6 @@ _OUTSIDE_BLOCKS = (
 A number marks a layer inside a block."""
 
 
-def _by_name(name: str, *, is_table: bool) -> bool:
-    """True if common model families use a name for an embedding or output layer.
-
-    Args:
-        name: FQN of a parameter.
-        is_table: False if the parameter's module is known to be a matrix product, not a lookup.
-    """
-    parts = name.split(".")
-    if _ANYWHERE & set(parts):
-        return True
-    path = [part for part in parts if part not in ("weight", "bias") and not part.isdigit()]
-    is_in_block = any(part.isdigit() for part in parts)
-    called = ".".join(path)
-    if not is_in_block and any(f".{called}".endswith(f".{end}") for end in _OUTSIDE_BLOCKS):
-        return True
-    last = path[-1] if path else ""
-    return is_table and (last in _TABLE_NAMES or bool(_TABLE_WORDS & set(last.split("_"))))
-
-
 class Tables:
     """Registry of the embeddings and output layers of some modules.
 
@@ -114,8 +95,17 @@ class Tables:
             return "is_embedding_or_output_parameter" if marked else None
         if reason := self._why.get(id(param)):
             return reason
-        is_table = id(param) not in self._products
-        return "by name" if _by_name(self.name_of(param, name), is_table=is_table) else None
+        # The name decides last: common model families name their embeddings and output layers so.
+        parts = self.name_of(param, name).split(".")
+        path = [part for part in parts if part not in ("weight", "bias") and not part.isdigit()]
+        called, last = "." + ".".join(path), path[-1] if path else ""
+        is_in_block = any(part.isdigit() for part in parts)
+        is_outside = not is_in_block and any(called.endswith(f".{end}") for end in _OUTSIDE_BLOCKS)
+        is_lookup = last in _TABLE_NAMES or bool(_TABLE_WORDS & set(last.split("_")))
+        if _ANYWHERE & set(parts) or is_outside:
+            return "by name"
+        # A parameter of a matrix product is not looked up, whatever its name.
+        return "by name" if is_lookup and id(param) not in self._products else None
 
 
 def module_of(params: Any) -> nn.Module | None:
@@ -204,19 +194,16 @@ def choice_notes(param_groups: Iterable[Mapping[str, Any]], tables: Tables) -> t
         rule = group.get("optimizer", "muon")
         names = group.get("param_names") or [f"unnamed {tuple(p.shape)}" for p in group["params"]]
         for name, param in zip(names, group["params"], strict=True):
+            # A star for each number makes the names of all layers equal.
+            pattern = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name)
             if rule == "muon":
-                by_muon[_pattern(name)] += 1
+                by_muon[pattern] += 1
             elif len(_whole_shape(param)) > 1:
                 reason = tables.why(param, name) or "by its group, use_muon, or its dimensions"
-                others.setdefault(rule, Counter())[f"{_pattern(name)} ({reason})"] += 1
+                others.setdefault(rule, Counter())[f"{pattern} ({reason})"] += 1
     lines = [f"orthogonalized by Muon: {_listed(by_muon)}"]
     lines += [f"matrices stepped by {rule}: {_listed(names)}" for rule, names in others.items()]
     return tuple(lines)
-
-
-def _pattern(name: str) -> str:
-    """Return an FQN with a star for each number, so that the names of all layers are equal."""
-    return re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name)
 
 
 def _listed(names: Counter[str]) -> str:
