@@ -205,9 +205,9 @@ _NEEDS: tuple[tuple[str, str, Holds], ...] = (
         lambda c: c.is_distributed,
     ),
 )
-"""Names of fields, the settings that these fields need (as text of an error), and a test whether a
-config has these settings. If such a field were ignored, a run would take more memory than
-expected, or its replicas would diverge."""
+"""For each row: names of fields, the settings that these fields need (as text of an error), and a
+function that returns True if a config has these settings. Fields without these settings are
+refused. If they were ignored, a run would need more memory, or its replicas would diverge."""
 
 
 def inert_fields(config: ConfigFields) -> dict[str, str]:

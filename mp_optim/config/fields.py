@@ -61,7 +61,7 @@ class ConfigFields:
     """True if model parameters are bfloat16. The stack then has FP32 main params."""
     params_dtype: torch.dtype | str = torch.float32
     """Dtype of the model's parameters, a torch dtype or its name. With float32, the default,
-    ``fp16`` and ``bf16`` decide about the dtype."""
+    ``fp16`` and ``bf16`` give the dtype."""
     use_precision_aware_optimizer: bool = False
     """True to store optimizer state in ``exp_avg_dtype``, ``exp_avg_sq_dtype`` and remainders,
     also in host memory."""

@@ -81,8 +81,8 @@ class StackRequest:
 
 
 def container_of(groups: Iterable[Mapping[str, Any]]) -> nn.Module:
-    """Return a module with the parameters of param groups in their order. The memory planner reads
-    modules."""
+    """Return a module with the parameters of param groups in their order, for the memory planner,
+    which reads modules."""
     container = nn.Module()
     params = itertools.chain.from_iterable(group["params"] for group in groups)
     for index, param in enumerate(params):
@@ -130,8 +130,8 @@ def build(request: StackRequest) -> MegatronOptimizer:
         expert_tp=groups_of.expert_tp,
         dp=groups_of.expert_dp,
     )
-    # A rank without dense or expert parameters needs an empty optimizer for them. Otherwise the
-    # other ranks would wait for this rank in reductions.
+    # A rank without parameters of one kind (dense, expert) needs an empty optimizer of this kind.
+    # Otherwise the other ranks would wait for this rank in reductions.
     kinds = [
         (groups, where)
         for groups, where in ((dense, groups_of), (experts, expert_groups))
@@ -182,7 +182,7 @@ def _check_partitions(
 
 
 def set_up_host(config: OptimizerConfig) -> None:
-    """Set the number of threads of the host kernels, if the config has one.
+    """Set the number of threads of the host kernels, if the config sets ``host_threads``.
 
     NOTE: the number is global to the process; the last stack that is built sets it. The planner
     builds stacks only to measure memory, and must not set the number.

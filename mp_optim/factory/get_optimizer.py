@@ -228,7 +228,7 @@ def _checked_groups(
 
 
 def _names(chunks: Sequence[nn.Module]) -> dict[int, tuple[set[str], str]]:
-    """Return by the id of each parameter: its names in its module, and its canonical name."""
+    """Return the names of each parameter in its module, and its canonical name, by parameter id."""
     found: dict[int, tuple[set[str], str]] = {}
     for prefix, chunk in prefixed(chunks):
         own = dict(chunk.named_parameters(remove_duplicate=False))

@@ -250,7 +250,7 @@ _WHAT = {REMAINDER: "main_params", AVERAGE: "averages"}
 
 
 def memory_of(optimizer: MegatronOptimizer, config: OptimizerConfig) -> MemoryPlan:
-    """Return the bytes of an optimizer's tensors. State that is missing is allocated.
+    """Allocate the missing state of an optimizer, and return the bytes of its tensors.
 
     Args:
         optimizer: optimizer, usually on the meta device.

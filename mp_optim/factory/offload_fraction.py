@@ -101,8 +101,15 @@ def least(
 def _release_advice(
     plan_of: Callable[[OptimizerConfig], MemoryPlan], config: OptimizerConfig, present: int
 ) -> str:
-    """Return advice to release gradients, with the planned bytes; empty if the config cannot, or if
-    that needs no fewer than the ``present`` bytes."""
+    """Return advice to release gradients during backward, with the bytes that are then needed.
+
+    The result is empty if the config does not allow it, or if it saves no memory.
+
+    Args:
+        plan_of: function from a config to its plan.
+        config: config without the advice.
+        present: bytes on the accelerator that the config needs with offload fraction 1.0.
+    """
     if config.release_gradients:
         return ""
     offloaded = with_fraction(config, 1.0)
@@ -160,7 +167,7 @@ def with_chosen_fraction(request: StackRequest) -> OptimizerConfig:
     found = plan_of(with_fraction(config, fraction))
     _log.info(
         "optimizer_offload_fraction='auto': %g, the least that keeps parameters, gradients and "
-        "optimizer within %.2f GiB: %.2f GiB there, %.2f GiB on the host",
+        "optimizer within %.2f GiB: %.2f GiB on the accelerator, %.2f GiB on the host",
         found.fraction,
         limit / 2**30,
         found.accelerator.total / 2**30,

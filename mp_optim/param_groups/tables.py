@@ -95,7 +95,7 @@ class Tables:
             return "is_embedding_or_output_parameter" if marked else None
         if reason := self._why.get(id(param)):
             return reason
-        # The name decides last: common model families name their embeddings and output layers so.
+        # Neither attributes nor modules decide, so compare with the names of common model families.
         parts = self.name_of(param, name).split(".")
         path = [part for part in parts if part not in ("weight", "bias") and not part.isdigit()]
         called, last = "." + ".".join(path), path[-1] if path else ""
@@ -104,7 +104,7 @@ class Tables:
         is_lookup = last in _TABLE_NAMES or bool(_TABLE_WORDS & set(last.split("_")))
         if _ANYWHERE & set(parts) or is_outside:
             return "by name"
-        # A parameter of a matrix product is not looked up, whatever its name.
+        # The weight of a matrix product (Linear, Conv) is no embedding, whatever its name.
         return "by name" if is_lookup and id(param) not in self._products else None
 
 

@@ -5,8 +5,8 @@ Parameters are stored in buckets one after another, in row-major order. A bucket
 shard for each rank. Shards have equal sizes, or each shard has only whole parameters. Every
 parameter and every shard starts at a multiple of :data:`SHARD_ALIGNMENT` elements.
 
-A bucket is new memory without autograd history. So a bucket with one parameter does not share
-memory with the model's former tensor.
+A bucket is always new memory without autograd history, even for a single parameter. So a bucket
+never shares memory with the model's former tensor.
 """
 
 from __future__ import annotations
@@ -278,9 +278,9 @@ def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
             )
         if is_quantized(param):
             raise ValueError(
-                f"{name} is a {type(param).__name__} of {param.dtype}: buffers hold 16 and 32 "
-                "bits; keep it in bfloat16, or build the optimizer with "
-                "use_distributed_optimizer=False"
+                f"{name} is a {type(param).__name__} of {param.dtype}: flat buckets store only "
+                "16-bit and 32-bit parameters; keep the parameter in bfloat16, or build the "
+                "optimizer with use_distributed_optimizer=False"
             )
         if not param.is_contiguous():
             raise ValueError(

@@ -89,7 +89,7 @@ class CompositeOptimizer(MegatronOptimizer):
             "a chain of several optimizers has no single inner optimizer; use .chained_optimizers"
         )
 
-    # -- asked about some slots, or all -----------------------------------------------------------
+    # -- calls about one slot, some slots or all --------------------------------------------------
 
     def make_current(self, slot: Slot | None = None, *, follow_only: bool = False) -> None:
         for member, member_slot in self._located(slot):
@@ -102,7 +102,7 @@ class CompositeOptimizer(MegatronOptimizer):
                 [member_slot for owner, member_slot in located if owner is member]
             )
 
-    # -- asked of all members ---------------------------------------------------------------------
+    # -- calls to all members ---------------------------------------------------------------------
 
     def all_mains(self) -> list[MainParams]:
         return [mains for member in self.members for mains in member.all_mains()]

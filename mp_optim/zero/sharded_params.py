@@ -122,8 +122,8 @@ def _layout_of(groups: ParamGroups, shards: Mapping[Slot, ParamShard], slot: Slo
     """Return the layout that exports the state of this rank's elements as a part of the whole
     parameter's state.
 
-    After a load, the version counter of the model's parameter is incremented, because a change of
-    the counter shows a write. The next step gathers the parts of other ranks.
+    After a load, the layout increments the version counter of the model's parameter, which marks
+    the parameter as written. The next step gathers the parts of other ranks.
 
     Args:
         groups: groups of the model's parameters.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import fields
 from itertools import chain
 from typing import Any
 
@@ -34,12 +35,11 @@ from mp_optim.zero.grad_reducer import GradReducer
 
 _BUFFERS = ("buffers", "expert_parallel_buffers")
 _DDP_DECIDES = (
-    "overlap_grad_reduce",
-    "grad_reduce_in_fp32",
-    "reduce_scatter_with_fp32_accumulation",
-    "bucket_size",
-    "use_layer_wise_distributed_optimizer",
+    *("overlap_grad_reduce", "grad_reduce_in_fp32", "reduce_scatter_with_fp32_accumulation"),
+    *("bucket_size", "use_layer_wise_distributed_optimizer"),
+    *("data_parallel_sharding_strategy", "grad_reduce_op"),
 )
+"""Fields of the config that Megatron's DistributedDataParallel decides itself."""
 
 
 def _leave(
@@ -295,7 +295,7 @@ def _bucket(
     return bucket
 
 
-# -- either
+# -- choice of one of the two ways
 
 
 Reducer = GradReducer | MegatronHooks
@@ -348,20 +348,14 @@ def _megatrons(
     group: ProcessGroup,
     chunks: Sequence[nn.Module],
 ) -> Transport:
-    defaults = {"overlap_grad_reduce": False, "bucket_size": None}
+    default_of = {spec.name: spec.default for spec in fields(config)}
     for name in _DDP_DECIDES:
-        if getattr(config, name) != defaults.get(name, False):
+        if getattr(config, name) != default_of[name]:
             raise ValueError(
                 f"{name}={getattr(config, name)!r}: the ddp_config of Megatron's "
-                f"DistributedDataParallel decides this setting; leave {name} at its default"
+                f"DistributedDataParallel decides this setting; leave {name} at its default, or "
+                "pass the bare module"
             )
-    if config.data_parallel_sharding_strategy != "optim" or config.grad_reduce_op != "avg":
-        raise ValueError(
-            f"data_parallel_sharding_strategy={config.data_parallel_sharding_strategy!r}, "
-            f"grad_reduce_op={config.grad_reduce_op!r}: Megatron's DistributedDataParallel keeps "
-            "gradients and scales them itself; leave both at their defaults, or pass the bare "
-            "module"
-        )
     for chunk in chunks:
         if not is_megatron_ddp(chunk):
             raise ValueError(

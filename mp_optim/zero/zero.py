@@ -76,7 +76,7 @@ class ReducedGrads(GradsOfMembers):
         if not self._model.steps_everything:
             return super().sums()
         # Each rank steps all elements. Measure only the elements that this rank would own with
-        # sharding, so that the norm has the same summands.
+        # sharding, so that the norm is the sum of the same terms as with sharding.
         optimizer = self._optimizer
         over = (optimizer._group,)
         keys = {slot: NormKey(optimizer.norm_key(slot).group, over) for slot in optimizer.slots()}
