@@ -198,8 +198,7 @@ def rank_planner(
     experts = {name for name, param in held if is_expert(param, name)}
     groups, process_groups = request.param_groups, request.process_groups
     if groups is not None:
-        # ``modules`` made the module from the groups, so the parameters are in the order of the
-        # groups.
+        # request.modules() made one module, which has the parameters in the order of the groups.
         own = iter(metas.values())
         groups = [{**each, "params": [next(own) for _ in each["params"]]} for each in groups]
     if request.config.is_distributed:

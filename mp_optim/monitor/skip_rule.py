@@ -122,8 +122,15 @@ class SkipRule(Observer):
         return True
 
     def judge(self, norm: Tensor) -> tuple[Tensor, Tensor]:
+        count = (~self._window.isnan()).sum(dim=1, keepdim=True)
+        middle = _median(self._window, count)
+        spread = _median((self._window - middle).abs(), count) * _TO_SIGMA
+        spread = torch.maximum(spread, middle.abs() * _LEAST_SPREAD)
+        limits = middle + spread * float(self._config.skip_step_sigma_factor)
+        enough = count >= max(2, self.length // 2)
+        # Element 0 is the largest allowed norm, element 1 the largest allowed loss.
+        limits = torch.where(enough, limits, math.inf).reshape(2)
         values = torch.cat([norm.reshape(1), self._loss])
-        limits = self._limits()
         return (values > limits).any(), torch.cat([limits[:1], self._loss, limits[1:]])
 
     def take(self, norm: Tensor) -> None:
@@ -134,17 +141,6 @@ class SkipRule(Observer):
         kept = self._window.gather(1, where)
         self._window.scatter_(1, where, torch.where(usable, values, kept))
         self._next.copy_((self._next + usable) % self.length)
-
-    def _limits(self) -> Tensor:
-        """Return the largest norm and the largest loss for which a step is taken: FP64, shape
-        (2,)."""
-        count = (~self._window.isnan()).sum(dim=1, keepdim=True)
-        middle = _median(self._window, count)
-        spread = _median((self._window - middle).abs(), count) * _TO_SIGMA
-        spread = torch.maximum(spread, middle.abs() * _LEAST_SPREAD)
-        limits = middle + spread * float(self._config.skip_step_sigma_factor)
-        enough = count >= max(2, self.length // 2)
-        return torch.where(enough, limits, math.inf).reshape(2)
 
     def explain(self, norm: float, numbers: Sequence[float]) -> tuple[str, dict[str, float]]:
         norm_limit, loss, loss_limit = numbers

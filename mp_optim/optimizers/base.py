@@ -149,8 +149,7 @@ class StackOptimizer(WrappedOptimizer):
             inner = inner_optimizer(self.config, groups, settings)
             executor = executor_of(inner)
             for group, built in zip(self.param_groups, executor.param_groups, strict=True):
-                for name, value in group_settings(built).items():
-                    group.setdefault(name, value)
+                group.update({**group_settings(built), **group})
             self._build_engine(inner, executor)
         except BaseException:
             self.drop_engine()

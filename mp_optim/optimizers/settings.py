@@ -195,7 +195,7 @@ def with_settings(cls: type[T]) -> type[T]:
     return cls
 
 
-_LIMIT = Number(open_low=True, may_be_infinite=True, optional=True)
+_LIMIT = Number(open_low=True, optional=True)
 
 _ARGUMENT = {
     **{name: ARGUMENTS[name] for name in ("fused_backend", "clip_grad", "fp32_state_below")},

@@ -438,8 +438,8 @@ def check_each_in_one_group(
     for name, param in named_params(model_chunks):
         if param.requires_grad and (count := counts[id(param)]) != 1:
             raise ValueError(
-                f"{name} is in {count} param groups; put every trainable parameter in exactly one, "
-                "or freeze it with requires_grad_(False)"
+                f"{name} is in {count} param groups; put every trainable parameter in exactly one "
+                "group, or freeze the parameter with requires_grad_(False)"
             )
 
 

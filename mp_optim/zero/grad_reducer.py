@@ -98,7 +98,7 @@ class GradReducer:
         LaunchOrder([self], again=not self._keeps_grads)
         self.has_gradients, self.late = False, ""
         self.bytes_reduced = self.grad_bytes_gathered = 0
-        self._entries: dict[int, Entry] = {}  # Keyed by the number that a parameter's hook has.
+        self._entries: dict[int, Entry] = {}  # Keyed by the number of a hook.
         self._watched: dict[int, _Watched] = {}  # Keyed by the id of an entry.
         weakref.finalize(self, _unwatch, self._watched).atexit = False
         for index, bucket in enumerate(buckets):
@@ -420,7 +420,7 @@ class LaunchOrder:
             of_members = [member.collect_all() for member in self._members]
             left = any(of_members)
             if self._again and self._next > 0:
-                left = True  # A failed backward pass may have left buckets to reduce, so finish it.
+                left = True  # A backward pass failed. Reduce its remaining buckets.
             elif self._again:
                 with self._members[0].guard("asking for another pass to reduce"):
                     for group in self._groups:

@@ -243,8 +243,8 @@ class ShardedParams:
         if slot in self._entries:  # The parameter is trainable and has elements on this rank.
             index, entry = self._entries[slot]
             bucket, stop = self.buckets[index], param.numel()
-            # If Megatron's buffer has the whole parameter in one rank's shard, that rank steps it
-            # alone.
+            # If Megatron's buffer has the whole parameter in one rank's shard, only that rank steps
+            # the parameter.
             is_laid_out_whole = getattr(param, "is_managed_by_layer_wise_optimizer", False)
             in_one_part = is_laid_out_whole and bucket.plan.is_whole(entry.placed)
             keeps_shape = keeps_shape or in_one_part

@@ -308,8 +308,7 @@ def _show_settings(optimizer: DistributedOptimizer, sharded: bool) -> None:
     shown = shown_mains_of(optimizer)
     groups = zip(optimizer.param_groups, shards.param_groups, strict=True)
     for index, (group, of_shards) in enumerate(groups):
-        for key, value in group_settings(of_shards).items():
-            group.setdefault(key, value)
+        group.update({**group_settings(of_shards), **group})
         params = zip(group["params"], of_shards["params"], strict=True)
         for position, (param, tensor) in enumerate(params):
             if (main := main_param_of(tensor)) is not None:

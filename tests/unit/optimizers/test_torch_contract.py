@@ -228,7 +228,7 @@ def test_class_defaults_equal_torch_defaults_for_shared_arguments(name: str) -> 
         ({"offload": 50}, "offload=50: .*give 0.5 for 50 %"),
         ({"main_params": "fp16"}, "main_params='fp16': must be one of"),
         ({"offload_mode": "overlap"}, "='overlap': has no effect without offload > 0; set both"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm=0.0: must be a number > 0"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm=0.0: must be a finite number > 0"),
         ({"stochastic_rounding": "False", "state": "bf16"}, "stochastic_rounding='False': must be"),
         ({"betas": "0.9,0.95"}, "betas='0.9,0.95': must be two numbers"),
         ({"lr": "1e-3"}, "lr='1e-3': must be a finite number"),
