@@ -350,11 +350,9 @@ def region_of(param: Tensor) -> ShardRegion:
 
 def first_element(param: Tensor) -> int:
     """Return the index of a tensor's first element in the whole parameter, row-major."""
-    if not is_dtensor(param):
-        return shard_info(param).first_element
     region = region_of(param)
-    if region.offsets is None:
-        return region.start
+    if region.offsets is None or not is_dtensor(param):
+        return shard_info(param).first_element
     strides = torch.empty(region.shape, dtype=torch.uint8, device="meta").stride()
     return sum(map(operator.mul, region.offsets, strides))
 
@@ -457,41 +455,36 @@ class ParamLayout:
         spans = (range(box.offsets[0], box.offsets[0] + box.sizes[0]) for box in own)
         return list(itertools.chain.from_iterable(spans))
 
-    def matrix_parts(self, blockwise: bool) -> MatrixParts | None:
-        """Return the split of this rank's matrices over ranks. Return None if the matrices are not
-        split, or if any part is not a rectangle.
+    def matrix_parts(self, blockwise: bool) -> tuple[tuple[ProcessGroup, ...], MatrixParts] | None:
+        """Return the split of this rank's matrices over ranks, and the process groups that span the
+        grid of ranks, one group for each axis. Return None if the matrices are not split, or if any
+        part is not a rectangle.
 
         Args:
             blockwise: True if the parts on a mesh or of tensor-parallel ranks are treated as
                 separate matrices.
         """
-        if self.owned is not None:
-            if blockwise or self.cut_dim is None or self.tensor_parallel is None:
-                return parts_of_ranges(self.shape, self.owned)
-            ranks = self.tensor_parallel.size()
-            return parts_of_ranges(self.shape, self.owned, self.cut_dim, ranks, self.blocks)
-        if self.mesh is None or not self.is_shared(blockwise):
-            return None
-        if self.blocks:
-            dim, ranks = getattr(self.placements[0], "dim", 0), self.mesh.size()
-            shape = list(self.shape)
-            shape[dim] //= ranks
-            return parts_of_ranges(tuple(shape), None, dim - (len(shape) - 2), ranks, self.blocks)
-        coordinate = self.mesh.get_coordinate()
-        assert coordinate is not None
-        cuts = tuple(each if splits(each) else None for each in self.placements)
-        sides = tuple(self.mesh.shape), tuple(coordinate)
-        return parts_on_mesh(self.shape, cuts, self._axes(), *sides)
-
-    def matrix_groups(self, blockwise: bool) -> tuple[ProcessGroup, ...]:
-        """Return the process groups that span the grid of :meth:`matrix_parts`, one group for each
-        axis."""
         if self.group is not None:
             if blockwise or self.cut_dim is None or self.tensor_parallel is None:
-                return (self.group,)
-            return self.group, self.tensor_parallel
-        assert self.mesh is not None
-        return tuple(map(self.mesh.get_group, self._axes()))
+                return (self.group,), parts_of_ranges(self.shape, self.owned)
+            cut = self.cut_dim, self.tensor_parallel.size(), self.blocks
+            groups = self.group, self.tensor_parallel
+            return groups, parts_of_ranges(self.shape, self.owned, *cut)
+        if self.mesh is None or not self.is_shared(blockwise):
+            return None
+        axes = self._axes()
+        parts: MatrixParts | None
+        if self.blocks and self.cut_dim is not None:
+            shape, ranks = list(self.shape), self.mesh.size()
+            shape[self.cut_dim - 2] //= ranks
+            parts = parts_of_ranges(tuple(shape), None, self.cut_dim, ranks, self.blocks)
+        else:
+            coordinate = self.mesh.get_coordinate()
+            assert coordinate is not None
+            cuts = tuple(each if splits(each) else None for each in self.placements)
+            sides = tuple(self.mesh.shape), tuple(coordinate)
+            parts = parts_on_mesh(self.shape, cuts, axes, *sides)
+        return None if parts is None else (tuple(map(self.mesh.get_group, axes)), parts)
 
     def _axes(self) -> tuple[int, ...]:
         """Return the mesh dimensions along which matrices are split."""
@@ -499,21 +492,13 @@ class ParamLayout:
         return tuple(dim for dim, (now, keep) in enumerate(pairs) if now != keep)
 
     def _move(
-        self,
-        local: Tensor,
-        source: tuple[Placement, ...] | list[Placement],
-        target: tuple[Placement, ...] | list[Placement],
+        self, local: Tensor, source: Sequence[Placement], target: Sequence[Placement]
     ) -> Tensor:
         from torch.distributed.tensor import DTensor
 
-        assert self.mesh is not None
+        shape = torch.Size(self.shape)
         spread = DTensor.from_local(
-            local,
-            self.mesh,
-            source,
-            run_check=False,
-            shape=torch.Size(self.shape),
-            stride=self.stride,
+            local, self.mesh, source, run_check=False, shape=shape, stride=self.stride
         )
         moved = spread.redistribute(placements=target).to_local()
         return getattr(moved, "wait", lambda: moved)().contiguous()

@@ -169,8 +169,8 @@ def directions(
     split: dict[tuple[ProcessGroup, ...], dict[int, MatrixParts]] = {}
     here: dict[torch.device, dict[int, Tensor]] = {}
     for index, (part, layout) in enumerate(zip(rounded, layouts, strict=True)):
-        parts = None if layout is None else layout.matrix_parts(rule.blockwise)
-        if layout is None or parts is None:
+        found = None if layout is None else layout.matrix_parts(rule.blockwise)
+        if found is None:
             whole = part
             if layout is not None and layout.is_shared(rule.blockwise):
                 whole = layout.gather(part)
@@ -178,10 +178,11 @@ def directions(
                 whole = part.to(layout.device)
             here.setdefault(whole.device, {})[index] = whole
         else:
-            split.setdefault(layout.matrix_groups(rule.blockwise), {})[index] = parts
+            groups, parts = found
+            split.setdefault(groups, {})[index] = parts
     for wholes in here.values():
-        found = whole_directions(rule, list(wholes.values()))
-        for index, (values, factor) in zip(wholes, found, strict=True):
+        made = whole_directions(rule, list(wholes.values()))
+        for index, (values, factor) in zip(wholes, made, strict=True):
             layout = layouts[index]
             if layout is not None and layout.is_shared(rule.blockwise):
                 values = layout.local_part(values)
@@ -189,8 +190,8 @@ def directions(
     for groups, parts_of in split.items():
         some, layout = [rounded[index] for index in parts_of], layouts[next(iter(parts_of))]
         assert layout is not None
-        found = _by_owners(rule, some, [*parts_of.values()], groups, layout.device, owners)
-        done.update(zip(parts_of, found, strict=True))
+        owned = _by_owners(rule, some, [*parts_of.values()], groups, layout.device, owners)
+        done.update(zip(parts_of, owned, strict=True))
     return [done[index] for index in range(len(rounded))]
 
 
