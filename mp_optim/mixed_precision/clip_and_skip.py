@@ -16,14 +16,14 @@ from torch import Tensor
 
 from mp_optim.core import DeviceMultiplier
 from mp_optim.host.calls import weak_method
-from mp_optim.host.transfer import Transfer, fetch, transfer_for
+from mp_optim.host.transfer import fetch, transfer_for
 from mp_optim.kernels.kernel_args import fp32
 from mp_optim.kernels.sums import index_on, root
 from mp_optim.mixed_precision.grad_norm import EXCLUDED, MAIN_NORM, Measurement
 from mp_optim.mixed_precision.observer import Observer
 
 _Values = tuple[bool, float | None, int | None, str]
-
+_transfer = cache(transfer_for)
 
 DISAGREEMENT, NOT_FINITE = "disagreement", "not_finite"
 """Two causes of a skipped step (:attr:`Verdict.cause`)."""
@@ -152,11 +152,6 @@ class Verdict:
         return self.cause == NOT_FINITE
 
     @property
-    def disagrees(self) -> bool:
-        """True if ranks that share parameters have different settings. The step is then refused."""
-        return self.cause == DISAGREEMENT
-
-    @property
     def grad_norm(self) -> float | None:
         """The global norm of the unscaled gradients; None if a gradient is not finite."""
         return None if self.found_inf else self.norms.get(MAIN_NORM, 0.0)
@@ -227,7 +222,12 @@ def decide(
     optional = measurement.disagreement, measurement.zeros
     scalars = [*measurement.sums.values(), *scaled_by]
     scalars += [value for value in optional if value is not None]
-    read, params = _read(scalars, measurement.params) if scalars else ([], measurement.params)
+    read, params = [], measurement.params
+    if scalars:
+        parts = scalars if params is None else [*scalars, params]
+        device, count = scalars[0].device, len(scalars)
+        host = torch.cat([value.to(device, torch.float64).reshape(-1) for value in parts]).cpu()
+        read, params = host[:count].tolist(), None if params is None else host[count:]
     values = iter(read)
     sums = measurement.known or {name: next(values) for name in measurement.sums}
     scaling = tuple(next(values) for _ in scaled_by)
@@ -253,13 +253,6 @@ def decide(
     threshold = config.grad_norm_skip_threshold
     verdict = finite(multipliers, norms, threshold, num_zeros, scaling, judged)
     return verdict if params is None else replace(verdict, param_sums=params)
-
-
-def _read(scalars: Sequence[Tensor], more: Tensor | None) -> tuple[list[float], Tensor | None]:
-    device, parts = scalars[0].device, [*scalars, *([] if more is None else [more])]
-    read = torch.cat([value.to(device, torch.float64).reshape(-1) for value in parts]).cpu()
-    count = len(scalars)
-    return read[:count].tolist(), None if more is None else read[count:]
 
 
 # -- on the device --------------------------------------------------------------------------------
@@ -330,12 +323,34 @@ class DeviceVerdict:
     def wait(self) -> Verdict:
         """Return the verdict as numbers on the host. The first call waits until the device has
         formed the verdict."""
-        if self._verdict is None:
-            self._verdict = self._formed(self._read())
-            callbacks, self._callbacks = self._callbacks, []
-            for callback in callbacks:
-                callback(self._verdict)
-        return self._verdict
+        if self._verdict is not None:
+            return self._verdict
+        read, names = self._read(), self.names
+        count = len(read) - self.params
+        params = read[count:].clone() if self.params else None
+        numbers = iter(read[:count].tolist())
+        overflow, skip = bool(next(numbers)), next(numbers)
+        norms = {name: next(numbers) for name in names}
+        multipliers = {name: fp32(next(numbers)) for name in names}
+        num_zeros = int(next(numbers)) if self.counts_zeros else None
+        judged_numbers = [next(numbers) for _ in range(self.judged)]
+        scaling = tuple(numbers)
+        if skip > 1.0:
+            verdict = Verdict(cause=DISAGREEMENT)
+        elif overflow:
+            # A norm is finite exactly if the sum of squares is finite, so the norms show which
+            # groups have an inf or nan.
+            verdict = not_finite((n for n in names if not math.isfinite(norms[n])), scaling)
+        else:
+            judged: tuple[str, dict[str, float]] = "", {}
+            if self.judge is not None and judged_numbers:
+                judged = self.judge.explain(norms[MAIN_NORM], judged_numbers)
+            verdict = finite(multipliers, norms, self.threshold, num_zeros, scaling, judged)
+        self._verdict = verdict = replace(verdict, param_sums=params)
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(verdict)
+        return verdict
 
     def when_known(self, callback: Callable[[Verdict], object]) -> None:
         """Call a function with the verdict as soon as :meth:`wait` has read the verdict, or now if
@@ -349,29 +364,6 @@ class DeviceVerdict:
             self._callbacks.append(callback)
         else:
             callback(self._verdict)
-
-    def _formed(self, read: Tensor) -> Verdict:
-        count = len(read) - self.params
-        params = read[count:].clone() if self.params else None
-        numbers, names = iter(read[:count].tolist()), self.names
-        overflow, skip = bool(next(numbers)), next(numbers)
-        norms = {name: next(numbers) for name in names}
-        multipliers = {name: fp32(next(numbers)) for name in names}
-        num_zeros = int(next(numbers)) if self.counts_zeros else None
-        judged_numbers = [next(numbers) for _ in range(self.judged)]
-        scaling = tuple(numbers)
-        if skip > 1.0:
-            return Verdict(cause=DISAGREEMENT, param_sums=params)
-        # A norm is finite exactly if the sum of squares is finite, so the norms show which groups
-        # have an inf or nan.
-        if overflow:
-            verdict = not_finite((n for n in names if not math.isfinite(norms[n])), scaling)
-        else:
-            judged: tuple[str, dict[str, float]] = "", {}
-            if self.judge is not None and judged_numbers:
-                judged = self.judge.explain(norms[MAIN_NORM], judged_numbers)
-            verdict = finite(multipliers, norms, self.threshold, num_zeros, scaling, judged)
-        return replace(verdict, param_sums=params)
 
 
 def decide_on_device(
@@ -441,11 +433,6 @@ def clip_coefficients(norms: Tensor, limit: float) -> Tensor:
     # Divide tensors, because torch computes `number / tensor` by a reciprocal, which rounds twice.
     dividend = torch.tensor(limit, dtype=norms.dtype, device="cpu")
     return (dividend / (norms + 1e-6)).clamp(max=1.0)
-
-
-@cache
-def _transfer(device: torch.device) -> Transfer:
-    return transfer_for(device)
 
 
 # -- counts ---------------------------------------------------------------------------------------
@@ -522,7 +509,7 @@ class StepCounts:
         """
         if isinstance(self._last, DeviceVerdict):
             self._last = self._last.wait()
-            if self._last.disagrees:
+            if self._last.cause == DISAGREEMENT:
                 self._refuse()
         return self._last
 

@@ -226,7 +226,9 @@ class MainParams:
             param.clear_high_precision_init_val()
         slot = self.table.slots[index]
         set_main_param(self._shown, slot, param, main)
-        self.table.set_main(index, self._is_own_main(slot, main))
+        self.table.has_own_main[index] = self._is_own_main(slot, main)
+        self.table.has_main[index] = True
+        self.executor.step_mark.invalidate_plans()
 
     def _split_of(self, slot: Slot, param: Tensor) -> tuple[NormKey, ParamLayout, Groups]:
         ranks, shard_groups = self._tensor_parallel(slot), shard_groups_of(self.name(slot), param)
@@ -349,22 +351,9 @@ class MainParams:
         self.executor.step_mark.open_state()
         table, params = self.table, all_params(self._param_groups)
         if changed := table.seen.changed(params):
-            self._follow_changed(changed, params)
+            self.follow_changed(changed, params)
         indices = range(len(table.slots)) if slot is None else (table.index(slot),)
-        self._take_values([index for index in indices if table.has_own_main[index]])
-
-    def follow_for_step(self) -> None:
-        """Refresh main params before a step. Step kernels compare most weights with main params, so
-        this method compares only the weights in :meth:`by_sums`."""
-        params = all_params(self._param_groups)
-        if changed := self.table.seen.changed(params):
-            self._follow_changed(changed, params)
-        if by_sums := self.table.reuse("by_sums", self.by_sums):
-            self._take_values(sorted(by_sums))
-        if self.agreement.expected:
-            # The weights were loaded after their remainders, so the remainders can be checked now.
-            self.follow()
-            self.check_remainders(None)
+        self.take_values([index for index in indices if table.has_own_main[index]])
 
     def by_sums(self) -> set[int]:
         """Return the indices of weights that a step compares with their main params only if their
@@ -374,17 +363,7 @@ class MainParams:
         found.update(map(table.index, self.executor.host_slots()))
         return {index for index in found if table.has_own_main[index]}
 
-    def note_written(self, indices: Sequence[int]) -> None:
-        """Record the checksums of the stepped weights in :meth:`by_sums` after a step.
-
-        Args:
-            indices: indices of the stepped slots in the table.
-        """
-        by_sums = self.table.reuse("by_sums", self.by_sums)
-        chosen = [index for index in indices if index in by_sums]
-        self.written.note(chosen, [self.table.weight_at(index) for index in chosen])
-
-    def _follow_changed(self, changed: list[int], params: list[Tensor]) -> None:
+    def follow_changed(self, changed: list[int], params: list[Tensor]) -> None:
         """Bind model tensors that were replaced, moved or laid out in another way since the last
         step.
 
@@ -412,7 +391,7 @@ class MainParams:
             table.keys[index], table.layouts[index], table.split_over[index] = split
         table.look(params)
 
-    def _take_values(self, indices: Sequence[int]) -> None:
+    def take_values(self, indices: Sequence[int]) -> None:
         """Copy the model's values into main params that do not round to these values. The slots in
         :meth:`by_sums` are compared only if the checksum of the weight changed.
 
@@ -426,7 +405,15 @@ class MainParams:
         chosen = {summed[index] for index in changed}.union(set(present) - by_sums)
         for index in sorted(chosen):
             slot, param = self.table.slots[index], self.table.params[index]
-            if self._follow(slot, self.executor.stepped(slot), local_tensor(param), param):
+            if not is_quantized(param):
+                differs = follow(self.executor.stepped(slot), local_tensor(param), self.name(slot))
+            else:
+                check_quantized(self.name(slot), param)
+                differs = not holds(param, self.executor.main_param(slot))
+                if differs:
+                    self.executor.step_mark.open_state()
+                    self.executor.set_main_param(slot, dequantized(param))
+            if differs:
                 self.reloaded += 1
                 self.executor.main_written(slot)
                 for observer in self.observers:
@@ -456,16 +443,6 @@ class MainParams:
         else:
             # The dtype changed, so the parameter now needs a main param, or needs none any more.
             self._set_main(index, self._new_main(slot, param), param)
-
-    def _follow(self, slot: Slot, main: Tensor, local: Tensor, param: Tensor) -> bool:
-        if not is_quantized(param):
-            return follow(main, local, self.name(slot))
-        check_quantized(self.name(slot), param)
-        if holds(param, self.executor.main_param(slot)):
-            return False
-        self.executor.step_mark.open_state()
-        self.executor.set_main_param(slot, dequantized(param))
-        return True
 
     @in_own_modes
     def reload(self, values: Mapping[str, Any]) -> None:

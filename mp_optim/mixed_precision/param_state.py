@@ -186,7 +186,15 @@ class ParamState(SlotState):
     ) -> State:
         if not saved or self.layout.refusal:
             return super().fit(saved, convert)
-        self._check_dtype(saved)
+        was = {REMAINDER: "bfloat16", MASTER: "of 16 or 8 bits"}
+        key = next((key for key in was if key in saved), None)
+        if key is not None and self.param.dtype == torch.float32:
+            raise ValueError(
+                f"state of {self.name}: the parameter was {was[key]} when it was saved (the state "
+                f"has {key!r}), and is float32 now. Convert the parameter before the optimizer is "
+                "built or loaded. A function that loads weights may have changed the dtype (peft's "
+                "load_adapter makes adapters float32 unless autocast_adapter_dtype=False)"
+            )
         state = self.layout.take(saved)
         is_tied = self._belongs_to_weights(state) and not self._keeps_remainder()
         if checksum is not None and is_tied and not convert:
@@ -198,20 +206,6 @@ class ParamState(SlotState):
         if REMAINDER in state and self.main is not None:
             state[MASTER] = joined(self.name, self._local, state.pop(REMAINDER))
         return super().fit(state, convert)
-
-    def _check_dtype(self, saved: State) -> None:
-        if self.param.dtype != torch.float32:
-            return
-        was = {REMAINDER: "bfloat16", MASTER: "of 16 or 8 bits"}
-        for key, dtype in was.items():
-            if key in saved:
-                raise ValueError(
-                    f"state of {self.name}: the parameter was {dtype} when it was saved (the "
-                    f"state has {key!r}), and is float32 now. Convert the parameter before the "
-                    "optimizer is built or loaded. A function that loads weights may have "
-                    "changed the dtype (peft's load_adapter makes adapters float32 unless "
-                    "autocast_adapter_dtype=False)"
-                )
 
     def load(self, state: State) -> None:
         self.agreement.expected.pop(self.slot, None)

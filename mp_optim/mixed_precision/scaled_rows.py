@@ -49,9 +49,17 @@ def scale_rows_(
     for name, of_rows in factors.items():
         wrapper, slot = places[name]
         main = wrapper.executor.main_param(slot)
-        if main.numel():
-            of_elements = _for_elements(wrapper.param(slot), of_rows.to(main.device))
-            wrapper.set_stepped_value(slot, main * of_elements.float())
+        if not main.numel():
+            continue
+        region, local = region_of(wrapper.param(slot)), local_tensor(wrapper.param(slot))
+        of_rows = of_rows.to(main.device)
+        if region.offsets is not None:
+            first = region.offsets[0]
+            of_elements = of_rows[first : first + local.shape[0]].view(-1, *[1] * (local.dim() - 1))
+        else:
+            indices = torch.arange(local.numel(), device=main.device) + region.start
+            of_elements = of_rows[indices // region.shape[1:].numel()].view(local.shape)
+        wrapper.set_stepped_value(slot, main * of_elements.float())
 
 
 def _check(name: str, param: Tensor, factors: Any) -> None:
@@ -72,14 +80,3 @@ def _check(name: str, param: Tensor, factors: Any) -> None:
             f"scale_rows_: the factor of row {row} of {name} is {float(factors[row])!r}, which is "
             "not finite in FP32; pass finite factors"
         )
-
-
-def _for_elements(param: Tensor, factors: Tensor) -> Tensor:
-    region, local = region_of(param), local_tensor(param)
-    if region.offsets is not None:
-        first = region.offsets[0]
-        rows = factors[first : first + local.shape[0]]
-        return rows.view(-1, *[1] * (local.dim() - 1))
-    row = region.shape[1:].numel()
-    indices = torch.arange(local.numel(), device=factors.device) + region.start
-    return factors[indices // row].view(local.shape)

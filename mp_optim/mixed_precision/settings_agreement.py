@@ -84,6 +84,7 @@ class SettingsAlike:
         copies: for each norm key of DTensors, the groups of ranks that have copies of the same
             parts (HSDP).
         said: the lines that :meth:`numbers` hashed last.
+        ranks: global numbers of the ranks that have the other parts and copies, with this rank.
     """
 
     def __init__(
@@ -95,13 +96,13 @@ class SettingsAlike:
         self._groups: dict[NormKey, dict[int, None]] = {}
         self.copies: dict[NormKey, dict[ProcessGroup, None]] = {}
         self.said: list[str] = []
-        self._ranks: dict[int, None] = {}
+        self.ranks: dict[int, None] = {}
         for slot, param, key in zip(slots, params, keys, strict=True):
             if is_dtensor(param) and key.shard_groups:
                 copies = dict.fromkeys(ranks_of_copies(param))
                 self.copies.setdefault(key, {}).update(copies)
                 if key not in self._groups:
-                    self._ranks |= dict.fromkeys(param.device_mesh.mesh.reshape(-1).tolist())
+                    self.ranks |= dict.fromkeys(param.device_mesh.mesh.reshape(-1).tolist())
             elif shard_info(param).shard_groups:
                 self._add_ranks(shard_info(param).shard_groups)
             else:
@@ -110,7 +111,7 @@ class SettingsAlike:
 
     def _add_ranks(self, groups: Iterable[ProcessGroup]) -> None:
         for group in groups:
-            self._ranks |= dict.fromkeys(dist.get_process_group_ranks(group))
+            self.ranks |= dict.fromkeys(dist.get_process_group_ranks(group))
 
     def check(self, config: OptimizerConfig, groups: ParamGroups) -> None:
         """Compare all settings with the other ranks, before any of them is used. Collective.
@@ -165,12 +166,6 @@ class SettingsAlike:
             numbers[key] = number_of([*common, *said])
             self.said += said
         return numbers
-
-    @property
-    def ranks(self) -> list[int]:
-        """Global numbers of the ranks that have the other parts and copies, with this rank, in
-        ascending order."""
-        return sorted(self._ranks)
 
 
 def disagreement(parts: Sequence[SettingsAlike]) -> ValueError:

@@ -88,7 +88,7 @@ class SlotTable:
         split_over: process groups over which the parameter is sharded.
         first: index of each group's first slot.
 
-    NOTE: a method that writes a column calls ``StepMark.invalidate_plans()``, which makes all facts
+    NOTE: code that writes a column calls ``StepMark.invalidate_plans()``, which makes all facts
     stale that were derived from the columns.
     """
 
@@ -160,16 +160,6 @@ class SlotTable:
         self.layouts.append(layout)
         self.streams.append(stream)
         self.split_over.append(split_over)
-        self.executor.step_mark.invalidate_plans()
-
-    def set_main(self, index: int, is_own: bool) -> None:
-        """Record that a slot now has a main param and state.
-
-        Args:
-            index: index of the slot.
-            is_own: True if the main param is another tensor than the model's parameter.
-        """
-        self.has_own_main[index], self.has_main[index] = is_own, True
         self.executor.step_mark.invalidate_plans()
 
     def look(self, params: Sequence[Tensor]) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.core import CachedTensorList, ParamGroups, SlotUpdates
+from mp_optim.core import CachedTensorList, ParamGroups, SlotUpdates, all_params
 from mp_optim.core.executor import Executor
 from mp_optim.core.quantized import quantize_
 from mp_optim.host.calls import in_own_modes
@@ -425,7 +425,16 @@ class WrappedGrads(StepGrads):
         wrapper.shared_settings.exchange(engine.param_groups, wrapper.groups_below)
         engine.executor.check_groups()
         engine.executor.follow_memory()
-        mains.follow_for_step()
+        params = all_params(engine.param_groups)
+        if changed := table.seen.changed(params):
+            mains.follow_changed(changed, params)
+        # Step kernels compare most weights with main params, so compare only the others here.
+        if by_sums := table.reuse("by_sums", mains.by_sums):
+            mains.take_values(sorted(by_sums))
+        if mains.agreement.expected:
+            # The weights were loaded after their remainders, so the remainders can be checked now.
+            mains.follow()
+            mains.check_remainders(None)
         self._columns, self._grads = table.grads(wrapper.slot_name, self._in_backward.held)
         if not all(table.has_main):
             mains.make_trainable(self._columns.indices)
@@ -442,13 +451,6 @@ class WrappedGrads(StepGrads):
             on_host=on_host,
             measured=self.measured,
         )
-
-    def to_measure(self) -> tuple[str, torch.device, CachedTensorList]:
-        """Return backend and device of the sums of squares, and the gradients to measure. The list
-        is empty if backward measured any gradient."""
-        engine, (held, sums) = self._engine, self._in_backward
-        grads = CachedTensorList() if held or sums else self._grads
-        return engine.config.fused_backend, engine.table.common.device, grads
 
     def plan(self, verdict: AnyVerdict) -> None:
         if verdict.cause:
@@ -483,8 +485,9 @@ class WrappedGrads(StepGrads):
             for index in some.indices:
                 if table.quantized[index]:
                     quantize_(table.params[index], executor.main_param(table.slots[index]))
-        if table.reuse("by_sums", mains.by_sums):
-            mains.note_written(some.indices)
+        if by_sums := table.reuse("by_sums", mains.by_sums):
+            chosen = [index for index in some.indices if index in by_sums]
+            mains.written.note(chosen, [table.weight_at(index) for index in chosen])
         for observer in mains.observers:
             observer.after_launch()
 
@@ -497,9 +500,10 @@ def _measure_together(several: Sequence[WrappedGrads]) -> None:
     """
     alike: dict[tuple[str, torch.device], list[tuple[WrappedGrads, CachedTensorList]]] = {}
     for each in several:
-        backend, device, grads = each.to_measure()
-        if grads:
-            alike.setdefault((backend, device), []).append((each, grads))
+        engine, grads = each._engine, each._grads
+        if grads and not any(each._in_backward):
+            kind = engine.config.fused_backend, engine.table.common.device
+            alike.setdefault(kind, []).append((each, grads))
     for (backend, device), members in alike.items():
         every = CachedTensorList.joined([grads for _, grads in members])
         sizes = [len(grads) for _, grads in members]

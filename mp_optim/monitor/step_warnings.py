@@ -12,7 +12,7 @@ from mp_optim.core.names import names_in_words
 from mp_optim.host.calls import warn, weak_method
 from mp_optim.kernels.kernel_args import fp32
 from mp_optim.mixed_precision import MegatronOptimizer
-from mp_optim.mixed_precision.clip_and_skip import DeviceVerdict, Verdict
+from mp_optim.mixed_precision.clip_and_skip import DISAGREEMENT, DeviceVerdict, Verdict
 from mp_optim.mixed_precision.observer import Observer
 from mp_optim.mixed_precision.step import StepGrads
 
@@ -71,7 +71,7 @@ class StepWarnings(Observer):
         self.skips += 1
         stack = self._stack()
         # Ranks that disagree raise an error, so no warning is needed.
-        if verdict.disagrees or stack is None:
+        if verdict.cause == DISAGREEMENT or stack is None:
             return
         scale = fp32(1.0 / verdict.scaling[0]) if verdict.scaling else None
         told, count = self._warn(stack, verdict, scale), stack.counts.skipped[verdict.cause]

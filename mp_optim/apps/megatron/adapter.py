@@ -20,7 +20,7 @@ from mp_optim.core import current_grad, local_tensor, param_at
 from mp_optim.core.names import matched_names
 from mp_optim.host.calls import in_own_modes
 from mp_optim.mixed_precision import MegatronOptimizer, Verdict
-from mp_optim.mixed_precision.clip_and_skip import decide
+from mp_optim.mixed_precision.clip_and_skip import DISAGREEMENT, decide
 from mp_optim.mixed_precision.grad_norm import EXCLUDED, MAIN_NORM, Measurement
 from mp_optim.mixed_precision.observer import Observer
 from mp_optim.mixed_precision.step import StepGrads, take_step
@@ -209,7 +209,7 @@ class MegatronAdapter(torch.optim.Optimizer):
             measurement = grads.sums()
             judge = stack.observers.judge_on(torch.device("cpu"))
             verdict = self._decided(measurement, judge, 0.0)
-            if verdict.disagrees:
+            if verdict.cause == DISAGREEMENT:
                 stack.refuse_disagreement()
         self._prepared = _Prepared(grads, measurement, verdict, judge)
         if verdict.found_inf:
