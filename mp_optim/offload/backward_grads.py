@@ -22,11 +22,13 @@ of backward passes, as autograd adds gradients.
 from __future__ import annotations
 
 import math
+import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -157,11 +159,6 @@ class BackwardGrads:
         self._compared: dict[Slot, bool] = {}
         weakref.finalize(self, _remove, self._hooks)
 
-    def use_source(self, source: GradSource) -> None:
-        """Report the gradients of this optimizer's parameters from now on."""
-        self.source = source
-        self.watch(self._offloaded)
-
     def watch(self, offloaded: frozenset[Slot]) -> None:
         """Report the gradients of these slots from now on."""
         self._offloaded, self._seen = offloaded, []
@@ -183,7 +180,7 @@ class BackwardGrads:
                 self._hooks.pop(slot).remove()
         for slot, param in hooked.items():
             if slot not in self._hooks:
-                hook = _hook(weakref.WeakMethod(self._report), slot)
+                hook = partial(_report_if_final, weakref.WeakMethod(self._report), slot)
                 handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._hooks[slot] = handle
         self._watched = watched
@@ -295,28 +292,23 @@ class BackwardGrads:
         receive(slot, local_tensor(grad), ReleasableGrad(param, grad) if can_be_released else None)
 
 
-def _hook(report: weakref.WeakMethod[Callable[[Slot], None]], slot: Slot) -> Callable[..., None]:
-    def hook(param: Tensor) -> None:
-        if (call := report()) is not None and _is_final(param):
-            call(slot)
+def _report_if_final(
+    report: weakref.WeakMethod[Callable[[Slot], None]], slot: Slot, param: Tensor
+) -> None:
+    """Report the gradient of a slot if the gradient is final when backward calls this hook.
 
-    return hook
+    In a job of several ranks a gradient may still have to be reduced. Only FSDP2, whose meshes span
+    the job, calls the hooks after its reduction.
+    """
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    is_final = ranks == 1 or (is_dtensor(param) and param.device_mesh.size() == ranks)
+    if is_final and (call := report()) is not None:
+        call(slot)
 
 
 def _remove(hooks: dict[Slot, RemovableHandle]) -> None:
     while hooks:
         hooks.popitem()[1].remove()
-
-
-def _is_final(param: Tensor) -> bool:
-    """True if the gradient in a parameter is final when backward calls the hook.
-
-    In a job of several ranks a gradient may still have to be reduced. Only FSDP2, whose meshes span
-    the job, calls the hooks after its reduction.
-    """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return True
-    return is_dtensor(param) and param.device_mesh.size() == dist.get_world_size()
 
 
 def _is_laid_out_alike(param: Tensor, grad: Tensor) -> bool:
@@ -334,20 +326,13 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """True if two host tensors have equal bits: -0.0 differs from 0.0, and a NaN equals itself."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    words = _words(one), _words(other)
-    if words[0] is not None and words[1] is not None:
-        return torch.equal(words[0], words[1])
-    integers = _INTEGERS[one.dtype.itemsize]
-    return torch.equal(one.detach().view(integers), other.detach().view(integers))
-
-
-def _words(tensor: Tensor) -> Tensor | None:
-    """Return the bytes of a tensor as int64, because int64 elements compare four times as fast
-    as 16-bit elements. Return None if the bytes are not whole words."""
-    first = tensor.storage_offset() * tensor.dtype.itemsize
-    if not tensor.is_contiguous() or first % 8 or tensor.nbytes % 8:
-        return None
-    return tensor.detach().view(-1).view(torch.int64)
+    pair, size = (one.detach(), other.detach()), one.dtype.itemsize
+    if one.nbytes % 8 == 0 and all(
+        each.is_contiguous() and each.storage_offset() * size % 8 == 0 for each in pair
+    ):
+        # int64 elements compare four times as fast as 16-bit elements.
+        return torch.equal(*(each.view(-1).view(torch.int64) for each in pair))
+    return torch.equal(*(each.view(_INTEGERS[size]) for each in pair))
 
 
 # -- jobs -----------------------------------------------------------------------------------------
@@ -602,22 +587,21 @@ class ReleasedGrads:
             destination = bucket.destination_for(updates)
             bucket.staging.is_kept = True
             return destination
-        staged, in_place = self._where_held(bucket.with_staged_outputs(updates), bucket)
+        updates = bucket.with_staged_outputs(updates)
+        laid_out = bucket.staging.staged.get(bucket.index)
+        held, in_place = [self.held[slot] for slot in updates.slots], False
+        if laid_out is not None and laid_out.updates.slots == updates.slots:
+            in_place = all(map(operator.is_, laid_out.updates.grads, held)) and laid_out.fit(
+                updates
+            )
+        if laid_out is not None and in_place:
+            staged = laid_out.put_into(updates)
+        else:
+            staged = replace(updates, grads=held)
         memory, job = self.landings[0]
         if job is not None:  # The previous job may still write to this memory.
             self.wait_for(job)
         return Destination(memory, staged, memory.landing_for(updates.grads), in_place)
-
-    def _where_held(self, updates: SlotUpdates, bucket: BackwardBucket) -> tuple[SlotUpdates, bool]:
-        """Return the updates with the held copies of their slots. The second value is True if
-        the copies are in the bucket's staging memory, where the step reads gradients."""
-        laid_out = bucket.staging.staged.get(bucket.index)
-        held = [self.held[slot] for slot in updates.slots]
-        if laid_out is not None and laid_out.updates.slots == updates.slots:
-            pairs = zip(laid_out.updates.grads, held, strict=True)
-            if all(staged is grad for staged, grad in pairs) and laid_out.fit(updates):
-                return laid_out.put_into(updates), True
-        return replace(updates, grads=held), False
 
     def begin(self, job: BackwardJob) -> None:
         """Start the copies of a job, after the copies of the previous job are done and its

@@ -240,7 +240,14 @@ class BackwardScheduler:
         try:
             for bucket in buckets:
                 slots = bucket.slots
-                self._begin_iteration()
+                if self.phase is Phase.IDLE:
+                    # Fix settings and the predicted multiplier for all jobs of this iteration.
+                    self.grads.source.share_settings()
+                    self._executor.check_groups()
+                    self._bind_tensors()
+                    self._multiplier = self._predicted_multiplier()
+                    self.phase = Phase.BACKWARD
+                    self.speculates = self._speculation is not None and self._speculation.is_on
                 self._begin(bucket)
         except RefusedSettings:
             return  # The step raises this error itself, before any parameter is stepped.
@@ -268,17 +275,6 @@ class BackwardScheduler:
         except RefusedSettings:
             return True
         return False
-
-    def _begin_iteration(self) -> None:
-        """Fix settings and the predicted multiplier before the first job of an iteration."""
-        if self.phase is not Phase.IDLE:
-            return
-        self.grads.source.share_settings()
-        self._executor.check_groups()
-        self._bind_tensors()
-        self._multiplier = self._predicted_multiplier()
-        self.phase = Phase.BACKWARD
-        self.speculates = self._speculation is not None and self._speculation.is_on
 
     def _begin(self, bucket: BackwardBucket) -> None:
         """Submit gradients of a bucket to the worker. With ``release_gradients`` these are the
@@ -397,7 +393,8 @@ class BackwardScheduler:
         """Do not use the speculated step of a slot, because a caller gets the slot's live
         tensors and may write to them."""
         if (file := self._settings.state_file) is not None:
-            file.exposed()
+            file.check_owner()
+            file.is_exposed = True
         if (bucket := self._bucket_of.get(slot)) is not None:
             bucket.is_trusted = False
 
@@ -579,7 +576,7 @@ class Worker:
         """
         if self._begun and self._pid != os.getpid():
             label, _ = self._begun[-1]
-            self._forget()
+            self.discard()
             raise WorkerError(
                 f"{label}: the parent of this forked process started the step during backward; "
                 "call step() again to take the step in this process"
@@ -604,12 +601,9 @@ class Worker:
             running = [future for _, future in self._begun if not future.cancel()]
             for future in running:
                 future.exception()
-        self._forget()
-
-    def _forget(self) -> None:
-        self._begun, self._last = [], None
-        if self._pid != os.getpid():
+        else:
             self._pool = None
+        self._begun, self._last = [], None
 
 
 def _run(job: BackwardJob) -> None:

@@ -18,9 +18,9 @@ parameters in place. A plan on the meta device is for an accelerator and counts 
 
 Slots in windows never have a back buffer, and have no staging with ``sync``. In the other modes
 they have staging for the gradients of all buckets if the host steps the windows
-(``optimizer_state_path``), or if gradients are released. Host memory holds
-:func:`~mp_optim.offload.state_storage.windows_held` windows of a file. A model in host memory has
-no staging for gradients that are not released.
+(``optimizer_state_path``), or if gradients are released. Host memory holds a few windows of a file
+(:meth:`FileStorage.window_sizes <mp_optim.offload.state_storage.FileStorage.window_sizes>`). A
+model in host memory has no staging for gradients that are not released.
 
 :func:`plan_staging` cuts buckets and sizes staging, and
 :class:`~mp_optim.offload.speculation.DoubleBuffer` sizes the back buffer. The planner

@@ -507,14 +507,10 @@ class PlacedExecutor(Executor):
         in place. A wrapper sets these tensors itself."""
         if all(self._placed_at(slot).is_stepped_itself for slot in updates.slots):
             return updates.outputs
-        return list(map(self._output, updates.slots, updates.outputs))
-
-    def _output(self, slot: Slot, output: Tensor | None) -> Tensor | None:
-        """Return the tensor that receives the stepped value: the parameter, if this executor steps
-        a copy of the parameter."""
-        if self._placed_at(slot).is_stepped_itself:
-            return output
-        return local_tensor(param_at(self.param_groups, slot))
+        return [
+            output if self._placed_at(slot).is_stepped_itself else self._local(slot)
+            for slot, output in zip(updates.slots, updates.outputs, strict=True)
+        ]
 
     def clipped(self, updates: SlotUpdates, grad_norm: float) -> SlotUpdates:
         found = {
@@ -553,9 +549,9 @@ class PlacedExecutor(Executor):
             param = param_at(groups, slot)
             if local_tensor(param).shape == grad.shape:
                 update = update_of(slot, slot_name(groups, slot), param, grad)
-                output = self._output(slot, None)
-                updates.append(update._replace(multiplier=multiplier, output=output))
-        return SlotUpdates.of(updates)
+                updates.append(update._replace(multiplier=multiplier))
+        found = SlotUpdates.of(updates)
+        return replace(found, outputs=self._outputs_of(found))
 
 
 def stepper_of(executor: Executor) -> Stepper | None:
@@ -595,5 +591,6 @@ def work_in_backward(
                     "release_gradients=False"
                 )
         stepper.release_gradients()
-    stepper.schedule.grads.use_source(source)
+    stepper.schedule.grads.source = source
+    stepper.schedule.grads.update_hooks()
     return stepper.schedule

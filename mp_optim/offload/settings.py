@@ -84,53 +84,40 @@ class HostStepSettings:
             ValueError: the executor does not support the place or the mode; the message names the
                 class or the parameter.
         """
-        here = [param for param in params if is_offloaded(param[0])]
+        checked, in_windows = params, self.state_file is not None or self.place != "host"
+        lack = "step into a second buffer"
+        danger = "which could interleave with collectives of backward"
+        if in_windows:
+            checked = [param for param in params if is_offloaded(param[0])]
+            lack = "be stepped in windows"
+            danger = "and ranks may have different windows, so their collectives would not match"
         if self.state_file is not None:
-            _check_windows(executor, here, "optimizer_state_path", "leave out optimizer_state_path")
-        elif self.place != "host":
-            _check_windows(executor, here, f"offload_place={self.place!r}", "use 'host'")
+            asked, way_out = "optimizer_state_path", "leave out optimizer_state_path"
+        elif in_windows:
+            asked, way_out = f"offload_place={self.place!r}", "use 'host'"
         elif self.mode == "speculative":
-            if not isinstance(executor, RuleExecutor):
+            asked, way_out = "offload_mode='speculative'", "set offload_mode='overlap'"
+        else:
+            return
+        if not isinstance(executor, RuleExecutor) or (
+            in_windows and executor.rule.name not in RULES
+        ):
+            raise ValueError(
+                f"{asked}: {executor.label} cannot {lack}; use an optimizer of this package, or "
+                f"{way_out}"
+            )
+        for slot, name, param in checked:
+            if executor.is_collective(update_of(slot, name, param, param)):
                 raise ValueError(
-                    f"offload_mode='speculative': {executor.label} cannot step into a second "
-                    "buffer; use an optimizer of this package, or set offload_mode='overlap'"
+                    f"{asked}: {executor.label} steps {name}, which is split over ranks, with a "
+                    f"collective, {danger}; {way_out}"
                 )
-            for name in _collective(executor, params):
-                raise ValueError(
-                    f"offload_mode='speculative': {executor.label} steps {name}, which is split "
-                    "over ranks, with a collective, which could interleave with collectives of "
-                    "backward; set offload_mode='overlap'"
-                )
-
-
-def _check_windows(
-    executor: Executor, params: Sequence[NamedParam], asked: str, way_out: str
-) -> None:
-    if not isinstance(executor, RuleExecutor) or executor.rule.name not in RULES:
-        raise ValueError(
-            f"{asked}: {executor.label} cannot be stepped in windows; use an optimizer of this "
-            f"package, or {way_out}"
-        )
-    for name in _collective(executor, params):
-        raise ValueError(
-            f"{asked}: {executor.label} steps {name}, which is split over ranks, with a "
-            "collective, and ranks may have different windows, so their collectives would not "
-            f"match; {way_out}"
-        )
-    devices = {local_tensor(param).device: name for _, name, param in params}
-    if len(devices) > 1:
-        raise ValueError(
-            f"{asked}: {' and '.join(devices.values())} are on different devices "
-            f"({', '.join(map(str, devices))}); {way_out}"
-        )
-
-
-def _collective(executor: RuleExecutor, params: Sequence[NamedParam]) -> Iterable[str]:
-    return (
-        name
-        for slot, name, param in params
-        if executor.is_collective(update_of(slot, name, param, param))
-    )
+        devices = {local_tensor(param).device: name for _, name, param in checked}
+        if in_windows and len(devices) > 1:
+            raise ValueError(
+                f"{asked}: {' and '.join(devices.values())} are on different devices "
+                f"({', '.join(map(str, devices))}); {way_out}"
+            )
 
 
 def only_accelerator(devices: Iterable[torch.device]) -> torch.device:

@@ -43,14 +43,6 @@ class _BufferedTensor:
     front: Tensor
     back: Tensor
 
-    def fits(self, live: Tensor) -> bool:
-        memory = live.data_ptr(), live.shape
-        return live is self.live and memory == (self.front.data_ptr(), self.front.shape)
-
-    def swap(self) -> None:
-        self.front, self.back = self.back, self.front
-        give_memory(self.live, self.front)
-
 
 @dataclass(frozen=True)
 class BackLaunch:
@@ -99,7 +91,7 @@ class DoubleBuffer:
         """Plan host memory for copies of these tensors, unless it is planned already. The first use
         allocates the memory. Return the planned bytes of main params and of state."""
         for is_main in () if self.blocks else (True, False):
-            tensors = [live[key] for key in live if _is_main(key) == is_main]
+            tensors = [each for key, each in live.items() if (key[2] == MAIN) == is_main]
             allocate = partial(self._transfer.empty_host, pin=self._pin and is_main)
             size = sum(aligned_bytes(each.numel(), each.dtype) for each in tensors)
             self.blocks[is_main] = Block(size, allocate)
@@ -108,38 +100,39 @@ class DoubleBuffer:
     def launches(self, launches: Sequence[Launch]) -> list[BackLaunch]:
         """Return launches into the back buffer. Return none if a tensor is not contiguous,
         because such a tensor would be stepped as a copy."""
+        found = []
         for planned in launches:
-            lists = planned.lists
+            lists, count = planned.lists, len(planned.positions)
             if planned.mains is not lists.main or planned.outputs is not lists.output:
                 return []
-        return [self._launch(planned) for planned in launches]
-
-    def _launch(self, planned: Launch) -> BackLaunch:
-        names, live = (MAIN, *planned.lists.state), _stepped(planned)
-        keys = [(planned.group, where, name) for name in names for where in planned.positions]
-        backs = [self._pair(key, each).back for key, each in zip(keys, live, strict=True)]
-        count = len(planned.positions)
-        main = CachedTensorList(backs[:count])
-        state: dict[str, list[Tensor]] = {
-            name: CachedTensorList(backs[count * place : count * (place + 1)])
-            for place, name in enumerate(planned.lists.state, start=1)
-        }
-        present = {MAIN: planned.lists.main, **planned.lists.state}
-        lists = replace(planned.lists, main=main, state=state, source=present, prepared=None)
-        target = planned._replace(mains=main, lists=lists)
-        return BackLaunch(planned, target, keys, [tensor._version for tensor in live])
+            names, live = (MAIN, *lists.state), _stepped(planned)
+            keys = [(planned.group, where, name) for name in names for where in planned.positions]
+            backs = [self._pair(key, each).back for key, each in zip(keys, live, strict=True)]
+            main = CachedTensorList(backs[:count])
+            state: dict[str, list[Tensor]] = {
+                name: CachedTensorList(backs[count * place : count * (place + 1)])
+                for place, name in enumerate(lists.state, start=1)
+            }
+            present = {MAIN: lists.main, **lists.state}
+            lists = replace(lists, main=main, state=state, source=present, prepared=None)
+            target = planned._replace(mains=main, lists=lists)
+            versions = [tensor._version for tensor in live]
+            found.append(BackLaunch(planned, target, keys, versions))
+        return found
 
     def _pair(self, key: Key, live: Tensor) -> _BufferedTensor:
         pair = self._buffered.get(key)
-        if pair is not None and pair.fits(live):
-            return pair
+        if pair is not None and pair.live is live:
+            front = pair.front.data_ptr(), pair.front.shape
+            if front == (live.data_ptr(), live.shape):
+                return pair
         form = live.shape, live.dtype
         if pair is not None and (pair.back.shape, pair.back.dtype) == form:
             # The tensor was replaced, but its back buffer is kept. After an interrupted swap the
             # tensor may have either piece of memory, so take the other piece.
             back = pair.front if pair.back.data_ptr() == live.data_ptr() else pair.back
         else:
-            memory = self.blocks[_is_main(key)]
+            memory = self.blocks[key[2] == MAIN]
             back = memory.with_room(aligned_bytes(live.numel(), live.dtype)).take(*form)
         self._buffered[key] = _BufferedTensor(live, live.data, back)
         return self._buffered[key]
@@ -147,11 +140,9 @@ class DoubleBuffer:
     def swap(self, keys: Iterable[Key]) -> None:
         """Exchange the memory of these tensors and of the back buffer."""
         for key in keys:
-            self._buffered[key].swap()
-
-
-def _is_main(key: Key) -> bool:
-    return key[2] == MAIN
+            pair = self._buffered[key]
+            pair.front, pair.back = pair.back, pair.front
+            give_memory(pair.live, pair.front)
 
 
 def _inputs(planned: Launch) -> tuple[object, ...]:

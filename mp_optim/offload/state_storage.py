@@ -17,21 +17,32 @@ from __future__ import annotations
 
 import itertools
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from mp_optim.config.state_forms import BLOCK, packed_bytes
+from mp_optim.core.slot_state import is_scale
 from mp_optim.host.calls import in_own_modes
 from mp_optim.host.direct_file import DISK_BLOCK, DirectFile, Ticket
 from mp_optim.host.host_memory import ALIGNMENT, TensorSpec, aligned_bytes, tensor_in
 from mp_optim.host.leases import before_writing
 from mp_optim.host.transfer import Transfer
+from mp_optim.kernels.codecs import is_packed
 from mp_optim.offload.buckets import WAIT_DISK, StepTimeline
-from mp_optim.offload.window_plan import IN_FLIGHT, SMALLEST_WINDOW, Window, WindowForm, view_of
 
+GRAD, OUTPUT = "grad", "output"
+IN_FLIGHT = 3
+"""Windows on the device: one is copied up, one is stepped, and one is copied down."""
+SMALLEST_WINDOW = 4096
+"""Smallest size of a window in bytes: 256 elements with state of any format fit into this size."""
+
+Tensors = Mapping[str, Tensor]
+"""Tensors of some elements by key: the main param under ``MAIN``, and state under its keys. A
+gradient and an output that are copied with them are under ``GRAD`` and ``OUTPUT``."""
 FLUSHED_EVERY = 256 << 20
 """Bytes of new tensors after which their values are written to the disk."""
 
@@ -40,6 +51,88 @@ def blocks_bytes(num_bytes: int) -> int:
     """Round the bytes of a tensor up to whole blocks of the file, so that no block belongs to two
     tensors."""
     return -(-num_bytes // DISK_BLOCK) * DISK_BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some elements of one tensor of a launch.
+
+    Attributes:
+        launch: index of the launch in the step.
+        index: index of the tensor in the launch's lists.
+        start: first element.
+        count: number of elements.
+        is_whole: True if the piece has all elements of the tensor.
+        held: state of these elements, and their main param unless it is stepped in place.
+        along: gradient and output of these elements, if they are copied with the window.
+        num_bytes: bytes in the window.
+    """
+
+    launch: int
+    index: int
+    start: int
+    count: int
+    is_whole: bool
+    held: Tensors
+    along: Tensors
+    num_bytes: int
+
+
+Window = list[Piece]
+
+
+@dataclass(frozen=True)
+class WindowForm:
+    """The layout of tensors in a window, and the boundaries at which tensors are cut.
+
+    Attributes:
+        unit: alignment of main params and state in bytes: a cache line in memory, or a block in a
+            file, so that neighbours are one transfer.
+    """
+
+    unit: int = ALIGNMENT
+
+    def forms_bytes(self, forms: Iterable[TensorSpec]) -> int:
+        """Return the bytes of tensors with these shapes and dtypes."""
+        sizes = (shape.numel() * dtype.itemsize for shape, dtype in forms)
+        return sum(-(-size // self.unit) * self.unit for size in sizes)
+
+    def bytes_of(self, held: Tensors, along: Tensors) -> int:
+        """Return the bytes of these tensors in a window: state and main params, and gradients
+        and outputs."""
+        size = self.forms_bytes((each.shape, each.dtype) for each in held.values())
+        return size + sum(aligned_bytes(each.numel(), each.dtype) for each in along.values())
+
+    def cuts(self, dtypes: Mapping[str, torch.dtype]) -> tuple[int, int]:
+        """Return the number of elements in the smallest piece of a tensor, and the bytes of this
+        piece. A tensor is cut only at multiples of this number.
+
+        In a file a piece fills whole blocks for each dtype. The dtypes may be empty for a parameter
+        that is stepped in place.
+        """
+        sizes = []  # Bytes of 256 elements of each tensor.
+        for key, dtype in dtypes.items():
+            if is_scale(key):
+                sizes.append(dtype.itemsize)
+            else:
+                sizes.append(
+                    packed_bytes(BLOCK) if is_packed(key, dtype) else dtype.itemsize * BLOCK
+                )
+        count = max(1, self.unit // min(sizes, default=self.unit)) if self.unit > ALIGNMENT else 1
+        return count * BLOCK, count * sum(sizes)
+
+
+def view_of(memory: Tensor, start: int, form: TensorSpec) -> Tensor:
+    """Return a contiguous tensor that shares 1-D uint8 memory.
+
+    Args:
+        memory: 1-D uint8 tensor.
+        start: first byte of the tensor in the memory.
+        form: shape and dtype of the tensor.
+    """
+    shape, dtype = form
+    size = shape.numel() * dtype.itemsize
+    return memory[start : start + size].view(dtype).view(shape)
 
 
 @dataclass
@@ -73,6 +166,7 @@ class StateFile:
 
     Attributes:
         capacity: bytes allocated on the disk.
+        is_exposed: True if a caller may have written to tensors of the file.
     """
 
     def __init__(self, folder: str | Path, is_planned: bool = False) -> None:
@@ -81,7 +175,7 @@ class StateFile:
         self._is_planned = is_planned
         self._file: DirectFile | None = None
         self._segments: list[_Segment] = []
-        self._unwritten, self._is_exposed = 0, False
+        self._unwritten, self.is_exposed = 0, False
 
     @property
     def file(self) -> DirectFile:
@@ -120,18 +214,15 @@ class StateFile:
         size = blocks_bytes(shape.numel() * dtype.itemsize)
         if self._unwritten + size > FLUSHED_EVERY:
             self.flush_mapping()
-        segment = self._with_room(size)
+        with_room = (each for each in self._segments if size <= each.memory.numel() - each.used)
+        segment = next(with_room, None)
+        if segment is None:
+            self.reserve(self.capacity + max(size, 1))
+            segment = self._segments[-1]
         tensor = tensor_in(segment.memory, segment.used, shape, dtype)
         segment.used += size
         self._unwritten += size
         return tensor
-
-    def _with_room(self, size: int) -> _Segment:
-        for segment in self._segments:
-            if size <= segment.memory.numel() - segment.used:
-                return segment
-        self.reserve(self.capacity + max(size, 1))
-        return self._segments[-1]
 
     def zeros(self, forms: Sequence[TensorSpec]) -> list[Tensor]:
         """Return one tensor of zeros from the file for each shape and dtype."""
@@ -154,15 +245,6 @@ class StateFile:
         if self._file is not None:
             self._file.check_owner()
 
-    def exposed(self) -> None:
-        """Record that a caller gets tensors of the file, and may write to them.
-
-        Raises:
-            RuntimeError: this process is a forked child (:meth:`DirectFile.check_owner`).
-        """
-        self.check_owner()
-        self._is_exposed = True
-
     def flush_mapping(self) -> None:
         """Write changed tensors of the mapping to the disk, and drop the pages of the file from
         memory.
@@ -170,7 +252,7 @@ class StateFile:
         Raises:
             OSError: writing failed; the message has the path and the remedy.
         """
-        if not (self._is_exposed or self._unwritten) or self._file is None:
+        if not (self.is_exposed or self._unwritten) or self._file is None:
             return
         with self._file.explained("writing"):
             for segment in self._segments:
@@ -178,7 +260,7 @@ class StateFile:
                 if hasattr(mmap, "MADV_DONTNEED"):
                     segment.mapping.madvise(mmap.MADV_DONTNEED)
         self._file.forget_cache()
-        self._unwritten, self._is_exposed = 0, False
+        self._unwritten, self.is_exposed = 0, False
 
     def notes(self) -> tuple[str, ...]:
         """Return notes for ``describe()``, if the folder's file system has no direct transfers."""
@@ -247,7 +329,7 @@ class FileWindows:
 
     Args:
         windows: the windows of the step; tensors outside the file are used in place.
-        buffers: memory of one window each, at least :func:`windows_held` pieces.
+        buffers: memory of one window each, in turn.
         stages: True if a window's memory has space for its gradients and outputs.
 
     Attributes:
@@ -293,11 +375,27 @@ class FileWindows:
         self._wait(itertools.chain.from_iterable(under_way))
 
     def _begin(self, number: int) -> None:
-        """Start to read a window into its memory. First wait until the previous window in this
-        memory was written to the file."""
+        """Start to read a window into its memory, in the order of the file. First wait until the
+        previous window in this memory was written to the file."""
         self._wait(self._writes.pop(number - len(self._buffers), ()))
-        memory = self._buffer(number)
-        window, extents, used = _laid_out(self._windows[number], self._file, memory)
+        memory, window, found = self._buffer(number), self._windows[number], []
+        for index, piece in enumerate(window):
+            for key, tensor in piece.held.items():
+                if (offset := self._file.offset_of(tensor)) is not None:
+                    found.append((offset, index, key, tensor))
+        held = [dict(piece.held) for piece in window]
+        extents: list[_Extent] = []
+        used = 0
+        for offset, index, key, tensor in sorted(found, key=lambda each: each[0]):
+            held[index][key] = view_of(memory, used, (tensor.shape, tensor.dtype))
+            size = blocks_bytes(tensor.nbytes)
+            if extents and extents[-1].offset + extents[-1].size == offset:
+                extents[-1].size += size
+            else:
+                extents.append(_Extent(offset, used, size))
+            used += size
+        pairs = zip(window, held, strict=True)
+        window = [replace(piece, held=tensors) for piece, tensors in pairs]
         if self._stages:
             window = _with_room(window, memory, used)
         self._begun.append((window, extents))
@@ -324,41 +422,6 @@ class FileWindows:
             # Drop the list's reference: a reference from this frame to its own error would be a
             # cycle.
             raise failed.pop()
-
-
-def windows_held(lag: int) -> int:
-    """Return the number of windows in host memory at a time: ``BEHIND`` are written, one is
-    read, and ``lag`` are stepped or written back."""
-    return AHEAD + 1 + lag + BEHIND
-
-
-def _laid_out(window: Window, file: StateFile, memory: Tensor) -> tuple[Window, list[_Extent], int]:
-    """Lay out the tensors of a window in memory, in the order of the file. Return the window, its
-    extents in the file, and the used bytes of the memory.
-
-    Args:
-        window: pieces with tensors in the file.
-        file: the state file.
-        memory: memory of the window, 1-D uint8.
-    """
-    found = []
-    for index, piece in enumerate(window):
-        for key, tensor in piece.held.items():
-            if (offset := file.offset_of(tensor)) is not None:
-                found.append((offset, index, key, tensor))
-    held = [dict(piece.held) for piece in window]
-    extents: list[_Extent] = []
-    used = 0
-    for offset, index, key, tensor in sorted(found, key=lambda each: each[0]):
-        held[index][key] = view_of(memory, used, (tensor.shape, tensor.dtype))
-        size = blocks_bytes(tensor.nbytes)
-        if extents and extents[-1].offset + extents[-1].size == offset:
-            extents[-1].size += size
-        else:
-            extents.append(_Extent(offset, used, size))
-        used += size
-    pairs = zip(window, held, strict=True)
-    return [replace(piece, held=tensors) for piece, tensors in pairs], extents, used
 
 
 def _with_room(window: Window, memory: Tensor, used: int) -> Window:
@@ -397,7 +460,9 @@ class FileStorage:
     def window_sizes(self, sizes: Sequence[int], smallest: int, most: int, lag: int) -> list[int]:
         """Return equal window sizes of at most ``most`` bytes. If all state is smaller, the
         windows together have about its size."""
-        count = windows_held(lag)
+        # AHEAD windows and the next one are read, ``lag`` are stepped or written back, and BEHIND
+        # are written.
+        count = AHEAD + 1 + lag + BEHIND
         share = -(-sum(sizes) // count)
         wanted = blocks_bytes(max(share, smallest, DISK_BLOCK))
         return [min(most // DISK_BLOCK * DISK_BLOCK, wanted)] * count

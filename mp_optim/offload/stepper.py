@@ -20,8 +20,6 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-from torch import Tensor
-
 from mp_optim.core import Slot, SlotUpdates, StepPlan, UpdateSelection
 from mp_optim.core.executor import Executor, Place
 from mp_optim.core.slot_state import STEP
@@ -42,8 +40,8 @@ from mp_optim.offload.buckets import (
 )
 from mp_optim.offload.settings import HostStepSettings
 from mp_optim.offload.speculation import BackLaunch, SpeculativeStepper
+from mp_optim.offload.state_storage import IN_FLIGHT
 from mp_optim.offload.streaming import WindowPipeline, disk_bytes, held_forms, state_bytes
-from mp_optim.offload.window_plan import IN_FLIGHT
 from mp_optim.rules.rule_executor import RuleExecutor
 
 
@@ -141,11 +139,10 @@ class Stepper:
         """Return a new pipeline. Make the executor allocate state in memory that copies can
         read."""
         settings, executor = self.settings, self._rule_executor
-
-        def zeroed(num_bytes: int) -> Tensor:
-            return settings.transfer.empty_host(num_bytes, settings.pin_mains).zero_()
-
-        file, allocate = settings.state_file, partial(allocate_contiguous, allocate=zeroed)
+        empty, file = settings.transfer.empty_host, settings.state_file
+        allocate = partial(
+            allocate_contiguous, allocate=lambda size: empty(size, settings.pin_mains).zero_()
+        )
         slots = [slot.slot for slot in self.slots]
         executor.rows.allocators = dict.fromkeys(slots, file.zeros if file else allocate)
         return WindowPipeline(executor, settings, self.label, self.slots, self.releases)
@@ -271,9 +268,16 @@ class Stepper:
         # Take the mark before the device's step is queued. Otherwise downloads of gradients would
         # start only after that step.
         mark = self.settings.transfer.mark()
-        ahead, in_back = self.speculation, {}
+        ahead = self.speculation
+        in_back: dict[int, Sequence[BackLaunch]] = {}
         if ahead is not None and self.schedule.speculates:
-            in_back = self._fill_back_buffers(ahead, steps, mark)
+            planned = {step.bucket: self._rule_executor.plan(step.staged) for step in steps}
+            hits = self.schedule.hits(steps, planned)
+            try:
+                in_back = ahead.fill(steps, planned, hits, mark)
+            except Exception:
+                self.schedule.discard()
+                raise
 
         def begin() -> None:
             step_device()
@@ -286,19 +290,6 @@ class Stepper:
             # NOTE: the device waits for the uploads, the host does not. The wait cannot be later,
             # because the device's next operations read the parameters.
             self.settings.transfer.join()
-
-    def _fill_back_buffers(
-        self, ahead: SpeculativeStepper, steps: Sequence[BucketStep], mark: Any
-    ) -> dict[int, Sequence[BackLaunch]]:
-        """Step every bucket into its back buffer, unless backward did so. Return the launches of
-        all buckets; empty for a bucket that has to be stepped in place."""
-        planned = {step.bucket: self._rule_executor.plan(step.staged) for step in steps}
-        hits = self.schedule.hits(steps, planned)
-        try:
-            return ahead.fill(steps, planned, hits, mark)
-        except Exception:
-            self.schedule.discard()
-            raise
 
     def _step_in_place(
         self, steps: Sequence[BucketStep], mark: Any, begin: Callable[[], None]
@@ -385,22 +376,6 @@ class Stepper:
             sizes.append(sum(slot.numel * max(2, slot.dtype.itemsize) for slot in slots))
         return sum(sorted(sizes)[:-2])
 
-    def _host_memory(self) -> dict[str, tuple[int, int]]:
-        """Return the planned and the allocated bytes of host memory, by purpose."""
-        held, ahead, pipeline = self.host_bytes(), self.speculation, self.pipeline
-        staging, planned = [], 0
-        if self.buckets is not None:
-            staging, planned = self.buckets.staging, self.buckets.planned
-        # State tensors never change their size, so complete state is not added up again.
-        if self._state_bytes[0] != self._state_bytes[1]:
-            self._state_bytes = self._bytes_of_state()
-        return {
-            "staging": (planned, sum(piece.memory.allocated for piece in staging)),
-            "back buffers": (held.back, 0 if ahead is None else ahead.allocated_bytes),
-            "windows": (sum(held.windows), 0 if pipeline is None else pipeline.storage.allocated),
-            "main params and state": self._state_bytes,
-        }
-
     def _bytes_of_state(self) -> tuple[int, int]:
         """Return the planned and the allocated bytes of main params and state in host memory."""
         executor, planned, allocated = self._executor, 0, 0
@@ -445,12 +420,29 @@ class Stepper:
         ``planned_host_bytes`` and ``resident_host_bytes`` are sums over all purposes. Warn once of
         each purpose that takes more memory than its plan.
         """
-        memory = self._host_memory()
+        held, ahead, pipeline = self.host_bytes(), self.speculation, self.pipeline
+        # State tensors never change their size, so complete state is not added up again.
+        if self._state_bytes[0] != self._state_bytes[1]:
+            self._state_bytes = self._bytes_of_state()
+        staged = 0 if self.buckets is None else self.buckets.planned
+        pieces = [] if self.buckets is None else self.buckets.staging
+        memory = {  # The planned and the allocated bytes of each purpose.
+            "staging": (staged, sum(piece.memory.allocated for piece in pieces)),
+            "back buffers": (held.back, 0 if ahead is None else ahead.allocated_bytes),
+            "windows": (sum(held.windows), 0 if pipeline is None else pipeline.storage.allocated),
+            "main params and state": self._state_bytes,
+        }
         for purpose, (planned, allocated) in memory.items():
             # Alignment of tensors and blocks may add 2 % and 1 MiB to a plan.
             if allocated - planned > planned / 50 + (1 << 20) and purpose not in self._reported:
                 self._reported.add(purpose)
-                warn(_growth(purpose, planned, allocated))
+                cause = " (gradients are wider than the model's dtype, or some stay after their "
+                cause += "release)"
+                warn(
+                    f"host memory of {purpose}: {allocated:,} bytes are allocated, but only "
+                    f"{planned:,} were planned{cause if purpose == 'staging' else ''}; free other "
+                    "host memory, or lower offload_bucket_bytes or the offload fraction"
+                )
         planned, allocated = map(sum, zip(*memory.values(), strict=True))
         found = self.timeline.metrics()
         found |= {"planned_host_bytes": planned, "resident_host_bytes": allocated}
@@ -477,14 +469,3 @@ def _by_place(
     away = [index for index, slot in enumerate(slots) if slot in offloaded]
     here = [index for index, slot in enumerate(slots) if slot not in offloaded]
     return UpdateSelection(away, slots), UpdateSelection(here, slots)
-
-
-def _growth(purpose: str, planned: int, allocated: int) -> str:
-    cause = ""
-    if purpose == "staging":
-        cause = " (gradients are wider than the model's dtype, or some stay after their release)"
-    return (
-        f"host memory of {purpose}: {allocated:,} bytes are allocated, but only {planned:,} were "
-        f"planned{cause}; free other host memory, or lower offload_bucket_bytes or the offload "
-        "fraction"
-    )

@@ -1,6 +1,10 @@
 """Windows of a step: slots with streamed state, or with state in a file, are stepped window by
 window.
 
+A window is filled in the order of the launches. A tensor that fits into a window is never cut. A
+larger tensor is cut at blocks of 256 elements if its rule allows cuts, and at multiples of these
+blocks if its state is in a file.
+
 The storage (:mod:`~mp_optim.offload.state_storage`) has the windows in host memory. The windows are
 stepped there (:class:`HostWindows`), or in a ring of device memory (:class:`DeviceRing`), which
 copies windows to the device and back.
@@ -20,36 +24,35 @@ between accelerator and host.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mp_optim.core import Slot, SlotUpdates
+from mp_optim.core import CachedTensorList, Slot, SlotUpdates
 from mp_optim.core.slot_state import AVERAGE, REMAINDER
-from mp_optim.host.host_memory import TensorSpec, aligned_bytes
+from mp_optim.host.host_memory import ALIGNMENT, TensorSpec, aligned_bytes
 from mp_optim.host.transfer import Transfer
-from mp_optim.kernels.kernel_args import MAIN
+from mp_optim.kernels.chunking import part_of_state
+from mp_optim.kernels.kernel_args import MAIN, TensorLists
 from mp_optim.offload.buckets import WAIT_COPIES, DiskBytes, HostBytes, HostSlot, TransferBytes
 from mp_optim.offload.settings import HostStepSettings
 from mp_optim.offload.state_storage import (
-    FileStorage,
-    MemoryStorage,
-    OpenWindows,
-    Storage,
-    blocks_bytes,
-)
-from mp_optim.offload.window_plan import (
     GRAD,
     IN_FLIGHT,
     OUTPUT,
     SMALLEST_WINDOW,
+    FileStorage,
+    MemoryStorage,
+    OpenWindows,
+    Piece,
+    Storage,
     Tensors,
     Window,
-    cut_windows,
-    launches_of,
+    blocks_bytes,
     view_of,
 )
 from mp_optim.rules.rule import Launch
@@ -86,6 +89,7 @@ class WindowPipeline:
         self._stage = "host_step" if self._is_host else "stream_step"
         self._lag = HostWindows.lag if self._is_host else DeviceRing.lag
         self._slots, self._carries_grads = slots, carries_grads
+        self._in_place = {slot.slot for slot in slots if slot.is_stepped_in_place}
         self._transfer, self._timeline = settings.transfer, settings.timeline
         self._most = settings.window_bytes
         self._sizes: list[int] = []
@@ -105,21 +109,14 @@ class WindowPipeline:
             )
         largest = max(slots, key=self._smallest, default=None)
         if largest is not None and (size := self._smallest(largest)) > self._most:
-            self._refuse(largest.slot, size)
-
-    def _refuse(self, slot: Slot, size: int) -> None:
-        group = self._executor.param_groups[slot.group]
-        rule, name = (
-            group.get("optimizer", self._executor.rule.name),
-            self._executor.slot_name(slot),
-        )
-        what = f"{rule} needs whole parameters, and {name}"
-        if self._may_cut(slot):
-            what = f"the smallest part of {name}"
-        raise ValueError(
-            f"stream_window_bytes={self._most}: {what} needs {size} bytes; set "
-            f"stream_window_bytes={size} or more"
-        )
+            name, what = executor.slot_name(largest.slot), "the smallest part of"
+            if not self._may_cut(largest.slot):
+                group = executor.param_groups[largest.slot.group]
+                what = f"{group.get('optimizer', executor.rule.name)} needs whole parameters, and"
+            raise ValueError(
+                f"stream_window_bytes={self._most}: {what} {name} needs {size} bytes; set "
+                f"stream_window_bytes={size} or more"
+            )
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -194,17 +191,23 @@ class WindowPipeline:
             step_device: steps the device's slots; called once, before the first window is stepped.
         """
         launches = self._executor.plan(updates)
-        may_cut = [self._executor.is_elementwise(each.settings) for each in launches]
-        along = partial(self._along, on_host)
-        staying = {slot.slot for slot in self._slots if slot.is_stepped_in_place}
-        windows = cut_windows(
-            *(launches, self.storage.form, self.sizes[0], may_cut, along),
-            lambda launch, index: launch.updates.slots[index] in staying,
-        )
+        windows: list[Window] = []
+        filled = 0
+        for piece in self._pieces(launches, on_host):
+            if not windows or filled + piece.num_bytes > self.sizes[0]:
+                windows.append([])
+                filled = 0
+            windows[-1].append(piece)
+            filled += piece.num_bytes
         if not windows:
             step_device()
             return
-        copies = self._copies_of(windows, updates, on_host)
+        copies: WindowCopies = HostWindows(self._transfer, windows)
+        if not self._is_host:
+            like, slot, output = updates.grads[0], updates.slots[0], updates.outputs[0]
+            if slot in on_host:
+                like = self._executor.stepped(slot) if output is None else output
+            copies = DeviceRing(self._transfer, self.sizes[:IN_FLIGHT], like)
         opened = self.storage.open_windows(windows, self.sizes)
         try:
             self._stream(launches, len(windows), opened, copies, step_device)
@@ -218,6 +221,48 @@ class WindowPipeline:
             self._executor.rows.groups[launch.group].count(launch.positions)
         self.moved.add(copies.down, copies.up, opened.read, opened.written)
 
+    def _pieces(self, launches: Sequence[Launch], on_host: Collection[Slot]) -> Iterator[Piece]:
+        """Yield the tensors of a step in the order of the launches. A tensor that does not fit into
+        a window is cut.
+
+        Raises:
+            ValueError: a tensor or its smallest piece is larger than a window; the message has its
+                bytes.
+        """
+        form, most = self.storage.form, self.sizes[0]
+        for number, planned in enumerate(launches):
+            for index, main in enumerate(planned.lists.main):
+                held = {key: tensors[index] for key, tensors in planned.lists.state.items()}
+                if planned.updates.slots[index] not in self._in_place:
+                    held = {MAIN: main, **held}
+                extra = self._along(on_host, planned, index)
+                size = form.bytes_of(held, extra)
+                if size <= most:
+                    yield Piece(number, index, 0, main.numel(), True, held, extra, size)
+                    continue
+                if not self._executor.is_elementwise(planned.settings):
+                    raise ValueError(
+                        f"stream_window_bytes={most}: a parameter of {tuple(main.shape)}, which "
+                        f"its rule steps only as a whole, needs {size} bytes; set "
+                        f"stream_window_bytes={size} or more. No parameter was stepped"
+                    )
+                elements, num_bytes = form.cuts({key: each.dtype for key, each in held.items()})
+                num_bytes += sum(elements * each.itemsize for each in extra.values())
+                # Leave space for the alignment of each tensor.
+                ends = form.unit * (len(held) + len(extra)) if form.unit == ALIGNMENT else 0
+                limit = max(1, (most - ends) // num_bytes) * elements
+                for start in range(0, main.numel(), limit):
+                    count = min(limit, main.numel() - start)
+                    parts = cut_all(held, start, count), cut_all(extra, start, count)
+                    size = form.bytes_of(*parts)
+                    if size > most:
+                        raise ValueError(
+                            f"stream_window_bytes={most}: the smallest piece of a parameter with a "
+                            f"gradient in {extra[GRAD].dtype} needs {size} bytes; set "
+                            f"stream_window_bytes={size} or more. No parameter was stepped"
+                        )
+                    yield Piece(number, index, start, count, False, *parts, size)
+
     def _along(self, on_host: Collection[Slot], launch: Launch, index: int) -> Tensors:
         """Return the gradient and output of a launch's tensor that are copied with its window."""
         grad, output = launch.lists.grad[index], launch.lists.output[index]
@@ -228,17 +273,6 @@ class WindowPipeline:
             return {}
         written = {} if output is None else {OUTPUT: output}
         return written if is_down else {GRAD: grad, **written}
-
-    def _copies_of(
-        self, windows: Sequence[Window], updates: SlotUpdates, on_host: Collection[Slot]
-    ) -> WindowCopies:
-        if self._is_host:
-            return HostWindows(self._transfer, windows)
-        like = updates.grads[0]
-        if (slot := updates.slots[0]) in on_host:
-            output = updates.outputs[0]
-            like = self._executor.stepped(slot) if output is None else output
-        return DeviceRing(self._transfer, self.sizes[:IN_FLIGHT], like)
 
     def _stream(
         self,
@@ -283,6 +317,65 @@ class WindowPipeline:
             # NOTE: copies read and write host and device memory of the windows until here.
             with self._timeline.stage(WAIT_COPIES):
                 copies.wait()
+
+
+# -- windows ------------------------------------------------------------------------------------
+
+
+def cut_all(tensors: Tensors, start: int, count: int) -> Tensors:
+    """Return views of some elements of each tensor."""
+    return {key: part_of_state(key, each, start, count) for key, each in tensors.items()}
+
+
+def launches_of(
+    launches: Sequence[Launch], window: Window, resident: Sequence[Tensors]
+) -> Iterator[Launch]:
+    """Yield the launches of a window.
+
+    Args:
+        launches: the launches of the step.
+        window: pieces of the window.
+        resident: main param, state, gradient and output of each piece, on the stepping device.
+    """
+    pairs = zip(window, resident, strict=True)
+    for launch, run in groupby(pairs, key=lambda pair: pair[0].launch):
+        planned, members = launches[launch], list(run)
+        lists, indices = planned.lists, [piece.index for piece, _ in members]
+        grads, outputs, mains, noise = [], [], [], []
+        for piece, here in members:
+            output = lists.output[piece.index]
+            mains.append(_or_part(here.get(MAIN), lists.main[piece.index], piece))
+            grads.append(_or_part(here.get(GRAD), lists.grad[piece.index], piece))
+            outputs.append(output if output is None else _or_part(here.get(OUTPUT), output, piece))
+            if lists.noise:
+                of_tensor = lists.noise[piece.index]
+                noise.append(replace(of_tensor, start=of_tensor.start + piece.start))
+        main = CachedTensorList(mains)
+        yield planned._replace(
+            positions=[planned.positions[index] for index in indices],
+            regions=[planned.regions[index] for index in indices],
+            device=main[0].device,
+            updates=planned.updates.take(indices),
+            mains=main,
+            outputs=outputs,
+            lists=TensorLists(
+                main,
+                CachedTensorList(grads),
+                {key: [tensors[key] for _, tensors in members] for key in lists.state},
+                outputs,
+                noise=noise or None,
+                average_weight=lists.average_weight,
+                follows=lists.follows and not any(OUTPUT in here for _, here in members),
+            ),
+            firsts=[piece.start for piece, _ in members],
+        )
+
+
+def _or_part(came: Tensor | None, tensor: Tensor, piece: Piece) -> Tensor:
+    """Return the copied tensor; without a copy, the piece's elements of the tensor itself."""
+    if came is not None:
+        return came
+    return tensor if piece.is_whole else part_of_state(MAIN, tensor, piece.start, piece.count)
 
 
 # -- what state takes -----------------------------------------------------------------------------
