@@ -301,7 +301,7 @@ def _tensors(member: WrappedOptimizer, config: OptimizerConfig) -> Iterator[tupl
         on_device = member.executor.place(slot) == "device"
         may_stream = config.offload_place != "host" or config.optimizer_state_path is not None
         is_reserved = not on_device and may_stream
-        if on_device and member.has_separate_main(slot):
+        if on_device and member.engine.mains.has_own_main(slot):
             main = param_at(member.executor.param_groups, slot)
             yield "accelerator", "main_params", main.nbytes
         for key, value in member.executor.state_of(slot).live().items():

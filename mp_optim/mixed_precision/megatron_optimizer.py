@@ -31,9 +31,8 @@ from mp_optim.mixed_precision.clip_and_skip import StepCounts
 from mp_optim.mixed_precision.description import Description
 from mp_optim.mixed_precision.grad_norm import NormKey
 from mp_optim.mixed_precision.grad_scaler import MegatronGradScaler
-from mp_optim.mixed_precision.main_params import MainParams
+from mp_optim.mixed_precision.main_params import MainParams, scale_rows_
 from mp_optim.mixed_precision.observer import Observer, Observers
-from mp_optim.mixed_precision.scaled_rows import scale_rows_
 from mp_optim.mixed_precision.settings_agreement import check_write, disagreement
 from mp_optim.mixed_precision.step import take_step
 from mp_optim.offload.backward_scheduler import BackwardScheduler
@@ -155,7 +154,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         """Raise ValueError with the difference between the ranks' settings, because ranks that
         share parameters would step the parameters differently."""
         self.discard_backward_work()
-        raise disagreement([mains.table.common for mains in self.all_mains()])
+        tables = [mains.table for mains in self.all_mains()]
+        raise disagreement([table.reuse("common", table.settings_alike) for table in tables])
 
     # -- loss scale, gradients --------------------------------------------------------------------
 
@@ -298,11 +298,6 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         no memory."""
         mains, there = self.leaf(slot)
         return mains.has_main(there)
-
-    def has_separate_main(self, slot: Slot) -> bool:
-        """True if a slot is stepped on another tensor than the model's parameter."""
-        mains, there = self.leaf(slot)
-        return mains.has_own_main(there)
 
     def norm_key(self, slot: Slot) -> NormKey:
         """Return the name of the norm in which a slot's gradient counts, and the groups of ranks

@@ -196,7 +196,8 @@ class ParamState(SlotState):
                 "load_adapter makes adapters float32 unless autocast_adapter_dtype=False)"
             )
         state = self.layout.take(saved)
-        is_tied = self._belongs_to_weights(state) and not self._keeps_remainder()
+        # A checksum covers the whole parameter, so this rank must have the whole parameter.
+        is_tied = REMAINDER in state and self.layout.is_whole and not self._keeps_remainder()
         if checksum is not None and is_tied and not convert:
             # The weights of the save may be loaded after the remainder. Then ``weights`` has the
             # values that the parameter will get, and their checksum is compared.
@@ -218,11 +219,6 @@ class ParamState(SlotState):
 
     # -- remainders belong to the parameters they were saved with ---------------------------------
 
-    def _belongs_to_weights(self, saved: State) -> bool:
-        """True if a saved state has a remainder that a checksum can be compared with. The checksum
-        covers the whole parameter, so this rank must have the whole parameter."""
-        return REMAINDER in saved and self.layout.is_whole
-
     def _keeps_remainder(self) -> bool:
         return REMAINDER in self.store.live_state(self.slot)
 
@@ -232,7 +228,7 @@ class ParamState(SlotState):
 
     @torch.no_grad()
     def finish_load(self, saved: State, checksum: int | None) -> bool:
-        is_tied = self._belongs_to_weights(saved) and self._keeps_remainder()
+        is_tied = REMAINDER in saved and self.layout.is_whole and self._keeps_remainder()
         if checksum is not None and is_tied and checksums_of([self._local]) != [checksum]:
             # The weights may be loaded after the optimizer's state, so the next use checks the
             # remainder.

@@ -136,10 +136,10 @@ class SlotTable:
         fact: T = self._facts[name]
         return fact
 
-    @property
-    def common(self) -> SettingsAlike:
-        """The settings that this rank compares with other ranks, and the device of the slots."""
-        return self.reuse("common", lambda: SettingsAlike(self.slots, self.params, self.keys))
+    def settings_alike(self) -> SettingsAlike:
+        """Return the settings that this rank compares with other ranks, and the device of the
+        slots. Callers cache the result by :meth:`reuse` under the name ``common``."""
+        return SettingsAlike(self.slots, self.params, self.keys)
 
     def add(
         self,
@@ -161,12 +161,6 @@ class SlotTable:
         self.streams.append(stream)
         self.split_over.append(split_over)
         self.executor.step_mark.invalidate_plans()
-
-    def look(self, params: Sequence[Tensor]) -> None:
-        """Record the present tensors of all slots as seen."""
-        self.executor.step_mark.invalidate_plans()
-        self.seen.look(params)
-        self.quantized = list(map(is_quantized, params))
 
     def grads(
         self, name_of: Callable[[Slot], str], released: Mapping[Slot, Tensor]

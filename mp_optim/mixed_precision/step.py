@@ -87,7 +87,13 @@ def take_step(
     with stack.step_mark.step(stack):
         if prepared is None:
             with _UNTIMED if config.timers is None else _timed(config, "optimizer-clip-main-grad"):
-                grads = _collect(stack)
+                try:
+                    grads = stack.grads_of(stack)
+                # If the worker of one wrapper fails, discard the jobs of all wrappers. The next
+                # step() repeats these jobs.
+                except WorkerError:
+                    stack.discard_backward_work()
+                    raise
                 verdict, judge = _decide(stack, grads)
         else:
             grads, verdict, judge = prepared
@@ -125,7 +131,7 @@ def take_steps(stacks: Mapping[str, Any], errors: dict[str, Exception]) -> dict[
     results: dict[str, StepResult] = {}
     for name, stack in stacks.items():
         with errors_kept(errors, name), stack.step_mark.step(stack):
-            collected[name] = _collect(stack)
+            collected[name] = stack.grads_of(stack)
     _measure_together(list(collected.values()))
     for name, grads in collected.items():
         with errors_kept(errors, name), stacks[name].step_mark.step(stacks[name]):
@@ -158,17 +164,6 @@ def errors_kept(errors: dict[str, Exception], name: str) -> Iterator[None]:
 
 
 # -- phases ---------------------------------------------------------------------------------------
-
-
-def _collect(stack: Any) -> Any:
-    """Phase 1: return the gradients of a step, a :class:`StepGrads`."""
-    try:
-        return stack.grads_of(stack)
-    # If the worker of one wrapper fails, discard the jobs of all wrappers. The next step() repeats
-    # these jobs.
-    except WorkerError:
-        stack.discard_backward_work()
-        raise
 
 
 def _decide(stack: Any, grads: StepGrads) -> tuple[AnyVerdict, Observer | None]:
@@ -363,7 +358,7 @@ class Engine:
             on_host: True if the result may have numbers instead of tensors.
             measured: sum of squares of each gradient, FP64, shape (gradients,); None to measure.
         """
-        config, common = self.config, self.table.common
+        config, common = self.config, self.table.reuse("common", self.table.settings_alike)
         device, ranks = common.device, self.process_groups.grad_stats
         all_keys = all_keys or common.keys
         if not self.has_compared:
@@ -502,7 +497,8 @@ def _measure_together(several: Sequence[WrappedGrads]) -> None:
     for each in several:
         engine, grads = each._engine, each._grads
         if grads and not any(each._in_backward):
-            kind = engine.config.fused_backend, engine.table.common.device
+            common = engine.table.reuse("common", engine.table.settings_alike)
+            kind = engine.config.fused_backend, common.device
             alike.setdefault(kind, []).append((each, grads))
     for (backend, device), members in alike.items():
         every = CachedTensorList.joined([grads for _, grads in members])

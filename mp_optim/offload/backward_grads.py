@@ -656,7 +656,3 @@ class ReleasedGrads:
                 "lost: call zero_grad(), and backward again"
             )
         self.held, self.releasable, self.previous = {}, {}, None
-
-    def forget(self) -> None:
-        """Discard the held copies, because no step will use them."""
-        self.held, self.releasable, self.lost, self.previous = {}, {}, "", None

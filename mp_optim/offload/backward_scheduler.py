@@ -403,7 +403,8 @@ class BackwardScheduler:
         released = self.released
         if not (released.held or released.releasable or released.lost):
             return
-        released.forget()
+        released.held, released.releasable, released.previous = {}, {}, None
+        released.lost = ""
         for bucket in self.buckets:
             bucket.staging.is_kept = False
         if self.phase is not Phase.IDLE or self._failure is not None:

@@ -90,12 +90,6 @@ def _share(param: Tensor) -> int:
     return math.ceil(param.numel() / ranks)
 
 
-def _is_stepped_in_place(place: Place, dtype: torch.dtype, stepped: torch.dtype) -> bool:
-    """True if a parameter is stepped on its device without a copy, as a whole main param or as
-    the upper half of a main param."""
-    return place != "host" and dtype == stepped
-
-
 def is_of_rule(stepper: SlotStepper) -> bool:
     """True if a rule of this package steps the slots."""
     return isinstance(stepper, Rule) or issubclass(stepper, SlotOptimizer)
@@ -157,7 +151,7 @@ class PlacedExecutor(Executor):
         self._assign(self.param_groups, self.fraction)
         self._file, size = settings.state_file, 0
         for slot, param in iter_slots(self.param_groups):
-            if self._file is None and self._is_away(slot, param):
+            if self._file is None and self._is_away(slot, param.dtype):
                 size += aligned_bytes(local_tensor(param).numel(), self.main_dtype(param.dtype))
         empty_host = partial(settings.transfer.empty_host, pin=settings.pin_mains)
         self.main_memory = Block(size, empty_host)
@@ -210,8 +204,8 @@ class PlacedExecutor(Executor):
             placed = []
             for index, param in enumerate(group["params"], start):
                 place: Place = self._offload_place if index in hosted else "device"
-                is_stepped_itself = _is_stepped_in_place(
-                    place, param.dtype, self._stepped_dtype(param.dtype)
+                is_stepped_itself = place != "host" and param.dtype == self._stepped_dtype(
+                    param.dtype
                 )
                 placed.append(PlacedSlot(place, _share(param), param.dtype, is_stepped_itself))
             start += len(placed)
@@ -225,15 +219,18 @@ class PlacedExecutor(Executor):
             if self._is_offloaded(slot):
                 placed, numel = self._placed_at(slot), local_tensor(param).numel()
                 dtype = placed.model_dtype
-                in_place = _is_stepped_in_place(placed.place, dtype, self.main_dtype(dtype))
+                in_place = not self._is_away(slot, dtype)
                 slots.append(HostSlot(slot, placed.share, numel, dtype, in_place))
         return slots[::-1]
 
     def place(self, slot: Slot) -> Place:
-        return self.stepper.place_of(slot)
+        return self._placed_at(slot).place
 
     def host_slots(self) -> Sequence[Slot]:
-        return self.stepper.copied_slots()
+        stepper = self.stepper
+        is_in_place = stepper.pipeline is None and stepper.buckets is None
+        is_copied = stepper.settings.place == "host" and not is_in_place
+        return [each.slot for each in stepper.slots] if is_copied else ()
 
     def marks_changes(self, slot: Slot) -> bool:
         place, stepper = self.place(slot), self.stepper
@@ -397,8 +394,7 @@ class PlacedExecutor(Executor):
 
     def _summed(self) -> list[Slot]:
         """Return the slots whose FP32 copies are compared with their parameters by checksums."""
-        slots = self.stepper.copied_slots()
-        return [slot for slot in slots if self._placed_at(slot).main is not None]
+        return [slot for slot in self.host_slots() if self._placed_at(slot).main is not None]
 
     def _local(self, slot: Slot) -> Tensor:
         return local_tensor(param_at(self.param_groups, slot))
@@ -457,19 +453,21 @@ class PlacedExecutor(Executor):
         self._current(slot)
 
     def reserve_main_params(self, coming: Sequence[tuple[Slot, Tensor]]) -> None:
-        super().reserve_main_params([pair for pair in coming if not self._is_away(*pair)])
+        here = [(slot, each) for slot, each in coming if not self._is_away(slot, each.dtype)]
+        super().reserve_main_params(here)
 
-    def _is_away(self, slot: Slot, source: Tensor) -> bool:
-        """True if a slot needs a main param outside of its parameter's memory."""
-        place, dtype = self._placed_at(slot).place, source.dtype
-        in_place = _is_stepped_in_place(place, dtype, self.main_dtype(dtype))
-        return self._is_offloaded(slot) and not in_place
+    def _is_away(self, slot: Slot, dtype: torch.dtype) -> bool:
+        """True if a slot, with a parameter of this dtype, needs a main param outside of the
+        parameter's memory. A streamed slot needs none if the parameter is the whole main param or
+        its upper half."""
+        place = self._placed_at(slot).place
+        return place == "host" or (place == "streamed" and dtype != self.main_dtype(dtype))
 
     def new_main_param(self, slot: Slot, source: Tensor) -> Tensor:
         self.step_mark.invalidate_plans()
         # From now on the tensor in ``param_groups`` is stepped itself.
         self._placed_at(slot).is_stepped_itself, self._placed_at(slot).main = True, None
-        if not self._is_away(slot, source):
+        if not self._is_away(slot, source.dtype):
             return super().new_main_param(slot, source)
         # Allocate the main param where it is stored, so that the device never holds it in FP32.
         main = self._copy(source, self._placed_at(slot).place, self.main_dtype(source.dtype))

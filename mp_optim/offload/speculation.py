@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from mp_optim.core import CachedTensorList, Slot, SlotUpdates, all_same, param_at
+from mp_optim.core.slot_state import STEP
 from mp_optim.host.host_memory import Block, aligned_bytes
 from mp_optim.host.leases import give_memory
 from mp_optim.host.transfer import Transfer
@@ -75,6 +76,8 @@ class DoubleBuffer:
     state.
 
     Args:
+        executor: the executor of the slots.
+        slots: the slots.
         transfer: allocates host memory.
         pin: True to page-lock the memory of main params.
 
@@ -82,24 +85,36 @@ class DoubleBuffer:
         blocks: memory of main params under True, and of state under False.
     """
 
-    def __init__(self, transfer: Transfer, pin: bool = False) -> None:
+    def __init__(
+        self, executor: RuleExecutor, slots: Sequence[Slot], transfer: Transfer, pin: bool
+    ) -> None:
+        self._executor, self._slots = executor, slots
         self._transfer, self._pin = transfer, pin
         self.blocks: dict[bool, Block] = {}
         self._buffered: dict[Key, _BufferedTensor] = {}
 
-    def reserve(self, live: Mapping[Key, Tensor]) -> tuple[int, int]:
-        """Plan host memory for copies of these tensors, unless it is planned already. The first use
-        allocates the memory. Return the planned bytes of main params and of state."""
-        for is_main in () if self.blocks else (True, False):
-            tensors = [each for key, each in live.items() if (key[2] == MAIN) == is_main]
-            allocate = partial(self._transfer.empty_host, pin=self._pin and is_main)
-            size = sum(aligned_bytes(each.numel(), each.dtype) for each in tensors)
-            self.blocks[is_main] = Block(size, allocate)
+    def reserve(self) -> tuple[int, int]:
+        """Plan host memory for copies of the slots' tensors, unless it is planned already. The
+        first use allocates the memory. Return the planned bytes of main params and of state."""
+        if not self.blocks:
+            sizes = {True: 0, False: 0}
+            for slot in self._slots:
+                # NOTE: do not call state_of() here. It compares audits, and the worker may still
+                # add samples.
+                state = self._executor.rows.live_state(slot)
+                main = param_at(self._executor.param_groups, slot)
+                for key, each in {**state, MAIN: main}.items():
+                    if key != STEP:
+                        sizes[key == MAIN] += aligned_bytes(each.numel(), each.dtype)
+            for is_main, size in sizes.items():
+                allocate = partial(self._transfer.empty_host, pin=self._pin and is_main)
+                self.blocks[is_main] = Block(size, allocate)
         return self.blocks[True].capacity, self.blocks[False].capacity
 
     def launches(self, launches: Sequence[Launch]) -> list[BackLaunch]:
         """Return launches into the back buffer. Return none if a tensor is not contiguous,
         because such a tensor would be stepped as a copy."""
+        self.reserve()
         found = []
         for planned in launches:
             lists, count = planned.lists, len(planned.positions)
@@ -172,13 +187,13 @@ class SpeculativeStepper:
 
     Attributes:
         is_on: False while speculation pauses.
+        back_buffers: the back buffer of each bucket.
     """
 
     def __init__(self, executor: RuleExecutor, timeline: StepTimeline) -> None:
         self.is_on = True
         self._executor, self._timeline = executor, timeline
-        self._buckets: Sequence[Sequence[Slot]] = ()
-        self._back_buffers: Sequence[DoubleBuffer] = ()
+        self.back_buffers: Sequence[DoubleBuffer] = ()
         self._outcomes: deque[bool] = deque(maxlen=WINDOW)
 
     # -- back buffers -----------------------------------------------------------------------------
@@ -186,36 +201,21 @@ class SpeculativeStepper:
     def use_buckets(self, buckets: Sequence[Sequence[Slot]], transfer: Transfer, pin: bool) -> None:
         """Replace the back buffers by one buffer for each of these buckets. No job may be in
         progress."""
-        self._buckets = buckets
-        self._back_buffers = [DoubleBuffer(transfer, pin) for _ in buckets]
+        self.back_buffers = [
+            DoubleBuffer(self._executor, slots, transfer, pin) for slots in buckets
+        ]
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of host memory that are allocated for back buffers now."""
-        blocks = (block for buffer in self._back_buffers for block in buffer.blocks.values())
+        blocks = (block for buffer in self.back_buffers for block in buffer.blocks.values())
         return sum(block.allocated for block in blocks)
-
-    def reserved(self) -> list[tuple[int, int]]:
-        """Return the bytes of the back buffer of each bucket, for main params and for state."""
-        return [self._reserve(index) for index in range(len(self._back_buffers))]
-
-    def _reserve(self, index: int) -> tuple[int, int]:
-        live: dict[Key, Tensor] = {}
-        for slot in self._buckets[index]:
-            # NOTE: do not call state_of() here. It compares audits, and the worker may still add
-            # samples.
-            tensors = {**self._executor.rows.live_state(slot)}
-            tensors[MAIN] = param_at(self._executor.param_groups, slot)
-            for key in tensors.keys() - {"step"}:
-                live[slot.group, slot.position, key] = tensors[key]
-        return self._back_buffers[index].reserve(live)
 
     # -- launches ---------------------------------------------------------------------------------
 
     def predicted(self, bucket: int, staged: SlotUpdates) -> Sequence[BackLaunch]:
         """Return the launches that step a bucket into its back buffer during backward, before the
-        step's
-        gradient multiplier is known. Empty if the bucket cannot be stepped during backward.
+        step's gradient multiplier is known. Empty if the bucket cannot be stepped during backward.
 
         Args:
             bucket: index of the bucket.
@@ -223,13 +223,7 @@ class SpeculativeStepper:
         """
         if any(map(self._executor.is_collective, staged)):
             return ()
-        return self._launches(bucket, self._executor.plan(staged))
-
-    def _launches(self, bucket: int, planned: Sequence[Launch]) -> Sequence[BackLaunch]:
-        """Return launches of a bucket into its back buffer; none if the bucket cannot be stepped
-        there."""
-        self._reserve(bucket)
-        return self._back_buffers[bucket].launches(planned)
+        return self.back_buffers[bucket].launches(self._executor.plan(staged))
 
     def run(self, launches: Sequence[BackLaunch], label: str) -> None:
         """Step into a back buffer. Live tensors are not written."""
@@ -263,7 +257,8 @@ class SpeculativeStepper:
         launches = dict(hits)
         for step in steps:
             if step.bucket not in hits:
-                launches[step.bucket] = self._launches(step.bucket, planned[step.bucket])
+                back = self.back_buffers[step.bucket]
+                launches[step.bucket] = back.launches(planned[step.bucket])
         again = [step for step in steps if step.bucket not in hits and launches[step.bucket]]
         for step in again:
             step.start(mark)
@@ -283,7 +278,7 @@ class SpeculativeStepper:
         self._executor.step_mark.touch()
         with self._timeline.stage("publish", step.label):
             for launch in launches:
-                self._back_buffers[step.bucket].swap(launch.keys)
+                self.back_buffers[step.bucket].swap(launch.keys)
                 group, positions = launch.planned.group, launch.planned.positions
                 self._executor.rows.groups[group].replaced(positions)
                 self._executor.rows.groups[group].count(positions)

@@ -360,7 +360,7 @@ class FileWindows:
         return self._begun[number][0]
 
     def write_window(self, number: int) -> None:
-        memory, (_, extents) = self._buffer(number), self._begun[number]
+        memory, (_, extents) = self._buffers[number % len(self._buffers)], self._begun[number]
         for piece in self._windows[number]:
             before_writing(piece.held.values())
         tickets = self._writes.setdefault(number, [])
@@ -378,7 +378,8 @@ class FileWindows:
         """Start to read a window into its memory, in the order of the file. First wait until the
         previous window in this memory was written to the file."""
         self._wait(self._writes.pop(number - len(self._buffers), ()))
-        memory, window, found = self._buffer(number), self._windows[number], []
+        memory, window = self._buffers[number % len(self._buffers)], self._windows[number]
+        found = []
         for index, piece in enumerate(window):
             for key, tensor in piece.held.items():
                 if (offset := self._file.offset_of(tensor)) is not None:
@@ -394,19 +395,20 @@ class FileWindows:
             else:
                 extents.append(_Extent(offset, used, size))
             used += size
-        pairs = zip(window, held, strict=True)
-        window = [replace(piece, held=tensors) for piece, tensors in pairs]
-        if self._stages:
-            window = _with_room(window, memory, used)
-        self._begun.append((window, extents))
+        laid_out = []
+        for piece, tensors in zip(window, held, strict=True):
+            along = dict(piece.along)
+            # Gradients and outputs follow the tensors of the file.
+            for key, each in piece.along.items() if self._stages else ():
+                along[key] = view_of(memory, used, (each.shape, each.dtype))
+                used += aligned_bytes(each.numel(), each.dtype)
+            laid_out.append(replace(piece, held=tensors, along=along))
+        self._begun.append((laid_out, extents))
         self.read += sum(extent.size for extent in extents)
         tickets = self._reads.setdefault(number, [])
         for extent in extents:
             part = memory[extent.memory_from :][: extent.size]
             tickets.append(self._file.file.read_into(part, extent.offset))
-
-    def _buffer(self, number: int) -> Tensor:
-        return self._buffers[number % len(self._buffers)]
 
     def _wait(self, tickets: Iterable[Ticket]) -> None:
         """Wait for all transfers, then raise the first error."""
@@ -422,19 +424,6 @@ class FileWindows:
             # Drop the list's reference: a reference from this frame to its own error would be a
             # cycle.
             raise failed.pop()
-
-
-def _with_room(window: Window, memory: Tensor, used: int) -> Window:
-    """Return the window with gradients and outputs in memory, too. They follow the used bytes of
-    the window's memory."""
-    pieces = []
-    for piece in window:
-        along = {}
-        for key, each in piece.along.items():
-            along[key] = view_of(memory, used, (each.shape, each.dtype))
-            used += aligned_bytes(each.numel(), each.dtype)
-        pieces.append(replace(piece, along=along))
-    return pieces
 
 
 class FileStorage:

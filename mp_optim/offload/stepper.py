@@ -21,7 +21,7 @@ from operator import attrgetter
 from typing import Any
 
 from mp_optim.core import Slot, SlotUpdates, StepPlan, UpdateSelection
-from mp_optim.core.executor import Executor, Place
+from mp_optim.core.executor import Executor
 from mp_optim.core.slot_state import STEP
 from mp_optim.host.calls import warn
 from mp_optim.host.host_memory import allocate_contiguous, is_on_host
@@ -100,16 +100,6 @@ class Stepper:
         assert isinstance(self._executor, RuleExecutor)
         return self._executor
 
-    def place_of(self, slot: Slot) -> Place:
-        """Return the place where a slot is stepped."""
-        return self.settings.place if slot in self._offloaded else "device"
-
-    def copied_slots(self) -> Sequence[Slot]:
-        """Return the slots whose parameters are written by copies, not by a kernel of the step."""
-        is_in_place = self.pipeline is None and self.buckets is None
-        is_copied = self.settings.place == "host" and not is_in_place
-        return [each.slot for each in self.slots] if is_copied else ()
-
     # -- cutting ----------------------------------------------------------------------------------
 
     def cut_buckets(self, slots: Sequence[HostSlot]) -> None:
@@ -122,30 +112,38 @@ class Stepper:
         self.slots, settings = list(slots), self.settings
         self._offloaded = frozenset(slot.slot for slot in slots)
         self._is_allocated, self._state_bytes = False, (-1, 0)
-        self.pipeline = self._new_pipeline() if self._has_windows else None
+        self.pipeline, file = None, settings.state_file
+        if self._has_windows:
+            # Allocate state in memory that copies can read.
+            empty = settings.transfer.empty_host
+            allocate = partial(
+                allocate_contiguous, allocate=lambda size: empty(size, settings.pin_mains).zero_()
+            )
+            make = allocate if file is None else file.zeros
+            self._rule_executor.rows.allocators = dict.fromkeys(self._offloaded, make)
+            self.pipeline = WindowPipeline(
+                self._rule_executor, settings, self.label, self.slots, self.releases
+            )
         self.buckets = self._new_buckets()
         if self.speculation is not None:
             # Speculation copies gradients to the host, so it always has buckets.
             assert self.buckets is not None
             members = self.buckets.members
             self.speculation.use_buckets(members, settings.transfer, settings.pin_mains)
-        self._step_together()
-        if settings.state_file is not None:
-            settings.state_file.reserve(sum(self.disk_bytes()))
+        # The slots of a bucket share a launch, and so do all slots in windows.
+        together: Sequence[Sequence[Slot]] = [[slot.slot for slot in self.slots]]
+        if self.pipeline is None and self.buckets is not None:
+            together = self.buckets.members
+        sets: dict[int, list[list[int]]] = {}
+        for each in together:
+            for group, run in groupby(sorted(each), key=attrgetter("group")):
+                sets.setdefault(group, []).append([slot.position for slot in run])
+        for group, of_group in sets.items():
+            self._executor.step_together(group, of_group)
+        if file is not None:
+            file.reserve(sum(self.disk_bytes()))
         self._executor.step_mark.invalidate_plans()
         self.schedule.use_buckets(settings, self.buckets, self._offloaded, self.releases)
-
-    def _new_pipeline(self) -> WindowPipeline:
-        """Return a new pipeline. Make the executor allocate state in memory that copies can
-        read."""
-        settings, executor = self.settings, self._rule_executor
-        empty, file = settings.transfer.empty_host, settings.state_file
-        allocate = partial(
-            allocate_contiguous, allocate=lambda size: empty(size, settings.pin_mains).zero_()
-        )
-        slots = [slot.slot for slot in self.slots]
-        executor.rows.allocators = dict.fromkeys(slots, file.zeros if file else allocate)
-        return WindowPipeline(executor, settings, self.label, self.slots, self.releases)
 
     def _new_buckets(self) -> Buckets | None:
         """Return new buckets; None if no gradient is copied to staging memory."""
@@ -168,20 +166,6 @@ class Stepper:
             self.pipeline is None,
             self.label,
         )
-
-    def _step_together(self) -> None:
-        """Register with the executor the slots that share a launch: the slots of a bucket, or
-        all slots in windows."""
-        sets: dict[int, list[list[int]]] = {}
-        together: Sequence[Sequence[Slot]] = [[slot.slot for slot in self.slots]]
-        if self.pipeline is None and self.buckets is not None:
-            together = self.buckets.members
-        for each in together:
-            for group, members in groupby(sorted(each), key=attrgetter("group")):
-                positions = [slot.position for slot in members]
-                sets.setdefault(group, []).append(positions)
-        for group, of_group in sets.items():
-            self._executor.step_together(group, of_group)
 
     def use_transfer(self, transfer: Transfer, bucket_bytes: int | None = None) -> None:
         """Use another transfer or bucket size from now on. No copy may be in progress.
@@ -339,7 +323,8 @@ class Stepper:
             held = state_bytes(self._rule_executor, self.slots)
         if self.speculation is not None:
             self._bind_tensors()
-            if reserved := self.speculation.reserved():
+            reserved = [buffer.reserve() for buffer in self.speculation.back_buffers]
+            if reserved:
                 mains, state = zip(*reserved, strict=True)
                 held = held._replace(back_mains=mains, back_state=state)
         pieces = () if self.buckets is None else self.buckets.staging

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -87,12 +88,10 @@ class WindowPipeline:
         self._executor, self._label = executor, label
         self._is_host = settings.place == "host"
         self._stage = "host_step" if self._is_host else "stream_step"
-        self._lag = HostWindows.lag if self._is_host else DeviceRing.lag
         self._slots, self._carries_grads = slots, carries_grads
         self._in_place = {slot.slot for slot in slots if slot.is_stepped_in_place}
         self._transfer, self._timeline = settings.transfer, settings.timeline
         self._most = settings.window_bytes
-        self._sizes: list[int] = []
         self.moved = TransferBytes()
         self.storage: Storage = MemoryStorage()
         if settings.state_file is not None:
@@ -149,14 +148,13 @@ class WindowPipeline:
         elements, size = self.storage.form.cuts({key: dtype for key, (_, dtype) in forms})
         return min(whole, size + self._along_bytes(slot, elements))
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """Bytes of each window that is in memory at the same time."""
-        if not self._sizes:
-            slots = list(map(self._slot_bytes, self._slots))
-            least = max(map(self._smallest, self._slots), default=0)
-            self._sizes = self.storage.window_sizes(slots, least, self._most, self._lag)
-        return self._sizes
+        slots = list(map(self._slot_bytes, self._slots))
+        least = max(map(self._smallest, self._slots), default=0)
+        lag = HostWindows.lag if self._is_host else DeviceRing.lag
+        return self.storage.window_sizes(slots, least, self._most, lag)
 
     def host_bytes(self) -> tuple[int, ...]:
         """Return the bytes of each piece of host memory that windows take."""
