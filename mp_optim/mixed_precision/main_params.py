@@ -156,11 +156,12 @@ class MainParams:
             if row[0] in mains:
                 self._set_main(len(table.slots) - 1, mains[row[0]], row[1])
 
+    @in_own_modes
     def make_trainable(self, indices: Iterable[int]) -> None:
         """Make main params for parameters that were frozen when their group was added.
 
         Args:
-            indices: indices in the table of the slots that have a gradient now.
+            indices: indices in the table of the slots that are trainable now.
         """
         coming = [index for index in indices if not self.table.has_main[index]]
         if coming:
@@ -175,19 +176,6 @@ class MainParams:
             for slot, param in iter_slots(self._param_groups)
             if param.requires_grad
         )
-
-    @in_own_modes
-    def follow_trainable(self, slot: Slot | None) -> None:
-        """Make main params for parameters that became trainable.
-
-        Args:
-            slot: the slot of one parameter; None for all parameters.
-        """
-        table = self.table
-        if all(table.has_main):
-            return
-        indices = range(len(table.slots)) if slot is None else [table.index(slot)]
-        self.make_trainable(i for i in indices if table.params[i].requires_grad)
 
     def _make_trainable(self, slot: Slot) -> None:
         main, param = self._prepare_main(slot), self.param(slot)

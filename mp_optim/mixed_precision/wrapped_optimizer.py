@@ -186,7 +186,9 @@ class WrappedOptimizer(MegatronOptimizer):
         mains = self.engine.mains
         mains.follow(slot)
         if not follow_only:
-            mains.follow_trainable(slot)
+            table = mains.table
+            indices = range(len(table.slots)) if slot is None else [table.index(slot)]
+            mains.make_trainable(index for index in indices if table.params[index].requires_grad)
             mains.check_remainders(slot)
 
     def leaf(self, slot: Slot) -> tuple[MainParams, Slot]:
@@ -215,19 +217,17 @@ class WrappedOptimizer(MegatronOptimizer):
 
     def own_metrics(self) -> dict[str, float]:
         stepper, verdict = stepper_of(self.executor), self.counts.last_verdict()
-        norms = {
-            f"grad_norm/{name}": norm for name, norm in verdict.norms.items() if name != EXCLUDED
-        }
-        scaler = self.grad_scaler
+        scaler, offload = self.grad_scaler, {"bytes_down": 0.0, "bytes_up": 0.0}
+        if stepper is not None:
+            moved = stepper.transfer_bytes
+            offload = {"bytes_down": moved.down, "bytes_up": moved.up, **stepper.metrics()}
         return {
             "grad_norm": float("nan") if verdict.grad_norm is None else verdict.grad_norm,
             "loss_scale": 1.0 if scaler is None else float(scaler.scale),
             "multiplier": verdict.multipliers.get(MAIN_NORM, 0.0),
-            "bytes_down": 0 if stepper is None else stepper.transfer_bytes.down,
-            "bytes_up": 0 if stepper is None else stepper.transfer_bytes.up,
-            **({} if stepper is None else stepper.metrics()),
+            **offload,
             **self.executor.metrics(),
-            **norms,
+            **{f"grad_norm/{name}": n for name, n in verdict.norms.items() if name != EXCLUDED},
             **self.counts.metrics(),
             "reloaded_params": self.engine.mains.reloaded,
         }

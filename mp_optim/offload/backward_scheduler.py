@@ -425,7 +425,6 @@ class BackwardScheduler:
         self.worker.discard()
         self._failure = None
         self._end_iteration()
-        self._timeline.end_step()
 
     def skip(self) -> None:
         """Discard the results of backward because the step is skipped. Speculation never
@@ -433,12 +432,10 @@ class BackwardScheduler:
         if self._speculation is not None:
             self.counts["speculation_paused"] += self._speculation.record(False)
         self._end_iteration()
-        self._timeline.end_step()
 
     def end_step(self, updates: SlotUpdates) -> None:
         """Record whether the step's multipliers are the predicted multiplier, and drop the jobs of
         this backward."""
-        self._timeline.end_step()
         if self._speculation is not None and updates:
             is_known = self.phase is not Phase.IDLE
             predicted = self._multiplier if is_known else self._predicted_multiplier()
@@ -447,6 +444,7 @@ class BackwardScheduler:
         self._end_iteration()
 
     def _end_iteration(self) -> None:
+        self._timeline.end_step()
         for bucket in self.buckets:
             bucket.waiting, bucket.job = {}, None
         self.grads.forget_comparisons()
