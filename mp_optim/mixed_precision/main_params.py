@@ -105,8 +105,8 @@ class MainParams:
         self.process_groups, self._check_param = process_groups, check_param
         self.agreement = Agreement()
         self._prepared: dict[Slot, Tensor] = {}
-        """For each slot, the parameter for which a main param was made in case saved state is
-        loaded for it."""
+        """For each frozen slot whose saved state may be loaded, the parameter for which a main
+        param was made."""
         self._shown = shown_mains_of(self)
         self.table = SlotTable(executor)
         self.written = WrittenWeights()
@@ -234,7 +234,7 @@ class MainParams:
         expert = self._param_groups[slot.group].get("is_expert_parallel", False)
         return self.process_groups.expert_tp if expert else self.process_groups.tp
 
-    # -- what there is ----------------------------------------------------------------------------
+    # -- lookups ----------------------------------------------------------------------------------
 
     def name(self, slot: Slot) -> str:
         """Return a slot's FQN."""
@@ -533,7 +533,7 @@ class MainParams:
             del expected[proven]
 
 
-# -- scaling -------------------------------------------------------------------------------------
+# -- scaling --------------------------------------------------------------------------------------
 
 
 @in_own_modes

@@ -108,7 +108,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         the skip rule: :class:`~mp_optim.monitor.health.GradientHealth`."""
         return self.observers["health"]
 
-    # -- what a step is made of -------------------------------------------------------------------
+    # -- parts of a step --------------------------------------------------------------------------
 
     @abstractmethod
     def all_mains(self) -> list[MainParams]:
@@ -416,7 +416,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
                 module.reshard()
 
     def take_model_params(self, values: Mapping[str, Any]) -> None:
-        """Do the same as :meth:`reload_model_params` without a comparison between ranks.
+        """Continue from the model's present values, as :meth:`reload_model_params` does, but do not
+        compare the values between ranks.
 
         Args:
             values: full-precision values by FQN.
@@ -443,7 +444,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.discard_backward_work()
         super().offload_to_cpu()
 
-    # -- what changed -----------------------------------------------------------------------------
+    # -- changed weights --------------------------------------------------------------------------
 
     def track_changes(self, on: bool = True) -> None:
         """Start or stop recording which weights change, for :meth:`changed_weights`. Without
@@ -523,7 +524,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         number, sample = int(number), int(sample)
         return digest_of(stack, number, norm, sample, per_tensor, Ranks.of(process_group))
 
-    # -- state: a loss scale beside the slots' ----------------------------------------------------
+    # -- state: slots, loss scale, observers ------------------------------------------------------
 
     def state_dict(
         self, is_loading: bool = False, *, full_precision: bool = False
@@ -542,10 +543,10 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     def extra_entries(self) -> dict[str, Any]:
         scaler = self.grad_scaler
-        beside = {} if scaler is None else {"grad_scaler": scaler.state_dict()}
+        entries = {} if scaler is None else {"grad_scaler": scaler.state_dict()}
         for observer in self.observers.values():
-            beside |= observer.state_dict()
-        return beside
+            entries |= observer.state_dict()
+        return entries
 
     def check_extra_entries(self, state_dict: Mapping[str, Any], *, convert: bool) -> None:
         scaler, scale = self.grad_scaler, state_dict.get("grad_scaler")
@@ -561,7 +562,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         for observer in self.observers.values():
             observer.load_state_dict(state_dict)
 
-    # -- main params and metrics -------------------------------------------------------------------
+    # -- main params and metrics ------------------------------------------------------------------
 
     def choice_notes(self) -> tuple[str, ...]:
         """Return lines that list which parameters Muon steps and which the scalar optimizer steps,

@@ -95,7 +95,7 @@ class Observer:
             norm: FP64, shape (); nan if the norm is not finite.
         """
 
-    # -- what is shown and saved
+    # -- metrics and saved state
 
     def metrics(self) -> dict[str, float]:
         """Return numbers about the last step, by name."""

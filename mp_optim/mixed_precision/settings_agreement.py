@@ -221,5 +221,5 @@ def check_write(
                         flat = value.detach().float().contiguous().view(-1)
                         line += f", checksum {checksums_of([flat])[0]:08x}"
                 lines.append(line)
-            text = f"comparing what {doing} is given"
+            text = f"comparing the arguments of {doing}"
             check_agreement(groups, lines, device, text, f"parameters ({doing})", _UNCHANGED)

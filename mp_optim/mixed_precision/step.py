@@ -167,7 +167,7 @@ def errors_kept(errors: dict[str, Exception], name: str) -> Iterator[None]:
 
 
 def _decide(stack: Any, grads: StepGrads) -> tuple[AnyVerdict, Observer | None]:
-    """Phases 2 and 3: return the verdict on a step, and the observer that judged the step on the
+    """Return the verdict on a step (phases 2 and 3), and the observer that judged the step on the
     host, if any."""
     config, device = stack.config, grads.verdict_device
     measurement = grads.sums(on_host=device is None)
@@ -187,8 +187,7 @@ def _decide(stack: Any, grads: StepGrads) -> tuple[AnyVerdict, Observer | None]:
 
 
 def _count(stack: Any, verdict: AnyVerdict, judge: Observer | None) -> None:
-    """The end of phase 3: count the step, and call the observers that run before the first
-    write."""
+    """Count the step (end of phase 3), and call the observers that run before the first write."""
     for before_step in stack.observers.before_step:
         before_step()
     if judge is not None and MAIN_NORM in verdict.norms:
@@ -197,7 +196,7 @@ def _count(stack: Any, verdict: AnyVerdict, judge: Observer | None) -> None:
 
 
 def _update_scale(stack: Any, verdict: AnyVerdict) -> None:
-    """The beginning of phase 5: adapt the loss scale."""
+    """Adapt the loss scale (beginning of phase 5)."""
     # The loss scale is the last write of a step, so an earlier interrupt leaves the stack marked as
     # inconsistent.
     stack.step_mark.touch()
@@ -206,7 +205,7 @@ def _update_scale(stack: Any, verdict: AnyVerdict) -> None:
 
 
 def _record(stack: Any, grads: StepGrads, verdict: AnyVerdict) -> StepResult:
-    """The end of phase 5: call the observers, and return the result."""
+    """Call the observers, and return the result (end of phase 5)."""
     for after_step in stack.observers.after_step:
         after_step(grads, verdict)
     if stack.config.release_gradients:
@@ -409,8 +408,8 @@ class WrappedGrads(StepGrads):
     """
 
     measured: Tensor | None = None
-    """Sum of squares of each gradient, FP64, if :func:`take_steps` measured the gradients
-    of several tenants in one pass; else None."""
+    """Sum of squares of each gradient, FP64, if :func:`take_steps` measured the gradients of
+    several wrappers in one pass; else None."""
 
     def __init__(self, wrapper: Any) -> None:
         engine: Engine = wrapper.engine

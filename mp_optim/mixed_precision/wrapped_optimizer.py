@@ -208,7 +208,7 @@ class WrappedOptimizer(MegatronOptimizer):
         # checksums of weights are unchanged. So forget the checksums.
         self.engine.mains.written.forget()
 
-    # -- main params and metrics -------------------------------------------------------------------
+    # -- main params and metrics ------------------------------------------------------------------
 
     def describe(self) -> Description:
         self.check_lists()

@@ -215,7 +215,7 @@ class BackwardGrads:
             return None
         return local_tensor(grad)
 
-    # -- whether gradients are those that a job was given ------------------------------------------
+    # -- comparing gradients with those of a job --------------------------------------------------
 
     def versions(self, updates: SlotUpdates, with_bits: bool = False) -> dict[Slot, GradVersion]:
         """Return the present versions of the gradients of updates; see :meth:`GradVersion.of`."""

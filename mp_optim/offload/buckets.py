@@ -216,7 +216,7 @@ def plan_offload(sizes: Sequence[int], fraction: float) -> frozenset[int]:
     return frozenset(chosen)
 
 
-# -- time and bytes of a step ----------------------------------------------------------------------
+# -- time and bytes of a step ---------------------------------------------------------------------
 
 WAIT_COPIES, WAIT_DISK, WAIT_WORKER = "wait_copies", "wait_disk", "wait_worker"
 ARITHMETIC = ("host_add", "host_measure", "host_step")

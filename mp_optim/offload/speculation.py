@@ -173,7 +173,7 @@ def _stepped(planned: Launch) -> list[Tensor]:
     return [*planned.lists.main, *moments]
 
 
-# -- steps into back buffers -----------------------------------------------------------------------
+# -- steps into back buffers ----------------------------------------------------------------------
 
 WINDOW = 8
 """Number of last verdicts that decide whether speculation pauses."""

@@ -90,7 +90,7 @@ class Stepper:
         )
         self.releases = False
         self.transfer_bytes = TransferBytes()
-        # Purposes of host memory with a warning, so that each purpose is warned of only once.
+        # Purposes of host memory of which metrics() has warned; it warns of each only once.
         self._reported: set[str] = set()
         self.cut_buckets(slots)
 

@@ -317,7 +317,7 @@ class WindowPipeline:
                 copies.wait()
 
 
-# -- windows ------------------------------------------------------------------------------------
+# -- windows --------------------------------------------------------------------------------------
 
 
 def cut_all(tensors: Tensors, start: int, count: int) -> Tensors:
@@ -376,7 +376,7 @@ def _or_part(came: Tensor | None, tensor: Tensor, piece: Piece) -> Tensor:
     return tensor if piece.is_whole else part_of_state(MAIN, tensor, piece.start, piece.count)
 
 
-# -- what state takes -----------------------------------------------------------------------------
+# -- bytes of state -------------------------------------------------------------------------------
 
 
 def held_forms(executor: RuleExecutor, slot: HostSlot) -> dict[str, TensorSpec]:

@@ -20,7 +20,7 @@ OTHERWISE = ["nothing", "factors", "one factor", "name", "unknown", "values"]
 CASES = [("optim", what) for what in OTHERWISE]
 CASES += [(layout, what) for layout in ("fsdp2", "tp") for what in ("nothing", "one factor")]
 ALONE = {
-    "scale_rows_": "comparing what scale_rows_ is given",
+    "scale_rows_": "comparing the arguments of scale_rows_",
     "averaged_weights": "gathering parameters",
 }
 """Calls that one rank makes alone, with the collective that the error names."""
