@@ -50,7 +50,6 @@ from mp_optim.checkpoint.file_format import (
 )
 from mp_optim.core.flat_shard import boxes_of, piece
 from mp_optim.core.partition import Box, check_cover, whole_box
-from mp_optim.host import host_memory
 from mp_optim.host.accelerator import accelerator_of
 from mp_optim.host.calls import in_background
 from mp_optim.host.host_share import host_share
@@ -320,7 +319,7 @@ def _lendable(item: Item) -> Tensor | None:
     value = item.content
     if not isinstance(value, Tensor) or not item.entry.name.startswith(STATE):
         return None
-    is_large = host_memory.is_on_host(value) and value.nbytes >= LENT_FROM
+    is_large = value.is_cpu and value.nbytes >= LENT_FROM
     return value if is_large and value.is_contiguous() and not value.is_complex() else None
 
 
@@ -348,7 +347,7 @@ def _lent_of_device(item: Item, lent: SaveBorrow, params: Collection[str]) -> St
 def _copied(item: Item, lent: SaveBorrow) -> Tensor:
     value = item.content
     assert isinstance(value, Tensor)
-    if host_memory.is_on_host(value) and value.is_contiguous() and value.nbytes >= LENT_FROM:
+    if value.is_cpu and value.is_contiguous() and value.nbytes >= LENT_FROM:
         memory = lent.take(value.nbytes).view(value.dtype).view(value.shape)
         return memory.copy_(value)
     return value.to("cpu", copy=True)

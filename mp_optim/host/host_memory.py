@@ -108,11 +108,6 @@ def as_tensor(value: Any) -> Tensor:
     )
 
 
-def is_on_host(tensor: Tensor) -> bool:
-    """True if a tensor is in host memory."""
-    return tensor.device.type == "cpu"
-
-
 @in_own_modes
 def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a contiguous tensor of zeros. Large host tensors have huge pages."""

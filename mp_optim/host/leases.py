@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mp_optim.host import host_memory
 from mp_optim.host.calls import in_own_modes, writes_counted
 from mp_optim.host.host_memory import Block, aligned_bytes
 from mp_optim.host.host_share import host_share
@@ -534,7 +533,7 @@ class SaveBorrow:
         """Return the leases that overlap a tensor's memory; all leases if the memory is unknown."""
         if not is_plain(tensor):
             return self.leases
-        if not host_memory.is_on_host(tensor) or not tensor.numel():
+        if not tensor.is_cpu or not tensor.numel():
             return ()
         begin, extent = tensor.data_ptr(), 1
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
@@ -594,7 +593,7 @@ def before_writing(*lists: Iterable[Tensor | None]) -> None:
         for tensors in lists:
             for tensor in tensors:
                 if tensor is not None:
-                    waits |= not is_plain(tensor) or not host_memory.is_on_host(tensor)
+                    waits |= not is_plain(tensor) or not tensor.is_cpu
                     for lease in lease_set.leases_of(tensor):
                         lease.copy_rest(lease_set.take)
         if waits:

@@ -193,8 +193,14 @@ class CudaTransfer(Transfer):
     ) -> _Copies:
         accelerator = self._accelerator
         copies = _Copies(accelerator.event(sleeps=True), [*to, *sources])
+        under_way, finished = self._under_way[stream], []
         with accelerator.on(self._device):
-            self._drop_finished(self._under_way[stream])
+            with self._lock:
+                while under_way and under_way[0].done.query():
+                    finished.append(under_way.popleft())
+            # Drop the references to the tensors of copies that are complete.
+            for each in finished:
+                each.held = ()
             if after is None:
                 stream.wait_stream(accelerator.current_stream())
             else:
@@ -205,17 +211,8 @@ class CudaTransfer(Transfer):
                         torch._foreach_copy_(to, sources, non_blocking=True)
                 finally:
                     copies.done.record(stream)
-                    self._under_way[stream].append(copies)
+                    under_way.append(copies)
         return copies
-
-    def _drop_finished(self, under_way: deque[_Copies]) -> None:
-        """Drop the references to the tensors of copies that are complete."""
-        done = []
-        with self._lock:
-            while under_way and under_way[0].done.query():
-                done.append(under_way.popleft())
-        for copies in done:
-            copies.held = ()
 
     def download(
         self, to: Sequence[Tensor], sources: Sequence[Tensor], after: Event | None = None

@@ -45,15 +45,6 @@ def state_form(name: str, dtype: torch.dtype) -> StateForm:
     return _FORMS.get((name == SECOND, dtype)) or StateForm(str(dtype), dtype, 0)
 
 
-def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the stored tensor of a moment, for a dtype of the config.
-
-    4-bit codes of a first moment are stored in pairs as uint8.
-    """
-    forms = SECOND_FORMS if name == SECOND else FIRST_FORMS
-    return next((form.dtype for form in forms if form.name == dtype), dtype)
-
-
 def is_packed(name: str, dtype: torch.dtype) -> bool:
     """True if a moment with this stored dtype has 4-bit codes, two in a byte of a 1-D tensor."""
     return state_form(name, dtype).packed
@@ -241,9 +232,16 @@ def _encode_blocks(
         new_scale = exponent.view(torch.float32)
         inverse = ((254 << 23) - exponent).view(torch.float32)
     else:
-        new_scale, inverse = _code_scale(
-            top, top_code or (_FOUR_BITS if four else 255 if roots else 127)
-        )
+        # Keep 16 significant bits of the scale, so that every code times the scale is exact. Round
+        # the scale of 8-bit codes up. Round the scale of 4-bit codes down: the largest value then
+        # has code 7 with any rounding, so storing decoded values again gives the same scale.
+        levels = top_code or (_FOUR_BITS if four else 255 if roots else 127)
+        # Divide by a tensor. For a division by a number, a GPU multiplies by the number's
+        # reciprocal, which gives other bits.
+        quotient = top / torch.full_like(top, levels)
+        up = 0 if levels == _FOUR_BITS else 0xFF
+        new_scale = ((quotient.view(torch.int32) + up) & -0x100).view(torch.float32)
+        inverse = 1.0 / new_scale
     scale.copy_(torch.where(good, new_scale, torch.where(top.isfinite(), 0.0, torch.nan)))
     scaled = torch.where(
         good[:, None], blocks * torch.where(good, inverse, 0.0)[:, None], 0.0
@@ -265,21 +263,6 @@ def _dithered(value: Tensor, sixteen: Tensor) -> Tensor:
     NaN are unchanged."""
     bits = (value.view(torch.int32) + sixteen) & -0x10000
     return torch.where(value.isfinite(), bits.view(torch.float32), value)
-
-
-def _code_scale(top: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Return the scale ``top / levels`` in 16 significant bits, and its reciprocal.
-
-    With 16 bits, every code times the scale is exact. The scale of 8-bit codes is rounded up. The
-    scale of 4-bit codes is rounded down: the largest value then has code 7 with any rounding, so
-    storing decoded values again gives the same scale.
-    """
-    # Divide by a tensor. For a division by a number, a GPU multiplies by the number's reciprocal,
-    # which gives other bits.
-    quotient = top / torch.full_like(top, levels)
-    up = 0 if levels == _FOUR_BITS else 0xFF
-    scale = ((quotient.view(torch.int32) + up) & -0x100).view(torch.float32)
-    return scale, 1.0 / scale
 
 
 def _codes(scaled: Tensor, low: int, high: int, noise: Noise | None) -> Tensor:

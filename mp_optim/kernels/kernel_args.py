@@ -262,30 +262,21 @@ class LambScalars(StepInputs):
     decay: float
     l2: float
     lr: float
+    _: KW_ONLY
     adapts: bool
 
     @classmethod
     def at(cls, group: Mapping[str, Any], step: int) -> LambScalars:
         """Return the scalars for a param group at a step, counted from 1."""
-        beta1, beta2 = (float(b) for b in group["betas"])
+        beta1, beta2 = map(float, group["betas"])
         bias1, bias2 = bias_corrections(group, beta1, beta2, step)
-        lr, decay, decoupled = (
-            float(group["lr"]),
-            float(group["weight_decay"]),
-            group["adam_w_mode"],
-        )
+        lr, decay = float(group["lr"]), float(group["weight_decay"])
+        averages = beta1, 1 - beta1 if group["grad_averaging"] else 1.0, beta2, 1 - beta2
+        step_of = group["eps"], 1 / bias1, 1 / math.sqrt(bias2)
+        decays = (decay, 0.0) if group["adam_w_mode"] else (0.0, decay)
         return cls(
-            fp32(beta1),
-            fp32(1 - beta1) if group["grad_averaging"] else 1.0,
-            fp32(beta2),
-            fp32(1 - beta2),
-            fp32(group["eps"]),
-            fp32(1 / bias1),
-            fp32(1 / math.sqrt(bias2)),
-            fp32(decay) if decoupled else 0.0,
-            0.0 if decoupled else fp32(decay),
-            lr,
-            bool(group["use_nvlamb"] or decay != 0.0),
+            *(*array("f", (*averages, *step_of, *decays)), lr),
+            adapts=bool(group["use_nvlamb"] or decay != 0.0),
             given_lr=lr,
             given_decay=decay,
             given_step=int(step),
@@ -494,7 +485,12 @@ def alike_lists(lists: TensorLists, moments: tuple[str, ...]) -> list[AlikeLists
         lists.output,
         lists.state.get(AVERAGE),
     ]
-    dtypes = list(map(_dtypes, columns))
+    dtypes: list[set[torch.dtype | None]] = []
+    for column in columns:
+        if isinstance(column, CachedTensorList):
+            dtypes.append(set(column.dtypes))
+        else:
+            dtypes.append({None if each is None else each.dtype for each in column or (None,)})
     if set(map(len, dtypes)) == {1}:
         kind = LaunchDtypes._make(chain.from_iterable(dtypes))
         return [AlikeLists(range(len(lists.grad)), _supported(kind, lists, moments), lists)]
@@ -508,14 +504,6 @@ def alike_lists(lists: TensorLists, moments: tuple[str, ...]) -> list[AlikeLists
         part = lists.take(indices)
         parts.append(AlikeLists(indices, _supported(kind, part, moments), part))
     return parts
-
-
-def _dtypes(column: Sequence[Tensor | None] | None) -> set[torch.dtype | None]:
-    if column is None:
-        return {None}
-    if isinstance(column, CachedTensorList):
-        return set(column.dtypes)
-    return {None if tensor is None else tensor.dtype for tensor in column}
 
 
 def _supported(

@@ -185,8 +185,7 @@ class MultiTensorBackend(ReferenceBackend):
         self.launch("multi_tensor_sgd", lists, dtypes, *numbers, *switches, left)
         write_outputs(batch)
 
-    def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        return sums_by_torch(tensors)
+    sum_of_squares = staticmethod(sums_by_torch)
 
 
 def _adam_arguments(s: AdamScalars) -> tuple[Any, ...]:
@@ -221,33 +220,28 @@ class ApexBackend(MultiTensorBackend):
         self.launch("multi_tensor_adam", lists, [torch.float32] * 4, *_adam_arguments(s))
         write_outputs(batch)
 
-    def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> None:
+    def lamb(self, lists: TensorLists, s: LambScalars, multiplier: float) -> None:
         for kind, alike in self.split("lamb", lists):
             sizes = [main.numel() for main in alike.main]
             fits = [kind is not None and size <= MOST_ELEMENTS for size in sizes]
             taken = [(index, size) for index, size in enumerate(sizes) if fits[index] and size]
             for indices in runs_of(taken, piece_elements(alike.main[0].device)):
-                self._lamb_launch(alike.take(indices), scalars, multiplier)
+                batch = alike.take(indices)
+                # The kernel overwrites the gradient with the direction, so pass a copy.
+                grads, state = self.scaled(batch.grad, multiplier), batch.state
+                columns = [grads, batch.main, state["exp_avg"], state["exp_avg_sq"]]
+                # A norm of 0 turns clipping off, because the multiplier already clips. A clip limit
+                # of 0 would set all gradients to 0.
+                norm = torch.zeros(1, dtype=torch.float32, device=batch.main[0].device)
+                switches = int(s.grad_weight != 1.0), 0 if s.l2 else 1, norm, 1.0, s.adapts
+                numbers = s.given_lr, s.beta1, s.beta2, s.eps, s.given_step
+                arguments = (*numbers, int(s.bias_correction), s.given_decay, *switches)
+                self.launch("multi_tensor_lamb", columns, [torch.float32] * 4, *arguments)
+                write_outputs(batch)
+                take_averages(batch)
             mark_written(alike)
             if rest := [index for index, fit in enumerate(fits) if not fit]:
-                super().lamb(alike.take(rest), scalars, multiplier)
-
-    def _lamb_launch(self, batch: TensorLists, s: LambScalars, multiplier: float) -> None:
-        """Launch apex's LAMB kernels for one batch.
-
-        The kernel overwrites the gradient with the direction, so pass a copy. The global
-        gradient norm is passed as 0, which turns clipping off, because the multiplier already
-        clips. A clip limit of 0 would set all gradients to 0.
-        """
-        grads, state = self.scaled(batch.grad, multiplier), batch.state
-        lists = [grads, batch.main, state["exp_avg"], state["exp_avg_sq"]]
-        norm = torch.zeros(1, dtype=torch.float32, device=batch.main[0].device)
-        switches = int(s.grad_weight != 1.0), 0 if s.l2 else 1, norm, 1.0, s.adapts
-        numbers = s.given_lr, s.beta1, s.beta2, s.eps, s.given_step
-        arguments = (*numbers, int(s.bias_correction), s.given_decay, *switches)
-        self.launch("multi_tensor_lamb", lists, [torch.float32] * 4, *arguments)
-        write_outputs(batch)
-        take_averages(batch)
+                super().lamb(alike.take(rest), s, multiplier)
 
 
 # -- Transformer Engine ---------------------------------------------------------------------------
@@ -383,6 +377,8 @@ class TorchBackend(ReferenceBackend):
             maximize=False,
         )
 
+    sum_of_squares = staticmethod(sums_by_torch)
+
     def _sgd(self, batch: TensorLists, grads: list[Tensor], scalars: SgdScalars) -> None:
         torch._fused_sgd_(
             batch.main,
@@ -396,6 +392,3 @@ class TorchBackend(ReferenceBackend):
             maximize=False,
             is_first_step=scalars.first,
         )
-
-    def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        return sums_by_torch(tensors)

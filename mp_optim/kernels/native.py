@@ -97,22 +97,6 @@ class NativeTable:
             count=count, seed=seed, average_weight=average_weight, **addresses, **dtypes
         )
 
-    @classmethod
-    def of_one(cls, tensors: CachedTensorList) -> NativeTable:
-        """Return the structure for a list of whole tensors of one dtype, which kernels only
-        read."""
-        table = cls.__new__(cls)
-        table._arrays = {"grad": tensors.addresses, "numel": tensors.sizes}
-        grad, numel = (values.buffer_info()[0] for values in table._arrays.values())
-        table.tensors = lib.MpTensors(
-            count=len(tensors),
-            grad=grad,
-            numel=numel,
-            grad_dtype=_CODES["grad"][tensors[0].dtype],
-            average_weight=1.0,
-        )
-        return table
-
     def take(self, lists: TensorLists) -> None:
         """Set the gradients and the average weight of the next launch.
 
@@ -138,6 +122,24 @@ class NativeBackend(ReferenceBackend):
     def __init__(self, library: lib.NativeLibrary) -> None:
         self.library = library
 
+    def _launch(
+        self,
+        name: str,
+        lists: TensorLists,
+        kind: LaunchDtypes,
+        moments: tuple[str, ...],
+        *arguments: Any,
+    ) -> NativeTable:
+        """Call a kernel for tensors with equal dtypes, and return the kernel's structure."""
+        columns, names = columns_of(lists, kind, moments), column_names(moments)
+        for key, tensors in (lists.source or {}).items():
+            columns[f"from_{names[key]}"] = tensors
+        # A pass that writes no weights has no weights to compare, so clear ``follows``.
+        follows = lists.follows and kind.compares_weights
+        table = NativeTable(kind, columns, lists.noise, lists.average_weight, follows)
+        self.library.call(name, byref(table.tensors), *arguments, thread_count())
+        return table
+
     def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: float) -> None:
         numbers = [multiplier, *map(getattr, repeat(scalars), scalars.__slots__)]
         given = rule.encode(), (ctypes.c_float * len(numbers))(*numbers), len(numbers)
@@ -158,8 +160,7 @@ class NativeBackend(ReferenceBackend):
                     # reference does not compare values, so mark all elements as changed.
                     bits.fill_(0xFF)
                 continue
-            table = _table(alike, kind, moments)
-            self.library.call("mp_step", byref(table.tensors), *given, thread_count())
+            table = self._launch("mp_step", alike, kind, moments, *given)
             mark_written(alike)
             prepare_launch(rule, part, model_tensors(alike), table)
 
@@ -169,8 +170,7 @@ class NativeBackend(ReferenceBackend):
             if kind is None:
                 super().muon_momentum(alike.in_place(), scalars, multiplier)
             else:
-                table = _table(alike, kind, (MOMENTUM,))
-                self.library.call("mp_muon_momentum", byref(table.tensors), values, thread_count())
+                self._launch("mp_muon_momentum", alike, kind, (MOMENTUM,), values)
                 mark_written(alike)
 
     def muon_apply(
@@ -182,8 +182,7 @@ class NativeBackend(ReferenceBackend):
                 super().muon_apply(alike.in_place(), scalars, part_factors)
             else:
                 to = (scalars.decay, scalars.cautious_wd, part_factors.buffer_info()[0])
-                table = _table(alike, kind, ())
-                self.library.call("mp_muon_apply", byref(table.tensors), *to, thread_count())
+                self._launch("mp_muon_apply", alike, kind, (), *to)
                 mark_written(alike)
 
     def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> Tensor:
@@ -195,9 +194,8 @@ class NativeBackend(ReferenceBackend):
                 found = super().lamb_moments(alike.in_place(), scalars, multiplier)
             else:
                 found = torch.empty_like(sums[: len(indices)])
-                table = _table(alike, kind._replace(output=None), _MOMENTS)
-                to = values, found.data_ptr(), thread_count()
-                self.library.call("mp_lamb_moments", byref(table.tensors), *to)
+                kind, to = kind._replace(output=None), (values, found.data_ptr())
+                self._launch("mp_lamb_moments", alike, kind, _MOMENTS, *to)
             sums[torch.tensor(list(indices), device="cpu")] = found
         return sums
 
@@ -210,10 +208,8 @@ class NativeBackend(ReferenceBackend):
             else:
                 # lamb_moments() has already copied the source values, so do not copy old values
                 # over the new moments.
-                here = replace(alike, source=None)
-                table = _table(here, kind, _MOMENTS)
-                to = part_ratios.buffer_info()[0]
-                self.library.call("mp_lamb_apply", byref(table.tensors), values, to, thread_count())
+                here, to = replace(alike, source=None), part_ratios.buffer_info()[0]
+                self._launch("mp_lamb_apply", here, kind, _MOMENTS, values, to)
                 mark_written(alike)
 
     def average(self, lists: TensorLists) -> None:
@@ -221,8 +217,7 @@ class NativeBackend(ReferenceBackend):
             if kind is None:
                 super().average(alike)
             else:
-                table = _table(alike, kind, ())
-                self.library.call("mp_average", byref(table.tensors), thread_count())
+                self._launch("mp_average", alike, kind, ())
                 tell_autograd(list(alike.state[AVERAGE]))
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -233,11 +228,8 @@ class NativeBackend(ReferenceBackend):
             return super().sum_of_squares(steady)
         if not steady.contiguous:
             steady = CachedTensorList(tensor.contiguous() for tensor in steady)
-        if steady.own_sizes != steady.sizes or not steady.stored:
-            # Raise the error of check_fit(), which names the tensor that does not fit.
-            check_fit(LaunchDtypes(steady[0].dtype), {"grad": steady})
         sums = torch.empty(len(steady), dtype=torch.float64, device="cpu")
-        table = NativeTable.of_one(steady)
+        table = NativeTable(LaunchDtypes(steady[0].dtype), {"grad": steady})
         self.library.call("mp_measure", byref(table.tensors), sums.data_ptr(), None, thread_count())
         return sums
 
@@ -250,12 +242,3 @@ def values_of(structure: type[ctypes.Structure], scalars: Any, multiplier: float
     known = {"multiplier": multiplier, "l2": 0.0}
     known |= {name: getattr(scalars, name) for name in scalars.__slots__}
     return structure(**{name: known[name] for name, *_ in structure._fields_})
-
-
-def _table(lists: TensorLists, kind: LaunchDtypes, moments: tuple[str, ...]) -> NativeTable:
-    columns, names = columns_of(lists, kind, moments), column_names(moments)
-    for key, tensors in (lists.source or {}).items():
-        columns[f"from_{names[key]}"] = tensors
-    # A pass that writes no weights has no weights to compare, so clear ``follows``.
-    follows = lists.follows and kind.compares_weights
-    return NativeTable(kind, columns, lists.noise, lists.average_weight, follows)

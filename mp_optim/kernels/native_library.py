@@ -10,8 +10,7 @@ import operator
 import os
 import threading
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import chain
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,45 +30,38 @@ _STATUS = {
 }
 
 
-def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names.split()]
+_P, _N, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
 
-_pointers, _sizes = partial(_fields, ctypes.c_void_p), partial(_fields, ctypes.c_int64)
-_floats, _ints = partial(_fields, ctypes.c_float), partial(_fields, ctypes.c_int32)
+def structure(*fields: tuple[Any, str]) -> Any:
+    """Return a ctypes class for a struct of ``csrc/api.h``.
 
-
-def structure(*fields: list[tuple[str, Any]]) -> Any:
-    """Return a ctypes class for a struct of ``csrc/api.h`` with these fields, in order."""
-    return type("Structure", (ctypes.Structure,), {"_fields_": [*chain(*fields)]})
-
-
-def scalars(floats: str, integers: str = "") -> type[ctypes.Structure]:
-    """Return a ctypes class for a struct of FP32 fields followed by int32 fields."""
-    made: type[ctypes.Structure] = structure(_floats(floats), _ints(integers))
-    return made
+    Args:
+        *fields: C type and names of neighboring fields of this type, in order.
+    """
+    each = [(name, kind) for kind, names in fields for name in names.split()]
+    return type("Structure", (ctypes.Structure,), {"_fields_": each})
 
 
 MpTensors = structure(
-    _sizes("count"),
-    _pointers("numel main remainder grad moment1 moment2 scale1 scale2 output stream"),
-    _ints("main_dtype remainder_dtype grad_dtype moment1_dtype moment2_dtype output_dtype"),
-    [("seed", ctypes.c_uint32)],
-    _pointers("from_main from_remainder from_moment1 from_moment2 from_scale1 from_scale2"),
-    _pointers("average from_average"),
-    _ints("average_dtype"),
-    _floats("average_weight"),
-    _pointers("changed"),
-    _ints("follows"),
+    (_N, "count"),
+    (_P, "numel main remainder grad moment1 moment2 scale1 scale2 output stream"),
+    (_I, "main_dtype remainder_dtype grad_dtype moment1_dtype moment2_dtype output_dtype"),
+    (ctypes.c_uint32, "seed"),
+    (_P, "from_main from_remainder from_moment1 from_moment2 from_scale1 from_scale2"),
+    (_P, "average from_average"),
+    (_I, "average_dtype"),
+    (_F, "average_weight"),
+    (_P, "changed"),
+    (_I, "follows"),
 )
 """Addresses, sizes and dtypes of the tensors of a call."""
-Lamb = scalars(
-    "multiplier beta1 grad_weight beta2 one_minus_beta2 eps inv_bias1 inv_sqrt_bias2 decay l2"
+Lamb = structure(
+    (_F, "multiplier beta1 grad_weight beta2 one_minus_beta2 eps inv_bias1 inv_sqrt_bias2"),
+    (_F, "decay l2"),
 )
-Muon = scalars("multiplier average ahead", "average_from_end ahead_from_end nesterov")
-
-_T, _P, _I = ctypes.POINTER(MpTensors), ctypes.c_void_p, ctypes.c_int32
-_N, _F = ctypes.c_int64, ctypes.c_float
+Muon = structure((_F, "multiplier average ahead"), (_I, "average_from_end ahead_from_end nesterov"))
+_T = ctypes.POINTER(MpTensors)
 _SIGNATURES = {
     "mp_step": [_T, ctypes.c_char_p, _P, _I, _I],
     "mp_lamb_moments": [_T, ctypes.POINTER(Lamb), _P, _I],
@@ -207,16 +199,9 @@ MOST_HOST_THREADS = 4096
 """Largest allowed number of kernel threads, above the cores of any machine. A larger number is a
 mistake, and the operating system could refuse to start so many threads."""
 _host_threads: int | None = None
-
-
-class _Here(threading.local):
-    """Number of kernel threads for calls from one thread (:func:`set_thread_share`); None for the
-    process's number."""
-
-    threads: int | None = None
-
-
-_here = _Here()
+_here = threading.local()
+"""Attribute ``threads``: number of kernel threads for calls from one thread
+(:func:`set_thread_share`). None, or no attribute, for the process's number."""
 
 
 def set_host_threads(threads: int | None) -> None:
@@ -261,7 +246,7 @@ def _checked(threads: Any) -> int:
 
 def thread_count() -> int:
     """Return the number of kernel threads for calls from the calling thread."""
-    return _here.threads or _host_threads or host_share().threads
+    return getattr(_here, "threads", None) or _host_threads or host_share().threads
 
 
 def describe_threads() -> str:

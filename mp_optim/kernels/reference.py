@@ -189,9 +189,23 @@ class ReferenceBackend:
 
         The lists have no main params.
         """
+        scales = lists.state.get(scale_key(MOMENTUM))
         for index, output in enumerate(lists.output):
             assert output is not None
-            output.copy_(_averaged(lists, index, scalars, multiplier).view(output.shape))
+            grad = lists.grad[index].reshape(-1).float()
+            if multiplier != 1.0:
+                grad = grad * multiplier
+            stored = lists.state[MOMENTUM][index].view(-1)
+            scale = None if scales is None else scales[index]
+            momentum = decode(stored, scale, second=False, numel=grad.numel())
+            _blend(momentum, grad, scalars.average, scalars.average_from_end, out=momentum)
+            noise = None if lists.noise is None else lists.noise[index]
+            encode_(momentum, stored, scale, second=False, noise=noise)
+            ahead = momentum
+            if scalars.nesterov:
+                ahead = torch.empty_like(momentum)
+                _blend(grad, momentum, scalars.ahead, scalars.ahead_from_end, out=ahead)
+            output.copy_(ahead.view(output.shape))
 
     def muon_apply(
         self, lists: TensorLists, scalars: MuonScalars, factors: Sequence[float]
@@ -258,27 +272,6 @@ def step_with(
 
 
 MOMENTUM = RULES["muon"].moment_names[0]
-
-
-def _averaged(lists: TensorLists, index: int, scalars: MuonScalars, multiplier: float) -> Tensor:
-    """Update a momentum, and return the tensor to orthogonalize: FP32, shape (n,)."""
-    grad = lists.grad[index].reshape(-1).float()
-    if multiplier != 1.0:
-        grad = grad * multiplier
-    scales = lists.state.get(scale_key(MOMENTUM))
-    stored, scale = (
-        lists.state[MOMENTUM][index].view(-1),
-        None if scales is None else scales[index],
-    )
-    momentum = decode(stored, scale, second=False, numel=grad.numel())
-    _blend(momentum, grad, scalars.average, scalars.average_from_end, out=momentum)
-    noise = None if lists.noise is None else lists.noise[index]
-    encode_(momentum, stored, scale, second=False, noise=noise)
-    if not scalars.nesterov:
-        return momentum
-    ahead = torch.empty_like(momentum)
-    _blend(grad, momentum, scalars.ahead, scalars.ahead_from_end, out=ahead)
-    return ahead
 
 
 def _blend(start: Tensor, end: Tensor, factor: float, from_end: bool, out: Tensor) -> None:

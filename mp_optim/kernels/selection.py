@@ -178,7 +178,11 @@ def choose_backend(name: str, device: torch.device, rule: str = "") -> tuple[Bac
         return _auto(device)
     if name not in _SOURCES:
         raise ValueError(f"fused_backend={name!r} is not available; choose from {list(BACKENDS)}")
-    where = _serving_device(name, device)
+    where, devices = device, _SOURCES[name].devices
+    if devices is not None and device.type not in devices():
+        # Without a GPU, test a backend that needs a GPU on the given device, for the reason.
+        host = torch.device("cpu")
+        where = host if devices() == ("cpu",) else CUDA.current() if CUDA.is_available() else device
     backend, proof = _proven(name, where, True)
     if not proof.usable:
         raise ValueError(f"fused_backend={name!r} is not available: {proof.reason}; choose 'auto'")
@@ -194,20 +198,6 @@ def choose_backend(name: str, device: torch.device, rule: str = "") -> tuple[Bac
     return backend, "; ".join(
         filter(None, (f"fused_backend={name!r}", "" if proof.exact else proof.reason, limits))
     )
-
-
-def _serving_device(name: str, device: torch.device) -> torch.device:
-    """Return the device if the backend's kernels run on the device's type, else a device of a type
-    on which the kernels run.
-
-    Without a GPU, the given device is returned also for a backend that needs a GPU.
-    """
-    devices = _SOURCES[name].devices
-    if devices is None or device.type in devices():
-        return device
-    if devices() == ("cpu",):
-        return torch.device("cpu")
-    return CUDA.current() if CUDA.is_available() else device
 
 
 def _auto(device: torch.device) -> tuple[Backend, str]:

@@ -94,15 +94,14 @@ def differences(
         make_lists: returns tensor lists with equal values at every call.
         trial: writes to the lists, or returns a tensor.
     """
-    ours, theirs = make_lists(), make_lists()
-    mine, others = trial(backend, ours), trial(ReferenceBackend(), theirs)
-    pairs = zip([*_tensors(ours), mine], [*_tensors(theirs), others], strict=True)
+    results: list[list[Tensor | None]] = []
+    for each in (backend, ReferenceBackend()):
+        lists = make_lists()
+        returned = trial(each, lists)
+        results.append([*lists.main, *lists.output, *chain(*lists.state.values()), returned])
+    pairs = zip(*results, strict=True)
     found = (_apart(a, b) for a, b in pairs if a is not None and b is not None)
     return [apart for apart in found if apart is not None]
-
-
-def _tensors(lists: TensorLists) -> Iterator[Tensor | None]:
-    yield from chain(lists.main, lists.output, *lists.state.values())
 
 
 def _apart(ours: Tensor, theirs: Tensor) -> float | None:

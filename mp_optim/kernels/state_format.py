@@ -12,7 +12,15 @@ from torch import Tensor
 from mp_optim.config.combinations import check_state_forms
 from mp_optim.config.fields import check_field
 from mp_optim.config.rules import moment_of
-from mp_optim.config.state_forms import CODED, NO_REMAINDER, REMAINDERS, blocks_of, packed_bytes
+from mp_optim.config.state_forms import (
+    CODED,
+    FIRST_FORMS,
+    NO_REMAINDER,
+    REMAINDERS,
+    SECOND_FORMS,
+    blocks_of,
+    packed_bytes,
+)
 from mp_optim.core.slot_state import (
     AVERAGE,
     MASTER,
@@ -34,7 +42,6 @@ from mp_optim.kernels.codecs import (
     join,
     split_,
     state_form,
-    stored_dtype,
 )
 from mp_optim.kernels.kernel_args import fp32
 
@@ -87,6 +94,8 @@ class StatePrecision:
     def stored_dtype(self, moment: str, is_small: bool) -> torch.dtype:
         """Return the dtype of the stored tensor of a moment.
 
+        4-bit codes of a first moment are stored in pairs as uint8.
+
         Args:
             moment: name of the moment.
             is_small: True if the parameter is small (:meth:`is_small`).
@@ -95,7 +104,8 @@ class StatePrecision:
         asked = torch.float32 if source is None else getattr(self, source)
         if is_small and asked in CODED:
             asked = torch.float32
-        return stored_dtype(moment, asked)
+        forms = SECOND_FORMS if moment == SECOND else FIRST_FORMS
+        return next((form.dtype for form in forms if form.name == asked), asked)
 
     def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the main param for a parameter of this dtype."""
@@ -162,11 +172,7 @@ def unpacked(state: Mapping[str, Any], main: Tensor) -> State:
 
     These moments then have no scales, so every layout can read the state.
     """
-    packed = {
-        key
-        for key, value in state.items()
-        if isinstance(value, Tensor) and is_packed(key, value.dtype)
-    }
+    packed = {key for key, value in state.items() if is_packed(key, value.dtype)}
     scales = set(map(scale_key, packed))
     return {
         key: _decoded(state, key, main) if key in packed else value
@@ -187,15 +193,16 @@ def coded(
         shape: shape of the moment in FP32.
         check: called with new values before the values are written.
     """
-    second = key == SECOND
-
-    def read(stored: Tensor, scale: Tensor) -> Tensor:
-        return decode(stored.reshape(-1), scale, second, shape.numel()).view(shape)
-
-    def write(values: Tensor, stored: Tensor, scale: Tensor) -> None:
-        encode_again_(values.reshape(-1), stored.view(-1), scale, second)
-
-    return Coded(stored, scale, read, write, check)
+    second, numel = key == SECOND, shape.numel()
+    return Coded(
+        stored,
+        scale,
+        decode=lambda codes, scales: decode(codes.reshape(-1), scales, second, numel).view(shape),
+        encode=lambda values, codes, scales: encode_again_(
+            values.reshape(-1), codes.view(-1), scales, second
+        ),
+        check=check,
+    )
 
 
 def check_moment(label: str, key: str, values: Tensor) -> None:
@@ -226,7 +233,13 @@ def fitted(
     """
     if REMAINDER in saved:
         saved = {**saved, REMAINDER: narrowed(label, saved[REMAINDER])}
-    saved = _without_scales_of_values(saved)
+    # optimizer.state shows a moment as FP32 values, together with its scales: remove these scales.
+    gone = {
+        scale_key(key)
+        for key, value in saved.items()
+        if isinstance(value, Tensor) and value.dtype == torch.float32
+    }
+    saved = {key: value for key, value in saved.items() if key not in gone}
     result = {key: value for key, value in saved.items() if not is_scale(key)}
     for key, own in mine.items():
         theirs, scale = saved.get(key), scale_key(key)
@@ -257,17 +270,6 @@ def fitted(
         result[MASTER] = as_master(label, result[MASTER], convert)
         _check_splits(label, mine[REMAINDER], result[MASTER], convert)
     return _with_average(label, mine, main, result, convert)
-
-
-def _without_scales_of_values(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Remove the scales of moments that are FP32, because ``optimizer.state`` shows FP32 values and
-    scales."""
-    gone = {
-        scale_key(key)
-        for key, value in state.items()
-        if isinstance(value, Tensor) and value.dtype == torch.float32 and scale_key(key) in state
-    }
-    return {key: value for key, value in state.items() if key not in gone} if gone else state
 
 
 def _with_average(
@@ -394,8 +396,7 @@ def _check_splits(label: str, remainder: Tensor, master: Tensor, convert: bool) 
     if convert or remainder.dtype == torch.int16 or remainder.shape != master.shape:
         return
     param, rest = (
-        torch.empty_like(master, dtype=torch.bfloat16),
-        torch.empty_like(master, dtype=remainder.dtype),
+        torch.empty_like(master, dtype=dtype) for dtype in (torch.bfloat16, remainder.dtype)
     )
     split_(master, param, rest)
     if not same_values(join(param, rest), master):

@@ -10,8 +10,8 @@ shards are all-reduced over the ranks with these shards.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -40,16 +40,19 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     small: dict[int, list[int]] = defaultdict(list)
     for index, tensor in enumerate(tensors):
         if tensor.numel() > piece:
-            sums[index] = _sum_large(tensor, piece)
+            of_parts = []
+            for start in range(0, tensor.numel(), piece):
+                part = _row_major(tensor, start, min(start + piece, tensor.numel()))
+                of_parts.append(_sum_batch([part], piece // SUM_BLOCK))
+            sums[index] = sum_in_pairs(torch.cat(of_parts))
         elif tensor.numel():
             small[_next_power(-(-tensor.numel() // SUM_BLOCK))].append(index)
     for blocks, indices in small.items():
         step = max(1, piece // (blocks * SUM_BLOCK))
         for start in range(0, len(indices), step):
             together = indices[start : start + step]
-            sums[torch.tensor(together, device=device)] = _sum_batch(
-                [tensors[i] for i in together], blocks
-            )
+            some = _sum_batch([tensors[index] for index in together], blocks)
+            sums[torch.tensor(together, device=device)] = some
     return sums
 
 
@@ -57,28 +60,17 @@ def combine_pieces(owners: Sequence[int], pieces: Tensor, count: int) -> Tensor:
     """Return sums of ``count`` tensors from sums of their aligned pieces.
 
     Args:
-        owners: index of each piece's tensor. The pieces of a tensor are in order; a tensor without
-            pieces has sum 0.
+        owners: index of each piece's tensor, in ascending order. A tensor without pieces has
+            sum 0.
         pieces: FP64, shape (len(owners), k): for each piece, k sums that are added separately.
         count: number of tensors.
 
     Returns:
         FP64, shape (count, k).
     """
-    sums = torch.zeros(count, pieces.shape[-1], dtype=torch.float64, device=pieces.device)
-    cut: dict[int, list[int]] = defaultdict(list)
-    for position, owner in enumerate(owners):
-        cut[owner].append(position)
-    whole = {owner: where[0] for owner, where in cut.items() if len(where) == 1}
-    sums[_index(whole.keys(), sums)] = pieces[_index(whole.values(), sums)]
-    for owner, where in cut.items():
-        if len(where) > 1:
-            sums[owner] = sum_in_pairs(pieces[_index(where, sums)].T)
-    return sums
-
-
-def _index(values: Iterable[int], like: Tensor) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.long, device=like.device)
+    counts = Counter(owners)
+    of_tensors = torch.split(pieces, [counts[owner] for owner in range(count)])
+    return torch.stack([sum_in_pairs(each.T) for each in of_tensors])
 
 
 def root(values: Tensor) -> Tensor:
@@ -145,16 +137,6 @@ def by_dtype(tensors: CachedTensorList, sum_alike: Callable[[CachedTensorList], 
         alike = CachedTensorList(tensors[index] for index in indices)
         sums.index_copy_(0, index_on(device, indices), sum_alike(alike))
     return sums
-
-
-def _sum_large(tensor: Tensor, piece: int) -> Tensor:
-    parts = [
-        _sum_batch(
-            [_row_major(tensor, start, min(start + piece, tensor.numel()))], piece // SUM_BLOCK
-        )
-        for start in range(0, tensor.numel(), piece)
-    ]
-    return sum_in_pairs(torch.cat(parts))
 
 
 def _row_major(tensor: Tensor, start: int, stop: int) -> Tensor:

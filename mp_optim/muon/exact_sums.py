@@ -99,31 +99,12 @@ def _boxed(
         yield from _boxed(local[index], offsets[1:], shape[1:], first)
 
 
-def sum_piece_elements(device: torch.device) -> int:
-    """Return the largest number of elements of a piece.
+def piece_elements(device: torch.device) -> int:
+    """Return the largest number of elements whose digits are computed together.
 
-    A piece in FP64 fits a CPU core's cache, or is large enough to occupy an accelerator.
+    So many FP64 values fit a CPU core's cache, or are enough to occupy an accelerator.
     """
     return 1 << 16 if device.type == "cpu" else _MOST
-
-
-def pieces_of(block: MatrixBlock) -> Iterator[MatrixBlock]:
-    """Yield a block in pieces of at most :func:`sum_piece_elements` elements."""
-    _, rows, columns = block.values.shape
-    most = sum_piece_elements(block.values.device)
-    wide = min(columns, most)
-    high = min(rows, max(1, most // wide))
-    deep = max(1, most // (wide * high))
-    for values, matrix in _cut(block.values, 0, deep, block.matrix):
-        for part, row in _cut(values, 1, high, block.row):
-            for piece, column in _cut(part, 2, wide, block.column):
-                yield MatrixBlock(piece, matrix, row, column)
-
-
-def _cut(values: Tensor, dim: int, size: int, first: int) -> Iterator[tuple[Tensor, int]]:
-    for start in range(0, values.shape[dim], size):
-        count = min(size, values.shape[dim] - start)
-        yield values.narrow(dim, start, count), first + start
 
 
 def digits_of(values: Tensor, top: float) -> tuple[Tensor, Tensor]:
@@ -165,14 +146,18 @@ def row_digits(
         shape: shape of the parameter as a stack of matrices.
         device: device of the result.
     """
-    matrices, rows, _ = shape
-    by_row = torch.zeros(2, matrices, rows, dtype=torch.int64, device=device)
-    for block in blocks if math.isfinite(top) else ():
-        for values, matrix, row, _ in pieces_of(block):
-            deep, high, _ = values.shape
-            for digit, digits in enumerate(digits_of(values, top)):
-                where = by_row[digit, matrix : matrix + deep, row : row + high]
-                where += digits.sum(2).long()
+    by_row = torch.zeros(2, *shape[:2], dtype=torch.int64, device=device)
+    for values, matrix, row, _ in blocks if math.isfinite(top) else ():
+        deep, high, columns = values.shape
+        sums = by_row.new_zeros(2, deep * high)
+        wide = min(columns, piece_elements(device))
+        together = max(1, piece_elements(device) // wide)
+        for first, of_rows in enumerate(torch.split(values.view(-1, columns), together)):
+            some = sums[:, first * together : (first + 1) * together]
+            for piece in torch.split(of_rows, wide, dim=1):
+                for digit, digits in enumerate(digits_of(piece, top)):
+                    some[digit] += digits.sum(1).long()
+        by_row[:, matrix : matrix + deep, row : row + high] += sums.view(2, deep, high)
     return by_row
 
 

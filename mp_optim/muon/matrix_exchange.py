@@ -109,8 +109,6 @@ class Exchange:
     def _computed(self, pieces: _Pieces) -> _Pieces:
         """Compute the results of this rank's matrices, and return them cut into the parts of each
         rank."""
-        if not pieces:
-            return {}
         parts_of, wholes = {}, []
         for item, flats in pieces.items():
             index, matrix = self.plan.items[item]

@@ -5,13 +5,12 @@ Formulas: docs/numerics.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mp_optim.config.rules import coefficients
 from mp_optim.core import SlotUpdate
@@ -21,7 +20,6 @@ from mp_optim.kernels.kernel_args import MAIN, MuonScalars
 from mp_optim.kernels.reference import MOMENTUM
 from mp_optim.muon.matrix_exchange import MatrixOwners
 from mp_optim.muon.orthogonalization import (
-    Direction,
     Orthogonalization,
     directions,
     normalized,
@@ -50,6 +48,8 @@ class MuonRule(Rule):
     """
 
     name = "muon"
+    reads_steps = False
+    deciding_setting = "moment2_method"
     group_settings: Mapping[str, Any] = MappingProxyType({"optimizer": "muon"})
 
     def __init__(self, scalar: str = "adam") -> None:
@@ -68,12 +68,6 @@ class MuonRule(Rule):
 
     def moments(self, group: Settings) -> tuple[str, ...]:
         return (MOMENTUM, MOMENT2) if group.get("moment2_method") else (MOMENTUM,)
-
-    def deciding_setting(self, group: Settings) -> str:
-        return "moment2_method"
-
-    def reads_steps(self, group: Settings) -> bool:
-        return False
 
     def check_settings(self, group: Settings) -> None:
         if group["optimizer"] not in ("muon", self._scalar.name):
@@ -141,9 +135,11 @@ class MuonRule(Rule):
             if is_here:
                 ways = whole_directions(rule, rounded)
             else:
-                regions = [launch.regions[index] for index in members]
-                some = launch._replace(lists=chosen, updates=updates.take(members), regions=regions)
-                ways = _directions(rule, rounded, some)
+                some = updates.take(members)
+                ways = directions(rule, rounded, some.slots.layouts, owners)
+                if rule.is_normalized:
+                    regions = [launch.regions[index] for index in members]
+                    ways = normalized(rule, ways, chosen.state[MOMENT2], some, regions)
             values, factors = zip(*ways, strict=True)
             backend.muon_apply(replace(params, grad=list(values)), scalars, factors)
         backend.average(lists)
@@ -153,25 +149,3 @@ def _shares_matrices(group: Settings, update: SlotUpdate) -> bool:
     """True if ranks have to exchange shards of a slot to get whole matrices."""
     layout, blockwise = update.layout, group["tp_mode"] == "blockwise"
     return layout is not None and layout.is_shared(blockwise)
-
-
-def _directions(
-    rule: Orthogonalization, rounded: Sequence[Tensor], launch: Launch
-) -> list[Direction]:
-    """Return the direction of each parameter of a run, for this rank's shard.
-
-    Collective if a parameter is sharded over ranks.
-
-    Args:
-        rule: settings of the group.
-        rounded: momenta; overwritten.
-        launch: launch of these parameters.
-    """
-    owners, updates = launch.workspace, launch.updates
-    assert isinstance(owners, MatrixOwners)
-    layouts = updates.slots.layouts
-    found = directions(rule, rounded, layouts, owners)
-    if rule.is_normalized:
-        moments = launch.lists.state[MOMENT2]
-        found = normalized(rule, found, moments, updates, launch.regions)
-    return found

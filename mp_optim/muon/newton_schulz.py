@@ -41,7 +41,10 @@ def orthogonalize_each(
             steps = iterate_grams if method == "gram" and long >= 2 * short else iterate
             whole = stack.view(-1, *stack.shape[-2:])
             for matrices in whole if stack.is_cpu or stack.dim() == 2 else [whole]:
-                matrices.copy_(steps(matrices.div_(_norms(matrices)), polynomials))
+                matrices.div_(_norms(matrices))
+                if stack.size(-2) > short:
+                    matrices = matrices.mT
+                matrices.copy_(steps(matrices, polynomials))
 
 
 def iterate(x: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
@@ -50,15 +53,14 @@ def iterate(x: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
     The order of operations defines the bits.
 
     Args:
-        x: shape (rows, columns) or (n, rows, columns); each matrix has norm 1.
+        x: shape (rows, columns) or (n, rows, columns), with at least as many columns as rows; each
+            matrix has norm 1.
         polynomials: coefficients (a, b, c) of each step.
     """
-    tall = _is_tall(x)
-    x = x.mT if tall else x
     for a, b, c in polynomials:
         gram = x @ x.mT
         x = _add_product(x, _add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+    return x
 
 
 def iterate_grams(x: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
@@ -72,15 +74,14 @@ def iterate_grams(x: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
     https://dao-ailab.github.io/blog/2026/gram-newton-schulz/).
 
     Args:
-        x: shape (rows, columns) or (n, rows, columns); each matrix has norm 1.
+        x: shape (rows, columns) or (n, rows, columns), with at least as many columns as rows; each
+            matrix has norm 1.
         polynomials: coefficients (a, b, c) of each step.
     """
-    tall = _is_tall(x)
-    x = x.mT if tall else x
     starts = [0, *range(1, len(polynomials), 2)]
     for start, stop in zip(starts, [*starts[1:], len(polynomials)], strict=True):
         x = _factor(x @ x.mT, polynomials[start:stop]) @ x
-    return x.mT if tall else x
+    return x
 
 
 def _factor(gram: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
@@ -103,10 +104,6 @@ def _add_product(
 ) -> Tensor:
     add_product = torch.addmm if summand.dim() == 2 else torch.baddbmm
     return add_product(summand, left, right, beta=beta, alpha=alpha)
-
-
-def _is_tall(x: Tensor) -> bool:
-    return x.size(-2) > x.size(-1)
 
 
 def _norms(x: Tensor) -> Tensor:

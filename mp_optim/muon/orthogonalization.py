@@ -223,10 +223,15 @@ def _by_owners(
     values = [torch.empty_like(part, dtype=dtype) for part in rounded]
     planned = owners.plan(parts, groups, flops, dtype.itemsize)
 
-    def compute(wholes: list[Tensor]) -> list[Tensor]:
-        return [direction.values for direction in whole_directions(rule, wholes)]
-
-    exchange = Exchange(planned, parts, groups, rounded, values, device, compute)
+    exchange = Exchange(
+        planned,
+        parts,
+        groups,
+        rounded,
+        values,
+        device,
+        lambda wholes: [direction.values for direction in whole_directions(rule, wholes)],
+    )
     exchange.run()
     owners.bytes_sent += exchange.bytes_sent
     return list(map(Direction, values, factors))
@@ -258,23 +263,17 @@ def _query_groups(parts: tuple[int, ...], rows: int) -> int:
 def whole_directions(rule: Orthogonalization, wholes: Sequence[Tensor]) -> list[Direction]:
     """Return the directions of whole matrices and stacks on this rank. Not collective.
 
+    Q, K and V of a fused matrix are orthogonalized separately. Results of fused matrices are scaled
+    FP32 values, unless the rows are normalized later.
+
     Args:
         rule: settings of the group.
         wholes: contiguous tensors in ``rule.dtype`` on one device; overwritten.
     """
-    if rule.parts is not None:
-        return _by_parts(rule, wholes, rule.parts)
-    orthogonalize_each(wholes, rule.polynomials, rule.method)
-    return [Direction(whole, rule.factor(*whole.shape[-2:])) for whole in wholes]
-
-
-def _by_parts(
-    rule: Orthogonalization, wholes: Sequence[Tensor], parts: tuple[int, ...]
-) -> list[Direction]:
-    """Return the directions of fused matrices, with Q, K and V orthogonalized separately.
-
-    The results are scaled FP32 values, unless the rows are normalized later.
-    """
+    parts = rule.parts
+    if parts is None:
+        orthogonalize_each(wholes, rule.polynomials, rule.method)
+        return [Direction(whole, rule.factor(*whole.shape[-2:])) for whole in wholes]
     pieces, targets = [], []
     dtype = rule.dtype if rule.is_normalized else torch.float32
     results = [torch.empty_like(whole, dtype=dtype) for whole in wholes]
@@ -330,7 +329,9 @@ def normalized(
     largest = [largest_magnitude(param.values)[None] for param in params]
     tops = [float(top) for top in over_shards(largest, every, largest_of=True, doing=_DOING)]
     pairs = list(zip(params, tops, strict=True))
-    squares = [param.squares(top) for param, top in pairs]
+    squares = [
+        row_digits(param.blocks, top, param.shape, param.values.device) for param, top in pairs
+    ]
     within = [param.ranks_over(own, 1) for param, own in zip(params, shards, strict=True)]
     squares = over_shards(squares, within, largest_of=False, doing=_DOING)
     sums = [
@@ -389,11 +390,6 @@ class _Param:
         """Return the number of ranks over which tensor parallelism shards a dimension."""
         groups = self.ranks_over((), dim)
         return groups[0].size() if groups else 1
-
-    def squares(self, top: float) -> Tensor:
-        """Return the digits of each row's sum of squares over this rank's elements
-        (:func:`row_digits`)."""
-        return row_digits(self.blocks, top, self.shape, self.values.device)
 
     def norms(self, rule: Orthogonalization, digits: Tensor, top: float) -> Tensor:
         """Update the second moment, and return squared norms as digits that ranks can add.

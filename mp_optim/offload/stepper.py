@@ -24,7 +24,7 @@ from mp_optim.core import Slot, SlotUpdates, StepPlan, UpdateSelection
 from mp_optim.core.executor import Executor
 from mp_optim.core.slot_state import STEP
 from mp_optim.host.calls import warn
-from mp_optim.host.host_memory import allocate_contiguous, is_on_host
+from mp_optim.host.host_memory import allocate_contiguous
 from mp_optim.host.transfer import Transfer
 from mp_optim.offload.backward_grads import GradSource
 from mp_optim.offload.backward_scheduler import BackwardScheduler, Phase
@@ -377,7 +377,7 @@ class Stepper:
                 tensors = [*executor.state_of(slot.slot).live().values()]
             if not slot.is_stepped_in_place:
                 tensors.append(executor.stepped(slot.slot))
-            allocated += sum(each.nbytes for each in tensors if is_on_host(each))
+            allocated += sum(each.nbytes for each in tensors if each.is_cpu)
         return planned if isinstance(executor, RuleExecutor) else allocated, allocated
 
     # -- descriptions -----------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -237,7 +236,10 @@ class Audit:
         """
         mains, slots = CachedTensorList.of(lists.main), launch.updates.slots
         firsts = launch.firsts or [0] * len(slots)
-        seed = _seed(launch.step, slots[:1], firsts[:1])
+        # Seeds differ by step, rank, parameter and window.
+        seed = 0
+        for number in (launch.step, _rank(), *slots[0], firsts[0]):
+            seed = mix((seed + number * 0x9E3779B9 + 1) & 0xFFFFFFFF)
         runs = list(draw(mains.sizes, mains.block_ends, self.rate, seed))
         if not runs:
             return None
@@ -333,15 +335,6 @@ class Audit:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _seed(step: int, slots: Sequence[Slot], firsts: Sequence[int]) -> int:
-    """Return the 32-bit seed of a launch's sample. Seeds differ by step, rank, parameter and
-    window."""
-    seed = 0
-    for number in (step, _rank(), *chain.from_iterable(slots), *firsts):
-        seed = mix((seed + number * 0x9E3779B9 + 1) & 0xFFFFFFFF)
-    return seed
 
 
 def _copies(columns: Mapping[str, Sequence[Tensor | None]], runs: Sequence[Run]) -> Pieces:

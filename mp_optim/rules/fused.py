@@ -40,13 +40,8 @@ class FusedAdam(RuleOptimizer):
         backend: str = "auto",
         **precision: Any,
     ) -> None:
-        settings = {
-            "betas": betas,
-            "eps": eps,
-            "bias_correction": bias_correction,
-            "adam_w_mode": adam_w_mode,
-            "cautious_wd": cautious_wd,
-        }
+        settings = {"betas": betas, "eps": eps, "bias_correction": bias_correction}
+        settings |= {"adam_w_mode": adam_w_mode, "cautious_wd": cautious_wd}
         super().__init__("adam", params, lr, weight_decay, backend=backend, **settings, **precision)
 
 
@@ -91,13 +86,7 @@ class FusedLAMB(RuleOptimizer):
         backend: str = "auto",
         **precision: Any,
     ) -> None:
-        settings = {
-            "betas": betas,
-            "eps": eps,
-            "bias_correction": bias_correction,
-            "adam_w_mode": adam_w_mode,
-            "max_grad_norm": max_grad_norm,
-            "use_nvlamb": use_nvlamb,
-            "grad_averaging": grad_averaging,
-        }
+        settings = {"betas": betas, "eps": eps, "bias_correction": bias_correction}
+        settings |= {"adam_w_mode": adam_w_mode, "max_grad_norm": max_grad_norm}
+        settings |= {"use_nvlamb": use_nvlamb, "grad_averaging": grad_averaging}
         super().__init__("lamb", params, lr, weight_decay, backend=backend, **settings, **precision)

@@ -99,6 +99,10 @@ class Rule(ABC):
         has_one_pass: True if :meth:`apply` passes ``TensorLists.follows`` and
             ``TensorLists.changed`` to one kernel, which supports both.
         needs_numbers: True if :meth:`apply` computes with the multiplier on the host.
+        reads_steps: True if a step needs the number of earlier steps of a slot; False if a step
+            needs only whether the slot was stepped before.
+        deciding_setting: name of the setting on which :meth:`moments` depends; empty if the moments
+            depend on no setting.
         group_settings: settings of every group that are not hyperparameters, with their defaults.
     """
 
@@ -106,6 +110,8 @@ class Rule(ABC):
     clips = False
     has_one_pass = False
     needs_numbers = True
+    reads_steps = True
+    deciding_setting = ""
     group_settings: Mapping[str, Any] = MappingProxyType({})
 
     @property
@@ -122,16 +128,6 @@ class Rule(ABC):
     def moments(self, group: Settings) -> tuple[str, ...]:
         """Return the names of the moments that are stored with a group's settings."""
         return RULES[self.name].moment_names
-
-    def deciding_setting(self, group: Settings) -> str:
-        """Return the name of the setting on which :meth:`moments` depends; empty if the moments
-        depend on no setting."""
-        return ""
-
-    def reads_steps(self, group: Settings) -> bool:
-        """True if a step needs the number of earlier steps of a slot; False if a step needs only
-        whether the slot was stepped before."""
-        return True
 
     def new_workspace(self) -> Any:
         """Return an object with the counters of an optimizer, which the executor passes to every
@@ -246,24 +242,18 @@ class LionRule(ElementRule):
     """Lion, with decoupled weight decay."""
 
     name = "lion"
-
-    def reads_steps(self, group: Settings) -> bool:
-        return False
+    reads_steps = False
 
 
 class SgdRule(ElementRule):
     """SGD with momentum. The momentum buffer starts as the first gradient."""
 
     name = "sgd"
-
-    def deciding_setting(self, group: Settings) -> str:
-        return "momentum"
+    reads_steps = False
+    deciding_setting = "momentum"
 
     def moments(self, group: Settings) -> tuple[str, ...]:
         return super().moments(group) if group["momentum"] else ()
-
-    def reads_steps(self, group: Settings) -> bool:
-        return False
 
     def check_settings(self, group: Settings) -> None:
         super().check_settings(group)

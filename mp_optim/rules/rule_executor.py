@@ -31,9 +31,10 @@ from mp_optim.core import (
 from mp_optim.core.executor import Executor, Place
 from mp_optim.core.interrupted_step import StepMark
 from mp_optim.core.slot_state import REMAINDER, SlotState
+from mp_optim.core.tensor_layout import region_of
 from mp_optim.core.tensors import continue_from
 from mp_optim.host.calls import in_own_modes
-from mp_optim.host.leases import before_writing, borrows
+from mp_optim.host.leases import before_writing, borrows, give_memory
 from mp_optim.kernels import Backend, choose_backend
 from mp_optim.kernels.codecs import Noise, join, mix
 from mp_optim.kernels.kernel_args import RULE_SCALARS, TensorLists, contiguous, contiguous_outputs
@@ -99,7 +100,17 @@ class RuleExecutor(Executor):
     ) -> None:
         super().__init__(param_groups)
         choose_backend(backend, _HOST)
-        check_backend(backend, rule.kernels, precision)
+        refused = refusal(
+            backend,
+            rule.kernels,
+            (precision.exp_avg_dtype, precision.exp_avg_sq_dtype),
+            precision.param_remainder_bits if precision.store_param_remainders else None,
+            precision.stochastic_rounding,
+        )
+        if refused is not None:
+            field, reason = refused
+            value = backend if field == "fused_backend" else getattr(precision, field)
+            raise ValueError(f"{field}={value!r}: {reason}")
         self.rule, self.workspace = rule, rule.new_workspace()
         self._backend, self._kernels = backend, rule.kernels
         self.rows, self.clips = RuleState(rule, precision, param_groups), rule.clips
@@ -131,7 +142,10 @@ class RuleExecutor(Executor):
         self.rule.check_settings(group)
         if group.get("cautious_wd") and (why := cautious_decay_refusal(self._backend)):
             raise ValueError(f"cautious_wd=True: {why}")
-        self.rule.check_shapes(group, self.rows.whole_shapes(group["params"]))
+        known = zip(self.param_groups, self.rows.groups, strict=False)
+        found = (state.regions for other, state in known if other["params"] is group["params"])
+        regions = next(found, None) or map(region_of, group["params"])
+        self.rule.check_shapes(group, (region.shape for region in regions))
 
     def check_groups(self) -> None:
         for index, (group, checked) in enumerate(
@@ -459,7 +473,11 @@ class RuleExecutor(Executor):
             for kept in group_state.sets:
                 has_moved = kept.mains is not None and kept.mains.has_moved()
                 if kept.mains is not None and has_moved:
-                    self.rows.bring_home(kept.mains)
+                    # Move main params back to their device of the last step. Offloaded main params
+                    # stay on the host.
+                    for main, before in zip(kept.mains, kept.mains.held, strict=False):
+                        if main.device != before.device and id(main) not in self.rows.parked.homes:
+                            give_memory(main, main.data.to(before.device))
                 if group_state.is_shown and group_state.has_moved(kept):
                     has_moved = True
                     for position in kept.positions:
@@ -485,24 +503,6 @@ class RuleExecutor(Executor):
 
 
 _NO_UPDATES = SlotUpdates.of([])
-
-
-def check_backend(backend: str, kernels: str, how: StatePrecision) -> None:
-    """Raise ValueError if a backend has no kernels for a rule or does not support a storage format.
-
-    The message names the config field.
-    """
-    refused = refusal(
-        backend,
-        kernels,
-        (how.exp_avg_dtype, how.exp_avg_sq_dtype),
-        how.param_remainder_bits if how.store_param_remainders else None,
-        how.stochastic_rounding,
-    )
-    if refused is not None:
-        field, reason = refused
-        value = backend if field == "fused_backend" else getattr(how, field)
-        raise ValueError(f"{field}={value!r}: {reason}")
 
 
 def _by_group(slots: StepPlan, groups: Sequence[GroupState]) -> list[GroupPlan]:

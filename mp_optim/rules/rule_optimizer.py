@@ -129,7 +129,16 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         present = current_grads(every)
         indices = [index for index, grad in enumerate(present) if grad is not None]
         grads = [grad for grad in present if grad is not None]
-        self._check_grads(indices, grads)
+        are_dense = {grad.layout for grad in grads} <= {torch.strided}
+        if not (are_dense and all(map(Tensor.is_floating_point, grads))):
+            for slot, grad in zip(self._slots_at(indices), grads, strict=True):
+                if grad.layout != torch.strided or not grad.is_floating_point():
+                    raise TypeError(
+                        f"{self.slot_name(slot)}: the gradient is {grad.dtype} with layout "
+                        f"{grad.layout}, but only dense floating-point gradients are supported; "
+                        "build the embedding with sparse=False, or train the parameter by another "
+                        "optimizer"
+                    )
         params = [every[index] for index in indices]
         source, known, seen, last = self._reused
         is_current = source is self.step_mark.plan_key and indices == known
@@ -147,19 +156,6 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         if not (seen.plain and are_plain(grads)):
             grads = list(map(local_grad, params, grads))
         return replace(last, grads=CachedTensorList(grads))
-
-    def _check_grads(self, indices: Sequence[int], grads: Sequence[Tensor]) -> None:
-        if {grad.layout for grad in grads} <= {torch.strided} and all(
-            map(Tensor.is_floating_point, grads)
-        ):
-            return
-        for slot, grad in zip(self._slots_at(indices), grads, strict=True):
-            if grad.layout != torch.strided or not grad.is_floating_point():
-                raise TypeError(
-                    f"{self.slot_name(slot)}: the gradient is {grad.dtype} with layout "
-                    f"{grad.layout}, but only dense floating-point gradients are supported; build "
-                    "the embedding with sparse=False, or train the parameter by another optimizer"
-                )
 
     def _slots_at(self, indices: Sequence[int]) -> list[Slot]:
         slots = [slot for slot, _ in iter_slots(self.param_groups)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -281,14 +281,6 @@ class RuleState(StateStore):
         """Return the FQN of a slot."""
         return slot_name(self.param_groups, slot)
 
-    def whole_shapes(self, params: list[Tensor]) -> Iterator[torch.Size]:
-        """Yield the shapes of the whole parameters of a group."""
-        for group, known in zip(self.param_groups, self.groups, strict=False):
-            if group["params"] is params:
-                yield from (region.shape for region in known.regions)
-                return
-        yield from (region_of(param).shape for param in params)
-
     # -- counts of steps --------------------------------------------------------------------------
 
     def subtract_skipped(self) -> None:
@@ -338,8 +330,13 @@ class RuleState(StateStore):
         group_state, group = self.groups[slot.group], self.param_groups[slot.group]
         state = group_state.slots[slot.position]
         tensor = group["params"][slot.position]
-        main = local_tensor(tensor)
-        self._follow_count(slot)
+        main, mine = local_tensor(tensor), group_state.steps[slot.position]
+        shown = state.setdefault(STEP, mine)
+        if shown.data_ptr() != mine.data_ptr():
+            # A caller replaced the memory of the slot's step count, so use the caller's count.
+            check_step(self.name(slot), shown)
+            mine.copy_(shown)
+            shown.data = mine
         missing = self._missing(slot, main)
         allocate, home = self.allocators.get(slot), self._home(slot, main)
         if missing and allocate is not None and home.type == "cpu":
@@ -506,13 +503,6 @@ class RuleState(StateStore):
 
     # -- memory that callers replaced -------------------------------------------------------------
 
-    def bring_home(self, mains: CachedTensorList) -> None:
-        """Move main params back to their device of the last step. Offloaded main params stay on the
-        host."""
-        for main, before in zip(mains, mains.held, strict=False):
-            if main.device != before.device and id(main) not in self.parked.homes:
-                give_memory(main, main.data.to(before.device))
-
     def check_memory(self, slot: Slot, kept: SlotSet) -> None:
         """Check and adopt the memory of a slot's state tensors, which callers may have replaced.
 
@@ -547,38 +537,26 @@ class RuleState(StateStore):
                 value.data = value.data.contiguous()
         self.uncounted_live(slot)
 
-    def _follow_count(self, slot: Slot) -> None:
-        """Copy the count from a slot's ``step`` tensor if a caller replaced the tensor's memory."""
-        group_state = self.groups[slot.group]
-        mine = group_state.steps[slot.position]
-        shown = group_state.slots[slot.position].setdefault(STEP, mine)
-        if shown.data_ptr() != mine.data_ptr():
-            check_step(self.name(slot), shown)
-            mine.copy_(shown)
-            shown.data = mine
-
     def stored_keys(
         self, index: int, positions: Sequence[int], mains: CachedTensorList
     ) -> list[tuple[str, ...]]:
         """Return, for each main param of a group, the keys of the state tensors that a step of this
         main param uses."""
         regions, moments = self.groups[index].regions, self._names(index)
+        precision = self.precision
         of_each = [
-            (moments, self.precision.is_small(regions[position].shape.numel()), main.dtype)
+            (precision.is_small(regions[position].shape.numel()), main.dtype)
             for position, main in zip(positions, mains, strict=True)
         ]
-        keys = {each: self._keys_of(*each) for each in set(of_each)}
+        keys = {}
+        for is_small, dtype in set(of_each):
+            stored = [(name, precision.stored_dtype(name, is_small)) for name in moments]
+            scales = [scale_key(name) for name, form in stored if is_blocked(form)]
+            is_beside = dtype != torch.float32 and precision.remainder_dtype is not None
+            remainder = [REMAINDER] if is_beside else []
+            average = [] if precision.ema_decay is None else [AVERAGE]
+            keys[is_small, dtype] = (*moments, *scales, *remainder, *average)
         return list(map(keys.__getitem__, of_each))
-
-    def _keys_of(
-        self, moments: tuple[str, ...], is_small: bool, dtype: torch.dtype
-    ) -> tuple[str, ...]:
-        precision = self.precision
-        blocked = [name for name in moments if is_blocked(precision.stored_dtype(name, is_small))]
-        is_beside = dtype != torch.float32 and precision.remainder_dtype is not None
-        remainder = [REMAINDER] if is_beside else []
-        average = [] if precision.ema_decay is None else [AVERAGE]
-        return (*moments, *map(scale_key, blocked), *remainder, *average)
 
     def state_tensors(self, index: int, key: str, positions: Sequence[int]) -> list[Tensor]:
         """Return the state tensors of one name at some positions of a group, allocated if missing.
@@ -595,7 +573,7 @@ class RuleState(StateStore):
         for position in positions:
             if key not in group_state.slots[position]:
                 group = self.param_groups[index]
-                name = self.rule.of(group).deciding_setting(group)
+                name = self.rule.of(group).deciding_setting
                 required = f"{name}={group[name]!r}" if name in group else self.rule.name
                 raise ValueError(
                     f"param_groups[{index}]: {self.name(Slot(index, position))} was stepped "
@@ -650,7 +628,7 @@ class RuleState(StateStore):
     def fit_state(self, slot: Slot, saved: State, convert: bool) -> State:
         stepped, live, name = self.stepped(slot), self.live_state(slot), self.name(slot)
         group = self.param_groups[slot.group]
-        if saved and STEP not in saved and not self.rule.of(group).reads_steps(group):
+        if saved and STEP not in saved and not self.rule.of(group).reads_steps:
             # torch stores no step count for a rule that needs none. A slot with state was stepped,
             # so set 1.
             saved = {key: value for key, value in saved.items() if value is not None}

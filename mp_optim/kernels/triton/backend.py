@@ -44,7 +44,6 @@ from mp_optim.kernels.triton.launches import (
     added,
     on_host,
     row_for,
-    row_of,
     step_form,
     sum_alike,
 )
@@ -59,8 +58,6 @@ _ADAM = ("exp_avg", "exp_avg_sq")
 _TRIED, _TRIED_EACH = 0.375, 0.01171875
 """Multiplier of a trial, and the number for each tensor of a trial."""
 _REFERENCE = ReferenceBackend()
-Launches = tuple[Sequence[Tensor | None], list[tuple[Plan, bool]]]
-"""Columns of addresses and plans of a part (:meth:`Tables.launch_of`)."""
 
 
 class TritonBackend(ReferenceBackend):
@@ -117,10 +114,17 @@ class TritonBackend(ReferenceBackend):
         common = (one.kernel.__name__, part.kind, form, given, lists.follows, lists.noise is None)
 
         def trial(backend: ReferenceBackend, some: TensorLists) -> Tensor | None:
-            own = None if one.each is None else [_TRIED_EACH] * len(some.grad)
-            tried: Tensor | None = one.call(
-                backend, some, _tried(backend, one.multiplier, device), own
-            )
+            numbers: list[Any] = [_TRIED]
+            if one.each is not None:
+                numbers = [[_TRIED_EACH] * len(some.grad)]
+            # reference gets the multiplier as a number, and no flag.
+            if backend is self:
+                if isinstance(one.multiplier, Tensor):
+                    pair = torch.tensor([_TRIED, 0.0], device="cpu").to(device)
+                    numbers = [pair[: one.multiplier.numel()]]
+                if one.skip is not None:
+                    numbers.append(torch.zeros_like(one.skip))
+            tried: Tensor | None = one.run_by(backend, some, *numbers)
             return tried
 
         return all(
@@ -145,14 +149,6 @@ class TritonBackend(ReferenceBackend):
     def announce(self, lists: TensorLists, scalars: Any, device: torch.device) -> None:
         self.tables.row(row_for(lists, scalars), device)
 
-    def launch_part(
-        self, one: Pass, part: AlikeLists, numbers: Tensor, made: Tensor | None, launches: Launches
-    ) -> None:
-        """Launch a pass over a part: one launch for each plan."""
-        columns, plans = launches
-        for plan, aligned in plans:
-            self.launch(one, part, plan, aligned, columns, numbers, made)
-
     def run_pass(self, one: Pass, keeps: bool = False) -> None:
         """Run a pass that writes tensors. ``reference`` runs the parts that no kernel supports.
 
@@ -163,14 +159,21 @@ class TritonBackend(ReferenceBackend):
         for part, numbers in self.parts(one):
             if numbers is not None:
                 made = None if one.each is None else self._table(part, one.each)
-                launches = self.tables.launch_of(part, one.moments, CHUNK)
-                self.launch_part(one, part, numbers, made, launches)
+                columns, plans = self.tables.launch_of(part, one.moments, CHUNK)
+                for plan, aligned in plans:
+                    self.launch(one, part, plan, aligned, columns, numbers, made)
                 mark_written(part.lists)
                 if keeps:
-                    _keep(one.kernel.__name__, part, launches)
+                    rule = one.kernel.__name__
+                    known = prepared_launch(part.lists, rule)
+                    has_room = known is not None and len(known.launch) < MOST_LAUNCHES
+                    by_grads = known.launch if known is not None and has_room else {}
+                    addresses = CachedTensorList.of(part.lists.grad).addresses.tobytes()
+                    by_grads[addresses] = columns, plans
+                    prepare_launch(rule, part, model_tensors(part.lists), by_grads)
             elif (value := on_host(one.multiplier, one.skip)) is not None:
                 own = None if one.each is None else [float(one.each[at]) for at in part.indices]
-                one.call(_REFERENCE, part.lists, value, own)
+                one.run_by(_REFERENCE, part.lists, value if own is None else own)
 
     def sums_of(self, one: Pass, sums: Tensor) -> Tensor:
         """Run a pass that returns sums, and return the sums with a row for each tensor.
@@ -192,7 +195,7 @@ class TritonBackend(ReferenceBackend):
                     # plans.
                     found = some if found is None else found + some
             elif (value := on_host(one.multiplier)) is not None:
-                found = one.call(_REFERENCE, part.lists, value, None)
+                found = one.run_by(_REFERENCE, part.lists, value)
             if found is not None and len(part.indices) == len(sums):
                 return found
             if found is not None:
@@ -213,7 +216,9 @@ class TritonBackend(ReferenceBackend):
             return False
         part = AlikeLists(range(len(lists.grad)), known.kind, continued(lists, known.kind))
         numbers = self.tables.row(row_for(lists, one.scalars), lists.grad[0].device)
-        self.launch_part(one, part, numbers, None, launches)
+        columns, plans = launches
+        for plan, aligned in plans:
+            self.launch(one, part, plan, aligned, columns, numbers, None)
         tell_autograd(known.written)
         return True
 
@@ -262,11 +267,8 @@ class TritonBackend(ReferenceBackend):
     # -- rules ------------------------------------------------------------------------------------
 
     def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: Multiplier) -> None:
-        def call(backend: ReferenceBackend, some: TensorLists, value: Any, _: Any) -> None:
-            backend.step(rule, some, scalars, value)
-
         kernel, moments = getattr(rules, rule), kept_moments(lists, RULES[rule].moment_names)
-        one = Pass(kernel, call, lists, moments, scalars, Flags.of(scalars), multiplier)
+        one = Pass(kernel, lists, moments, scalars, Flags.of(scalars), multiplier)
         if not self.launch_again(one):
             self.run_pass(one, keeps=True)
 
@@ -285,12 +287,17 @@ class TritonBackend(ReferenceBackend):
     ) -> None:
         if not lists.main:
             return
-        skip = (
-            multiplier[1:] if isinstance(multiplier, Tensor) and multiplier.numel() == 2 else None
-        )
-        numbers = self.tables.row(row_of(scalars, 0), lists.main[0].device)
-        ratios = _ratios(scalars, sums, numbers)
-        self.lamb_apply(lists, scalars, ratios, skip)
+        skip = None
+        if isinstance(multiplier, Tensor) and multiplier.numel() == 2:
+            skip = multiplier[1:]
+        numbers = self.tables.row(row_for(lists, scalars), lists.main[0].device)
+        # Compute like LambScalars.ratio(), but on the device, so that the host need not wait.
+        lr = numbers[RATE : RATE + 2].view(torch.float64)
+        ratios = lr.expand(len(sums))
+        if scalars.adapts:
+            param, update = root(sums).unbind(1)
+            ratios = torch.where((param == 0.0) | (update == 0.0), lr, param * lr / update)
+        self.lamb_apply(lists, scalars, ratios.float(), skip)
 
     def lamb_moments(
         self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier
@@ -299,10 +306,7 @@ class TritonBackend(ReferenceBackend):
         sums = torch.zeros(len(lists.main), 2, dtype=torch.float64, device=device)
         flags = Flags(scalars.decay != 0.0, scalars.l2 != 0.0)
 
-        def call(backend: ReferenceBackend, some: TensorLists, value: Any, _: Any) -> Tensor:
-            return backend.lamb_moments(some, scalars, value)
-
-        one = Pass(two_passes.lamb_moments, call, lists, _ADAM, scalars, flags, multiplier)
+        one = Pass(two_passes.lamb_moments, lists, _ADAM, scalars, flags, multiplier)
         return self.sums_of(one, sums)
 
     def lamb_apply(
@@ -320,87 +324,40 @@ class TritonBackend(ReferenceBackend):
             ratios: FP32 values; or a tensor with these values on the tensors' device.
             skip: FP32, shape (1,), on the device; if not 0, nothing is written.
         """
-
-        def call(backend: ReferenceBackend, some: TensorLists, _: Any, own: Any) -> None:
-            if isinstance(backend, TritonBackend) and skip is not None:
-                backend.lamb_apply(some, scalars, own, torch.zeros_like(skip))
-            else:
-                backend.lamb_apply(some, scalars, own)
-
         kernel, flags = two_passes.lamb_apply, Flags(scalars.decay != 0.0)
-        self.run_pass(Pass(kernel, call, lists, _ADAM, scalars, flags, 1.0, ratios, skip))
+        self.run_pass(Pass(kernel, lists, _ADAM, scalars, flags, each=ratios, skip=skip))
 
     def muon_momentum(self, lists: TensorLists, scalars: MuonScalars, multiplier: float) -> None:
-        def call(backend: ReferenceBackend, some: TensorLists, value: Any, _: Any) -> None:
-            backend.muon_momentum(some, scalars, value)
-
         kernel, flags = two_passes.muon_momentum, Flags.of(scalars)
-        self.run_pass(Pass(kernel, call, lists, (MOMENTUM,), scalars, flags, multiplier))
+        self.run_pass(Pass(kernel, lists, (MOMENTUM,), scalars, flags, multiplier))
 
     def muon_apply(
         self, lists: TensorLists, scalars: MuonScalars, factors: Sequence[float]
     ) -> None:
-        def call(backend: ReferenceBackend, some: TensorLists, _: Any, own: Any) -> None:
-            backend.muon_apply(some, scalars, own)
-
         flags = Flags(scalars.decay != 0.0, cautious_wd=scalars.cautious_wd)
-        self.run_pass(Pass(two_passes.muon_apply, call, lists, (), scalars, flags, 1.0, factors))
+        self.run_pass(Pass(two_passes.muon_apply, lists, (), scalars, flags, each=factors))
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         steady = CachedTensorList.of(tensors)
         if len(steady.dtypes) != 1:
             return by_dtype(steady, self.sum_of_squares)
-        if self.proofs.is_on and not self._sums_hold(steady):
-            return super().sum_of_squares(tensors)
+        if self.proofs.is_on:
+            dtype, device = steady[0].dtype, steady[0].device
+            is_odd = steady.contiguous and bool(self.tables.column(steady, device).odd)
+            lists = TensorLists([], steady, {}, [None] * len(steady))
+            is_right = self.proofs.holds(
+                ("sum_of_squares", dtype, is_odd, device),
+                self,
+                AlikeLists(range(len(steady)), LaunchDtypes(dtype), lists),
+                1 if is_odd else 0,
+                lambda backend, some: backend.sum_of_squares(some.grad),
+            )
+            if not is_right:
+                return super().sum_of_squares(tensors)
         return sum_alike(self.tables, steady)
-
-    def _sums_hold(self, tensors: CachedTensorList) -> bool:
-        """True if the kernel for sums of squares has the bits of ``reference`` for these tensors'
-        dtype and alignment."""
-        dtype, device = tensors[0].dtype, tensors[0].device
-        is_odd = bool(self.tables.column(tensors, device).odd) if tensors.contiguous else False
-        lists = TensorLists([], tensors, {}, [None] * len(tensors))
-        return self.proofs.holds(
-            ("sum_of_squares", dtype, is_odd, device),
-            self,
-            AlikeLists(range(len(tensors)), LaunchDtypes(dtype), lists),
-            1 if is_odd else 0,
-            lambda backend, some: backend.sum_of_squares(some.grad),
-        )
 
     def sum_in_pairs(self, values: Tensor) -> Tensor:
         if len(values) < 2:
             return values.sum()
         plan = self.tables.plan_of(array("q", [len(values)]), 1, values.device)
         return added(plan, values.view(-1, 1)).view(())
-
-
-def _keep(rule: str, part: AlikeLists, launches: Launches) -> None:
-    """Cache the launch of a rule over a part for :meth:`TritonBackend.launch_again`."""
-    known = prepared_launch(part.lists, rule)
-    by_grads = {} if known is None or len(known.launch) >= MOST_LAUNCHES else known.launch
-    by_grads[CachedTensorList.of(part.lists.grad).addresses.tobytes()] = launches
-    prepare_launch(rule, part, model_tensors(part.lists), by_grads)
-
-
-def _tried(backend: ReferenceBackend, multiplier: Multiplier, device: torch.device) -> Any:
-    """Return the multiplier of a trial: a tensor on the device if the step has one, else a number.
-
-    ``reference`` always gets a number.
-    """
-    if not isinstance(multiplier, Tensor) or not isinstance(backend, TritonBackend):
-        return _TRIED
-    return torch.tensor([_TRIED, 0.0], device="cpu").to(device)[: multiplier.numel()]
-
-
-def _ratios(scalars: LambScalars, sums: Tensor, numbers: Tensor) -> Tensor:
-    """Return the learning rate times the trust ratio of each tensor, computed in double: FP32,
-    shape (n,).
-
-    A value is lr * ||p|| / ||u|| if the rule adapts and the norms of p and u are positive, else lr.
-    """
-    lr = numbers[RATE : RATE + 2].view(torch.float64)
-    if not scalars.adapts:
-        return lr.expand(len(sums)).float()
-    param, update = root(sums).unbind(1)
-    return torch.where((param == 0.0) | (update == 0.0), lr, param * lr / update).float()

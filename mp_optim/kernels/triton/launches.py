@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from triton.runtime import JITFunction, driver
 
 from mp_optim.core import CachedTensorList
 from mp_optim.host.accelerator import current_device
+from mp_optim.kernels.element_rules import ELEMENT_STEPS
 from mp_optim.kernels.kernel_args import FLOATS, LambScalars, LaunchDtypes, TensorLists, check_fit
 from mp_optim.kernels.reference import ReferenceBackend
 from mp_optim.kernels.sums import sum_of_squares
@@ -70,9 +71,9 @@ def shape_of(rule: str, kind: LaunchDtypes) -> dict[str, Any]:
     return {"ROWS": ROWS, "RUN": run, **(WIDE if rule == "lamb_moments" else OPTIONS)}
 
 
-def row_of(scalars: Any, seed: int, average_weight: float = 1.0) -> array[int]:
-    """Return the row of a call: seed, average weight, LAMB's lr, and the FP32 fields of the
-    scalars.
+def row_for(lists: TensorLists, scalars: Any) -> array[int]:
+    """Return the row of a call: the seed of the lists' noise, the average weight, LAMB's lr, and
+    the FP32 fields of the scalars.
 
     Raises:
         ValueError: the scalars have too many numbers for a row.
@@ -87,14 +88,10 @@ def row_of(scalars: Any, seed: int, average_weight: float = 1.0) -> array[int]:
         )
     numbers += [0.0] * (_MOST_SCALARS - len(numbers))
     layout = f"=ifd{_MOST_SCALARS}f"
-    return array("i", struct.pack(layout, seed, average_weight, rate, *numbers))
-
-
-def row_for(lists: TensorLists, scalars: Any) -> array[int]:
-    """Return the row of a call for lists with noise and averages."""
     seed = lists.noise[0].seed if lists.noise else 0
     # struct packs int32, so convert the 32-bit seed to the int32 with the same bits.
-    return row_of(scalars, seed - (seed >> 31 << 32), lists.average_weight)
+    seed -= seed >> 31 << 32
+    return array("i", struct.pack(layout, seed, lists.average_weight, rate, *numbers))
 
 
 # -- compiled kernels ------------------------------------------------------------------------------
@@ -130,7 +127,13 @@ class KernelForm:
         if not isinstance(self.kernel, JITFunction):
             self.kernel[(programs,)](*arguments, **self.constants, **self.options)
             return
-        key = (driver.active.get_current_device(), *map(_compiled_for, arguments))
+        types = [
+            (each.dtype, each.data_ptr() % MULTIPLE == 0)
+            if isinstance(each, Tensor)
+            else type(each)
+            for each in arguments
+        ]
+        key = driver.active.get_current_device(), *types
         known = self.compiled.get(key)
         if known is not None:
             known[(programs, 1, 1)](*arguments, *self.constants.values())
@@ -139,12 +142,6 @@ class KernelForm:
         # The call above has launched the kernel, so only cache the compiled kernel.
         if isinstance(made, CompiledKernel) and made.module is not None:
             self.compiled[key] = made
-
-
-def _compiled_for(argument: Any) -> Any:
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % MULTIPLE == 0
-    return type(argument)
 
 
 # -- launches -------------------------------------------------------------------------------------
@@ -166,17 +163,12 @@ can compute the tensor without synchronization.
 """
 
 
-Call = Callable[[ReferenceBackend, TensorLists, Any, Any], Any]
-"""Function that runs a pass with any backend: backend, lists, multiplier, and a number for each
-tensor."""
-
-
 class Pass(NamedTuple):
     """A pass of a rule over tensor lists.
 
     Attributes:
-        kernel: Triton kernel of the pass.
-        call: function that runs the same pass with any backend.
+        kernel: Triton kernel of the pass. Its name is an element rule, or the method of a backend
+            that runs the pass.
         lists: tensor lists.
         moments: names of the moments that the pass reads, as in ``alike_lists``.
         scalars: scalars of the step.
@@ -187,7 +179,6 @@ class Pass(NamedTuple):
     """
 
     kernel: Any
-    call: Call
     lists: TensorLists
     moments: tuple[str, ...]
     scalars: Any
@@ -195,6 +186,19 @@ class Pass(NamedTuple):
     multiplier: Multiplier = 1.0
     each: Sequence[float] | Tensor | None = None
     skip: Tensor | None = None
+
+    def run_by(self, backend: ReferenceBackend, lists: TensorLists, *numbers: Any) -> Any:
+        """Run the pass by any backend, and return the result of the backend's method.
+
+        Args:
+            backend: the backend.
+            lists: tensor lists of the pass.
+            *numbers: the multiplier, or a number for each tensor; and a flag that skips the pass.
+        """
+        name = self.kernel.__name__
+        if name in ELEMENT_STEPS:
+            return backend.step(name, lists, self.scalars, *numbers)
+        return getattr(backend, name)(lists, self.scalars, *numbers)
 
 
 @cache

@@ -76,11 +76,11 @@ def test_triton_compares_with_reference_only_the_kernel_forms_that_a_step_uses(
 def test_triton_warns_and_steps_with_the_bits_of_reference_when_a_kernel_is_wrong(
     triton: Any, trouble: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def launch_part(*arguments: Any) -> None:
+    def launch(*arguments: Any) -> None:
         if trouble == "raises":
             raise RuntimeError("no kernel image is available")
 
-    monkeypatch.setattr(triton, "launch_part", launch_part)  # It launches no kernel.
+    monkeypatch.setattr(triton, "launch", launch)  # It launches no kernel.
     with pytest.warns(UserWarning, match=r"triton on cpu, adam: .*(other bits|newer driver)"):
         found = trained("adamw", "triton")
     assert all(map(torch.equal, found, trained("adamw", "reference")))

@@ -75,7 +75,7 @@ def test_exact_sums_give_equal_digits_when_a_tensor_is_cut_differently(monkeypat
     values = values_of(shape, 1)
     top, count = float(largest_magnitude(values)), values.numel()
     expected = sums([(ShardRegion(values.shape, (0,) * values.dim()), values)], shape, top)
-    monkeypatch.setattr("mp_optim.muon.exact_sums.sum_piece_elements", lambda device: piece)
+    monkeypatch.setattr("mp_optim.muon.exact_sums.piece_elements", lambda device: piece)
     edges = ([], [count // 3], sorted({count // 5, count // 2, count}))
     cuts = [list(flat_parts(values, each)) for each in edges]
     ways = itertools.product(range(values.dim()), (2, 3, 6))
