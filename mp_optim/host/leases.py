@@ -305,7 +305,7 @@ class DeviceBorrow:
         """Lease a contiguous tensor of state.
 
         Args:
-            tensor: tensor whose writers call :func:`before_writing`.
+            tensor: tensor of state. Its writers call :func:`before_writing` first.
             what: name of the tensor for errors.
         """
         self._leases.append(lease := _DeviceLease(tensor))
@@ -324,10 +324,10 @@ class DeviceBorrow:
         return StagedBytes(lease.nbytes, partial(self._unchanged, lease, sums, what))
 
     def copy_small(self, tensor: Tensor) -> StagedBytes:
-        """Lease a small tensor, whose bytes :meth:`start` first copies on the device.
+        """Lease a small tensor.
 
-        :meth:`start` copies all small tensors into one tensor, so that one download brings them to
-        the host.
+        :meth:`start` copies all small tensors into one tensor on the device, so that one download
+        copies them to the host.
         """
         first, self._used = self._used, self._used + tensor.nbytes
         self._small.append(tensor.detach().reshape(-1).view(torch.uint8))

@@ -104,8 +104,8 @@ def fetch(transfer: Transfer, tensor: Tensor) -> Callable[[], Tensor]:
 
 
 class MetaTransfer(Transfer):
-    """Transfer of a model on the meta device, whose buffers have no memory. Plans are made as for
-    an accelerator."""
+    """Transfer for a model on the meta device. Host buffers are meta tensors without memory. Plans
+    are made as for an accelerator."""
 
     is_same_place = False
 

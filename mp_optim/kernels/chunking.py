@@ -76,7 +76,8 @@ def _batch(lists: TensorLists, cuts: Sequence[_Cut]) -> tuple[list[int], TensorL
 
 
 def runs_of(sizes: Iterable[tuple[int, int]], most: int) -> Iterator[list[int]]:
-    """Yield runs of consecutive indices whose tensors have at most ``most`` elements together.
+    """Yield runs of consecutive indices. The tensors of a run have at most ``most`` elements
+    together.
 
     A tensor with more than ``most`` elements is the only tensor of a run.
 

@@ -21,7 +21,7 @@ from mp_optim.core.slot_state import SECOND
 MOST_BFLOAT16 = 2.0**128 * (1.0 - 2.0**-8)
 """Largest finite bfloat16 number."""
 MOST_IN_BLOCKS = 2.0**128 * (1.0 - 2.0**-11)
-"""Largest magnitude whose decoded value is finite in all block formats."""
+"""Largest magnitude that every block format decodes to a finite value."""
 INFINITE_ROOT = 2.0**65
 """Finite root that is stored for an infinite second moment. With any rounding, the decoded square
 is infinite again."""
@@ -130,7 +130,7 @@ def decode(stored: Tensor, scale: Tensor | None, second: bool, numel: int | None
     Args:
         stored: stored tensor, 1-D.
         scale: FP32, shape (ceil(numel / 256),), for block formats; else None.
-        second: True for a second moment, whose blocks store the square root.
+        second: True for a second moment. Its blocks store the square root.
         numel: number of elements of the moment; by default the number of elements of ``stored``. A
             tensor of 4-bit codes has half as many bytes as codes.
     """
@@ -160,7 +160,7 @@ def encode_(
         value: FP32 values, 1-D.
         stored: tensor to write.
         scale: scales to write, for block formats; else None.
-        second: True for a second moment, whose blocks store the square root.
+        second: True for a second moment. Its blocks store the square root.
         noise: random bits for stochastic rounding; None rounds to nearest even.
     """
     if value is stored or not value.numel():

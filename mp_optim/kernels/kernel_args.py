@@ -45,8 +45,8 @@ def fp32(value: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TensorLists:
-    """Parallel lists of contiguous tensors on one device. A list may be the same object in every
-    step.
+    """Parallel lists of contiguous tensors on one device. Several steps may pass the same list
+    object.
 
     Attributes:
         main: main params: FP32, or bfloat16 with the lower half in ``state[REMAINDER]`` if a
@@ -64,7 +64,7 @@ class TensorLists:
             to the main params.
         prepared: cached launch of each rule for these lists (:class:`PreparedLaunch`), reused with
             other gradients. None for temporary lists.
-        changed: for each tensor, a bitmap in which kernels mark weights whose values change
+        changed: for each tensor, a bitmap in which kernels mark weights that change
             (``SlotUpdate.changed``); or None. Only for backends with ``marks_changes``.
         follows: True if ``output`` has the model's weights. The step then continues from a weight
             where the main param does not round to it. Only for backends with ``follows_weights``.
@@ -108,7 +108,7 @@ class TensorLists:
         return replace(averages, output=outputs, source=None, changed=None, follows=False)
 
     def only(self, *keys: str) -> TensorLists:
-        """Return the lists without the state of other keys."""
+        """Return the lists with the state of the given keys only."""
         state = {key: self.state[key] for key in keys if key in self.state}
         source = self.source
         if source is not None:

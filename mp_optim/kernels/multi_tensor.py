@@ -189,8 +189,8 @@ class MultiTensorBackend(ReferenceBackend):
 
 
 def _adam_arguments(s: AdamScalars) -> tuple[Any, ...]:
-    """Return the arguments from which the Adam kernels of apex and Transformer Engine compute their
-    scalars."""
+    """Return the settings of a step as arguments of the Adam kernels of apex and Transformer
+    Engine."""
     switches = 0 if s.l2 else 1, int(s.bias_correction)
     return s.given_lr, s.beta1, s.beta2, s.eps, s.given_step, *switches, s.given_decay
 

@@ -235,7 +235,7 @@ class NativeBackend(ReferenceBackend):
 
 
 def values_of(structure: type[ctypes.Structure], scalars: Any, multiplier: float) -> Any:
-    """Return a C structure whose fields have the values of the rule's scalars of the same name.
+    """Return a C structure with the rule's scalars in the fields of the same names.
 
     Scalars without a field are left out. The field ``l2`` is 0 for a rule without ``l2``.
     """

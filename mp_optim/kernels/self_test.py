@@ -87,7 +87,7 @@ def differences(
 ) -> list[float]:
     """Return the differences from ``reference`` after a trial, in units of the tolerance.
 
-    The result has an entry for each tensor whose bits differ.
+    The result has an entry for each tensor with other bits.
 
     Args:
         backend: the backend to test.

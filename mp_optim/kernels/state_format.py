@@ -305,7 +305,7 @@ def _can_be_read(saved: Tensor, scale: Any, convert: bool) -> bool:
 
 
 def shape_of(key: str, stored: Tensor, main: Tensor) -> torch.Size:
-    """Return the shape in FP32 of a stored moment.
+    """Return the shape of a stored moment after its conversion to FP32.
 
     4-bit codes are stored as 1-D bytes. If the number of bytes fits the main param, the result is
     the main param's shape; otherwise the shape of ``stored``.

@@ -22,7 +22,7 @@ from mp_optim.kernels.sums import Groups, reduce_over
 _BITS = 31
 _LOW = (1 << _BITS) - 1
 _MOST = 1 << 21
-"""Largest number of elements whose digits FP64 adds without rounding, because 2^21 times 2^31 is
+"""Largest number of digits that FP64 adds without rounding, because 2^21 times 2^31 is
 below 2^53."""
 
 MatricesShape = tuple[int, int, int]
@@ -100,9 +100,9 @@ def _boxed(
 
 
 def piece_elements(device: torch.device) -> int:
-    """Return the largest number of elements whose digits are computed together.
+    """Return the largest number of elements that :func:`digits_of` gets in one call.
 
-    So many FP64 values fit a CPU core's cache, or are enough to occupy an accelerator.
+    FP64 values of this number fit a CPU core's cache, or are enough to occupy an accelerator.
     """
     return 1 << 16 if device.type == "cpu" else _MOST
 

@@ -137,8 +137,8 @@ class Exchange:
     def _to_owners(self, axis: int, batch: Sequence[int], pieces: _Pieces) -> _Hop:
         """Send parts of matrices toward their owners, along one axis of the grid.
 
-        Each rank of the axis receives the parts of all matrices whose owner has the rank's
-        coordinate along this axis. Exchanges along earlier axes then send these parts to the owner.
+        Each rank of the axis receives the parts for all owners with the rank's coordinate along
+        this axis. Exchanges along earlier axes then send these parts to the owner.
         """
         group, here = self.groups[axis], self._here
         sent: list[list[Tensor]] = [[] for _ in range(group.size())]

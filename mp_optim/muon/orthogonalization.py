@@ -137,7 +137,7 @@ def runs(
 
 
 def runs_of_wholes(regions: Sequence[ShardRegion]) -> Iterator[tuple[list[int], bool]]:
-    """Yield runs of parameters whose step reads sums over whole parameters.
+    """Yield runs of parameters for steps that read sums over whole parameters.
 
     All ranks that share a parameter have the same runs, even if a rank has none of its elements.
     """
@@ -318,7 +318,7 @@ def normalized(
         found: directions; may be overwritten. Their factors are ignored.
         moments: second moment of all rows of each parameter, FP32, shape (..., rows, 1).
         updates: updates of the launch.
-        regions: for each parameter, the region whose elements this rank has.
+        regions: for each parameter, the region of the parameter that this rank has.
 
     Returns:
         Scaled directions in FP32.

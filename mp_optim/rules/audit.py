@@ -52,7 +52,7 @@ class _Alarm(Exception):
     """Base class of the error and the warning of an audit.
 
     Attributes:
-        mismatches: elements whose bits differ from the repetition.
+        mismatches: elements with other bits than the repetition.
     """
 
     def __init__(self, message: str, mismatches: Sequence[Mismatch]) -> None:
@@ -72,7 +72,7 @@ class AuditWarning(_Alarm, UserWarning):
 
 @dataclass(frozen=True)
 class Mismatch:
-    """An element whose bits differ from the repetition of its step.
+    """An element with other bits than the repetition of its step.
 
     Attributes:
         rank: rank that stepped the element.
@@ -147,9 +147,9 @@ class Check:
     the gradients of the launch would stay allocated.
 
     Attributes:
-        repeat: steps copies of the sample, and returns the tensors that the step writes.
-        given: waits for the copies from before the launch, and returns them.
-        found: waits for the copies from after the launch, and returns them.
+        repeat: function that steps copies of the sample, and returns the written tensors.
+        given: function that waits for the copies from before the launch, and returns them.
+        found: function that waits for the copies from after the launch, and returns them.
         places: for each run, the slot, and the index of the run's first element in the rank's shard
             of the parameter.
         sizes: number of elements of each run.
@@ -168,7 +168,7 @@ class Check:
     is_on_host: bool
 
     def mismatches(self, name_of: Callable[[Slot], str]) -> Iterator[Mismatch]:
-        """Yield the elements with other bits than the repetition of the step has."""
+        """Repeat the step of the sample, and yield the elements with other bits."""
         expected = self.repeat(self.given())
         for key, tensors in self.found().items():
             for number, (mine, other) in enumerate(

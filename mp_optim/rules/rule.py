@@ -36,7 +36,7 @@ class Launch(NamedTuple):
         group: index of the param group.
         positions: position of each parameter in the group.
         settings: settings of the group.
-        regions: for each parameter, the region whose elements this rank has.
+        regions: for each parameter, the region of the parameter that this rank has.
         device: device of the step.
         step: number of this step, from 1 on.
         multiplier: factor of the gradients; on the device only if
@@ -148,7 +148,7 @@ class Rule(ABC):
 
         Args:
             group: the param group.
-            shapes: shapes of the whole parameters, of which this rank may have shards.
+            shapes: shapes of the whole parameters, also if this rank has shards.
 
         Raises:
             ValueError: a shape is not supported. The message names the parameter.

@@ -104,7 +104,7 @@ class GroupState:
     """State of one param group, kept for the optimizer's life.
 
     Attributes:
-        regions: for each slot, the region of the parameter whose elements this rank has.
+        regions: for each slot, the region of the parameter that this rank has.
         steps: number of steps of each slot: FP32, shape (slots,), on the CPU. A slot's ``step``
             tensor is a view of this tensor.
         slots: state tensors of each slot by key; empty before the slot's state is first used.

@@ -26,7 +26,7 @@ INTERPRETED_SIZES = (0, 257)
 """Numbers of elements for interpreted kernels, which need no whole tiles: no compiler can
 miscompile the loop over tiles."""
 _TINY = 300
-"""Number of elements of a trial's last tensor, whose gradients have denormal squares."""
+"""Number of elements of a trial's last tensor. Its gradients have denormal squares."""
 
 
 class FormProofs:
