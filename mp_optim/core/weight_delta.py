@@ -62,6 +62,12 @@ class WeightPatch(NamedTuple):
         """Number of elements of the whole parameter."""
         return math.prod(self.shape)
 
+    def positions(self) -> Tensor:
+        """Return the index of each value, also where ``indices`` is None."""
+        if self.indices is not None:
+            return self.indices
+        return torch.arange(self.values.numel(), device=self.values.device)
+
 
 @dataclass(frozen=True, eq=False)
 class WeightDelta:
@@ -192,10 +198,7 @@ def _encoded(patch: WeightPatch, whole: bool, bitmaps: bool) -> dict[str, Tensor
     values, count = patch.values.cpu(), patch.values.numel()
     if count == patch.numel and whole:
         return {patch.name: values.view(patch.shape)}
-    indices = patch.indices
-    if indices is None:
-        indices = torch.arange(count, device="cpu")
-    indices = indices.cpu()
+    indices = patch.positions().cpu()
     gaps = torch.diff(indices, prepend=torch.tensor([-1], device="cpu")) - 1
     width = 2 if count == 0 or int(gaps.max()) < _SHORT_GAP else 4
     if bitmaps and -(-patch.numel // 8) < width * count:

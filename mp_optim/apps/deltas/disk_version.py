@@ -1,12 +1,12 @@
-"""Write publications as folders that SGLang's endpoint ``/pull_weights`` reads: the disk deltas of
-slime and miles."""
+"""Write publications as folders for engines that patch a checkpoint on their disk: ``pull_weights``
+of SGLang and vLLM, for slime, miles and vime."""
 
 from __future__ import annotations
 
 import json
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -32,9 +32,9 @@ def save_disk_version(
     version: int,
     compress: Callable[[bytes], bytes],
 ) -> Path:
-    """Write a publication for engines that patch a checkpoint on their disk, as the folder
+    """Write a publication for ``pull_weights`` of SGLang and vLLM, as the folder
     ``weight_v<version>``. The folder has positions and values of changed bytes (the encoding
-    "overwrite" of slime and miles), and appears under this name when all files are written.
+    "overwrite" of slime, miles and vime), and appears under this name when all files are written.
 
     Args:
         folder: the folder with all versions.
@@ -73,16 +73,27 @@ def save_disk_version(
         "weight_map": dict.fromkeys(payloads, _FILE),
     }
     checksums = {name: f"{zlib.adler32(tensor_bytes(tensors[name])):08x}" for name in payloads}
-    stored = {
+    files = {_FILE: payload_file(payloads, checksums)}
+    write_folder(target, files | {"model.safetensors.index.json": json.dumps(index).encode()})
+    return target
+
+
+def payload_file(payloads: Mapping[str, bytes], metadata: Mapping[str, str]) -> bytes:
+    """Return the bytes of a safetensors file with each payload as a uint8 tensor."""
+    tensors = {
         name: torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         for name, payload in payloads.items()
     }
+    return safetensors_file(tensors, metadata)
+
+
+def write_folder(target: Path, files: Mapping[str, bytes]) -> None:
+    """Write a folder under another name, and rename it when all of its files are written."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     temporary.mkdir(parents=True, exist_ok=True)
-    (temporary / _FILE).write_bytes(safetensors_file(stored, checksums))
-    (temporary / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name, content in files.items():
+        (temporary / name).write_bytes(content)
     os.replace(temporary, target)
-    return target
 
 
 def _overwrites(name: str, tensor: Tensor, elements: Tensor | None) -> bytes:
@@ -94,8 +105,7 @@ def _overwrites(name: str, tensor: Tensor, elements: Tensor | None) -> bytes:
             f"tensor of fewer than {_MOST_BYTES} bytes; split {name} in the checkpoint"
         )
     flat, size = tensor.detach().reshape(-1), tensor.element_size()
-    if elements is None:
-        elements = torch.arange(flat.numel(), device=flat.device)
+    elements = torch.arange(flat.numel(), device=flat.device) if elements is None else elements
     positions = elements[:, None] * size + torch.arange(size, device=flat.device)
     count = torch.tensor([positions.numel()], device="cpu")
     numbers = torch.cat([count, positions.cpu().view(-1)]).to(torch.uint32)

@@ -118,6 +118,15 @@ def check_patch(patch: WeightPatch, tensors: Mapping[str, Tensor]) -> None:
         )
 
 
+def patches_by_name(parts: Sequence[WeightDelta]) -> dict[str, list[WeightPatch]]:
+    """Return the patches of all parts of a publication, by name of the parameter."""
+    found: dict[str, list[WeightPatch]] = {}
+    for part in parts:
+        for patch in part.patches:
+            found.setdefault(patch.name, []).append(patch)
+    return found
+
+
 def published_elements(
     parts: Sequence[WeightDelta], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor | None]:

@@ -44,11 +44,12 @@ def apply_delta(
     for patch in patches:
         check_patch(patch, tensors)
     for patch in patches:
-        _write(patch, tensors[patch.name])
+        write_patch(patch, tensors[patch.name])
     return position_of(parts)
 
 
-def _write(patch: WeightPatch, tensor: Tensor) -> None:
+def write_patch(patch: WeightPatch, tensor: Tensor) -> None:
+    """Write the values of a patch to a tensor of the patch's shape and dtype."""
     values = patch.values.to(tensor.device)
     if patch.indices is None:
         tensor.copy_(values.view(patch.shape))

@@ -1,6 +1,7 @@
-"""Version folders for sglang's ``/pull_weights``, read by a receiver that follows the description
-of the format: slime 624b824a, docs/en/advanced/delta-weight-sync.md, and the receiver in its
-docker/patch/latest/sglang-pull_weights.patch."""
+"""Version folders for ``pull_weights``, read by a receiver that follows the description of the
+format: slime 624b824a, docs/en/advanced/delta-weight-sync.md and
+docker/patch/latest/sglang-pull_weights.patch; vime 2b83ea20,
+docker/patch/latest/vllm-pull_weights.patch."""
 
 from __future__ import annotations
 
@@ -16,13 +17,16 @@ from torch import nn
 
 import mp_optim
 from mp_optim.apps.deltas import DeltaQuantizer, quantized_weights, save_disk_version
-from mp_optim.core.weight_delta import bits_differ
+from support.deltas import PublishedRun, assert_equal_bits
 
 NAMES = "*_proj.weight"
 
 
 class LocalCheckpoint:
     """A checkpoint of an engine's host, as bytes by name.
+
+    A pull starts at the newest folder without metadata of deltas, which is a whole checkpoint, if
+    that is newer than the engine's version. Then it applies the following versions in order.
 
     A version folder is a Hugging Face checkpoint: an index with the metadata of the version, and
     safetensors files. A tensor of a file is a compressed payload; the file's metadata has the
@@ -37,8 +41,13 @@ class LocalCheckpoint:
         self.tensors, self.version = load_file(base), 0
 
     def pull(self, folder: Path, target: int) -> None:
-        for version in range(self.version + 1, target + 1):
-            self._apply(folder / f"weight_v{version:06d}")
+        folders = [folder / f"weight_v{version:06d}" for version in range(target + 1)]
+        whole = [at for at, path in enumerate(folders) if (path / "model.safetensors").exists()]
+        if whole and whole[-1] > self.version:
+            self.version = whole[-1]
+            self.tensors = load_file(folders[self.version] / "model.safetensors")
+        for path in folders[self.version + 1 :]:
+            self._apply(path)
 
     def _apply(self, folder: Path) -> None:
         index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -106,7 +115,28 @@ def test_save_disk_version_updates_a_checkpoint_of_an_engine_to_the_published_we
     engine = LocalCheckpoint(tmp_path / "base")
     for target in (2, 5):
         engine.pull(tmp_path / "all", target)
-    assert all(not bits_differ(engine.tensors[n], t).numel() for n, t in published().items())
+    assert_equal_bits({name: engine.tensors[name] for name in published()}, published())
+
+
+def test_save_disk_version_updates_late_engines_from_the_newest_whole_checkpoint(tmp_path):
+    run, versions = PublishedRun(0, tmp_path), tmp_path / "all"
+    save_file(run.weights(), tmp_path / "base")
+    engine, late = (LocalCheckpoint(tmp_path / "base") for _ in range(2))
+    for version in range(1, 31):
+        run.train()
+        if version % 12 == 0:
+            run.resume()
+            run.publish(full=True)
+            (versions / f"weight_v{version:06d}").mkdir()
+            save_file(run.weights(), versions / f"weight_v{version:06d}" / "model.safetensors")
+        else:
+            settings = {"version": version, "compress": zlib.compress}
+            save_disk_version(versions, run.publish(), run.weights(), **settings)
+        if version % 4 == 0:
+            engine.pull(versions, version)
+            assert_equal_bits({n: engine.tensors[n] for n in run.weights()}, run.weights())
+    late.pull(versions, 30)
+    assert_equal_bits({name: late.tensors[name] for name in run.weights()}, run.weights())
 
 
 def test_save_disk_version_refuses_full_publications_and_weights_newer_than_the_delta(tmp_path):
