@@ -330,15 +330,8 @@ class RefusedSettings(ValueError):
 
 
 SCHEDULED = (
-    "lr",
-    "weight_decay",
-    "initial_lr",
-    "max_lr",
-    "min_lr",
-    "lr_mult",
-    "start_wd",
-    "end_wd",
-    "wd_mult",
+    *("lr", "weight_decay", "initial_lr", "max_lr", "min_lr", "lr_mult"),
+    *("start_wd", "end_wd", "wd_mult"),
 )
 """Settings of a param group that schedulers read or write."""
 

@@ -204,7 +204,14 @@ def _checked_groups(
                 'param_groups=[{"params": [...], "lr": 1e-4}]'
             )
         check_group_settings(f"param_groups[{index}]", group, config.optimizer)
-    names = _names(chunks)
+    # The names of each parameter in its module, and its canonical name, by parameter id.
+    names: dict[int, tuple[set[str], str]] = {}
+    for prefix, chunk in prefixed(chunks):
+        of_chunk = dict(chunk.named_parameters(remove_duplicate=False))
+        short = canonical_names(chunk, of_chunk)
+        for name, held in of_chunk.items():
+            known, _ = names.setdefault(id(held), (set(), prefix + short[name]))
+            known |= {name, prefix + name}
     named = []
     for group in given:
         params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
@@ -212,9 +219,10 @@ def _checked_groups(
         if params and all(isinstance(item, tuple) for item in params):
             own, params = (list(column) for column in zip(*params, strict=True))
         wanted = []
-        for name, param in itertools.zip_longest(own[: len(params)], params):
-            called, canonical = names.get(id(param), (set(), None))
-            wanted.append(canonical if name is None or name in called else name)
+        for given_name, param in itertools.zip_longest(own[: len(params)], params):
+            known, canonical = names.get(id(param), (set(), None))
+            is_default = given_name is None or given_name in known
+            wanted.append(canonical if is_default else given_name)
         rest = {key: value for key, value in group.items() if key != "param_names"}
         named.append({**rest, "params": params})
         if params and None not in wanted:
@@ -225,15 +233,3 @@ def _checked_groups(
         for group in named:
             group.pop("param_names", None)
     return named
-
-
-def _names(chunks: Sequence[nn.Module]) -> dict[int, tuple[set[str], str]]:
-    """Return the names of each parameter in its module, and its canonical name, by parameter id."""
-    found: dict[int, tuple[set[str], str]] = {}
-    for prefix, chunk in prefixed(chunks):
-        own = dict(chunk.named_parameters(remove_duplicate=False))
-        short = canonical_names(chunk, own)
-        for name, param in own.items():
-            called, _ = found.setdefault(id(param), (set(), prefix + short[name]))
-            called |= {name, prefix + name}
-    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -78,14 +79,25 @@ def least(
                 f"gpu_memory={gpu_memory}: this is a number of bytes; write '{gpu_memory}GiB' for "
                 "GiB"
             )
+        advice = ""
+        # A config refuses contradictions, such as released gradients with a distributed optimizer.
+        with suppress(ValueError):
+            offloaded = with_fraction(config, 1.0)
+            plan = plan_of(replace(offloaded, offload_mode="overlap", release_gradients=True))
+            released = plan.accelerator.total
+            if released < best.accelerator.total:
+                advice = (
+                    "free gradients during backward (offload_mode='overlap', "
+                    f"release_gradients=True), which needs {in_words(released)}; "
+                )
         raise ValueError(
             f"gpu_memory={in_words(gpu_memory)}: with the whole optimizer on the host the "
             f"accelerator still needs {in_words(best.accelerator.total)}, "
             f"{in_words(best.accelerator.model_params)} for parameters and "
             f"{in_words(best.accelerator.grads)} for gradients; "
-            f"{_release_advice(plan_of, config, best.accelerator.total)}train adapters (LoRA), "
-            "because frozen weights have no gradients; keep weights in 8 bits "
-            "(mp_optim.apps.float8.quantize_weights); or shard the model over more ranks"
+            f"{advice}train adapters (LoRA), because frozen weights have no gradients; keep "
+            "weights in 8 bits (mp_optim.apps.float8.quantize_weights); or shard the model over "
+            "more ranks"
         )
     # Bisect, because above 0.0 a larger fraction never needs more accelerator memory.
     while low < high:
@@ -96,33 +108,6 @@ def least(
         else:
             low = middle + 1
     return best
-
-
-def _release_advice(
-    plan_of: Callable[[OptimizerConfig], MemoryPlan], config: OptimizerConfig, present: int
-) -> str:
-    """Return advice to release gradients during backward, with the bytes that are then needed.
-
-    The result is empty if the config does not allow it, or if it saves no memory.
-
-    Args:
-        plan_of: function from a config to its plan.
-        config: config without the advice.
-        present: bytes on the accelerator that the config needs with offload fraction 1.0.
-    """
-    if config.release_gradients:
-        return ""
-    offloaded = with_fraction(config, 1.0)
-    try:
-        plan = plan_of(replace(offloaded, offload_mode="overlap", release_gradients=True))
-    except ValueError:
-        return ""
-    if plan.accelerator.total >= present:
-        return ""
-    return (
-        "free gradients during backward (offload_mode='overlap', release_gradients=True), which "
-        f"needs {in_words(plan.accelerator.total)}; "
-    )
 
 
 def in_words(size: int) -> str:

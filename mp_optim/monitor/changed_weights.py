@@ -162,7 +162,16 @@ class WeightChanges(WeightObserver):
             flat, param = self._flat(index), self._table.params[index]
             if not is_first(slot) or not flat.numel():
                 continue
-            where = None if full else self._elements(index)
+            where: Tensor | None = None  # None stands for all elements.
+            before, bits = self._values.get(index), self._bits.get(index)
+            is_unknown = self._had_main[index] and not self._is_marked[index]
+            if not full and not self.is_lost:
+                if before is not None and (before.shape, before.dtype) == (flat.shape, flat.dtype):
+                    where = bits_differ(before.to(flat.device), flat)
+                elif not is_unknown and index not in self._written:
+                    none = flat.new_empty(0, dtype=torch.int64)
+                    where = none if bits is None else bits_set(bits)
+                    where = where[where < flat.numel()].to(flat.device)
             if where is not None and not where.numel():
                 continue
             values, region = flat.clone() if where is None else flat[where], region_of(param)
@@ -175,21 +184,6 @@ class WeightChanges(WeightObserver):
                     held = local_tensor(param).shape
                     where = _index_in_whole(where, held, region.shape, region.offsets)
             yield slot, region.shape, where, values
-
-    def _elements(self, index: int) -> Tensor | None:
-        """Return the flat indices of a parameter's changed elements; None for all elements."""
-        if self.is_lost:
-            return None
-        flat, before = self._flat(index), self._values.get(index)
-        if before is not None and (before.shape, before.dtype) == (flat.shape, flat.dtype):
-            return bits_differ(before.to(flat.device), flat)
-        is_unknown = self._had_main[index] and not self._is_marked[index]
-        if is_unknown or index in self._written:
-            return None
-        if index not in self._bits:
-            return torch.empty(0, dtype=torch.int64, device=flat.device)
-        elements = bits_set(self._bits[index])
-        return elements[elements < flat.numel()].to(flat.device)
 
     def forget_published(self) -> None:
         """Forget all changes, after they were published."""

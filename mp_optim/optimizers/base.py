@@ -110,7 +110,19 @@ class StackOptimizer(WrappedOptimizer):
         # Call the constructor of MegatronOptimizer, because the constructor of WrappedOptimizer
         # would build the executor now.
         MegatronOptimizer.__init__(self, params, defaults, config, None)
-        self._check_overrides_match()
+        named = [
+            (name, param)
+            for group in self.param_groups
+            for name, param in zip(group.get("param_names", ()), group["params"], strict=False)
+        ]
+        for key in self._overrides:
+            if not any(key.matches(param, name) for name, param in named):
+                pattern = "|".join(key.name)
+                hint = nearest(pattern, [name for name, _ in named])
+                raise ValueError(
+                    f"overrides[{pattern!r}]: no parameter has such a name{hint}; correct the "
+                    "pattern"
+                )
         warn_of_missing_kernels(config.fused_backend, self.rule, self.param_groups)
         if config.release_gradients:
             # Hooks on parameters must be registered before the first backward, or its gradients are
@@ -341,22 +353,6 @@ class StackOptimizer(WrappedOptimizer):
     def arranged(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         """Split a caller's param group by ``overrides``, and return the resulting groups."""
         return split_group(group, self._overrides) if self._overrides else [group]
-
-    def _check_overrides_match(self) -> None:
-        """Raise ValueError if an override matches no parameter."""
-        named = [
-            (name, param)
-            for group in self.param_groups
-            for name, param in zip(group.get("param_names", ()), group["params"], strict=False)
-        ]
-        for key in self._overrides:
-            if not any(key.matches(param, name) for name, param in named):
-                pattern = "|".join(key.name)
-                hint = nearest(pattern, [name for name, _ in named])
-                raise ValueError(
-                    f"overrides[{pattern!r}]: no parameter has such a name{hint}; correct the "
-                    "pattern"
-                )
 
     # -- state ------------------------------------------------------------------------------------
 

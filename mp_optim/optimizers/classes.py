@@ -294,7 +294,7 @@ class Muon(StackOptimizer):
                 if is_muons and not isinstance(member, Tensor):
                     warn_of_table_shape(param, tables.name_of(param, name))
             unnamed = [member for member in parts["muon"] if isinstance(member, Tensor)]
-            if not all(map(tables.knows, unnamed)):
+            if not all(tables.name_of(param, "") for param in unnamed):
                 warn(
                     "Muon was given parameters without names, so it steps every matrix, embeddings "
                     "and output layers too: pass model.named_parameters(), or model=model, or put "

@@ -243,11 +243,15 @@ def config_of(
         placement["optimizer_cpu_offload"] = True
         placement["optimizer_offload_fraction"] = chosen["offload"]
     try:
+        limit = _LIMIT(chosen["max_grad_norm"]) or 0.0
+    except ValueError as error:
+        raise SettingError("max_grad_norm", chosen["max_grad_norm"], str(error)) from error
+    try:
         return OptimizerConfig(
             optimizer=rule,
             lr=0.0,  # The config needs a rate, but only the lr of each param group is used.
             bf16=True,  # bf16 selects the wrapper that builds main params for 16-bit parameters.
-            clip_grad=_limit(chosen["max_grad_norm"]),
+            clip_grad=limit,
             fused_backend=chosen["backend"],
             fp32_state_below=chosen["min_8bit_size"],
             ema_dtype=_choice(chosen, "ema_dtype", _AVERAGES),
@@ -291,10 +295,3 @@ def _choice(chosen: Mapping[str, Any], name: str, choices: Mapping[str, Any]) ->
         hint = f"; did you mean {meant!r}?" if meant in choices else nearest(word, [*choices], 0.6)
         raise ValueError(f"{name}={chosen[name]!r}: must be one of {list(choices)}{hint}")
     return choices[chosen[name]]
-
-
-def _limit(max_grad_norm: Any) -> float:
-    try:
-        return float(_LIMIT(max_grad_norm) or 0.0)
-    except ValueError as error:
-        raise SettingError("max_grad_norm", max_grad_norm, str(error)) from error

@@ -73,10 +73,6 @@ class Tables:
             for param in output.parameters(recurse=False) if isinstance(output, nn.Module) else ():
                 self._why.setdefault(id(param), "in the output layer")
 
-    def knows(self, param: Tensor) -> bool:
-        """True if the modules of this registry hold a parameter."""
-        return id(param) in self._names
-
     def name_of(self, param: Tensor, default: str) -> str:
         """Return a parameter's FQN in the modules, or ``default`` if no module holds the
         parameter."""

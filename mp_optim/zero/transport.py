@@ -220,23 +220,38 @@ class MegatronHooks:
 
 
 def _buckets_of(
-    chunks: Sequence[nn.Module], named: Sequence[tuple[str, Tensor]], group: ProcessGroup
+    chunks: Sequence[nn.Module],
+    named: Sequence[tuple[str, Tensor]],
+    config: OptimizerConfig,
+    group: ProcessGroup,
 ) -> list[FlatBucket]:
     """Return buckets over the buffers of Megatron's modules that have some parameters.
 
     Args:
         chunks: Megatron's modules.
         named: names and parameters.
+        config: ``overlap_param_gather``, which must equal that of the modules.
         group: the ranks that share the buffers.
 
     Raises:
-        ValueError: a parameter is in no buffer, a buffer is not cut for these ranks, or the modules
-            were built without a distributed optimizer.
+        ValueError: a module is not Megatron's, its ddp_config differs from the config or has no
+            distributed optimizer, a parameter is in no buffer, or a buffer is not cut for these
+            ranks.
     """
     name_of = {id(param): name for name, param in named}
     buckets: list[FlatBucket] = []
     bucketed: set[int] = set()
     for chunk in chunks:
+        if not is_megatron_ddp(chunk):
+            raise ValueError(
+                "some model chunks are wrapped in Megatron's DistributedDataParallel, but a "
+                f"{type(chunk).__name__} is not; wrap all chunks or none"
+            )
+        if chunk.ddp_config.overlap_param_gather != config.overlap_param_gather:  # type: ignore[union-attr]
+            raise ValueError(
+                f"overlap_param_gather={config.overlap_param_gather!r} differs from the model's "
+                "ddp_config; set both to the same value"
+            )
         if not getattr(chunk.ddp_config, "use_distributed_optimizer", False):
             raise ValueError(
                 "the model's ddp_config has use_distributed_optimizer=False, so its buffers are "
@@ -329,7 +344,17 @@ def make_transport(
         ValueError: a parameter or a setting is not supported.
     """
     if any(map(is_megatron_ddp, chunks)):
-        return _megatrons(named, config, group, chunks)
+        default_of = {spec.name: spec.default for spec in fields(config)}
+        for name in _DDP_DECIDES:
+            if getattr(config, name) != default_of[name]:
+                raise ValueError(
+                    f"{name}={getattr(config, name)!r}: the ddp_config of Megatron's "
+                    f"DistributedDataParallel decides this setting; leave {name} at its default, "
+                    "or pass the bare module"
+                )
+        buckets = _buckets_of(chunks, named, config, group)
+        hooks = MegatronHooks(chunks, buckets)
+        return buckets, hooks, hooks
     check_shardable(named)
     buckets = make_buckets(named, config, group.rank(), group.size())
     with guard("sending the first rank's parameters to the others"):
@@ -340,33 +365,3 @@ def make_transport(
     first_used = [min(place_of[id(entry.param)] for entry in bucket.entries) for bucket in buckets]
     reducer = GradReducer(buckets, first_used, config, group, divisor, guard, gatherer.check_use)
     return buckets, reducer, gatherer
-
-
-def _megatrons(
-    named: Sequence[tuple[str, Tensor]],
-    config: OptimizerConfig,
-    group: ProcessGroup,
-    chunks: Sequence[nn.Module],
-) -> Transport:
-    default_of = {spec.name: spec.default for spec in fields(config)}
-    for name in _DDP_DECIDES:
-        if getattr(config, name) != default_of[name]:
-            raise ValueError(
-                f"{name}={getattr(config, name)!r}: the ddp_config of Megatron's "
-                f"DistributedDataParallel decides this setting; leave {name} at its default, or "
-                "pass the bare module"
-            )
-    for chunk in chunks:
-        if not is_megatron_ddp(chunk):
-            raise ValueError(
-                "some model chunks are wrapped in Megatron's DistributedDataParallel, but a "
-                f"{type(chunk).__name__} is not; wrap all chunks or none"
-            )
-        if chunk.ddp_config.overlap_param_gather != config.overlap_param_gather:  # type: ignore[union-attr]
-            raise ValueError(
-                f"overlap_param_gather={config.overlap_param_gather!r} differs from the model's "
-                "ddp_config; set both to the same value"
-            )
-    buckets = _buckets_of(chunks, named, group)
-    hooks = MegatronHooks(chunks, buckets)
-    return buckets, hooks, hooks
