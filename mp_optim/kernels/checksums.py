@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -117,18 +118,13 @@ class WrittenWeights:
 
         Synchronizes once with each device.
         """
-        before = [self._sums.get(key) for key in keys]
-        known = [index for index, sums in enumerate(before) if sums is not None]
-        equal: dict[torch.device, list[tuple[int, Tensor]]] = {}
-        for index in known:
-            weight, then = weights[index], before[index]
-            assert then is not None
-            same = sum_of_bits(weight) == then.to(weight.device)
-            equal.setdefault(weight.device, []).append((index, same))
+        equal: dict[torch.device, dict[int, Tensor]] = defaultdict(dict)
+        for index, (key, weight) in enumerate(zip(keys, weights, strict=True)):
+            if (then := self._sums.get(key)) is not None:
+                equal[weight.device][index] = sum_of_bits(weight) == then.to(weight.device)
         unchanged: set[int] = set()
-        for pairs in equal.values():
-            flags = torch.stack([same for _, same in pairs]).tolist()
-            unchanged.update(index for (index, _), same in zip(pairs, flags, strict=True) if same)
+        for of_device in equal.values():
+            unchanged.update(compress(of_device, torch.stack([*of_device.values()]).tolist()))
         return [index for index in range(len(keys)) if index not in unchanged]
 
 

@@ -158,7 +158,7 @@ def _load(path: Path) -> NativeLibrary:
     for name, arguments in _SIGNATURES.items():
         getattr(handle, name).argtypes = arguments
         getattr(handle, name).restype = ctypes.c_int32
-    handle.mp_set_parallel.argtypes, handle.mp_set_parallel.restype = ([ctypes.c_void_p], None)
+    handle.mp_set_parallel.argtypes, handle.mp_set_parallel.restype = [_P], None
     # On Linux, torch uses GNU's OpenMP. Use torch's threads, because a second pool would compete
     # for cores.
     parallel = getattr(_gomp(), "GOMP_parallel", None)

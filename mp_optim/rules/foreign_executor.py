@@ -109,9 +109,18 @@ class ForeignExecutor(Executor, StateStore):
         """Return the tensors of the optimizer's state, and its numbers as tensors. Empty before the
         first step.
 
-        An item of a list has a key such as ``key[0]``.
+        An item of a list has a key such as ``key[0]``. An empty list becomes a uint8 tensor, shape
+        (0,).
         """
-        return dict(_flat(self.optimizer.state.get(self._param(slot), {})))
+        tensors: State = {}
+        for key, value in _leaves(self.optimizer.state.get(self._param(slot), {})):
+            if isinstance(value, Tensor):
+                tensors[key] = value
+            elif isinstance(value, list):
+                tensors[key] = torch.empty(0, dtype=torch.uint8, device="cpu")
+            else:
+                tensors[key] = torch.tensor(value, dtype=torch.float64, device="cpu")
+        return tensors
 
     def check_fitted(self, slot: Slot, state: State) -> None:
         live = self.live_state(slot)
@@ -216,21 +225,9 @@ def _leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _flat(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the items of :func:`_leaves` as tensors. An empty list becomes a uint8 tensor, shape
-    (0,)."""
-    for key, value in _leaves(state):
-        if isinstance(value, Tensor):
-            yield key, value
-        elif isinstance(value, list):
-            yield key, torch.empty(0, dtype=torch.uint8, device="cpu")
-        else:
-            yield key, torch.tensor(value, dtype=torch.float64, device="cpu")
-
-
 def _present_form(key: str, saved: Any) -> Any:
     """Return the value that an optimizer without state would keep for a saved tensor: the inverse
-    of :func:`_flat`.
+    of :meth:`ForeignExecutor.live_state`.
 
     torch's ``step`` stays a tensor: float64 if torch's default dtype is float64, else float32.
     """

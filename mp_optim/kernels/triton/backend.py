@@ -166,8 +166,9 @@ class TritonBackend(ReferenceBackend):
                 if keeps:
                     rule = one.kernel.__name__
                     known = prepared_launch(part.lists, rule)
-                    has_room = known is not None and len(known.launch) < MOST_LAUNCHES
-                    by_grads = known.launch if known is not None and has_room else {}
+                    by_grads = {} if known is None else known.launch
+                    if len(by_grads) >= MOST_LAUNCHES:
+                        by_grads = {}
                     addresses = CachedTensorList.of(part.lists.grad).addresses.tobytes()
                     by_grads[addresses] = columns, plans
                     prepare_launch(rule, part, model_tensors(part.lists), by_grads)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -86,16 +86,18 @@ class Plan:
         rounds: list[Round] = []
         counts, starts = self._chunks, self.firsts
         while not rounds or max(counts) > 1:
-            rounds.append(Round(self._tables, counts, starts, self._device))
-            counts, starts = rounds[-1].results, rounds[-1].firsts
+            results = [max(1, -(-count // RUN)) for count in counts]
+            owners, firsts = _shares(self._tables, results, self._device)
+            before = self._tables.values(array("i", counts), self._device)
+            rounds.append(Round(sum(results), owners, firsts, starts, before))
+            counts, starts = results, firsts
         return rounds
 
 
-class Round:
+class Round(NamedTuple):
     """One pass that adds runs of up to RUN sums of each tensor.
 
     Attributes:
-        results: number of sums of each tensor after the pass.
         programs: number of programs.
         owners: index of each program's tensor, int32, shape (programs,).
         firsts: index of each tensor's first program, int32, shape (tensors,).
@@ -103,14 +105,11 @@ class Round:
         counts: number of sums of each tensor before the pass, int32, shape (tensors,).
     """
 
-    def __init__(
-        self, tables: Tables, counts: Sequence[int], starts: Tensor, device: torch.device
-    ) -> None:
-        self.results = [max(1, -(-count // RUN)) for count in counts]
-        self.programs = sum(self.results)
-        self.owners, self.firsts = _shares(tables, self.results, device)
-        self.starts = starts
-        self.counts = tables.values(array("i", counts), device)
+    programs: int
+    owners: Tensor
+    firsts: Tensor
+    starts: Tensor
+    counts: Tensor
 
 
 def _shares(tables: Tables, counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
