@@ -523,25 +523,18 @@ def layout_of(param: Tensor, tensor_parallel: ProcessGroup | None = None) -> Par
         )
     others = tensor_parallel if is_tensor_parallel(param) else None
     others = None if others is None or others.size() == 1 else others
-    info = shard_info(param)
-    if info.owned is not None and info.whole_shape is not None and len(info.whole_shape) > 1:
-        (group,) = info.shard_groups
+    info, dim = shard_info(param), partition_dim(param)
+    whole = param.shape if info.whole_shape is None else info.whole_shape
+    is_flat = info.owned is not None and info.whole_shape is not None and len(whole) > 1
+    if is_flat or others is None or dim is None:
         return ParamLayout(
             param.device,
-            shape=tuple(info.whole_shape),
-            group=group,
-            owned=info.owned,
+            shape=tuple(whole),
+            group=info.shard_groups[0] if is_flat else None,
+            owned=info.owned if is_flat else None,
             blocks=info.partition_blocks,
             tensor_parallel=others,
-            cut_dim=_of_matrix(info.partition_dim, info.whole_shape, others),
-        )
-    dim = partition_dim(param)
-    if others is None or dim is None:
-        return ParamLayout(
-            param.device,
-            blocks=info.partition_blocks,
-            tensor_parallel=others,
-            cut_dim=_of_matrix(info.partition_dim, info.whole_shape or param.shape, others),
+            cut_dim=_of_matrix(info.partition_dim, whole, others),
         )
     from torch.distributed.tensor import Shard
 
