@@ -27,6 +27,7 @@ _SHOWN = 40
 
 
 def entry_name(key: str, name: str) -> str:
+    """Return the name of a state tensor in a checkpoint, from its state key and the FQN."""
     return f"{STATE}{key}.{name}"
 
 

@@ -208,6 +208,9 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class WrittenFile:
+    """A data file after the write: file name, checksum, CRC-32 of each MiB, and the boxes in the
+    file."""
+
     name: str
     sum: FileSum
     blocks: Sequence[int]
