@@ -416,22 +416,25 @@ class ParamLayout:
         axes = [dim for dim, each in enumerate(self.placements) if splits(each)]
         return math.ceil(math.prod(self.shape) / math.prod(map(self.mesh.size, axes)))
 
-    def gather(self, local: Tensor) -> Tensor:
-        """Return this rank's matrices as whole matrices, on the mesh's device. Collective.
+    def redistribute(self, tensor: Tensor, *, is_whole: bool) -> Tensor:
+        """Return this rank's matrices as whole matrices, or this rank's part of whole matrices, on
+        the mesh's device. Gathering is a collective over the mesh; taking a part is not.
 
         Args:
-            local: this rank's part of the parameter.
+            tensor: this rank's part of the parameter, or whole matrices.
+            is_whole: True if ``tensor`` has whole matrices.
         """
-        return self._move(local, self.placements, self._whole_matrices())
+        from torch.distributed.tensor import DTensor
 
-    def local_part(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of whole matrices that :meth:`gather` returned, without
-        communication.
-
-        Args:
-            whole: the whole matrices.
-        """
-        return self._move(whole, self._whole_matrices(), self.placements)
+        source, target = list(self.placements), self._whole_matrices()
+        if is_whole:
+            source, target = target, source
+        shape = torch.Size(self.shape)
+        spread = DTensor.from_local(
+            tensor, self.mesh, source, run_check=False, shape=shape, stride=self.stride
+        )
+        moved = spread.redistribute(placements=target).to_local()
+        return getattr(moved, "wait", lambda: moved)().contiguous()
 
     def is_shared(self, blockwise: bool) -> bool:
         """True if ranks have to gather the matrices, because each rank has a part of a matrix.
@@ -490,18 +493,6 @@ class ParamLayout:
         """Return the mesh dimensions along which matrices are split."""
         pairs = zip(self.placements, self._whole_matrices(), strict=True)
         return tuple(dim for dim, (now, keep) in enumerate(pairs) if now != keep)
-
-    def _move(
-        self, local: Tensor, source: Sequence[Placement], target: Sequence[Placement]
-    ) -> Tensor:
-        from torch.distributed.tensor import DTensor
-
-        shape = torch.Size(self.shape)
-        spread = DTensor.from_local(
-            local, self.mesh, source, run_check=False, shape=shape, stride=self.stride
-        )
-        moved = spread.redistribute(placements=target).to_local()
-        return getattr(moved, "wait", lambda: moved)().contiguous()
 
 
 def layout_of(param: Tensor, tensor_parallel: ProcessGroup | None = None) -> ParamLayout:

@@ -173,7 +173,7 @@ def directions(
         if found is None:
             whole = part
             if layout is not None and layout.is_shared(rule.blockwise):
-                whole = layout.gather(part)
+                whole = layout.redistribute(part, is_whole=False)
             elif layout is not None:
                 whole = part.to(layout.device)
             here.setdefault(whole.device, {})[index] = whole
@@ -185,7 +185,7 @@ def directions(
         for index, (values, factor) in zip(wholes, made, strict=True):
             layout = layouts[index]
             if layout is not None and layout.is_shared(rule.blockwise):
-                values = layout.local_part(values)
+                values = layout.redistribute(values, is_whole=True)
             done[index] = Direction(values.to(rounded[index].device), factor)
     for groups, parts_of in split.items():
         some, layout = [rounded[index] for index in parts_of], layouts[next(iter(parts_of))]
