@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import transformers
 
 from mp_optim.apps.fit.activations import (
-    Batch,
     Timeline,
     as_fake,
     build_hf,
@@ -36,7 +35,7 @@ class Setting:
     Attributes:
         source: link to the figures.
         model: shipped name.
-        batch: sequences and tokens.
+        batch: tokens of a sequence, and sequences.
         checkpointing: whether blocks run forward again in backward.
         unit: bytes of the source's GB.
         assumed: settings that the source does not state, or states elsewhere.
@@ -47,7 +46,7 @@ class Setting:
 
     source: str
     model: str
-    batch: Batch
+    batch: tuple[int, int]
     checkpointing: bool
     unit: int
     assumed: str
@@ -69,12 +68,12 @@ class Published:
 LLAMA_7B = "meta-llama/Llama-2-7b-hf"
 TORCHAO = Setting(
     "[torchao](https://github.com/pytorch/ao/tree/main/torchao/optim)",
-    *(LLAMA_7B, Batch(1024, 2), True, GIB),
+    *(LLAMA_7B, (1024, 2), True, GIB),
     "peak in the step; GB are GiB; compiled",
 )
 TORCHTUNE_3B = Setting(
     "[torchtune, Llama 3.2 3B](https://github.com/pytorch/torchtune#optimization-flags)",
-    *("meta-llama/Llama-3.2-1B", Batch(4096, 2), False, GIB),
+    *("meta-llama/Llama-3.2-1B", (4096, 2), False, GIB),
     "bf16 state (the row of 8-bit state comes later)",
     changes=(
         *(("hidden_size", 3072), ("num_hidden_layers", 28), ("num_attention_heads", 24)),
@@ -83,19 +82,19 @@ TORCHTUNE_3B = Setting(
 )
 TORCHTUNE_7B = Setting(
     "[torchtune#961](https://github.com/pytorch/torchtune/pull/961)",
-    *(LLAMA_7B, Batch(2048, 4), True, GB),
+    *(LLAMA_7B, (2048, 4), True, GB),
     "their loop holds an FP32 copy of the logits in backward: 1.05 GB",
     copies=4 * (2048 - 1) * 32_000 * 4,
 )
 ALPACA = Setting(
     "[torchtune#527](https://github.com/pytorch/torchtune/pull/527)",
-    *(LLAMA_7B, Batch(1024, 2), True, GB),
+    *(LLAMA_7B, (1024, 2), True, GB),
     "2 x 1024 tokens; theirs are Alpaca's lengths",
     is_known=False,
 )
 FLASH = Setting(
     "[transformers#44438](https://github.com/huggingface/transformers/pull/44438)",
-    *("Qwen/Qwen2.5-7B", Batch(256, 8), False, GB),
+    *("Qwen/Qwen2.5-7B", (256, 8), False, GB),
     "batch 8 of 256 tokens; theirs is not stated",
     is_known=False,
 )
@@ -159,7 +158,7 @@ def traced(setting: Setting) -> tuple[int, Timeline]:
     if setting.checkpointing:
         checkpoint_blocks(model)
     params = sum(param.numel() for param in model.parameters())
-    return params, trace(model, as_fake(model), hf_loss(setting.batch))
+    return params, trace(model, as_fake(model), hf_loss(*setting.batch))
 
 
 if __name__ == "__main__":

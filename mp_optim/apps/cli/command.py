@@ -18,24 +18,25 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 COMMANDS = {
-    "doctor": "kernels, threads and accelerators that this machine can use",
-    "plan": "memory of a model and its optimizer, before anything is allocated",
-    "fit": "whether a model can be trained on a machine, activations included, and what to type",
-    "convert": "optimizer state from torch, Megatron, apex and DeepSpeed, and to torch",
-    "inspect": "list, verify and compare checkpoints",
-    "replay": "carry out a recorded step again on a CPU, and name what differs",
-    "conform": "check any torch optimizer for what training programs rely on",
+    "doctor": ("cli.doctor", "kernels, threads and accelerators that this machine can use"),
+    "plan": (
+        "fit.plan_command",
+        "memory of a model and its optimizer, before anything is allocated",
+    ),
+    "fit": (
+        "fit.command",
+        "whether a model can be trained on a machine, activations included, and what to type",
+    ),
+    "convert": (
+        "convert.command",
+        "optimizer state from torch, Megatron, apex and DeepSpeed, and to torch",
+    ),
+    "inspect": ("cli.inspect", "list, verify and compare checkpoints"),
+    "replay": ("replay", "carry out a recorded step again on a CPU, and name what differs"),
+    "conform": ("conform.command", "check any torch optimizer for what training programs rely on"),
 }
-_MODULES = {
-    "doctor": "mp_optim.apps.cli.doctor",
-    "plan": "mp_optim.apps.fit.plan_command",
-    "fit": "mp_optim.apps.fit.command",
-    "convert": "mp_optim.apps.convert.command",
-    "inspect": "mp_optim.apps.cli.inspect",
-    "replay": "mp_optim.apps.replay",
-    "conform": "mp_optim.apps.conform.command",
-}
-"""The module of each command. The module's ``main(arguments)`` returns the exit status."""
+"""Module in mp_optim.apps, and meaning, of each command. The module's ``main(arguments)`` returns
+the exit status."""
 WIDE = 10_000
 _PACKAGES = {"yaml": "pyyaml"}
 
@@ -54,11 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description = "Commands of mp_optim. mp-optim COMMAND --help says more."
         parser = argparse.ArgumentParser(prog="mp-optim", description=description)
         commands = parser.add_subparsers(metavar="COMMAND", required=True)
-        for known, what in COMMANDS.items():
+        for known, (_, what) in COMMANDS.items():
             commands.add_parser(known, help=what)
         parser.parse_args([name, *rest])
-
-    return status_of(lambda: importlib.import_module(_MODULES[name]).main(rest))
+    module = f"mp_optim.apps.{COMMANDS[name][0]}"
+    return status_of(lambda: importlib.import_module(module).main(rest))
 
 
 def status_of(command: Callable[[], int]) -> int:

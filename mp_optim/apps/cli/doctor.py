@@ -16,26 +16,10 @@ from mp_optim.kernels import choose_backend, proof_of
 from mp_optim.kernels.native_library import ENVIRONMENT, describe_threads, native_library
 from mp_optim.mixed_precision.description import columns
 
-Table = list[list[str]]
-
-
-def _backends(devices: Sequence[torch.device]) -> Table:
-    rows = [["backend", "on", "usable", "same bits as reference", "rules", "why"]]
-    for name in (name for name in BACKENDS if name != "auto"):
-        proofs = [proof_of(name, device, by_form=False) for device in devices]
-        shown = [proof for proof in proofs if proof.usable] or proofs[-1:]
-        rules = ", ".join(CAPABILITIES.get(name, Capability()).rules)
-        for proof in shown:
-            exact = ("yes" if proof.exact else "no") if proof.usable else "-"
-            usable = "yes" if proof.usable else "no"
-            rows.append([name, proof.device, usable, exact, rules, proof.reason])
-    return rows
-
-
 _AMD = "AMD: compiles, never run; the rows of backends state the proof on this GPU"
 
 
-def _machine() -> Table:
+def _machine() -> list[list[str]]:
     library, rocm = native_library(), torch.version.hip
     native = (
         f"{library.level} of {', '.join(library.levels)}"
@@ -46,8 +30,21 @@ def _machine() -> Table:
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     memory = "unknown"
     if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
-        size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        memory = f"{size / 2**30:.1f} GiB"
+        pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+        memory = f"{pages * page / 2**30:.1f} GiB"
+    accelerators = [["accelerators", "none that torch can use"]]
+    pinned = "not needed without an accelerator"
+    if CUDA.is_available():
+        accelerators = []
+        for index, properties in enumerate(CUDA.devices()):
+            size = f"{properties.total_memory / 2**30:.1f} GiB"
+            capability = f"compute capability {properties.major}.{properties.minor}"
+            accelerators.append([f"cuda:{index}", f"{properties.name}, {size}, {capability}"])
+        try:
+            block = torch.empty(1 << 20, dtype=torch.uint8, device="cpu", pin_memory=True)
+            pinned = "works" if block.is_pinned() else "does not work"
+        except RuntimeError as error:
+            pinned = f"does not work: {str(error).splitlines()[0]}"
     return [
         ["python", platform.python_version()],
         ["torch", torch.__version__],
@@ -60,26 +57,9 @@ def _machine() -> Table:
         ["threads", describe_threads()],
         ["threads of torch", str(torch.get_num_threads())],
         ["memory", memory],
+        *accelerators,
+        ["pinned memory", pinned],
     ]
-
-
-def _accelerators() -> Table:
-    if not CUDA.is_available():
-        return [
-            ["accelerators", "none that torch can use"],
-            ["pinned memory", "not needed without an accelerator"],
-        ]
-    rows = []
-    for index, properties in enumerate(CUDA.devices()):
-        size = f"{properties.total_memory / 2**30:.1f} GiB"
-        capability = f"compute capability {properties.major}.{properties.minor}"
-        rows.append([f"cuda:{index}", f"{properties.name}, {size}, {capability}"])
-    try:
-        memory = torch.empty(1 << 20, dtype=torch.uint8, device="cpu", pin_memory=True)
-        pinned = "works" if memory.is_pinned() else "does not work"
-    except RuntimeError as error:
-        pinned = f"does not work: {str(error).splitlines()[0]}"
-    return [*rows, ["pinned memory", pinned]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -92,8 +72,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.parse_args(arguments)
     devices = [torch.device("cpu"), *([CUDA.current()] if CUDA.is_available() else [])]
     chosen = [(device, choose_backend("auto", device)) for device in devices]
-    facts, backends = [*_machine(), *_accelerators()], _backends(devices)
+    backends = [["backend", "on", "usable", "same bits as reference", "rules", "why"]]
+    for name in (name for name in BACKENDS if name != "auto"):
+        proofs = [proof_of(name, device, by_form=False) for device in devices]
+        shown = [proof for proof in proofs if proof.usable] or proofs[-1:]
+        rules = ", ".join(CAPABILITIES.get(name, Capability()).rules)
+        for proof in shown:
+            exact = ("yes" if proof.exact else "no") if proof.usable else "-"
+            usable = "yes" if proof.usable else "no"
+            backends.append([name, proof.device, usable, exact, rules, proof.reason])
     auto = [[str(device), backend.name, why] for device, (backend, why) in chosen]
-    tables = columns(facts), columns(backends), "fused_backend='auto' takes", columns(auto)
+    tables = columns(_machine()), columns(backends), "fused_backend='auto' takes", columns(auto)
     print("\n\n".join(tables))
     return 0

@@ -135,21 +135,20 @@ def compare(a: Contents, b: Contents) -> Iterator[Difference]:
         elif entry.shape != other.shape or entry.dtype != other.dtype:
             yield Difference(name, "shape" if entry.shape != other.shape else "dtype")
         else:
-            yield _difference(name, a.read(name).reshape(-1), b.read(name).reshape(-1))
-
-
-def _difference(name: str, a: Tensor, b: Tensor) -> Difference:
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.element_size())
-    differs = (a != b) if bits is None else (a.view(bits) != b.view(bits))
-    if not differs.any():
-        return Difference(name, "equal")
-    x, y = a[differs], b[differs]
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    distance = (x.to(wide) - y.to(wide)).abs()
-    largest = float("nan") if bool(distance.isnan().any()) else float(distance.max())
-    counted = a.is_floating_point() and a.element_size() in (2, 4)
-    ulps = int((_ordered(x) - _ordered(y)).abs().max()) if counted else None
-    return Difference(name, "values", int(differs.sum()), largest, ulps)
+            x, y = a.read(name).reshape(-1), b.read(name).reshape(-1)
+            size = x.element_size()
+            bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size)
+            differs = (x != y) if bits is None else (x.view(bits) != y.view(bits))
+            if not differs.any():
+                yield Difference(name, "equal")
+                continue
+            x, y = x[differs], y[differs]
+            wide = torch.complex128 if x.is_complex() else torch.float64
+            distance = (x.to(wide) - y.to(wide)).abs()
+            largest = float("nan") if bool(distance.isnan().any()) else float(distance.max())
+            counted = x.is_floating_point() and size in (2, 4)
+            ulps = int((_ordered(x) - _ordered(y)).abs().max()) if counted else None
+            yield Difference(name, "values", int(differs.sum()), largest, ulps)
 
 
 def _ordered(x: Tensor) -> Tensor:

@@ -4,31 +4,9 @@ conform``.
 The package imports torch and the checked optimizer, and nothing else of mp_optim.
 """
 
-from mp_optim.apps.conform import groups, precision, resume, steps, tensors
-from mp_optim.apps.conform.kit import (
-    CHECKS,
-    LEVELS,
-    Check,
-    Nonconformance,
-    NotApplicable,
-    Refused,
-    Subject,
-)
-from mp_optim.apps.conform.runner import Outcome, command_of, run
+# Importing these modules fills CHECKS.
+from mp_optim.apps.conform import groups, resume, steps, tensors  # noqa: F401
+from mp_optim.apps.conform.kit import CHECKS, Subject
+from mp_optim.apps.conform.runner import command_of, run
 
-SUBJECTS = (steps, resume, groups, tensors, precision)
-"""Modules that define checks. Importing these modules fills :data:`CHECKS`."""
-
-__all__ = [
-    "CHECKS",
-    "LEVELS",
-    "SUBJECTS",
-    "Check",
-    "Nonconformance",
-    "NotApplicable",
-    "Outcome",
-    "Refused",
-    "Subject",
-    "command_of",
-    "run",
-]
+__all__ = ["CHECKS", "Subject", "command_of", "run"]

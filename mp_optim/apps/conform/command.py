@@ -17,6 +17,7 @@ import tyro
 
 from mp_optim.apps.conform import CHECKS, Subject, command_of, run
 from mp_optim.apps.conform.kit import parsed
+from mp_optim.apps.conform.runner import FAILS
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,10 @@ def main(arguments: Sequence[str]) -> int:
     failed = []
     counts = Counter[str]()
     for outcome in run(subject, options.only):
-        check, message = outcome.check, f": {outcome.message}" if outcome.message else ""
+        check, message = CHECKS[outcome.name], f": {outcome.message}" if outcome.message else ""
         print(f"{check.level:6} {outcome.status:14} {check.name}{message}", flush=True)
         counts[outcome.status] += 1
-        if outcome.failed:
+        if outcome.status == FAILS:
             failed.append(check.level)
             print(f"{'':21} {check.statement}\n{'':21} {command_of(check, subject)}")
     print(f"{options.optimizer}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))

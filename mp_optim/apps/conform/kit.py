@@ -10,6 +10,7 @@ import importlib
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,10 +81,8 @@ def must(*rules: str, level: str = "must") -> Callable[[Function], Function]:
     return registered
 
 
-def should(*rules: str) -> Callable[[Function], Function]:
-    """Return a decorator that registers a check of level should. The check applies only to
-    optimizers of ``rules``, or to all optimizers if ``rules`` is empty."""
-    return must(*rules, level="should")
+should = partial(must, level="should")
+"""Decorator like :func:`must` that registers a check of level should."""
 
 
 # -- words of checks -------------------------------------------------------------------------------
@@ -299,7 +298,14 @@ class Subject:
         Raises:
             ValueError: the name does not exist, or is not a class or function.
         """
-        factory = located(self.path)
+        module, _, name = self.path.rpartition(".")
+        if not module:
+            raise ValueError(
+                f"{self.path!r} is no dotted name; write one such as torch.optim.AdamW"
+            )
+        factory = getattr(importlib.import_module(module), name, None)
+        if not callable(factory):
+            raise ValueError(f"{module} has no class or function {name!r}; correct the name")
 
         def make(params: Any, **settings: Any) -> torch.optim.Optimizer:
             optimizer: Any = factory(params, **{**self.settings, **settings})
@@ -309,21 +315,6 @@ class Subject:
             return optimizer  # type: ignore[no-any-return]
 
         return make
-
-
-def located(path: str) -> Callable[..., Any]:
-    """Return the object with a dotted name.
-
-    Raises:
-        ValueError: the object does not exist, or is not callable.
-    """
-    module_name, _, name = path.rpartition(".")
-    if not module_name:
-        raise ValueError(f"{path!r} is no dotted name; write one such as torch.optim.AdamW")
-    found = getattr(importlib.import_module(module_name), name, None)
-    if not callable(found):
-        raise ValueError(f"{module_name} has no class or function {name!r}; correct the name")
-    return found  # type: ignore[no-any-return]
 
 
 def parsed(argument: str) -> tuple[str, Any]:

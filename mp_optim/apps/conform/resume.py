@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -220,23 +218,17 @@ def weights_written_by_hand_are_kept(make: Make) -> None:
             require_close(now, now * 0 + 2.0, 0.05, f"{dtype}: after a step at lr 0")
 
 
-def goes_on_as(make: Make, copied: Callable[[Any], Any]) -> None:
-    """Require that training a copy of model and optimizer gives exactly the weights of the
-    original. ``copied`` is called before the first step, and again after two steps."""
+@should()
+def a_deepcopy_goes_on(make: Make) -> None:
+    """copy.deepcopy of a model and its optimizer continues as the original, in its own memory."""
     model, optimizer = trained(make)
     for first in (0, 2):
-        other, its_own = copied((model, optimizer))
+        other, its_own = copy.deepcopy((model, optimizer))
         train(model, optimizer, 2, first)
         train(other, its_own, 2, first)
         require_same(
             weights(other), weights(model), f"a copy made after {first} steps, two steps later"
         )
-
-
-@should()
-def a_deepcopy_goes_on(make: Make) -> None:
-    """copy.deepcopy of a model and its optimizer continues as the original, in its own memory."""
-    goes_on_as(make, copy.deepcopy)
 
 
 @should()

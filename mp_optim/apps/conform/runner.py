@@ -51,14 +51,6 @@ class Outcome:
     status: str
     message: str = ""
 
-    @property
-    def check(self) -> Check:
-        return CHECKS[self.name]
-
-    @property
-    def failed(self) -> bool:
-        return self.status == FAILS
-
 
 def run(
     subject: Subject, names: Sequence[str] = (), limit: float = LIMIT_SECONDS

@@ -326,9 +326,9 @@ def gradients_are_left_alone(make: Make) -> None:
             require_same(after, before, f"the gradients after step {step + 1}, {settings}")
 
 
-def steps_with_closure(make: Make) -> None:
-    """Step with a closure. Require that gradients are enabled in the closure, and that the step
-    returns the closure's loss."""
+@must()
+def a_closure_is_called_and_its_loss_returned(make: Make) -> None:
+    """step(closure) calls the closure with gradients enabled, and returns the closure's loss."""
     model = layers()
     optimizer, enabled = make(model.parameters()), []
 
@@ -350,12 +350,6 @@ def steps_with_closure(make: Make) -> None:
             f"step returned {returned}, not the loss 7.0",
         )
     require(not torch.equal(weights(model)[0], before[0]), "two steps did not change the weights")
-
-
-@must()
-def a_closure_is_called_and_its_loss_returned(make: Make) -> None:
-    """step(closure) calls the closure with gradients enabled, and returns the closure's loss."""
-    steps_with_closure(make)
 
 
 @should()

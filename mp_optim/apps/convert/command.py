@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import tyro
@@ -58,20 +58,6 @@ class Options:
     strip_prefix: str = ""
 
 
-def _loaded(options: Options) -> Any:
-    """Return the object under ``--key`` in the source file."""
-    content = load_plain_file(options.source)
-    for part in filter(None, options.key.split(".")):
-        if not isinstance(content, Mapping) or part not in content:
-            names = sorted(map(str, content)) if isinstance(content, Mapping) else []
-            raise ValueError(
-                f"--key {options.key}: the key {part!r} is missing in {options.source}; "
-                + (f"write one of {names} in its place" if names else "leave out --key")
-            )
-        content = content[part]
-    return content
-
-
 def read(options: Options) -> foreign.ForeignState:
     """Read the source, and check that its tensors take no more memory than the file.
 
@@ -80,7 +66,16 @@ def read(options: Options) -> foreign.ForeignState:
     """
     try:
         state = _read(options)
-        _check_memory(state)
+        for name, tensors in state.state.items():
+            for key, value in tensors.items():
+                stored = value.untyped_storage().nbytes()
+                # A conversion would write all elements of an expanded tensor.
+                if value.nbytes > stored:
+                    raise ValueError(
+                        f"{name}.{key}: a tensor of shape {tuple(value.shape)} has {value.nbytes} "
+                        f"bytes, but the file stores only {stored} of these bytes (an expanded "
+                        "tensor); call .contiguous() on the tensor and save the file again"
+                    )
     except ValueError as error:
         is_named = str(options.source) in str(error)
         raise ValueError(str(error) if is_named else f"{options.source}: {error}") from error
@@ -93,20 +88,6 @@ def read(options: Options) -> foreign.ForeignState:
     return state
 
 
-def _check_memory(state: foreign.ForeignState) -> None:
-    """Raise ValueError for a tensor with more elements than its storage (an expanded tensor),
-    because a conversion would write all of these elements."""
-    for name, tensors in state.state.items():
-        for key, value in tensors.items():
-            stored = value.untyped_storage().nbytes()
-            if value.nbytes > stored:
-                raise ValueError(
-                    f"{name}.{key}: a tensor of shape {tuple(value.shape)} has {value.nbytes} "
-                    f"bytes, but the file stores only {stored} of these bytes (an expanded "
-                    "tensor); call .contiguous() on the tensor and save the file again"
-                )
-
-
 def _read(options: Options) -> foreign.ForeignState:
     if options.source_format == "deepspeed":
         return foreign.from_deepspeed(options.source, step=options.step)
@@ -114,7 +95,15 @@ def _read(options: Options) -> foreign.ForeignState:
         return foreign.from_checkpoint(options.source)
     if options.source_format == "mp_optim":
         return foreign.from_file(options.source)
-    content, names = _loaded(options), None
+    content, names = load_plain_file(options.source), None
+    for part in filter(None, options.key.split(".")):
+        if not isinstance(content, Mapping) or part not in content:
+            keys = sorted(map(str, content)) if isinstance(content, Mapping) else []
+            raise ValueError(
+                f"--key {options.key}: the key {part!r} is missing in {options.source}; "
+                + (f"write one of {keys} in its place" if keys else "leave out --key")
+            )
+        content = content[part]
     if options.names is not None:
         text = options.names.read_text()
         names = list(json.loads(text)) if text.lstrip().startswith("[") else text.split()

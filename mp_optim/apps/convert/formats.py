@@ -164,7 +164,19 @@ def from_megatron(
     state: dict[str, Mapping[str, Tensor]] = {}
     start = 0
     for member, count in zip(members, counts, strict=True):
-        named = _state_of_member(member, names[start : start + count], fp32_names, step)
+        named = positional_state(_inner(member), names[start : start + count], step)
+        copies: dict[str, Tensor] = {}
+        masters = member.get(COPIES, member.get("fp32_from_fp16", [()] * len(named.groups)))
+        for index, (group, tensors) in enumerate(zip(named.groups, masters, strict=True)):
+            halves = [name for name in group.names if name not in fp32_names]
+            if len(halves) != len(tensors):
+                raise ValueError(
+                    f"param group {index} has {len(tensors)} FP32 copies for {len(halves)} 16-bit "
+                    "parameters; pass the names of parameters that the model keeps in FP32 as "
+                    "fp32_names="
+                )
+            copies.update(zip(halves, tensors, strict=True))
+        named = named.with_masters(copies)
         groups += named.groups
         state |= named.state
         start += count
@@ -194,26 +206,6 @@ def _inner(member: Mapping[str, Any]) -> Mapping[str, Any]:
             "--use-distributed-optimizer, save again, and convert the new checkpoint"
         )
     return inner
-
-
-def _state_of_member(
-    member: Mapping[str, Any], names: Sequence[str], fp32_names: Collection[str], step: float | None
-) -> ForeignState:
-    foreign = positional_state(_inner(member), names, step)
-    masters = member.get(COPIES, member.get("fp32_from_fp16"))
-    if masters is None:
-        return foreign
-    copies: dict[str, Tensor] = {}
-    for index, (group, tensors) in enumerate(zip(foreign.groups, masters, strict=True)):
-        halves = [name for name in group.names if name not in fp32_names]
-        if len(halves) != len(tensors):
-            raise ValueError(
-                f"param group {index} has {len(tensors)} FP32 copies for {len(halves)} 16-bit "
-                "parameters; pass the names of parameters that the model keeps in FP32 as "
-                "fp32_names="
-            )
-        copies.update(zip(halves, tensors, strict=True))
-    return foreign.with_masters(copies)
 
 
 # -- DeepSpeed ------------------------------------------------------------------------------------
@@ -256,7 +248,15 @@ def from_deepspeed(folder: str | os.PathLike[str], *, step: float | None = None)
         raise ValueError(f"{root} lacks {missing}; run DeepSpeed's ds_to_universal.py again")
     state = {}
     for name in names:
-        state[name] = {STEP: _step(root / name, step)}
+        path = root / name / "step.pt"
+        if not path.is_file() and step is None:
+            raise ValueError(
+                f"{path} is missing (ZeRO-3 writes no such file); pass step=, the number of steps "
+                "taken"
+            )
+        count = load_plain_file(path) if path.is_file() else step
+        count = torch.as_tensor(count, device="cpu").reshape(()).to(torch.float32)
+        state[name] = {STEP: count}
         for file, key in _FILES.items():
             path = root / name / f"{file}.pt"
             content = load_plain_file(path)
@@ -268,15 +268,3 @@ def from_deepspeed(folder: str | os.PathLike[str], *, step: float | None = None)
                 )
             state[name][key] = value
     return ForeignState((ForeignGroup(tuple(names)),), state)
-
-
-def _step(folder: Path, step: float | None) -> Tensor:
-    path = folder / "step.pt"
-    if path.is_file():
-        saved = torch.as_tensor(load_plain_file(path), device="cpu")
-        return saved.reshape(()).to(torch.float32)
-    if step is None:
-        raise ValueError(
-            f"{path} is missing (ZeRO-3 writes no such file); pass step=, the number of steps taken"
-        )
-    return torch.tensor(float(step), dtype=torch.float32, device="cpu")

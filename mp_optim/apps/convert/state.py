@@ -249,19 +249,14 @@ def import_state(
     if scaler is not None:
         loaded["grad_scaler"] = dict(foreign.grad_scaler or scaler.state_dict())
     load_checked(stack, loaded, convert=convert)
-    _write_params(stack, slots, whole)
-
-
-def _write_params(stack: Any, slots: Mapping[str, Slot], whole: dict[str, Tensor]) -> None:
     # The optimizer keeps copies of FP32 parameters that it steps on the host. This call sets these
     # copies, too.
     stack.reload_model_params(whole)
     for name, value in whole.items():
-        slot = slots[name]
-        param = param_at(stack.param_groups, slot)
+        param = param_at(stack.param_groups, slots[name])
         # With remainders, the load has rounded the parameter so that the parameter fits the
         # remainder. Rounding the whole value again could give other bits.
-        if REMAINDER in stack.slot_state(slot):
+        if REMAINDER in stack.slot_state(slots[name]):
             main = main_param_of(param)
             value = param if main is None else main
         local_tensor(param).copy_(local_tensor(value))

@@ -37,8 +37,15 @@ class Record:
                 f"the file calls {cls.__name__} with a number, which could allocate memory of any "
                 "size"
             )
-        if _mentions_bytes(args):
-            raise pickle.UnpicklingError("the file calls a function that makes a bytearray")
+        seen: dict[int, Any] = {}
+        waiting: list[Any] = [args]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, type) and value.__name__ == bytearray.__name__:
+                raise pickle.UnpicklingError("the file calls a function that makes a bytearray")
+            if isinstance(value, (tuple, list)) and id(value) not in seen:
+                seen[id(value)] = value
+                waiting += value
         return super().__new__(cls)
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -46,19 +53,6 @@ class Record:
 
     def __setstate__(self, state: Any) -> None:
         pass
-
-
-def _mentions_bytes(args: tuple[Any, ...]) -> bool:
-    seen: dict[int, Any] = {}
-    waiting: list[Any] = [args]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, type) and value.__name__ == bytearray.__name__:
-            return True
-        if isinstance(value, (tuple, list)) and id(value) not in seen:
-            seen[id(value)] = value
-            waiting += value
-    return False
 
 
 class InertUnpickler(pickle.Unpickler):

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -142,35 +142,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note()
 
 
-@contextmanager
-def _replaced(module: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
-    """Replace a module's function while the context is open."""
-    original = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
-
-
-def _without_dropout() -> AbstractContextManager[None]:
-    """Remove dropout from fused attention while the context is open.
-
-    Fused GPU kernels generate the dropout mask again in backward, so they store no mask. The CPU
-    kernel does not support dropout, so torch would use attention that stores its weights. The
-    function is replaced because a TorchFunctionMode does not apply to forwards that checkpointing
-    runs again.
-    """
-    attention: Any = nn.functional.scaled_dot_product_attention
-
-    def without_dropout(*args: Any, **kwargs: Any) -> Any:
-        if len(args) > 4:
-            return attention(*args[:4], 0.0, *args[5:], **kwargs)
-        return attention(*args, **{**kwargs, "dropout_p": 0.0})
-
-    return _replaced(nn.functional, "scaled_dot_product_attention", without_dropout)
-
-
 def track(
     model: nn.Module,
     loss_of: Callable[[nn.Module], Tensor],
@@ -194,8 +165,18 @@ def track(
     hooks = [
         param.register_post_accumulate_grad_hook(tracker.gradient_is_there) for param in trained
     ]
+    # Fused GPU kernels generate the dropout mask again in backward, so they store no mask. The CPU
+    # kernel does not support dropout, so torch would use attention that stores its weights. A
+    # TorchFunctionMode would not apply to forwards that checkpointing runs again.
+    attention: Any = nn.functional.scaled_dot_product_attention
+
+    def without_dropout(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > 4:
+            return attention(*args[:4], 0.0, *args[5:], **kwargs)
+        return attention(*args, **{**kwargs, "dropout_p": 0.0})
+
     try:
-        with tracker, _without_dropout():
+        with tracker, patch.object(nn.functional, attention.__name__, without_dropout):
             loss = loss_of(model)
             tracker.phase = "backward"
             loss.backward()  # type: ignore[no-untyped-call]
@@ -266,19 +247,6 @@ def _empty(like: Tensor) -> Tensor:
 # -- models of transformers -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Batch:
-    """A micro-batch of one accelerator.
-
-    Attributes:
-        seq: tokens of a sequence; not used for pictures, which have the size in the model's config.
-        size: number of sequences or pictures.
-    """
-
-    seq: int = 4096
-    size: int = 1
-
-
 LOSSES = ("model", "chunked")
 """Kinds of loss: the model's own loss, or a loss that computes logits for some tokens at a time
 (:func:`~mp_optim.apps.fit.chunked_loss.chunk_loss`)."""
@@ -343,40 +311,43 @@ def checkpoint_blocks(model: Any, on: bool = True) -> None:
             model.gradient_checkpointing_disable()
 
 
-def hf_loss(batch: Batch) -> Callable[[nn.Module], Tensor]:
+def hf_loss(seq: int, size: int = 1) -> Callable[[nn.Module], Tensor]:
     """Return a function that computes the loss of a ``transformers`` model for a micro-batch.
+
+    Args:
+        seq: tokens of a sequence; not used for pictures, which have the size in the model's config.
+        size: number of sequences or pictures.
 
     Raises:
         ValueError: the model's input is neither tokens nor pictures.
     """
 
-    def loss_of(model: nn.Module) -> Tensor:
+    def loss_of(model: Any) -> Tensor:
         from transformers import masking_utils
 
-        # Tell transformers that each row is one sequence, as with real data. transformers cannot
-        # read this from fake tensors, and would allocate masks that training does not have.
-        with _replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None):
-            return forward(model)
-
-    def forward(given: Any) -> Tensor:
-        inner = given.get_base_model() if hasattr(given, "peft_config") else given
+        inner = model.get_base_model() if hasattr(model, "peft_config") else model
         if inner.main_input_name == "pixel_values":
-            config, dtype = inner.config, next(given.parameters()).dtype
-            shape = (batch.size, config.num_channels, config.image_size, config.image_size)
+            config, dtype = inner.config, next(model.parameters()).dtype
+            shape = (size, config.num_channels, config.image_size, config.image_size)
             pixels = torch.zeros(shape, dtype=dtype, device="cpu")
-            labels = torch.zeros(batch.size, dtype=torch.long, device="cpu")
-            return given(pixel_values=pixels, labels=labels).loss  # type: ignore[no-any-return]
-        if inner.main_input_name != "input_ids":
+            labels = torch.zeros(size, dtype=torch.long, device="cpu")
+            given: dict[str, Any] = {"pixel_values": pixels, "labels": labels}
+        elif inner.main_input_name == "input_ids":
+            _check_positions(inner, seq)
+            tokens = torch.zeros((size, seq), dtype=torch.long, device="cpu")
+            no_cache = {"use_cache": False} if hasattr(inner.config, "use_cache") else {}
+            labels = tokens[:, 0] if "SequenceClassification" in type(inner).__name__ else tokens
+            given = {"input_ids": tokens, "labels": labels, **no_cache}
+        else:
             raise ValueError(
                 f"{type(inner).__name__} takes {inner.main_input_name}, but only input_ids and "
                 "pixel_values can be made up; pass --model file.py:function, a function that "
                 "returns the model and a function that computes its loss"
             )
-        _check_positions(inner, batch.seq)
-        tokens = torch.zeros((batch.size, batch.seq), dtype=torch.long, device="cpu")
-        no_cache = {"use_cache": False} if hasattr(inner.config, "use_cache") else {}
-        labels = tokens[:, 0] if "SequenceClassification" in type(inner).__name__ else tokens
-        return given(input_ids=tokens, labels=labels, **no_cache).loss  # type: ignore[no-any-return]
+        # Tell transformers that each row is one sequence, as with real data. transformers cannot
+        # read this from fake tensors, and would allocate masks that training does not have.
+        with patch.object(masking_utils, "find_packed_sequence_indices", return_value=None):
+            return model(**given).loss  # type: ignore[no-any-return]
 
     return loss_of
 

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from mp_optim.apps.cli.command import hf_config, model_errors
 from mp_optim.apps.fit.activations import (
     LOSSES,
-    Batch,
     Timeline,
     as_fake,
     build_hf,
@@ -44,14 +43,13 @@ from mp_optim.apps.fit.fit import (
     Candidate,
     Estimate,
     Limits,
-    Rates,
     gathered_bytes,
     search,
     step_seconds,
 )
 from mp_optim.apps.fit.model_plan import Layout, plan, specs_of
 from mp_optim.apps.fit.recipes import Recipe, recipes
-from mp_optim.apps.fit.step_time import GB, Machine
+from mp_optim.apps.fit.step_time import DESKTOP, GB, Machine
 from mp_optim.optimizers.settings import config_of
 
 GIB = 2**30
@@ -187,24 +185,42 @@ def program(options: Options) -> Program:
         FileNotFoundError: the file does not exist.
     """
     if ":" in options.model:
-        return _program_of(options)
+        path, _, name = options.model.rpartition(":")
+        spec = importlib.util.spec_from_file_location("model_to_fit", path)
+        if spec is None or spec.loader is None or not Path(path).exists():
+            raise FileNotFoundError(
+                f"--model {options.model}: there is no such Python file; write file.py:function"
+            )
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        if not hasattr(module, name):
+            raise ValueError(
+                f"--model {options.model}: {path} has no function {name}; correct the name"
+            )
+        model, loss_of = getattr(module, name)()
+        return Program(model, loss_of, None, Recipe(options.model, "AutoModel"), False)
     import transformers
 
-    path, name = Path(options.model), options.model
-    if path.exists():
-        config = hf_config(path)
+    name = options.model
+    if Path(name).exists():
+        config = hf_config(Path(name))
     else:
         same, name = named(options.model)
         config = transformers.AutoConfig.for_model(**shipped()[same])
     with model_errors(options.model):
         model = build_hf(config, attention=options.attention, lora=options.lora)
+    # The transformers class that loads an architecture such as LlamaForCausalLM or GPT2LMHeadModel.
+    architecture = (getattr(config, "architectures", None) or ["ForCausalLM"])[0]
+    auto = f"AutoModelFor{architecture.rpartition('For')[2]}"
+    if architecture.endswith("LMHeadModel"):
+        auto = "AutoModelForCausalLM"
     recipe = Recipe(
         name,
-        _auto_class(getattr(config, "architectures", None) or ["ForCausalLM"]),
+        auto if hasattr(transformers, auto) else architecture,
         *(options.batch, options.gpus, options.accumulation, options.lora, options.attention),
     )
-    batch = Batch(options.seq, options.batch)
-    return Program(model, hf_loss(batch), getattr(config, "vocab_size", None), recipe, True)
+    loss_of = hf_loss(options.seq, options.batch)
+    return Program(model, loss_of, getattr(config, "vocab_size", None), recipe, True)
 
 
 _TUNED = re.compile(r"(-(hf|instruct|chat|base|it|sft|dpo|v\d+(\.\d+)?|\d{4}))+$")
@@ -238,37 +254,6 @@ def named(model: str) -> tuple[str, str]:
 
 def _last_part(name: str) -> str:
     return name.rpartition("/")[2].lower()
-
-
-def _auto_class(architectures: Sequence[str]) -> str:
-    """Return the name of the transformers class that loads an architecture such as
-    ``LlamaForCausalLM``."""
-    import transformers
-
-    name = architectures[0]
-    if name.endswith("LMHeadModel"):
-        return "AutoModelForCausalLM"
-    auto = f"AutoModelFor{name.rpartition('For')[2]}"
-    return auto if hasattr(transformers, auto) else name
-
-
-def _program_of(options: Options) -> Program:
-    """Return the program of a Python file's function, which returns ``(model, loss_of)``."""
-    path, _, name = options.model.rpartition(":")
-    spec = importlib.util.spec_from_file_location("model_to_fit", path)
-    if spec is None or spec.loader is None or not Path(path).exists():
-        raise FileNotFoundError(
-            f"--model {options.model}: there is no such Python file; write file.py:function"
-        )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    made = getattr(module, name, None)
-    if made is None:
-        raise ValueError(
-            f"--model {options.model}: {path} has no function {name}; correct the name"
-        )
-    model, loss_of = made()
-    return Program(model, loss_of, None, Recipe(options.model, "AutoModel"), False)
 
 
 # -- settings to try -------------------------------------------------------------------------------
@@ -350,12 +335,11 @@ def limits_of(options: Options) -> Limits:
     )
 
 
-def rates_of(options: Options) -> Rates:
+def rates_of(options: Options) -> Machine:
     """Return the assumed rates of a rank's bus, memory and disk."""
     if options.rates is None:
-        return Rates()
-    *memory, disk = (rate * GB for rate in options.rates)
-    return Rates(Machine("as given", *memory), disk)
+        return DESKTOP
+    return Machine("as given", *(rate * GB for rate in options.rates))
 
 
 def fitted(options: Options) -> tuple[Estimate, Program]:
@@ -449,9 +433,8 @@ def as_data(found: Estimate, options: Options, made: Program) -> dict[str, Any]:
 
 def assumptions(options: Options) -> list[str]:
     """Return the facts about the machine and the program that the estimate assumes."""
-    rates = rates_of(options)
-    machine = rates.machine
-    speeds = [machine.up, machine.down, machine.host, machine.device, rates.disk]
+    machine = rates_of(options)
+    speeds = [machine.up, machine.down, machine.host, machine.device, machine.disk]
     shown = ", ".join(f"{speed / GB:.0f}" for speed in speeds)
     usable = limits_of(options).device / GIB
     return [
@@ -471,8 +454,14 @@ def assumptions(options: Options) -> list[str]:
 def report(found: Estimate, options: Options, made: Program) -> str:
     """Return the answer as text."""
     limits = limits_of(options)
-    lines = [verdict(found, limits), ""]
-    lines += [f"settings: {_settings(found)}"]
+    words = [f"{name}={value!r}" for name, value in found.candidate.words.items()]
+    if found.candidate.config.is_distributed:
+        words.append("use_distributed_optimizer=True")
+    if found.candidate.layout.sharding == "fsdp2":
+        words.append(f"FSDP2 over {found.candidate.layout.dp} ranks")
+    words.append("blocks checkpointed" if found.checkpointing else "no checkpointing")
+    words.append("chunked loss" if found.loss == "chunked" else "the model's own loss")
+    lines = [verdict(found, limits), "", f"settings: {', '.join(words)}"]
     names = list(dict.fromkeys(name for sizes in found.moments.values() for name in sizes))
     heads = "".join(f"{moment:>12}" for moment in found.moments)
     lines += ["", f"{'GiB per accelerator':24}{heads}"]
@@ -509,17 +498,6 @@ def verdict(found: Estimate, limits: Limits) -> str:
             f"{ERROR:.0%}): {free} stay free {moment}"
         )
     return f"fits: {free} stay free {moment}, enough for an estimate that is {ERROR:.0%} too low"
-
-
-def _settings(found: Estimate) -> str:
-    words = [f"{name}={value!r}" for name, value in found.candidate.words.items()]
-    if found.candidate.config.is_distributed:
-        words.append("use_distributed_optimizer=True")
-    if found.candidate.layout.sharding == "fsdp2":
-        words.append(f"FSDP2 over {found.candidate.layout.dp} ranks")
-    words.append("blocks checkpointed" if found.checkpointing else "no checkpointing")
-    words.append("chunked loss" if found.loss == "chunked" else "the model's own loss")
-    return ", ".join(words)
 
 
 def main(arguments: Sequence[str]) -> int:

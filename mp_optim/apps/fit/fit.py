@@ -14,7 +14,7 @@ from torch import nn
 
 from mp_optim.apps.fit.activations import Moment, Timeline
 from mp_optim.apps.fit.model_plan import Layout
-from mp_optim.apps.fit.step_time import DESKTOP, GB, GRAD, Form, Machine, on_host, streamed
+from mp_optim.apps.fit.step_time import GRAD, Form, Machine, on_host, streamed
 from mp_optim.config import OptimizerConfig
 from mp_optim.factory.memory_plan import MemoryPlan
 
@@ -263,26 +263,17 @@ def search(
     return estimated(closest, ways[-1])
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Assumed rates of one rank in bytes a second, for the estimate of a step's duration.
-
-    Attributes:
-        machine: bus, host memory and device memory.
-        disk: reading or writing.
-    """
-
-    machine: Machine = DESKTOP
-    disk: float = 3 * GB
-
-
-def step_seconds(found: Estimate, rates: Rates) -> float:
+def step_seconds(found: Estimate, machine: Machine) -> float:
     """Return the estimated seconds of the optimizer's step. No part of the step overlaps with
     backward.
 
     ``apps/fit/step_time.py`` has the formulas. The device steps the parameters whose state it
     stores. Then the host steps the other parameters, or the device streams their state. State on a
     disk is read and written once, at the same time; the longer time counts.
+
+    Args:
+        found: the settings and their memory.
+        machine: assumed rates of one rank.
     """
     plan, config, layout = found.plan, found.candidate.config, found.candidate.layout
     is_sharded = config.is_distributed or layout.sharding == "fsdp2"
@@ -291,14 +282,14 @@ def step_seconds(found: Estimate, rates: Rates) -> float:
     places = (plan.accelerator, plan.pinned_host, plan.pageable_host, plan.disk)
     state = sum(each.main_params + each.moments for each in places) / max(params, 1)
     form = Form("as planned", state, reads_param=False)
-    seconds = (params - away) * (GRAD + form.update) / rates.machine.device
+    seconds = (params - away) * (GRAD + form.update) / machine.device
     if away and config.offload_place == "streamed":
         # Released gradients are stored on the host, so they are copied with the state.
         released = 2 if config.release_gradients else 0
         carried = replace(form, state=form.state + released)
-        seconds += streamed(rates.machine, carried, away)
+        seconds += streamed(machine, carried, away)
     elif away:
-        seconds += on_host(rates.machine, form, away)
+        seconds += on_host(machine, form, away)
     if plan.disk.total:
-        seconds = max(seconds, 2 * plan.disk.total / rates.disk)
+        seconds = max(seconds, 2 * plan.disk.total / machine.disk)
     return seconds

@@ -159,33 +159,17 @@ def _model_shard(specs: Sequence[ParamSpec], layout: Layout) -> list[ParamSpec]:
                     f"ep={layout.ep}: must divide the experts of {spec.name}, shape {shape}"
                 )
             shape = (shape[0] // layout.ep, *shape[1:])
-        held.append(replace(spec, shape=_split(shape, layout.tp, spec.vector_like)))
+        # Only the last two dimensions belong to a matrix; other dimensions number the matrices of a
+        # stack.
+        matrix = (
+            range(len(shape) - 2, len(shape)) if len(shape) > 1 and not spec.vector_like else ()
+        )
+        for dim in matrix:
+            if shape[dim] % layout.tp == 0:
+                shape = (*shape[:dim], shape[dim] // layout.tp, *shape[dim + 1 :])
+                break
+        held.append(replace(spec, shape=shape))
     return held
-
-
-def _split(shape: tuple[int, ...], tp: int, whole: bool) -> tuple[int, ...]:
-    if tp == 1 or whole or len(shape) < 2:
-        return shape
-    # Only the last two dimensions belong to a matrix; other dimensions number the matrices of a
-    # stack.
-    for dim in range(len(shape) - 2, len(shape)):
-        if shape[dim] % tp == 0:
-            return (*shape[:dim], shape[dim] // tp, *shape[dim + 1 :])
-    return shape
-
-
-def _meta_param(spec: ParamSpec, layout: Layout) -> nn.Parameter:
-    """Return the shard of a parameter of :func:`_model_shard` on the first data-parallel rank."""
-    shape = spec.shape
-    if layout.sharding == "fsdp2" and shape:
-        ranks = layout.dp // layout.ep if spec.is_expert else layout.dp
-        shape = (math.ceil(shape[0] / ranks), *shape[1:])
-    values = torch.empty(shape, dtype=spec.dtype, device="meta")
-    param = nn.Parameter(values, requires_grad=spec.trainable)
-    set_shard_info(param, ShardInfo(whole_shape=torch.Size(spec.shape)))
-    if spec.dtype in FLOAT8_DTYPES:
-        param.fp8_scale = torch.empty((), dtype=torch.float32, device="meta")  # type: ignore[attr-defined]
-    return param
 
 
 def plan(source: Any, config: OptimizerConfig, layout: Layout | None = None) -> MemoryPlan:
@@ -210,8 +194,20 @@ def plan(source: Any, config: OptimizerConfig, layout: Layout | None = None) -> 
             f"sharding={layout.sharding!r} with use_distributed_optimizer=True: both settings "
             "shard the state; set one of them to its default"
         )
+    params = []
+    for spec in mine:
+        shape = spec.shape
+        if layout.sharding == "fsdp2" and shape:
+            ranks = layout.dp // layout.ep if spec.is_expert else layout.dp
+            shape = (math.ceil(shape[0] / ranks), *shape[1:])
+        values = torch.empty(shape, dtype=spec.dtype, device="meta")
+        param = nn.Parameter(values, requires_grad=spec.trainable)
+        set_shard_info(param, ShardInfo(whole_shape=torch.Size(spec.shape)))
+        if spec.dtype in FLOAT8_DTYPES:
+            param.fp8_scale = torch.empty((), dtype=torch.float32, device="meta")  # type: ignore[attr-defined]
+        params.append((spec.name, param))
     of_rank = plan_rank(
-        [(spec.name, _meta_param(spec, layout)) for spec in mine],
+        params,
         {spec.name for spec in mine if spec.is_expert},
         config,
         layout.dp,

@@ -7,6 +7,7 @@ $ mp-optim plan --model path/to/config.json --gpu-memory 24 --state 8bit --relea
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -134,25 +135,6 @@ def form_of(config: OptimizerConfig) -> str:
     return "FP32" if moments == "FP32" else f"{moments} moments"
 
 
-def configs_of(config: OptimizerConfig, options: Options) -> dict[str, OptimizerConfig]:
-    """Return the configs to plan, by the names of their storage formats of state.
-
-    The config's own format is first. Formats that the config's rule does not support, and all
-    other formats if an option sets the format, are left out.
-    """
-    own = form_of(config)
-    configs = {} if own in FORMS else {own: config}
-    if options.state or options.main_params:
-        return {own: config}
-    for name, form in FORMS.items():
-        try:
-            configs[name] = config if name == own else with_defaults(config, _FORM, **form)
-        # The rule has no moments in this format, so the table leaves the format out.
-        except ValueError:
-            continue
-    return configs
-
-
 def table(rows: list[tuple[str, MemoryPlan]], options: Options) -> Table:
     """Return a table with one line for each plan; plans that do not fit are red."""
     from rich.table import Table
@@ -182,9 +164,17 @@ def main(arguments: Sequence[str]) -> int:
     with model_errors(str(options.model)):
         specs = specs_of(source)
     out = console()
+    own = form_of(config)
+    configs = {own: config}
+    if not (options.state or options.main_params):
+        configs = {} if own in FORMS else configs
+        for name, form in FORMS.items():
+            # A rule that has no moments in a format is left out of the table.
+            with suppress(ValueError):
+                configs[name] = config if name == own else with_defaults(config, _FORM, **form)
     rows = [
         (name, plan_model(specs, with_fraction(in_form, fraction), options.layout))
-        for name, in_form in configs_of(config, options).items()
+        for name, in_form in configs.items()
         for fraction in FRACTIONS
     ]
     billions = sum(spec.numel for spec in specs) / 1e9
@@ -202,7 +192,7 @@ def main(arguments: Sequence[str]) -> int:
             host_memory=None if options.host_memory is None else int(options.host_memory * GIB),
         )
         print(
-            f"{form_of(config)}: optimizer_offload_fraction={smallest.fraction:g} (offload="
+            f"{own}: optimizer_offload_fraction={smallest.fraction:g} (offload="
             f"{smallest.fraction:g}) is the smallest that fits {options.gpu_memory:g} GiB:\n"
             f"{smallest}"
         )

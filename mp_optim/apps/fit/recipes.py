@@ -38,11 +38,31 @@ _TRAINER = "from mp_optim.apps.integrations.trainer_args import class_and_settin
 
 
 def recipes(found: Estimate, recipe: Recipe) -> dict[str, str]:
-    """Return the text of each program by its name."""
+    """Return the text of each program by its name. The user of the Trainer's program defines
+    ``data``."""
     made = {"Python": python_lines(found, recipe)}
-    if not found.candidate.config.is_distributed:
-        made["Hugging Face Trainer"] = trainer_lines(found, recipe)
-    return made
+    if found.candidate.config.is_distributed:
+        return made
+    arguments: dict[str, Any] = {
+        "output_dir": "out",
+        "learning_rate": _LR,
+        "per_device_train_batch_size": recipe.batch,
+        "gradient_accumulation_steps": recipe.accumulation,
+        "gradient_checkpointing": found.checkpointing,
+        # The optimizer clips gradients itself, so the Trainer must not clip them again.
+        "max_grad_norm": 0.0,
+    }
+    if found.candidate.layout.sharding == "fsdp2":
+        arguments |= {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2}}
+    words = {"optimizer": "AdamW", **found.candidate.words, "max_grad_norm": 1.0}
+    lines = [
+        *_model_lines(found, recipe, _TRAINER),
+        f"arguments = transformers.TrainingArguments({_arguments(arguments)})",
+        "trainer = transformers.Trainer(model, arguments, train_dataset=data, "
+        f"optimizer_cls_and_kwargs=class_and_settings(arguments, {words!r}))",
+        "log_own_norm(trainer)",
+    ]
+    return {**made, "Hugging Face Trainer": "\n".join(lines)}
 
 
 def _model_lines(found: Estimate, recipe: Recipe, *imports: str) -> list[str]:
@@ -101,32 +121,6 @@ def python_lines(found: Estimate, recipe: Recipe) -> str:
         words = _arguments({"lr": _LR, **found.candidate.words, "max_grad_norm": 1.0})
         lines.append(f"optimizer = mp_optim.AdamW(model.named_parameters(), {words})")
     return "\n".join(lines)
-
-
-def trainer_lines(found: Estimate, recipe: Recipe) -> str:
-    """Return lines that build TrainingArguments and a Trainer of transformers. The user defines
-    ``data``."""
-    arguments: dict[str, Any] = {
-        "output_dir": "out",
-        "learning_rate": _LR,
-        "per_device_train_batch_size": recipe.batch,
-        "gradient_accumulation_steps": recipe.accumulation,
-        "gradient_checkpointing": found.checkpointing,
-        # The optimizer clips gradients itself, so the Trainer must not clip them again.
-        "max_grad_norm": 0.0,
-    }
-    if found.candidate.layout.sharding == "fsdp2":
-        arguments |= {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2}}
-    words = {"optimizer": "AdamW", **found.candidate.words, "max_grad_norm": 1.0}
-    return "\n".join(
-        [
-            *_model_lines(found, recipe, _TRAINER),
-            f"arguments = transformers.TrainingArguments({_arguments(arguments)})",
-            "trainer = transformers.Trainer(model, arguments, train_dataset=data, "
-            f"optimizer_cls_and_kwargs=class_and_settings(arguments, {words!r}))",
-            "log_own_norm(trainer)",
-        ]
-    )
 
 
 def _arguments(values: dict[str, Any]) -> str:

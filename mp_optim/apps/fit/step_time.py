@@ -29,6 +29,7 @@ class Machine:
         down: device to host, while the other direction is busy, too.
         host: host memory, reading and writing together.
         device: device memory, reading and writing together.
+        disk: reading or writing.
         latency: seconds of a window or bucket in addition to its transfer.
     """
 
@@ -37,6 +38,7 @@ class Machine:
     down: float
     host: float
     device: float
+    disk: float = 3 * GB
     latency: float = 20e-6
 
 

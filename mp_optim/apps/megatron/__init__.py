@@ -21,26 +21,21 @@ from mp_optim.apps.megatron.install import (
 )
 from mp_optim.mixed_precision import ConstantGradScaler, DynamicGradScaler
 
-_CONFIG = "megatron.core.optimizer.optimizer_config"
-_FACTORY = "megatron.core.optimizer"
-_SCHEDULER = "megatron.core.optimizer_param_scheduler"
 _MEGATRONS = {
-    "AdamOptimizerConfig": _CONFIG,
-    "OptimizerConfig": _CONFIG,
-    "OptimizerParamScheduler": _SCHEDULER,
-    "ParamGroupOverride": _SCHEDULER,
-    "ParamKey": _CONFIG,
-    "ParamPredicate": _CONFIG,
-    "ParamWithNamePredicate": _CONFIG,
-    "SGDOptimizerConfig": _CONFIG,
-    "check_config_overrides_consistency": _FACTORY,
-    "combine_param_group_overrides": _SCHEDULER,
-    "get_canonical_lr_for_logging": _SCHEDULER,
-    "get_mup_config_overrides": _FACTORY,
-    "get_standard_config_overrides": _FACTORY,
-    "param_group_override_to_tuple": _SCHEDULER,
+    "optimizer": (
+        *("check_config_overrides_consistency", "get_mup_config_overrides"),
+        "get_standard_config_overrides",
+    ),
+    "optimizer.optimizer_config": (
+        *("AdamOptimizerConfig", "OptimizerConfig", "ParamKey", "ParamPredicate"),
+        *("ParamWithNamePredicate", "SGDOptimizerConfig"),
+    ),
+    "optimizer_param_scheduler": (
+        *("OptimizerParamScheduler", "ParamGroupOverride", "combine_param_group_overrides"),
+        *("get_canonical_lr_for_logging", "param_group_override_to_tuple"),
+    ),
 }
-"""Names that this module imports from Megatron on demand, and the Megatron module of each name."""
+"""Names that this module imports from Megatron on demand, by their module in megatron.core."""
 
 __all__ = [
     "ChainedOptimizer",
@@ -58,6 +53,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MEGATRONS:
-        return getattr(importlib.import_module(_MEGATRONS[name]), name)
+    for module, names in _MEGATRONS.items():
+        if name in names:
+            return getattr(importlib.import_module(f"megatron.core.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

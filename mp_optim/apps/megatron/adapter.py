@@ -15,7 +15,12 @@ from torch.distributed import ProcessGroup
 from mp_optim.apps.convert.formats import COPIES, states_of_members
 from mp_optim.apps.convert.torch_files import load_plain_file
 from mp_optim.apps.megatron import torch_format
-from mp_optim.apps.megatron.torch_format import REQUEST, SavedSettings
+from mp_optim.apps.megatron.torch_format import (
+    REQUEST,
+    SavedSettings,
+    group_settings_of,
+    groups_with_settings,
+)
 from mp_optim.core import current_grad, local_tensor, param_at
 from mp_optim.core.names import matched_names
 from mp_optim.host.calls import in_own_modes
@@ -85,12 +90,10 @@ class MegatronAdapter(torch.optim.Optimizer):
         return getattr(self.stack, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN:
+        if name in _OWN or name == "step":
             self.__dict__[name] = value
-        elif name != "step":
-            setattr(self.stack, name, value)
         else:
-            self.__dict__[name] = value
+            setattr(self.stack, name, value)
 
     def __delattr__(self, name: str) -> None:
         if name != "step":
@@ -211,9 +214,11 @@ class MegatronAdapter(torch.optim.Optimizer):
             verdict = self._decided(measurement, judge, 0.0)
             if verdict.cause == DISAGREEMENT:
                 stack.refuse_disagreement()
-        self._prepared = _Prepared(grads, measurement, verdict, judge)
+        self._prepared = None
         if verdict.found_inf:
-            self._finish(self._prepared)
+            take_step(stack, (grads, verdict, judge))
+        else:
+            self._prepared = _Prepared(grads, measurement, verdict, judge)
         return verdict.found_inf
 
     def get_grad_norm(self) -> float:
@@ -270,7 +275,8 @@ class MegatronAdapter(torch.optim.Optimizer):
             )
         for scheduler in self.stack.backward_schedulers:
             scheduler.grads.forget_comparisons()
-        self._finish(prepared)
+        self._prepared = None
+        take_step(self.stack, (prepared.grads, prepared.verdict, prepared.judge))
         return not prepared.verdict.cause
 
     @in_own_modes
@@ -309,10 +315,6 @@ class MegatronAdapter(torch.optim.Optimizer):
             )
         return self._prepared
 
-    def _finish(self, prepared: _Prepared) -> None:
-        self._prepared = None
-        take_step(self.stack, (prepared.grads, prepared.verdict, prepared.judge))
-
     # -- checkpoints
 
     def state_dict(self, is_loading: bool = False) -> Any:
@@ -322,7 +324,14 @@ class MegatronAdapter(torch.optim.Optimizer):
         :meth:`save_parameter_state` writes the sharded state. ``is_loading`` is ignored; Megatron
         passes this argument.
         """
-        return torch_format.common_state_dict(self.stack)
+        parts = self.stack.chained_optimizers
+        if not any(isinstance(part, DistributedOptimizer) for part in parts):
+            return self.stack.state_dict()
+        groups = [group for part in parts for group in group_settings_of(part)]
+        common: dict[str, Any] = {torch_format.APART: True, "param_groups": groups}
+        if self.stack.grad_scaler is not None:
+            common["grad_scaler"] = self.stack.grad_scaler.state_dict()
+        return common
 
     def load_state_dict(self, state_dict: Any, *, convert: bool = False) -> None:
         """Load a result of :meth:`state_dict`, or of ``dist_checkpointing.load``.
@@ -332,7 +341,11 @@ class MegatronAdapter(torch.optim.Optimizer):
         """
         is_mapping, parts = isinstance(state_dict, Mapping), states_of_members(state_dict)
         if is_mapping and state_dict.get(torch_format.APART):
-            torch_format.load_common(self.stack, state_dict)
+            plain = self.stack.state_dict()
+            plain["param_groups"] = groups_with_settings(self.stack, state_dict["param_groups"])
+            if state_dict.get("grad_scaler"):
+                plain["grad_scaler"] = state_dict["grad_scaler"]
+            self.stack.load_state_dict(plain)
         # Only a state dict of Megatron's Float16 optimizer has this key, so the dict identifies
         # state by position.
         elif any(COPIES in part for part in parts):

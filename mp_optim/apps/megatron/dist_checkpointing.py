@@ -82,19 +82,6 @@ def _is_of_distributed(sharding_type: str | None) -> bool:
     return sharding_type is not None
 
 
-def _key_of(part: MegatronOptimizer, slot: Slot, key: str, is_distributed: bool) -> str:
-    """Return Megatron's key of a state tensor.
-
-    Megatron's layer-wise optimizer has the keys of its Float16 optimizer for main params of Muon's
-    matrices, and the keys of its distributed optimizer for all other main params.
-    """
-    if key != MASTER:
-        return key
-    is_float16 = param_at(part.param_groups, slot).dtype != torch.float32
-    is_muons = part.param_groups[slot.group].get("optimizer") == "muon"
-    return _DISTRIBUTED_MAIN if is_distributed and not (is_muons and is_float16) else _FLOAT16_MAIN
-
-
 @dataclass(frozen=True)
 class _Part:
     """The parameters that one optimizer of Megatron's chain steps.
@@ -200,7 +187,21 @@ def sharded_state_dict(
     stack.init_state()
     if SHARDING_TYPE in metadata:
         metadata[SHARDING_TYPE] = _RESHARDABLE
-    step = _common_step(stack)
+    step: float | None = None
+    first = ""
+    for slot in stack.slots():
+        state = stack.slot_state(slot)
+        if "step" not in state:
+            continue
+        if step is None:
+            first, step = stack.slot_name(slot), float(state["step"])
+        if (count := float(state["step"])) != step:
+            raise ValueError(
+                f"{first} was stepped {step:g} times and {stack.slot_name(slot)} {count:g} times, "
+                "but Megatron's checkpoint format has one number of steps for all parameters; "
+                "save with --ckpt-format torch, or with mp_optim.checkpoint.save(root, model, "
+                "optimizer)"
+            )
     parts = megatrons_parts(stack, elsewhere, is_distributed=is_distributed)
     tensors: dict[int, dict[int, dict[str, ModelTensor]]] = {}
     for index in sorted({part.index for part in parts}):
@@ -214,29 +215,6 @@ def sharded_state_dict(
         if len(parts) > 1 and not metadata.get(_NO_PREFIX):
             add_prefix_for_sharding(saved[number], f"chained_{number}.")
     return saved if len(saved) > 1 else next(iter(saved.values()))
-
-
-def _common_step(stack: MegatronOptimizer) -> float | None:
-    """Return the number of steps that every slot has taken; None if no slot was stepped.
-
-    Raises:
-        ValueError: two slots have taken different numbers of steps; the message names them.
-    """
-    first: tuple[str, float] | None = None
-    for slot in stack.slots():
-        state = stack.slot_state(slot)
-        if "step" not in state:
-            continue
-        step = float(state["step"])
-        first = first or (stack.slot_name(slot), step)
-        if step != first[1]:
-            raise ValueError(
-                f"{first[0]} was stepped {first[1]:g} times and {stack.slot_name(slot)} {step:g} "
-                "times, but Megatron's checkpoint format has one number of steps for all "
-                "parameters; save with --ckpt-format torch, or with "
-                "mp_optim.checkpoint.save(root, model, optimizer)"
-            )
-    return None if first is None else first[1]
 
 
 def _saved_part(
@@ -289,31 +267,6 @@ def _saved_states(
 # -- tensors with the offsets of the model's tensors
 
 
-def _model_tensors(model_sharded_state_dict: Any, part: MegatronOptimizer) -> list[ModelTensor]:
-    """Return the model's sharded tensor of each parameter of a part.
-
-    A sharded tensor has this rank's position in the whole model, for any parallelism.
-
-    Raises:
-        ValueError: a parameter has no sharded tensor; the message names the parameter.
-    """
-    if not part.slots():
-        return []
-    sharded, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
-    by_id: dict[int, ModelTensor] = {id(entry.data): entry for entry in nested_values(sharded)}
-    found: list[ModelTensor] = []
-    for slot in part.slots():
-        key = id(to_local_if_dtensor(param_at(part.param_groups, slot)))
-        if key not in by_id:
-            raise ValueError(
-                f"{part.slot_name(slot)} is not in the model's sharded state dict; pass "
-                "model.sharded_state_dict() unchanged, with the parameters themselves as tensors "
-                "(keep_vars=True)"
-            )
-        found.append(by_id[key])
-    return found
-
-
 def _placed(
     part: MegatronOptimizer,
     model_sharded_state_dict: Any,
@@ -329,11 +282,30 @@ def _placed(
         states: for every slot, tensors of the local parameter's shape, and True if this rank must
             save them because no other data-parallel rank does.
         is_distributed: True for the format of the distributed optimizer.
+
+    Raises:
+        ValueError: a parameter has no sharded tensor, or its state has another shape; the message
+            names the parameter.
     """
-    of_model = _model_tensors(model_sharded_state_dict, part)
-    pairs = zip(states, of_model, strict=True)
-    for index, ((slot, state, only_here), of_param) in enumerate(pairs):
+    by_id: dict[int, ModelTensor] = {}
+    if part.slots():
+        sharded, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
+        # A sharded tensor has this rank's position in the whole model, for any parallelism.
+        by_id = {id(entry.data): entry for entry in nested_values(sharded)}
+    for index, (slot, state, only_here) in enumerate(states):
+        of_param = by_id.get(id(to_local_if_dtensor(param_at(part.param_groups, slot))))
+        if of_param is None:
+            raise ValueError(
+                f"{part.slot_name(slot)} is not in the model's sharded state dict; pass "
+                "model.sharded_state_dict() unchanged, with the parameters themselves as tensors "
+                "(keep_vars=True)"
+            )
         tensors = {}
+        # Megatron's layer-wise optimizer has the keys of its Float16 optimizer for main params of
+        # Muon's matrices, and the keys of its distributed optimizer for all other main params.
+        is_float16 = param_at(part.param_groups, slot).dtype != torch.float32
+        is_muons = is_float16 and part.param_groups[slot.group].get("optimizer") == "muon"
+        main_key = _DISTRIBUTED_MAIN if is_distributed and not is_muons else _FLOAT16_MAIN
         for key, value in state.items():
             if not moment_of(key).elementwise:
                 raise ValueError(
@@ -342,7 +314,7 @@ def _placed(
                     "--ckpt-format torch, or with mp_optim.checkpoint.save(root, model, "
                     "optimizer)"
                 )
-            called = _key_of(part, slot, key, is_distributed)
+            called = main_key if key == MASTER else key
             prefix = f"optimizer.state.{called}"
             sharded = make_sharded_optimizer_tensor(of_param, value, prefix=prefix)
             if only_here:
@@ -534,7 +506,12 @@ def plain_state_dict(stack: MegatronOptimizer, loaded: Mapping[Any, Any]) -> dic
     # The state dict of an FP32 optimizer has its param groups at the top level.
     inner: list[Mapping[str, Any]] = [part.get("optimizer", part) for part in parts]
     groups = [group for part in inner for group in part.get("param_groups", ())]
-    step = _loaded_step(inner, groups)
+    # Megatron stores the number of steps under ``common_step`` or in the param groups. A rule that
+    # counts no steps gets 1.
+    common = [part.get("state", {}).get("common_step") for part in inner]
+    counts = [count for count in common if count is not None][:1]
+    counts = counts or [group["step"] for group in groups if group.get("step") is not None]
+    step = float(max(counts, default=1))
     state: dict[int, State] = {}
     for index, slot in enumerate(stack.slots()):
         if "step" not in stack.slot_state(slot):
@@ -550,19 +527,6 @@ def plain_state_dict(stack: MegatronOptimizer, loaded: Mapping[Any, Any]) -> dic
     plain = {"state": state, "param_groups": groups_with_settings(stack, groups)}
     scalers = [part["grad_scaler"] for part in parts if part.get("grad_scaler")]
     return {**plain, "grad_scaler": scalers[0]} if scalers else plain
-
-
-def _loaded_step(parts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> float:
-    """Return the number of steps in a loaded state dict; 1 if the optimizer counts no steps.
-
-    Megatron stores the number under ``common_step`` or in the param groups.
-    """
-    for part in parts:
-        common = part.get("state", {}).get("common_step")
-        if common is not None:
-            return float(common)
-    steps = [group["step"] for group in groups if group.get("step") is not None]
-    return float(max(steps, default=1))
 
 
 def _as_shard(live: Any, elements: Tensor | None) -> Any:

@@ -92,7 +92,10 @@ def get_megatron_optimizer(
         list(model_chunks),
         kept,
         process_groups=_groups(pg_collection),
-        expert_predicate=_is_expert,
+        # With one expert-parallel rank, experts count as dense, as in Megatron.
+        expert_predicate=lambda param, name: (
+            is_expert_param(param, name) and not getattr(param, "allreduce", False)
+        ),
         param_groups=groups,
     )
     for group in stack.param_groups:
@@ -177,13 +180,6 @@ def _groups(pg_collection: Any) -> ProcessGroups | None:
         return None
     config = importlib.import_module("megatron.core.process_groups_config")
     return ProcessGroups.from_attributes(config.ProcessGroupCollection.use_mpu_process_groups())
-
-
-def _is_expert(param: Tensor, name: str) -> bool:
-    """True if a parameter belongs to an expert. With one expert-parallel rank, experts count as
-    dense, as in Megatron."""
-    is_reduced: bool | None = getattr(param, "allreduce", None)
-    return is_expert_param(param, name) if is_reduced is None else not is_reduced
 
 
 def install(**settings: Any) -> None:
@@ -274,37 +270,6 @@ def _put(present: Any, wanted: Any) -> None:
                 setattr(module, known_as, wanted)
 
 
-def grad_scaler_from_megatron(scaler: Any) -> MegatronGradScaler | None:
-    """Return a grad scaler with the state of a Megatron grad scaler.
-
-    A grad scaler of this package is returned unchanged.
-
-    Raises:
-        TypeError: the scaler is neither constant nor dynamic.
-    """
-    if scaler is None or isinstance(scaler, MegatronGradScaler):
-        return scaler
-    scale, device = float(scaler.scale), scaler.scale.device
-    if type(scaler).__name__ == "ConstantGradScaler":
-        return precision.ConstantGradScaler(scale, device)
-    if type(scaler).__name__ != "DynamicGradScaler":
-        raise TypeError(
-            f"grad_scaler is a {type(scaler).__name__}; pass a ConstantGradScaler or a "
-            "DynamicGradScaler"
-        )
-    ours = precision.DynamicGradScaler(
-        scale,
-        float(scaler.min_scale),
-        growth_factor=float(scaler.growth_factor),
-        backoff_factor=float(scaler.backoff_factor),
-        growth_interval=scaler.growth_interval,
-        hysteresis=scaler.hysteresis,
-        device=device,
-    )
-    ours.load_state_dict(scaler.state_dict())
-    return ours
-
-
 def _stack_over(
     wrapper: Callable[..., MegatronOptimizer],
     optimizer: torch.optim.Optimizer | None,
@@ -317,15 +282,38 @@ def _stack_over(
         wrapper: class of the stack.
         optimizer: any torch optimizer; None on a rank without parameters to step.
         config: Megatron's ``OptimizerConfig``, or this package's.
-        grad_scaler: Megatron's grad scaler, or this package's.
+        grad_scaler: Megatron's grad scaler, or this package's; Megatron's is copied.
+
+    Raises:
+        TypeError: the grad scaler is neither constant nor dynamic.
     """
     if optimizer is None:
         optimizer = FusedAdam([{"params": []}], lr=0.0)
     if getattr(config, "lr", None) is None and not isinstance(config, OptimizerConfig):
         # Use the optimizer's own rate, because the config has none.
         config = dataclasses.replace(config, lr=float(optimizer.param_groups[0]["lr"] or 0.0))
-    scaler = grad_scaler_from_megatron(grad_scaler)
-    return wrapper(optimizer, config_from_megatron(config), scaler)
+    ours: MegatronGradScaler | None = grad_scaler
+    if grad_scaler is not None and not isinstance(grad_scaler, MegatronGradScaler):
+        scale, device = float(grad_scaler.scale), grad_scaler.scale.device
+        kind = type(grad_scaler).__name__
+        if kind not in ("ConstantGradScaler", "DynamicGradScaler"):
+            raise TypeError(
+                f"grad_scaler is a {kind}; pass a ConstantGradScaler or a DynamicGradScaler"
+            )
+        if kind == "ConstantGradScaler":
+            ours = precision.ConstantGradScaler(scale, device)
+        else:
+            ours = precision.DynamicGradScaler(
+                scale,
+                float(grad_scaler.min_scale),
+                growth_factor=float(grad_scaler.growth_factor),
+                backoff_factor=float(grad_scaler.backoff_factor),
+                growth_interval=grad_scaler.growth_interval,
+                hysteresis=grad_scaler.hysteresis,
+                device=device,
+            )
+            ours.load_state_dict(grad_scaler.state_dict())
+    return wrapper(optimizer, config_from_megatron(config), ours)
 
 
 class Float16OptimizerWithFloat16Params(MegatronAdapter):

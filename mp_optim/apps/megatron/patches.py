@@ -60,21 +60,21 @@ def _replacements() -> Iterator[str]:
             value = getattr(module, part, None)
             if is_replaced(value):
                 yield f"{name}.{part} is {full_name(value)}"
-            elif inspect.isclass(value) and value.__module__.startswith(_HOME):
-                yield from _replaced_methods(value, part)
-
-
-def _replaced_methods(kind: type, part: str) -> Iterator[str]:
-    # Steps of this package do not call methods of Megatron's HybridDeviceOptimizer.
-    if kind.__name__ == "HybridDeviceOptimizer":
-        return
-    # Copy the items, because reading an attribute of a lazy object may add attributes to the class.
-    for key, item in list(vars(kind).items()):
-        # A property has its function in fget, a static or class method in __func__.
-        is_property = isinstance(item, property)
-        method = inspect.unwrap(item.fget if is_property else getattr(item, "__func__", item))
-        if is_replaced(method):
-            yield f"{kind.__module__}.{part}.{key} is {full_name(method)}"
+            # Steps of this package do not call methods of Megatron's HybridDeviceOptimizer.
+            if (
+                not inspect.isclass(value)
+                or not value.__module__.startswith(_HOME)
+                or value.__name__ == "HybridDeviceOptimizer"
+            ):
+                continue
+            # Copy the items, because reading an attribute of a lazy object may add attributes to
+            # the class.
+            for key, item in list(vars(value).items()):
+                # A property has its function in fget, a static or class method in __func__.
+                is_property = isinstance(item, property)
+                method = item.fget if is_property else getattr(item, "__func__", item)
+                if is_replaced(method := inspect.unwrap(method)):
+                    yield f"{value.__module__}.{part}.{key} is {full_name(method)}"
 
 
 def is_replaced(value: Any) -> bool:

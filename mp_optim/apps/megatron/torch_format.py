@@ -38,32 +38,6 @@ _FORMAT = "mp_optim parameter state 1"
 # -- state that data-parallel ranks share out
 
 
-def common_state_dict(stack: MegatronOptimizer) -> dict[str, Any]:
-    """Return a stack's state dict. If ranks shard the state, the dict has only settings and the
-    loss scale."""
-    parts = stack.chained_optimizers
-    if not any(isinstance(part, DistributedOptimizer) for part in parts):
-        return stack.state_dict()
-    groups = [group for part in parts for group in group_settings_of(part)]
-    common: dict[str, Any] = {APART: True, "param_groups": groups}
-    if stack.grad_scaler is not None:
-        common["grad_scaler"] = stack.grad_scaler.state_dict()
-    return common
-
-
-def load_common(stack: MegatronOptimizer, common: Mapping[str, Any]) -> None:
-    """Load a result of :func:`common_state_dict` into a distributed stack; state does not change.
-
-    Raises:
-        ValueError: the result does not match this optimizer; no setting was loaded.
-    """
-    plain = stack.state_dict()
-    plain["param_groups"] = groups_with_settings(stack, common["param_groups"])
-    if common.get("grad_scaler"):
-        plain["grad_scaler"] = common["grad_scaler"]
-    stack.load_state_dict(plain)
-
-
 def save_parameter_state(stack: MegatronOptimizer, filename: str) -> None:
     """Write the state of all slots, whole and in FP32.
 
@@ -96,7 +70,14 @@ def load_parameter_state(stack: MegatronOptimizer, filename: str) -> None:
     """
     parts: list[dict[str, State] | None] = [None] * len(stack.chained_optimizers)
     if any(map(_is_first, stack.chained_optimizers)):
-        parts = _read(filename)
+        saved = torch.load(filename, map_location="cpu", mmap=True, weights_only=True)
+        if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
+            raise ValueError(
+                f"{filename} has no state of this package. If Megatron's own distributed optimizer "
+                "wrote the file, load the file with Megatron's optimizer, save with --ckpt-format "
+                "torch_dist --dist-ckpt-optim-fully-reshardable, and load the result"
+            )
+        parts = saved["parts"]
     state: dict[int, State] = {}
     for part, named in zip(stack.chained_optimizers, parts, strict=True):
         group = part.process_groups.dp if isinstance(part, DistributedOptimizer) else None
@@ -121,18 +102,6 @@ def load_parameter_state(stack: MegatronOptimizer, filename: str) -> None:
 def _is_first(part: MegatronOptimizer) -> bool:
     group = part.process_groups.dp if isinstance(part, DistributedOptimizer) else None
     return group is None or group.rank() == 0
-
-
-def _read(filename: str) -> list[dict[str, State] | None]:
-    saved = torch.load(filename, map_location="cpu", mmap=True, weights_only=True)
-    if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
-        raise ValueError(
-            f"{filename} has no state of this package. If Megatron's own distributed optimizer "
-            "wrote the file, load the file with Megatron's optimizer, save with --ckpt-format "
-            "torch_dist --dist-ckpt-optim-fully-reshardable, and load the result"
-        )
-    parts: list[dict[str, State] | None] = saved["parts"]
-    return parts
 
 
 # -- state dicts of Megatron's Float16 optimizer
@@ -361,7 +330,17 @@ def whole_states(
             continue
         counts = [count for _, count in of_ranks]
         receiver = counts.index(max(counts)) if rank is None else rank
-        yield slot, _put_together(state, of_ranks, receiver, group), True
+        shards = {key: value for key, value in state.items() if isinstance(value, FlatShard)}
+        whole = {key: value for key, value in state.items() if key not in shards}
+        is_here, holders = group.rank() == receiver, [count for count in counts if count]
+        gathered: list[Tensor] = []
+        if len(holders) > 1 or (holders and not counts[receiver]):
+            gathered = _gather(list(shards.values()), of_ranks, receiver, group)
+        elif is_here:
+            gathered = [shard.local.view(shard.shape) for shard in shards.values()]
+        if is_here:
+            whole |= zip(shards, gathered, strict=True)
+        yield slot, whole, True
 
 
 def flat_shard_of(state: State) -> FlatShard | None:
@@ -380,19 +359,6 @@ def _copied_state(part: MegatronOptimizer, slot: Slot) -> State:
         if isinstance(value, Tensor) and value.device.type == "cpu":
             state[key] = value.detach().clone()
     return state
-
-
-def _put_together(state: State, ranges: Sequence[Range], rank: int, group: ProcessGroup) -> State:
-    shards = {key: value for key, value in state.items() if isinstance(value, FlatShard)}
-    rest = {key: value for key, value in state.items() if key not in shards}
-    is_here, holders = group.rank() == rank, [count for _, count in ranges if count]
-    gathered: list[Tensor] = []
-    if len(holders) > 1 or (holders and not ranges[rank][1]):
-        gathered = _gather(list(shards.values()), ranges, rank, group)
-    elif is_here:
-        gathered = [shard.local.view(shard.shape) for shard in shards.values()]
-    whole = dict(zip(shards, gathered, strict=True)) if is_here else {}
-    return {**rest, **whole}
 
 
 def _gather(

@@ -23,7 +23,7 @@ def help_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
 
 def test_cli_prints_help_for_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     overview = " ".join(help_of(capsys).split())
-    for name, what in COMMANDS.items():
+    for name, (_, what) in COMMANDS.items():
         assert f" {name} {what}" in overview
         assert f"usage: mp-optim {name}" in help_of(capsys, name)
 

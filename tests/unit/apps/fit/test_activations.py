@@ -11,7 +11,6 @@ import transformers
 from torch.profiler import ProfilerActivity, profile
 
 from mp_optim.apps.fit.activations import (
-    Batch,
     Timeline,
     as_fake,
     build_hf,
@@ -38,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "lora": {"model_type": "llama", **DECODER},
 }
-BATCH = Batch(seq=256, size=4)
+SEQ, SIZE = 256, 4
 
 
 def exact(size: int) -> int:
@@ -56,7 +55,7 @@ def built(name: str, checkpointing: bool, depth: int = 2) -> Any:
 
 def traced(model: Any) -> Timeline:
     with as_fake(model):
-        return track(model, hf_loss(BATCH), rounded=exact)
+        return track(model, hf_loss(SEQ, SIZE), rounded=exact)
 
 
 def allocated(model: Any) -> tuple[int, int]:
@@ -65,7 +64,7 @@ def allocated(model: Any) -> tuple[int, int]:
     with torch.no_grad():
         for value in (*model.parameters(), *model.buffers()):
             value.zero_()
-    loss_of = hf_loss(BATCH)
+    loss_of = hf_loss(SEQ, SIZE)
     # mkldnn allocates a different amount of memory on each CPU model.
     with torch.backends.mkldnn.flags(enabled=False):
         loss_of(model).backward()  # The first pass allocates tensors that later passes reuse.
@@ -92,9 +91,9 @@ def test_traced_peak_equals_memory_of_a_real_backward(name: str, checkpointing: 
 
 def test_trace_counts_logits_apart_from_other_activations() -> None:
     model = built("dense", False)
-    timeline = trace(model, as_fake(model), hf_loss(BATCH), vocabulary=DECODER["vocab_size"])
+    timeline = trace(model, as_fake(model), hf_loss(SEQ, SIZE), vocabulary=DECODER["vocab_size"])
     peak = timeline.peak()
-    tokens = BATCH.seq * BATCH.size
+    tokens = SEQ * SIZE
     assert peak.phase == "backward" and peak.logits >= 2 * 4 * tokens * DECODER["vocab_size"]
     assert all(param.grad is None for param in model.parameters())
 
@@ -111,7 +110,7 @@ def test_trace_counts_no_dropout_mask_for_fused_attention(checkpointing: bool) -
 
 def test_traced_peak_excludes_gradients_that_are_released() -> None:
     model = built("dense", True)
-    timeline = trace(model, as_fake(model), hf_loss(BATCH))
+    timeline = trace(model, as_fake(model), hf_loss(SEQ, SIZE))
     assert timeline.grads > 0
     assert timeline.peak(lambda made: 0).activations == max(m.activations for m in timeline.moments)
     held = timeline.peak(lambda made: timeline.grads)
