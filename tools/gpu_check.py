@@ -1,30 +1,28 @@
 #!/usr/bin/env python
 """Show on a machine with a GPU what only a GPU can show, in parts of at most eight minutes.
 
-python tools/gpu_check.py --output build/gpu          # every part that is not there yet
-python tools/gpu_check.py --only kernels hybrid             # parts
-python tools/gpu_check.py --output build/gpu --minutes 9    # what fits; goes on later
+python tools/gpu_check.py                          # every part without a result in build/gpu
+python tools/gpu_check.py --only kernels places    # parts
+python tools/gpu_check.py --minutes 9              # parts that fit; the same command continues
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import show
-from benchmarks.section import Section
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from lab.gpu import facts
-from lab.gpu.parts import LIMIT, PARTS, Results, Sizes, run_apart
+from benchmarks.report import show
+from benchmarks.section import Section
+from end_to_end import runner
+from lab.gpu.parts import LIMIT, PARTS, is_done, rows, write
 
 
 @dataclass
@@ -42,9 +40,9 @@ class Options:
     hybrid_params: float = 2e8
     """Elements of the model whose state is in host memory or saved."""
     rounds: int = 11
-    output: Path | None = None
-    """Folder for gpu/PART.json, gpu.json and gpu.md. Parts with a result for this machine and these
-    versions there are left out."""
+    output: Path = Path("build/gpu")
+    """Folder for gpu/PART.json, gpu.json and gpu.md. Parts with a result for this machine, these
+    versions and these sizes there are left out."""
     again: bool = False
     """Run parts that have a result too."""
     minutes: float = 0.0
@@ -55,39 +53,41 @@ def main(options: Options) -> None:
     console = Console()
     if unknown := set(options.only) - PARTS.keys():
         raise SystemExit(f"--only {' '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
-    device = torch.device("cpu" if options.device == "simulated" else options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("torch finds no GPU here; --device cpu tries the tool itself")
-    machine, results = facts.machine(device), Results(options.output)
-    names = [
-        name
-        for name in options.only or PARTS
-        if options.again or not results.is_done(name, machine)
+    try:
+        machine = runner.machine(options.device)
+    except (AssertionError, RuntimeError) as error:
+        raise SystemExit(
+            f"--device {options.device}: {error}; --device cpu tries the tool itself"
+        ) from error
+    results = runner.Results(options.output, "gpu")
+    sizes = {"params": int(options.params), "hybrid_params": int(options.hybrid_params)}
+    every = rows({**sizes, "rounds": options.rounds})
+    left = [
+        row
+        for row in every
+        if row.name in (options.only or PARTS)
+        and (options.again or not is_done(results, row, machine))
     ]
     if options.list:
-        _show_parts(console, names)
+        table = Table("part", "what it shows", "result")
+        for name, (about, _) in PARTS.items():
+            is_left = any(row.name == name for row in left)
+            table.add_row(name, about, "" if is_left else "there")
+        console.print(table)
         return
-    sizes = Sizes(options.device, int(options.params), int(options.hybrid_params), options.rounds)
-    end = time.monotonic() + 60.0 * options.minutes if options.minutes else None
-    for number, name in enumerate(names):
-        limit = LIMIT if end is None else min(float(LIMIT), end - time.monotonic())
-        if end is not None and limit < 60:
-            console.print(f"not begun: {', '.join(names[number:])}")
+    end = time.monotonic() + 60.0 * options.minutes if options.minutes else float("inf")
+    for number, row in enumerate(left):
+        limit = min(float(LIMIT), end - time.monotonic())
+        if limit < 60:
+            console.print(f"not begun: {', '.join(each.name for each in left[number:])}")
             break
-        outcome = run_apart(name, sizes, machine, limit)
-        results.add(name, outcome)
-        if outcome.section is None:
-            console.print(f"[red]{name}[/red] failed: {outcome.cause}")
+        record = runner.run(results, "", replace(row, seconds=limit), options.device)
+        write(results, every)
+        if record["columns"] is None:
+            console.print(f"[red]{row.name}[/red] failed: {record['cause']}")
         else:
-            show(console, Section(**outcome.section))
-            console.print(f"{name}: {outcome.seconds} s")
-
-
-def _show_parts(console: Console, to_run: list[str]) -> None:
-    table = Table("part", "what it shows", "result")
-    for name, (about, _) in PARTS.items():
-        table.add_row(name, about, "" if name in to_run else "there")
-    console.print(table)
+            show(console, Section(**record["columns"]))
+            console.print(f"{row.name}: {record['took']} s")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.opponents import BETAS, CLIP, DECAY, EPS, LR, Step
+from benchmarks.opponents import BETAS, CLIP, DECAY, EPS, LR
+from benchmarks.section import Step
 
 _MODULES = (
     "megatron.core.optimizer.optimizer",

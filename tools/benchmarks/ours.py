@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.opponents import BETAS, CLIP, DECAY, EPS, LR
+from benchmarks.opponents import BETAS, CLIP, DECAY, EPS, LR, SETTINGS
+from benchmarks.section import Step
 from mp_optim import FusedAdam, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from mp_optim.core import Slot, SlotUpdate, SlotUpdates
 from mp_optim.kernels.native_library import set_host_threads
@@ -61,9 +62,21 @@ def threads(count: int) -> Iterator[None]:
 
 
 def our_kernel(
-    mains: list[Tensor], grads: list[Tensor], outputs: list[Tensor] | None, **settings: Any
-) -> Callable[[], object]:
-    optimizer = FusedAdam(mains, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, **settings)
+    mains: list[Tensor],
+    grads: list[Tensor],
+    outputs: list[Tensor] | None,
+    backend: str = "auto",
+    **settings: Any,
+) -> Step:
+    """Return the update alone.
+
+    Raises:
+        RuntimeError: another backend than the named one would take the step.
+    """
+    optimizer = FusedAdam(mains, **SETTINGS, backend=backend, **settings)
+    found = optimizer.executor.backend_for(mains[0].device)[0].name
+    if backend not in ("auto", found):
+        raise RuntimeError(f"stepped by {found}")
     updates = SlotUpdates.of(
         [
             SlotUpdate(Slot(0, index), grad, 0.5, None if outputs is None else outputs[index])
@@ -74,6 +87,8 @@ def our_kernel(
 
 
 def our_optimizer(params: list[Tensor], grads: list[Tensor], **settings: Any) -> MegatronOptimizer:
+    """Return our whole mixed-precision optimizer, clipping on. FP32 gradients of 16-bit params are
+    in ``main_grad``."""
     half = {torch.bfloat16: "bf16", torch.float16: "fp16"}[params[0].dtype]
     scale = {"loss_scale": 1.0} if half == "fp16" else {}
     config = OptimizerConfig(
@@ -90,9 +105,5 @@ def our_optimizer(params: list[Tensor], grads: list[Tensor], **settings: Any) ->
     model = nn.ParameterList([nn.Parameter(param) for param in params])
     optimizer = get_megatron_optimizer(config, model, config_overrides={})
     for param, grad in zip(model, grads, strict=True):
-        param.grad = grad
+        setattr(param, "grad" if grad.dtype == param.dtype else "main_grad", grad)
     return optimizer
-
-
-def our_step(params: list[Tensor], grads: list[Tensor], **settings: Any) -> Callable[[], object]:
-    return our_optimizer(params, grads, **settings).step

@@ -8,8 +8,9 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from benchmarks.timing import Clock
 from end_to_end.contenders import CONTENDERS, Contender, Setting
-from end_to_end.measure import Clock, memory
+from end_to_end.measure import memory
 from end_to_end.model import build
 from end_to_end.rows import Columns
 from training.config import DataConfig

@@ -3,38 +3,16 @@
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
 
 import torch
 
+from benchmarks.timing import Clock
 from mp_optim.host.host_share import Host
 from mp_optim.host.memory_limits import memory_limits
 
 GIB = float(1 << 30)
 MATMUL = 8192
-
-
-class Clock:
-    """Moments of the device's own clock; on a CPU of the host's."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.on_gpu = device.type == "cuda"
-
-    def now(self) -> torch.cuda.Event | float:
-        """Return the moment at which the work queued so far is done."""
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
-        """Return the seconds between two moments, and wait for the second."""
-        if isinstance(start, float) or isinstance(end, float):
-            return float(end) - float(start)  # type: ignore[arg-type]
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
 
 
 def memory(device: torch.device) -> dict[str, float]:

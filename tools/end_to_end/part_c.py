@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import mp_optim
+from benchmarks.timing import Clock
 from end_to_end.contenders import CONTENDERS, Contender, ours
 from end_to_end.job import Job
-from end_to_end.measure import Clock, memory
+from end_to_end.measure import memory
 from end_to_end.part_a import SLOW_ON_CPU
 from end_to_end.rows import Columns, Part, Record, Row, Sizes
 

@@ -53,9 +53,9 @@ class Row:
 
     Attributes:
         name: the row's label, unique in its part.
-        call: ``module:function`` below ``end_to_end``. It takes ``arguments`` and ``device`` (a
-            ``torch.device``) by keyword, and returns :data:`Columns`. The current folder is that of
-            its part's records.
+        call: ``module:function``; a module without a dot is below ``end_to_end``. The function
+            takes ``arguments`` and ``device`` (a ``torch.device``) by keyword, and returns
+            :data:`Columns`. The current folder is that of its part's records.
         arguments: JSON. A row with other arguments is another row: it is run again.
         seconds: limit of the row's process.
         source: URL of the page that the row's settings are taken from.

@@ -1,6 +1,6 @@
 """Run rows, each in a process of its own with a time limit and a log, and keep each result at once.
 
-DIR/training/PART/ROW.json is the record of a row, DIR/training/PART/ROW.log what it printed.
+DIR/NAME/PART/ROW.json is the record of a row, DIR/NAME/PART/ROW.log its output.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from multiprocessing.process import BaseProcess
@@ -45,8 +46,8 @@ NOT_INSTALLED = "not installed"
 class Results:
     """The records in a folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder.resolve() / "training"
+    def __init__(self, folder: Path, name: str = "training") -> None:
+        self.folder = folder.resolve() / name
 
     def file(self, part: str, row: Row) -> Path:
         """Return the path of a row's record; its log has another suffix."""
@@ -153,7 +154,8 @@ def _device(name: str) -> Iterator[torch.device]:
 def _called(row: Row, device: torch.device) -> tuple[dict[str, Any] | None, str]:
     module, _, function = row.call.partition(":")
     try:
-        call = getattr(importlib.import_module(f"end_to_end.{module}"), function)
+        module = module if "." in module else f"end_to_end.{module}"
+        call = getattr(importlib.import_module(module), function)
         return call(device=device, **row.arguments), ""
     except NotInstalledError as missing:
         return None, f"{NOT_INSTALLED}: {missing}"
@@ -162,6 +164,17 @@ def _called(row: Row, device: torch.device) -> tuple[dict[str, Any] | None, str]
     except Exception as error:
         traceback.print_exc()
         return None, cause_of(error)
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Return card, commit and versions. The work is done in a process of its own, so that this
+    process does not touch the GPU.
+
+    Raises:
+        RuntimeError: torch finds no such device.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        return pool.submit(_facts, device).result()
 
 
 def _facts(device: str) -> dict[str, Any]:

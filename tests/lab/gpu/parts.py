@@ -1,30 +1,23 @@
-"""The parts of the check, in the order in which they matter: each runs in a process of its own, and
-writes its result as soon as it has one.
+"""The parts of the check, in the order in which they matter.
 
-A fault on a GPU leaves the process unusable, so it must not end the other parts. ``python -m
-lab.gpu.parts PART SIZES`` runs one part and prints its section as JSON.
+Each runs in a process of its own (:mod:`end_to_end.runner`), because a fault on a GPU leaves the
+process unusable and must not end the other parts.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from benchmarks.report import tables
 from benchmarks.section import Section
+from end_to_end.rows import Row
+from end_to_end.runner import Results
 from lab.gpu import agreement, door, places, saves, speed, waiting
-from support.accelerator.simulation import device_at
-from support.accelerator.stand_in import simulated_accelerator
-from support.launch import PATH, ROOT
 
 LIMIT = 480
 """Seconds that a part may take."""
@@ -35,46 +28,42 @@ class Sizes:
     """The device and the sizes of the models.
 
     Attributes:
-        device: as torch has it, or ``simulated``, which tries the parts themselves.
+        device: the device to check.
         params: elements of the model that kernels and steps are timed on.
         hybrid_params: elements of the model with state in host memory, or saved.
         rounds: of each measurement.
     """
 
-    device: str
+    device: torch.device
     params: int
     hybrid_params: int
     rounds: int
 
     @property
-    def place(self) -> torch.device:
-        return torch.device(self.device)
-
-    @property
     def steps(self) -> int:
-        return agreement.STEPS if self.place.type == "cuda" else self.rounds
+        return agreement.STEPS if self.device.type == "cuda" else self.rounds
 
     @property
     def rate(self) -> speed.Rate:
-        return speed.Rate(self.place)
+        return speed.Rate(self.device)
 
     @property
     def collectives(self) -> torch.device:
-        return self.place if self.place.type == "cuda" else torch.device("cpu")
+        return self.device if self.device.type == "cuda" else torch.device("cpu")
 
 
 PARTS: dict[str, tuple[str, Callable[[Sizes], Section]]] = {
-    "door": ("the package's door to the accelerator works", lambda s: door.door(s.place)),
+    "door": ("the package's door to the accelerator works", lambda s: door.door(s.device)),
     "backend": (
         "auto chooses the Triton kernels, and which Triton",
-        lambda s: agreement.chosen(s.place),
+        lambda s: agreement.chosen(s.device),
     ),
-    "bits": ("the same bits in every place", lambda s: agreement.bits(s.place, s.steps)),
+    "bits": ("the same bits in every place", lambda s: agreement.bits(s.device, s.steps)),
     "ranks": (
         "ZeRO and FSDP2 of one rank, by NCCL, as no ranks",
         lambda s: agreement.ranks(s.collectives, s.steps),
     ),
-    "syncs": ("a step does not wait for the device", lambda s: waiting.synchronisations(s.place)),
+    "syncs": ("a step does not wait for the device", lambda s: waiting.synchronisations(s.device)),
     "rates": (
         "rates of copies, the limit of the rows below",
         lambda s: speed.rates(s.rate, s.rounds),
@@ -93,146 +82,52 @@ PARTS: dict[str, tuple[str, Callable[[Sizes], Section]]] = {
     ),
     "saves": (
         "how long a save in the background blocks, against a save",
-        lambda s: saves.saves(s.place, s.hybrid_params, s.rounds),
+        lambda s: saves.saves(s.device, s.hybrid_params, s.rounds),
     ),
     "many": ("10,000 small tensors", lambda s: speed.many(s.rate, s.params // 10, s.rounds)),
 }
 """The meaning of each part, and its function."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a part.
+def section_of(*, device: torch.device, part: str, **sizes: int) -> dict[str, Any]:
+    """Run a part, and return its section as plain data."""
+    return asdict(PARTS[part][1](Sizes(device, **sizes)))
 
-    Attributes:
-        section: rows and missing contenders; None if it failed.
-        cause: one line about why it failed; empty if it did not.
-        machine: GPU, driver and versions.
+
+def rows(sizes: Mapping[str, int]) -> list[Row]:
+    """Return a row for each part.
+
+    Args:
+        sizes: of :class:`Sizes`, without the device.
     """
-
-    section: dict[str, Any] | None
-    cause: str
-    seconds: float
-    machine: dict[str, Any]
+    call = "lab.gpu.parts:section_of"
+    return [Row(name, call, {"part": name, **sizes}, LIMIT) for name in PARTS]
 
 
-def run_here(name: str, sizes: Sizes) -> dict[str, Any]:
-    """Run a part in this process, and return its section as plain data."""
-    _, measure = PARTS[name]
-    if sizes.device != "simulated":
-        return asdict(measure(sizes))
-    with simulated_accelerator():
-        return asdict(measure(replace(sizes, device=str(device_at(1)))))
+def is_done(results: Results, row: Row, machine: Mapping[str, Any]) -> bool:
+    """True if a part has succeeded on such a machine, with these versions."""
+    record = results.record("", row)
+    if record is None or record["cause"]:
+        return False
+    facts: Mapping[str, Any] = record["facts"]
+    return all(facts.get(key) == value for key, value in machine.items() if key != "date")
 
 
-def run_apart(name: str, sizes: Sizes, machine: dict[str, Any], limit: float = LIMIT) -> Outcome:
-    """Run a part in a process of its own, which is ended after ``limit`` seconds."""
-    started = time.perf_counter()
-    command = [sys.executable, "-m", "lab.gpu.parts", name, json.dumps(asdict(sizes))]
-    try:
-        section, cause = _read(_ended(command, limit))
-    except subprocess.TimeoutExpired:
-        section, cause = None, f"took more than {limit:.0f} s"
-    return Outcome(section, cause, round(time.perf_counter() - started, 1), machine)
-
-
-def _ended(command: list[str], limit: float) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, or end it and its processes after ``limit`` seconds."""
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": PATH},
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            said, errors = process.communicate(timeout=limit)
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    return subprocess.CompletedProcess(command, process.returncode, said, errors)
-
-
-def _read(done: subprocess.CompletedProcess[str]) -> tuple[dict[str, Any] | None, str]:
-    """Return the section on the last line of the output, or the reason why there is none."""
-    last = done.stdout.strip().splitlines()[-1:]
-    if done.returncode == 0 and last:
-        return json.loads(last[0]), ""
-    said = [line for line in done.stderr.splitlines() if line.strip()]
-    why = said[-1].strip() if said else f"ended with {done.returncode}, without a word"
-    return None, why[:300]
-
-
-class Results:
-    """A folder of results: ``gpu/<part>.json``, and all of them in ``gpu.json`` and ``gpu.md``."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = folder
-        self.outcomes: dict[str, Outcome] = {}
-        for name in PARTS if folder is not None else ():
-            file = self._file(name)
-            if file.exists():
-                self.outcomes[name] = Outcome(**json.loads(file.read_text()))
-
-    def _file(self, name: str) -> Path:
-        assert self.folder is not None
-        return self.folder / "gpu" / f"{name}.json"
-
-    def is_done(self, name: str, machine: Mapping[str, Any]) -> bool:
-        """True if a part has succeeded on such a machine, with these versions."""
-        outcome = self.outcomes.get(name)
-        if outcome is None or outcome.cause:
-            return False
-        return {**outcome.machine, "date": ""} == {**machine, "date": ""}
-
-    def add(self, name: str, outcome: Outcome) -> None:
-        """Write a part's outcome at once, so that an interrupted run keeps it."""
-        self.outcomes[name] = outcome
-        if self.folder is None:
-            return
-        self._file(name).parent.mkdir(parents=True, exist_ok=True)
-        self._file(name).write_text(json.dumps(asdict(outcome), indent=1) + "\n")
-        ordered = {name: asdict(self.outcomes[name]) for name in PARTS if name in self.outcomes}
-        text = json.dumps({"parts": ordered}, indent=1)
-        (self.folder / "gpu.json").write_text(text + "\n")
-        (self.folder / "gpu.md").write_text(markdown(ordered))
-
-
-def markdown(outcomes: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a table for each part, under its machine; parts that failed with the cause."""
+def write(results: Results, wanted: list[Row]) -> None:
+    """Write all results as ``gpu.json`` and ``gpu.md``, under the machine of each."""
+    parts: dict[str, dict[str, Any]] = {}
     lines: list[str] = []
-    machine: Mapping[str, Any] = {}
-    for name, outcome in outcomes.items():
-        if outcome["machine"] != machine:
-            machine = outcome["machine"]
-            facts = [f"{key} {value}" for key, value in machine.items() if value]
-            lines += [", ".join(facts) + ".", ""]
-        if outcome["cause"]:
-            lines += [f"### {name}", "", f"Failed: {outcome['cause']}", ""]
+    for row in wanted:
+        if (record := results.record("", row)) is None:
+            continue
+        said = {"section": record["columns"], "cause": record["cause"]}
+        parts[row.name] = {**said, "seconds": record["took"], "machine": record["facts"]}
+        said = ", ".join(f"{key} {value}" for key, value in record["facts"].items()) + "."
+        lines += [said, ""] if record["facts"] and said not in lines else []
+        if record["columns"] is None:
+            lines += [f"## {row.name}", "", f"Failed: {record['cause']}", ""]
         else:
-            lines += _table(outcome["section"])
-    return "\n".join(lines)
-
-
-def _table(section: Mapping[str, Any]) -> list[str]:
-    columns = list(dict.fromkeys(key for row in section["rows"].values() for key in row))
-    head = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    lines = [f"### {section['title']}", "", *head]
-    for row, values in section["rows"].items():
-        cells = [_cell(values.get(key)) for key in columns]
-        lines.append(f"| {row} | " + " | ".join(cells) + " |")
-    missing = [f"Missing: {what} ({why})." for what, why in section["missing"].items()]
-    return [*lines, "", *missing, ""]
-
-
-def _cell(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3f}"
-
-
-if __name__ == "__main__":
-    print(json.dumps(run_here(sys.argv[1], Sizes(**json.loads(sys.argv[2])))))
+            lines.append(tables([Section(**record["columns"])]))
+    file = results.folder.with_suffix(".json")
+    file.write_text(json.dumps({"parts": parts}, indent=1) + "\n")
+    file.with_suffix(".md").write_text("\n".join(lines))

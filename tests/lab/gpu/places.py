@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks.opponents import CLIP, DECAY, LR
-from benchmarks.section import Section
+from benchmarks.ours import our_optimizer
+from benchmarks.section import Section, tensors
+from benchmarks.timing import alternate
 from lab.gpu.speed import Rate, clean, sizes_of
-from lab.gpu.timing import alternate
-from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.apps.fit.step_time import Form, Machine, on_host, streamed
 from mp_optim.host.transfer import Transfer, transfer_for
 
@@ -58,31 +57,24 @@ def _measured(
     device: torch.device, form: dict[str, Any], place: str, numel: int, rounds: int
 ) -> dict[str, float]:
     pipelined = {} if place == "streamed" else {"overlap_cpu_optimizer_d2h_h2d": True}
-    config = OptimizerConfig(
-        bf16=True,
-        lr=LR,
-        weight_decay=DECAY,
-        clip_grad=CLIP,
-        optimizer_cpu_offload=True,
-        optimizer_offload_fraction=1.0,
+    offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+    sizes = sizes_of(numel, "large")
+    optimizer = our_optimizer(
+        tensors(sizes, torch.bfloat16, 0.02, device),
+        tensors(sizes, torch.bfloat16, 1e-3, device),
         offload_place=place,
+        **offload,
         **pipelined,
         **form,
     )
-    model = nn.ParameterList()
-    for size in sizes_of(numel, "large"):
-        value = torch.full((size,), 0.02, dtype=torch.bfloat16, device=device)
-        model.append(nn.Parameter(value))
-        model[-1].grad = torch.full_like(value, 1e-3)
-    optimizer = get_megatron_optimizer(config, model, config_overrides={})
     optimizer.step()
-    timing = alternate(device, {place: optimizer.step}, rounds, place)[place]
+    timing = alternate({place: optimizer.step}, rounds, place, device)[place]
     row = {
         "ms": timing.median * 1e3,
         "spread": timing.spread,
         "gparams": numel / timing.median / 1e9,
     }
-    del model, optimizer
+    del optimizer
     clean(device)
     return row
 
@@ -100,7 +92,7 @@ def machine_of(rate: Rate, rounds: int) -> Machine:
         "bus": lambda: _both_ways(transfer, away, here),
         "host": lambda: floats.mul_(1.0001),
     }
-    timings = alternate(rate.device, contenders, rounds, "rates")
+    timings = alternate(contenders, rounds, "rates", rate.device)
     bus = size / timings["bus"].median
     host = 2 * floats.nbytes / timings["host"].median
     return Machine("this one", bus, bus, host, rate.limit)

@@ -5,21 +5,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from benchmarks import megatron
-from benchmarks.contenders import Contenders
-from benchmarks.opponents import BETAS, CLIP, DECAY, EPS, LR
-from benchmarks.ours import ADAM_BYTES, OURS, STEP_BYTES
-from benchmarks.section import Section
-from benchmarks.timing import ratio
+from benchmarks.ours import ADAM_BYTES, OURS, STEP_BYTES, our_kernel, our_optimizer
+from benchmarks.section import Section, Step, tensors
+from benchmarks.timing import alternate, ratio
 from lab.gpu.opponents import Opponent, opponents
-from lab.gpu.timing import alternate
-from mp_optim import FusedAdam, OptimizerConfig, get_megatron_optimizer
-from mp_optim.core import Slot, SlotUpdate, SlotUpdates
 from mp_optim.kernels import choose_backend
 
 BACKENDS = ("triton", "transformer_engine", "apex", "torch", "reference")
@@ -27,24 +23,17 @@ LARGE = 1 << 26
 """Elements of the tensors that a large model is made of here."""
 
 
+@dataclass
 class Rate:
-    """The device and the best rate at which it reads and writes in place, measured once, bytes per
-    second."""
+    """The device, and the best rate at which it reads and writes in place, measured once."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._limit: float | None = None
+    device: torch.device
 
-    @property
+    @cached_property
     def limit(self) -> float:
-        if self._limit is None:
-            rates(self, 5)
-        assert self._limit is not None
-        return self._limit
-
-    @limit.setter
-    def limit(self, value: float) -> None:
-        self._limit = value
+        """Bytes per second."""
+        rows = rates(self, 5).rows.items()
+        return max(row["gbs"] for name, row in rows if name != "fill") * 1e9
 
 
 def rates(rate: Rate, rounds: int) -> Section:
@@ -56,12 +45,12 @@ def rates(rate: Rate, rounds: int) -> Section:
         "x += y": (lambda: flat.add_(other), 3 * flat.nbytes),
         "fill": (lambda: flat.zero_(), flat.nbytes),
     }
-    timings = alternate(
-        rate.device, {name: run for name, (run, _) in probes.items()}, rounds, "rates"
-    )
+    runs = {name: run for name, (run, _) in probes.items()}
     section = Section("Memory of the device: GB/s of bytes asked for")
-    section.take(timings, gbs=lambda name, timing: probes[name][1] / timing.median / 1e9)
-    rate.limit = max(row["gbs"] for name, row in section.rows.items() if name != "fill") * 1e9
+    section.take(
+        alternate(runs, rounds, "rates", rate.device),
+        gbs=lambda name, timing: probes[name][1] / timing.median / 1e9,
+    )
     return section
 
 
@@ -74,119 +63,57 @@ def sizes_of(numel: int, kind: str) -> list[int]:
     return [max(1, numel // 4)] * 2 + experts
 
 
-def _tensors(
-    device: torch.device, sizes: list[int], dtype: torch.dtype, value: float
-) -> list[Tensor]:
-    return [torch.full((size,), value, dtype=dtype, device=device) for size in sizes]
-
-
-def _kernel(rate: Rate, backend: str, sizes: list[int], **precision: Any) -> Callable[[], object]:
+def _kernel(rate: Rate, backend: str, sizes: list[int], **precision: Any) -> Step:
     choose_backend(backend, rate.device)
     remainders = precision.get("store_param_remainders", False)
-    mains = _tensors(rate.device, sizes, torch.bfloat16 if remainders else torch.float32, 0.02)
-    optimizer = FusedAdam(
-        mains, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, backend=backend, **precision
-    )
-    found = optimizer.executor.backend_for(rate.device)[0].name
-    if found != backend:
-        raise RuntimeError(f"stepped by {found}")
-    grads = _tensors(rate.device, sizes, torch.bfloat16, 1e-3)
-    outputs = (
-        [None] * len(sizes) if remainders else _tensors(rate.device, sizes, torch.bfloat16, 0.0)
-    )
-    updates = SlotUpdates.of(
-        [
-            SlotUpdate(Slot(0, index), grad, 0.5, output)
-            for index, (grad, output) in enumerate(zip(grads, outputs, strict=True))
-        ]
-    )
-    return lambda: optimizer.step_slots(updates)
+    main_dtype = torch.bfloat16 if remainders else torch.float32
+    mains = tensors(sizes, main_dtype, 0.02, rate.device)
+    grads = tensors(sizes, torch.bfloat16, 1e-3, rate.device)
+    outputs = None if remainders else tensors(sizes, torch.bfloat16, 0.0, rate.device)
+    return our_kernel(mains, grads, outputs, backend, **precision)
 
 
-def full_step(
-    rate: Rate, backend: str, sizes: list[int], wide: bool = False, **settings: Any
-) -> Callable[[], object]:
+def full_step(rate: Rate, backend: str, sizes: list[int], wide: bool = False) -> Step:
     """Return our whole mixed-precision step, clipping on.
 
     Args:
         wide: read FP32 ``main_grad`` instead of bf16 gradients.
     """
-    config = OptimizerConfig(
-        bf16=True,
-        lr=LR,
-        adam_beta1=BETAS[0],
-        adam_beta2=BETAS[1],
-        adam_eps=EPS,
-        weight_decay=DECAY,
-        clip_grad=CLIP,
-        fused_backend=backend,
-        **settings,
-    )
-    model = nn.ParameterList(
-        [nn.Parameter(p) for p in _tensors(rate.device, sizes, torch.bfloat16, 0.02)]
-    )
-    optimizer = get_megatron_optimizer(config, model, config_overrides={})
-    for param in model:
-        if wide:
-            param.main_grad = torch.full_like(param, 1e-3, dtype=torch.float32)  # type: ignore[attr-defined]
-        else:
-            param.grad = torch.full_like(param, 1e-3)
-    return optimizer.step
+    params = tensors(sizes, torch.bfloat16, 0.02, rate.device)
+    grads = tensors(sizes, torch.float32 if wide else torch.bfloat16, 1e-3, rate.device)
+    return our_optimizer(params, grads, fused_backend=backend).step
 
 
-def _measure(rate: Rate, backend: str, sizes: list[int]) -> Callable[[], object]:
-    grads = _tensors(rate.device, sizes, torch.bfloat16, 1e-3)
+def _measure(rate: Rate, backend: str, sizes: list[int]) -> Step:
+    grads = tensors(sizes, torch.bfloat16, 1e-3, rate.device)
     chosen = choose_backend(backend, rate.device)[0]
     return lambda: chosen.sum_of_squares(grads)
 
 
 def kernels(rate: Rate, numel: int, rounds: int) -> Section:
     section, sizes = Section("Kernels alone, large tensors"), sizes_of(numel, "large")
-    total = sum(sizes)
+    contenders: dict[str, tuple[Callable[[], Step], int]] = {}
     for backend in BACKENDS:
-        for label, size, build in (
-            ("update", ADAM_BYTES, lambda b=backend: _kernel(rate, b, sizes)),
-            ("measure", 2, lambda b=backend: _measure(rate, b, sizes)),
-        ):
-            _add(section, rate, {f"{backend}: {label}": (build, size * total)}, rounds)
-    compact = {
-        "bf16 moments, remainder": ("bfloat16", 18),
-        "8-bit moments, remainder": ("uint8", 14),
-    }
-    for name, (dtype, size) in compact.items():
-        moments = {
-            "exp_avg_dtype": getattr(torch, dtype),
-            "exp_avg_sq_dtype": getattr(torch, dtype),
-        }
-        _add(
-            section,
-            rate,
-            {
-                f"triton: update, {name}": (
-                    lambda m=moments: _kernel(
-                        rate, "triton", sizes, store_param_remainders=True, **m
-                    ),
-                    size * total,
-                )
-            },
-            rounds,
+        update = partial(_kernel, rate, backend, sizes)
+        contenders[f"{backend}: update"] = update, ADAM_BYTES
+        contenders[f"{backend}: measure"] = partial(_measure, rate, backend, sizes), 2
+    for name, dtype, num_bytes in (
+        ("bf16 moments, remainder", torch.bfloat16, 18),
+        ("8-bit moments, remainder", torch.uint8, 14),
+    ):
+        form = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype, "store_param_remainders": True}
+        update = partial(_kernel, rate, "triton", sizes, **form)
+        contenders[f"triton: update, {name}"] = update, num_bytes
+    for name, (build, num_bytes) in contenders.items():
+        steps = section.built({name: build})
+        total = num_bytes * sum(sizes)
+        section.take(
+            alternate(steps, rounds, name, rate.device),
+            of_limit=lambda _, timing, size=total: size / timing.median / rate.limit,
         )
+        del steps
+        clean(rate.device)
     return section
-
-
-def _add(
-    section: Section, rate: Rate, builds: dict[str, tuple[Callable[[], Any], int]], rounds: int
-) -> None:
-    field = Contenders()
-    for name, (build, _) in builds.items():
-        field.add(name, build)
-    timings = alternate(rate.device, field.steps, rounds, ", ".join(builds))
-    section.missing |= field.missing
-    section.take(
-        timings, of_limit=lambda name, timing: builds[name][1] / timing.median / rate.limit
-    )
-    del field
-    clean(rate.device)
 
 
 def clean(device: torch.device) -> None:
@@ -214,18 +141,18 @@ def steps(
 def _add_steps(
     section: Section, rate: Rate, opponent: Opponent, sizes: list[int], rounds: int
 ) -> None:
-    backend, field = ours(rate.device), Contenders()
-    params = _tensors(rate.device, sizes, torch.bfloat16, 0.02)
-    field.add(opponent.name, lambda: opponent.build(params))
-    section.missing |= field.missing
-    if not field.steps:
+    params = tensors(sizes, torch.bfloat16, 0.02, rate.device)
+    grads = tensors(sizes, torch.bfloat16, 1e-3, rate.device)
+    contenders = section.built({opponent.name: lambda: opponent.build(params, grads)})
+    if not contenders:
         return
+    backend = ours(rate.device)
     name = f"{OURS}, {backend}, next to {opponent.name}"
-    field.steps[name] = full_step(rate, backend, sizes, opponent.wide)
+    contenders[name] = full_step(rate, backend, sizes, opponent.wide)
     num_bytes = (STEP_BYTES + (4 if opponent.wide else 0)) * sum(sizes)
     for behind in (False, True):
         label = ", behind other work" if behind else ""
-        found = alternate(rate.device, field.steps, rounds, f"steps{label}", behind)
+        found = alternate(contenders, rounds, f"steps{label}", rate.device, behind)
         section.take(
             {f"{each}{label}": timing for each, timing in found.items()},
             of_limit=lambda _, timing: num_bytes / timing.median / rate.limit,
@@ -240,19 +167,11 @@ def ours(device: torch.device) -> str:
 def many(rate: Rate, numel: int, rounds: int) -> Section:
     section = Section("Many tensors: the full step, and how many times large tensors'")
     for backend in ("triton", "torch") if rate.device.type == "cuda" else ("auto",):
-        field = Contenders()
-        for kind in ("large", "small", "moe"):
-            field.add(
-                f"{backend}: {kind}",
-                lambda k=kind, b=backend: full_step(rate, b, sizes_of(numel, k)),
-            )
-        timings = alternate(rate.device, field.steps, rounds, f"many, {backend}")
-        section.missing |= field.missing
+        kinds = {f"{backend}: {kind}": sizes_of(numel, kind) for kind in ("large", "small", "moe")}
+        builds = {name: partial(full_step, rate, backend, sizes) for name, sizes in kinds.items()}
+        timings = alternate(section.built(builds), rounds, f"many, {backend}", rate.device)
         first = timings.get(f"{backend}: large")
-        section.take(
-            timings,
-            **({"times_one": lambda name, timing, f=first: ratio(timing, f)} if first else {}),
-        )
-        del field
+        times = {"times_one": lambda _, timing, one=first: ratio(timing, one)} if first else {}
+        section.take(timings, **times)
         clean(rate.device)
     return section

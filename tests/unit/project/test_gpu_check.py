@@ -12,15 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from end_to_end.runner import Results, run
 from lab.gpu import agreement, opponents, speed
-from lab.gpu.parts import PARTS, Outcome, Results, Sizes, run_apart
+from lab.gpu.parts import PARTS, is_done, rows, write
 from mp_optim.kernels.reference import ReferenceBackend
 from support.launch import TOOLS, run_forked_program
 from support.standins import amp_c
 
 SMALL = ("--device", "cpu", "--params", "1e5", "--hybrid-params", "1e5", "--rounds", "3")
 MACHINE = {"device": "a GPU", "torch": "2", "date": "today"}
-SIZES = Sizes("cpu", 100_000, 100_000, 3)
+SIZES = {"params": 100, "hybrid_params": 100, "rounds": 1}
 
 
 def check(*arguments: str) -> str:
@@ -32,9 +33,11 @@ def test_gpu_check_writes_a_part_at_once_and_lists_it_as_done(tmp_path: Path) ->
     assert "rates: " in printed and "failed" not in printed
     for name in ("rates",):
         outcome = json.loads((tmp_path / "gpu" / f"{name}.json").read_text())
-        assert outcome["section"]["title"] and outcome["cause"] == ""
-        assert outcome["machine"]["torch"] and outcome["seconds"] > 0
-    assert "### Memory of the device" in (tmp_path / "gpu.md").read_text()
+        assert outcome["columns"]["title"] and outcome["cause"] == ""
+        assert outcome["facts"]["torch"] and outcome["took"] > 0
+    recorded = json.loads((tmp_path / "gpu.json").read_text())["parts"]["rates"]
+    assert recorded["section"]["rows"] and recorded["machine"] == outcome["facts"]
+    assert "## Memory of the device" in (tmp_path / "gpu.md").read_text()
     listed = check("--output", str(tmp_path), "--list").split()
     assert listed.count("there") == 1 and all(name in listed for name in PARTS)
 
@@ -66,9 +69,9 @@ def test_gpu_check_opponents_train_to_the_parameters_of_our_optimizer(
     trained: dict[str, list[Tensor]] = {}
 
     def keep(opponent: opponents.Opponent) -> opponents.Opponent:
-        def build(params: list[Tensor]) -> Any:
+        def build(params: list[Tensor], grads: list[Tensor]) -> Any:
             trained[opponent.name] = params
-            return opponent.build(params)
+            return opponent.build(params, grads)
 
         return opponent._replace(build=build)
 
@@ -91,24 +94,19 @@ def test_gpu_check_full_step_measures_fp32_main_grad() -> None:
     assert step()[1] == pytest.approx(1e-3 * 1000**0.5)
 
 
-def test_gpu_check_records_a_failed_part_and_repeats_only_that_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    results = Results(tmp_path)
-    results.add("bits", Outcome({"title": "B", "rows": {}, "missing": {}}, "", 1.0, MACHINE))
-    wrong = run_apart("syncs", Sizes("nowhere", 1, 1, 1), MACHINE)
-    assert wrong.section is None and "nowhere" in wrong.cause and "\n" not in wrong.cause
-    results.add("syncs", wrong)
-    later = Results(tmp_path)
-    assert later.is_done("bits", MACHINE | {"date": "tomorrow"})
-    assert not later.is_done("bits", MACHINE | {"torch": "3"})
-    assert not later.is_done("syncs", MACHINE)
-    assert f"Failed: {wrong.cause}" in (tmp_path / "gpu.md").read_text()
-
-
-def test_gpu_check_ends_a_part_at_its_time_limit() -> None:
-    outcome = run_apart("rates", SIZES, MACHINE, limit=0.2)
-    assert outcome.section is None and outcome.cause == "took more than 0 s"
+def test_gpu_check_records_a_failed_part_and_repeats_only_that_part(tmp_path: Path) -> None:
+    results, (first, second, *_) = Results(tmp_path, "gpu"), rows(SIZES)
+    wrong = run(results, "", second, "nowhere")
+    assert wrong["columns"] is None and "\n" not in wrong["cause"]
+    section = {"title": "B", "rows": {}, "missing": {}}
+    arguments = dict(first.arguments)
+    good = {"arguments": arguments, "columns": section, "cause": "", "took": 1, "facts": MACHINE}
+    results.file("", first).write_text(json.dumps(good))
+    assert is_done(results, first, MACHINE | {"date": "tomorrow"})
+    assert not is_done(results, first, MACHINE | {"torch": "3"})
+    assert not is_done(results, second, MACHINE)
+    write(results, [first, second])
+    assert f"Failed: {wrong['cause']}" in (tmp_path / "gpu.md").read_text()
 
 
 @pytest.mark.slow
@@ -117,9 +115,9 @@ def test_gpu_check_runs_every_part_on_a_simulated_accelerator(tmp_path: Path) ->
     sizes = ("--params", "1e2", "--hybrid-params", "1e2", "--rounds", "1")
     program = (str(TOOLS / "gpu_check.py"), "--device", "simulated", *sizes)
     run_forked_program(*program, "--output", str(tmp_path), timeout=900)
-    results = Results(tmp_path)
-    assert {name: one.cause for name, one in results.outcomes.items() if one.cause} == {}
-    assert set(results.outcomes) == set(PARTS)
+    outcomes = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert {name: one["cause"] for name, one in outcomes.items() if one["cause"]} == {}
+    assert set(outcomes) == set(PARTS)
     for name in ("door", "bits", "ranks"):
-        rows = results.outcomes[name].section["rows"]
-        assert rows and all({*row.values()} == {1.0} for row in rows.values())
+        found = outcomes[name]["section"]["rows"]
+        assert found and all({*row.values()} == {1.0} for row in found.values())
