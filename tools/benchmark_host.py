@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Measure the host kernels and the full step against what else there is, in one process, in turn.
+"""Measure the host kernels and the full step in turn with other libraries, in one process.
 
 python tools/benchmark_host.py --params 50e6        # on an idle machine
 """

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""What can be shown of the GPU kernels without a GPU: they are compiled for each target and carried
-out from their PTX (tools/ptx), and every bit is compared with the `reference` backend's.
+"""Compile the GPU kernels for each target, execute their PTX without a GPU (tools/ptx), and compare
+every bit with the `reference` backend.
 
 python tools/gpu_static.py                                  # everything: hours of one core
 python tools/gpu_static.py --arches 90 --elements 20000     # a look

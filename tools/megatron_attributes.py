@@ -10,8 +10,7 @@ import ast
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -19,27 +18,24 @@ from torch import nn
 
 LIST = Path(__file__).with_suffix(".json")
 ANSWERS = ("read", "refused", "not needed")
-"""What may become of a name: it means the same; where it is set, an error names it; what it is for
-is done otherwise, or is no matter of the optimizer."""
+"""Treatment of a name: it has the same meaning; an error names it if it is set; its purpose is
+served in another way, or is no matter of the optimizer."""
 Names = dict[str, set[str]]
-"""By what has them: ``parameter``, ``group``, ``model``."""
+"""Names by their owner: ``parameter``, ``group``, ``model``."""
 
 _OWNERS = {
-    "parameter": re.compile(
-        r"(^|[._])(p|param|parameter|weight|tensor|source|destination|source_tensor|"
-        r"destination_tensor|(params|parameters|param_list|params_list)\[0\])$"
-    ),
-    "group": re.compile(r"(^|_)(g|group|groups\[0\]|param_groups?(\[\w+\])?|override)$"),
-    "model": re.compile(r"(^|_)(model|module|model_chunk|chunk|(model_)?chunks\[0\]|model_cfg)$"),
+    "parameter": r"(?:p|param|parameter|weight|tensor|source|destination|source_tensor|"
+    r"destination_tensor|(?:params|parameters|param_list|params_list)\[0\])",
+    "group": r"(?:g|group|groups\[0\]|param_groups?(?:\[\w+\])?|override)",
+    "model": r"(?:model|module|model_chunk|chunk|(?:model_)?chunks\[0\]|model_cfg)",
 }
-"""What expressions of Megatron's are called that stand for each."""
+"""Megatron's expressions for each owner."""
 _KNOWN = {
     "parameter": {*dir(nn.Parameter(torch.empty(0))), *dir(dict)},
     "group": {"params"},
     "model": {*dir(nn.Module())},
 }
-"""What torch's own have, and the dictionaries that go by the same names."""
-_ASKS = ("getattr", "hasattr", "setattr", "delattr")
+"""Names that torch's own objects have, and dictionaries of the same name."""
 _FOLDERS = ("optimizer",)
 _FILES = ("optimizer_param_scheduler.py",)
 _FUNCTIONS = {
@@ -47,122 +43,77 @@ _FUNCTIONS = {
     "transformer/module.py": re.compile(r"^param_is_"),
 }
 """Functions elsewhere that the optimizer asks about a parameter."""
+_KEY = r"(?:'(\w+)'|(\w+))"
 
 
 def read_in(source: Path) -> Names:
-    """What an optimizer of Megatron's asks for.
+    """Return the names that Megatron's optimizers read.
 
     Args:
-        source: a checkout of Megatron-LM, or what holds an installed ``megatron`` package.
+        source: a checkout of Megatron-LM, or a folder with an installed ``megatron`` package.
 
     Raises:
         FileNotFoundError: it is neither.
     """
     names: Names = defaultdict(set)
     for tree, constants in _trees(source / "megatron" / "core"):
-        for node in ast.walk(tree):
-            for owner, name in _asked(node, constants):
-                if name not in _KNOWN[owner]:
-                    names[owner].add(name)
+        text = ast.unparse(tree)
+        for owner, expression in _OWNERS.items():
+            before = (
+                r"(?<!\w)(?:[\w.]*[._])?" if owner == "parameter" else r"(?<![\w.])(?:[\w.]*_)?"
+            )
+            of = rf"{before}{expression}"
+            patterns = [rf"(?:get|has|set|del)attr\({of}, {_KEY}[,)]", rf"{of}\.(\w+)"]
+            if owner == "group":
+                patterns = [rf"{of}\[{_KEY}\]", rf"{_KEY} (?:not )?in {of}(?![\w.\[])"]
+                patterns.append(rf"{of}\.(?:get|setdefault)\({_KEY}[,)]")
+            for match in (each for pattern in patterns for each in re.finditer(pattern, text)):
+                *literal, name = match.groups()
+                is_name = bool(literal) and literal[0] is None
+                found = constants.get(name, set()) if is_name else {(literal or [name])[0]}
+                names[owner] |= found - _KNOWN[owner]
     return names
 
 
-def _trees(core: Path) -> Iterator[tuple[ast.AST, Mapping[str, list[str]]]]:
+def _trees(core: Path) -> Iterator[tuple[ast.AST, dict[str, set[str]]]]:
+    """Yield the code to search, and the texts that each of its variables may have."""
     files = [path for folder in _FOLDERS for path in (core / folder).rglob("*.py")]
-    for path in [*files, *(core / name for name in _FILES)]:
-        tree = ast.parse(path.read_text())
-        yield tree, _constants(tree)
-    for name, wanted in _FUNCTIONS.items():
-        tree = ast.parse((core / name).read_text())
-        for node in tree.body:
-            if isinstance(node, ast.FunctionDef) and wanted.match(node.name):
-                yield node, _constants(tree)
+    for path in [*files, *(core / name for name in (*_FILES, *_FUNCTIONS))]:
+        tree, constants = ast.parse(path.read_text()), defaultdict[str, set[str]](set)
+        for kinds in (ast.Assign, (ast.For, ast.comprehension)):
+            for node in ast.walk(tree):
+                if isinstance(node, kinds):
+                    target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                    value = node.value if isinstance(node, ast.Assign) else node.iter
+                    constants[ast.unparse(target)] |= _strings(value, constants)
+        wanted = _FUNCTIONS.get(str(path.relative_to(core)))
+        for node in tree.body if wanted else [tree]:
+            if not wanted or (isinstance(node, ast.FunctionDef) and wanted.match(node.name)):
+                yield node, constants
 
 
-def _constants(tree: ast.AST) -> dict[str, list[str]]:
-    constants: dict[str, list[str]] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            constants[node.targets[0].id] = _strings(node.value, {})
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.For, ast.comprehension)):
-            values = _strings(node.iter, constants)
-            if isinstance(node.target, ast.Name) and values:
-                constants[node.target.id] = values
-    return constants
+def _strings(value: ast.expr, constants: dict[str, set[str]]) -> set[str]:
+    parts = getattr(value, "elts", None) or getattr(value, "keys", None) or [value]
+    found = {part.value for part in parts if isinstance(part, ast.Constant)}
+    names = [constants[part.id] for part in parts if isinstance(part, ast.Name)]
+    return {text for text in found.union(*names) if isinstance(text, str)}
 
 
-def _strings(node: ast.AST | None, constants: Mapping[str, list[str]]) -> list[str]:
-    if isinstance(node, ast.Constant):
-        return [node.value] if isinstance(node.value, str) else []
-    if isinstance(node, ast.Name):
-        return constants.get(node.id, [])
-    if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
-        return [text for item in node.elts for text in _strings(item, constants)]
-    if isinstance(node, ast.Dict):
-        return [text for key in node.keys for text in _strings(key, constants)]
-    return []
-
-
-def _asked(node: ast.AST, constants: Mapping[str, list[str]]) -> Iterator[tuple[str, str]]:
-    if isinstance(node, ast.Attribute):
-        owner = _owner(node.value, "parameter", "model")
-        if owner:
-            yield owner, node.attr
-    elif isinstance(node, ast.Subscript) and _owner(node.value, "group"):
-        for name in _strings(node.slice, constants):
-            yield "group", name
-    elif isinstance(node, ast.Compare) and _owner(node.comparators[0], "group"):
-        for name in _strings(node.left, constants):
-            yield "group", name
-    elif isinstance(node, ast.Call) and node.args:
-        yield from _asked_by_call(node, constants)
-
-
-def _asked_by_call(node: ast.Call, constants: Mapping[str, list[str]]) -> Iterator[tuple[str, str]]:
-    called = node.func
-    if isinstance(called, ast.Name) and called.id in _ASKS and len(node.args) > 1:
-        owner = _owner(node.args[0], "parameter", "model")
-        for name in _strings(node.args[1], constants) if owner else []:
-            yield str(owner), name
-    elif isinstance(called, ast.Attribute) and called.attr in ("get", "setdefault"):
-        for name in _strings(node.args[0], constants):
-            if _owner(called.value, "group"):
-                yield "group", name
-
-
-def _owner(node: ast.AST, *kinds: str) -> str | None:
-    text = ast.unparse(node)
-    return next((kind for kind in kinds if _OWNERS[kind].search(text)), None)
-
-
-@dataclass(frozen=True)
-class Answer:
-    kind: str
-    note: str
-
-
-def answers(path: Path = LIST) -> dict[str, dict[str, Answer]]:
-    """The list that is kept here: by what has a name, and by name.
+def answers(path: Path = LIST) -> dict[str, dict[str, str]]:
+    """Return the listed treatment of each name, by its owner.
 
     Raises:
-        ValueError: an answer is none of :data:`ANSWERS`.
+        ValueError: a treatment is none of :data:`ANSWERS`.
     """
-    listed: dict[str, dict[str, Answer]] = {}
-    for owner, rows in json.loads(path.read_text()).items():
-        listed[owner] = {}
-        for name, text in rows.items():
-            kind, _, note = text.partition(": ")
-            if kind not in ANSWERS:
-                raise ValueError(f"{name}: {kind!r} is none of {ANSWERS}")
-            listed[owner][name] = Answer(kind, note)
+    listed: dict[str, dict[str, str]] = json.loads(path.read_text())
+    for rows in listed.values():
+        rows.update({name: text.partition(": ")[0] for name, text in rows.items()})
+        if wrong := {name: kind for name, kind in rows.items() if kind not in ANSWERS}:
+            raise ValueError(f"{LIST}: {wrong}: write one of {ANSWERS} before the colon")
     return listed
 
 
 def unlisted(names: Names) -> list[str]:
     listed = answers()
-    return [
-        f"{owner}.{name}"
-        for owner in sorted(names)
-        for name in sorted(names[owner] - listed[owner].keys())
-    ]
+    missing = [(owner, name) for owner in names for name in names[owner] - listed[owner].keys()]
+    return [f"{owner}.{name}" for owner, name in sorted(missing)]

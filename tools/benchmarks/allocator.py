@@ -1,9 +1,8 @@
-"""The C allocator, told to keep what is freed.
+"""Settings of the C allocator that keep freed memory.
 
-By default glibc returns large tensors to the system as they are freed, or not, depending on what
-the process did before. A contender that makes temporary tensors in its step then pays for page
-faults in one run (which can double its time) and not in another. None of them is to be charged for
-that, so freed memory is kept until a section is over.
+By default glibc returns freed large tensors to the system in some runs and not in others. A
+contender with temporary tensors then pays for page faults in some runs, which can double its time.
+So freed memory is kept until a section is over.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from typing import Any
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = (-1, -3)  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of <malloc.h>
 _NEVER = -1
 _LARGEST = 32 * 1024 * 1024
-"""What the mapping threshold can be at most on a 64-bit system; larger tensors are always mapped
-afresh."""
+"""Largest mapping threshold on a 64-bit system. Larger tensors always get new pages."""
 
 
 def _glibc() -> Any:
@@ -33,6 +31,6 @@ def keep_freed() -> None:
 
 
 def release() -> None:
-    """Return to the system what was kept."""
+    """Return the kept memory to the system."""
     if (library := _glibc()) is not None:
         library.malloc_trim(ctypes.c_size_t(0))

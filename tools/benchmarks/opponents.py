@@ -1,5 +1,5 @@
-"""What others offer for the same work, each at its best settings. One that is not installed is
-reported as missing."""
+"""Other libraries' optimizers for the same work, each with its best settings. A library that is not
+installed is reported as missing."""
 
 from __future__ import annotations
 

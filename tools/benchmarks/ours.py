@@ -1,4 +1,4 @@
-"""What this package offers for the work, beside :mod:`benchmarks.opponents`."""
+"""This package's kernels and steps, which compete with :mod:`benchmarks.opponents`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OURS = "mp_optim"
 ADAM_BYTES = 28
 """FP32 p, m, v read and written; two-byte gradient read, two-byte param written."""
 STEP_BYTES = 30
-"""The same, and the gradient read once more, to be measured."""
+"""Bytes of :data:`ADAM_BYTES`, and the gradient read once more for its norm."""
 
 
 def _kind(moments: str, remainder_bits: int | None) -> dict[str, Any]:
@@ -45,8 +45,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "8-bit moments, 16-bit remainder": _kind("uint8", 16),
     "8-bit moments, 8-bit remainder": _kind("uint8", 8),
 }
-"""Ways to keep optimizer state; main params are FP32 where there is no remainder. The first is what
-others are compared with."""
+"""Forms of optimizer state. Main params without a remainder are FP32. The others are compared with
+the first form."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Tables, JSON and a picture of what was measured."""
+"""Tables, JSON and a picture of measurements."""
 
 from __future__ import annotations
 

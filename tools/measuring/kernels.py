@@ -1,4 +1,4 @@
-"""Benchmarks of the host are about its compiled kernels."""
+"""Check that benchmarks of the host measure its compiled kernels."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from mp_optim.kernels import choose_backend, proof_of
 
 
 def require_kernels() -> None:
-    """End the program where ``fused_backend="auto"`` would not step the host with the compiled
-    kernels: its times would be those of torch operations.
+    """Check that ``fused_backend="auto"`` takes the compiled kernels. Otherwise a benchmark would
+    time torch operations.
 
     Raises:
-        SystemExit: naming what is chosen instead, and why.
+        SystemExit: another backend is chosen; the message has its name and the reason.
     """
     host = torch.device("cpu")
     chosen, _ = choose_backend("auto", host)

@@ -1,7 +1,7 @@
-"""How many kernels the first steps of a schedule load, and how often Triton is asked, as JSON.
+"""Print the number of kernels that the first steps of a schedule load, and of calls of Triton, as
+JSON.
 
-No GPU is used: kernels are compiled for sm_90, and a stand-in for the driver ignores their
-launches.
+No GPU is used. Kernels are compiled for sm_90, and a stand-in for the driver ignores launches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mp_optim.kernels.kernel_args import AdamScalars, TensorLists
 from ptx.triton_driver import Function, Launch, StaticDriver
 
 FIRST, SCHEDULE = 8, 1000
-"""Steps of a schedule, and those by which all that it has has happened once."""
+"""Steps after which each event of the schedule has happened once, and all steps."""
 GROUP = {
     "betas": (0.9, 0.999),
     "eps": 1e-8,
@@ -37,10 +37,10 @@ GROUP = {
 
 
 class NoDriver(StaticDriver):
-    """Launches nothing; what Triton asks before a launch it answers at once.
+    """Driver that ignores all launches.
 
     Attributes:
-        loaded: kernels, each compiled or read from Triton's cache.
+        loaded: number of kernels that were compiled or read from Triton's cache.
     """
 
     loaded = 0

@@ -1,1 +1,1 @@
-"""A machine that carries out compiled kernels without a GPU; see README.md beside it."""
+"""Emulator of compiled kernels that needs no GPU; README.md in this folder describes it."""

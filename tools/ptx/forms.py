@@ -1,5 +1,7 @@
-"""Forms of launches: what Triton compiles a kernel of ours anew for. They are noted from launches,
-and a launch of each can be made again, on tensors of any size and with any values."""
+"""Forms of launches. Triton compiles a kernel once for each form.
+
+Forms are recorded from launches. Each form can be launched again, on tensors of any size.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,22 @@ from pathlib import Path
 from typing import Any
 
 LIST = Path(__file__).with_name("launches.json")
-"""Every form that programs were seen to launch (README.md says which programs, and how it is
-made)."""
+"""Every recorded form. README.md names the programs, and the command that writes this file."""
 
 _NAMED_IF_ON = ("cautious_wd", "follows")
-"""Switches of which a form says nothing where they are off."""
+"""Switches that a form leaves out if they are off."""
 
 
 @dataclass(frozen=True, order=True)
 class Form:
-    """Attributes:
-    kernel: its name; a rule's is the rule's.
-    constants: what is compiled in, by name, as text.
-    absent: pointers that are None.
-    divisible: arguments that are multiples of 16.
-    warps: of a block.
+    """Values of a launch that Triton compiles into a kernel.
+
+    Attributes:
+        kernel: the kernel's name; for a kernel of a rule, the rule's name.
+        constants: compiled-in values by name, as text.
+        absent: pointers that are None.
+        divisible: arguments that are multiples of 16.
+        warps: warps of a block.
     """
 
     kernel: str
@@ -83,7 +86,7 @@ def read(file: Path = LIST) -> list[Form]:
 
 
 def add_to(file: Path, forms: Iterable[Form]) -> None:
-    """Have a list contain these forms, too."""
+    """Add forms to a file."""
     every = sorted({*read(file), *forms})
     rows = [json.dumps({**asdict(one), "constants": one.values}) for one in every]
     file.write_text("[\n" + ",\n".join(rows) + "\n]\n")

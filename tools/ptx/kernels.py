@@ -1,8 +1,8 @@
-"""Our Triton backend on the machine: it compiles for a target, and its launches are handed to
-whoever carries them out, on tensors in host memory.
+"""Our Triton backend on the emulator: it compiles for a target, and the active driver executes its
+launches on tensors in host memory.
 
-Has to be imported before anything that interprets kernels: a process compiles them or interprets
-them.
+Import this module before any module that interprets kernels, because a process can only compile or
+only interpret them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 if "mp_optim.kernels.triton.kernels" in sys.modules:
     raise ImportError("this process has imported the kernels, to be interpreted or for a GPU")
-os.environ["TRITON_INTERPRET"] = "0"  # read when a kernel is defined
+os.environ["TRITON_INTERPRET"] = "0"  # Triton reads it when a kernel is defined.
 
 import torch
 from torch import Tensor
@@ -24,11 +24,11 @@ from mp_optim.kernels.triton.backend import TritonBackend
 from mp_optim.kernels.triton.tables import Column, Tables
 from ptx.triton_driver import Launch, carry_out
 
-os.environ["TRITON_INTERPRET"] = "1"  # read by those who ask where the backend's tensors are
+os.environ["TRITON_INTERPRET"] = "1"  # The backend reads it to accept tensors in host memory.
 
 
 class _WatchedTables(Tables):
-    """Tables that know which tensors the addresses in them are of."""
+    """Tables that remember the tensors of their addresses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class MachineBackend(TritonBackend):
     """The backend of a :class:`~ptx.triton_driver.StaticDriver` that is active.
 
     Attributes:
-        text: the PTX that is carried out in place of a launch's.
+        text: function that returns PTX to execute in place of a launch's.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class MachineBackend(TritonBackend):
         self.text: Callable[[Launch], str] | None = None
 
     def carry_out(self, launch: Launch) -> None:
-        """Carry a launch out, to the bit."""
+        """Execute a launch."""
         carry_out(launch, self._watched.read_by(launch), text=self.text)
 
     def pass_by(self, launch: Launch) -> None:

@@ -1,4 +1,4 @@
-"""What ``tools/gpu_static.py`` is asked for."""
+"""Options of ``tools/gpu_static.py``."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ ARCHES = (80, 86, 89, 90, 100, 120)
 
 @dataclass
 class Options:
-    """What to carry out, and for which targets."""
+    """Trials to execute, and their targets."""
 
     arches: tuple[int, ...] = ARCHES
     """Compute capabilities."""
     elements: int = 1_000_000
-    """Of each trial, counted in each launch, in tensors of odd sizes; half of them with odd
-    values."""
+    """Elements of each trial, summed over its launches; half of them with odd values."""
     only: tuple[str, ...] = ()
     """Trials whose names have one of these regular expressions."""
     every: int = 1
-    """One trial of so many."""
+    """Execute every n-th trial."""
     list: bool = False
-    """Show the names of trials."""
+    """True to show the names of trials, and execute none."""
     proof: bool = False
-    """The library's own self-test instead: a step of each rule."""
+    """True to execute the library's own self-test instead: a step of each rule."""
     record: bool = False
-    """Note in docs/gpu.json what was found."""
+    """True to write the results to docs/gpu.json."""

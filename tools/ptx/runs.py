@@ -22,7 +22,7 @@ from ptx.triton_driver import Launch, StaticDriver
 
 
 class Noting:
-    """A backend on the machine; the forms of its launches are counted."""
+    """A backend on the emulator that counts the forms of its launches."""
 
     def __init__(self) -> None:
         self.backend = MachineBackend()
@@ -33,7 +33,7 @@ class Noting:
         self.backend.carry_out(launch)
 
     def texts(self, arch: int, trial: trials.Trial, lists: Any) -> str:
-        """Compile a trial for a target; returns a digest of everything that it would execute."""
+        """Compile a trial for a target, and return digests of all kernels that it would execute."""
         found: set[str] = set()
 
         def note(launch: Launch) -> None:
@@ -57,7 +57,7 @@ def _text_of(launch: Launch) -> str:
 
 
 def self_test(options: Options, console: Console) -> bool:
-    """Whether the library proves the backend on every target."""
+    """True if the library proves the backend on every target."""
     right = True
     for arch in options.arches:
         noting, began = Noting(), time.perf_counter()
@@ -82,8 +82,8 @@ def _chosen(options: Options) -> list[trials.Trial]:
 
 
 def all_trials(options: Options, console: Console) -> bool:
-    """Return True if every trial has reference's bits on every target. A text that several targets
-    compile to is executed once."""
+    """Return True if every trial has reference's bits on every target. A text to which several
+    targets compile is executed once."""
     known, chosen = set(forms.read()), _chosen(options)
     sizes = trials.sizes_of(options.elements // trials.LAUNCHES)
     targets, wrong = {arch: Noting() for arch in options.arches}, 0
@@ -118,7 +118,7 @@ def all_trials(options: Options, console: Console) -> bool:
 def _tried(
     backend: MachineBackend, trial: trials.Trial, sizes: list[int], theirs: trials.Found
 ) -> tuple[int, str]:
-    """Return the number of elements of a trial that differ, and the machine's refusal."""
+    """Return the number of elements of a trial that differ, and the emulator's error."""
     try:
         return sum(trials.differences(trials.Found(backend, trial, sizes), theirs).values()), ""
     except Exception as error:

@@ -1,5 +1,5 @@
-"""Launches of every form of our kernels, on the machine and by ``reference``, from the same
-tensors: odd sizes and places, and zeros, denormals, infinities and NaNs among the values."""
+"""Launches of every form of our kernels on the emulator, compared with ``reference`` on the same
+tensors. The tensors have odd sizes and addresses, and zeros, denormals, infinities and NaNs."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _DTYPES = {
     "uint8": torch.uint8,
 }
 _PARTS = {"lamb_moments": "lamb", "lamb_apply": "lamb"}
-"""Kernels that are launched along with others, by the rule that launches them."""
+"""The rule that launches each kernel that is only a pass of a rule."""
 _SMALL = (0, 1, 255, 256, 257, 1296, 2047, 2049, 8176, 8191, 8193, 16385)
 """Tails of a few elements and of almost whole tiles and chunks, at multiples of 16 and not."""
 _TAIL = 1024
-"""Elements after the last whole tile, at most."""
+"""Most elements after the last whole tile."""
 LAUNCHES = 4
-"""Of a kernel over a trial's tensors, at least: plain values and odd ones, two steps of each."""
+"""Least launches of a kernel in a trial: two steps with plain values, and two with odd values."""
 _MULTIPLIERS = (0.37, 0.87)
-"""Of the first step and of later ones. By the second the largest gradients stay about as large."""
+"""Multipliers of the first step and of later steps. The second keeps large gradients large."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Trial:
     """Steps of a rule on tensors of a kind.
 
     Attributes:
-        rule: or a pass of one.
-        control: where the multiplier is: "host", "device", or "flag": there, with a flag beside it.
-        settings: of its group.
-        step: number of its first step.
+        rule: a rule, or a pass of a rule.
+        control: place of the multiplier: "host", "device", or "flag" (on the device, with a flag).
+        settings: settings of the param group.
+        step: number of the first step.
     """
 
     rule: str
@@ -70,7 +70,7 @@ def trials_of(forms: Iterable[Form]) -> list[Trial]:
     found = {}
     for form in forms:
         if form.kernel in ("chunk_sums", "run_sums"):
-            continue  # along with every trial
+            continue  # Every trial launches these kernels, too.
         trial = _trial_of(form)
         for aligned in (True, False):
             found[replace(trial, case=replace(trial.case, aligned=aligned))] = None
@@ -165,7 +165,7 @@ class Found:
 
 
 def stepped(backend: Any, trial: Trial, lists: TensorLists) -> list[Tensor]:
-    """Take the steps of a trial; returns sums that it makes."""
+    """Take the steps of a trial, and return the sums that it computes."""
     group = {**GROUP, **dict(trial.settings)}
     is_reference = type(backend) is ReferenceBackend
     sums = []
@@ -173,7 +173,7 @@ def stepped(backend: Any, trial: Trial, lists: TensorLists) -> list[Tensor]:
         multiplier = _MULTIPLIERS[step > trial.step]
         given: Any = multiplier
         if flag and (trial.control != "flag" or is_reference):
-            continue  # nothing is to be written
+            continue  # Such a step writes nothing.
         if trial.control != "host" and not is_reference:
             pair = torch.tensor([multiplier, flag])
             given = pair if trial.control == "flag" else pair[:1]

@@ -1,5 +1,5 @@
-"""A driver for Triton whose device is the machine: Triton compiles for a GPU as it does anywhere,
-and what it then launches is noted, or carried out from its PTX."""
+"""A driver for Triton whose device is the emulator. Triton compiles for a GPU as usual, and each
+launch is recorded, or executed from its PTX."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ptx.machine import execute
 from ptx.memory import GlobalMemory, piece_of
 
 _MULTIPLE = ["tt.divisibility", 16]
-"""How Triton says that an argument is a multiple of 16."""
+"""Triton's attribute of an argument that is a multiple of 16."""
 _SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-"""Bytes a block may have, by target."""
+"""Largest shared memory of a block in bytes, by target."""
 
 
 @dataclass(frozen=True)
 class Function:
-    """A kernel as it would be loaded."""
+    """A compiled kernel, ready to be loaded."""
 
     name: str
     ptx: str
@@ -37,15 +37,15 @@ class Function:
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with what Triton compiled into it, and on what it is launched.
+    """A launch of a compiled kernel.
 
     Attributes:
-        constants: by the names of arguments.
-        signature: types of arguments by name; those that are constants among them.
+        constants: compiled-in values, by the names of arguments.
+        signature: types of all arguments by name, also of constants.
         divisible: arguments that are promised to be multiples of 16.
-        grid: blocks.
-        shared: bytes of a block's memory.
-        arguments: those that are no constants.
+        grid: number of blocks.
+        shared: bytes of a block's shared memory.
+        arguments: arguments that are not constants.
     """
 
     function: Function
@@ -59,17 +59,20 @@ class Launch:
 
 
 Carry = Callable[[Launch], None]
-"""What is done with a launch."""
+"""Function that records or executes a launch."""
 
 
 class StaticDriver:
-    """Args:
-    carry: what is done with each launch.
+    """Driver that is active while its context is open.
+
+    Args:
+        arch: compute capability to compile for.
+        carry: function that gets each launch.
     """
 
     def __init__(self, arch: int, carry: Carry) -> None:
         self.arch, self.carry = arch, carry
-        self.utils = self  # what Triton asks of a driver's utilities is below
+        self.utils = self  # Triton calls the methods below on a driver's utilities.
         self._files: dict[str, str] = {}
         triton.knobs.runtime.kernel_load_start_hook.add(self._found)
 
@@ -83,13 +86,13 @@ class StaticDriver:
     def _found(self, module: Any, function: Any, name: str, files: Any, key: str) -> None:
         self._files = {Path(path).suffix: path for path in files.values()}
 
-    # -- what Triton asks -------------------------------------------------------------------------
+    # -- methods that Triton calls -----------------------------------------------------------------
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
-        return self.arch  # kernels are kept by device
+        return self.arch  # Triton caches kernels by device.
 
     def get_current_stream(self, device: int | None = None) -> int:
         return 0
@@ -149,20 +152,20 @@ def carry_out(
     exact: bool = True,
     text: Callable[[Launch], str] | None = None,
 ) -> Counter[str]:
-    """Carry out a launch on tensors in host memory; returns its instructions by name.
+    """Execute a launch on tensors in host memory, and return its number of instructions by name.
 
     Args:
-        others: tensors that it may touch beside its arguments.
-        exact: an approximate instruction is an error.
-        text: the PTX to carry out in place of the launch's.
+        others: tensors that the kernel may access in addition to its arguments.
+        exact: True if an approximate instruction is an error.
+        text: function that returns PTX to execute in place of the launch's.
 
     Raises:
-        PtxError: the kernel does what it must not.
+        PtxError: the kernel has a refused instruction or access.
     """
     ptx = launch.function.ptx if text is None else text(launch)
     program = parser.parse(ptx)
     given = [bits_of(value, launch.signature[name]) for name, value in launch.arguments.items()]
-    scratch = len(program.params) - len(given)  # Triton's own, which nothing here uses
+    scratch = len(program.params) - len(given)  # Triton's own, which no kernel here uses.
     tensors = [each for each in launch.arguments.values() if isinstance(each, torch.Tensor)]
     memory = GlobalMemory(piece_of(each) for each in [*tensors, *others])
     threads = 32 * launch.warps

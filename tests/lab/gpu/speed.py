@@ -1,5 +1,4 @@
-"""Kernels and full steps on the device, against the device's copy rate and against what else there
-is."""
+"""Kernels and full steps on the device, next to the device's copy rate and other libraries."""
 
 from __future__ import annotations
 

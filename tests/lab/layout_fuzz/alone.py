@@ -16,8 +16,6 @@ from lab.layout_fuzz.model import Network, dtype_of, gradient, initial, row_fact
 from lab.layout_fuzz.running import Outcome, config_of, halve
 from mp_optim import get_megatron_optimizer
 
-__all__ = ["expected"]
-
 
 def expected(case: Case) -> list[Outcome]:
     with warnings.catch_warnings():

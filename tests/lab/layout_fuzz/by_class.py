@@ -7,17 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from lab.any_program.classes import CLASSES
 from lab.layout_fuzz.case import Case, Layout
-from mp_optim import SGD, AdamW, Lion
 
-__all__ = ["CLASSES", "WORDS", "built", "groups_by_hand"]
-
-CLASSES: dict[str, tuple[type[Any], dict[str, Any]]] = {
-    "adam": (AdamW, {}),
-    "lion": (Lion, {"betas": (0.95, 0.98)}),
-    "sgd": (SGD, {"momentum": 0.9}),
-}
-"""The class of each rule, and the hyperparameters of the config's defaults."""
 WORDS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {},

@@ -7,8 +7,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["BadGradient", "Case", "Disagreement", "Layer", "Layout", "Param", "grouped"]
-
 Settings = tuple[tuple[str, Any], ...]
 
 

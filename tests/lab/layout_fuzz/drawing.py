@@ -9,12 +9,9 @@ from typing import Any
 
 from lab.layout_fuzz.by_class import CLASSES, WORDS
 from lab.layout_fuzz.case import BadGradient, Case, Disagreement, Layout, Settings
-from lab.layout_fuzz.chance import Chance
 from lab.layout_fuzz.drawn_layouts import DrawnLayouts
-from lab.layout_fuzz.drawn_models import DrawnModel, streams_of
+from lab.layout_fuzz.drawn_models import Chance, DrawnModel, streams_of
 from lab.layout_fuzz.running import OTHER_SETTINGS
-
-__all__ = ["draw"]
 
 _RULES = ("adam", "adam", "adam", "sgd", "lion", "lamb", "muon", "muon")
 _KINDS = (

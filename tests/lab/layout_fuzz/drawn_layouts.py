@@ -6,9 +6,7 @@ import dataclasses
 from typing import Any
 
 from lab.layout_fuzz.case import Layout, Settings
-from lab.layout_fuzz.chance import Chance
-
-__all__ = ["DrawnLayouts"]
+from lab.layout_fuzz.drawn_models import Chance
 
 
 class DrawnLayouts:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 from lab.layout_fuzz.case import Layer, Layout, Param
-from lab.layout_fuzz.chance import Chance
-
-__all__ = ["DrawnModel", "streams_of"]
 
 _SHAPES = (
     (6,),
@@ -24,6 +22,14 @@ _SHAPES = (
     (30, 20),
     (4, 6, 8),
 )
+
+
+class Chance(random.Random):
+    """The random numbers of a case, in one order."""
+
+    def often(self, share: float) -> bool:
+        """True in this share of the calls."""
+        return self.random() < share
 
 
 class DrawnModel:

@@ -12,8 +12,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lab.layout_fuzz.case import Case, Layer, Layout, Param
 
-__all__ = ["Place", "placements_of"]
-
 
 class Place:
     """A rank's place in a layout."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -11,8 +12,6 @@ from torch import Tensor
 from lab.layout_fuzz.case import Case, Layout, Param
 from lab.layout_fuzz.holding import Place
 from lab.layout_fuzz.running import Outcome, same_number
-
-__all__ = ["faults"]
 
 SECONDS = 30.0
 """Within which ranks that disagree have to say so: their groups' timeout, the search for who is
@@ -67,9 +66,8 @@ def _differences(
         found.append(f"success of each step: {outcome.successes}, expected {wanted.successes}")
     if outcome.zeros != wanted.zeros:
         found.append(f"zeros of each step: {outcome.zeros}, expected {wanted.zeros}")
-    if len(outcome.norms) != len(wanted.norms) or not all(
-        map(_norms_agree(case), outcome.norms, wanted.norms)
-    ):
+    norms = list(zip_longest(outcome.norms, wanted.norms, fillvalue=math.inf))
+    if not all(_norms_agree(case, *pair) for pair in norms):
         found.append(f"norms {outcome.norms}, expected {wanted.norms}")
     if _exact(case, layout) and outcome.digest != wanted.digest:
         found.append(f"digest {outcome.digest}, expected {wanted.digest}")
@@ -86,13 +84,10 @@ def _differences(
     return found
 
 
-def _norms_agree(case: Case):  # type: ignore[no-untyped-def]
-    def agree(a: float | None, b: float | None) -> bool:
-        if case.rough and a is not None and b is not None:  # other parts of an FP64 sum
-            return same_number(a, b) or math.isclose(a, b, rel_tol=1e-13)
-        return same_number(a, b)
-
-    return agree
+def _norms_agree(case: Case, a: float | None, b: float | None) -> bool:
+    if case.rough and a is not None and b is not None:  # Ranks add other parts of an FP64 sum.
+        return same_number(a, b) or math.isclose(a, b, rel_tol=1e-13)
+    return same_number(a, b)
 
 
 def _losses_agree(case: Case, layout: Layout, a: float | None, b: float | None) -> bool:

@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from lab.layout_fuzz.case import Case, Layer, Param
 
-__all__ = ["DTYPES", "Network", "dtype_of", "gradient", "initial", "row_factors", "used"]
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 

@@ -26,8 +26,6 @@ from lab.layout_fuzz.running import Outcome
 from lab.layout_fuzz.worker import receive, send, serve
 from support.launch import PATH
 
-__all__ = ["Pool", "WorldLostError"]
-
 
 class WorldLostError(RuntimeError):
     """A rank hung or died; the message has its number and its last output."""

@@ -16,8 +16,6 @@ from lab.published import Receiver
 from mp_optim import WeightDelta
 from support.deltas import differing
 
-__all__ = ["Published"]
-
 
 class Published(Receiver):
     """A copy of the whole model, which begins with a full publication.

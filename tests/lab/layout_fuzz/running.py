@@ -35,8 +35,6 @@ from mp_optim.checkpoint.file_format import read_index, read_manifest
 from mp_optim.config.rules import RULES
 from support.models import COMPACT
 
-__all__ = ["FORMS", "OTHER_SETTINGS", "Outcome", "config_of", "halve", "perform"]
-
 FORMS: dict[str, dict[str, Any]] = {
     **COMPACT,
     "lone": {"param_remainder_bits": 0, "stochastic_rounding": True},

@@ -11,8 +11,6 @@ from lab.layout_fuzz.case import Case, Layout
 from lab.layout_fuzz.judging import faults
 from lab.layout_fuzz.pool import Pool, WorldLostError
 
-__all__ = ["Verdict", "attempt"]
-
 
 @dataclass(frozen=True)
 class Verdict:

@@ -23,8 +23,6 @@ from torch.distributed import distributed_c10d
 from lab.layout_fuzz.running import Outcome, perform
 from mp_optim.process_groups import missing_ranks
 
-__all__ = ["receive", "send", "serve"]
-
 missing_ranks._PATIENCE = 5.0  # a case whose ranks do not meet ends soon
 
 

@@ -46,7 +46,7 @@ def words_of_the_package() -> set[str]:
 
 
 def names(owner: str, kind: str) -> set[str]:
-    return {name for name, answer in ANSWERS[owner].items() if answer.kind == kind}
+    return {name for name, answer in ANSWERS[owner].items() if answer == kind}
 
 
 @pytest.mark.parametrize("owner", ANSWERS)
