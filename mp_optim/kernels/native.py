@@ -228,9 +228,20 @@ class NativeBackend(ReferenceBackend):
             return super().sum_of_squares(steady)
         if not steady.contiguous:
             steady = CachedTensorList(tensor.contiguous() for tensor in steady)
+        if steady.own_sizes != steady.sizes or not steady.stored:
+            # Raise the error of check_fit(), which names the tensor that does not fit.
+            check_fit(LaunchDtypes(steady[0].dtype), {"grad": steady})
         sums = torch.empty(len(steady), dtype=torch.float64, device="cpu")
-        table = NativeTable(LaunchDtypes(steady[0].dtype), {"grad": steady})
-        self.library.call("mp_measure", byref(table.tensors), sums.data_ptr(), None, thread_count())
+        # The kernel only reads these tensors, and ``addresses`` and ``sizes`` outlive the call.
+        addresses, sizes = steady.addresses, steady.sizes
+        table = lib.MpTensors(
+            count=len(steady),
+            grad=addresses.buffer_info()[0],
+            numel=sizes.buffer_info()[0],
+            grad_dtype=_CODES["grad"][steady[0].dtype],
+            average_weight=1.0,
+        )
+        self.library.call("mp_measure", byref(table), sums.data_ptr(), None, thread_count())
         return sums
 
 

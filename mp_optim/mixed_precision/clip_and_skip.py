@@ -20,7 +20,7 @@ from mp_optim.host.transfer import fetch, transfer_for
 from mp_optim.kernels.kernel_args import fp32
 from mp_optim.kernels.sums import index_on, root
 from mp_optim.mixed_precision.grad_norm import EXCLUDED, MAIN_NORM, Measurement
-from mp_optim.mixed_precision.observer import Observer
+from mp_optim.mixed_precision.observer import Observer, Observers
 
 _Values = tuple[bool, float | None, int | None, str]
 _transfer = cache(transfer_for)
@@ -482,10 +482,24 @@ class StepCounts:
         self.steps = 0
         self.skipped = Counter(not_finite=0, over_threshold=0, spike=0)
 
-    def record(self, verdict: Verdict | DeviceVerdict) -> None:
-        """Count a step, and keep the verdict on the step. If the previous verdict was formed on the
-        device, wait for the previous verdict first. A skip is counted as soon as the host knows the
-        verdict."""
+    def record(
+        self, verdict: Verdict | DeviceVerdict, observers: Observers, judge: Observer | None
+    ) -> None:
+        """Call the observers that run before the first write of a step. Count the step, and keep
+        the verdict.
+
+        If the previous verdict was formed on the device, wait for the previous verdict first. A
+        skip is counted as soon as the host knows the verdict.
+
+        Args:
+            verdict: the verdict on the step.
+            observers: observers of the stack.
+            judge: the observer that judged the step on the host; None without such an observer.
+        """
+        for before_step in observers.before_step:
+            before_step()
+        if judge is not None and MAIN_NORM in verdict.norms:
+            judge.take(torch.tensor(verdict.norms[MAIN_NORM], dtype=torch.float64, device="cpu"))
         if isinstance(self._last, DeviceVerdict):
             self.last_verdict()
         self._last = verdict

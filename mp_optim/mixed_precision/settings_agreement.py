@@ -212,9 +212,11 @@ def check_write(
             common = sorted((names | unknown) & given.keys(), key=str)
             lines = []
             for name in common:
-                value, line = given[name], f"{name}: a {type(given[name]).__name__}"
+                value, kind = given[name], type(given[name]).__name__
+                line = f"{name}: a {kind}"
                 if isinstance(value, Tensor):
-                    line += f" of {value.dtype}, shape {tuple(value.shape)}, {value.layout}"
+                    line = f"{name}: {kind} of {value.dtype}, shape {tuple(value.shape)}, "
+                    line += str(value.layout)
                     is_part = is_dtensor(value) or isinstance(value, FlatShard) or value.is_meta
                     is_dense = value.layout == torch.strided and value.is_floating_point()
                     if is_dense and not is_part:

@@ -98,7 +98,7 @@ def take_step(
         else:
             grads, verdict, judge = prepared
         # Count outside the timer, because counting waits for the device's verdict on the last step.
-        _count(stack, verdict, judge)
+        stack.counts.record(verdict, stack.observers, judge)
         with _UNTIMED if config.timers is None else _timed(config, "optimizer-inner-step"):
             # Phase 4. RuleExecutor builds all launches in plan(), so an error there leaves all
             # parameters unstepped. Executors of offloaded slots and of foreign optimizers build
@@ -138,7 +138,7 @@ def take_steps(stacks: Mapping[str, Any], errors: dict[str, Exception]) -> dict[
             decided[name] = _decide(stacks[name], grads)
     for name, (verdict, judge) in decided.items():
         with errors_kept(errors, name), stacks[name].step_mark.step(stacks[name]):
-            _count(stacks[name], verdict, judge)
+            stacks[name].counts.record(verdict, stacks[name].observers, judge)
             collected[name].plan(verdict)
             planned.append(name)
     for name in planned:
@@ -184,15 +184,6 @@ def _decide(stack: Any, grads: StepGrads) -> tuple[AnyVerdict, Observer | None]:
     if verdict.cause == DISAGREEMENT:
         stack.refuse_disagreement()
     return verdict, judge
-
-
-def _count(stack: Any, verdict: AnyVerdict, judge: Observer | None) -> None:
-    """Count the step (end of phase 3), and call the observers that run before the first write."""
-    for before_step in stack.observers.before_step:
-        before_step()
-    if judge is not None and MAIN_NORM in verdict.norms:
-        judge.take(torch.tensor(verdict.norms[MAIN_NORM], dtype=torch.float64, device=_HOST))
-    stack.counts.record(verdict)
 
 
 def _update_scale(stack: Any, verdict: AnyVerdict) -> None:

@@ -35,7 +35,7 @@ from mp_optim.core.tensor_layout import region_of
 from mp_optim.core.tensors import continue_from
 from mp_optim.host.calls import in_own_modes
 from mp_optim.host.leases import before_writing, borrows, give_memory
-from mp_optim.kernels import Backend, choose_backend
+from mp_optim.kernels import choose_backend
 from mp_optim.kernels.codecs import Noise, join, mix
 from mp_optim.kernels.kernel_args import RULE_SCALARS, TensorLists, contiguous, contiguous_outputs
 from mp_optim.kernels.state_format import StatePrecision
@@ -83,6 +83,8 @@ class RuleExecutor(Executor):
         rows: state of the slots.
         workspace: the rule's counters, or None.
         audit: repeats samples of steps; None without an audit.
+        backend_for: takes a device, and returns the backend that steps tensors there, with the
+            reason for this backend.
 
     Raises:
         ValueError: the backend is not usable, has no kernels for the rule, or does not support the
@@ -112,7 +114,8 @@ class RuleExecutor(Executor):
             value = backend if field == "fused_backend" else getattr(precision, field)
             raise ValueError(f"{field}={value!r}: {reason}")
         self.rule, self.workspace = rule, rule.new_workspace()
-        self._backend, self._kernels = backend, rule.kernels
+        self._backend = backend
+        self.backend_for = partial(choose_backend, backend, rule=rule.kernels)
         self.rows, self.clips = RuleState(rule, precision, param_groups), rule.clips
         self.audit = None
         if check_field("audit_rate", audit_rate):
@@ -416,10 +419,6 @@ class RuleExecutor(Executor):
             raise
 
     # -- backends ---------------------------------------------------------------------------------
-
-    def backend_for(self, device: torch.device) -> tuple[Backend, str]:
-        """Return the backend that steps tensors on a device, and the reason for this backend."""
-        return choose_backend(self._backend, device, self._kernels)
 
     def backend_and_reason(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
         found = self.backend_for(_HOST if place == "host" else device)

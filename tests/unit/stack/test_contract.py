@@ -71,7 +71,7 @@ def test_step_starts_and_stops_megatron_timers_and_counts_between_timers(monkeyp
         events.clear()
         model, optimizer = build("bf16", timers=timers, barrier_with_L1_time=barrier)
         observed = Mock(
-            side_effect=lambda _: events.append("count") or DEFAULT, wraps=optimizer.counts.record
+            side_effect=lambda *_: events.append("count") or DEFAULT, wraps=optimizer.counts.record
         )
         monkeypatch.setattr(optimizer.counts, "record", observed)
         train(model, optimizer, 1)
