@@ -117,7 +117,8 @@ class HostSlot:
 def plan_staging(
     mode: str, slots: Sequence[HostSlot], most: int, pipelined: bool, has_outputs: bool = True
 ) -> tuple[list[tuple[Slot, ...]], list[int]]:
-    """Return the buckets of a mode, and the bytes of each piece of its staging memory.
+    """Return the buckets of a mode, and the bytes of each piece of its staging memory. A slot that
+    is larger than a bucket is a bucket by itself.
 
     Args:
         mode: the ``offload_mode``.
@@ -129,53 +130,27 @@ def plan_staging(
     # Use shares, not local sizes. Ranks that reduce together have equal shares, so all of them cut
     # equal buckets.
     shared = [2 * slot.share * slot.dtype.itemsize for slot in slots]
-    bucket_bytes = most if mode == "sync" else fitting_bucket_bytes(sum(shared), most)
-    buckets = plan_buckets([slot.slot for slot in slots], shared, bucket_bytes)
-    tensors, taken = 2 if has_outputs else 1, {}
-    for slot in slots:
-        taken[slot.slot] = tensors * aligned_bytes(slot.numel, slot.dtype)
-    needed = [sum(map(taken.__getitem__, bucket)) for bucket in buckets]
+    # Small buckets begin early in backward. Large buckets have fewer fixed costs.
+    in_backward = max(1, min(most, max(SMALLEST, -(-sum(shared) // PER_ROUND))))
+    bucket_bytes = most if mode == "sync" else in_backward
+    buckets: list[list[Slot]] = []
+    needed: list[int] = []
+    filled = 0
+    for slot, size in zip(slots, shared, strict=True):
+        if not buckets or filled + size > bucket_bytes:
+            buckets.append([])
+            needed.append(0)
+            filled = 0
+        buckets[-1].append(slot.slot)
+        needed[-1] += (2 if has_outputs else 1) * aligned_bytes(slot.numel, slot.dtype)
+        filled += size
     # A pipelined step needs three pieces: one bucket is copied to the host, one is stepped and one
     # is copied to the device. Backward needs a piece for every bucket.
     in_step = 3 if pipelined else 1
     # Use the largest size for each piece, because each piece serves every bucket in turn.
     if mode == "sync" and len(needed) > in_step:
         needed = [max(needed)] * in_step
-    return buckets, needed
-
-
-def plan_buckets(
-    slots: Sequence[Slot], sizes: Sequence[int], bucket_bytes: int
-) -> list[tuple[Slot, ...]]:
-    """Cut slots into buckets of at most ``bucket_bytes``; a larger slot is a bucket by itself.
-
-    Args:
-        slots: slots in the order in which their gradients are expected.
-        sizes: staging bytes of each slot. Ranks that reduce together pass the same numbers and cut
-            the same buckets.
-        bucket_bytes: largest staging bytes of a bucket.
-    """
-    buckets: list[list[Slot]] = []
-    filled = 0
-    for slot, size in zip(slots, sizes, strict=True):
-        if not buckets or filled + size > bucket_bytes:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(slot)
-        filled += size
-    return list(map(tuple, buckets))
-
-
-def fitting_bucket_bytes(total: int, most: int) -> int:
-    """Return the largest staging bytes of a bucket for copies during backward.
-
-    Small buckets begin early in backward. Large buckets have fewer fixed costs.
-
-    Args:
-        total: staging bytes of all slots.
-        most: largest result.
-    """
-    return max(1, min(most, max(SMALLEST, -(-total // PER_ROUND))))
+    return list(map(tuple, buckets)), needed
 
 
 def plan_offload(sizes: Sequence[int], fraction: float) -> frozenset[int]:

@@ -5,16 +5,11 @@ import torch
 from torch import nn
 
 from mp_optim import get_megatron_optimizer
+from mp_optim.core import Slot
 from mp_optim.host.host_share import HostShare
 from mp_optim.offload import backward_scheduler as cores
 from mp_optim.offload.backward_scheduler import worker_threads
-from mp_optim.offload.buckets import (
-    PER_ROUND,
-    SMALLEST,
-    fitting_bucket_bytes,
-    plan_buckets,
-    plan_offload,
-)
+from mp_optim.offload.buckets import PER_ROUND, SMALLEST, HostSlot, plan_offload, plan_staging
 from support.models import config_for
 
 
@@ -40,28 +35,37 @@ def test_offload_plan_refuses_fractions_outside_0_to_1(fraction):
         plan_offload([1], fraction)
 
 
+def slots_in_buckets(mode, sizes, most):
+    """Return the number of slots in each bucket, for slots of these staging bytes."""
+    slots = []
+    for position, size in enumerate(sizes):
+        slots.append(HostSlot(Slot(0, position), size // 2, size // 2, torch.int8))
+    return [len(bucket) for bucket in plan_staging(mode, slots, most, pipelined=False)[0]]
+
+
 def test_buckets_are_filled_to_the_byte_limit_and_never_beyond():
-    assert plan_buckets("abcd", [3, 3, 3, 3], 6) == [("a", "b"), ("c", "d")]
-    assert plan_buckets("abcd", [3, 3, 3, 3], 5) == [("a",), ("b",), ("c",), ("d",)]
-    assert plan_buckets("abc", [9, 0, 1], 6) == [("a",), ("b", "c")]
-    assert plan_buckets("abcd", [1, 6, 5, 1], 6) == [("a",), ("b",), ("c", "d")]
+    assert slots_in_buckets("sync", [6, 6, 6, 6], 12) == [2, 2]
+    assert slots_in_buckets("sync", [6, 6, 6, 6], 10) == [1, 1, 1, 1]
+    assert slots_in_buckets("sync", [18, 0, 2], 12) == [1, 2]
+    assert slots_in_buckets("sync", [2, 12, 10, 2], 12) == [1, 1, 2]
 
 
 @pytest.mark.parametrize(
-    ("total", "most", "bucket"),
+    ("count", "size", "most", "buckets"),
     [
-        (10, 64 << 20, SMALLEST),
-        (PER_ROUND * SMALLEST, 64 << 20, SMALLEST),
-        (PER_ROUND * SMALLEST + 1, 64 << 20, SMALLEST + 1),
-        (PER_ROUND << 30, 64 << 20, 64 << 20),
-        (10, 7, 7),
-        (0, 0, 1),
+        (10, 2, 64 << 20, [10]),
+        (4 * PER_ROUND, SMALLEST // 4, 64 << 20, [4] * PER_ROUND),
+        (PER_ROUND, SMALLEST + 2, 64 << 20, [1] * PER_ROUND),
+        (4 * PER_ROUND, SMALLEST, 64 << 20, [4] * PER_ROUND),
+        (4 * PER_ROUND, 32 << 20, 64 << 20, [2] * 2 * PER_ROUND),
+        (10, 2, 7, [3, 3, 3, 1]),
+        (0, 0, 0, []),
     ],
 )
 def test_bucket_size_is_a_sixteenth_of_the_model_between_smallest_and_largest_size(
-    total, most, bucket
+    count, size, most, buckets
 ):
-    assert fitting_bucket_bytes(total, most) == bucket
+    assert slots_in_buckets("overlap", [size] * count, most) == buckets
 
 
 @pytest.mark.parametrize(
