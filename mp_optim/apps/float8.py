@@ -86,38 +86,35 @@ def quantize_weights(
         RuntimeError: this torch does not support gradients of another dtype than the parameter's.
     """
     if dtype not in FLOAT8_DTYPES:
-        raise ValueError(f"dtype={dtype}: must be one of {list(FLOAT8_DTYPES)}")
+        known = ", ".join(map(str, FLOAT8_DTYPES))
+        raise ValueError(f"dtype={dtype}: this is not a float8 dtype; pass one of {known}")
     if not hasattr(torch.Tensor, "grad_dtype"):
         raise RuntimeError(
-            f"torch {torch.__version__} has no Tensor.grad_dtype, so gradients of float8 "
-            "parameters would be float8 too; install a newer torch"
+            f"torch {torch.__version__}: gradients of float8 parameters would be float8, because "
+            "Tensor.grad_dtype is missing; install a newer torch"
         )
     wanted = select or _is_matrix
-    chosen = [
+    every = [
         (path, module, name, param)
-        for path, module in list(model.named_modules())
-        for name, param in list(module.named_parameters(recurse=False))
-        if wanted(module, name, param)
+        for path, module in model.named_modules()
+        for name, param in module.named_parameters(recurse=False)
     ]
+    chosen = [entry for entry in every if wanted(*entry[1:])]
     if not chosen:
         raise ValueError(
-            f"no parameter of the {type(model).__name__} is selected for {dtype}; select at least "
-            "one with select="
+            f"select: no parameter of the {type(model).__name__} is selected for {dtype}; select "
+            "at least one"
         )
+    chosen_ids = {id(param) for *_, param in chosen}
     owners: dict[int, str] = {}
-    for path, module in model.named_modules():
-        for name, param in module.named_parameters(recurse=False):
-            other = owners.setdefault(id(param), f"{path}.{name}")
-            if other != f"{path}.{name}" and any(
-                param is other_param for *_, other_param in chosen
-            ):
-                raise TypeError(
-                    f"{path}.{name} is tied to {other}, and a tied parameter cannot be quantized; "
-                    "leave the parameter out with select="
-                )
-    return [
-        _quantize(path, module, name, param, dtype, rowwise) for path, module, name, param in chosen
-    ]
+    for path, _, name, param in every:
+        other = owners.setdefault(id(param), f"{path}.{name}")
+        if other != f"{path}.{name}" and id(param) in chosen_ids:
+            raise TypeError(
+                f"select: {path}.{name} is tied to {other}, and a tied parameter cannot be "
+                "quantized; leave the parameter out"
+            )
+    return [_quantize(*entry, dtype, rowwise) for entry in chosen]
 
 
 def _is_matrix(module: nn.Module, name: str, param: nn.Parameter) -> bool:

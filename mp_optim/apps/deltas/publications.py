@@ -37,9 +37,9 @@ def complete_parts(delta: WeightDelta | Sequence[WeightDelta]) -> list[WeightDel
         raise ValueError("delta=[]: the list is empty; pass the publications of all ranks")
     found, expected = [part.part for part in parts], [*range(parts[0].parts)]
     if found != expected or len({(part.number, part.is_full) for part in parts}) > 1:
-        said = [f"part {part.part} of publication {part.number}" for part in parts]
+        given = [f"part {part.part} of publication {part.number}" for part in parts]
         raise ValueError(
-            f"delta has {', '.join(said)}, but a publication consists of {parts[0].parts} parts, "
+            f"delta: given are {', '.join(given)}, but a publication has {parts[0].parts} parts, "
             "one from each rank of the trainer; pass all parts of one publication together"
         )
     return parts
@@ -70,8 +70,8 @@ def _check_follows(delta: WeightDelta, after: Position | None) -> None:
         if delta.number == 1:
             return
         raise ValueError(
-            f"delta: publication {delta.number} has only the changes since the previous "
-            f"publication, but after=None means that no publication was applied; {_CURE}"
+            f"delta: publication {delta.number} has only changes since publication "
+            f"{delta.number - 1}, but no publication was applied (after=None); {_CURE}"
         )
     known = dict(enumerate(after)).get(delta.part, "")
     run, _, number = known.rpartition(":")

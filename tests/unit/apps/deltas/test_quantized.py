@@ -238,7 +238,7 @@ def test_delta_quantizer_merges_the_deltas_of_ranks_and_refuses_an_incomplete_se
                 mine = where % 2 == part
                 patches.append(patch._replace(values=patch.values[mine], indices=where[mine]))
             halves.append(replace(whole, part=part, parts=2, patches=tuple(patches)))
-        with pytest.raises(ValueError, match="consists of 2 parts"):
+        with pytest.raises(ValueError, match="a publication has 2 parts"):
             quantizer.quantize(halves[:1], model)
         after = apply_delta(replica, quantizer.quantize(halves[::-1], model), after)
         assert bits_equal(replica, quantized_weights(model, "fp8_block", NAMES))
