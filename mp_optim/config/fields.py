@@ -52,8 +52,7 @@ class ConfigFields:
     weight_decay: float = 0.01
     """Factor of the weight decay. The standard overrides exclude biases and 1-D parameters."""
     apply_wd_to_qk_layernorm: bool = False
-    """True to apply weight decay to query and key layernorm weights, although these weights are
-    1-D."""
+    """True to decay query and key layernorm weights, although they are 1-D."""
     fp16: bool = False
     """True if model parameters are float16. The stack then has FP32 main params and a loss
     scale."""
@@ -78,7 +77,7 @@ class ConfigFields:
     fp32_state_below: int = 0
     """Number of elements below which a parameter keeps FP32 moments, with 8-bit or 4-bit moments
     (bitsandbytes' ``min_8bit_size``). A DTensor or a distributed optimizer's shard counts as the
-    whole parameter; a shard of plain tensor parallelism counts as a parameter of its own."""
+    whole parameter; a shard of plain tensor parallelism counts by itself."""
     store_param_remainders: bool = True
     """True to store only the bits of an FP32 main param that its bfloat16 parameter lacks, with
     ``use_precision_aware_optimizer``: 2 bytes per element instead of 4, with the same bits."""

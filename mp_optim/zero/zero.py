@@ -124,8 +124,7 @@ class DistributedOptimizer(CompositeOptimizer):
 
     Attributes:
         shards: the precision wrapper of this rank's tensors, the only member.
-        grad_reducer: the object that reduces gradients: this package's reducer, or the hooks of
-            Megatron's modules.
+        grad_reducer: reduces gradients over the ranks.
 
     Raises:
         ValueError: a parameter cannot be a view of a flat bucket; the message names the parameter.
